@@ -59,21 +59,22 @@ class cast(Primitive):  # noqa: N801
         if short is not None and self.dtype != "fp32":
             refuse("S891", f"`{short}` is stored in {plan.model.parameters[short].dtype}",
                    "there is no float32 master weight to update",
-                   notes=("an update smaller than its rounding would be lost without a message",),
-                   helps=("build the model in float32 and let `cast` choose what it computes in",
-                          "or leave this row out: the model computes in it already"))  # fmt: skip
+                   notes=("updates smaller than its rounding would be lost silently",),
+                   helps=("build the model in float32; `cast` chooses the dtype of its computation",
+                          "or drop this row: the model computes in this dtype"
+                          " already"))  # fmt: skip
 
     def agree(self, axes: Collection[str]) -> None:
         """Refuse arguments without meaning, for this dtype or for any."""
         if self.dtype == "fp32" and self.params:
-            refuse("S890", "`cast(fp32)` takes no `params`: it uses them as they are stored",
+            refuse("S890", "`cast(fp32)` takes no `params`: it uses parameters as they are stored",
                    helps=("`cast(fp32)`",))  # fmt: skip
         if self.dtype != "fp16" and (self.scale, self.growth) != (65536, 2000):
-            refuse("S890", f"no loss is scaled for `{self.dtype}`",
-                   notes=("it has float32's range: no gradient becomes zero or infinite by it",),
+            refuse("S890", f"`{self.dtype}` takes no loss scaling",
+                   notes=("it has the range of float32: gradients neither underflow nor overflow",),
                    helps=(f"`cast({self.dtype})`",))  # fmt: skip
         if self.scale < 1 or self.scale & (self.scale - 1) or self.growth < 1:
-            refuse("S890", "a scale is a power of two, `growth` a number of steps",
+            refuse("S890", "`scale` must be a power of two, `growth` a number of steps",
                    notes=("other scales would round gradients a second time",),
                    helps=("leave them out: `scale=65536`, `growth=2000`",))  # fmt: skip
 
@@ -81,16 +82,17 @@ class cast(Primitive):  # noqa: N801
         """One row for a module, one level of casts, one loss scale."""
         for other in near(plan.casts, site.fqn):
             if inside(other.fqn, site.fqn):
-                refuse("S892", f"`{other.fqn}`, inside of `{site}`, is cast above",
-                       helps=("put the row for what is around it first",))  # fmt: skip
+                refuse("S892", f"`{other.fqn}`, inside `{site}`, is cast by a row above",
+                       helps=("put the row of the outer module first",))  # fmt: skip
             if inside(site.fqn, other.fqn) and (self.dtype != "fp32" or other.dtype == "fp32"):
-                refuse("S892", f"`{site}` lies inside of what is cast to {other.dtype} already",
-                       notes=("only float32 may stand inside of a lower dtype, once",),
-                       helps=(f"`{site}  cast(fp32)`", "or select the modules apart"))  # fmt: skip
+                refuse("S892", f"`{site}` is inside a module that is cast to {other.dtype} already",
+                       notes=("inside a lower dtype only `cast(fp32)` may stand, once",),
+                       helps=(f"`{site}  cast(fp32)`", "or select modules that do not contain"
+                                                       " each other"))  # fmt: skip
         for other in (part.value for part in parts(plan.casts)):
             scales = (other.scale, other.growth), (self.scale, self.growth)
             if other.dtype == self.dtype == "fp16" and scales[0] != scales[1]:
-                refuse("S893", "two loss scales", f"{other.scale} and {self.scale}",
+                refuse("S893", "the rows name two loss scales", f"{other.scale} and {self.scale}",
                        helps=("give all `fp16` rows the same `scale` and `growth`",))  # fmt: skip
 
     def effect(self, site: Site, plan: Plan) -> Plan:

@@ -80,22 +80,23 @@ class checkpoint(Primitive):  # noqa: N801
         self._check_plan()
         for word, size in (("group", self.group), ("every", self.every)):
             if size != "sqrt" and size < 1:
-                refuse("S840", f"`{word}={size}` is no number of modules", f"`{word}` counts them",
+                refuse("S840", f"`{word}` must be 1 or more, not {size}", f"`{word}` is a"
+                                                                          f" number of modules",
                        helps=(f"use `{word}=1` or more",))  # fmt: skip
 
     def check(self, sites: tuple[Site, ...], plan: Plan) -> None:
         """Refuse modules that do not follow each other."""
         names = tuple(site.fqn for site in sites)
         if self.plan in ("rotor", "pofo") and len(runs(names)) > 1:
-            refuse("S842", "a plan is for modules that follow each other in one list",
-                   f"`{runs(names)[0][-1]}` and `{runs(names)[1][0]}` do not",
-                   helps=("give each list a row and memory of its own",))  # fmt: skip
+            refuse("S842", "a plan needs consecutive modules of one list",
+                   f"`{runs(names)[0][-1]}` and `{runs(names)[1][0]}` are not consecutive",
+                   helps=("write one row for each list, each with its own `memory`",))  # fmt: skip
         if self.group != 1 and len(names) > 1 and all(len(run) == 1 for run in runs(names)):
-            refuse("S840", f"no two of these {len(names)} modules follow each other in a list",
-                   f"`{names[0]}` and `{names[1]}` are not neighbours",
-                   notes=("a group is recomputed from the input of its first module on",),
+            refuse("S840", f"no two of these {len(names)} modules are consecutive in a list",
+                   f"`{names[0]}` and `{names[1]}` are not consecutive",
+                   notes=("a group is recomputed from the input of its first module",),
                    helps=("select elements of one list, as in `layers.*  checkpoint(group=4)`",
-                          "or recompute each alone: `checkpoint()`"))  # fmt: skip
+                          "or recompute each module by itself: `checkpoint()`"))  # fmt: skip
 
     def apply(self, sites: tuple[Site, ...], build: Any) -> None:
         """Recompute modules of the copy."""
@@ -178,8 +179,8 @@ class checkpoint(Primitive):  # noqa: N801
             largest, whole = max(c.saved for c in chain), sum(c.saved for c in chain)
             _too_little(
                 memory, least(chain)[0] if self.plan == "rotor" else needed(chain), len(chain),
-                f"the largest keeps {largest} bytes by itself when it is recomputed, all kept"
-                f" are {whole}",
+                f"recomputing the largest module saves {largest} bytes; all modules without"
+                f" recomputation save {whole}",
             )  # fmt: skip
         return found
 
@@ -207,8 +208,9 @@ class checkpoint(Primitive):  # noqa: N801
         found = pofo(chain, memory, self.tflops * 1e12 / self.bandwidth)
         if found is None:
             _too_little(memory, needed(chain), len(chain),
-                        f"the largest keeps {max(c.saved for c in chain)} bytes while its backward"
-                        f" runs, all kept are {sum(c.saved for c in chain)}")  # fmt: skip
+                        f"the backward of the largest module needs {max(c.saved for c in chain)}"
+                        f" bytes; all modules without recomputation save"
+                        f" {sum(c.saved for c in chain)}")  # fmt: skip
         return found
 
     def _budget(self, count: int, memory: int, play: Callable[[Any], Any]) -> int:
@@ -220,8 +222,8 @@ class checkpoint(Primitive):  # noqa: N801
 
         if peak(memory) > memory:
             _too_little(memory, peak(0), count,
-                        "what enters a module stays, and so does what an operator needs at a time"
-                        " when it runs again")  # fmt: skip
+                        "the inputs of modules are kept, and so is what one operator needs"
+                        " while it is recomputed")  # fmt: skip
         assert self.memory is not None
         return self.memory
 
@@ -230,14 +232,14 @@ class checkpoint(Primitive):  # noqa: N801
         if (self.plan is None) != (self.memory is None):
             given, missing = ("plan", "memory") if self.plan else ("memory", "plan")
             refuse("S842", f"`{given}` needs `{missing}`", f"`{missing}` is not given",
-                   notes=("a plan fits modules into the memory that it is given",),
+                   notes=("a plan chooses what to recompute so that it fits into `memory`",),
                    helps=("write `checkpoint(plan=rotor, memory=2GiB)`",))  # fmt: skip
         self._check_copies()
         if self.plan is None:
             return
         if self.group != 1 or self.every != 1 or self.save:
-            refuse("S842", "a plan chooses by itself what is recomputed together",
-                   "`group`, `every` and `save` choose it, too",
+            refuse("S842", "a plan chooses what is recomputed together",
+                   "`group`, `every` and `save` choose it as well",
                    helps=(MIXED if self.moves else
                           f"drop them: `checkpoint(plan={self.plan}, memory=2GiB)`",))  # fmt: skip
 
@@ -246,13 +248,13 @@ class checkpoint(Primitive):  # noqa: N801
         if (self.plan == "pofo") != (self.bandwidth is not None) or (
             self.plan != "pofo" and self.tflops != TFLOPS
         ):
-            refuse("S842", "`plan=pofo` and `bandwidth` stand together",
+            refuse("S842", "`plan=pofo` and `bandwidth` must be given together",
                    "one of them is missing",
-                   notes=("this plan alone weighs copies against second runs",),
+                   notes=("only this plan compares copies with recomputation",),
                    helps=(MIXED,))  # fmt: skip
         if self.tflops <= 0 or (self.bandwidth is not None and self.bandwidth <= 0):
             refuse("S842", "`bandwidth` and `tflops` must be above 0",
-                   "bytes copied and operations computed in a second",
+                   "they are bytes copied and operations computed in a second",
                    helps=(MIXED,))  # fmt: skip
 
     @property
@@ -281,4 +283,4 @@ def _too_little(memory: int, need: int, count: int, why: str) -> NoReturn:
     refuse("S841", f"no plan for these {count} modules fits into {memory} bytes",
            "too little for one microbatch", notes=(why,),
            helps=(f"each microbatch needs {need} bytes at least",
-                  "or make them smaller: recompute inside of a module instead"))  # fmt: skip
+                  "or recompute smaller modules, inside these"))  # fmt: skip

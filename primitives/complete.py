@@ -41,10 +41,10 @@ class complete(Primitive):  # noqa: N801
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse a second row for one axis, and one inside of a module."""
         if site.fqn:
-            refuse("S408", "rows are completed for the whole model", f"this stands inside `{site}`",
+            refuse("S408", "`complete` is for the whole model", f"this row is inside `{site}`",
                    helps=("move the row out of its `at`",))  # fmt: skip
         if str(self.over) in plan.completing:
-            refuse("S501", f"what is split over `{self.over}` is completed already",
+            refuse("S501", f"a row above completes `{self.over}` already",
                    helps=("drop one of the two rows",))  # fmt: skip
 
     def effect(self, site: Site, plan: Plan) -> Plan:

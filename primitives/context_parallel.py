@@ -56,17 +56,18 @@ class context_parallel(Primitive):  # noqa: N801
     def agree(self, axes: Collection[str]) -> None:
         """Refuse one axis for two levels."""
         if self.method in TWO and len(self.over) != 2:
-            refuse("S303", f"`{self.method}` exchanges on two levels", "over one",
+            refuse("S303", f"`{self.method}` needs two axes", "`over` names one axis",
                    helps=(f"name both, the outer one first: `{self.method}, over=(nodes, gpus)`",
-                          "or `ring` and `ulysses`, over one"))  # fmt: skip
+                          "or use one axis: `ring`, `ulysses`"))  # fmt: skip
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse axes with other work, and sequences that would be split in two ways."""
         order = list(plan.mesh.sizes)
         places = [order.index(plan.mesh.fold(axis)[0]) for axis in self.over]
         if self.method in TWO and places != sorted(places):
-            refuse("S504", "the inner axis of two has to vary fastest", "in the order of the mesh",
-                   helps=("name the axis first that stands first in the mesh",))  # fmt: skip
+            refuse("S504", "the second axis must be the one that varies fastest",
+                   "not in the order of the mesh",
+                   helps=("name them in the order of the mesh",))  # fmt: skip
         split = {a for layout in plan.layouts.values() for n in layout.axes
                  for a in plan.mesh.fold(n)}  # fmt: skip
         staged = {a for cut in plan.cuts for a in plan.mesh.fold(cut.axis)}
@@ -83,15 +84,17 @@ class context_parallel(Primitive):  # noqa: N801
         both = {self.method, *(one.method for one in here)}
         fits = len(here) == 1 and both == {"ulysses", "ring"}
         if here and (not fits or mine & set(plan.mesh.fold(here[0].axes))):
-            refuse("S501", f"`{site}` exchanges keys and values already",
+            refuse("S501", f"`{site}` has a `context_parallel` row already",
                    f"by `{here[0].method}` over {', '.join(here[0].axes)}",
-                   helps=("one row for each module, or `ulysses` over one axis and `ring` over"
+                   helps=("write one row for each module, or `ulysses` over one axis and `ring`"
+                          " over"
                           " another",))  # fmt: skip
         layouts = {one.layout for rows in plan.contexts.values() for one in rows} - {None}
         if self.layout and layouts - {self.layout}:
             known = next(iter(layouts))
-            refuse("S504", f"sequences are split as `{known}` already, and here as `{self.layout}`",
-                   helps=(f"say `layout={known}`, or nothing, in all rows",))  # fmt: skip
+            refuse("S504", f"two layouts of the sequence: `{known}` in a row above,"
+                           f" `{self.layout}` here",
+                   helps=(f"write `layout={known}` in all rows, or leave it out",))  # fmt: skip
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note how this module attends."""

@@ -34,14 +34,14 @@ class decompose(Primitive):  # noqa: N801
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse what is no linear layer with a bias, and one whose result hooks look at."""
         if kind_of(site, plan) is None:
-            refuse("S886", f"`{site}` is no linear layer", f"it is a {site.class_name}",
+            refuse("S886", f"`{site}` is not a linear layer", f"it is a {site.class_name}",
                    helps=("name one: `layers.*.mlp.up  decompose(bias)`",))  # fmt: skip
         if "bias" not in site.parameters:
             refuse("S886", f"`{site}` has no bias", helps=("drop the row",))
         module: Any = plan.model.model.get_submodule(site.fqn)
         if module._forward_hooks or module._backward_hooks:
-            refuse("S886", f"a hook looks at the result of `{site}`",
-                   notes=("it would see the product without its bias",),
+            refuse("S886", f"a forward hook reads the output of `{site}`",
+                   notes=("it would get the output without the bias",),
                    helps=("drop the row, or remove the hook",))  # fmt: skip
 
     def apply(self, site: Site, build: Any) -> None:

@@ -65,14 +65,15 @@ class expert_parallel(Primitive):  # noqa: N801
         if self.capacity is not None and self.capacity <= 0:
             refuse("S422", "`capacity` must be above 0", helps=("`capacity=1.25`",))
         if self.dispatch == "fetch" and (self.shadow or self.chunks > 1):
-            refuse("S422", "`dispatch=fetch` sends experts to the tokens, and no tokens to experts",
+            refuse("S422", "`dispatch=fetch` sends expert weights to the tokens, not tokens to"
+                           " experts",
                    helps=("leave out `shadow=` and `chunks=`",))  # fmt: skip
         if self.dispatch == "gather" and (self.shadow or self.chunks > 1):
             refuse("S422", "`dispatch=gather` brings all tokens to all experts at once",
                    helps=("leave out `shadow=` and `chunks=`",))  # fmt: skip
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse what is no module of experts, and numbers of experts that do not divide."""
+        """Refuse what is not a module of experts, and numbers of experts that do not divide."""
         found = self._experts(site, plan)
         if hasattr(found, "reason"):
             said, helps = (found.said,), found.helps
@@ -84,16 +85,15 @@ class expert_parallel(Primitive):  # noqa: N801
         if found.count % ranks:
             legal = [n for n in range(1, found.count + 1) if found.count % n == 0]
             help_ = f"`{self.over}` may be {', '.join(map(str, legal))}"
-            title = f"cannot spread {found.count} experts evenly over {ranks} ranks"
+            title = f"cannot split {found.count} experts evenly over {ranks} ranks"
             refuse("S402", title, f"`{self.over}` has {ranks} ranks", helps=(help_,))
         if site.fqn in plan.boundaries:
-            refuse(
-                "S501", f"`{site}` is spread or sharded already", helps=("drop one of the rows",)
-            )
+            refuse("S501", f"`{site}` is sharded already", helps=("drop one of the rows",))
         for name, layout in self._layouts(site, plan):
             if plan.layout(name).splits and plan.layout(name) != layout:
-                refuse("S504", f"`{name}` is split already, and not as this row would split it",
-                       helps=("tied experts lie over the same axes: one row for all of them",),
+                refuse("S504", f"`{name}` is sharded already, in another way than by this row",
+                       helps=("tied experts must be sharded over the same axes, by one row for"
+                              " all of them",),
                        )  # fmt: skip
 
     def _check_options(self, site: Site, count: int) -> None:
@@ -104,7 +104,7 @@ class expert_parallel(Primitive):  # noqa: N801
                    helps=(f"its experts are 0 to {count - 1}",))  # fmt: skip
 
     def _check_inner(self, site: Site, plan: Plan) -> None:
-        """Refuse experts that cannot be cut inside, or not over this axis (S428)."""
+        """Refuse experts that cannot be sharded inside, or not over this axis (S428)."""
         if self.inner is None:
             return
         shared = set(plan.mesh.fold(self.inner)) & set(plan.mesh.fold(self.over))
@@ -115,15 +115,16 @@ class expert_parallel(Primitive):  # noqa: N801
             refuse("S428", f"`{sorted(shared)[0]}` cannot {both}", helps=(other,))
         found = self._inner(site, plan)
         if found is None:
-            refuse("S428", f"the experts of `{site}` cannot be cut inside",
-                   notes=("no way of cutting a small copy in two gave parts that add up to it",),
+            refuse("S428", f"the experts of `{site}` cannot be sharded inside",
+                   notes=("a small copy was tried: no way to split it in two gives outputs that"
+                          " sum to its own",),
                    helps=("leave out `inner=`",))  # fmt: skip
         ranks = plan.mesh.size(self.inner)
         for name, dim, blocks in found.cuts:
             size = site.parameters[name].shape[dim] // blocks
             if size % ranks:
                 legal = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-                refuse("S428", f"cannot cut an inner dim of {size} evenly over {ranks} ranks",
+                refuse("S428", f"cannot split an inner dim of {size} evenly over {ranks} ranks",
                        notes=(f"of `{site}.{name}`",),
                        helps=(f"`{self.inner}` may be {legal}",))  # fmt: skip
 

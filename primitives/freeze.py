@@ -49,9 +49,9 @@ class freeze(Primitive):  # noqa: N801
         chosen = self._chosen(sites, plan)
         trained = {name for name, fact in plan.model.unique.items() if fact.requires_grad}
         if not chosen & trained:
-            refuse("S413", "there is nothing to freeze here",
+            refuse("S413", "nothing is left to freeze",
                    notes=("the selected parameters are all frozen already",),
-                   helps=("drop the row, or choose other modules",))  # fmt: skip
+                   helps=("drop the row, or select other modules",))  # fmt: skip
         if not trained - chosen:
             refuse("S413", "this row freezes every parameter: none is left to train",
                    helps=('except some: `freeze(keep="*bias")`',))  # fmt: skip

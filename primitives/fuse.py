@@ -38,7 +38,7 @@ class fuse(Primitive):  # noqa: N801
 
     `backend=rowwise` makes a Triton kernel of a chain of pointwise operators and reductions along
     rows (sums, means, extremes of the last dim): one kernel forward and one backward, for a pattern
-    or for a module that is nothing else.  What goes across rows is refused by name (S887).  `auto`
+    or for a module that is nothing else.  What reduces over rows is refused by name (S887).  `auto`
     is inductor.
 
       rounding   `eager`: intermediate results are rounded as the model rounds them; `fp32`: they
@@ -71,7 +71,8 @@ class fuse(Primitive):  # noqa: N801
             return replace(self, pattern=_read(self.pattern).text)
         how = ARGUMENTS["fuse"].get(f"with={self.pattern}")
         if how is not None:
-            refuse("S885", f"there is no pattern `{self.pattern}`", "that is how, not what",
+            refuse("S885", f"there is no pattern `{self.pattern}`", "this is a backend, not a"
+                                                                    " pattern",
                    helps=(f"write `fuse({how.here})`",))  # fmt: skip
         near = closest(self.pattern, patterns)
         help_ = f"did you mean `{near}`?" if near else f"declare it: `pattern {self.pattern}(x) " \
@@ -84,14 +85,14 @@ class fuse(Primitive):  # noqa: N801
             refuse(
                 "S408",
                 "`fuse` needs a module, and this row selects the whole model",
-                helps=("name a module: `layers.*  fuse()`",),
+                helps=("select a module: `layers.*  fuse()`",),
             )
         _outside(site, plan)
         if self.pattern or self.backend == "rowwise":
             _matched(site, plan, self)
         elif _kernels(site, plan) == 1:
             refuse("S884", f"`{site}` is one kernel already", "nothing is there to fuse it with",
-                   helps=("name a module around it",))  # fmt: skip
+                   helps=("select a module around it",))  # fmt: skip
 
     def apply(self, site: Site, build: Any) -> None:
         """Compile the module of the copy."""
@@ -171,7 +172,7 @@ def _outside(site: Site, plan: Plan) -> None:
         around = next((s for s in action.sites if site.fqn.startswith(f"{s}.")), None)
         if looked and around is not None:
             refuse(
-                "S503", f"`{site}` lies inside `{around}`, which `{row}` above has looked through",
+                "S503", f"`{site}` is inside `{around}`, which the row `{row}` above fuses",
                 helps=(f"move this row above `{row}`, or drop it",),
             )  # fmt: skip
 
@@ -184,7 +185,7 @@ def _matched(site: Site, plan: Plan, row: fuse) -> None:
     told = _told(site, plan, row)
     if told.pattern is not None and told.pattern.body.size == 1:
         refuse("S884", f"`{told.pattern.name}` is one kernel already",
-               helps=("say what stands before or after it",))  # fmt: skip
+               helps=("name the module before or after it",))  # fmt: skip
     module = plan.model.model.get_submodule(site.fqn)
     found_in(module, told, imagined(module))
 

@@ -58,7 +58,7 @@ class grid(Primitive):  # noqa: N801
         wanted = AXES[self.style]
         if len(self.over) != wanted or len(set(self.over)) != wanted:
             example = {"summa": "over=(r, c)", "cube": "over=(x, y, z)"}[self.style]
-            refuse("S304", f"`{self.style}` lies over {wanted} axes, not {len(self.over)}",
+            refuse("S304", f"`{self.style}` needs {wanted} axes, not {len(self.over)}",
                    helps=(f"name them all: `{example}`",))  # fmt: skip
 
     def check(self, site: Site, plan: Plan) -> None:
@@ -80,7 +80,7 @@ class grid(Primitive):  # noqa: N801
         for name, layout in self._layouts(site, plan).items():
             known = plan.layout(name)
             if known.splits and known != layout:
-                refuse("S504", f"`{name}` is split already, and not as this row would split it",
+                refuse("S504", f"`{name}` is sharded already, in another way than by this row",
                        helps=("drop one of the two rows",))  # fmt: skip
 
     def effect(self, site: Site, plan: Plan) -> Plan:
@@ -178,8 +178,8 @@ class grid(Primitive):  # noqa: N801
         view = next((a for a in self.over if a not in plan.mesh.sizes), None)
         if view is not None:
             known = ", ".join(f"`{axis}`" for axis in plan.mesh.sizes)
-            refuse("S304", f"`{view}` folds several axes, and a grid lies over plain ones",
-                   helps=(f"choose among {known}",))  # fmt: skip
+            refuse("S304", f"`{view}` is a view of several axes: a grid needs axes of the mesh",
+                   helps=(f"choose from {known}",))  # fmt: skip
 
     def _check_norm(self, site: Site, plan: Plan) -> None:
         """Only what runs along the hidden dim can be computed in parts of it."""
@@ -187,27 +187,28 @@ class grid(Primitive):  # noqa: N801
         if site.children or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
             refuse(
                 "S401",
-                f"`{site}` is a `{site.class_name}`, which a grid does not split",
-                helps=("name the linear layers, embeddings and norms inside it",),
+                f"`{site}` is a `{site.class_name}`, which `grid` cannot shard",
+                helps=("select the linear layers, embeddings and norms inside it",),
             )
         replaced = [a for a in plan.actions if "structure" in a.primitive.writes]
         if any(site.fqn in action.sites for action in replaced):
-            refuse("S404", f"`{site}` has its computation replaced, and runs here in parts",
+            refuse("S404", f"`{site}` is computed by a kernel, which `grid` cannot shard",
                    helps=("leave out one of the two rows",))  # fmt: skip
 
     def _check_output(self, site: Site, kind: str, plan: Plan) -> None:
         if self.output == S("vocab"):
             if kind not in ("Linear", "Conv1D") or self.blocks != 1:
-                refuse("S306", f"`{site}` gives no logits, which alone are split over classes",
+                refuse("S306", f"only logits may be sharded over classes, and `{site}` does not"
+                               f" return logits",
                        helps=("leave out `output=`",))  # fmt: skip
         elif self.output not in (None, R, *LAST):
-            refuse("S307", f"a grid splits the hidden dim, and hands on no {self.output}",
+            refuse("S307", f"a grid shards the hidden dim: its output cannot be {self.output}",
                    helps=("use `output=R`, or leave it out",))  # fmt: skip
         elif kind in ("Linear", "Conv1D"):
             layout = plan.layout(site.parameters["weight"].name)
             if layout.padded != layout.shape:
-                refuse("S306", f"`{site}` is padded, and would hand the padding on",
-                       helps=("use `output=S(vocab)`: logits are cut back",))  # fmt: skip
+                refuse("S306", f"`{site}` is padded: its output would include the padding",
+                       helps=("use `output=S(vocab)`: padding is cut off logits",))  # fmt: skip
 
     def _refuse_size(self, site: Site, plan: Plan, size: int, ways: int) -> None:
         fits = [
@@ -217,7 +218,7 @@ class grid(Primitive):  # noqa: N801
         ]
         names = " and ".join(f"`{axis}`" for axis in self.over)
         helps = [f"{names} may each be {' or '.join(map(str, fits))}"] if fits else [
-            "no equal sides divide it: keep it replicated"
+            "no grid with equal sides divides it: keep it replicated"
         ]  # fmt: skip
         words = self._kind(site) == "Embedding"
         if size == self._outer(site, plan) and (words or self.output == S("vocab")):
@@ -265,4 +266,4 @@ def _check_plain(site: Site, kind: str, plan: Plan) -> None:
     if odd or not plain(site, kind, plan):
         what = f"with `{odd[0]}`" if odd else "that computes something else"
         refuse("S404", f"`{site}` is a `{kind}` {what}",
-               helps=("name the modules inside it, or keep it replicated",))  # fmt: skip
+               helps=("select the modules inside it, or keep it replicated",))  # fmt: skip

@@ -8,10 +8,12 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.amounts import size
+from schedlang.diagnostic import Label
 from schedlang.facets import Stored
 from schedlang.kinds import Axis
 from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
+from schedlang.source import NOWHERE
 from schedlang.usual import offered
 
 if TYPE_CHECKING:
@@ -22,11 +24,11 @@ SENT = "offload(activations, to=peer, over={})"
 # what no peer holds: why not, and who does it with ranks at the same place of the pipeline
 STAY = {
     "parameters": (
-        "each microbatch would fetch them twice, {}, from a rank that computes on another one",
+        "each microbatch would fetch them twice, {}, from a rank that works on another microbatch",
         "zero(stage=3, over={})",
     ),
     "gradients": (
-        "each microbatch would send them, {}; for their sums, the norm and the step all come home",
+        "each microbatch would send them, {}; the sum, the norm and the step need all of them back",
         "zero(stage=2, over={})",
     ),
 }
@@ -75,10 +77,11 @@ class offload(Primitive):  # noqa: N801
     def agree(self, axes: Collection[str]) -> None:
         """Refuse a distance that means nothing, and half of a peer."""
         if self.prefetch < 0:
-            refuse("S304", f"nothing can be reloaded {self.prefetch} modules ahead",
+            refuse("S304", f"`prefetch` must be 0 or more, not {self.prefetch}",
                    helps=("use 0 to reload on demand, 1 to reload one module ahead",))  # fmt: skip
         if self.what not in MOVES and self.prefetch != 1:
-            refuse("S306", f"nothing of the {self.what} comes back module by module",
+            refuse("S306", f"{self.what} are not reloaded module by module: `prefetch` has no"
+                           f" effect",
                    helps=("leave out `prefetch`",))  # fmt: skip
         if (self.to == "peer") != (self.over is not None):
             self._refuse_half(axes)
@@ -88,7 +91,8 @@ class offload(Primitive):  # noqa: N801
         row = offered(f"offload({self.what}, to=peer, over={{}})", axes, "stages")
         both, none = f"name both: {row}", f"`offload({self.what})`"
         if self.what not in STAY or self.over is not None:
-            refuse("S851", "a peer is the next rank of an axis: `to=peer` and `over` go together",
+            refuse("S851", "`to=peer` and `over` must be given together: a peer is the next"
+                           " rank along an axis",
                    helps=(f"leave `over` out: {none}",) if self.what in STAY
                    else (both, f"or neither: {none}"))  # fmt: skip
 
@@ -103,17 +107,21 @@ class offload(Primitive):  # noqa: N801
         met = [a for a in near if _meet(a.sites, site.fqn)]
         row = next((a for a in met if a.primitive.keeps), None)
         if row is not None and self.what in MOVES:
-            refuse("S844", f"`{row.name}` decides as it runs what these modules keep",
-                   f"nothing is left to offload beside `{row.primitive}`",
+            refuse("S844", f"`{row.name}` decides while it runs what these modules save",
+                   "nothing is left to offload",
                    helps=("drop one of the two",
-                          "or choose before it runs: `checkpoint(plan=rotor, ...)`"))  # fmt: skip
+                          "or use a plan that is made before the run:"
+                          " `checkpoint(plan=rotor, ...)`"),
+                   also=(Label(row.span or NOWHERE, "drops and recomputes activations"),),
+                   )  # fmt: skip
 
         row = next((a for a in met if a.primitive.moves), None)
         if row is not None and self.what == "activations":
-            refuse("S847", f"the plan of `{row.name}` already says which of these modules offload",
-                   f"two rows move the same: `{row.primitive}`",
+            refuse("S847", f"the plan of `{row.name}` already chooses which modules to offload",
+                   "would offload the same activations",
                    helps=("drop this row",
-                          "or let a plan move nothing: `checkpoint(plan=rotor, ...)`"),
+                          "or use a plan that offloads nothing: `checkpoint(plan=rotor, ...)`"),
+                   also=(Label(row.span or NOWHERE, "offloads activations of these modules"),),
                    )  # fmt: skip
 
     def _check_peer(self, site: Site, plan: Plan) -> None:
@@ -123,11 +131,11 @@ class offload(Primitive):  # noqa: N801
             over = plan.mesh.names if self.over is None else (self.over,)
             found = {fact.name: fact for fact in plan.model.below(site.fqn)}.values()
             held = size(sum(prod(fact.shape) * fact.itemsize for fact in found))
-            refuse("S851", f"{self.what} are not sent to a peer", notes=(why.format(held),),
+            refuse("S851", f"{self.what} cannot be sent to a peer", notes=(why.format(held),),
                    helps=(f"keep them in host memory: `offload({self.what}, to=cpu)`",
-                          f"or a slice of them on each replica:"
+                          f"or keep a shard of them on each replica:"
                           f" {offered(slices, plan.mesh.names, 'replicas')}",
-                          f"or send what a peer can hold: {offered(SENT, over, 'stages')}"),
+                          f"or send what a peer can store: {offered(SENT, over, 'stages')}"),
                    )  # fmt: skip
 
     def effect(self, site: Site, plan: Plan) -> Plan:

@@ -36,17 +36,17 @@ class overlap(Primitive):  # noqa: N801
     def agree(self, axes: Collection[str]) -> None:
         """Refuse nothing to overlap, and a distance that means nothing."""
         if not self.what:
-            refuse("S304", "nothing is named that could overlap",
-                   helps=("name it: `overlap(transfers)`, `overlap(gradients)`",))  # fmt: skip
+            refuse("S304", "`overlap` needs what to overlap",
+                   helps=("for example `overlap(transfers)`, `overlap(gradients)`",))  # fmt: skip
         if self.ahead < 0:
-            refuse("S304", "a receive is posted before it is needed, not after",
+            refuse("S304", "`ahead` must be 0 or more",
                    helps=("`ahead=0` or more",))  # fmt: skip
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse what has no stages, and a second row about the same."""
         if site.fqn:
             refuse("S408", "`overlap` is for the whole model",
-                   f"this stands inside `{site}`",
+                   f"this row is inside `{site}`",
                    helps=("move the row out of its `at`",))  # fmt: skip
         if "transfers" in self.what and not plan.cuts:
             row = offered("layers  pipeline_split(over={})", plan.mesh.names, "stages")
@@ -54,7 +54,11 @@ class overlap(Primitive):  # noqa: N801
                    helps=(f"cut the model above: {row}",))  # fmt: skip
         twice = set(self.what) & set(plan.overlaps)
         if twice:
-            refuse("S509", f"`{min(twice)}` overlap already", helps=("drop one of the two rows",))
+            refuse(
+                "S509",
+                f"a row above overlaps `{min(twice)}` already",
+                helps=("drop one of the two rows",),
+            )
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note it."""

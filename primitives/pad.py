@@ -35,14 +35,16 @@ class pad(Primitive):  # noqa: N801
         """Refuse a multiple that there is not."""
         if self.multiple < 1:
             refuse(
-                "S304", f"a multiple of {self.multiple} does not exist", helps=("use 1 or more",)
+                "S304",
+                f"`multiple` must be 1 or more, not {self.multiple}",
+                helps=("use 1 or more",),
             )
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse modules without such a dim, and padding that would come too late."""
         names = site.dims.get("weight", ())
         if self.dim not in names:
-            known = ", ".join(f"`{name}`" for name in names) or "none that has a name"
+            known = ", ".join(f"`{name}`" for name in names) or "none with a name"
             refuse(
                 "S401",
                 f"`{site}` is a `{site.class_name}`, whose weight has no dim `{self.dim}`",

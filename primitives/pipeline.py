@@ -90,10 +90,10 @@ class pipeline(Primitive):  # noqa: N801
         try:
             text = text_of(path)
         except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is no text"
-            refuse("S303", f"the table `{self.order}` cannot be read: {reason}",
+            reason = getattr(error, "strerror", None) or "it is not text"
+            refuse("S303", f"cannot read the table `{self.order}`: {reason}",
                    notes=(f"looked for {path}",),
-                   helps=("a table lies beside the schedule that names it",
+                   helps=("put a table next to the schedule that names it",
                           'or name an order: `order="1F1B"`'))  # fmt: skip
         made = copy(self)
         object.__setattr__(made, "table", text)
@@ -103,18 +103,18 @@ class pipeline(Primitive):  # noqa: N801
         """Refuse numbers of parts that no step has."""
         if min(self.micro, self.chunks or 1, self.slices) < 1:
             refuse(
-                "S304", "there is at least one microbatch, one chunk and one slice",
+                "S304", "`micro`, `chunks` and `slices` must be 1 or more",
                 helps=("use 1 or more",),
             )  # fmt: skip
         parts = self.micro * (self.chunks or 1) * self.slices
         if parts > MOST:
-            refuse("S304", f"a step has at most {MOST} parts", f"these are {parts}",
+            refuse("S304", f"a step may have at most {MOST} parts", f"these are {parts}",
                    helps=("make `micro`, `chunks` or `slices` smaller",))  # fmt: skip
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse a second order, and sizes that an order does not run."""
         if site.fqn:
-            refuse("S408", "a pipeline runs the whole model", f"this stands inside `{site}`",
+            refuse("S408", "`pipeline` is for the whole model", f"this row is inside `{site}`",
                    helps=("move the row out of its `at`",))  # fmt: skip
         if plan.order is not None:
             refuse("S509", "the pipeline already has an order", helps=("drop one of the two rows",))

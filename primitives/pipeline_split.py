@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from schedlang.diagnostic import Label
 from schedlang.facets import Cut
 from schedlang.kinds import Axis
 from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
+from schedlang.source import NOWHERE
 
 if TYPE_CHECKING:
     from schedlang.model import Site
@@ -59,26 +61,27 @@ class pipeline_split(Primitive):  # noqa: N801
         if any(not site.fqn for site in sites):
             refuse(
                 "S408",
-                "the whole model cannot be a cut",
-                helps=("name its list of blocks: `layers  pipeline_split(over=...)`",),
+                "no stage can start at the whole model",
+                helps=("select its list of blocks: `layers  pipeline_split(over=...)`",),
             )
         lists = [site for site in sites if self._is_trunk(site, plan)]
         if not lists and self.balance != "even":
             refuse(
                 "S409",
-                "`balance` needs a list of modules, and this row selects single modules",
-                helps=("leave out `balance`", "or name the list of modules that is to be cut"),
+                "`balance` needs a list of modules; this row selects single modules",
+                helps=("leave out `balance`", "or select the list of modules to cut"),
             )
         row = next((a for a in plan.actions if a.primitive.cuts), None)
         if row is not None and (not lists or self.balance != "even"):
             refuse(
-                "S845", "two rows say where stages begin",
-                f"`{row.primitive}` balances the stages by what each of them repeats",
-                helps=("leave out `balance`, and name the list of modules that is to be cut",
-                       "or let it keep the cut: `checkpoint(plan=pareto, memory=...)`"),
+                "S845", "two rows choose where stages start",
+                "cuts the model, too",
+                helps=("leave out `balance`, and select the list of modules to cut",
+                       "or use a plan that keeps the cuts: `checkpoint(plan=pareto, memory=...)`"),
+                also=(Label(row.span or NOWHERE, "balances the stages by their recomputation"),),
             )  # fmt: skip
         if plan.cuts and (lists or plan.cuts[0].trunks):
-            refuse("S509", "the model is already cut", helps=("one row cuts a list",))
+            refuse("S509", "the model is already cut", helps=("only one row may cut a list",))
         self._check_enough(lists, plan)
         if self.tied == "refuse" and plan.model.ties and plan.mesh.size(self.over) > 1:
             names = plan.model.ties[0]
@@ -86,7 +89,7 @@ class pipeline_split(Primitive):  # noqa: N801
                 "S602",
                 "this cut puts a tied weight on two stages",
                 notes=(f"`{names[0]}` and `{names[-1]}` are the same tensor",),
-                helps=("keep a copy on each side and sum their gradients: `tied=replicate`",),
+                helps=("keep a copy on each stage and sum their gradients: `tied=replicate`",),
             )
 
     def _check_enough(self, lists: list[Site], plan: Plan) -> None:
@@ -96,9 +99,11 @@ class pipeline_split(Primitive):  # noqa: N801
         if lists and parts < ranks:
             held = ", ".join(f"`{one.fqn}`" for one in lists)
             refuse("S613", f"{parts} module{'s' * (parts != 1)} cannot be cut into {ranks} stages",
-                   f"`{self.over}` has {ranks} ranks", notes=(f"that is all of {held}",),
+                   f"`{self.over}` has {ranks} ranks", notes=(f"these are all modules of {held}",),
                    helps=(f"`{self.over}` may be 1 to {parts}",
-                          "or, of modules called in a loop, count the calls: `unroll`, above"),
+                          "or, for modules called in a loop, make each call a module: `unroll`,"
+                          " in a"
+                          " row above"),
                    )  # fmt: skip
 
     def effect(self, sites: tuple[Site, ...], plan: Plan) -> Plan:

@@ -49,13 +49,13 @@ class replace(Primitive):  # noqa: N801
         if self.module not in known:
             there = ", ".join(f"`{name}`" for name in known)
             notes = (f"there are {there}",) if known else ("no replacements are known",)
-            help_ = f'say what it is, in the model file: `replacements = {{"{self.module}": ...}}`'
-            refuse("S880", f"nothing is called `{self.module}` that could replace a module",
+            help_ = f'define it in the model file: `replacements = {{"{self.module}": ...}}`'
+            refuse("S880", f"no replacement is called `{self.module}`",
                    notes=notes, helps=(help_,))  # fmt: skip
         for one in site:
             if not one.fqn:
-                refuse("S408", "the model itself cannot be replaced: give another model",
-                       helps=("name a module: `layers.*.mlp  replace(my_mlp)`",))  # fmt: skip
+                refuse("S408", "the model itself cannot be replaced",
+                       helps=("select a module: `layers.*.mlp  replace(my_mlp)`",))  # fmt: skip
             self._above(one, plan)
 
     def _above(self, site: Site, plan: Plan) -> None:
@@ -65,7 +65,7 @@ class replace(Primitive):  # noqa: N801
             if inside and action.primitive.writes - {"trained"}:
                 refuse(
                     "S503",
-                    f"`replace` must stand above `{action.name}`, which acts on what it changes",
+                    f"`replace` must stand above `{action.name}`",
                     helps=(f"move `replace` above this `{action.name}`",),
                 )
 

@@ -116,7 +116,7 @@ class replace_kernel(Primitive):  # noqa: N801
             refuse(
                 "S876",
                 f"`{self.kernel}` is a kernel of the package `{wanted[0]}`, not installed here",
-                helps=(f"install it: `{wanted[1]}`", f"or another kernel: `{wanted[2]}`"),
+                helps=(f"install it: `{wanted[1]}`", f"or use another kernel: `{wanted[2]}`"),
             )
 
     def settled(self, site: Site, plan: Plan, traced: Any) -> None:
@@ -125,7 +125,7 @@ class replace_kernel(Primitive):  # noqa: N801
             refuse(
                 "S878",
                 f"`{self.kernel}` and `context_parallel` both compute the attention of `{site}`",
-                notes=("attention over split sequences has its own kernels",),
+                notes=("attention over a split sequence has its own kernels",),
                 helps=(f"drop the row `{site} {self}`",),
             )
         edges = traced.edges.get(site.fqn, ())
@@ -137,11 +137,11 @@ class replace_kernel(Primitive):  # noqa: N801
         axis = edges[0].group.axes[0]
         diagnostic = Diagnostic(
             "S875",
-            f"`{site}` is sharded so that its logits would be computed before the loss",
+            f"`{site}` is sharded in a way that computes its logits before the loss",
             also=tuple(Label(a.span, f"by `{a.primitive}`") for a in rows if a.span is not None),
             notes=("the kernel needs a head that is replicated, or sharded along `vocab` over one"
                    " axis",),
-            helps=(f"shard its vocabulary: `{site} shard(vocab, over={axis})`",
+            helps=(f"shard it along `vocab`: `{site} shard(vocab, over={axis})`",
                    f"or drop the row `{site} replace_kernel({self.kernel})`"),
         )  # fmt: skip
         raise Refusal(diagnostic)

@@ -69,16 +69,16 @@ class shard(Primitive):  # noqa: N801
     def agree(self, axes: Collection[str]) -> None:
         """Refuse two ways of saying what is split, and what is no count of blocks."""
         if self.style is not None and self.tensors:
-            refuse("S306", "a style already says how each parameter is split",
-                   helps=("leave out the style, or the parameters",))  # fmt: skip
+            refuse("S306", "a style already defines how each parameter is sharded",
+                   helps=("leave out the style, or the placements of parameters",))  # fmt: skip
         if (self.style, self.input, self.output) == (None,) * 3 and not self.tensors:
             over = f"over={self.over}"
             refuse(
-                "S305", "`shard` does not say what is split", "neither a style nor a placement",
-                helps=(f"projections: `shard(col, {over})` splits outputs, `shard(row, {over})`"
+                "S305", "`shard` needs a style or a placement", "neither is given",
+                helps=(f"for projections: `shard(col, {over})` shards outputs, `shard(row, {over})`"
                        " inputs",
-                       f"tables and output layers: `shard(vocab, {over})`",
-                       f"parameters by name, or activations: `shard(weight=S(0), {over})`,"
+                       f"for embeddings and output layers: `shard(vocab, {over})`",
+                       f"for parameters by name, or activations: `shard(weight=S(0), {over})`,"
                        f" `shard(input=S(1), {over})`"),
             )  # fmt: skip
         self._check_blocks()
@@ -92,16 +92,16 @@ class shard(Primitive):  # noqa: N801
             refuse(
                 "S404",
                 f"`{site}` is a `{kind}` whose forward does not compute a plain `{kind}`",
-                notes=("a copy was tried: shards, computed as plain ones, gave another result",),
-                helps=("shard the modules inside it, or keep it replicated",),
+                notes=("a copy was tried: its shards gave a different result",),
+                helps=("select the modules inside it, or keep it replicated",),
             )
         if kind in CONVOLUTIONS and (self.heads or self.uneven):
-            refuse("S401", f"`{site}` is a `{site.class_name}`, whose channels are split evenly",
+            refuse("S401", f"`{site}` is a `{site.class_name}`: its channels are sharded evenly",
                    helps=("leave out `heads=` and `uneven=`",))  # fmt: skip
         module = plan.model.model.get_submodule(site.fqn)
         if getattr(module, "max_norm", None) is not None and self._named(site):
             refuse("S404", f"`{site}` changes its weight during lookup (`max_norm`)",
-                   helps=("keep it replicated", "or make it without `max_norm`"))  # fmt: skip
+                   helps=("keep it replicated", "or build it without `max_norm`"))  # fmt: skip
         if self._named(site):
             self._check_table(site, module)
         for name, fact, dim in self._splits(site):
@@ -165,7 +165,7 @@ class shard(Primitive):  # noqa: N801
         if isinstance(placement.dim, str):
             if placement.dim in names:
                 return names.index(placement.dim)
-            known = ", ".join(f"`{n}`" for n in names) or "only numbers"
+            known = ", ".join(f"`{n}`" for n in names) or "only numbered dims"
             refuse(
                 "S307", f"`{site}.{name}` has no dim `{placement.dim}`", helps=(f"it has {known}",)
             )
@@ -217,7 +217,7 @@ class shard(Primitive):  # noqa: N801
             if dim in dims or (style == "vocab" and "out" in dims)
         ]
         helps = [f"choose one of {', '.join(f'`{s}`' for s in legal)}"] if legal else [
-            "name the projections inside it, or give it `input=` and `output=` alone"
+            "select the projections inside it, or give only `input=` and `output=`"
         ]  # fmt: skip
         refuse(
             "S401",
@@ -229,19 +229,20 @@ class shard(Primitive):  # noqa: N801
         """Refuse tables of which a part does not do what the whole does."""
         if getattr(module, "scale_grad_by_freq", False):
             refuse("S404", f"`{site}` scales gradients by row counts (`scale_grad_by_freq`)",
-                   helps=("keep it replicated", "or make it without `scale_grad_by_freq`"),
+                   helps=("keep it replicated", "or build it without `scale_grad_by_freq`"),
                    )  # fmt: skip
         rows = any(site.dims.get(n, ())[d : d + 1] == ("vocab",) for n, _, d in self._splits(site))
         if rows and getattr(module, "mode", "") == "max" and site.is_a("EmbeddingBag"):
             better = f"shard the embedding dim instead: `{site} shard(col, over={self.over})`"
-            refuse("S404", f"`{site}` takes the max of each bag, and a shard sees only some of it",
+            refuse("S404", f"`{site}` takes the max of each bag, and a shard has only some of"
+                           f" its rows",
                    helps=(better,))  # fmt: skip
 
     def _check_blocks(self) -> None:
         """Refuse what is no count of blocks, and no list of their sizes."""
         sizes = (self.blocks,) if isinstance(self.blocks, int) else self.blocks
         if not sizes or min(sizes) < 1:
-            refuse("S304", "`blocks` is how many blocks there are, or their sizes",
+            refuse("S304", "`blocks` must be the number of blocks, or a list of their sizes",
                    f"this is {self.blocks}",
                    helps=("`blocks=3`", "`blocks=[8, 4, 4]`"))  # fmt: skip
 
@@ -253,10 +254,10 @@ class shard(Primitive):  # noqa: N801
         ):
             refuse("S407", f"only one of weight and bias of `{site}` is sharded along `out`",
                    "shard both along `out`, or neither",
-                   helps=("use a style: it says how both are split",))  # fmt: skip
+                   helps=("use a style: it shards both",))  # fmt: skip
         head = isinstance(self._edges(site)[1], S) and self._edges(site)[1] == S("vocab")
         if head and ("weight", "out") in splits and self.blocks != 1:
-            refuse("S406", f"the classes of `{site}` are one block",
+            refuse("S406", f"the classes of `{site}` cannot be split into blocks",
                    helps=("leave out `blocks=`", "or use the style `col`"))  # fmt: skip
 
     def _check_groups(self, site: Site, plan: Plan) -> None:
@@ -265,8 +266,8 @@ class shard(Primitive):  # noqa: N801
         splits = {site.dims[name][dim] for name, _, dim in self._splits(site)}
         assert isinstance(groups, int)
         if groups > 1 and "in" in splits:
-            better = f"split its outputs: `{site} shard(col, over={self.over})`"
-            refuse("S402", f"`{site}` has {groups} groups, which see their own inputs only",
+            better = f"shard its outputs: `{site} shard(col, over={self.over})`"
+            refuse("S402", f"`{site}` has {groups} groups: each reads only its own inputs",
                    helps=(better,))  # fmt: skip
         if groups > 1 and splits and groups % ranks:
             legal = [n for n in range(2, groups + 1) if groups % n == 0]
@@ -337,12 +338,13 @@ class shard(Primitive):  # noqa: N801
         if cut.even(ranks):
             return
         if self.heads is None:
-            refuse("S402", "how many heads there are to replicate is not said",
-                   notes=(f"`{site}.{name}` has {sum(cut.blocks)} in dim {dim}",),
-                   helps=("say it: `heads=2`",))  # fmt: skip
+            refuse("S402", "`uneven=replicate` needs the number of heads",
+                   notes=(f"dim {dim} of `{site}.{name}` is {sum(cut.blocks)}",),
+                   helps=("give it: `heads=2`",))  # fmt: skip
         if names[dim : dim + 1] != ("out",):
-            refuse("S402", f"what several ranks hold of `{site}.{name}` would be summed twice",
-                   helps=("replicate outputs only, as key-value heads",
+            refuse("S402", f"the shards of `{site}.{name}` that several ranks hold would be"
+                           f" summed twice",
+                   helps=("replicate outputs only, for example key/value heads",
                           "or pad: `uneven=pad`"))  # fmt: skip
         if ranks % self.heads:
             refuse("S402", f"{ranks} ranks cannot share {self.heads} heads evenly",
@@ -350,8 +352,8 @@ class shard(Primitive):  # noqa: N801
                    helps=(f"`{self.over}` may be a multiple or a divisor of {self.heads}",
                           "or pad: `uneven=pad`, on all rows of the attention"))  # fmt: skip
         if str(self.over) not in plan.mesh.sizes and self.heads > 1:
-            refuse("S402", f"`{self.over}` is a view, whose ranks cannot share heads",
-                   helps=("name a plain axis", "or pad: `uneven=pad`"))  # fmt: skip
+            refuse("S402", f"`{self.over}` is a view: its ranks cannot share heads",
+                   helps=("use an axis of the mesh", "or pad: `uneven=pad`"))  # fmt: skip
 
 
 def plain(site: Site, kind: str, plan: Plan) -> bool:

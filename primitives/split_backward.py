@@ -32,9 +32,9 @@ class split_backward(Primitive):  # noqa: N801
         if not _has_parameters(site, plan):
             refuse(
                 "S411",
-                "`split_backward` needs trained weights",
+                "`split_backward` needs trainable parameters",
                 f"`{site}` has no parameters",
-                helps=("name modules with weights, such as `**:Linear`",),
+                helps=("select modules with parameters, for example `**:Linear`",),
             )
         if site.fqn in (plan.late or ()):
             refuse("S509", "its backward is split already", helps=("drop one of the two rows",))

@@ -41,15 +41,16 @@ class tie(Primitive):  # noqa: N801
         """Refuse modules that are not alike, and what is one parameter already."""
         if len(sites) < 2:
             refuse("S416", "`tie` needs at least two modules", f"`{sites[0]}` is selected",
-                   helps=("select the modules that share: `layers.*  tie()`",))  # fmt: skip
+                   helps=("select the modules that share parameters: `layers.* "
+                          " tie()`",))  # fmt: skip
         first = self._chosen(sites[0], plan)
         for site in sites[1:]:
             _check_alike(sites[0], first, site, self._chosen(site, plan))
         groups = self._groups(sites, plan)
         if all(len({plan.model.parameters[n].name for n in group}) == 1 for group in groups):
-            refuse("S416", "there is nothing to tie here",
+            refuse("S416", "nothing is left to tie",
                    notes=("the selected parameters are tied already, or there are none",),
-                   helps=("drop the row, or choose other modules",))  # fmt: skip
+                   helps=("drop the row, or select other modules",))  # fmt: skip
 
     def effect(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
         """Go on with a copy of the model, on the same storage, in which they are one."""
@@ -85,9 +86,10 @@ def _check_alike(
     for name in (*first, *other):
         shapes = [_shape(found.get(name)) for found in (first, other)]
         if shapes[0] != shapes[1]:
-            refuse("S416", f"`{one}` and `{site}` are not alike",
+            refuse("S416", f"the parameters of `{one}` and `{site}` differ in shape or dtype",
                    notes=(f"`{name}` is {shapes[0]} in the one and {shapes[1]} in the other",),
-                   helps=("tie modules of one kind, or some names: `tie(weight)`",))  # fmt: skip
+                   helps=("tie modules of one class, or only some parameters:"
+                          " `tie(weight)`",))  # fmt: skip
 
 
 def _shape(fact: ParameterFact | None) -> str:

@@ -37,13 +37,17 @@ class unroll(Primitive):  # noqa: N801
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse what is no count, the model itself, a second row, and one below the cut."""
         if self.times < 1:
-            refuse("S304", "a module is called at least once", helps=("use 1 or more",))
+            refuse("S304", "`unroll` needs 1 call or more", helps=("use 1 or more",))
         if not site.fqn:
-            refuse("S408", "the model itself is called once", helps=("name a module in its loop",))
+            refuse(
+                "S408",
+                "the model itself is called only once",
+                helps=("select a module inside its loop",),
+            )
         if plan.cuts:
             refuse(
                 "S503",
-                "`unroll` must stand above `pipeline_split`, which counts calls as units",
+                "`unroll` must stand above `pipeline_split`",
                 helps=("move this row above the `pipeline_split`",),
             )
         for other, times in plan.unrolled:
@@ -54,7 +58,7 @@ class unroll(Primitive):  # noqa: N801
             if inner.startswith(f"{outer}."):
                 refuse(
                     "S502",
-                    "a call inside a call cannot be a unit of its own",
+                    "an unrolled module cannot contain another one",
                     notes=(f"`{inner}` lies inside `{outer}`",),
                     helps=("unroll one of the two",),
                 )

@@ -43,15 +43,15 @@ class untie(Primitive):  # noqa: N801
         if not self._shared(site, plan):
             refuse("S416", f"`{site}` shares no parameter with another module",
                    notes=("the selected parameters are not tied",),
-                   helps=("drop the row; `schedlang tree` shows what is tied",))  # fmt: skip
+                   helps=("drop the row; `schedlang tree` shows tied parameters",))  # fmt: skip
         module = plan.model.model.get_submodule(site.fqn)
         twice = [n for n, m in plan.model.model.named_modules(remove_duplicate=False)
                  if m is module and n != site.fqn]  # fmt: skip
         if twice:
             refuse("S416", f"`{site}` is one module under two names",
                    f"it is `{twice[0]}` as well",
-                   notes=("a parameter of its own would be in both places again",),
-                   helps=("build the model from two modules",))  # fmt: skip
+                   notes=("its own parameter would still be shared by both names",),
+                   helps=("build the model with two modules",))  # fmt: skip
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Go on with a copy of the model in which the module has its own."""

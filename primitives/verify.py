@@ -47,16 +47,16 @@ class verify(Primitive):
         """Bounds and counts must be possible ones."""
         for name, value in (("rtol", self.rtol), ("within", self.within), ("steps", self.steps)):
             if value is not None and value <= 0:
-                refuse("S304", f"`{name}` of `verify` is above zero", f"this is {value}")
+                refuse("S304", f"`{name}` of `verify` must be above 0", f"this is {value}")
         if self.rtol is not None and self.rtol >= 1:
-            refuse("S304", "an `rtol` of 1 or more bounds nothing", f"this is {self.rtol}")
+            refuse("S304", "`rtol` must be below 1", f"this is {self.rtol}")
         if self.rtol is not None and "exact" in self.what:
             refuse("S304", "`exact` asks for equal bits, and `rtol` allows a difference")
         if self.steps is not None and self.what and not {"train", "loss"} & set(self.what):
-            refuse("S305", "`steps` counts optimizer steps",
+            refuse("S305", "`steps` needs `train`",
                    helps=["write `verify(train, steps=5)`"])  # fmt: skip
         if self.within is not None and "loss" not in self.what:
-            refuse("S305", "`within` bounds a loss", helps=["write `verify(loss, within=0.01)`"])
+            refuse("S305", "`within` needs `loss`", helps=["write `verify(loss, within=0.01)`"])
 
     def apply(self, site: Site, build: Any) -> None:
         """Nothing is built for it."""

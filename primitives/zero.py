@@ -62,21 +62,26 @@ class zero(Primitive):  # noqa: N801
                 "S303", f"there is no ZeRO stage {self.stage}", helps=("choose one of 0, 1, 2, 3",)
             )
         if self.stage < 3 and (self.prefetch or not self.reshard):
-            refuse("S306", f"stage {self.stage} gathers no parameters on the way",
+            refuse("S306", f"ZeRO stage {self.stage} gathers no parameters",
                    helps=("leave out `prefetch` and `reshard`, or use `stage=3`",))  # fmt: skip
         if self.stage and self.bucket is not None:
-            refuse("S306", f"stage {self.stage} sums slices unit by unit, not in buckets",
+            refuse("S306", f"ZeRO stage {self.stage} sums shards module by module, not in buckets",
                    helps=("leave out `bucket`, or use `stage=0`",))  # fmt: skip
         if self.bucket is not None and self.bucket < 1:
-            refuse("S304", "a bucket holds something", helps=("as DDP has it: `bucket=25MiB`",))
+            refuse(
+                "S304",
+                "`bucket` must be above 0",
+                helps=("for example `bucket=25MiB`, the default of DDP",),
+            )
         if self.prefetch < 0:
-            refuse("S304", f"nothing can be gathered {self.prefetch} units ahead",
-                   helps=("use 0 for torch's own order, 1 to gather one unit ahead",))  # fmt: skip
+            refuse("S304", f"`prefetch` must be 0 or more, not {self.prefetch}",
+                   helps=("use 0 for torch's own order, 1 to gather one module"
+                          " ahead",))  # fmt: skip
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse axes that already have other work."""
         if site.fqn:
-            refuse("S408", "`zero` is for the whole model", f"this stands inside `{site}`",
+            refuse("S408", "`zero` is for the whole model", f"this row is inside `{site}`",
                    helps=("move the row out of its `at`",))  # fmt: skip
         mine = set(plan.mesh.fold(self.over))
         for other in plan.replicas:
@@ -84,12 +89,12 @@ class zero(Primitive):  # noqa: N801
                 refuse(
                     "S508",
                     f"`{axis}` already has a `zero` row",
-                    notes=(f"of stage {other.stage}",),
-                    helps=("one `zero` for each axis",),
+                    notes=(f"that row has stage {other.stage}",),
+                    helps=("write one `zero` row for each axis",),
                 )
             if self.stage and other.stage:
                 refuse("S508", "two `zero` rows shard the optimizer state",
-                       helps=("fold the axes into one row: `over=(a, b)`",
+                       helps=("name both axes in one row: `over=(a, b)`",
                               "or replicate over one of them: `stage=0`"))  # fmt: skip
         split = {
             a

@@ -189,7 +189,7 @@ class Binder:
 
     def _surplus(self, argument: Argument) -> None:
         taken = self.surface.positional
-        title = f"`{self.name}` takes no further argument without a name"
+        title = f"`{self.name}` takes no further positional argument"
         order = (f"it takes {quoted(taken)} in this order",) if taken else ()
         meant = [
             n for n in self.surface.keywords if argument.word in words_of(self.surface.types[n])
@@ -215,12 +215,12 @@ class Binder:
             symbol = isinstance(value, Symbol | AxisSize) or type(value) is str
             if wrong.choices and symbol:
                 word = value.name if isinstance(value, AxisSize) else str(value)
-                title = f"`{self.name}` does not know the {field} `{word}`"
+                title = f"`{self.name}` has no {field} `{word}`"
                 help_ = _choice(word, wrong.choices)
                 self._problem("S303", title, Label(argument.inner), help_)
             else:
-                each = "holds" if wrong.culprit else "is"
-                title = f"`{field}` of `{self.name}` {each} {wrong.expected}"
+                each = "each value in " if wrong.culprit else ""
+                title = f"{each}`{field}` of `{self.name}` must be {wrong.expected}"
                 shape = f"for example `{self.primitive.example}`"
                 self._problem("S304", title, Label(argument.inner, _is(argument, value)), shape)
         return []
@@ -247,7 +247,7 @@ def _is(argument: Argument, value: object) -> str:
 def _choice(word: str, choices: Sequence[str]) -> str:
     near = closest(word, choices)
     listed = f"choose one of {quoted(choices, 12)}"
-    return f"did you mean `{near}`? or {listed}" if near and len(choices) > 4 else listed
+    return f"did you mean `{near}`? {listed}" if near and len(choices) > 4 else listed
 
 
 def words_of(kind: Any) -> tuple[str, ...]:

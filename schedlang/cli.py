@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from inspect import cleandoc
 from typing import TYPE_CHECKING, Annotated, Any
 
 if TYPE_CHECKING:
@@ -50,8 +51,14 @@ def made(verbs: Sequence[str]) -> typer.Typer:
     )
     app.callback()(_group())
     for name in verbs:
-        app.command(name)(getattr(importlib.import_module(f"schedlang.verbs.{name}"), name))
+        verb = getattr(importlib.import_module(f"schedlang.verbs.{name}"), name)
+        app.command(name, help=_in_paragraphs(verb.__doc__))(verb)
     return app
+
+
+def _in_paragraphs(text: str) -> str:
+    """A docstring with one line for each paragraph: terminals break it where they are as wide."""
+    return "\n\n".join(" ".join(part.split("\n")) for part in cleandoc(text).split("\n\n"))
 
 
 def _group() -> Callable[[bool], None]:

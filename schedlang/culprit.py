@@ -15,7 +15,7 @@ from schedlang.source import NOWHERE, Source, Span, shown_path
 CODES = {"model": "S863", "batch": "S864", "loss": "S865", "weight": "S865"}
 HELPS = {
     "model": "it is called without arguments, and once more on the meta device: `model()`",
-    "batch": "it is called with a seed, if it takes one, and returns a dict: `batch(seed)`",
+    "batch": "it is called with a seed, if it takes one, and must return a dict: `batch(seed)`",
     "loss": "it is called with the model's output and the batch: `loss(output, batch)`",
     "weight": "it is called with a part of the batch: `weight(batch)`",
 }

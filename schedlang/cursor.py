@@ -82,7 +82,7 @@ class Caller:
 
     def __getitem__(self, path: object) -> Cursor:
         """Refused: modules are named by a text."""
-        title = f"`{self._name}` is called as a row is; modules are selected by a text"
+        title = f"`{self._name}` adds a row when it is called; modules are selected by a string"
         helps = (f'select them: `sch["{self._name}.{path}"]`',)
         raise Refusal(Diagnostic("S301", title, Label(python_span()), helps=helps))
 
@@ -124,8 +124,8 @@ def joined(path: n.Path, inner: str | int | slice) -> n.Path:
         return replace(more, segs=(*path.segs, *more.segs), maybe=path.maybe or more.maybe)
     *before, last = path.segs
     if last.index:  # h[:2][0]: rows cannot say it
-        title = "modules that were picked by number are not picked from again"
-        helps = ('name one by its path: `sch["h.0"]`',)
+        title = "modules selected by index cannot be indexed again"
+        helps = ('select one by its path: `sch["h.0"]`',)
         raise Refusal(Diagnostic("S202", title, Label(span), helps=helps))
     if isinstance(inner, int):
         return replace(path, segs=(*before, replace(last, index=(str(inner),))))

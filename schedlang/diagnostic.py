@@ -11,7 +11,7 @@ from types import FunctionType
 from typing import TypeVar
 
 from schedlang.source import NOWHERE, Source, Span, python_span
-from schedlang.tables import wrapped
+from schedlang.tables import PLAIN, wrapped
 from schedlang.told_once import in_a_job, install
 
 T = TypeVar("T")
@@ -23,6 +23,7 @@ SIMILAR = 0.6  # below this a guess does more harm than good
 MOST = 100  # messages that are shown at once
 WIDEST = 160  # columns of a line that are shown
 LONGEST = 1000  # characters of a sentence
+NARROWEST = 40  # columns that a label below its marks has at least
 CONTROL = dict.fromkeys((*range(32), *range(127, 160)), "\ufffd") | {9: " "}
 
 
@@ -36,7 +37,10 @@ class Label:
 
 @dataclass(frozen=True, repr=False)
 class Diagnostic:
-    """One message: a sentence that stands alone, the place, other places, facts, and remedies."""
+    """One message: a sentence that stands alone, the place, other places, facts, and remedies.
+
+    `facts` are names and values for programs that act on a message; they are not printed.
+    """
 
     code: str
     title: str
@@ -45,6 +49,11 @@ class Diagnostic:
     notes: tuple[str, ...] = ()
     helps: tuple[str, ...] = ()
     level: str = "error"
+    facts: tuple[tuple[str, str], ...] = ()
+
+    def fact(self, name: str) -> str | None:
+        """The fact of this name, or None."""
+        return dict(self.facts).get(name)
 
     def at(self, span: Span) -> Diagnostic:
         """The same message at `span`, if it does not name a place of its own yet."""
@@ -57,7 +66,9 @@ class Diagnostic:
         return f"<{self.level}[{self.code}]: {self.title}{at}>"
 
     def render(self, width: int | None = None) -> str:
-        """The message as text, framed as rustc frames its own; sentences in so many columns."""
+        """The message as text, framed as rustc frames its own; sentences in `width` columns.
+
+        Quoted source is never broken; without a width nothing is."""
         return "\n".join(_render(self, width))
 
     def to_json(self) -> dict[str, object]:
@@ -95,7 +106,7 @@ class Refusal(Exception):
         return "\n\n".join(d.render(width) for d in self.diagnostics)
 
     def __str__(self) -> str:
-        return "\n" + self.render()
+        return "\n" + self.render(PLAIN)
 
 
 def foremost(diagnostics: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
@@ -103,7 +114,10 @@ def foremost(diagnostics: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
     if len(diagnostics) <= MOST:
         return tuple(diagnostics)
     *first, last = diagnostics[:MOST]
-    return (*first, replace(last, notes=(*last.notes, f"there are more; {MOST} are shown")))
+    return (
+        *first,
+        replace(last, notes=(*last.notes, f"there are more messages; the first {MOST} are shown")),
+    )
 
 
 @contextmanager
@@ -177,11 +191,20 @@ def _framed(label: Label, sign: str) -> tuple[str, str]:
     left, right = "..." if first else "", "..." if last < len(row) else ""
     before, under = left + row[first : span.col - 1], row[span.col - 1 : min(end - 1, last)]
     marks = f"{' ' * (_width(before) + missing)}{sign * max(1, _width(under))}"
-    return f"{left}{row[first:last]}{right}", f"{marks} {_short(label.text)}".rstrip()
+    return f"{left}{row[first:last]}{right}", marks
 
 
-def _frame(labels: list[Label], primary: Label, gutter: int) -> Iterable[str]:
+def _labelled(marks: str, text: str, width: int | None) -> list[str]:
+    """Marks with their text behind them, or below them where both do not fit a line."""
+    if not text or width is None or len(marks) + 1 + len(text) <= width:
+        return [f"{marks} {text}".rstrip()]
+    left = len(marks) - len(marks.lstrip())
+    return [marks, *wrapped(text, width, " " * max(0, min(left, width - NARROWEST)), None)]
+
+
+def _frame(labels: list[Label], primary: Label, gutter: int, width: int | None) -> Iterable[str]:
     """The marked lines of one source, `...` where lines are left out."""
+    room = None if width is None else max(width - gutter - len(" | "), NARROWEST)
     last, shown = None, ""
     for label in sorted(labels, key=lambda x: (x.span.line, x.span.col)):
         number = label.span.line
@@ -191,7 +214,8 @@ def _frame(labels: list[Label], primary: Label, gutter: int) -> Iterable[str]:
         if number != last or row != shown:
             yield f"{number:>{gutter}} | {row}".rstrip()
         last, shown = number, row
-        yield f"{' ' * gutter} | {marks}"
+        for line in _labelled(marks, _short(label.text), room):
+            yield f"{' ' * gutter} | {line}"
 
 
 def _render(d: Diagnostic, width: int | None) -> Iterator[str]:
@@ -208,7 +232,7 @@ def _render(d: Diagnostic, width: int | None) -> Iterator[str]:
             yield f"{' ' * gutter}{arrow} {source.name}:{first.line}:{first.col}"
         if source.text:
             yield f"{' ' * gutter} |"
-            yield from _frame(labels, d.primary, gutter)
+            yield from _frame(labels, d.primary, gutter, width)
             yield f"{' ' * gutter} |"
     told = [] if d.primary.span.source.text else [d.primary.text]
     told += [f"{label.span}: {_short(label.text)}" for label in d.also

@@ -60,10 +60,10 @@ def misfit(version: str, span: Span) -> Iterator[Diagnostic]:
     number = int(version[:9])
     if version == str(EDITION):
         return
-    title = f"this is edition {version} of the language, and {EDITION} is read here"
+    title = f"the file is in edition {version} of the language; this schedlang reads {EDITION}"
     help_ = "install a newer schedlang"
     if number < FIRST:
-        title = f"there is no edition {version} of the language"
+        title = f"edition {version} of the language does not exist"
         help_ = f"the first is {FIRST}: `schedule {FIRST}`"
     elif number < EDITION:
         help_ = f"rewrite it: `schedlang fmt --upgrade {span.source.name}`"

@@ -65,7 +65,7 @@ def _verified(
         meant = small.whole, batches[0]
         plan, batches = small.plan, small.batches
     elif lies_on_meta(model):
-        title = "the model has no values: it lies on the meta device"
+        title = "the model has no values: it is on the meta device"
         raise Refusal(Diagnostic("S623", title, helps=("verify a reduced one: `shrink=True`",)))
     case = Case(plan, batches, loss, weight, seed, dtype, meant=meant)
     return remarked(prove(case, title=type(model).__name__), small)

@@ -83,7 +83,7 @@ def _fact(node: n.Name, parts: tuple[str, ...], names: Names) -> Any:
     value = plain(holder)
     if value is None:
         kind = type(holder).__name__
-        refused(node, "S206", f"`{node.text}` is a {kind}, not a number or a text")
+        refused(node, "S206", f"`{node.text}` is a {kind}, not a number or a string")
     return value
 
 
@@ -126,7 +126,7 @@ def _call(node: n.Call, names: Names) -> Any:
         return _split(node, (*(_dim(a, names) for a in given[:1]), *args[1:]), named)
     if node.name.text == "P":
         if named or len(args) > 1 or (args and args[0] not in ("sum", "avg", "max")):
-            refused(node, "S303", "a pending reduction is `P(sum)`, `P(avg)` or `P(max)`")
+            refused(node, "S303", "a partial value is `P(sum)`, `P(avg)` or `P(max)`")
         return P(str(args[0]) if args else "sum")
     return Symbolic(node.name.text, args, tuple(named.items()))
 
@@ -147,15 +147,17 @@ def _split(node: n.Call, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if name != "blocks":
             refused(node, "S302", f"`S` takes no argument `{name}`", "", *_meant(name, named[name]))
     if len(args) != 1:
-        refused(node, "S305", "`S` takes one dim", "", "name it: `S(out)`, or count: `S(-1)`")
+        refused(node, "S305", "`S` takes one dim", "", "by name: `S(out)`, or by position: `S(-1)`")
     dim, blocks = args[0], named.get("blocks", 1)
     if UNKNOWN in (dim, blocks):
         return UNKNOWN
     if isinstance(dim, bool) or not isinstance(dim, int | str):
-        refused(node, "S304", "the dim of `S` is a name or a number", f"this is {shown(dim)}")
+        refused(
+            node, "S304", "the dim of `S` must be a name or an integer", f"this is {shown(dim)}"
+        )
     counts = blocks if isinstance(blocks, tuple) else (blocks,)
     if not counts or any(not _is_int(count) or count < 1 for count in counts):
-        title = "`blocks` is how many blocks there are, or their sizes"
+        title = "`blocks` must be the number of blocks, or a list of their sizes"
         refused(node, "S304", title, f"this is {shown(blocks)}", "`blocks=3`", "`blocks=[8, 4, 4]`")
     plain_dim = int(dim) if isinstance(dim, int) else str(dim)
     return S(plain_dim, tuple(map(int, blocks)) if isinstance(blocks, tuple) else int(blocks))
@@ -166,7 +168,7 @@ def _meant(name: str, value: object) -> tuple[str, ...]:
     if name != "layout":
         return ("it takes `blocks`",)
     row = f"layers.*.attn  context_parallel(ring, over=cp, layout={value})"
-    return (f"the tokens of a batch are dealt out by the row of the attention: `{row}`",)
+    return (f"the tokens of a batch are distributed by the row of the attention: `{row}`",)
 
 
 # ---- operators ----------------------------------------------------------------------------
@@ -228,7 +230,7 @@ def _arithmetic(
 ) -> Any:
     right = evaluate(item, names)
     if op == "@":
-        refused(node, "S304", "`@` multiplies tensors, in a pattern only")
+        refused(node, "S304", "`@` multiplies tensors: it may stand in a pattern only")
     for part, value in ((first, left), (item, right)):
         if value is not UNKNOWN:
             _number(part, value, names)
@@ -240,7 +242,7 @@ def _arithmetic(
         refused(node, "S107", "division by zero", f"`{word}` is 0", help_)
     result = ARITHMETIC[op](left, right)
     if not isfinite(result) or (isinstance(result, int) and abs(result) >= 10**LONGEST):
-        label = f"a number has {LONGEST} digits at most"
+        label = f"a number has at most {LONGEST} digits"
         refused(node, "S304", "the result is too large", label)
     kind = Bytes if Bytes in (type(left), type(right)) else Seconds
     return kind(result) if kind in (type(left), type(right)) and op != "/" else result
@@ -277,14 +279,14 @@ def _number(item: n.Node, value: Any, names: Names) -> None:
     if type(value) is Symbol:
         _unknown(item, str(value), names)
     if not _is_number(value):
-        refused(item, "S304", "arithmetic needs numbers", f"this is {shown(value)}")
+        refused(item, "S304", "this operator needs numbers", f"this is {shown(value)}")
 
 
 def _truth(item: n.Node, value: Any, names: Names) -> bool:
     if type(value) is Symbol:
         _unknown(item, str(value), names)
     if not isinstance(value, bool):
-        refused(item, "S304", "this must be true or false", f"this is {shown(value)}")
+        refused(item, "S304", "this must be `true` or `false`", f"this is {shown(value)}")
     return value
 
 
@@ -293,4 +295,4 @@ def _unknown(item: n.Node, name: str, names: Names) -> NoReturn:
         raise Missing(name)
     known = names.known()
     helps = (guess(name, known, "the names are"),) if known else ()
-    refused(item, "S210", f"nothing is called `{name}`", "no knob, axis or argument", *helps)
+    refused(item, "S210", f"unknown name `{name}`", "no knob, axis or argument", *helps)

@@ -71,4 +71,4 @@ def blocks_of(blocks: object, size: int) -> tuple[str, ...]:
     if isinstance(blocks, int):
         fit = [n for n in range(1, size + 1) if size % n == 0]
         return (f"`blocks` may be {some(fit)}, or sizes that add up to {size}: `blocks=[...]`",)
-    return (f"sizes add up to {size}; a number of equal blocks divides it: `blocks=2`",)
+    return (f"the sizes must add up to {size}, or a number of equal blocks divide it: `blocks=2`",)

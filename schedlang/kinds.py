@@ -136,10 +136,10 @@ def _plain(kind: Any, value: Any) -> Any:
 
 
 WORDS: Mapping[Any, str] = {
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
     bool: "`true` or `false`",
-    str: "a name or a text",
+    str: "a name or a string",
     Axis: "an axis of the mesh",
     placement.S: "`S(dim)`",
     placement.Replicate: "`R`",
@@ -151,7 +151,7 @@ WORDS: Mapping[Any, str] = {
 }
 
 
-PLURALS: Mapping[Any, str] = {int: "whole numbers", float: "numbers", str: "names", Axis: "axes"}
+PLURALS: Mapping[Any, str] = {int: "integers", float: "numbers", str: "names", Axis: "axes"}
 
 
 def describe(kind: Any) -> str:

@@ -15,8 +15,8 @@ from schedlang.value import AxisSize, Choice, Names, Symbol, listed, shown
 
 TYPES = ("int", "float", "bool", "choice")
 OF_TYPE: Mapping[str, str] = {
-    "int": "a whole number: `4`", "float": "a number: `0.5`", "bool": "`true` or `false`",
-    "choice": "a word: `full`",
+    "int": "an integer: `4`", "float": "a number: `0.5`", "bool": "`true` or `false`",
+    "choice": "a name: `full`",
 }  # fmt: skip
 WIDEST = 4096  # an interval with more members is not listed
 
@@ -83,9 +83,13 @@ def _domain(node: n.Knob, names: Names) -> tuple[tuple[Any, ...] | None, tuple[A
         low = _typed(blank, evaluate(node.domain.low, names), node.domain.low.span)
         high = _typed(blank, evaluate(node.domain.high, names), node.domain.high.span)
         if node.type not in ("int", "float") or low > high:
-            said = "the first is the larger" if node.type in ("int", "float") else "numbers only"
-            title = "an interval goes from a smaller to a larger number"
-            helps: tuple[str, ...] = ("turn it round: `in 1..8`",)
+            said = (
+                "the first number is larger than the second"
+                if node.type in ("int", "float")
+                else "numbers only"
+            )
+            title = "an interval goes from the smaller to the larger number"
+            helps: tuple[str, ...] = ("swap the two numbers: `in 1..8`",)
             if node.type not in ("int", "float"):
                 helps = ("list the values: `in [...]`",)
             raise Refusal(Diagnostic("S102", title, Label(node.domain.span, said), helps=helps))
@@ -107,7 +111,7 @@ def _typed(knob: Knob, value: Any, span: Span) -> Any:
         "choice": lambda v: isinstance(v, str | AxisSize),
     }
     if not kinds[knob.type](value):
-        title = f"`{knob.name}` is of type {knob.type}"
+        title = f"`{knob.name}` must be of type {knob.type}"
         helps: tuple[str, ...] = (f"give it {OF_TYPE[knob.type]}",)
         if other := next((name for name, fits in kinds.items() if fits(value)), None):
             helps = (*helps, f"or declare it so: `knob {knob.name}: {other}`")
@@ -147,7 +151,7 @@ def _outside(knob: Knob, node: n.Knob, value: Any, from_setting: bool) -> None:
     many = f"set `{knob.name}` to one of {said}" if knob.choices else f"choose from {said}"
     title = f"`{knob.name}` cannot be {shown(value).strip('`')}"
     also = () if from_setting or node.default is None else (Label(node.default.span, "default"),)
-    label = Label(node.domain.span, "outside this range")
+    label = Label(node.domain.span, "its allowed values")
     raise Refusal(Diagnostic("S103", title, label, also, helps=(many,)))
 
 

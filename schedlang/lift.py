@@ -200,9 +200,9 @@ def _text(value: str, span: Span) -> n.Expr:
 
 def _strange(value: object, span: Span) -> NoReturn:
     kind = type(value).__name__
-    title = "this value cannot be written in a schedule"
+    title = "this value has no form in a schedule"
     label = Label(span or python_span(), f"a {kind}: {str(value)[:60]!r}")
-    help_ = "numbers, names, texts, lists, S(...), R and P(...) can"
+    help_ = "numbers, names, strings, lists, `S(...)`, `R` and `P(...)` have one"
     raise Refusal(Diagnostic("S304", title, label, helps=(help_,)))
 
 

@@ -72,13 +72,13 @@ def _bad_character(source: Source, line: int, col: int) -> Diagnostic:
         return Diagnostic("S001", "this string is never closed", Label(closing, 'no `"` follows'))
     helps: tuple[str, ...] = ()
     if char == "'":
-        helps = ('strings stand in double quotes: `"..."`',)
+        helps = ('write strings in double quotes: `"..."`',)
     elif char == ";":
-        helps = ("one statement per line; nothing ends it but the line's end",)
+        helps = ("write one statement per line, without `;`",)
     elif char == "%":
-        helps = ("write a share as a number: 0.4",)
+        helps = ("write a percentage as a number: 0.4",)
     shown = char if char.isprintable() else f"U+{ord(char[0]):04X}"
-    return Diagnostic("S001", f"`{shown}` means nothing here", Label(place), helps=helps)
+    return Diagnostic("S001", f"unexpected character `{shown}`", Label(place), helps=helps)
 
 
 def _unclosed(source: Source, mistake: UnexpectedToken) -> Diagnostic | None:
@@ -101,7 +101,9 @@ def _unclosed(source: Source, mistake: UnexpectedToken) -> Diagnostic | None:
     if ended:
         last = len(source.text.rstrip("\n").split("\n"))
         end = len(source.line(last)) + 1
-        label = Label(Span(source, last, end, last, end + 1), f"the file ends; expected `{close}`")
+        label = Label(
+            Span(source, last, end, last, end + 1), f"end of the file; expected `{close}`"
+        )
     else:
         word = re.match(r"[\w*{}]+", source.line(found.line)[found.col - 1 :])
         width = min(3, len(word[0])) if word else 1
@@ -120,9 +122,9 @@ def _unexpected(source: Source, token: Token, accepts: set[str]) -> Diagnostic:
     misspelt = _misspelt(before or str(token))
     if token.type in ("_NL", "$END") and {"LPAR", "DOT", "COLON"} <= accepts and before.strip():
         row = before.strip().split()[-1]
-        help_ = misspelt or f"say what is done to it: `{row}  checkpoint()`"
-        title = f"{shown} where `(` or `.` or `:` should be"
-        return Diagnostic("S003", title, Label(place, "this row has no primitive"), helps=(help_,))
+        help_ = misspelt or f"add a primitive: `{row}  checkpoint()`"
+        title = f"expected `(`, `.` or `:`, found {shown}"
+        return Diagnostic("S003", title, Label(place, "the primitive is missing"), helps=(help_,))
     expected = [WORDS[name] for name in WORDS if name in accepts]
     if "AT" in accepts:
         expected = ["a declaration", "a step"] if "KNOB" in accepts else ["a row", "`}`"]
@@ -134,13 +136,13 @@ def _unexpected(source: Source, token: Token, accepts: set[str]) -> Diagnostic:
     helps = [misspelt] if misspelt else []
     first = (before.split() or [""])[0]
     if first in DECLARATIONS and "KNOB" not in accepts and before[:1].isspace():
-        helps = [f"`{first}` stands outside of steps and blocks"]
+        helps = [f"`{first}` must stand outside of steps and blocks"]
     if "SCHEDULE" in accepts:
         helps = ["a schedule begins with its version and its model: `schedule 1 for Class`"]
     elif str(token) in KEYWORDS and "NAME" in accepts:
-        helps = [f"`{token}` is a word of the language; in a selector put it in backquotes"]
+        helps = [f"`{token}` is a keyword; in a selector write it in backquotes"]
     said = tuple(helps) or _in_words(source.line(place.line))
-    return Diagnostic("S003", f"{shown} where {wanted} should be", Label(place), helps=said)
+    return Diagnostic("S003", f"expected {wanted}, found {shown}", Label(place), helps=said)
 
 
 def _in_words(line: str) -> tuple[str, ...]:
@@ -148,7 +150,7 @@ def _in_words(line: str) -> tuple[str, ...]:
     words = re.match(r"\s*([a-z_]\w*)[ \t]+[^\s(]+(?:\s|$)", line)
     if not words or words[1] in KEYWORDS:
         return ()
-    form = "a row is modules and what is done to them: `layers.*  shard(col, over=tp)`"
+    form = "a row is a selector and a primitive: `layers.*  shard(col, over=tp)`"
     return (*VERBS.get(words[1], ()), form)
 
 
@@ -166,10 +168,10 @@ def _found(source: Source, token: Token) -> tuple[Span, str]:
     if token.type == "$END":
         last = len(source.text.rstrip("\n").split("\n"))
         end = len(source.line(last)) + 1
-        return Span(source, last, end, last, end + 1), "the file ends"
+        return Span(source, last, end, last, end + 1), "the end of the file"
     if token.type == "_NL":
         found = span_of(source, token)
-        return replace(found, end_line=found.line, end_col=found.col + 1), "the line ends"
+        return replace(found, end_line=found.line, end_col=found.col + 1), "the end of the line"
     return span_of(source, token), f"`{token}`"
 
 
@@ -222,19 +224,19 @@ def _bound(node: n.Node) -> Iterator[str]:
 
 
 def _reserved(name: str, span: Span) -> Diagnostic:
-    label = Label(span, f"gives `{name}` another meaning")
-    return Diagnostic("S007", f"`{name}` is a word of the language", label, helps=("rename it",))
+    label = Label(span, f"declares `{name}`")
+    return Diagnostic("S007", f"`{name}` is a keyword of the language", label, helps=("rename it",))
 
 
 def _call_on_path(do: n.Do) -> Iterator[Diagnostic]:
     path = do.path
     if path.type is not None:
         left = ".".join(seg.text for seg in path.segs)
-        label = Label(path.span, "this colon asks for modules of a type")
+        label = Label(path.span, "`:` selects modules by their class")
         title = "a selector and its primitive are separated by a space"
         help_ = f"write `{left}  {path.type}(...)`"
         yield Diagnostic("S004", title, label, helps=(help_,))
     elif path.maybe or any(seg.index or not seg.text.isidentifier() for seg in path.segs):
-        label = Label(path.span, "this names modules, not something to do")
-        title = "this row has no primitive"
+        label = Label(path.span, "this is a selector without a primitive")
+        title = "the primitive is missing"
         yield Diagnostic("S004", title, label, helps=("write `selector  primitive(...)`",))

@@ -175,10 +175,10 @@ def _run(load: Callable[[], Any], what: str) -> Any:
         raise Refusal(
             Diagnostic(
                 "S905",
-                f"the model file `{what}` fails to import",
+                f"importing the model file `{what}` fails",
                 notes=tuple(_chain(error)),
                 helps=(
-                    f"see the whole error: `python -c 'import runpy; runpy.run_path(\"{what}\")'`",
+                    f"see the full error: `python -c 'import runpy; runpy.run_path(\"{what}\")'`",
                 ),
             )
         ) from error

@@ -101,7 +101,9 @@ def declared(node: n.Pattern) -> Pattern:
             _refused("a pattern's parameters are tensors", given, f"write `{given.name}`")
     body = _term(node.body, params)
     if not isinstance(body, Op):
-        _refused("a pattern is a function of its parameters", node.body, "such as `gelu(x + b)`")
+        _refused(
+            "a pattern must be a function of its parameters", node.body, "for example `gelu(x + b)`"
+        )
     idle = [name for name in params if name not in _names(body)]
     if idle:
         _refused(f"the pattern does not use `{idle[0]}`", node, "drop it")
@@ -118,7 +120,7 @@ def node_of(text: str) -> n.Pattern:
     said = text if text.lstrip().startswith("pattern ") else f"pattern {text}"
     items = parse(Source("<string>", f"schedule 1\n{said}\n")).items
     if len(items) != 1 or not isinstance(items[0], n.Pattern):
-        raise Refusal(Diagnostic("S885", "this is not one pattern",
+        raise Refusal(Diagnostic("S885", "this is not a single pattern",
                                  helps=("write `bias_gelu(x, b) { gelu(x + b) }`",)))  # fmt: skip
     return items[0]
 
@@ -127,7 +129,9 @@ def _literal(text: str, node: n.Node) -> Any:
     try:
         return {"true": True, "false": False}[text] if text in ("true", "false") else _plain(text)
     except ValueError:
-        _refused(f"`{text}` is no number", node, "a pattern has plain numbers and texts")
+        _refused(
+            f"`{text}` is not a number", node, "a pattern may contain plain numbers and strings"
+        )
 
 
 def _plain(text: str) -> Any:
@@ -160,14 +164,16 @@ def _term(node: n.Node, params: Sequence[str]) -> Term:
             return _chain(node, items, params)
         case n.Call():
             return _call(node, params)
-    _refused("a pattern is made of functions, operators and literals", node)
+    _refused("a pattern may contain functions, operators and literals", node)
 
 
 def _chain(node: n.Node, items: Sequence[Any], params: Sequence[str]) -> Term:
     left = _term(items[0], params)
     for op, right in zip(items[1::2], items[2::2], strict=True):
         if op not in OPERATORS:
-            _refused(f"a pattern does not know `{op}`", node, f"it knows {', '.join(OPERATORS)}")
+            _refused(
+                f"`{op}` is not allowed in a pattern", node, f"allowed are {', '.join(OPERATORS)}"
+            )
         left = Op(OPERATORS[op], (("input", left), ("other", _term(right, params))))
     return left
 
@@ -177,7 +183,7 @@ def _call(node: n.Call, params: Sequence[str]) -> Op:
     if name not in FUNCTIONS:
         near = closest(name, FUNCTIONS)
         help_ = f"did you mean `{near}`?" if near else guess(name, FUNCTIONS, "it knows")
-        _refused(f"a pattern does not know the function `{name}`", node.name, help_)
+        _refused(f"the function `{name}` is not allowed in a pattern", node.name, help_)
     order, given = FUNCTIONS[name], {}
     free = list(order)
     for arg in node.args:
@@ -189,7 +195,7 @@ def _call(node: n.Call, params: Sequence[str]) -> Op:
             free.remove(word)
         given[word] = _term(arg.value if isinstance(arg, n.Keyword) else arg, params)
     if order[0] not in given:
-        _refused(f"`{name}` is given nothing", node, f"write `{name}(x)`")
+        _refused(f"`{name}` needs an argument", node, f"write `{name}(x)`")
     return Op(name, tuple(given.items()))
 
 

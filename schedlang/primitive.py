@@ -39,9 +39,11 @@ def refuse(
     label: str = "",
     notes: Sequence[str] = (),
     helps: Sequence[str] = (),
+    also: Sequence[Label] = (),
 ) -> NoReturn:
-    """Refuse an action; whoever knows the row attaches its place."""
-    raise Refusal(Diagnostic(code, title, Label(text=label), (), tuple(notes), tuple(helps)))
+    """Refuse an action; whoever knows the row attaches its place, `also` has those of others."""
+    place = Label(text=label)
+    raise Refusal(Diagnostic(code, title, place, tuple(also), tuple(notes), tuple(helps)))
 
 
 @dataclass(frozen=True)
@@ -257,7 +259,7 @@ def _accept(cls: type[Primitive]) -> None:
     known = _registry.get(name)
     # a module that is loaded again replaces its own
     if known is not None and known.__module__ != cls.__module__:
-        title = f"there are two primitives `{name}`"
+        title = f"two primitives have the name `{name}`"
         notes = (f"one in {known.__module__}, one in {cls.__module__}",)
         raise Refusal(Diagnostic("S008", title, Label(python_span()), notes=notes))
 
@@ -333,7 +335,7 @@ def _load(point: metadata.EntryPoint) -> None:
         holder = f"{point.dist.name} {point.dist.version}" if point.dist else "a package"
         raise Refusal(
             Diagnostic(
-                "S009", f"the primitives of {holder} cannot be imported",
+                "S009", f"cannot import the primitives of {holder}",
                 notes=(f"`{point.value}`: {type(error).__name__}: {error}",),
                 helps=("install a version of it that fits, or uninstall it",),
             )

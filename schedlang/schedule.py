@@ -162,9 +162,9 @@ class Schedule(Scope):
             said = ", ".join(["'verify'", *map(repr, what)]).replace("'", '"')
             raise Refusal(
                 Diagnostic(
-                    "S618", "`verify` compares with the model, and needs a batch for that",
+                    "S618", "`verify` needs a batch to compare the program with the model",
                     Label(python_span()),
-                    helps=("give it: `sch.verify(batch=batch)`, and `loss=loss` where the model "
+                    helps=("give one: `sch.verify(batch=batch)`, and `loss=loss` if the model "
                            "returns none",
                            f"or add the row: `sch.row({said})`"),
                 )
@@ -324,7 +324,7 @@ class Schedule(Scope):
         span = python_span()
         if isinstance(test, bool):
             if not test:
-                raise Refusal(Diagnostic("S104", "a requirement does not hold", Label(span)))
+                raise Refusal(Diagnostic("S104", "`require` fails", Label(span)))
             return
         node = parse_expr(test, span) if isinstance(test, str) else lift.lift(test, span)
         self._declare(n.Require(node, span=span))
@@ -364,8 +364,8 @@ class Schedule(Scope):
         relaxed = (relax,) if isinstance(relax, str) else tuple(relax)
         node = n.Step(name, relaxed, n.Block((), span=span), span=span)
         if self._state.step is not None or len(self._stack) > 1:
-            title = "a step stands outside of steps and blocks"
-            helps = ("leave the block above first: steps stand side by side",)
+            title = "a step cannot stand inside a step or block"
+            helps = ("close the block above first: steps are not nested",)
             raise Refusal(Diagnostic("S113", title, Label(span), helps=helps))
         opened = replace(open_step(node, self._state), step=node)
         with self._block(lambda body: replace(node, block=body), opened):
@@ -376,7 +376,7 @@ class Schedule(Scope):
         if len(self._stack) > 1:
             title = "`undo` inside an open step or scope"
             raise Refusal(
-                Diagnostic("S113", title, Label(python_span()), helps=("leave it first",))
+                Diagnostic("S113", title, Label(python_span()), helps=("close it first",))
             )
         items = self._stack[0]
         if to is None or isinstance(to, int):
@@ -413,7 +413,7 @@ class Schedule(Scope):
         span = node.span or python_span()
         if len(self._stack) > 1:
             word = type(node).__name__.lower()
-            title = f"`{word}` stands outside of steps and blocks"
+            title = f"`{word}` must stand outside of steps and blocks"
             helps = ("call it above the first `with sch.step(...)`",)
             raise Refusal(Diagnostic("S113", title, Label(span), helps=helps))
         self._run(lambda runner: runner.item(node), span)

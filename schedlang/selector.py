@@ -209,10 +209,12 @@ class Selector:
         says = f"{where} has no child `{wanted}`" if children else f"{where} has no children"
         notes: tuple[str, ...] = ()
         if len(looked) > 1:
-            notes = (f"looked in {len(looked)} modules, {_name(looked[0])} to {_name(looked[-1])}",)
+            notes = (f"searched {len(looked)} modules, {_name(looked[0])} to {_name(looked[-1])}",)
             having = [m for m in looked if self._has(m, wanted)]
             if having:
-                notes += (f"{len(having)} of them have one; end the path in `?` to take those",)
+                notes += (
+                    f"{len(having)} of them have one; end the path in `?` to select only those",
+                )
         near = closest(wanted, children)
         helps: tuple[str, ...] = (f"did you mean `{near}`?",) if near else ()
         if not near and children:
@@ -234,12 +236,12 @@ class Selector:
         gone = {m for path in at.except_ for m in self.select(path, roots, names)}
         left = tuple(fqn for fqn in kept if fqn not in gone)
         if not left:
-            title = "nothing is left of this selection"
+            title = "this selection is empty"
             label = Label(at.paths[0].span.to(at.paths[-1].span), _counted(found))
-            notes: tuple[str, ...] = ("`except` takes all of them",)
+            notes: tuple[str, ...] = ("`except` removes all of them",)
             if not kept and at.where is not None:
-                notes = ("`where` keeps none", *self._told(at.where, found, names))
-            helps = ("let it keep some; a `?` at the end of a path lets it name nothing",)
+                notes = ("`where` is false for all of them", *self._told(at.where, found, names))
+            helps = ("change the condition, or end the path in `?`: then it may select nothing",)
             raise Refusal(Diagnostic("S207", title, label, notes=notes, helps=helps))
         return left
 
@@ -254,7 +256,7 @@ class Selector:
                 continue
             if not isinstance(holds, bool) and holds is not UNKNOWN:
                 label = Label(test.span, f"this is {shown(holds)}")
-                raise Refusal(Diagnostic("S304", "`where` needs a test, true or false", label))
+                raise Refusal(Diagnostic("S304", "`where` needs a condition: true or false", label))
             if holds is True:
                 kept.append(fqn)
         if lacking and len(lacking) == len(found):
@@ -373,11 +375,11 @@ def _bound(text: str | None, seg: n.Seg, names: Names) -> int | None:
         known = names.known()
         near = closest(text, known)
         helps = (f"did you mean `{near}`?",) if near else ()
-        title = f"nothing is called `{text}`"
+        title = f"unknown name `{text}`"
         raise Refusal(Diagnostic("S210", title, Label(seg.span, "used as an index"), helps=helps))
     if isinstance(value, bool) or not isinstance(value, int):
         label = Label(seg.span, f"`{text}` is {shown(value)}")
-        raise Refusal(Diagnostic("S304", "an index is a whole number", label))
+        raise Refusal(Diagnostic("S304", "an index must be an integer", label))
     return int(value)
 
 
@@ -388,12 +390,14 @@ def _sliced(
     texts = (item.start, item.stop, item.step)
     bounds = [_bound(text, seg, names) for text in texts]
     if bounds[2] == 0:
-        helps = ("every second one is `[::2]`",)
-        raise Refusal(Diagnostic("S202", "a slice cannot step by 0", Label(seg.span), helps=helps))
+        helps = ("write `[::2]` for every second module",)
+        raise Refusal(
+            Diagnostic("S202", "the step of a slice cannot be 0", Label(seg.span), helps=helps)
+        )
     picked = there[slice(*bounds)]
     numbers = all(text is None or text.lstrip("-").isdigit() for text in texts)
     if not picked and numbers:
         label = Label(seg.span, f"{_name(fqn)} has {len(there)} children")
-        helps = ("a slice goes up, and leaves out its end: `[0:2]` are two",)
+        helps = ("the end is not included: `[0:2]` selects two modules",)
         raise Refusal(Diagnostic("S202", "this slice is empty", label, helps=helps))
     return picked

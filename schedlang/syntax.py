@@ -40,8 +40,8 @@ def _tree(source: Source, start: str) -> tuple[Any, list[Diagnostic]]:
     except UnexpectedInput as mistake:
         raise Refusal(explain(source, mistake)) from None
     except TooDeep as deep:
-        label = Label(span_of(source, deep.token), f"{deep.nested} may stand {DEEPEST} deep")
-        raise Refusal(Diagnostic("S004", "this nests too deep to be read", label)) from None
+        label = Label(span_of(source, deep.token), f"{deep.nested} may be nested {DEEPEST} deep")
+        raise Refusal(Diagnostic("S004", "this is nested too deep", label)) from None
 
 
 def tree(source: Source) -> tuple[n.File, list[Diagnostic]]:
@@ -97,7 +97,9 @@ def read(path: str | FilePath, name: str | None = None) -> Source:
         why = why[:1].lower() + why[1:]
         there = {each.name for each in FilePath(path).parent.glob("*.sched")}
         near = closest(FilePath(path).name, there - {FilePath(path).name})
-        helps = (f"did you mean `{near}`?",) if near else ("name a file of text: `x.sched`",)
+        helps = (
+            (f"did you mean `{near}`?",) if near else ("give the path of a schedule: `x.sched`",)
+        )
         raise Refusal(Diagnostic("S000", f"cannot read `{shown}`: {why}", helps=helps)) from None
     try:
         return Source(shown, raw.decode("utf-8-sig").replace("\r\n", "\n"))

@@ -11,7 +11,9 @@ from typing import TextIO
 
 Row = Sequence[str]
 GAP = "  "
-CODE, GLUE = re.compile(r"`[^`\n]*`"), "\0"  # what is written in code marks; its spaces meanwhile
+PLAIN = 80  # columns of messages where no terminal says how many there are
+# what is written in code marks, and shapes; their spaces meanwhile
+CODE, GLUE = re.compile(r"`[^`\n]*`|\[[\d, ]+\]"), "\0"
 
 
 def columns(out: TextIO | None = None) -> int | None:
@@ -19,11 +21,24 @@ def columns(out: TextIO | None = None) -> int | None:
     return shutil.get_terminal_size().columns if (out or sys.stdout).isatty() else None
 
 
+def for_messages(out: TextIO | None = None) -> int:
+    """The columns that messages are broken at: those of the terminal, 80 in files and pipes."""
+    return columns(out) or PLAIN
+
+
 def wrapped(text: str, width: int | None, indent: str = "", more: str | None = "  ") -> list[str]:
     """Lines broken between words, never within one, nor within `what is to be pasted`.
 
     Those after the first stand `more` in; None: as far in as the first text, whatever stands there.
+    Lines of a text that has several stay lines; those that begin with a space are never broken.
     """
+    if "\n" in text:
+        first, *rest = text.split("\n")
+        later = " " * len(indent) if more is None else indent + more
+        lines = wrapped(first, width, indent, more)
+        for line in rest:
+            lines += [line] if line.startswith(" ") else wrapped(line, width, later, "")
+        return lines
     if width is None or len(indent) + len(text) <= width:
         return [indent + text]
     later = " " * len(indent) if more is None else indent + more

@@ -9,7 +9,7 @@ from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from schedlang.tables import columns
+from schedlang.tables import for_messages
 
 if TYPE_CHECKING:
     from schedlang.diagnostic import Refusal
@@ -52,7 +52,7 @@ def tell(refusal: Refusal) -> None:
     else:
         speaks = store.add(f"{key}/count", 1) == 1
     if speaks:
-        said = refusal.render(columns(sys.stderr))
+        said = refusal.render(for_messages(sys.stderr))
         print(f"rank {os.environ.get('RANK', '0')}: {said}", file=sys.stderr, flush=True)
         if store is not None:
             store.set(f"{key}/told", "1")

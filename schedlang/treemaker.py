@@ -65,7 +65,7 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
         whole = WHOLE.search(token)
         digits = len(whole[0]) if whole else 0
         if digits > LONGEST or (token.type == "FLOAT" and isinf(float(token))):
-            label = Label(self._span(token), f"{LONGEST} are the most a number may have")
+            label = Label(self._span(token), f"a number has at most {LONGEST} digits")
             title = f"this number has {digits} digits"
             if digits <= LONGEST:
                 label, title = Label(self._span(token)), "this number is too large"
@@ -76,7 +76,7 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
         """A part of a selector, which stands for no more names than can be looked for."""
         many = prod(part.count(",") + 1 for part in re.findall(r"\{[^}]*\}", token))
         if many > MOST:
-            label = Label(self._span(token), f"one selector may have {MOST:,}")
+            label = Label(self._span(token), f"a selector has at most {MOST:,}")
             title = f"these are {many:,} alternatives" if many < 10**9 else "too many alternatives"
             self.problems.append(Diagnostic("S004", title, label))
         return token

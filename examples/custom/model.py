@@ -15,6 +15,7 @@ class Gaze(nn.Module):
         self.blend = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Attend from every place to the places that `hidden` does not mask, head by head."""
         rows, length, _ = x.shape
         q, k, v = self.look(x).split(self.span, dim=-1)
         q, k, v = (t.view(rows, length, self.eyes, self.iris).transpose(1, 2) for t in (q, k, v))
@@ -32,6 +33,7 @@ class Gate(nn.Module):
         self.back = nn.Linear(2 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply one half of the projection by the activation of the other."""
         a, b = self.both(x).chunk(2, -1)
         return self.back(F.silu(a) * b)
 
@@ -46,6 +48,7 @@ class Block(nn.Module):
         self.noise = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Add attention and the gated layer, each with dropout, to the residual stream."""
         x = x + self.noise(self.gaze(self.calm(x), hidden))
         return x + self.noise(self.gate(self.still(x)))
 
@@ -60,6 +63,7 @@ class Watcher(nn.Module):
         self.join = nn.Linear(2 * width, classes)
 
     def forward(self, series: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Return logits of shape [rows, classes]; places beyond `lengths` are masked."""
         places = torch.arange(series.shape[1], device=series.device)
         hidden = (places >= lengths[:, None])[:, None, None]
         first = x = self.enter(series)

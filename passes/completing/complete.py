@@ -42,8 +42,8 @@ def completed(plan: Plan, batch: Mapping[str, Any] | None, loss: Loss | None = N
         row = next(a for a in plan.actions if a.name == "complete" and _over(a) == axis)
         if batch is None:
             raise Refusal(
-                Diagnostic("S605", "there is no batch to complete rows with", _label(row),
-                           helps=("let the model file define `batch(seed)`",))
+                Diagnostic("S605", "completing rows needs a batch", _label(row),
+                           helps=("define `batch(seed)` in the model file",))
             )  # fmt: skip
         if plan.mesh.size(axis) > 1:
             plan = _completed(plan, axis, batch, loss, row)
@@ -111,8 +111,8 @@ def _begun(plan: Plan, axis: str, blocks: Blocks, row: Action) -> list[_Begun]:
             found.setdefault(_block(name, fqn), {}).setdefault(name, one)
     if not found:
         raise Refusal(
-            Diagnostic("S425", f"no row splits anything over `{axis}`", _label(row), helps=(
-                f"begin with one projection of a block: `shard(col, over={axis})`",
+            Diagnostic("S425", f"no row shards anything over `{axis}`", _label(row), helps=(
+                f"start with one projection of a block: `shard(col, over={axis})`",
                 "or let `schedlang init` write the whole schedule"))
         )  # fmt: skip
     outside = found.pop("", {})
@@ -193,7 +193,7 @@ def _tied(finder: Finder, begun: _Begun) -> None:
     made = finder.mended([row for row in begun.rows.values() if row not in finder.rows])
     if isinstance(made, str):
         raise Refusal(
-            Diagnostic("S427", f"what was begun over `{finder.axis}` cannot be completed",
+            Diagnostic("S427", f"the rows over `{finder.axis}` cannot be completed",
                        begun.line, notes=(made,))
         )  # fmt: skip
     finder.rows += made

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from schedlang.passes.completing.proposal_trial import Trial
 
 REMEDY = re.compile(r"\b((?:blocks|heads|uneven)=(?:\[[^\]]*\]|[^`, )]+))")
-SAME = re.compile(r"`([^`]+)` and `[^`]+` are the same tensor")
-MEETS = re.compile(r"split what it meets, too: `(\S+)  (.*)`")
-LINE = re.compile(r", at \S+:\d+$")
 MOST = 8  # remedies for one flow
 SAID = 200  # characters of a reason
 
@@ -84,13 +81,10 @@ class Finder:
 
     def _shared(self, refusal: Refusal) -> Row | None:
         """The row for a module that shares a weight which is split, or has one that meets it."""
-        for met in filter(None, map(MEETS.search, refusal.diagnostic.helps)):
-            holder = self.trial.blocks.common(met.group(1))
-            return Row((holder,), met.group(2), "for its heads")
-        if refusal.diagnostic.code != "S506":
-            return None
-        found = (SAME.search(note) for note in refusal.diagnostic.notes)
-        name = next((match.group(1) for match in found if match), None)
+        module, call = map(refusal.diagnostic.fact, ("module", "call"))
+        if module is not None and call is not None:
+            return Row((self.trial.blocks.common(module),), call, "for its heads")
+        name = refusal.diagnostic.fact("parameter")
         if name is None:
             return None
         owner, _, parameter = name.rpartition(".")
@@ -219,8 +213,7 @@ def _kind(finder: Finder, name: str) -> str:
 
 def _said(refusal: Refusal) -> str:
     """Why rows are refused, with the line of the model where that is known."""
-    line = next(filter(None, map(LINE.search, refusal.diagnostic.notes)), None)
-    return refusal.diagnostic.title[:SAID] + (line.group() if line is not None else "")
+    return refusal.diagnostic.title[:SAID] + (refusal.diagnostic.fact("line") or "")
 
 
 def _asked(refusal: Refusal) -> list[str]:

@@ -153,7 +153,7 @@ def _told(play: Callable[[], T], otherwise: T, said: str) -> tuple[T, str]:
     from schedlang.runtime.collectives.tap import free
 
     if not free():
-        return otherwise, f"{said}: this process is a rank of a job, and cannot play others"
+        return otherwise, f"{said}: this process is a rank of a job, and cannot simulate others"
     try:
         return play(), ""
     except Refusal as refusal:

@@ -17,20 +17,21 @@ from schedlang.passes.laying.weigh import Weight
 from schedlang.passes.reading.expect import TIME
 from schedlang.plan import Plan
 from schedlang.report import Bound
+from schedlang.tables import PLAIN
 from schedlang.usual import offered
 
 UNTOLD = "S862"
 Help = str | tuple[str, str]  # words, and a row over an axis of replicas
-STATE = ("slice it over replicas: ", "zero(stage=3, over={})")
-AGAIN = "compute them again: `layers.*  checkpoint()`"
+STATE = ("shard it over replicas: ", "zero(stage=3, over={})")
+AGAIN = "recompute them: `layers.*  checkpoint()`"
 LOWER: Mapping[str, tuple[Help, ...]] = {
-    "parameters": (STATE, "or split weights: `shard`"),
-    "gradients": (STATE, "or split weights: `shard`"),
-    "optimizer": ((STATE[0], "zero(stage=1, over={})"), "or split weights: `shard`"),
-    "activations": (AGAIN, "or move them away: `layers.*  offload(activations)`",
-                    "or make smaller microbatches"),
-    "communication": (("free what is gathered between the passes: ", STATE[1]),),
-    "temporary": ("make smaller microbatches", "or split what computes it: `shard`"),
+    "parameters": (STATE, "or shard parameters: `shard`"),
+    "gradients": (STATE, "or shard parameters: `shard`"),
+    "optimizer": ((STATE[0], "zero(stage=1, over={})"), "or shard parameters: `shard`"),
+    "activations": (AGAIN, "or offload them: `layers.*  offload(activations)`",
+                    "or use smaller microbatches"),
+    "communication": (("free gathered parameters between forward and backward: ", STATE[1]),),
+    "temporary": ("use smaller microbatches", "or shard the modules that compute it: `shard`"),
 }  # fmt: skip
 
 
@@ -87,7 +88,7 @@ def demand(
     told = unmet(plan, counted(plan, batch, loss, weight))
     for problem in told:
         if problem.code == UNTOLD:
-            warnings.warn(problem.render(), stacklevel=3)
+            warnings.warn(problem.render(PLAIN), stacklevel=3)
     wrong = [problem for problem in told if problem.code != UNTOLD]
     if wrong:
         raise Refusal(*wrong)
@@ -103,7 +104,7 @@ def _problems(plan: Plan, account: Account, one: Expectation) -> Iterator[Diagno
     found = _found(plan, account, one)
     if found is None:
         title = f"`{one.said}` cannot be computed"
-        batch = ("let the model file have a batch: `batch(seed)`",)
+        batch = ("define `batch(seed)` in the model file",)
         yield Diagnostic(UNTOLD, title, label, notes=account.notes, helps=batch)
     elif not one.holds(found):
         notes, helps = _why(plan, account, one)
@@ -139,7 +140,7 @@ def _why(plan: Plan, account: Account, one: Expectation) -> tuple[tuple[str, ...
         where = f"rank {top.first}" if top.place is None else f"{plan.cuts[0].axis}={top.place}"
         return (f"on {where}, in {top.top.what}: {said}",), _helps(plan, parts[0][0])
     if one.measure == "bubble":
-        return (), ("take more microbatches, or an order with less of it: docs/pipelines.md",)
+        return (), ("use more microbatches, or an order with a smaller bubble: docs/pipelines.md",)
     wanted = set(plan.mesh.fold(one.axes)) if one.axes else set(plan.mesh.sizes)
     totals: dict[str, int] = {}
     for each in account.collectives or ():
@@ -148,7 +149,7 @@ def _why(plan: Plan, account: Account, one: Expectation) -> tuple[tuple[str, ...
             totals[word] = totals.get(word, 0) + each.total
     most = sorted(totals.items(), key=lambda item: -item[1])[:3]
     said = ", ".join(f"{word} {size(count)}" for word, count in most)
-    return (f"most of it: {said}",), ("take fewer ranks along the axis, or smaller microbatches",)
+    return (f"most of it: {said}",), ("use fewer ranks along the axis, or smaller microbatches",)
 
 
 def _helps(plan: Plan, what: str) -> tuple[str, ...]:

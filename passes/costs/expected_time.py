@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from schedlang.passes.costs.step_time import Took
 
 LEFT = (
-    "times are held where there are some: `schedlang run` measures them, and "
+    "a time can be compared only where it was measured or simulated: `schedlang run` measures"
+    " them, and "
     "`schedlang plan FILE --cost F=18,B=37,step=4` simulates with milliseconds that you give"
 )
-FASTER = "`schedlang simulate FILE` shows where ranks wait; docs/pipelines.md has other orders"
+FASTER = "`schedlang simulate FILE` shows where ranks wait; docs/pipelines.md lists other orders"
 
 
 def timed(plan: Plan) -> tuple[Expectation, ...]:

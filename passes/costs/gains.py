@@ -90,7 +90,7 @@ def _nothing(action: Action, site: str, gain: Gain) -> Refusal:
     return Refusal(
         Diagnostic(
             "S888", f"`{action.primitive}` gains nothing at `{site}`", place, notes=(note,),
-            helps=("drop the row", "or name a module that does more"),
+            helps=("drop the row", "or select a larger module"),
         )
     )  # fmt: skip
 

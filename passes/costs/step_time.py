@@ -13,7 +13,7 @@ from schedlang.plan import Plan
 if TYPE_CHECKING:
     from schedlang.timeline import Timeline
 
-MEASURE = "measure it anew: `schedlang run FILE --timeline t.html --json > measured.json`"
+MEASURE = "measure again: `schedlang run FILE --timeline t.html --json > measured.json`"
 TAIL = ("reduce", "step")  # what comes once, after the last backward
 
 
@@ -77,10 +77,10 @@ def _by_measure(plan: Plan, line: Timeline, given: Measurement) -> Took:
     pairs = [(Kind(k).name, s) for k, s in zip(line.kind.tolist(), line.stage.tolist())]
     known = {pair: _mean(given.means, *pair) for pair in set(pairs)}
     if missing := sorted(f"{kind} of stage {s}" for (kind, s), t in known.items() if t is None):
-        _unfit(f"it runs {', '.join(missing[:3])}", "no times of these")
+        _unfit(f"it runs {', '.join(missing[:3])}", "without a measured time")
     costs = np.array([known[pair] for pair in pairs], dtype=np.float64)
     span = float(timing(line, costs, given.transfer).makespan)
-    how = f"simulated with what was measured: {span * 1e3:.4g} ms of the pipeline"
+    how = f"simulated with measured times: {span * 1e3:.4g} ms of the pipeline"
     return Took(span + given.rest, (f"{how}, {given.rest * 1e3:.4g} ms beside it",))
 
 

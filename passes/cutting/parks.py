@@ -74,9 +74,10 @@ def _check_order(plan: Plan, timeline: Timeline) -> None:
     order, row = plan.order.name if plan.order is not None else "", peer_rows(plan, "activations")
     refusal = Refusal(
         Diagnostic(
-            "S851", f"the order `{order}` says by itself what becomes of what forwards save",
-            notes=(f"it has {own[0].name} rows of its own",),
-            helps=("drop this row", 'or take an order without: `pipeline(order="1F1B", micro=4)`'),
+            "S851", f"the order `{order}` already decides what happens to saved activations",
+            notes=(f"its timeline has {own[0].name} operations",),
+            helps=("drop this row", 'or use an order without them: `pipeline(order="1F1B",'
+                                    ' micro=4)`'),
         )
     )  # fmt: skip
     raise refusal.at(row[0].span) if row[0].span is not None else refusal

@@ -41,7 +41,7 @@ def at_units(units: Sequence[Unit], starts: Sequence[str]) -> tuple[int, ...]:
         raise refusal(
             "S613",
             "",
-            f"`{names[0]}` comes first: no stage would stand before it"
+            f"`{names[0]}` is the first module: no stage would be before it"
             if 0 in places
             else "two stages start at one module",
             f"stages may start at {quoted(names[1:])}",
@@ -56,7 +56,7 @@ def _place(names: Sequence[str], start: str) -> int:
             return place
     guess = closest(start, names)
     helps = (f"did you mean `{guess}`?",) if guess else (", ".join(names),)
-    raise refusal("S613", start, "is no unit at which a stage can start", *helps)
+    raise refusal("S613", start, "is not a module at which a stage can start", *helps)
 
 
 def at_indices(units: Sequence[Unit], starts: Sequence[int]) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ def at_indices(units: Sequence[Unit], starts: Sequence[int]) -> tuple[int, ...]:
     trunk = [unit.name for unit in units if unit.trunk]
     for start in starts:
         if not 0 < start < len(trunk):
-            reason = f"there is no cut before unit {start} of the {len(trunk)} of the trunk"
+            reason = f"no cut is possible before module {start} of the {len(trunk)} of the list"
             raise refusal("S613", "", reason, f"1 to {len(trunk) - 1}")
     return at_units(units, [trunk[start] for start in starts])
 
@@ -137,10 +137,10 @@ def check_regions(plan: Plan, graph: StageGraph, stage_of: Sequence[int]) -> Non
                 )
                 raise Refusal(
                     Diagnostic(
-                        "S603", f"a {what} region may not reach across a pipeline cut",
+                        "S603", f"a {what} region cannot span a pipeline cut",
                         Label(text=f"cuts it in two before `{cuts[0]}`"), (one,),
                         helps=(f"cut before `{region[0]}` or after `{region[-1]}`",
-                               f"or let `{action.name}` take the modules inside, one by one"),
+                               f"or let `{action.name}` select the modules one by one"),
                     )
                 )  # fmt: skip
 
@@ -168,7 +168,7 @@ def elements(plan: Plan, cut: Cut) -> tuple[str, ...]:
 
 def _enough(units: int, stages: int) -> None:
     if stages < 1 or units < stages:
-        reason = f"{units} units of the trunk cannot be cut into {stages} stages"
+        reason = f"{units} modules of the list cannot be cut into {stages} stages"
         raise refusal("S613", "", reason, f"1 to {units} stages")
 
 

@@ -77,8 +77,8 @@ def _check(plan: Plan) -> None:
     if plan.order is not None and plan.order.slices > 1:
         raise Refusal(
             Diagnostic(
-                "S662", "sequences are split over ranks, and cut into slices as well",
-                notes=("slices carry keys from one to the next, ranks exchange them",),
+                "S662", "sequences are split over ranks, and into slices as well",
+                notes=("slices pass keys from one to the next, ranks exchange them",),
                 helps=("leave `slices` out: `slices=1`", "or leave `context_parallel` out"),
             )
         )  # fmt: skip
@@ -90,8 +90,8 @@ def _check(plan: Plan) -> None:
             raise Refusal(
                 Diagnostic(
                     "S660", f"`{site}` does not attend to the keys of all ranks",
-                    notes=(f"sequences are split over `{rest}` too, by rows at other modules",),
-                    helps=("name the same axes at all attentions",),
+                    notes=(f"rows at other modules split sequences over `{rest}`, too",),
+                    helps=("use the same axes in the rows of all attentions",),
                 )
             )  # fmt: skip
 

@@ -142,7 +142,7 @@ def rejected(error: Exception, others: Sequence[str] = ()) -> Refusal:
             "S604", "the model rejects this batch",
             notes=(f"on the meta device it raised `{text}`{line and f', at {line}'}",
                    *(f"its forward does not take `{key}` of the batch" for key in others)),
-            helps=("let `batch(seed)` return the keyword arguments of the model's forward",),
+            helps=("return the keyword arguments of the model's forward from `batch(seed)`",),
         )
     )  # fmt: skip
 
@@ -428,7 +428,7 @@ class Run:
         for tensor in tensors_in(output):
             for axis, tag in self.follower.note(tensor).tags.items():
                 failure = Mismatch(
-                    ("", 0), f"a tensor that is split over `{axis}` leaves the model", axis, (),
+                    ("", 0), f"the model returns a tensor that is sharded over `{axis}`", axis, (),
                     self.follower.agreed, ("gather it: `output=R` on the row of its module",),
                 )  # fmt: skip
                 failure.by = tag.by

@@ -195,13 +195,13 @@ def _split(whole: Saved, part: Saved, ranks: int) -> int | None | str:
 def refusal(plan: Plan, fqn: str, axis: str, what: str) -> Refusal:
     """Ranks along an axis save something else than equal parts of what the model saves."""
     row = next(a for a in plan.actions if a.name == "compress" and fqn in a.sites)
-    label = Label(row.span or NOWHERE, "rounds what modules save, block by block")
+    label = Label(row.span or NOWHERE, "rounds saved activations, block by block")
     return Refusal(
         Diagnostic(
             "S935", f"ranks of `{axis}` save unequal shards of activations of `{fqn}`",
             label,
-            notes=(what, "one process could not round the same blocks"),
+            notes=(what, "a single process would round other blocks"),
             helps=("select modules whose activations are replicated, or sharded in equal parts",
-                   f"or set it to 1: `--mesh {axis}=1`"),
+                   f"or set `{axis}` to 1: `--mesh {axis}=1`"),
         )
     )  # fmt: skip

@@ -80,10 +80,11 @@ def _half_sharded(plan: Plan, name: str, used: str, axis: str) -> Diagnostic:
     owners = {plan.model.owner(other).fqn for other in plan.model.parameters[name].names}
     row = next(a for a in plan.actions if owners & {*a.sites} or touches(a, name))
     return Diagnostic(
-        "S506", f"`{owner}` shares a sharded weight, and has no `shard` row itself",
+        "S506", f"`{owner}` shares a sharded weight, but has no `shard` row",
         Label(row.span) if row.span is not None else Label(),
         notes=(f"`{used}` and `{name}` are the same tensor", f"it is sharded over `{axis}`"),
-        helps=(f"shard it too: `{owner} shard(vocab, over={axis})`",),
+                facts=(("parameter", used),),
+        helps=(f"shard it, too: `{owner} shard(vocab, over={axis})`",),
     )  # fmt: skip
 
 
@@ -214,8 +215,8 @@ def _check_data(plan: Plan, fqn: str) -> None:
         raise Refusal(Diagnostic("S510", said, label, helps=(add,)))
     for axis in {plain for axes in others for plain in axes} & set(plan.data_axes):
         if plan.mesh.size(axis) > 1:
-            said = f"`{axis}` splits the batch and, in the grid of `{fqn}`, the hidden dim"
-            raise Refusal(Diagnostic("S510", said, label, helps=("leave it out of `zero`",)))
+            said = f"`{axis}` cannot shard both the batch and the hidden dim of `{fqn}`"
+            raise Refusal(Diagnostic("S510", said, label, helps=("leave `{axis}` out of `zero`",)))
 
 
 def _experts(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
@@ -227,8 +228,8 @@ def _experts(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
         raise Refusal(
             Diagnostic(
                 "S428", f"`{axis}` cannot shard both the batch and each expert of `{fqn}`",
-                notes=("the ranks that share an expert must see the same tokens",),
-                helps=("name an axis that no `zero` row names: `inner=tp`",),
+                notes=("the ranks that share an expert must have the same tokens",),
+                helps=("use an axis that no `zero` row names: `inner=tp`",),
             )
         )  # fmt: skip
     if axis in plan.data_axes:

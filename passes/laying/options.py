@@ -50,7 +50,7 @@ def _functions(given: Mapping[str, Any]) -> None:
     if optimizer is not None and (isinstance(optimizer, type) or not callable(optimizer)):
         word = "a class" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
         _refuse(
-            f"`optimizer` must be a function of the program's parameters, not {word}",
+            f"`optimizer` must be a function of the parameters, not {word}",
             "give a function of them: `optimizer=lambda named: torch.optim.AdamW(named, lr=3e-4)`",
         )
 
@@ -60,12 +60,12 @@ def _numbers(given: Mapping[str, Any]) -> None:
     if clip is not None and (
         isinstance(clip, bool) or not isinstance(clip, int | float) or clip <= 0
     ):
-        _refuse(f"`clip` is {clip!r}", "give the greatest gradient norm, a number above zero")
+        _refuse(f"`clip` is {clip!r}", "give the maximum gradient norm, a number above 0")
     drawn = given["dropout"]
     if drawn is not None and drawn not in DRAWN:
         _refuse(f"`dropout` is {drawn!r}", f"give one of {', '.join(map(repr, DRAWN))}")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        _refuse(f"`seed` is {seed!r}", "give a whole number")
+        _refuse(f"`seed` is {seed!r}", "give an integer")
 
 
 def _meeting(given: Mapping[str, Any]) -> None:
@@ -73,7 +73,7 @@ def _meeting(given: Mapping[str, Any]) -> None:
     if compare not in COMPARE:
         _refuse(f"`compare` is {compare!r}", f"give {', '.join(map(repr, COMPARE))}")
     if isinstance(wait, bool) or not isinstance(wait, int | float) or not wait > 0:
-        _refuse(f"`wait` is {wait!r}", "give the seconds in which all ranks come to `build`")
+        _refuse(f"`wait` is {wait!r}", "give the seconds to wait until all ranks call `build`")
 
 
 def _refuse(title: str, help_: str) -> NoReturn:

@@ -194,26 +194,29 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
         notes = (*notes, f"torch says: {failure.reason}")
     label = Label(action.span) if action is not None and action.span is not None else Label()
     helps = (*heads[1:], *failure.helps) if heads else failure.helps or _fitting(plan, action)
-    helps = (*_made(plan, failure), *helps) if not heads else helps
+    made = () if heads else tuple(_made(plan, failure))
+    helps = (*(f"shard the other one, too: `{site}  {call}`" for site, call in made), *helps)
     if line and failure.call in RESHAPES and failure.integers:
-        helps = (f"write -1 for the size that counts heads, or their width, at {failure.line}",
+        helps = (f"write -1 in place of the number of heads, or of their size, at {failure.line}",
                  *helps)  # fmt: skip
     return Refusal(
         Diagnostic(
-            "S403" if heads else "S405", title, label, notes=notes, helps=helps
+            "S403" if heads else "S405", title, label, notes=notes, helps=helps,
+            facts=(*(zip(("module", "call"), made[0]) if made else ()),
+                   *((("line", line),) if line else ())),
         )
     )  # fmt: skip
 
 
-def _made(plan: Plan, failure: Mismatch) -> Iterator[str]:
-    """How to split parameters of a module's own that its split heads meet whole (a bias table)."""
+def _made(plan: Plan, failure: Mismatch) -> Iterator[tuple[str, str]]:
+    """The rows for replicated parameters that meet sharded heads (a bias table): module, call."""
     names, size = failure.made
     for name in sorted(names) if failure.axis is not None else ():
         fact, site = plan.model.parameters[name], plan.model.owner(name)
         dims = [dim for dim, whole in enumerate(fact.shape) if whole == size]
         if len(dims) == 1 and not site.dims and failure.axis not in plan.held(name).axes:
             own = f"{name.rpartition('.')[2]}=S({dims[0]})"
-            yield f"split what it meets, too: `{site}  shard({own}, over={failure.axis})`"
+            yield str(site), f"shard({own}, over={failure.axis})"
 
 
 def _fitting(plan: Plan, action: Action | None) -> tuple[str, ...]:
@@ -221,7 +224,7 @@ def _fitting(plan: Plan, action: Action | None) -> tuple[str, ...]:
     over = getattr(action.primitive, "over", None) if action is not None else None
     if over is None or not isinstance(over, str) or over in plan.completing:
         return ()
-    return (f"let the rows that fit be added, below: `complete(over={over})`",
+    return (f"add the missing rows: `complete(over={over})`, below",
             "or gather its output: `output=R`")  # fmt: skip
 
 
@@ -256,7 +259,7 @@ def _heads(plan: Plan, failure: Mismatch) -> tuple[str, ...]:
     if row is not None:
         helps += remedies(f"{failure.by} {row.call}", count, ranks, row.style == "col")
         if len(failure.counted) > 2 and row.blocks == 1:
-            helps.append(f"if these are no heads, but {count} of them side by side (q, k and v):"
+            helps.append(f"if these are not heads, but {count} blocks side by side (q, k and v):"
                          f" `{failure.by} {row.call}, blocks={count})`")  # fmt: skip
     return title, *helps
 

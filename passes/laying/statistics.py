@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.summing.statistics import Statistics
 
 Loss = Callable[..., Any]
-ALLOW = 'or allow those of parts: `step "..." relax(batch_stats) {`'
+ALLOW = 'or allow statistics of each part: `step "..." relax(batch_stats) {`'
 
 
 def with_statistics(
@@ -75,8 +75,8 @@ def _taken_apart(plan: Plan, first: BatchSum) -> Refusal:
             Label(next(rows, NOWHERE)),
             notes=(f"the forward of {where} takes a {first.name} over all rows"
                    + (f", {first.line}" if first.line else ""),
-                   "backward of a microbatch begins before the later ones are computed"),
-            helps=("one microbatch: `micro=1`; ranks that share the batch share its statistics",
+                   "the backward of a microbatch starts before later microbatches are computed"),
+            helps=("use one microbatch, `micro=1`: ranks compute the statistics together",
                    ALLOW),
         )
     )  # fmt: skip

@@ -52,9 +52,10 @@ def weight_of(traced: Traced, parts: int) -> Weight:
     if len(traced.labels) > 1 and parts > 1:
         raise Refusal(
             Diagnostic(
-                "S621", f"the model has {len(traced.labels)} losses with labels of their own",
-                notes=("a part of the batch would need another weight in each",),
-                helps=("say what a part weighs: `weight(batch)` in the model file",),
+                "S621", f"the model has {len(traced.labels)} losses, each with its own labels",
+                notes=("a part of the batch would need a different weight in each",),
+                helps=("define `weight(batch)` in the model file: the weight of a part of the"
+                       " batch",),
             )
         )  # fmt: skip
     return lambda batch: float(rows_of(batch))

@@ -72,12 +72,12 @@ def read_lock(text: str, name: str) -> Lock:
     if not isinstance(made, dict) or not isinstance(given, list):
         _refuse(name, "a section is missing")
     if not all(isinstance(text, str) for text in given):
-        _refuse(name, "`given` has a value that is no text")
+        _refuse(name, "`given` has a value that is not a string")
     made_pairs = tuple((str(key), str(value)) for key, value in made.items())
     pairs = [str(text).partition(" ") for text in given]
     lock = Lock(sections, tuple((option, value) for option, _, value in pairs), made_pairs)
     if found.get("structure") != lock.structure:
-        _refuse(name, "its lines and its hash of the model do not belong together")
+        _refuse(name, "its lines and its hash of the model do not match")
     return lock
 
 
@@ -88,7 +88,7 @@ def _entries(section: Any, name: str) -> Section:
     for key, said in section.items():
         texts = tuple(said) if isinstance(said, list) else (said,)
         if not all(isinstance(text, str) for text in texts):
-            _refuse(name, f"`{key}` has a value that is no text")
+            _refuse(name, f"`{key}` has a value that is not a string")
         try:
             found |= dict.fromkeys(spread(key), texts)
         except ValueError as error:
@@ -97,6 +97,6 @@ def _entries(section: Any, name: str) -> Section:
 
 
 def _refuse(name: str, why: str) -> NoReturn:
-    title = f"`{name}` is no readable lock"
-    helps = ("write it anew: `schedlang plan FILE --lock`",)
+    title = f"`{name}` is not a readable lock"
+    helps = ("write it again: `schedlang plan FILE --lock`",)
     raise Refusal(Diagnostic("S721", title, notes=(why,), helps=helps))

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from schedlang.runtime.slicing.slices import Slicing
 
 WHY = {
-    "recompute": "what runs again inside is not rounded, nor what is dropped as memory runs out",
-    "structure": "what it computes in its place saves other tensors than the module does",
-    "residence": "what moves inside is not rounded, nor are notes of parameters that come and go",
+    "recompute": "what is recomputed inside is not compressed, and nothing that is dropped at"
+    " run time",
+    "structure": "its kernel saves other tensors than the module does",
+    "residence": "what is offloaded inside is not compressed, and no parameters that are moved"
+    " in and out",
 }
 
 
@@ -58,11 +60,11 @@ def _check_meeting(row: Action, other: Action, facet: str) -> None:
     met = next(((a, b) for a, b in pairs if _holds(a, b) or _holds(b, a)), None)
     if met is None:
         return
-    label = Label(row.span or NOWHERE, f"what `{met[0]}` saves is kept in fewer bits")
-    also = Label(other.span or NOWHERE, f"`{other.name}` is about `{met[1]}`")
+    label = Label(row.span or NOWHERE, f"compresses the activations of `{met[0]}`")
+    also = Label(other.span or NOWHERE, f"`{other.name}` selects `{met[1]}`")
     raise Refusal(
         Diagnostic(
-            "S857", f"`{other.name}` and `compress(activations)` meet at `{met[0]}`",
+            "S857", f"`{other.name}` and `compress(activations)` both select `{met[0]}`",
             label, (also,), (WHY[facet],),
             ("select other modules in one of the two rows, or drop one",),
         )
@@ -74,13 +76,14 @@ def _check_choices(plan: Plan, traced: Traced) -> None:
     for row, site in ((action, site) for action in meeting(plan) for site in action.sites):
         found = next((fqn for fqn in traced.choices if _holds(site, fqn)), None)
         if found is not None:
-            label = Label(row.span or NOWHERE, "runs again from inputs in fewer bits")
+            label = Label(row.span or NOWHERE, "recomputes from compressed inputs")
             raise Refusal(
                 Diagnostic(
-                    "S857", f"`{site}` would choose otherwise when it runs again", label, (),
-                    (f"`{traced.choices[found]}` in `{found}` chooses by values",
-                     "rounded inputs may tip it, and its backward would be of another function"),
-                    ("keep its activations, or its inputs, as they are: drop one of the two rows",),
+                    "S857", f"`{site}` could choose differently when it is recomputed", label, (),
+                    (f"`{traced.choices[found]}` in `{found}` depends on values",
+                     "rounded inputs may change the choice: the backward would be of a"
+                     " different function"),
+                    ("drop one of the two rows",),
                 )
             )  # fmt: skip
 
@@ -90,11 +93,11 @@ def _check_results(plan: Plan) -> None:
     for row in meeting(plan):
         if not any("collective" in one.save for one in row.primitive.reruns(row.sites, ()) or ()):
             continue
-        label = Label(row.span or NOWHERE, "keeps results for a second run")
+        label = Label(row.span or NOWHERE, "saves results for the recomputation")
         raise Refusal(
-            Diagnostic("S857", "results that are kept in fewer bits are not those of one process",
-                       label, (), ("messages between ranks are no results of one process",),
-                       ("leave `collective` out: what is sent is then sent again",))
+            Diagnostic("S857", "the compressed results would differ from those of a single process",
+                       label, (), ("results of collectives do not exist in a single process",),
+                       ("leave `collective` out: collectives are then repeated",))
         )  # fmt: skip
 
 
@@ -109,11 +112,11 @@ def _check_capacity(plan: Plan, row: Action) -> None:
         return
     raise Refusal(
         Diagnostic(
-            "S858", f"`{limited[0]}` drops tokens of the whole batch, and activations are kept in"
-            " fewer bits", Label(row.span or NOWHERE, "rounds what modules save, by parts"), (),
-            (f"one process takes the batch in the {plan.shares * plan.micro} parts that ranks do,"
-             " and counts the tokens of each by itself",),
-            ("leave out `capacity=`", "or this row"),
+            "S858", f"`{limited[0]}` has a `capacity` for the full batch, and activations are"
+            " compressed", Label(row.span or NOWHERE, "rounds saved activations"), (),
+            (f"a single process takes the batch in {plan.shares * plan.micro} parts, as the ranks"
+             " do, and counts the tokens of each part separately",),
+            ("leave out `capacity=`", "or drop this row"),
         )
     )  # fmt: skip
 
@@ -141,12 +144,12 @@ def _check_split(plan: Plan, row: Action) -> None:
         return
     raise Refusal(
         Diagnostic(
-            "S858", f"activations sharded over `{bad[0]}` cannot be kept in fewer bits",
-            Label(row.span or NOWHERE, "rounds what modules save, block by block"), (),
-            ("a shard has other blocks than the full tensor; one process can reproduce them for"
-             " one axis that shards weights and one that splits tokens",),
+            "S858", f"activations sharded over `{bad[0]}` cannot be compressed",
+            Label(row.span or NOWHERE, "rounds saved activations, block by block"), (),
+            ("a shard has other blocks than the full tensor; a single process can reproduce them"
+             " for one axis that shards weights and one that splits tokens",),
             (f"leave `{bad[0]}` out: split the batch with `zero` instead",
-             f"or set it to 1: `--mesh {bad[0]}=1`"),
+             f"or set `{bad[0]}` to 1: `--mesh {bad[0]}=1`"),
         )
     )  # fmt: skip
 
@@ -158,12 +161,12 @@ def _check_order(staged: Staged, slicing: Slicing | None, row: Action) -> None:
     stale = is_stale(staged.timeline)
     if not stale and slicing is None:
         return
-    what = "sees weights of several versions" if stale else "cuts sequences"
+    what = "uses several versions of the weights" if stale else "splits sequences into slices"
     raise Refusal(
         Diagnostic(
-            "S859", f"the order {what}, and activations are kept in fewer bits",
-            Label(row.span or NOWHERE, "rounds what modules save"), (),
-            ("what one process would round is not known for it",),
-            ('use a synchronous order of whole sequences: `pipeline(order="1F1B", micro=...)`',),
+            "S859", f"activations are compressed, and the order {what}",
+            Label(row.span or NOWHERE, "rounds saved activations"), (),
+            ("what a single process would round is not known for such an order",),
+            ('use a synchronous order without slices: `pipeline(order="1F1B", micro=...)`',),
         )
     )  # fmt: skip

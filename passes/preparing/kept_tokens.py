@@ -47,10 +47,10 @@ def _of_ranks(plan: Plan, axis: str) -> Refusal:
     row = next(one for one in meeting(plan) if one.primitive.limit is not None)
     return Refusal(
         Diagnostic(
-            "S857", "results that are kept in fewer bits are not those of one process",
-            Label(row.span or NOWHERE, "chooses single operators"), (),
-            (f"ranks that split weights over `{axis}` call other operators than one process does",),
-            ("keep classes of operators instead: `checkpoint(save=[linear])`",
+            "S857", "the compressed results would differ from those of a single process",
+            Label(row.span or NOWHERE, "saves results of single operators"), (),
+            (f"ranks that shard weights over `{axis}` call other operators than a single process",),
+            ("save classes of operators instead: `checkpoint(save=[linear])`",
              "or whole regions: `checkpoint(plan=rotor, memory=2GiB)`"),
         )
     )  # fmt: skip

@@ -32,17 +32,18 @@ def check_peers(plan: Plan, staged: Staged) -> None:
     states, lodgings = peer_rows(plan, "optimizer"), peer_rows(plan, "activations")
     if states and any(store.tier == "disk" for store in plan.stores):
         _refuse(
-            states[0], "beside rows that put something on disk no state is sent to a peer",
-            "a step that finds the disk full is undone, and state has been sent by then",
+            states[0], "optimizer state cannot be sent to a peer where another row offloads to"
+                       " disk",
+            "a step that finds the disk full is undone, but the state has been sent already",
             (NEAR, "or keep everything in memory: `to=cpu`"),
         )  # fmt: skip
     if states:
         _check_homes(plan, states[0])
     if lodgings and staged.timeline.slices > 1:
         _refuse(
-            lodgings[0], "of a sequence in slices nothing is sent to a peer",
-            "slices of one sequence share keys and values, which one of them would take away",
-            (f"cut no slices, or {HOST.format('activations')}",),
+            lodgings[0], "activations of slices cannot be sent to a peer",
+            "slices of one sequence share keys and values, which sending one slice would remove",
+            (f"leave `slices` out, or {HOST.format('activations')}",),
         )  # fmt: skip
 
 
@@ -54,13 +55,13 @@ def _check_axis(row: Action, staged: Staged) -> None:
     said = "state" if what == "optimizer" else f"of {what}"
     near = NEAR if what == "optimizer" else HOST.format(what)
     less = {
-        "optimizer": f"or keep a slice on each rank: `zero(stage=1, over={over})`",
-        "activations": "or save fewer: `layers.*  checkpoint()`",
+        "optimizer": f"or keep a shard on each rank: `zero(stage=1, over={over})`",
+        "activations": "or save fewer of them: `layers.*  checkpoint()`",
     }
     _refuse(
         row, f"`to=peer` over `{over}` saves no memory: each rank keeps as much {said}",
-        "ranks would only exchange it, and none would hold less",
-        (f"name the axis of the pipeline: `over={staged.axis}`" if staged.axis else near,
+        "ranks would only exchange it: none would hold less",
+        (f"use the axis of the pipeline: `over={staged.axis}`" if staged.axis else near,
          less[what]),
     )  # fmt: skip
 
@@ -73,9 +74,9 @@ def _check_homes(plan: Plan, row: Action) -> None:
     name = next(lost, None)
     if name is not None:
         _refuse(
-            row, f"`{name}` lies in host memory, and its step is made there",
-            "its state would go to the host by way of another rank",
-            (NEAR, "or leave its parameters on the device"),
+            row, f"`{name}` is in host memory, and is updated there",
+            "its optimizer state would go to the host through another rank",
+            (NEAR, "or keep its parameters on the device"),
         )  # fmt: skip
 
 
@@ -91,9 +92,9 @@ def peer_of(
     optimizer: Callable[..., torch.optim.Optimizer] | None,
 ) -> Peer | None:
     """This rank's place in the ring; None where no state goes to a peer, or nobody steps here."""
+    from schedlang.runtime.collectives import comm
     from schedlang.runtime.keeping.peer import Peer
     from schedlang.runtime.stepping.elementwise import is_elementwise, is_tensorwise
-    from schedlang.runtime.storage.folder import gathered
     from schedlang.runtime.storage.leaving import local
 
     rows = peer_rows(builder.plan, "optimizer")
@@ -101,15 +102,14 @@ def peer_of(
         return None
     if not (is_elementwise(optimizer) and is_tensorwise(optimizer)):
         _refuse(
-            rows[0], "this optimizer looks at more than one element at a time",
-            "state comes home for some parameters at a time, and goes again",
+            rows[0], "this optimizer is not elementwise",
+            "the state is moved back for only a few parameters at a time",
             ("use an elementwise optimizer (SGD, Adam, AdamW, ...)", NEAR),
         )  # fmt: skip
     names = [n for n, t in tiers.items() if t.state == "peer" and found[n].requires_grad]
     rounds = [[names[k] for k in turn] for turn in _rounds([local(found[n]).nbytes for n in names])]
     axis: str = rows[0].primitive.over  # type: ignore[attr-defined]
-    ranks = builder.plan.mesh
-    everyone = gathered(len(rounds), ranks.world)
+    everyone = comm.gathered(len(rounds))
     group = replace(builder.ranks.group(axis), pg=builder.ranks.again(axis, "peer"))
     return Peer(group, found, rounds, max(everyone[rank] for rank in group.ranks))
 

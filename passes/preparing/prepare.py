@@ -115,7 +115,7 @@ def check_axes(plan: Plan) -> None:
                 Diagnostic(
                     "S205", f"no row uses the axis `{axis}`",
                     notes=(f"its {size} ranks would all do the same work",),
-                    helps=(f"to split the batch over it: `zero(stage=0, over={axis})`",
-                           f"or set it to 1: `--mesh {axis}=1`"),
+                    helps=(f"split the batch over it: `zero(stage=0, over={axis})`",
+                           f"or set `{axis}` to 1: `--mesh {axis}=1`"),
                 )
             )  # fmt: skip

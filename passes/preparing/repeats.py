@@ -50,20 +50,20 @@ def _kind(plan: Plan, site: str) -> object:
 
 
 def _told(plan: Plan, found: Difference, label: Label) -> Diagnostic:
-    runs = [f"with {text[:_SHOWN]}" if text else "not at all, or as another call"
+    runs = [f"with {text[:_SHOWN]}" if text else "not at all, or as a different call"
             for text in (found.first, found.second)]  # fmt: skip
     name = plan.model.sites[found.module].class_name
     return Diagnostic(
         "S843",
-        f"a second run of `{found.module}` is not the first: `{found.function}` differs",
+        f"recomputing `{found.module}` gives another result: `{found.function}` differs",
         label,
         notes=(
             f"`{name}` calls it {runs[0]}, then {runs[1]}",
             f"at {found.place}",
-            "recomputation replays what torch's generators give, and nothing else",
+            "recomputation repeats the random numbers of torch's generators, and no others",
         ),
         helps=(
-            "draw with torch: `torch.rand(())` where it says `random.random()`",
-            "or recompute the modules beside it",
+            "draw with torch: `torch.rand(())` instead of `random.random()`",
+            "or checkpoint other modules",
         ),
     )

@@ -112,13 +112,13 @@ def tier_of_unit(plan: Plan, fqn: str, names: Sequence[str]) -> str:
     if len(kinds) > 1:
         near = next(name for name, tier in found.items() if tier == kinds[-1])
         away = next(name for name, tier in found.items() if tier == kinds[0])
-        unit = f"`{fqn}`" if fqn else "what lies outside of its list of layers"
+        unit = f"`{fqn}`" if fqn else "the part outside its list of layers"
         row = next((a for a in plan.actions if a.name == "offload"), None)
         refusal = Refusal(
             Diagnostic(
-                "S854", f"`zero` gathers {unit} as one, but its parameters are in two places",
-                notes=(f"`{near}` lies on `{kinds[-1]}`, `{away}` on `{kinds[0]}`",),
-                helps=("select whole layers",
+                "S854", f"`zero` gathers {unit} as one, but its parameters are on two devices",
+                notes=(f"`{near}` is on `{kinds[-1]}`, `{away}` on `{kinds[0]}`",),
+                helps=("select complete layers",
                        "or leave the selector out: `offload(parameters, to=cpu)`"),
             )
         )  # fmt: skip
@@ -153,8 +153,8 @@ def away(
         let_leave([found[name] for name, one in tiers.items() if one.gradient == tier], to)
     alone = optimizer is None or is_tensorwise(optimizer)
     files = any(r.tier == DISK and r.what in ("parameters", "optimizer") for r in plan.stores)
-    world, ring = plan.mesh.world, peer_of(builder, found, tiers, optimizer)
-    made = Away(found, tiers, homes, window, scratch, world, disk, files, alone, ring)
+    ring = peer_of(builder, found, tiers, optimizer)
+    made = Away(found, tiers, homes, window, scratch, disk, files, alone, ring)
     made.check("the program was not built")
     return made
 

@@ -49,12 +49,12 @@ def check_routing(plan: Plan) -> None:
         over = {b.axis for b in plan.boundaries[fqn]}
         apart = [a for a in plan.data_axes if plan.mesh.size(a) > 1 and a not in over]
         axes = ", ".join(a for a in plan.mesh.sizes if a in over or a in apart)
-        title = f"the capacity of `{fqn}` would be counted over a part of the batch"
+        title = f"the capacity of `{fqn}` would be counted over only a part of the batch"
         if apart:
-            notes = (f"the batch is split over `{apart[0]}` too, which its experts are not",)
-            helps = (f"spread the experts over all of them: `view ep of ({axes})`",)
+            notes = (f"the batch is split over `{apart[0]}`, but its experts are not",)
+            helps = (f"shard the experts over all of these axes: `view ep of ({axes})`",)
             raise Refusal(Diagnostic("S422", title, notes=notes, helps=helps))
         if plan.micro > 1:
-            notes = (f"the batch is cut into {plan.micro} microbatches",)
+            notes = (f"the batch is split into {plan.micro} microbatches",)
             helps = ("use `micro=1`, or leave out `capacity=`",)
             raise Refusal(Diagnostic("S422", title, notes=notes, helps=helps))

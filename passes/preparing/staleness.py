@@ -24,7 +24,7 @@ def check_stale(plan: Plan, staged: Staged) -> None:
     try:
         check_versions(staged.timeline)
     except TimelineError as error:
-        _refuse(f"the order has wrong versions of weights: {error}", row, helps=(SYNCHRONOUS,))
+        _refuse(f"the order uses wrong versions of weights: {error}", row, helps=(SYNCHRONOUS,))
     _check_stages(staged, row)
     _check_shared(staged, row)
     _check_sliced(plan)
@@ -43,14 +43,13 @@ def check_build(staged: Staged, optimizer: Any, clip: float | None, hollow: bool
         return
     if clip is not None:
         _refuse(
-            "`clip` needs one norm of all gradients, which a stale order has not", None,
-            notes=("the first stage has made several updates when the last one makes its first:"
-                   " no norm of all gradients exists",),
+            "`clip` needs one norm of all gradients: a stale order has none", None,
+            notes=("the first stage makes several updates before the last one makes its first",),
             helps=("leave `clip` out", SYNCHRONOUS),
         )  # fmt: skip
     if optimizer is None and not hollow:
         _refuse(
-            "weights are updated inside the step, and there is no optimizer", None,
+            "this order updates weights inside the step, and needs an optimizer", None,
             helps=("give one: `sch.build(batch=batch, optimizer=...)`", SYNCHRONOUS),
         )  # fmt: skip
 
@@ -60,8 +59,8 @@ def _check_stages(staged: Staged, row: Action | None) -> None:
     if len(set(places)) == len(places):
         return
     _refuse(
-        "two stages of one rank would update at different times", row,
-        notes=("under stale weights each rank runs one stage, with an optimizer of its own",),
+        "two stages of one rank would be updated at different times", row,
+        notes=("with stale weights each rank runs one stage, with its own optimizer",),
         helps=("use a table with one stage on each rank", SYNCHRONOUS),
     )  # fmt: skip
 
@@ -73,8 +72,8 @@ def _check_shared(staged: Staged, row: Action | None) -> None:
     name, stages = next(iter(staged.cut.shared.items()))
     said = " and ".join(map(str, stages))
     _refuse(
-        f"`{name}` is used by the stages {said}, which update at different times", row,
-        notes=("a tied weight has one value only where all its users wait for one update",),
+        f"`{name}` is used by the stages {said}, which are updated at different times", row,
+        notes=("a tied weight needs one update for all stages that use it",),
         helps=("untie it (`tie_word_embeddings=False` in most configs)", SYNCHRONOUS),
     )  # fmt: skip
 
@@ -83,9 +82,9 @@ def _check_sliced(plan: Plan) -> None:
     if not any(one.stage and plan.mesh.size(one.axes) > 1 for one in plan.replicas):
         return
     _refuse(
-        "sliced state cannot be kept in several versions", _row(plan, "state"),
-        notes=("the order keeps whole weights of each version, and slices are of one",),
-        helps=("`zero(stage=0, ...)` keeps state whole", SYNCHRONOUS),
+        "sharded parameters cannot be kept in several versions", _row(plan, "state"),
+        notes=("the order keeps each version of the full weights, and shards are of one version",),
+        helps=("replicate them: `zero(stage=0, ...)`", SYNCHRONOUS),
     )  # fmt: skip
 
 
@@ -93,10 +92,10 @@ def _check_early(plan: Plan) -> None:
     if "gradients" not in plan.overlaps:
         return
     _refuse(
-        "gradients are summed at every update of a stage, not once a step",
+        "`overlap(gradients)` has no effect: gradients are summed at every update of a stage",
         next((a for a in plan.actions if a.name == "overlap"), None),
-        notes=("no other stage of the rank has a backward left beside which a sum could run",),
-        helps=("leave it at `overlap(transfers)`", SYNCHRONOUS),
+        notes=("the rank has no other stage whose backward could overlap with the sum",),
+        helps=("use `overlap(transfers)` only", SYNCHRONOUS),
     )  # fmt: skip
 
 
@@ -105,10 +104,10 @@ def _check_coded(plan: Plan) -> None:
     if plan.compression is None:
         return
     _refuse(
-        "`compress` sums once a step, but stages update several times in it",
+        "`compress` sums gradients once a step, but stages are updated several times in it",
         next((a for a in plan.actions if a.name == "compress"), None),
-        notes=("what a code leaves out is added to the gradient of the next step",),
-        helps=("drop this row: gradients are then summed whole", SYNCHRONOUS),
+        notes=("the error of compression is added to the gradient of the next step",),
+        helps=("drop this row: gradients are then summed uncompressed", SYNCHRONOUS),
     )  # fmt: skip
 
 
@@ -117,10 +116,10 @@ def _check_scaled(plan: Plan) -> None:
     if plan.scaled is None:
         return
     _refuse(
-        "loss scaling may skip a step, but stages update inside of it",
+        "loss scaling may skip a step, but this order updates stages inside the step",
         next((a for a in plan.actions if a.name == "cast"), None),
-        notes=("whether any rank's gradients overflowed is known at the end of a step",),
-        helps=("`cast(bf16)` needs no scale", SYNCHRONOUS),
+        notes=("whether gradients overflowed on any rank is known only at the end of a step",),
+        helps=("use `cast(bf16)`, which needs no loss scale", SYNCHRONOUS),
     )  # fmt: skip
 
 
@@ -132,10 +131,10 @@ def _check_residence(plan: Plan) -> None:
         return
     row = next((a for a in plan.actions if bad[0].fqn in a.sites and a.name == "offload"), None)
     _refuse(
-        f"the {bad[0].what} of several versions cannot lie {_WHERE[bad[0].tier]}", row,
-        notes=("the order keeps the versions that it still needs on the device, and each stage"
-               " updates at its own time",),
-        helps=("keep the state alone in host memory: `offload(optimizer, to=cpu)`", SYNCHRONOUS),
+        f"the {bad[0].what} of several versions cannot be kept {_WHERE[bad[0].tier]}", row,
+        notes=("the order keeps the versions that it still needs on the device",),
+        helps=("keep only the optimizer state in host memory: `offload(optimizer,"
+               " to=cpu)`", SYNCHRONOUS),
     )  # fmt: skip
 
 
@@ -148,9 +147,10 @@ def _check_recomputed(plan: Plan, staged: Staged) -> None:
     if row is None or not _moves(staged):
         return
     _refuse(
-        "recomputation would run at other weights than the forward did", row,
-        notes=("the order keeps no version: a backward meets the weights as they are by then",),
-        helps=('keep them: `pipeline(order="PipeDream", micro=...)`', "or drop this row"),
+        "recomputation would use other weights than the forward", row,
+        notes=("the order keeps no versions: a backward uses the newest weights",),
+        helps=('use an order that keeps them: `pipeline(order="PipeDream", micro=...)`',
+               "or drop this row"),
     )  # fmt: skip
 
 

@@ -41,17 +41,19 @@ def _nobody(plan: Plan, key: str, batch: Mapping[str, Any], others: tuple[Any, A
     from schedlang.runtime.given import named_arguments
 
     names = sorted(named_arguments(plan.model.model) or ())
-    said = ", ".join(f"`{name}`" for name in names) or "nothing by name"
+    said = ", ".join(f"`{name}`" for name in names) or "no arguments by name"
     functions = [f"`{n}`" for n, one in zip(("loss", "weight"), others) if one is not None]
-    told = f"{' and '.join(functions)} of the model file read{'s' * (len(functions) == 1)} others"
+    told = (
+        f"{' and '.join(functions)} of the model file read{'s' * (len(functions) == 1)} other keys"
+    )
     free = [name for name in names if name not in batch]
     return Diagnostic(
         "S910", f"neither the forward nor the loss takes `{key}` of the batch",
         notes=(f"the forward of `{plan.model.class_name}` takes {said}",
-               told if functions else "the model file has no `loss` that could read it"),
+               told if functions else "the model file has no `loss` to read it"),
         helps=(f"leave `{key}` out of what `batch(seed)` returns",
                f'or read it in `loss(output, batch)`: `batch["{key}"]`',
-               *((f"or call it what the forward does: `{free[0]}`",) if free else ())),
+               *((f"or rename it to an argument of the forward: `{free[0]}`",) if free else ())),
     )  # fmt: skip
 
 
@@ -145,12 +147,12 @@ def check_rows(plan: Plan, sample: Mapping[str, Any]) -> None:
         Diagnostic(
             "S670", f"the batch cannot be split by rows: `{found.key}` holds indices of rows",
             Label(row.span) if row is not None and row.span is not None else Label(),
-            notes=(f"it holds the index {found.largest}, but a part has {found.size} rows:"
+            notes=(f"it has the index {found.largest}, but a part has only {found.size} rows:"
                    f" `{found.call}`{found.line and f', at {found.line},'} would fail",),
             helps=("do not split the batch: 1 rank on the axes of `zero`, and 1 microbatch",
-                   "or let dim 0 of every tensor be samples: graphs padded to one size,"
+                   "or make samples dim 0 of every tensor: graphs padded to one size,"
                    " or one graph for all, `x` of [samples, nodes, features]",
-                   "or let `forward` take one object that is cut by samples: graphs in a `Batch`"
+                   "or pass `forward` one object that is split by samples: graphs in a `Batch`"
                    " of torch_geometric"),
         )
     )  # fmt: skip

@@ -33,17 +33,17 @@ def whole_step(
         return None
     if is_stale(staged.timeline):
         _refuse(
-            "stages that update by themselves cannot put parameters together for a step",
+            "this order updates each stage separately, and cannot gather parameters for a step",
             f"this optimizer needs full tensors, and `{split.name}` is sharded",
             "use a synchronous order, or an elementwise optimizer (SGD, Adam, AdamW, ...)",
         )
     if is_tensorwise(optimizer):
         return WholeStep(a.parameters, a.holdings, a.ranks)
     _refuse(
-        "this optimizer does not treat each parameter by itself",
-        f"`{split.name}` lies in parts on several ranks; it would be put together for a step, with"
-        " some others at a time, and those would be updated otherwise",
-        "use one that looks at one parameter at a time (Muon, Adafactor, LAMB) or at one element"
+        "this optimizer does not update each parameter separately",
+        f"`{split.name}` is sharded: it would be gathered for the step, a few parameters at a time,"
+        " and the others would be updated differently",
+        "use one that updates one parameter at a time (Muon, Adafactor, LAMB) or one element"
         " (SGD, Adam, AdamW, Adagrad, RMSprop, ...)",
     )
 

@@ -55,10 +55,10 @@ def context_rows(finder: Finder) -> None:
                 finder.rows += made
             else:  # another way to exchange keys would not help: the model counts by itself
                 told = refused.diagnostic
-                finder.notes += [f"not split along the sequence: {told.title}", *told.notes]
+                finder.notes += [f"not sharded along the sequence: {told.title}", *told.notes]
             return
         if names and method == METHODS[-1]:
-            finder.notes.append(f"not split along the sequence: {made}")
+            finder.notes.append(f"not sharded along the sequence: {made}")
 
 
 def _parent(names: Sequence[str]) -> str:

@@ -109,20 +109,20 @@ def _planned(trial: Trial, text: Callable[[Blocks], str], stages: int) -> str:
 def check_mesh(mesh: Mapping[str, int]) -> None:
     """Refuse axes whose names say nothing, and two of one role (S211)."""
     legal = (
-        "`dp`, `data` and `fsdp` split the batch, `ep` the batch and experts, `cp` sequences,"
-        " `pp` and `pipe` the blocks, `tp` and `model` tensors"
+        "it knows `dp`, `data` and `fsdp`, which split the batch, `ep` (experts), `cp`"
+        " (sequences), `pp` and `pipe` (stages), `tp` and `model` (tensors)"
     )
     for name in mesh:
         if name not in ROLES:
-            title = f"`init` does not know what to do over an axis `{name}`"
+            title = f"`init` does not know the axis `{name}`"
             raise Refusal(Diagnostic("S211", title, helps=(legal,)))
     for role in set(ROLES.values()):
         same = [name for name in mesh if ROLES[name] == role]
         if len(same) > 1:
-            title = f"`{same[0]}` and `{same[1]}` would do the same"
-            raise Refusal(Diagnostic("S211", title, helps=("name one of them", legal)))
+            title = f"`{same[0]}` and `{same[1]}` would split the same"
+            raise Refusal(Diagnostic("S211", title, helps=("keep one of them", legal)))
     if not mesh:
-        title = "`init` writes a schedule for a mesh, and there is none"
+        title = "`init` needs a mesh"
         raise Refusal(Diagnostic("S211", title, helps=("`--mesh dp=2,tp=2`", legal)))
 
 
@@ -163,8 +163,8 @@ def _first(blocks: Blocks, row: Row) -> bool:
 
 
 def _idle(axis: str, said: list[str]) -> Refusal:
-    title = f"nothing of this model could be split over `{axis}`"
-    helps = (f"leave it out of the mesh, or give its ranks to another axis: `{axis}=1`",)
+    title = f"nothing of this model can be split over `{axis}`"
+    helps = (f"leave `{axis}` out of the mesh, or give its ranks to another axis: `{axis}=1`",)
     return Refusal(Diagnostic("S212", title, notes=tuple(said[:8]), helps=helps))
 
 
@@ -237,7 +237,7 @@ def _cut_between(asked: Asked, axis: str, stages: int) -> Row:
     from schedlang.runtime.recording.units import startable
 
     facts = asked.blocks.facts
-    title = f"this model has no list of blocks, and cannot be cut over `{axis}` between its modules"
+    title = "this model has no list of blocks, and cannot be cut into stages between its modules"
     try:
         names = list(dict.fromkeys(startable(facts.model, asked.trial.sample)))
         stage_of = balanced([Unit(name, facts.numel(name)) for name in names], stages)

@@ -77,12 +77,12 @@ def _check_exact(plan: Plan, action: Action) -> None:
     if inexact:
         refusal = Refusal(
             Diagnostic(
-                "S709", f"`{inexact[0].name}` cannot be equal bit by bit",
+                "S709", f"`{inexact[0].name}` cannot be bitwise equal",
                 notes=(f"it changes {', '.join(sorted(inexact[0].primitive.gives_up))}, and is"
                        f" in the step that `verify({arguments(action.primitive)})` checks",),
                 helps=("leave `exact` out: float64 is compared to 1e-9",
-                       "or give the rows that are exact (`checkpoint`, `offload`) a step of their"
-                       " own"),
+                       "or move the rows that are exact (`checkpoint`, `offload`) into another"
+                       " step"),
             )
         )  # fmt: skip
         raise refusal.at(action.span) if action.span is not None else refusal

@@ -64,9 +64,9 @@ def _refusal(name: str, parts: int) -> Refusal:
     return Refusal(
         Diagnostic(
             "S708", f"the buffer `{name}` depends on how the batch is split",
-            notes=(f"on the original, after {why} it differs from what the whole batch leaves",
-                   "a forward writes it: an average over calls, a count, statistics of the batch"),
-            helps=("use one microbatch: `micro=1`, or no data parallelism, as the note says",
+            notes=(f"on the original, after {why} it differs from its value after the full batch",
+                   "a forward updates it: an average over calls, a count, statistics of the batch"),
+            helps=("use one microbatch, `micro=1`, or no data parallelism, as the note says",
                    "or allow it: `step \"...\" relax(batch_stats) {`"),
         )
     )  # fmt: skip

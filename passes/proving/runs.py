@@ -156,9 +156,10 @@ def check_parts(case: Case) -> Case:
     raise Refusal(
         Diagnostic(
             "S703", "splitting the batch changes the loss of this model",
-            notes=(f"on the original in {count} parts, {bad.place} differs by {bad.error:.1e}",
+            notes=(f"on the original, split into {count} parts, {bad.place} differs by"
+                   f" {bad.error:.1e}",
                    "statistics over the batch (batch norm, router losses) would differ by rank"),
-            helps=("say what a part weighs: `weight(batch)` in the model file",
+            helps=("define `weight(batch)` in the model file: the weight of a part of the batch",
                    "or allow it: `step \"...\" relax(batch_stats) {`"),
         )
     )  # fmt: skip

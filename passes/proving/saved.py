@@ -59,13 +59,13 @@ def reloaded(
     meant, as the outputs differ by roundings, one that is frozen alike has to give the same bits.
     """
     from schedlang.passes.proving.compare import FLOOR, RTOL
-    from schedlang.runtime.storage.folder import gathered
+    from schedlang.runtime.collectives import comm
 
     saver, condition, batch = made[saved(told)], told[saved(told)], case.batches[0]
     want, got = _with_state(saver, made[0], batch, folder)
     rounded = not _alike(want, got) and _alike(want, got, RTOL, FLOOR)
     again = condition.case is not None and rounded
-    if any(gathered(again, saver.assembly.ranks.mesh.world)):  # ranks build together or not at all
+    if any(comm.gathered(again)):  # ranks build together or not at all
         return _with_state(saver, _frozen_alike(case, condition), batch, folder)
     return want, got
 

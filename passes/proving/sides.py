@@ -106,7 +106,7 @@ def as_worked(case: Case) -> Case | None:
     if case.dtype is not None:
         if case.dtype not in DTYPES:
             raise Refusal(
-                Diagnostic("S704", f"`{case.dtype}` is no working dtype",
+                Diagnostic("S704", f"`{case.dtype}` is not a working dtype",
                            helps=(f"choose one of {', '.join(DTYPES)}",))
             )  # fmt: skip
         module = _typed(case)
@@ -315,9 +315,9 @@ class Distributed:
         }
 
     def _gathered(self, mine: Any) -> list[Any]:
-        from schedlang.runtime.storage.folder import gathered
+        from schedlang.runtime.collectives import comm
 
-        return list(gathered(mine, self.program.assembly.ranks.mesh.world))
+        return comm.gathered(mine)
 
 
 def _logical(program: Program) -> LogicalDropout | None:

@@ -11,7 +11,7 @@ from schedlang.diagnostic import Diagnostic, Label, Refusal, guess
 from schedlang.passes.reading import limits
 from schedlang.syntax import parse, read
 
-ALONE = "let one of them stand without the other: drop a `use`"
+ALONE = "remove one of these `use` lines"
 
 DEFINES = (n.Knob, n.Require, n.Def, n.Use, n.Pattern)  # all that a library has
 
@@ -65,8 +65,8 @@ def opened(use: n.Use, above: tuple[Path, ...]) -> Spliced:
     if all(isinstance(item, DEFINES) for item in splicer.items):
         return Spliced()
     if use.alias is not None:
-        title = f"`{use.path}` has steps or rows, and is a base schedule"
-        label = Label(use.span, "its steps become this file's own: it takes no name")
+        title = f"`{use.path}` is a base schedule: it has steps or rows"
+        label = Label(use.span, "a base schedule is used without `as`")
         raise Refusal(Diagnostic("S115", title, label, helps=(f'write `use "{use.path}"`',)))
     return Spliced(_with_knobs(use, splicer.items), (file.header, *splicer.headers))
 
@@ -124,13 +124,13 @@ class _Splicer:
             return self._steps[name]
         own = any(isinstance(one, n.Step) and one.name == name for one in self.items)
         if own:
-            label = Label(item.span, "this file has it itself")
+            label = Label(item.span, "this file defines it itself")
             help_ = "change the step where it is written"
         else:
             known = bool(self._steps)
-            label = Label(item.span, "" if known else f"nothing above brings in a step to {word}")
+            label = Label(item.span, "" if known else f"no `use` above brings in a step to {word}")
             near = guess(name, self._steps, "the bases' steps are")
-            help_ = near if known else 'bring a base in above: `use "base.sched"`'
+            help_ = near if known else 'use a base schedule above: `use "base.sched"`'
         title = f"no base has a step `{name}`"
         raise Refusal(Diagnostic("S114", title, label, helps=(help_,)))
 

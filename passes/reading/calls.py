@@ -20,7 +20,7 @@ def no_primitive(name: n.Name, state: State) -> Diagnostic:
     load_all()
     known = [*sorted(registry()), *state.defs]
     helps = VERBS.get(name.text) or (guess(name.text, known, "there are"),)
-    label = Label(name.span, "not a primitive, nor a `def` above this line")
+    label = Label(name.span, "neither a primitive nor a `def` above this line")
     return Diagnostic("S301", f"there is no primitive `{name.text}`", label, helps=helps)
 
 

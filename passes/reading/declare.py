@@ -41,8 +41,8 @@ def header(node: n.Header, state: State) -> State:
     if node.model and state.facts and node.model not in state.facts.class_names(""):
         have = state.facts.class_name
         help_ = f"a schedule for this model begins with `schedule 1 for {have}`"
-        title = f"this schedule is for {node.model}"
-        refused("S110", title, node.span, f"the model is a {have}", help_)
+        title = f"this schedule is for the model class {node.model}"
+        refused("S110", title, node.span, f"the model is of class {have}", help_)
     return state
 
 
@@ -75,7 +75,7 @@ def mesh(node: n.Mesh, state: State) -> State:
     sized: dict[str, str] = {}
     for arg in node.args:
         if not isinstance(arg, n.Keyword):
-            refused("S111", "an axis has a name and a size", arg.span, "", "write `mesh(tp=2)`")
+            refused("S111", "an axis needs a name and a size", arg.span, "", "write `mesh(tp=2)`")
         if arg.name in sizes:
             refused("S101", f"the axis `{arg.name}` is declared twice", arg.span)
         sizes[arg.name] = _size(arg, state)
@@ -109,17 +109,19 @@ def _size(arg: n.Keyword, state: State) -> int | None:
         names = list(state.knobs)
         near = closest(str(size), names)
         helps = (f"did you mean `{near}`?",) if near else ()
-        refused("S111", "the size of an axis is a number", arg.span, f"is {shown(size)}", *helps)
+        refused(
+            "S111", "the size of an axis must be a number", arg.span, f"is {shown(size)}", *helps
+        )
     if not 1 <= size <= MOST or isinstance(size, Bytes):
-        refused("S111", f"an axis has 1 to {MOST} ranks", arg.span, f"is {size}")
+        refused("S111", f"an axis must have 1 to {MOST} ranks", arg.span, f"is {size}")
     return int(size)
 
 
 def _not_a_knob(arg: n.Keyword, state: State) -> None:
     own = isinstance(arg.value, n.Name) and arg.value.text == arg.name
     if arg.name in state.knobs and not own:
-        help_ = f"size it by the knob, `{arg.name}={arg.name}`, or rename one"
-        title = f"`{arg.name}` is a knob and an axis that it does not size"
+        help_ = f"give the axis the size of the knob, `{arg.name}={arg.name}`, or rename one"
+        title = f"`{arg.name}` is a knob and also an axis of another size"
         refused("S101", title, arg.span, "", help_)
 
 
@@ -140,15 +142,15 @@ def _filled(
     if len(blanks) > 1:
         given = ", ".join(f"{k}={'_' if k == blanks[0] else v or 2}" for k, v in sizes.items())
         help_ = f"give the others a size: `mesh({given})`"
-        said = f"{len(blanks)} are `_`"
+        said = f"{len(blanks)} axes are `_`"
         refused("S111", "only one axis may be `_`", node.span, said, help_)
     taken = math.prod(size for size in sizes.values() if size is not None)
     machine = re.fullmatch(r".*?x(\d+)", node.on or "")
     world = settings.world or (int(machine[1]) if machine else 2 * taken)
     if world % taken:
         said = f"the other axes take {taken} of {world} ranks"
-        help_ = "their product must divide the number of ranks"
-        title = f"`{blanks[0]}` would have no whole number of ranks"
+        help_ = "the product of their sizes must divide the number of ranks"
+        title = f"the ranks do not divide: `{blanks[0]}` has no integer size"
         refused("S111", title, node.span, said, help_)
     rest = world // taken
     return tuple((name, rest if size is None else size) for name, size in sizes.items())
@@ -164,7 +166,7 @@ def view(node: n.View, state: State) -> State:
             help_ = guess(name, known.sizes, "its axes are") if known.sizes else "declare `mesh`"
             refused("S204", f"the mesh has no axis `{name}`", node.span, "", help_, note=note)
     if len(set(node.axes)) < len(node.axes):
-        refused("S111", "a view folds different axes", node.span)
+        refused("S111", "a view must fold different axes", node.span)
     made = replace(known, views=(*known.views, (node.name, node.axes)))
     if node.size is not None:
         size, said = made.size(node.name), evaluate(node.size, state.names)
@@ -184,7 +186,7 @@ def require(node: n.Require, state: State) -> State:
         return state
     if holds is not False:
         said = f"this is {shown(holds)}"
-        refused("S304", "a requirement is a test, true or false", node.test.span, said)
+        refused("S304", "`require` needs a condition: true or false", node.test.span, said)
     used = {part for name in walk(node.test) if isinstance(name, n.Name) for part in name.parts[:1]}
     knobs = {name: k for name, k in state.knobs.items() if name in used}
     helps = alternatives(knobs, lambda new: evaluate(node.test, with_knobs(state, new)) is True)
@@ -196,7 +198,7 @@ def require(node: n.Require, state: State) -> State:
         if not isinstance(left, n.Lit):
             label = f"{spelling.expr(left)} is {shown(value)}"
     note = f"with {decided(knobs)}" if knobs else ""
-    refused("S104", "a requirement does not hold", node.span, label, *helps, note=note)
+    refused("S104", "`require` fails", node.span, label, *helps, note=note)
 
 
 def with_knobs(state: State, new: Mapping[str, Any]) -> Names:
@@ -266,7 +268,7 @@ def use(node: n.Use, state: State, above: tuple[Path, ...] = ()) -> State:
 def _is_schedule(source: Source, node: n.Use) -> None:
     """Refuse (S003) a file that does not begin as a schedule does; nothing of it is shown."""
     if not BEGINS.match(source.text):
-        title = f"`{node.path}` is no schedule"
+        title = f"`{node.path}` is not a schedule"
         help_ = "a schedule begins with its version and its model: `schedule 1 for Class`"
         refused("S003", title, node.span, "used here", help_)
 

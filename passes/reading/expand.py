@@ -295,7 +295,7 @@ class Expander:
         holds = evaluate(test, names)
         if holds is not UNKNOWN and not isinstance(holds, bool):
             label = Label(test.span, f"this is {shown(holds)}")
-            raise Refusal(Diagnostic("S304", "`when` needs a test, true or false", label))
+            raise Refusal(Diagnostic("S304", "`when` needs a condition: true or false", label))
         taken = [block] if holds is True else [orelse] if holds is False else [block, orelse]
         for body in taken:
             for statement in body.body if body else ():
@@ -348,7 +348,7 @@ class Expander:
             calls.agreed(primitive, self.state, span)
             return
         if primitive.takes == "model" and len(sites) > 1:
-            title = f"`{type(primitive).__name__}` acts on one scope"
+            title = f"`{type(primitive).__name__}` must stand in a scope of one module"
             label = Label(span, f"this scope has {len(sites)} modules")
             raise Refusal(Diagnostic("S306", title, label))
         try:

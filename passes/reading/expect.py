@@ -32,7 +32,7 @@ def read(node: n.Expect, names: Names) -> Expectation | None:
     from schedlang.facets import Expectation
 
     if not isinstance(node.test, n.Chain) or len(node.test.items) != 3:
-        _refuse(node, "this compares no measure with a bound")
+        _refuse(node, "`expect` must compare a measure with a bound")
     left, op, right = node.test.items
     assert isinstance(op, str)
     if isinstance(left, str) or isinstance(right, str) or op not in BOUNDS:
@@ -42,7 +42,7 @@ def read(node: n.Expect, names: Names) -> Expectation | None:
     name = _measure(left)
     if name is None:
         word = left.text if isinstance(left, n.Name) else spelling.expr(left)
-        _refuse(node, f"`{word}` is no measure of a plan", guess(word, MEASURES, "measures are"))
+        _refuse(node, f"`{word}` is not a measure of a plan", guess(word, MEASURES, "measures are"))
     axes = _arguments(node, name, left, names)
     bound = evaluate(right, names)
     if bound is UNKNOWN:
@@ -62,11 +62,11 @@ def _measure(expr: n.Expr | str) -> str | None:
 def _check_bound(node: n.Expect, name: str, bound: Any, said: str) -> None:
     """A bound is a number of the measure's own unit; a time says which."""
     if isinstance(bound, bool) or not isinstance(bound, int | float):
-        _refuse(node, f"the bound is {shown(bound)}, which is no number")
+        _refuse(node, f"the bound is {shown(bound)}, not a number")
     other = isinstance(bound, Bytes | Seconds) and not isinstance(bound, UNITS[name])
     if other or (name == TIME and not isinstance(bound, Seconds)):
         what = {"bubble": "a share", TIME: "a time with its unit"}.get(name, "a number of bytes")
-        _refuse(node, f"the bound of `{name}` is {what}, not `{said}`")
+        _refuse(node, f"the bound of `{name}` must be {what}, not `{said}`")
 
 
 def _arguments(node: n.Expect, name: str, measure: n.Expr, names: Names) -> tuple[str, ...]:
@@ -75,7 +75,7 @@ def _arguments(node: n.Expect, name: str, measure: n.Expr, names: Names) -> tupl
     found = [arg.text if isinstance(arg, n.Name) else "" for arg in given]
     if name == TIME:
         if found != ["step"]:
-            _refuse(node, "a time is that of a step: `time(step)`")
+            _refuse(node, "`time` needs `step`: `time(step)`")
         return ()
     if found and name != "comm_bytes":
         _refuse(node, f"`{name}` takes no arguments")

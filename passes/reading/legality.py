@@ -76,7 +76,7 @@ def _once_each(sites: tuple[str, ...], span: Span) -> None:
         outer = next((h for h in holders(site) if h in here), None)
         if outer is not None:
             label = Label(span, f"selects {_name(site)}, and {_name(outer)} around it")
-            helps = ("select one of the two: a `*` in a path stands for one level",)
+            helps = ("select only one of the two: `*` in a path stands for one level",)
             title = "nested checkpoints recompute the inner module twice"
             raise Refusal(Diagnostic("S502", title, label, helps=helps))
 
@@ -131,16 +131,24 @@ def _refuse(
     raise Refusal(Diagnostic(code, title, Label(span, now), also, tuple(notes), tuple(helps)))
 
 
+NOUNS = {
+    "recompute": "recomputation",
+    "residence": "offloading",
+    "state": "optimizer state",
+    "trained": "trainable parameters",
+}
+
+
 def _clash(first: Action, then: Primitive, meetings: Sequence[Meeting], span: Span) -> None:
     name = type(then).__name__
     facets = sorted((then.writes & first.primitive.reads) - first.primitive.writes)
-    what = " and ".join(facets) or "parameters"
+    what = " and ".join(NOUNS.get(facet, facet) for facet in facets) or "parameters"
     one, other = meetings[0]
     _refuse(
         "S503",
-        f"`{name}` must stand above `{first.name}`, which relies on what it changes",
+        f"`{name}` must stand above `{first.name}`",
         f"changes the {what} of {_name(other)}",
-        f"relies on the {what} of {_name(one)}",
+        f"uses the {what} of {_name(one)}",
         first,
         span,
         _more(meetings),
@@ -159,7 +167,7 @@ def _recompute(
     more = _more(meetings)
     if one == other:
         title = f"{_name(one)} is already checkpointed"
-        before, now = "first checkpointed here", "this would recompute it twice"
+        before, now = "first checkpointed here", "would recompute it twice"
         _refuse("S501", title, now, before, first, span, more, ["drop one of the two"])
     inner, outer = (one, other) if one.startswith(f"{other}." if other else "") else (other, one)
     _refuse(
@@ -170,7 +178,7 @@ def _recompute(
         first,
         span,
         (f"{_name(inner)} lies inside {_name(outer)}", *more),
-        ["keep the outer one and name what it saves: `checkpoint(save=[...])`"],
+        ["keep the outer `checkpoint`, and list what it saves: `checkpoint(save=[...])`"],
     )
 
 
@@ -193,13 +201,13 @@ def _placement(
     site = _name(same[0][0])
     _refuse(
         "S504",
-        f"{site} is already split over `{shared[0]}`",
-        f"splits {site} again",
-        "first split here",
+        f"{site} is already sharded over `{shared[0]}`",
+        f"shards {site} again",
+        "first sharded here",
         first,
         span,
-        ("a mesh axis can split a tensor once", *_more(same)),
-        ["drop one of the two, or name another axis"],
+        ("a mesh axis can shard a tensor only once", *_more(same)),
+        ["drop one of the two rows, or use another axis"],
     )
 
 
@@ -229,8 +237,8 @@ def _residence(
     """A tensor class lives in one place; two rows may move two classes."""
     if type(first.primitive) is type(then) and _subject(first.primitive) == _subject(then):
         one, other = meetings[0]
-        title = f"what {_name(other)} keeps has been moved already"
-        now, before = f"moves it at {_name(other)}", f"moves it at {_name(one)}"
+        title = f"{_name(other)} is offloaded already"
+        now, before = f"offloads {_name(other)}", f"offloads {_name(one)}"
         helps = ["drop one of the two"]
         _refuse("S501", title, now, before, first, span, _more(meetings), helps)
 
@@ -244,9 +252,9 @@ Rule = Callable[["Plan", "Action", Primitive, Sequence[Meeting], Span], None]
 
 # stage, state and order are facts of the whole plan: their verbs' own checks compare them there
 RULES: Mapping[str, Rule] = {
-    "structure": _once("has its computation replaced"),
+    "structure": _once("is computed by a kernel"),
     "shape": _once("is padded"),
-    "dtype": _once("changes its type"),
+    "dtype": _once("is cast"),
     "placement": _placement,
     "recompute": _recompute,
     "residence": _residence,
@@ -270,6 +278,6 @@ def check_cuts(plan: Plan) -> None:
     raise Refusal(
         Diagnostic(
             "S609", f"{made}, and {needed} are needed", label, notes=(each,),
-            helps=(f"name {needed - 1} modules before which stages start",),
+            helps=(f"select {needed - 1} modules at which stages start",),
         )
     )  # fmt: skip

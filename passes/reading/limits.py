@@ -38,18 +38,20 @@ def use(text: str, span: Span) -> None:
     count[0] += max(len(text), SMALLEST)
     if count[0] > USED:
         title = f"this schedule uses more than {USED // 2**20} MiB of other files"
-        helps = ("a file counts each time that one uses it: use it once, at the top",)
-        raise Refusal(Diagnostic("S116", title, Label(span, "too much from here on"), helps=helps))
+        helps = ("a file counts each time it is used: use it once, at the top",)
+        raise Refusal(
+            Diagnostic("S116", title, Label(span, "the limit is passed here"), helps=helps)
+        )
 
 
 def statement(rows: int, depth: int, span: Span) -> None:
     """One more statement that is executed, inside of so many others; S116 where it is too much."""
     if rows > ROWS:
         title = f"this schedule has more than {ROWS:,} rows"
-        helps = ("say it in fewer rows: a selector with `*` is one row for all that it matches",)
-        label = Label(span, "with the rows of all definitions that are called")
+        helps = ("use fewer rows: one selector with `*` selects many modules",)
+        label = Label(span, "including the rows of all definitions that are called")
         raise Refusal(Diagnostic("S116", title, label, helps=helps))
     if depth > DEEPEST:
-        title = f"blocks and calls stand more than {DEEPEST} deep"
-        helps = ("call definitions one after the other, not each from the one before",)
+        title = f"blocks and calls are nested more than {DEEPEST} deep"
+        helps = ("call definitions one after another, not each from another",)
         raise Refusal(Diagnostic("S116", title, Label(span), helps=helps))

@@ -137,8 +137,8 @@ def _of_one_rank(file: n.File, state: State) -> Iterator[Diagnostic]:
         if state.axes.get(axis) != 1 or knob is None or knob.options in ((1,), ()):
             continue
         if knob.name not in state.settings.knobs and axis not in state.settings.mesh:
-            title = f"`{axis}` has one rank, so that this row does nothing"
-            label = f"`{knob.name}` is left at its default"
+            title = f"`{axis}` has 1 rank: this row does nothing"
+            label = f"`{knob.name}` has its default value"
             more = f" (and {len(rows) - 1} more like it)" if len(rows) > 1 else ""
             help_ = f"set it: `--knob {knob.name}={next(o for o in knob.options if o != 1)}`"
             yield _warning("W401", title + more, rows[0].call, help_, label=label)
@@ -181,7 +181,7 @@ def _loose(file: n.File, state: State) -> Iterator[Diagnostic]:
                 continue
             if isinstance(value, float) and value > usual:
                 which = next(iter(dtypes)) if len(dtypes) == 1 else "any dtype"
-                title = f"a tolerance of {value:g} is looser than the usual one of {which}"
+                title = f"a tolerance of {value:g} is looser than usual for {which}"
                 help_ = "leave `rtol` out"
                 yield _warning("W702", title, arg, help_, label=f"{usual:g} is usual")
 

@@ -78,7 +78,7 @@ def _typed(param: n.Param, value: Any, node: n.Node, names: Names) -> Any:
     except NoAxis as unknown:
         _no_axis(str(unknown), node, names)
     except Mismatch:
-        title = f"`{param.name}` is {describe(kind)}"
+        title = f"`{param.name}` must be {describe(kind)}"
         raise Refusal(
             Diagnostic("S304", title, Label(node.span, f"this is {shown(value)}"))
         ) from None

@@ -32,13 +32,13 @@ def read_record(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(text_of(path))
     except RecursionError:
-        raise _unreadable(path, "it has lists in lists without end") from None
+        raise _unreadable(path, "its lists are nested too deep") from None
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from None
     except ValueError as error:
         raise _unreadable(path, f"it is not JSON: {error}") from None
     if not isinstance(found, dict) or found.get("plan") != 1:
-        raise _unreadable(path, "it holds no plan of version 1")
+        raise _unreadable(path, "it does not hold a plan of version 1")
     if not isinstance(found.get("actions"), list) or not isinstance(found.get("mesh"), dict):
         raise _unreadable(path, "it has no `mesh` and `actions`")
     if wrong := wrong_in(found):
@@ -64,7 +64,7 @@ def restored(record: Mapping[str, Any], facts: ModelFacts) -> Plan:
         sites = tuple(action["at"])
         gone = next((site for site in sites if site not in plan.model.sites), None)
         if gone is not None:
-            title = f"the model has no module `{gone}`, which the plan names"
+            title = f"the plan names a module `{gone}`, which the model does not have"
             raise Refusal(Diagnostic("S907", title, Label(span)))
         primitive = _primitive(action, mesh, span)
         try:
@@ -82,7 +82,7 @@ def _expectation(one: Mapping[str, Any]) -> Expectation:
         given = {name: one[name] for name in EXPECTED}
         return Expectation(**given | {"axes": tuple(one["axes"])}, span=_span(one))
     except (KeyError, TypeError):
-        title = f"the plan expects `{one}`, which is no bound"
+        title = f"the plan has an `expect` that is not a bound: `{one}`"
         raise Refusal(Diagnostic("S907", title)) from None
 
 
@@ -95,7 +95,7 @@ def _span(action: Mapping[str, Any]) -> Span:
 def _primitive(action: Mapping[str, Any], mesh: Mesh, span: Span) -> Primitive:
     kind = registry().get(action["do"])
     if kind is None:
-        title = f"there is no primitive `{action['do']}`, which the plan names"
+        title = f"the plan names a primitive `{action['do']}`, which does not exist"
         raise Refusal(Diagnostic("S907", title, Label(span)))
     sizes = {name: mesh.size(name) for name in mesh.names}
     given = list(_arguments(kind, action.get("args", {}), Names(axes=sizes), span))

@@ -49,7 +49,7 @@ def only_lines(plan: Plan, lines: str) -> Plan:
             raise Refusal(
                 Diagnostic(
                     "S705",
-                    f"`--only {lines}` names no lines",
+                    f"cannot read the lines `--only {lines}`",
                     helps=("write `--only 11,14-17`",),
                 )
             )  # fmt: skip
@@ -59,8 +59,8 @@ def only_lines(plan: Plan, lines: str) -> Plan:
     ]
     if not rows:
         raise Refusal(
-            Diagnostic("S705", f"no row stands on the lines {lines}",
-                       helps=("lines are those of the schedule file",))
+            Diagnostic("S705", f"no row is on the lines {lines}",
+                       helps=("give line numbers of the schedule file",))
         )  # fmt: skip
     return only(plan, rows)
 

@@ -14,7 +14,7 @@ from schedlang.source import Span
 def open_step(node: n.Step, state: State) -> State:
     """The state in which a step's name and what it may give up are known."""
     if node.name in state.steps:
-        label = Label(node.span and step_head(node), "the second of this name")
+        label = Label(node.span and step_head(node), "the second step of this name")
         raise Refusal(Diagnostic("S101", f"there are two steps `{node.name}`", label))
     for name in node.relax:
         if name not in RELAXABLE:
@@ -44,13 +44,13 @@ def allowed(primitive: Primitive, state: State, span: Span) -> None:
     if not beyond:
         return
     name = beyond[0]
-    title = f"this row changes numerics (`{name}`), which its step does not allow"
-    also = (Label(step_head(step), "allows nothing beyond " + _allows(step)),) if step else ()
+    title = f"this row changes numerics (`{name}`): its step does not allow that"
+    also = (Label(step_head(step), "allows only " + _allows(step)),) if step else ()
     if step:
         names = ", ".join((*step.relax, *beyond))
         help_ = f'allow it: `step "{step.name}" relax({names}) {{`'
     else:
-        help_ = f'put it into a step that allows it: `step "..." relax({name}) {{`'
+        help_ = f'move it into a step that allows it: `step "..." relax({name}) {{`'
     label = Label(span, f"results may differ in {', '.join(beyond)}")
     raise Refusal(Diagnostic("S505", title, label, also, (), (help_,)))
 

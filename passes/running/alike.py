@@ -37,10 +37,10 @@ def built_from(plan: Plan, batch: Mapping[str, Any], given: Options) -> list[Ite
         Item("mesh", {"mesh": str(plan.mesh), "axes": str(dict(plan.mesh.sizes)),
                       "views": str(plan.mesh.views)}),
         Item("model", dict(_modules(model)),
-             helps=("make the model from the same file and config on every rank",)),
+             helps=("build the model from the same file and config on every rank",)),
         Item("parameters", dict(_parameters(plan))),
         Item("code of the model", dict(_codes(model)), shown=False,
-             helps=("see that all nodes have the same files",)),
+             helps=("check that all nodes have the same files",)),
         Item("schedule", dict(_rows(plan)),
              helps=("load the same file, with the same knobs, on every rank",)),
         Item("options of `build`", {name: repr(value) for name, value in options.items()}),
@@ -48,7 +48,7 @@ def built_from(plan: Plan, batch: Mapping[str, Any], given: Options) -> list[Ite
              helps=("give the same `loss` and `weight` on every rank",)),
         Item("batch to build from", dict(_kinds(batch))),
         Item("initial weights", dict(_values(model)), shown=False,
-             helps=("seed alike before the model is made: `torch.manual_seed(0)`",
+             helps=("use the same seed before the model is built: `torch.manual_seed(0)`",
                     "or load the same checkpoint on every rank")),
     ]  # fmt: skip
 
@@ -68,7 +68,7 @@ def optimized_by(optimizer: torch.optim.Optimizer | None, names: Mapping[int, st
         unusual = {k: v for k, v in own.items() if parts.get(k) != v}
         said = ", ".join(f"{k} {v}" for k, v in unusual.items()) or "as usual"
         parts |= {names[id(p)]: said for p in group["params"] if id(p) in names}
-    help_ = "make it with the same settings on every rank"
+    help_ = "build it with the same settings on every rank"
     return [Item("optimizer", parts, held=True, helps=(help_,))]
 
 

@@ -134,7 +134,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     prepared = given.prepared
     if prepared is None:
         sample = parts.sample(batch, 1 if given.local else plan.shares, plan.micro)
-        prepared = _agreed(prepare(plan, sample, loss, given.weight, trains=False), ranks)
+        prepared = _agreed(prepare(plan, sample, loss, given.weight, trains=False))
     traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
     check_build(staged, given.optimizer, given.clip, given.hollow)
     if given.check is not None:
@@ -210,13 +210,13 @@ def _steered_alike(
     return Comparing(lambda: optimized_by(optimizer, names))
 
 
-def _agreed(prepared: Prepared, ranks: Ranks) -> Prepared:
+def _agreed(prepared: Prepared) -> Prepared:
     """With the first rank's table of bits: each has measured its own, on a machine of its own."""
-    from schedlang.runtime.storage.folder import agreed
+    from schedlang.runtime.collectives import comm
 
     if not prepared.bits:
         return prepared
-    return replace(prepared, bits=agreed(prepared.bits, ranks.mesh.world))
+    return replace(prepared, bits=comm.told_by(0, prepared.bits))
 
 
 def _ends_early(plan: Plan, staged: Staged) -> bool:
@@ -288,7 +288,7 @@ def _local_copy(
     if not hollow and any(p.is_meta for p in plan.model.model.parameters()):
         raise Refusal(
             Diagnostic(
-                "S623", "the model has no values: it lies on the meta device",
+                "S623", "the model has no values: it is on the meta device",
                 helps=("build it on a real device; `plan` and `diff` need no values",),
             )
         )  # fmt: skip
@@ -317,8 +317,8 @@ def _check_state(plan: Plan) -> None:
         raise Refusal(
             Diagnostic(
                 "S624",
-                f"`{extra[0]}` of the state dict is neither a parameter nor a buffer",
-                notes=("a module gives it as extra state, which no layout could keep",),
+                f"`{extra[0]}` of the state dict is not a parameter or a buffer",
+                notes=("a module returns it as extra state, which cannot be sharded or saved",),
                 helps=("leave it out: override `get_extra_state` in a subclass",),
             )
         )

@@ -190,11 +190,13 @@ def optimizer(name: str, rate: float) -> Callable[..., Any]:
 def check(course: Course) -> None:
     """Refuse numbers and names that no training can have (S109)."""
     if course.optimizer not in RATES:
-        _refuse(f"`--optimizer {course.optimizer}` is not known", f"choose {' or '.join(RATES)}")
+        _refuse(
+            f"unknown optimizer: `--optimizer {course.optimizer}`", f"choose {' or '.join(RATES)}"
+        )
     if course.steps < 1:
-        _refuse(f"`--steps {course.steps}` trains nothing", "give a number above zero")
+        _refuse(f"`--steps` must be above 0, not {course.steps}", "give a number above 0")
     if course.lr < 0:
-        _refuse(f"`--lr {course.lr}` goes uphill", "give a number that is not negative")
+        _refuse(f"`--lr` cannot be negative: {course.lr}", "give a number of 0 or more")
 
 
 def _refuse(title: str, help_: str) -> None:

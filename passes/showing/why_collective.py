@@ -19,27 +19,27 @@ if TYPE_CHECKING:
 
 # why a kind of collective is needed at all
 KINDS = {
-    "all-reduce": "every rank has a part of a sum, and every rank needs all of it",
-    "all-gather": "every rank has a slice, and every rank needs all slices",
-    "reduce-scatter": "every rank has a part of a sum, and keeps one slice of all of it",
-    "all-to-all": "every rank has something for each other rank, or changes which dim is split",
+    "all-reduce": "each rank has a partial sum, and all ranks need the full sum",
+    "all-gather": "each rank has a shard, and all ranks need the full tensor",
+    "reduce-scatter": "each rank has a partial sum, and needs one shard of the full sum",
+    "all-to-all": "each rank has data for each other rank, or another dim is to be sharded",
     "send": "the next stage is on another rank",
     "broadcast": "one rank has what all need",
 }
 # what it means for what is sent, by its first words
 REASONS = {
-    "output": "the module is split, and what follows takes its output whole",
-    "input": "the module is split, and takes its input in another layout than it comes in",
-    "parameters": "they are kept in slices over ranks that see different rows (ZeRO)",
+    "output": "the module is sharded, and the next one needs its full output",
+    "input": "the module is sharded, and needs its input in a different placement",
+    "parameters": "they are sharded over ranks that have different rows of the batch (ZeRO)",
     "grads of parts": "a whole parameter is used beside split tensors: each rank has a part of "
     "its gradient",
     "grads of ties": "stages on different ranks use one weight",
-    "grads": "the ranks saw different rows of the batch",
+    "grads": "the ranks had different rows of the batch",
     "loss and gradient norm": "each rank has the loss of its rows and the norm of its parameters",
-    "loss": "the logits are split, and the loss needs sums over all of them",
+    "loss": "the logits are sharded, and the loss needs sums over all classes",
     "keys and values": "each rank has some tokens, and attends to those of all",
     "token": "the experts that tokens are routed to are on other ranks",
-    "expert": "experts are split over ranks",
+    "expert": "experts are sharded over ranks",
     "statistics": "the model takes sums over all rows of a batch",
     "to stage": "activations go forward along the pipeline",
     "grad to stage": "gradients go back along the pipeline",
@@ -91,7 +91,9 @@ def why_collective(plan: Plan, file: n.File, account: Account, number: int) -> s
     known = groups(account)
     if not 0 <= number < len(known):
         none = "no rank sends anything" if account.collectives is not None else account.notes[-1]
-        legal = f"there are 0 to {len(known) - 1}: `why FILE --collectives`" if known else none
+        legal = (
+            f"they are numbered 0 to {len(known) - 1}: `why FILE --collectives`" if known else none
+        )
         title = f"there is no collective {number}"
         raise Refusal(Diagnostic("S866", title, helps=(legal,)))
     group = known[number]

@@ -78,7 +78,7 @@ class Narrowing:
                 reasons.append(refusal)
         said = ", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one rank"
         raise reasons[0] if reasons else refused(
-            "S752", f"on a mesh of {said} no sizes keep what divides what")  # fmt: skip
+            "S752", f"on a mesh of {said} no sizes keep the divisibility")  # fmt: skip
 
     def _shallow(self, fixed: Mapping[str, int]) -> nn.Module:
         made = self.recipe.meta(fixed)
@@ -222,7 +222,9 @@ def runs(model: nn.Module, batches: Sequence[Batch], loss: Any) -> None:
                     loss(output, batch)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
-        raise refused("S753", reason, "and `small_batch(seed)`: batches for it") from error
+        raise refused(
+            "S753", reason, "and `small_batch(seed)`: it returns a batch for it"
+        ) from error
 
 
 def _facts(model: nn.Module) -> ModelFacts:

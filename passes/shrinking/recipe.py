@@ -18,15 +18,15 @@ TOKENS = ("token_id", "token_index")  # how transformers names numbers that are 
 LAYERS = "layer"  # in the names of their numbers of layers: n_layer, num_hidden_layers
 
 TITLES = {
-    "S751": "this model cannot be made smaller",
-    "S752": "no smaller model shows all that the schedule does",
+    "S751": "this model cannot be reduced",
+    "S752": "no reduced model keeps all that the schedule does",
     "S753": "the batch does not fit the reduced model",
 }
 
 
 def refused(code: str, reason: str, *helps: str) -> Refusal:
     """Why a model is not reduced, and what to offer instead."""
-    offer = "define `small()` in the model file: the model as it is to be verified"
+    offer = "define `small()` in the model file: it returns the model to verify"
     return Refusal(Diagnostic(code, TITLES[code], notes=(reason,), helps=(offer, *helps)))
 
 

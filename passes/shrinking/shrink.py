@@ -98,7 +98,7 @@ def _first(full: Whole, at: Callable[[Mapping[str, int], bool], Shrunk]) -> Shru
         if reasons and "S104" not in codes(reasons):
             break
     raise reasons[0] if reasons else refused(
-        "S752", "the knobs that size the mesh allow none of up to 8 ranks")  # fmt: skip
+        "S752", "the knobs that set the mesh allow no mesh of 8 ranks or fewer")  # fmt: skip
 
 
 def _recipe(model: nn.Module, make: Callable[..., nn.Module] | None) -> Recipe:
@@ -112,11 +112,9 @@ def _recipe(model: nn.Module, make: Callable[..., nn.Module] | None) -> Recipe:
             wrong.append(refusal)
     if wrong:
         raise wrong[0]
-    also = (
-        "; it lies on the meta device, so that it cannot run itself" if lies_on_meta(model) else ""
-    )
+    also = "; it is on the meta device, and cannot run" if lies_on_meta(model) else ""
     raise refused(
-        "S751", f"it has no `config` of transformers' kind, and `model()` takes no sizes{also}",
+        "S751", f"it has no `config` as in transformers, and `model()` takes no sizes{also}",
         "or let `model()` take sizes: `def model(width: int = 8192)`")  # fmt: skip
 
 
@@ -126,15 +124,19 @@ def _same_model(recipe: Recipe, model: nn.Module) -> None:
 
     again = recipe.meta({})
     if again is None:
-        raise refused("S751", "its class cannot be called with its configuration alone")
+        raise refused("S751", "its class cannot be called with only its configuration")
     old, new = ModelFacts(model), ModelFacts(again)
     if {f: s.classes for f, s in old.sites.items()} != {f: s.classes for f, s in new.sites.items()}:
-        raise refused("S751", "its modules are not those that its class makes: they were changed")
+        raise refused(
+            "S751", "its modules differ from those that its class builds: they were changed"
+        )
     shapes = {name: fact.shape for name, fact in old.parameters.items()}
     if shapes != {name: fact.shape for name, fact in new.parameters.items()}:
-        raise refused("S751", "its shapes are not those that its class makes: they were changed")
+        raise refused(
+            "S751", "its shapes differ from those that its class builds: they were changed"
+        )
     if old.ties != new.ties or written_in(model) != written_in(again):
-        raise refused("S751", "ties, hooks or attributes were changed after it was made")
+        raise refused("S751", "ties, hooks or attributes were changed after it was built")
 
 
 # -- what is said about it ---------------------------------------------------------------------

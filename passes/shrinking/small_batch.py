@@ -47,7 +47,7 @@ def small(batch: Batch, how: Cutting) -> dict[str, Any]:
         if isinstance(value, Tensor):
             value = value[:kept] if value.dim() and value.shape[0] == rows else value
             if value.dim() == 1 and key != "labels" and _counts_tokens(value, lengths):
-                raise refused("S753", f"`{key}` may count tokens, and sequences were cut short")
+                raise refused("S753", f"`{key}` may count tokens, but sequences were shortened")
             value = _shorter(value, lengths, how.dims)
             if _are_ids(value):
                 value = _folded(value, int(batch[key].max()), how)

@@ -36,7 +36,7 @@ class Gradients:
 def gradients(
     plan: Plan, prepared: Prepared, sample: Mapping[str, Any], loss: Loss | None
 ) -> Gradients | None:
-    """Types through one forward and backward; None where the model gives no loss."""
+    """Types through one forward and backward; None where the model returns no loss."""
     import torch
 
     from schedlang.passes.cutting.staging import local_skeleton

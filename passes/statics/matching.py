@@ -37,7 +37,7 @@ def matching(plan: Plan, prepared: Prepared, played: Sequence[Role]) -> Claim:
     channels = {(one.lane, one.ends) for one in sent if one.ends is not None}
     ranks = f"{len(logs)} of {plan.mesh.world}" if len(logs) < plan.mesh.world else f"{len(logs)}"
     said = (
-        f"{ranks} ranks played, {sum(one.ends is None for one in sent)} collectives in"
+        f"{ranks} ranks simulated, {sum(one.ends is None for one in sent)} collectives in"
         f" {len(groups)} groups, {sum(one.ends is not None for one in sent)} messages in"
         f" {len(channels)} channels"
     )
@@ -47,11 +47,13 @@ def matching(plan: Plan, prepared: Prepared, played: Sequence[Role]) -> Claim:
 def _unseen(plan: Plan, prepared: Prepared, logs: Logs) -> tuple[str, ...]:
     found = []
     if any(holding.sliced for holding in prepared.holdings.values()):
-        found.append("what torch's fully_shard sends for slices; played with whole copies instead")
+        found.append(
+            "what torch's fully_shard sends for shards: simulated with full copies instead"
+        )
     if len(logs) < plan.mesh.world:
-        found.append("ranks that were not played, taken to do as the one that stands for them")
+        found.append("ranks that were not simulated: assumed to do the same as those that were")
     if prepared.staged.axis is not None:
-        found.append("the headers of first messages, which tell sizes")
+        found.append("the headers of first messages, which hold sizes")
     return tuple(found)
 
 

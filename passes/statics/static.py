@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from schedlang.passes.laying.dryrun import Loss
 
 UNSEEN = (
-    "values: nothing is computed, so what a call computes from right types is for `verify`",
-    "kernels, compiled regions and recomputation, which are taken to compute what they replace",
+    "values: nothing is computed; whether calls compute the right values is for `verify`",
+    "kernels, compiled regions and recomputation: assumed to compute what they replace",
 )
 
 
@@ -56,10 +56,12 @@ def static(
 
     if plan.kept:  # the same tensors, but for their rounding
         found = static(replace(plan, kept=()), batch, loss, weight)
-        return replace(found, unseen=(*found.unseen, "rounding of what modules save"))
+        return replace(found, unseen=(*found.unseen, "rounding of saved activations"))
     if plan.compression is not None:  # the same sums of the same parts, but for the codec
         found = static(replace(plan, compression=None), batch, loss, weight)
-        return replace(found, unseen=(*found.unseen, "codecs: what they compress is summed whole"))
+        return replace(
+            found, unseen=(*found.unseen, "compressed gradients: simulated as uncompressed sums")
+        )
     micro = plan.micro
     sample = parts.sample(batch, plan.shares, micro)
     step = Step(plan, prepare(plan, sample, loss, weight), sample, loss, weight)
@@ -82,7 +84,7 @@ def _played(step: Step) -> tuple[list[Role], dict[int, tuple[Booked, ...]], str]
     from schedlang.runtime.collectives.tap import free
 
     if not free():
-        return [], {}, "this process is a rank of a job, and cannot play others"
+        return [], {}, "this process is a rank of a job, and cannot simulate others"
     try:
         found = roles(step)
         first = {role.place: role.rank for role in reversed(found)}
@@ -91,7 +93,11 @@ def _played(step: Step) -> tuple[list[Role], dict[int, tuple[Booked, ...]], str]
         raise
     except Exception as error:  # a model may ask for what only values tell
         first_line = str(error).split("\n")[0]
-        return [], {}, f"no rank can be played without values: {type(error).__name__}: {first_line}"
+        return (
+            [],
+            {},
+            f"no rank can be simulated without values: {type(error).__name__}: {first_line}",
+        )
 
 
 def _all(*claims: Claim) -> Static:

@@ -58,8 +58,9 @@ def _not_too_many(menus: Mapping[str, Sequence[Any]]) -> None:
         longest = max(menus, key=lambda name: len(menus[name]))
         few = ",".join(map(str, menus[longest][:3]))
         raise Refusal(Diagnostic(
-            "S109", f"{count} settings are more than are tried, at most {MOST}", notes=(sizes,),
-            helps=(f"name a few values: `--try {longest}={few}`", "or set some: `--knob k=v`"),
+            "S109", f"{count} settings are too many: at most {MOST} are tried", notes=(sizes,),
+            helps=(f"give fewer values: `--try {longest}={few}`", "or fix some knobs: `--knob"
+                                                                  " k=v`"),
         ))  # fmt: skip
 
 

@@ -101,7 +101,7 @@ def _tried(
         plan = planned(given)
         mesh = dict(plan.mesh.sizes)
         if plan.mesh.world != job.ranks:
-            title = f"the mesh has {plan.mesh.world} ranks, and there are {job.ranks}"
+            title = f"the mesh has {plan.mesh.world} ranks, but there are {job.ranks}"
             return Tried(given, mesh, refusal=Diagnostic("S607", title))
         return _priced(job, plan, given)
     except Refusal as refusal:

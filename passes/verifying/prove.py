@@ -164,8 +164,9 @@ def check_world(plan: Plan, verb: str = "verify") -> None:
     small = ",".join(f"{axis}={size}" for axis, size in sizes.items())
     raise Refusal(
         Diagnostic(
-            "S702", f"{plan.mesh.world} ranks are more than `{verb}` starts on one machine",
-            notes=(f"the mesh is {plan.mesh}; at most {MOST_RANKS} ranks run",),
+            "S702", f"`{verb}` starts at most {MOST_RANKS} ranks on one machine, not"
+            f" {plan.mesh.world}",
+            notes=(f"the mesh is {plan.mesh}",),
             helps=(f"{verb} the same rows on a smaller mesh: `--mesh {small}`",),
         )
     )  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 CODES: Mapping[str, tuple[str, str]] = {
     "S601": (
         "a cut inside a loop",
-        "A cut falls between two calls that the model makes once; this module is called often.",
+        "A stage starts at a module that the forward calls once; this one is called more often.",
     ),
     "S602": ("a cut separates tied names", "`tied=replicate` keeps a copy on each side."),
     "S603": (
@@ -20,10 +20,13 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S607": ("the mesh and the job differ", "The mesh needs as many ranks as the job has."),
     "S608": ("no such order of the pipeline", "The message says what the order needs."),
     "S609": ("cuts and stages differ", "Cuts must make as many stages as the order needs."),
-    "S610": ("a hidden value crosses the cut", "A stage hands over what its modules return."),
+    "S610": ("a hidden value crosses the cut", "A stage sends only what its modules return."),
     "S611": ("the forward reads values", "It cannot be recorded without data."),
     "S612": ("the model fails while it is recorded", "The model's own message is shown."),
-    "S613": ("not a place to cut", "Cuts stand before modules of the trunk."),
+    "S613": (
+        "not a place to cut",
+        "A stage starts at a module that the forward calls outside of all others.",
+    ),
     "S614": ("a stage is never reached", "The model did not call what follows the cut."),
     "S615": (
         "no loss",
@@ -31,17 +34,26 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S616": ("not built yet", "Without `batch=` a program is built at its first step."),
     "S617": ("a pipeline has no module", "Each rank holds a stage: use `train_step`, `eval_step`."),
-    "S618": ("`build` takes something else", "`sch.build(batch=, loss=, optimizer=, clip=, ...)`."),
-    "S619": ("another batch than it was built for", "Build with the keys that training has."),
-    "S621": ("parts of the batch have no known weight", "Define `weight(batch)`."),
-    "S622": ("an optimizer that looks at all tensors", "One tensor at a time can be put together."),
+    "S618": (
+        "an argument of `build` has a wrong type",
+        "`sch.build(batch=, loss=, optimizer=, clip=, ...)`.",
+    ),
+    "S619": (
+        "a different batch than at build",
+        "Build with a batch that has all keys of training.",
+    ),
+    "S621": ("the weight of a part of the batch is not known", "Define `weight(batch)`."),
+    "S622": (
+        "an optimizer that needs all tensors at once",
+        "A step gathers one full parameter at a time, and calls no closure.",
+    ),
     "S623": (
         "a model without values",
-        "It lies on the meta device: `plan` and `diff` work, runs need values.",
+        "It is on the meta device: `plan` and `diff` work, runs need values.",
     ),
     "S624": (
-        "state that cannot be kept",
-        "Parameters and buffers are; extra state of modules is not.",
+        "state that cannot be saved",
+        "Parameters and buffers are saved; extra state of modules is not.",
     ),
     "S625": (
         "weights are updated inside the step",
@@ -60,8 +72,14 @@ CODES: Mapping[str, tuple[str, str]] = {
         "and kinds are looked at before anything is changed. The message names file and tensor.",
     ),
     "S634": ("names are missing or unknown", "A checkpoint fits the model that it was saved from."),
-    "S635": ("another shape or dtype", "Placements may differ, shapes of full tensors may not."),
-    "S636": ("another optimizer", "It must be of the same class and train the same parameters."),
+    "S635": (
+        "a different shape or dtype",
+        "Placements may differ, shapes of full tensors may not.",
+    ),
+    "S636": (
+        "a different optimizer",
+        "It must be of the same class and train the same parameters.",
+    ),
     "S637": ("state that no checkpoint can hold", "Tensors, and plain numbers alike on all ranks."),
     "S638": (
         "two jobs save into one folder",
@@ -72,12 +90,12 @@ CODES: Mapping[str, tuple[str, str]] = {
         "Nothing was changed; the message lists names and shapes.",
     ),
     "S650": (
-        "ranks would not build the same",
-        "All ranks of a job tell each other what they build from: versions, mesh, model, rows,\n"
+        "ranks would build different programs",
+        "All ranks of a job compare what they build from: versions, mesh, model, rows,\n"
         "options, initial weights, the optimizer's settings; not with `compare='nothing'`.",
     ),
     "S651": (
-        "a rank has not come to `build`",
+        "a rank has not called `build`",
         "All ranks build together.  `build(wait=300)` gives them longer.",
     ),
     "S652": (
@@ -85,21 +103,21 @@ CODES: Mapping[str, tuple[str, str]] = {
         "With `compare='batches'` each step compares them, and the optimizer's settings.",
     ),
     "S655": (
-        "sequences that cannot be cut",
+        "a model that cannot be split into slices",
         "Slices need a causal model whose tokens meet in attention only: by a cache of\n"
         "transformers or in `scaled_dot_product_attention(.., is_causal=True)`.",
     ),
-    "S656": ("no sequences", "Slices cut dim 1 of the batch's tensors."),
+    "S656": ("no sequences", "Slices split dim 1 of the batch's tensors."),
     "S657": ("padding before a slice", "Pad on the right, or do not slice sequences."),
     "S658": ("packed rows in slices", "One document per row, or sequences that are not sliced."),
     "S659": (
         "a model that cannot be split by tokens",
-        "Only the attentions that rows name meet the tokens of other ranks; the message names the\n"
-        "first module that gives a token another result than in the full sequence.",
+        "Only the attentions that rows select exchange tokens with other ranks; the message names\n"
+        "the first module that computes a token differently than in the full sequence.",
     ),
     "S660": (
-        "an attention that no row names",
-        "Where sequences are split, all attentions of a model meet the keys of the same ranks.",
+        "an attention that no row selects",
+        "Where sequences are split, all attentions of a model need the keys of the same ranks.",
     ),
     "S661": (
         "an attention that cannot be split by tokens",
@@ -108,7 +126,7 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S662": ("sequences are split twice", "Over ranks, or in slices one after the other."),
     "S663": (
-        "units that not every rank calls",
+        "modules that not every rank calls",
         "ZeRO gathers a module on all ranks together; where values decide whether it is called,\n"
         "ranks would gather different ones.",
     ),
@@ -126,7 +144,7 @@ CODES: Mapping[str, tuple[str, str]] = {
         "the batch holds indices of its rows",
         "Edges of a graph, or pairs of samples, are numbers of rows: a part of the batch would\n"
         "name rows that lie in another part.  One object of many graphs that gives them back\n"
-        "(`to_data_list`, `from_data_list`) is cut by graph.",
+        "(`to_data_list`, `from_data_list`) is split by graph.",
     ),
     "S674": (
         "no tokens in the batch",

@@ -7,14 +7,17 @@ from collections.abc import Mapping
 CODES: Mapping[str, tuple[str, str]] = {
     "S702": (
         "too many ranks for one machine",
-        "`verify` and `run` start local processes.  A smaller mesh, `--mesh ...`, keeps the rows.",
+        "`verify` and `run` start local processes.  Use a smaller mesh: `--mesh ...`.",
     ),
     "S703": (
         "splitting the batch changes the loss",
         "Checked on the original, before anything else: the weighted mean of the losses of the\n"
         "parts must be the loss of the batch.  Define `weight(batch)`, or `relax(batch_stats)`.",
     ),
-    "S704": ("no working dtype", "Float64 is always checked; this names the dtype checked beside."),
+    "S704": (
+        "not a working dtype",
+        "Float64 is always checked; this option names a second dtype to check.",
+    ),
     "S705": ("no row on these lines", "`--only 11,14-17` names lines of the schedule file."),
     "S707": (
         "the original's loss is not finite",
@@ -73,12 +76,12 @@ CODES: Mapping[str, tuple[str, str]] = {
         "`model()` has as defaults.  Else `small()` of the model file makes the reduced model.",
     ),
     "S752": (
-        "no smaller model shows all that the schedule does",
+        "no reduced model keeps all that the schedule does",
         "Divisibility, order of sizes, kinds of layers and cut points must stay as they are.",
     ),
     "S753": (
         "the batch does not fit the reduced model",
-        "It was derived from the batch of the whole: ids, lengths and sizes.  Define `small()`\n"
-        "and `small_batch(seed)` in the model file.",
+        "It was derived from the batch of the full model: ids, lengths and sizes.  Define\n"
+        "`small()` and `small_batch(seed)` in the model file.",
     ),
 }

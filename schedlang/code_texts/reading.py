@@ -10,7 +10,7 @@ CODES: Mapping[str, tuple[str, str]] = {
         "It is missing, a directory or a pipe, not permitted, not UTF-8, or larger than 1 MiB.",
     ),
     "S001": (
-        "a character means nothing here",
+        "an unexpected character",
         "Strings stand in double quotes and end on their line; comments begin with `#`.",
     ),
     "S002": (
@@ -54,11 +54,11 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S102": ("a value of another type", "Knobs are int, float, bool or choice, and stay so."),
     "S103": (
-        "a knob outside its domain",
+        "a knob its allowed values",
         "`in [1, 2, 4]` and `in 1..8` say which values a knob may have, for you and for a tuner.",
     ),
     "S104": (
-        "a requirement does not hold",
+        "`require` fails",
         "`require` is checked with the knobs, the mesh and the model before any row; the message\n"
         "lists knob values that would satisfy it.",
     ),
@@ -102,10 +102,10 @@ CODES: Mapping[str, tuple[str, str]] = {
         "`model.a.b` reads numbers and texts.  A schedule never runs code, so methods, properties\n"
         "and private names cannot be read.",
     ),
-    "S207": ("nothing is left of a selection", "`where` and `except` must keep some module."),
+    "S207": ("an empty selection", "`where` and `except` must keep some module."),
     "S208": ("no such attribute", "`where` sees a module's data, and params, dtype, fqn, index."),
     "S209": ("no such module or parameter", "Names are those of `model.named_modules()`."),
-    "S210": ("nothing has this name", "A name in an expression is a knob, an axis or an argument."),
+    "S210": ("an unknown name", "A name in an expression is a knob, an axis or an argument."),
     "S211": (
         "`init` does not know the axis",
         "It reads what an axis is for from its name: `dp`, `data`, `fsdp` split the batch, `pp`\n"
@@ -121,7 +121,7 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S302": ("no such argument", "`schedlang explain` shows what a primitive takes."),
     "S303": ("an unknown word", "Where words are expected there is a closed list of them."),
-    "S304": ("a value of the wrong kind", "The message says which kind is meant."),
+    "S304": ("a value of the wrong type", "The message says which type is needed."),
     "S305": ("an argument is missing", "The message shows an example."),
     "S306": ("this call does not fit its place", "Some primitives act on modules, some on all."),
     "S307": (

@@ -41,31 +41,34 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S416": ("nothing to tie or untie", "Parameters of one shape become one; a shared one, two."),
     "S417": ("no full gradient to compress", "Compress over the axes of a `zero(stage=0)` row."),
     "S419": (
-        "windows do not fit the parts",
+        "windows do not fit the shards",
         "Where positions are sharded, each shard is a multiple of the stride and at least as long\n"
         "as the window reaches, and the full tensor gives one output for each stride.",
     ),
     "S420": (
         "a length that the ranks do not divide",
-        "A tensor is split along a dim whose size in this batch is no multiple of the ranks.",
+        "A tensor is sharded along a dim whose size in this batch the ranks do not divide.",
     ),
     "S421": (
-        "no module of experts",
+        "not a module of experts",
         "It is called with tokens, the experts of each token and their weights, gives their\n"
         "sum of weight times output, and holds parameters whose first dim are the experts.\n"
-        "A small copy was tried; the message says what it does otherwise, and by how much.",
+        "A small copy was tried; the message says what differs, and by how much.",
     ),
     "S422": (
-        "experts that do not work together so",
+        "arguments of `expert_parallel` that do not go together",
         "The message says which arguments of `expert_parallel` exclude each other, or do not fit\n"
         "the rest of the schedule.",
     ),
     "S425": ("nothing to complete", "`complete` adds to rows that stand beside it."),
     "S426": ("two ways to complete", "Write the rows of one of them, or gather."),
-    "S427": ("no way to complete", "What was begun cannot be followed; the message says where."),
+    "S427": (
+        "no way to complete",
+        "No rows were found that fit those of the schedule; the message says why.",
+    ),
     "S428": (
-        "experts that cannot be cut inside",
-        "`inner=` cuts every expert along its own hidden dim, in equal parts that add up to it.",
+        "experts that cannot be sharded inside",
+        "`inner=` shards every expert along its own hidden dim, into equal parts.",
     ),
     "S501": ("done twice", "Two rows do the same at one module; drop one."),
     "S502": ("one region inside another", "The inner module would be recomputed twice."),
@@ -74,14 +77,20 @@ CODES: Mapping[str, tuple[str, str]] = {
         "The order follows from what each verb reads and writes: `schedlang explain --conflicts`\n"
         "shows it for all of them.",
     ),
-    "S504": ("an axis splits a tensor once", "Name another axis, or drop one of the rows."),
+    "S504": ("an axis shards a tensor only once", "Name another axis, or drop one of the rows."),
     "S505": (
-        "more is given up than the step allows",
-        'Rounding is always allowed; anything else is named: `step "..." relax(rng) {`.',
+        "a row changes numerics more than its step allows",
+        'Rounding is always allowed; anything else must be named: `step "..." relax(rng) {`.',
     ),
-    "S506": ("a tied weight is split on one side", "Both modules that share a weight name it."),
-    "S508": ("an axis cannot slice the state", "It is used otherwise, or sliced already."),
-    "S509": ("the pipeline is arranged twice", "One axis cuts the model, one row orders it."),
+    "S506": (
+        "a tied weight is sharded in one module only",
+        "Both modules that share a weight need a row.",
+    ),
+    "S508": (
+        "an axis cannot shard the optimizer state",
+        "It is used by another row, or shards the state already.",
+    ),
+    "S509": ("two rows order the pipeline", "One axis cuts the model, one row orders it."),
     "S510": (
         "a grid whose rows do not split the batch",
         "The first axis of a grid or a cube holds different rows of the batch: `zero` names it.\n"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 WARNINGS: Mapping[str, tuple[str, str]] = {
     "W101": (
         "a knob is never used",
-        "Neither a row, nor the mesh, nor a `require` reads it: setting it changes nothing.",
+        "No row, mesh or `require` reads it: setting it changes nothing.",
     ),
     "W102": (
         "a definition is never called",
@@ -18,12 +18,12 @@ WARNINGS: Mapping[str, tuple[str, str]] = {
     "W104": ("a view is never used", "No row, and no other expression, names these axes by it."),
     "W105": (
         "a condition is never true",
-        "For no values that the knobs may have does this `when` hold, so that its rows are never\n"
-        "part of the plan: a value is misspelt, or missing among those of the knob.",
+        "This `when` is false for all values that the knobs may have: its rows are never\n"
+        "part of the plan.  A value may be misspelt, or missing in the domain of a knob.",
     ),
     "W201": (
         "a row selects nothing",
-        "Its selector, or one around it, ends in `?`, which takes what there is: here nothing.\n"
+        "Its selector, or one around it, ends in `?`, which may select nothing: here it does.\n"
         "Without the `?` it would be refused (S201).",
     ),
     "W401": (
@@ -44,7 +44,7 @@ WARNINGS: Mapping[str, tuple[str, str]] = {
     ),
     "W703": (
         "a kernel leaves calls to the model",
-        "A kernel was found to compute what a module does, but it does not take every call of it:\n"
+        "A kernel computes what a module does, but it does not support every call of it:\n"
         "tensors of other shapes, another argument, rows that are too long, a norm that has hooks\n"
         "or a unit of its own.  The module then computes by itself: nothing is wrong, and nothing\n"
         "is faster.  `plan`, `verify` and `run` say where and why; from Python it is a warning.",

@@ -59,15 +59,15 @@ def unfit(
     A mask without values (of a graph, of the meta device) is taken for a window.
     """
     if bias is not None or sinks is not None:
-        return "it adds no bias and no sinks to scores"
+        return "it supports no bias and no sinks in the scores"
     if q.shape[-1] > _LARGEST:
-        return f"its heads have at most {_LARGEST} numbers"
+        return f"it takes heads of at most {_LARGEST} elements"
     if on_gpu(q) and q.dtype == torch.float32:
         return "it takes bfloat16 and float16"
     known = mask is None or (type(mask) is Tensor and not mask.is_meta)
     if known and window_of(q, k, rule, mask) is None:
-        return "its mask is no window (padding is none)" if mask is not None else (
-            "it is causal over as many queries as keys"
+        return "its mask is not a window (padding is not one)" if mask is not None else (
+            "a causal mask needs as many queries as keys"
         )  # fmt: skip
     return ""
 

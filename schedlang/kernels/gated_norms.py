@@ -70,9 +70,9 @@ def probe_gated_norm(module: nn.Module) -> GatedNorm | Mismatch:
     names = inputs_of(module)
     if refused:
         return refused
-    what = f"may be given `{names[1]}` beside its input"
+    what = f"takes `{names[1]}` beside its input"
     if len(list(module.parameters())) > 1:
-        return Mismatch(f"{what}, and has two vectors: a norm with a gate has one")
+        return Mismatch(f"{what}, but has two vectors as parameters: a norm with a gate has one")
     size = size_of(module)
     copied = bare_copy(module, torch.float64)
     with torch.random.fork_rng(devices=[]):
@@ -83,7 +83,7 @@ def probe_gated_norm(module: nn.Module) -> GatedNorm | Mismatch:
                 found = _rounded(module, found, size)
         except Exception as raised:  # the module's own code: whatever it raises is a mismatch
             said = f"{type(raised).__name__}: {raised}".splitlines()[0]
-            return Mismatch(f"{what}, and does not run on rows of {size} with such a gate: {said}")
+            return Mismatch(f"{what}, but does not run on rows of {size} with such a gate: {said}")
     if isinstance(found, Mismatch):
         return Mismatch(f"{what}, and {found.reason}", found.error)
     (weight,) = vectors_of(copied, size)
@@ -99,7 +99,7 @@ def _nearest(module: nn.Module, size: int) -> Form | Mismatch:
     """The form whose results and gradients are the module's."""
     groups = _groups(module, size)
     if groups is None:
-        return Mismatch("does not normalise whole rows, or parts of one size")
+        return Mismatch("normalises neither full rows nor groups of equal size")
     forms = list(_forms(module, size, groups))
     errors = [_distance(module, form, size) for form in forms]
     best = errors.index(min(errors))
@@ -184,7 +184,10 @@ def _rounded(module: nn.Module, form: Form, size: int) -> Form | Mismatch:
     Bit by bit, for nearly all elements: sums may run in another order.
     """
     if follows_type(form.eps):
-        return Mismatch("has an eps that follows the type computed in, which this kernel has not")
+        return Mismatch(
+            "has an eps that depends on the dtype of the computation, which this kernel does"
+            " not support"
+        )
     form = replace(form, eps=named_eps(module, form.eps) or float(f"{form.eps:.9g}"))
     x, gate = (rows_of(size, seed=seed, rows=64).bfloat16() for seed in (4, 5))
     same = {"early": 1.0, "late": 1.0}
@@ -198,5 +201,5 @@ def _rounded(module: nn.Module, form: Form, size: int) -> Form | Mismatch:
             same[order] = min(same[order], float((y == told).double().mean()))
     best = max(same, key=lambda order: same[order])
     if same[best] < 0.99:
-        return Mismatch(f"rounds otherwise in bfloat16: at best {same[best]:.0%} of bits agree")
+        return Mismatch(f"rounds differently in bfloat16: at best {same[best]:.0%} of bits agree")
     return replace(form, rounding=best)

@@ -105,10 +105,10 @@ def _finish(
     params = vectors_of(copied, size)
     weight = next(name for name in params if name != fit.bias)
     if len(params) - 1 != (fit.bias is not None):
-        return Mismatch(f"has parameters that do not matter to its result: {', '.join(params)}")
+        return Mismatch(f"has parameters that do not change its output: {', '.join(params)}")
     eps = _named_eps(module, fit, size)
     if kind == "rms_norm" and fit.bias is not None:
-        return Mismatch("is an rms_norm with a bias, for which there is no kernel")
+        return Mismatch("is an rms_norm with a bias: there is no kernel for it")
     rounding = _rounding(module, fit, eps, size)
     if rounding not in ("early", "late"):
         return Mismatch(rounding)
@@ -133,16 +133,16 @@ def structure(module: nn.Module) -> Mismatch | None:
     """Why a module cannot be a norm, by what it holds."""
     params = dict(module.named_parameters(recurse=False))
     if next(module.children(), None) is not None:
-        return Mismatch("has submodules, and a norm has none")
+        return Mismatch("has submodules: a norm has none")
     if "forward" in vars(module):
-        return Mismatch("had its forward replaced already")
+        return Mismatch("has a replaced forward already")
     if any(p.dim() != 1 for p in params.values()) or len(params) > 2:
         shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in params.items())
-        return Mismatch(f"has the parameters {shapes}, and a norm has a vector or two")
+        return Mismatch(f"has the parameters {shapes}: a norm has one or two vectors")
     if len({p.numel() for p in params.values()}) > 1:
         return Mismatch("has two vectors of different sizes")
     if next(module.buffers(), None) is not None:
-        return Mismatch("keeps buffers, and a norm keeps none")
+        return Mismatch("has buffers: a norm has none")
     return None
 
 
@@ -256,5 +256,5 @@ def _rounding(module: nn.Module, fit: _Fit, eps: float | None, size: int) -> str
             same[order] = float((y == expected).double().mean())
     best = max(same, key=lambda order: same[order])
     if same[best] < 0.99:
-        return f"rounds otherwise in bfloat16: at best {same[best]:.0%} of bits agree"
+        return f"rounds differently in bfloat16: at best {same[best]:.0%} of bits agree"
     return best

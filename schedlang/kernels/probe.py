@@ -113,7 +113,7 @@ def one_input(module: nn.Module) -> Mismatch | None:
     """Why not, if the module's forward may be given more than its input: that could change it."""
     more = inputs_of(module)[1:]
     if more:
-        return Mismatch(f"may be given `{more[0]}` beside its input, which a kernel does not take")
+        return Mismatch(f"takes `{more[0]}` beside its input: the kernel does not")
     return None
 
 
@@ -134,7 +134,7 @@ def run_rows(module: nn.Module, x: Tensor, *more: Tensor) -> Tensor:
     y = module(x, *more)
     if not isinstance(y, Tensor) or y.shape != x.shape:
         shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
-        raise ValueError(f"it gives {shape} for {tuple(x.shape)}")
+        raise ValueError(f"it returns {shape} for {tuple(x.shape)}")
     return y
 
 

@@ -83,9 +83,9 @@ def table_order(path: str) -> Order:
     try:
         t = read_table(text_of(path))
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
+        reason = getattr(error, "strerror", None) or "it is not text"
         raise OrderError(
-            f"the table `{path}` cannot be read: {reason}", 'name a table, or an order: "1F1B"'
+            f"cannot read the table `{path}`: {reason}", 'name a table, or an order: "1F1B"'
         ) from error
 
     def problem(size: Size) -> Problem | None:

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.assembly import Assembly
+from schedlang.runtime.collectives import comm
 from schedlang.runtime.collectives.agreement import Item, differences
 from schedlang.runtime.collectives.checksum import checksum
 from schedlang.runtime.parts import Batch
-from schedlang.runtime.storage.folder import gathered
 
 _HELPS = (
-    "give the same whole batch to every rank: seed samplers and shuffling alike",
-    "or, where each rank has rows of its own, say so: `train_step(batch, local=True)`",
+    "pass the same full batch on every rank: use the same seed for samplers and shuffling",
+    "or, if each rank has its own rows, write `train_step(batch, local=True)`",
 )
 
 
@@ -41,7 +41,7 @@ class Comparing:
         shapes = {} if local else {name: _shape(value) for name, value in batch.items()}
         rows = a.ranks.mesh.index(a.ranks.rank, a.replicas) if local else 0
         parts = [dict(kinds.parts), shapes, dict(values.parts), dict(settings.parts)]
-        everyone = gathered((rows, parts), a.ranks.mesh.world)
+        everyone = comm.gathered((rows, parts))
         items = (kinds, Item("batch", shapes, helps=_HELPS), values, settings)
         for place, item in enumerate(items):
             for ranks in _compared(everyone, apart=item is values):

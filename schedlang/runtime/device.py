@@ -185,14 +185,8 @@ def host_empty(shape: Sequence[int], dtype: torch.dtype, *, beside: torch.device
     return torch.empty(tuple(shape), dtype=dtype, device=HOST, pin_memory=pinned)
 
 
-def live_bytes(device: torch.device) -> int | None:
-    """Bytes of tensors that a device's allocator holds now; None: nobody counts them."""
-    told = _memory(device, "memory_allocated")
-    return None if told is None else int(told)
-
-
 def peak_bytes(device: torch.device) -> int | None:
-    """The most that they were since `reset_peak`; None: nobody counts them."""
+    """The most bytes of tensors that a device held since `reset_peak`; None: nobody counts them."""
     told = _memory(device, "max_memory_allocated")
     return None if told is None else int(told)
 

@@ -119,7 +119,7 @@ def _refuse_bits(args: Any, kwargs: dict[str, Any]) -> None:
         raise Refusal(
             Diagnostic(
                 "S811",
-                "`Tensor.view(dtype)` reads the bits of a float, which float64 would change",
+                "`Tensor.view(dtype)` reads bits of a float: they differ in float64",
                 notes=(f"it views {args[0].dtype} as {target}",),
                 helps=("convert with `.to(dtype)`, or leave this module out of the schedule",),
             )

@@ -80,8 +80,8 @@ def the_input(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     raise Refusal(
         Diagnostic(
             "S821",
-            f"`{type(module).__name__}` was called with {len(given)} arguments, its kernel takes"
-            " one",
+            f"`{type(module).__name__}` was called with {len(given)} arguments, but its kernel"
+            " takes one",
             helps=("leave this module as it is",),
         )
     )

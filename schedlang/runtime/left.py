@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Diagnostic
+from schedlang.tables import PLAIN
 
 _NOTED = "_schedlang_left"  # of a module: (kernel, reason) -> how often, what the first was given
 _TOLD = "_schedlang_told"  # of a module: its name, and the reasons that all have told
@@ -37,7 +38,8 @@ class Left:
         more = f" and {len(self.sites) - 1} more" if len(self.sites) > 1 else ""
         first = f" (first {self.given})" if self.given else ""
         return (
-            f"`{self.kernel}` leaves calls of `{self.sites[0] or 'the model'}`{more} to the"
+            f"`{self.kernel}` does not take some calls of"
+            f" `{self.sites[0] or 'the model'}`{more} to the"
             f" model: {self.why}{first}"
         )
 
@@ -45,7 +47,7 @@ class Left:
     def warning(self) -> Diagnostic:
         """W703."""
         row = "fuse()" if self.kernel == "fuse" else f"replace_kernel({self.kernel})"
-        helps = (f"drop the row `{row}` there, or change what is said",)
+        helps = (f"drop the row `{row}` there, or change what the message names",)
         return Diagnostic("W703", str(self), helps=helps, level="warning")
 
 
@@ -63,7 +65,7 @@ def leave(module: nn.Module, kernel: str, why: str, **given: object) -> None:
     name, told = vars(module).get(_TOLD, ("", None))
     if told is not None and (kernel, why) not in told:
         told.add((kernel, why))
-        warnings.warn(Left(kernel, why, (name,), 1, first).warning.render(), stacklevel=2)
+        warnings.warn(Left(kernel, why, (name,), 1, first).warning.render(PLAIN), stacklevel=2)
 
 
 def _shape(value: object) -> str:

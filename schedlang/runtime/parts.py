@@ -83,24 +83,24 @@ def rows_of(batch: Batch) -> int:
         raise Refusal(
             Diagnostic(
                 "S605", f"the batch has no rows: `{key}` is made of `{type(one).__name__}`",
-                notes=("parts of a batch are runs of rows, dim 0 of its tensors; how to cut objects"
-                       " of this class is not known",),
+                notes=("the batch is split by rows, dim 0 of its tensors; objects of this class"
+                       " cannot be split",),
                 helps=_APART,
             )
         )  # fmt: skip
     raise Refusal(
         Diagnostic(
             "S605", "the batch has no rows",
-            notes=("none of its values is a tensor with a first dim for the samples",),
+            notes=("none of its values is a tensor whose dim 0 is the samples",),
             helps=("return a dict of tensors from `batch(seed)`: `{'input_ids': ...}`",),
         )
     )  # fmt: skip
 
 
 _APART = (
-    "let `forward` take the tensors inside, by name: `{'x': data.x, 'edges': data.edge_index}`",
-    "to cut them by rows, pad samples to one size: every tensor of [samples, ...]",
-    "or make one object of them that is cut by samples: torch_geometric's `Batch.from_data_list`",
+    "pass `forward` the tensors inside, by name: `{'x': data.x, 'edges': data.edge_index}`",
+    "to split them by rows, pad samples to one size: tensors of [samples, ...]",
+    "or make one object of them that is split by samples: torch_geometric's `Batch.from_data_list`",
 )
 
 
@@ -125,12 +125,13 @@ def _check_closed(batch: Batch, count: int) -> None:
         if samples == count:
             raise Refusal(
                 Diagnostic(
-                    "S670", f"the batch cannot be cut by rows: `{key}` is made of"
+                    "S670", f"the batch cannot be split by rows: `{key}` is made of"
                     f" `{type(one).__name__}`",
-                    notes=(f"it has {samples} samples, as many as the batch has rows, and how to"
-                           " cut objects of this class is not known",),
+                    notes=(f"it has {samples} samples, as many as the batch has rows, but"
+                           f" objects of"
+                           " this class cannot be split",),
                     helps=(*_APART,
-                           "or leave the batch whole: 1 rank on the axes of `zero`, 1 microbatch"),
+                           "or do not split the batch: 1 rank on the axes of `zero`, 1 microbatch"),
                 )
             )  # fmt: skip
 
@@ -148,7 +149,7 @@ def _check_lists(batch: Batch) -> None:
                 "S605", "the batch has no rows: it is made of lists of samples",
                 notes=(f"`{key}` is a list of {len(value)}, and what is in the lists has first dims"
                        f" of {', '.join(str(s[0]) if s else 'none' for s in sorted(sizes))}",
-                       "parts of a batch are runs of rows, dim 0 of its tensors"),
+                       "the batch is split by rows, dim 0 of its tensors"),
                 helps=("stack the samples, padded to one size: `torch.stack(images)`",),
             )
         )  # fmt: skip
@@ -189,10 +190,10 @@ def _of_samples(value: Any, first: int, last: int) -> Any:
     except Exception as error:
         raise Refusal(
             Diagnostic(
-                "S670", f"the batch cannot be cut by samples: `{kind.__name__}` does not give them"
-                " back",
+                "S670", f"the batch cannot be split by samples: `{kind.__name__}` does not"
+                " return them",
                 notes=(f"{type(error).__name__}: {error}",),
-                helps=("make it by `from_data_list`, or by a loader that does",),
+                helps=("build it by `from_data_list`, or by a loader that does",),
             )
         ) from error  # fmt: skip
 
@@ -239,10 +240,11 @@ def _enough(batch: Batch, replicas: int, micro: int) -> int:
     if count < replicas * micro:
         raise Refusal(
             Diagnostic(
-                "S606", f"{count} rows cannot fill {replicas * micro} parts",
+                "S606", f"the batch has {count} row{'s' * (count != 1)}, but {replicas * micro} are"
+                " needed",
                 notes=(f"{replicas} data-parallel ranks with {micro}"
                        f" microbatch{'es' * (micro > 1)} each",),
-                helps=(f"give a batch of at least {replicas * micro} rows",),
+                helps=(f"use a batch of at least {replicas * micro} rows",),
             )
         )  # fmt: skip
     return count
@@ -278,20 +280,20 @@ def _stacked(values: Sequence[Any], rows: Sequence[int], weights: Sequence[float
     if all(isinstance(v, Tensor) for v in values):
         if _by_rows(values, rows):
             if _either_dim(values, rows):
-                return Absent("no rule tells which of its dims has the rows")
+                return Absent("which of its dims has the rows is not known")
             return torch.cat(list(values))
         alike = all(v.shape == first.shape for v in values)
         if alike and first.is_floating_point():
             return _mean(values, weights)
         if alike and all(torch.equal(v, first) for v in values):
             return first
-        return Absent("no rule makes a whole of its parts")
+        return Absent("its parts cannot be concatenated")
     if all(isinstance(v, float) for v in values):
         return _mean(values, weights)
     plain = isinstance(first, (bool, int, str, type(None)))
     if plain and all(type(v) is type(first) and v == first for v in values):
         return first
-    return Absent(f"parts of a `{type(first).__name__}` make no whole")
+    return Absent(f"parts of a `{type(first).__name__}` cannot be concatenated")
 
 
 def _either_dim(values: Sequence[Tensor], rows: Sequence[int]) -> bool:

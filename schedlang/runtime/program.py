@@ -129,8 +129,8 @@ class Program:
         """The plain module, where no pipeline is involved: bring your own loop (S617)."""
         a = self.assembly
         if a.tokens is not None:
-            title = f"sequences split over `{a.context[0]}` need a step that splits them"
-            helps = ("use `train_step` and `eval_step`: they give each rank its tokens",)
+            title = f"`{a.context[0]}` splits sequences: a program has no module to call"
+            helps = ("use `train_step` and `eval_step`: they split the sequences",)
             raise Refusal(Diagnostic("S617", title, helps=helps))
         if a.stage_axis is not None:
             title = f"the pipeline over `{a.stage_axis}` has no module of its own"
@@ -138,8 +138,8 @@ class Program:
             raise Refusal(Diagnostic("S617", title, helps=helps))
         tiers = () if self.away is None else self.away.tiers.values()
         if any(one.gradient != DEVICE for one in tiers):
-            title = "gradients that leave the device as they are made are nowhere in a plain loop"
-            helps = ("use `train_step` and `eval_step`: without an optimizer, gradients come back",)
+            title = "offloaded gradients leave the device at once: a loop of your own has none"
+            helps = ("use `train_step` and `eval_step`",)
             raise Refusal(Diagnostic("S617", title, helps=helps))
         return a.module
 
@@ -242,9 +242,10 @@ class Program:
         if new and known:
             raise Refusal(
                 Diagnostic(
-                    "S619", f"the batch has a key `{new[0]}`, and that of `build` has none",
+                    "S619", f"the key `{new[0]}` of the batch was not in the batch of `build`",
                     notes=(f"the program was built from a batch of {', '.join(sorted(known))}",),
-                    helps=("build with the keys that training has: `sch.build(batch=batch)`",),
+                    helps=("build with a batch that has all keys of training:"
+                           " `sch.build(batch=batch)`",),
                 )
             )  # fmt: skip
 
@@ -355,7 +356,7 @@ class Program:
         """This rank's share of the loss of the whole batch, on its device in float64."""
         a = self.assembly
         losses = {k: result.loss for k, result in results.items()}
-        assert None not in losses.values(), "the model gives no loss: pass `loss=`"
+        assert None not in losses.values(), "the model returns no loss: pass `loss=`"
         if not losses or not a.speaks(a.ranks.rank):
             device = a.ranks.device if on_accelerator(a.ranks.device) else None
             return torch.zeros((), dtype=torch.float64, device=device)

@@ -90,11 +90,12 @@ class Waiting:
             raise AttributeError(f"a program has no `{name}`")
         raise Refusal(
             Diagnostic(
-                "S616", f"`{name}` is not available yet: the program is built at its first batch",
+                "S616", f"no `{name}` yet: the program is built at its first batch",
                 Label(python_span()),
-                notes=("shapes are known from a batch, and none was given to `build`",
+                notes=("shapes are known from a batch, and `build` got none",
                        *([_NEEDS[name]] if name in _NEEDS else [])),
-                helps=("give one, only its shapes count: `sch.build(batch=batch, ...)`",
+                helps=("give a batch, of which only the shapes are used:"
+                       " `sch.build(batch=batch, ...)`",
                        f"or use `{name}` after the first `train_step` or `eval_step`"),
             )
         )  # fmt: skip

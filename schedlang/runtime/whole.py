@@ -14,11 +14,11 @@ from torch import Tensor
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.attend import Layout
+from schedlang.runtime.collectives import comm
 from schedlang.runtime.context.rejoin import input_gradient
 from schedlang.runtime.parts import Part, named_tensors
 from schedlang.runtime.saving.holding import assemble, take
 from schedlang.runtime.saving.moments import local
-from schedlang.runtime.storage.folder import distinct, gathered
 from schedlang.runtime.summing.gradient import local_gradient
 from schedlang.runtime.summing.replicas import reshard
 
@@ -40,7 +40,7 @@ def gradients(a: Assembly) -> dict[str, Tensor]:
 def trained(a: Assembly) -> list[str]:
     """The names of the parameters that some rank trains, in model order."""
     mine = [name for name, p in a.parameters.items() if p.requires_grad]
-    union = {name for names in distinct(mine, a.ranks.mesh.world) for name in names}
+    union = {name for names in comm.distinct(mine) for name in names}
     return [name for name in a.holdings if name in union]
 
 
@@ -65,7 +65,7 @@ def buffers(a: Assembly) -> dict[str, Tensor]:
     place = a.ranks.mesh.index(a.ranks.rank, a.stage_axis)
     mine = {n: v for n, v in own.items() if place == a.buffer_homes.get(n, place)}
     merged: dict[str, Tensor] = {}
-    for values in reversed(distinct(mine, a.ranks.mesh.world)):
+    for values in reversed(comm.distinct(mine)):
         merged.update(values)
     return merged
 
@@ -79,7 +79,7 @@ def buffer_errors(a: Assembly) -> dict[str, float]:
         for name, value in a.buffers.items()
         if a.stage_axis is None or stages.get(name) is None or place in (stages[name] or ())
     }
-    everyone = distinct(mine, a.ranks.mesh.world)
+    everyone = comm.distinct(mine)
     out = {}
     for name in dict.fromkeys(name for found in everyone for name in found):
         first, *others = [found[name] for found in everyone if name in found]
@@ -99,10 +99,10 @@ def load_state_dict(a: Assembly, state: Mapping[str, Tensor]) -> None:
     ]
     if wrong:
         more = (f"and {len(wrong) - 8} more like these",) * (len(wrong) > 8)
-        helps = ("give the full state dict of this model: names as in `model.state_dict()`",)
+        helps = ("give the full state dict of this model, as `model.state_dict()` returns it",)
         notes = (*wrong[:8], *more)
         raise Refusal(
-            Diagnostic("S641", "this state is not of this model", notes=notes, helps=helps)
+            Diagnostic("S641", "the state dict is not of this model", notes=notes, helps=helps)
         )
     with torch.no_grad():
         for name, parameter in a.parameters.items():
@@ -124,7 +124,7 @@ def replica_errors(a: Assembly) -> dict[str, float]:
             scale = float(part.abs().max())
             error = float((local(parameter).cpu().double() - part).abs().max())
             mine[name] = error / scale if scale else error
-    everyone = gathered(mine, a.ranks.mesh.world)
+    everyone = comm.gathered(mine)
     return {name: max(found.get(name, 0.0) for found in everyone) for name in a.holdings}
 
 
@@ -137,7 +137,7 @@ def optimizer_state(
         own = {name: optimizer.state.get(p, {}) for name, p in a.parameters.items()}
     keys = sorted({key for state in own.values() for key in state})
     out: dict[str, dict[str, Any]] = {}
-    for key in sorted({key for keys in distinct(keys, a.ranks.mesh.world) for key in keys}):
+    for key in sorted({key for keys in comm.distinct(keys) for key in keys}):
         for name, value in _slot(a, own, key).items():
             out.setdefault(name, {})[key] = value
     return out
@@ -157,7 +157,7 @@ def _slot(a: Assembly, own: Mapping[str, Mapping[str, Any]], key: str) -> dict[s
         for name, state in own.items()
         if key in state and part(name) is None
     }
-    for values in reversed(distinct(plain, a.ranks.mesh.world)):
+    for values in reversed(comm.distinct(plain)):
         found.update(values)
     return found
 
@@ -177,7 +177,7 @@ def input_gradients(
         }
         for part in parts
     ]
-    everyone = gathered(mine, a.ranks.mesh.world)
+    everyone = comm.gathered(mine)
     places = range(a.ranks.mesh.size(a.row_axes))
     names = mine[0] if mine else {}
     layout = parts[0].seat.layout if parts and parts[0].seat is not None else None

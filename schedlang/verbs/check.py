@@ -92,4 +92,4 @@ def _show(file: Path, static: Static | None) -> None:
     for claim in static.claims:
         print(f"  {claim.name:<16} {claim.said}: {claim.verdict}")
     for one in static.unseen:
-        print(f"  not seen: {one}")
+        print(f"  not covered: {one}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from schedlang.tables import columns
+from schedlang.tables import for_messages
 from schedlang.verbs.ending import HOLDS, ended, show_json
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def warnings_of(files: Sequence[Path], given: Settings) -> list[Diagnostic]:
 def show_warnings(warnings: Sequence[Diagnostic]) -> None:
     """Each framed, on standard error."""
     for one in warnings:
-        print(one.render(columns(sys.stderr)) + "\n", file=sys.stderr)
+        print(one.render(for_messages(sys.stderr)) + "\n", file=sys.stderr)
 
 
 def plain(words: Sequence[str]) -> int | None:

@@ -22,18 +22,25 @@ if TYPE_CHECKING:
 class Terms:
     """What proofs start from, on how many ranks, and which schedules are not meant to have one."""
 
-    seed: Annotated[int, typer.Option(help="Of weights, batches and dropout.")] = 0
+    seed: Annotated[int, typer.Option(help="Seed of weights, batches and dropout.")] = 0
     dtype: Annotated[
         str | None, typer.Option(help="Also check in this working dtype: float32 or bfloat16.")
     ] = None
-    world: Annotated[int, typer.Option(metavar="N", help="The most ranks to start.")] = 8
+    world: Annotated[int, typer.Option(metavar="N", help="Maximum number of ranks to start.")] = 8
     refused: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE:CODE", help="Meant to be refused, with this code; repeatable."),
+        typer.Option(
+            metavar="FILE:CODE",
+            help="A schedule that must be refused, with its code; may be repeated.",
+        ),
     ] = None
     timeout: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", min=0.001, help="For each proof; then it is not checked."),
+        typer.Option(
+            metavar="SECONDS",
+            min=0.001,
+            help="Stop each proof after so many seconds; it counts as not checked.",
+        ),
     ] = None
 
 
@@ -41,7 +48,7 @@ class Terms:
 class Asks:
     """What is asked of each schedule beside its check."""
 
-    static: Annotated[bool, typer.Option("--static", help="Run nothing: no `verify`.")] = False
+    static: Annotated[bool, typer.Option("--static", help="Start no ranks: no `verify`.")] = False
     shrink: Annotated[
         bool, typer.Option("--shrink", help="Reduce model and mesh where the mesh is larger.")
     ] = False
@@ -125,7 +132,7 @@ def _schedules(paths: Sequence[Path]) -> Iterator[Path]:
         below = [p for p in every if not any(x[0] == "." for x in p.relative_to(path).parts)]
         if not below:
             title = f"there is no schedule below `{path}`"
-            raise Refusal(Diagnostic("S000", title, helps=("name the files: `x.sched`",)))
+            raise Refusal(Diagnostic("S000", title, helps=("give the files: `x.sched`",)))
         yield from below
 
 
@@ -137,7 +144,7 @@ def _meant(said: Sequence[str], files: Sequence[Path]) -> dict[Path, str]:
     for text in said:
         name, _, code = text.rpartition(":")
         if Path(name).resolve() not in known or not code:
-            title = f"`--refused {text}` names none of the schedules"
+            title = f"`--refused {text}` matches none of the schedules"
             helps = ("write the file, a colon and the code: `--refused x.sched:S403`",)
             raise Refusal(Diagnostic("S109", title, helps=helps))
         found[Path(name).resolve()] = code.strip()

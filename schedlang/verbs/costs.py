@@ -42,7 +42,7 @@ def costs(text: str | None) -> Cost:
         if known is None:
             _bad(part, f"there is no cost `{name}`", guess(name, NAMES, "costs:"))
         if not equals or known in given:
-            why = "it is given twice" if equals else "it has no value"
+            why = "it is given twice" if equals else "it needs a value"
             _bad(part, why, f"write it once, as `{known}=1.5`")
         given[known] = _value(known, part, value)
     return _cost(given)
@@ -57,20 +57,20 @@ def times(text: str) -> Cost | Measurement:
     try:
         made = json.loads(text_of(text.strip()))
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or "it is no JSON"
-        title = f"`{text.strip()}` cannot be read: {why}"
+        why = getattr(error, "strerror", None) or "it is not JSON"
+        title = f"cannot read `{text.strip()}`: {why}"
         raise Refusal(Diagnostic("S915", title, helps=(MEASURE,))) from None
     try:
         return measurement(made)
     except (KeyError, TypeError, ValueError, IndexError):
         title = f"`{text.strip()}` has no times of a pipeline"
-        helps = (MEASURE, "or say what a microbatch takes, in ms: `--cost F=18,B=37,step=4`")
+        helps = (MEASURE, "or give the times of a microbatch in ms: `--cost F=18,B=37,step=4`")
         raise Refusal(Diagnostic("S915", title, helps=helps)) from None
 
 
 def _cost(given: dict[str, Number]) -> Cost:
     if "B" in given and given.keys() & {"I", "W"}:
-        _bad("B", "B is I and W together", "give B, or I and W")
+        _bad("B", "`B` is `I` and `W` together", "give either `B`, or `I` and `W`")
     forward = given.get("F", 1)
     if "B" in given:
         whole = given.pop("B")
@@ -80,7 +80,7 @@ def _cost(given: dict[str, Number]) -> Cost:
     fields: dict[str, Any] = {FIELDS[name]: value for name, value in given.items()}
     cost = replace(cost, **fields)
     if not cost.f + cost.i + cost.w:
-        _bad("F=0", "nothing takes any time", "one of F, I and W is above zero")
+        _bad("F=0", "all times are 0", "one of `F`, `I` and `W` must be above 0")
     return cost
 
 
@@ -89,14 +89,14 @@ def _value(name: str, part: str, text: str) -> Number:
     try:
         value: Number = Fraction(text) if "/" in text or text.isdigit() else float(text)
     except (ValueError, ZeroDivisionError):
-        _bad(part, "this is no number", f"write `{name}=1.5` or `{name}=3/2`")
+        _bad(part, "this is not a number", f"write `{name}=1.5` or `{name}=3/2`")
     if not math.isfinite(value) or value < 0:
-        _bad(part, "a cost is a time, none below zero", f"write `{name}=1.5`")
+        _bad(part, "a time cannot be below 0", f"write `{name}=1.5`")
     if name in SHARES and value > 1:
         _bad(part, f"`{name}` is a share of a microbatch's activations", f"write `{name}=0.5`")
     return value
 
 
 def _bad(part: str, why: str, help_: str) -> NoReturn:
-    title = f"`--cost {part.strip()}` cannot be read: {why}"
+    title = f"cannot read `--cost {part.strip()}`: {why}"
     raise Refusal(Diagnostic("S109", title, helps=(help_,)))

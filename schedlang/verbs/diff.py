@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 @verb
 def diff(
     old: Annotated[Path, typer.Argument(help="A schedule, or a saved plan.", metavar="A")],
-    new: Annotated[Path, typer.Argument(help="Another for the same model.", metavar="B")],
+    new: Annotated[
+        Path, typer.Argument(help="Another schedule or plan for the same model.", metavar="B")
+    ],
     *,
     common: Common,
     markdown: Annotated[
@@ -64,8 +66,8 @@ def _sides(files: tuple[Path, Path], common: Common) -> list[Planned]:
 
     kept = [is_saved(file) for file in files]
     if all(kept) and (common.knob or common.mesh):
-        title = "saved plans have their decisions: `--knob` and `--mesh` go with a schedule"
-        helps = ("leave them out, or name the schedule in place of one of the plans",)
+        title = "a saved plan has its own settings: `--knob` and `--mesh` are for schedules"
+        helps = ("leave them out, or give a schedule instead of a plan",)
         raise Refusal(Diagnostic("S109", title, helps=helps))
     return [
         saved(file, common.model) if was else planned(file, common.model, common.knob, common.mesh)

@@ -87,7 +87,7 @@ def check_timeline(path: Path | None, plan: Plan) -> None:
     if path is None:
         return
     if path.suffix not in (".svg", ".html", ".json"):
-        title = f"`--timeline {path.name}` is no picture, page or trace"
+        title = f"the format of `--timeline {path.name}` is not known"
         raise Refusal(Diagnostic("S109", title, helps=("name it *.svg, *.html or *.json",)))
     if not plan.cuts:
         title = "this plan has no pipeline, so there is no timeline to draw"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 from schedlang.diagnostic import Refusal
-from schedlang.tables import columns
+from schedlang.tables import for_messages
 
 HOLDS, FAILS, REFUSED, UNCHECKED = 0, 1, 2, 3
 
@@ -41,7 +41,7 @@ def show_refusal(refusal: Refusal, as_json: bool = False) -> None:
         messages = [d.to_json() for d in refusal.diagnostics]
         show_json({"exit": REFUSED, "diagnostics": messages})
     else:
-        print(refusal.render(columns(sys.stderr)), file=sys.stderr)
+        print(refusal.render(for_messages(sys.stderr)), file=sys.stderr)
 
 
 def show_json(value: object) -> None:

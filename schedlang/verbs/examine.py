@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.tables import PLAIN
 from schedlang.verbs.answers import CHECK, LOCK, STATIC, VERIFY, Outcome, Wish
 from schedlang.verbs.ending import FAILS, HOLDS, REFUSED, UNCHECKED
 
@@ -50,7 +51,7 @@ class Ranks:
         from schedlang.runtime.launching.launch import Pool
         from schedlang.runtime.launching.preload import BASE, PROGRAMS
 
-        assert self._found is not None, "the ranks are those of a model file"
+        assert self._found is not None, "the ranks belong to a model file"
         if self._pool is None:
             self._pool = Pool(preload=(*BASE, *PROGRAMS), files=self._found.files)
         return self._pool
@@ -103,7 +104,7 @@ def check(file: Path, wish: Wish) -> Outcome:
 
         tree = parse(read(file))
         state = expand(tree, None, settings(wish.knobs, wish.mesh))
-        return replace(outcome, text="\n\n".join(d.render() for d in lint(tree, state)))
+        return replace(outcome, text="\n\n".join(d.render(PLAIN) for d in lint(tree, state)))
 
     outcome = _asked(Outcome(file, CHECK), ask)
     # most mistakes show only with the model: that a check holds says nothing yet
@@ -135,7 +136,7 @@ def static(file: Path, wish: Wish) -> Outcome:
         proven = proofs(found.plan, batch, found.model.loss, found.model.weight)
         said = [f"{one.name}: {one.said}: {one.verdict}" for one in proven.claims]
         if proven.problems:
-            return _refused(outcome, proven.problems, Refusal(*proven.problems).render())
+            return _refused(outcome, proven.problems, Refusal(*proven.problems).render(PLAIN))
         code = HOLDS if all(one.checked for one in proven.claims) else UNCHECKED
         return replace(outcome, code=code, text="\n".join(said))
 
@@ -227,7 +228,7 @@ def _asked(outcome: Outcome, ask: Callable[[Outcome], Outcome]) -> Outcome:
     try:
         found = ask(outcome)
     except Refusal as refusal:
-        found = _refused(outcome, refusal.diagnostics, refusal.render())
+        found = _refused(outcome, refusal.diagnostics, refusal.render(PLAIN))
     except Exception:
         found = replace(outcome, code=UNCHECKED, text=traceback.format_exc().rstrip())
     return replace(found, seconds=time.perf_counter() - start)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from schedlang.tables import columns
+from schedlang.tables import for_messages
 from schedlang.verbs.ending import FAILS
 
 if TYPE_CHECKING:
@@ -59,12 +59,12 @@ def _say_left(plan: Plan, took: Took | None) -> None:
     from schedlang.passes.costs.expected_time import LEFT, timed
 
     for one in timed(plan) if took is None else ():
-        print(f"`{one.said}` is not held here: {LEFT}", file=sys.stderr)
+        print(f"`{one.said}` is not compared here: {LEFT}", file=sys.stderr)
 
 
 def _fail(problems: Iterable[Diagnostic]) -> None:
     found = list(problems)
     for problem in found:
-        print(problem.render(columns(sys.stderr)), file=sys.stderr)
+        print(problem.render(for_messages(sys.stderr)), file=sys.stderr)
     if found:
         raise typer.Exit(FAILS)

@@ -16,7 +16,7 @@ def explain(
         str | None, typer.Argument(help="A primitive or a code: shard, S402.", metavar="NAME")
     ] = None,
     conflicts: Annotated[
-        bool, typer.Option("--conflicts", help="Which verb may stand below which.")
+        bool, typer.Option("--conflicts", help="Show which primitive may stand below which.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -43,7 +43,7 @@ def explain(
         helps = VERBS.get(name) or (
             (f"did you mean `{near}`?",) if near else ("`schedlang explain` lists them all",)
         )
-        title = f"there is no primitive and no code `{name}`"
+        title = f"there is no primitive or code `{name}`"
         raise Refusal(Diagnostic("S301", title, helps=helps))
 
 

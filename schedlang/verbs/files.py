@@ -72,14 +72,14 @@ def check_folders(**written: Path | None) -> None:
         if path is None:
             continue
         if not path.parent.is_dir():
-            title = f"`--{option} {path}` cannot be written: there is no folder `{path.parent}`"
+            title = f"cannot write `--{option} {path}`: there is no folder `{path.parent}`"
             raise Refusal(Diagnostic("S109", title, helps=(f"make it: `mkdir -p {path.parent}`",)))
         if path.is_dir():
             title = f"`--{option} {path}` is a folder, not a file"
-            raise Refusal(Diagnostic("S109", title, helps=("name a file in it",)))
+            raise Refusal(Diagnostic("S109", title, helps=("give a file in it",)))
         if not os.access(path.parent, os.W_OK):
-            title = f"`--{option} {path}` cannot be written: `{path.parent}` is not yours to write"
-            raise Refusal(Diagnostic("S109", title, helps=("name a file in a folder of yours",)))
+            title = f"cannot write `--{option} {path}`: you may not write into `{path.parent}`"
+            raise Refusal(Diagnostic("S109", title, helps=("give a file in another folder",)))
 
 
 def write_asked(path: Path, text: str) -> None:

@@ -29,7 +29,7 @@ def fmt(
     """Format schedules in place: one style, no options.  Comments are kept.
 
     Nothing is written unless every file can be read.  `--upgrade` first brings files of an older
-    edition (`schedule 1` names it) into the one that is read here, and says what it changed.
+    edition (`schedule 1` names it) to the edition of this schedlang, and says what it changed.
     """
     from schedlang.diagnostic import Diagnostic, Refusal
     from schedlang.editions import Upgraded, upgraded

@@ -33,9 +33,9 @@ def init(
 ) -> None:
     """Write a schedule for a model: `schedlang init model.py --mesh dp=2,pp=2,tp=2 > my.sched`.
 
-    Axes are understood by name: dp, data and fsdp split the batch, pp and pipe the blocks, tp and
-    model the tensors.  What can be split is found by following one forward without values and by
-    asking what is legal; what stays whole is said with the reason.
+    Axes are understood by name: dp, data and fsdp split the batch, pp and pipe the model into
+    stages, tp and model the tensors.  What can be split is found by following one forward without
+    values and by trying what is legal; modules that stay replicated are listed with the reason.
     """
     from schedlang.passes.proposing.propose import check_mesh, propose
     from schedlang.verbs.settings import settings

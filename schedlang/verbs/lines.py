@@ -93,8 +93,8 @@ def _table(path: str, asked: Asked, cost: Cost) -> Simulated:
     try:
         text = text_of(path)
     except (OSError, UnicodeDecodeError) as error:
-        title = f"the table `{path}` cannot be read: {getattr(error, 'strerror', 'it is no text')}"
-        helps = ("name a file, or an order: `--order 1F1B`",)
+        title = f"cannot read the table `{path}`: {getattr(error, 'strerror', 'it is no text')}"
+        helps = ("give a file, or an order: `--order 1F1B`",)
         raise Refusal(Diagnostic("S303", title, helps=helps)) from None
     line = legal(lambda: read_table(text, asked.stages, asked.micro))
     chunks = -(-line.stages // line.ranks)
@@ -111,7 +111,7 @@ def of_schedule(file: Path, asked: Asked, found: Any, cost: Cost | None, machine
     order = plan.order
     if order is None or not plan.cuts:
         title = f"`{file.name}` has no pipeline to simulate"
-        helps = ("give it `pipeline_split` and `pipeline`, or name an order: `--order 1F1B`",)
+        helps = ("add `pipeline_split` and `pipeline`, or give an order: `--order 1F1B`",)
         raise Refusal(Diagnostic("S609", title, helps=helps))
     if cost is None:
         batch = found.model.batch(0) if found.model.has_batch else None
@@ -129,8 +129,10 @@ def _not_beside(asked: Asked, names: tuple[str, ...], who: str) -> None:
     given: Mapping[str, object] = vars(asked)
     if twice := [name for name in names if given[name] is not None]:
         words = ", ".join(f"`--{name}`" for name in twice)
-        title = f"{who} says this already: {words}"
-        raise Refusal(Diagnostic("S109", title, helps=("leave it out, or leave out the file",)))
+        title = f"{who} already sets {words}"
+        raise Refusal(
+            Diagnostic("S109", title, helps=("leave the option out, or leave out the file",))
+        )
 
 
 def legal(make: Callable[[], Timeline]) -> Timeline:

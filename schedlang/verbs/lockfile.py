@@ -37,7 +37,7 @@ class Compared:
         head = [f"{path} does not hold: {same}"]
         head += [f"  since then: {', '.join(self.versions)}"] if self.versions else []
         lines = [f"  {line}" for change in self.changes for line in change.lines()]
-        foot = f"  if that is meant: schedlang plan {self.schedule} --lock"
+        foot = f"  to accept it: schedlang plan {self.schedule} --lock"
         return "\n".join([*head, *lines, foot])
 
     def to_json(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def compare_lock(schedule: Path, model: str | None) -> Compared:
         text = text_of(path)
     except (OSError, UnicodeDecodeError) as error:
         why = "there is none" if isinstance(error, FileNotFoundError) else f"{error}"
-        title = f"the lock `{path}` cannot be read"
+        title = f"cannot read the lock `{path}`"
         helps = (f"write one: `schedlang plan {schedule} --lock`",)
         raise Refusal(Diagnostic("S721", title, notes=(why,), helps=helps)) from None
     old = read_lock(text, str(path))

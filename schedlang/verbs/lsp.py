@@ -23,7 +23,7 @@ def lsp(
     try:
         from schedlang.editors.features import server
     except ImportError:
-        title = "the language server needs `pygls`, which is not installed"
+        title = "the language server needs the package `pygls`, which is not installed"
         raise Refusal(
             Diagnostic("S909", title, helps=("pip install 'schedlang[editors]'",))
         ) from None

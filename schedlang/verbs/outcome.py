@@ -19,7 +19,12 @@ Verb = TypeVar("Verb", bound=Callable[..., Any])
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Timeout = Annotated[
     float | None,
-    typer.Option("--timeout", metavar="SECONDS", min=0.001, help="End with exit code 3 after it."),
+    typer.Option(
+        "--timeout",
+        metavar="SECONDS",
+        min=0.001,
+        help="Stop after so many seconds, with exit code 3.",
+    ),
 ]
 Model = Annotated[
     str | None, typer.Option("--model", metavar="M", help="Model file or module; default model.py.")

@@ -23,7 +23,7 @@ Cost = Annotated[
         "--cost",
         metavar="F=18,B=37,step=4|T.json",
         help="Milliseconds of a microbatch on one rank's share, or what `run --timeline T.html "
-        "--json` printed: `expect time(step)` is held against a step simulated with them.",
+        "--json` printed: `expect time(step)` is compared with a step simulated with them.",
     ),
 ]
 
@@ -33,7 +33,9 @@ class Written:
     """Files that are written: pictures, and the plan itself; None: not asked for."""
 
     svg: Annotated[Path | None, typer.Option("--svg", help="Draw it into this file.")] = None
-    html: Annotated[Path | None, typer.Option("--html", help="The same as a page.")] = None
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Draw it into this file, as a page.")
+    ] = None
     trace: Annotated[
         Path | None, typer.Option("--trace", help="The timeline for Perfetto or Chrome.")
     ] = None
@@ -46,7 +48,7 @@ class Written:
 class Locks:
     """What is done with the lock file beside the schedule."""
 
-    lock: Annotated[bool, typer.Option("--lock", help="Write FILE.lock anew.")] = False
+    lock: Annotated[bool, typer.Option("--lock", help="Write FILE.lock.")] = False
     locked: Annotated[
         bool, typer.Option("--locked", help="Only compare with FILE.lock; exit 1 if it differs.")
     ] = False
@@ -70,7 +72,7 @@ def plan(
     """
     from schedlang.passes.showing.show import view
     from schedlang.passes.showing.show_text import text
-    from schedlang.tables import columns
+    from schedlang.tables import columns, for_messages
     from schedlang.verbs.expected import demand_expected, step_of
     from schedlang.verbs.files import accounted, check_folders, planned
     from schedlang.verbs.lockfile import demand_lock, write_lock
@@ -83,7 +85,7 @@ def plan(
         return
     found = planned(file, common.model, common.knob, common.mesh)
     for warning in () if as_json else found.warnings:
-        print(warning.render(columns(sys.stderr)) + "\n", file=sys.stderr)
+        print(warning.render(for_messages(sys.stderr)) + "\n", file=sys.stderr)
     took = step_of(found.plan, cost)
     shown = view(found.plan, accounted(found, memory=True), file.name, each=each)
     _draw(shown, written)
@@ -108,8 +110,10 @@ def _check_lock_alone(common: Common, locks: Locks) -> None:
     from schedlang.diagnostic import Diagnostic, Refusal
 
     if common.knob or common.mesh or locks.lock:
-        title = "a lock has its settings: `--knob`, `--mesh` and `--lock` do not go with `--locked`"
-        helps = ("leave them out, or write another lock with them: `--lock`",)
+        title = (
+            "`--locked` uses the settings of the lock: leave out `--knob`, `--mesh` and `--lock`"
+        )
+        helps = ("or write a new lock with them: `--lock`",)
         raise Refusal(Diagnostic("S109", title, helps=helps))
 
 

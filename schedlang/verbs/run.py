@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from schedlang.tables import columns
+from schedlang.tables import for_messages
 from schedlang.verbs.drawing import WATCHED, Run, check_timeline, write_measured
 from schedlang.verbs.ending import FAILS, REFUSED, show_json
 from schedlang.verbs.outcome import AsJson, Common, Timeout, unchecked, verb
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 class Training:
     """How long is trained, how, and from which numbers."""
 
-    steps: Annotated[int, typer.Option(metavar="N", help="How many steps.")] = 20
-    lr: Annotated[float | None, typer.Option(help="Default 0.003; sgd 0.1.")] = None
-    optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw"
-    seed: Annotated[int, typer.Option(help="Of weights, batches and dropout.")] = 0
+    steps: Annotated[int, typer.Option(metavar="N", help="Number of steps.")] = 20
+    lr: Annotated[float | None, typer.Option(help="Learning rate; default 0.003, for sgd 0.1.")] = (
+        None
+    )
+    optimizer: Annotated[str, typer.Option(help="Optimizer: adamw or sgd.")] = "adamw"
+    seed: Annotated[int, typer.Option(help="Seed of weights, batches and dropout.")] = 0
 
 
 @verb
@@ -38,7 +40,7 @@ def run(
     common: Common,
     training: Training,
     plan: Annotated[
-        Path | None, typer.Option(metavar="P.json", help="A saved plan, in place of FILE.")
+        Path | None, typer.Option(metavar="P.json", help="A saved plan, instead of FILE.")
     ] = None,
     timeline: Run = None,
     timeout: Timeout = None,
@@ -95,7 +97,7 @@ def _show(name: str, course: Course, trained: Trained, as_json: bool) -> None:
     else:
         print(_report(name, course, trained))
         for one in trained.left:
-            print(one.warning.render(columns(sys.stderr)), file=sys.stderr)
+            print(one.warning.render(for_messages(sys.stderr)), file=sys.stderr)
     demand_time(plan, took)
 
 
@@ -146,14 +148,16 @@ def _planned(
 
     given = settings(common.knob, common.mesh)
     if (file is None) == (record is None):
-        title = "`run` needs a schedule or a saved plan, and one of them"
+        title = "`run` needs either a schedule or a saved plan"
         raise Refusal(
             Diagnostic("S109", title, helps=("`schedlang run FILE`, or `--plan p.json`",))
         )
     if record is not None:
         if given.knobs or given.mesh:
-            title = "a saved plan has its decisions: `--knob` and `--mesh` go with a schedule"
-            raise Refusal(Diagnostic("S109", title, helps=("run the schedule, or plan it anew",)))
+            title = "a saved plan has its own settings: `--knob` and `--mesh` are for schedules"
+            raise Refusal(
+                Diagnostic("S109", title, helps=("run the schedule, or save a new plan",))
+            )
         made, found = recorded(record, common.model)
         return found, restored(made, ModelFacts(found.model(seed=seed)))
     assert file is not None

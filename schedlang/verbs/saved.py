@@ -35,8 +35,8 @@ def recorded(file: Path, model: str | None) -> tuple[dict[str, Any], ModelFile]:
     record = read_record(file)
     named = record.get("model_file")
     if model is None and named and not (file.parent / "model.py").is_file():
-        title = f"`{file}` says what to do, and only `--model` what to run"
-        notes = (f"the plan was made for {ascii(named)}; no `model.py` lies beside it",)
+        title = f"`{file}` has the rows; `--model` gives the model"
+        notes = (f"the plan was made for {ascii(named)}; there is no `model.py` next to it",)
         model = shlex.quote(named) if named.isprintable() else "FILE"
         helps = (f"if you trust that file: `--model {model}`",)
         raise Refusal(Diagnostic("S904", title, notes=notes, helps=helps))

@@ -19,7 +19,7 @@ def settings(knobs: Sequence[str] | None, mesh: str | None) -> Settings:
     sizes = {}
     for name, text in (_pair("--mesh", part) for part in (mesh or "").split(",") if part.strip()):
         if not text.isdigit() or int(text) < 1:
-            _bad("--mesh", f"{name}={text}", "the size of an axis is a number above zero")
+            _bad("--mesh", f"{name}={text}", "the size of an axis must be an integer above 0")
         sizes[name] = int(text)
     world = os.environ.get("WORLD_SIZE", "")
     given = dict(_pair("--knob", part) for part in knobs or ())
@@ -34,5 +34,5 @@ def _pair(option: str, text: str) -> tuple[str, str]:
 
 
 def _bad(option: str, text: str, help_: str) -> None:
-    title = f"`{option} {text}` cannot be read"
+    title = f"cannot read `{option} {text}`"
     raise Refusal(Diagnostic("S109", title, helps=(help_,)))

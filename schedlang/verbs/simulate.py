@@ -40,14 +40,14 @@ class Speeds:
     ] = 50.0
 
     def machine(self) -> Machine:
-        """In units; refuses what is no speed (S109)."""
+        """In units; refuses what is not a speed (S109)."""
         from schedlang.diagnostic import Diagnostic, Refusal
         from schedlang.passes.costs.estimated import Machine
 
         for name, value in (("tflops", self.tflops), ("bandwidth", self.bandwidth)):
             if not 0 < value < float("inf"):
-                title = f"`--{name} {value:g}` is no speed"
-                raise Refusal(Diagnostic("S109", title, helps=("it is above zero",)))
+                title = f"`--{name}` must be above 0, not {value:g}"
+                raise Refusal(Diagnostic("S109", title, helps=(f"for example `--{name} 100`",)))
         return Machine(self.tflops * 1e12, self.bandwidth * 1e9)
 
 

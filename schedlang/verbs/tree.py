@@ -17,9 +17,9 @@ def tree(
         Path | None, typer.Argument(help="A schedule or a model file.", metavar="FILE")
     ] = None,
     model: Model = None,
-    each: Annotated[bool, typer.Option("--each", help="Repeated blocks one by one.")] = False,
+    each: Annotated[bool, typer.Option("--each", help="Show repeated blocks one by one.")] = False,
     depth: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Only so many levels of modules.")
+        int | None, typer.Option(metavar="N", min=0, help="Show only so many levels of modules.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -28,15 +28,18 @@ class Machine:
     """What the ranks are; what is left out is that of the cluster that is named."""
 
     gpus: Annotated[
-        int | None, typer.Option("--gpus", metavar="N", help="Ranks; else of `on NAMExN`.")
+        int | None,
+        typer.Option("--gpus", metavar="N", help="Number of ranks; default: that of `on NAMExN`."),
     ] = None
     on: Annotated[
         str | None,
-        typer.Option("--on", metavar="NAME", help="v100, a100, h100 or h200; else of `on NAMExN`."),
+        typer.Option(
+            "--on", metavar="NAME", help="v100, a100, h100 or h200; default: that of `on NAMExN`."
+        ),
     ] = None
-    memory: Annotated[str | None, typer.Option("--memory", metavar="80GiB", help="Of a rank.")] = (
-        None
-    )
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="80GiB", help="Memory of a rank.")
+    ] = None
     tflops: Annotated[
         float | None, typer.Option("--tflops", help="TFLOP/s of a rank, in 16 bits.")
     ] = None
@@ -46,7 +49,7 @@ class Machine:
     network: Annotated[
         float | None, typer.Option("--network", help="GB/s of a rank to other nodes.")
     ] = None
-    node: Annotated[int | None, typer.Option("--node", help="Ranks of a node.")] = None
+    node: Annotated[int | None, typer.Option("--node", help="Ranks in a node.")] = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Wanted:
         list[str] | None,
         typer.Option("--try", metavar="NAME=V,V,..", help="Values of a knob; may be repeated."),
     ] = None
-    top: Annotated[int, typer.Option("--top", help="Rows of the table.")] = 10
+    top: Annotated[int, typer.Option("--top", help="Number of rows of the table.")] = 10
 
 
 @verb
@@ -75,9 +78,9 @@ def tune(
     """Rank settings by the time of a step: `schedlang tune my.sched --gpus 64 --on a100`.
 
     Every setting of a schedule's knobs, or for a model file (`model.py`) every mesh of data,
-    stages and tensors with the schedule that `init` writes for it.  Steps are played on the meta
-    device and timed on a cluster by its data sheet; what needs more than `--memory` is left out.
-    Exit 1 where nothing fits.
+    stages and tensors with the schedule that `init` writes for it.  Steps are simulated on the
+    meta device and timed on a cluster by its data sheet; what needs more than `--memory` is left
+    out.  Exit 1 where nothing fits.
     """
     from schedlang.passes.tuning.tune import ranked
     from schedlang.passes.tuning.tune_text import text, to_json
@@ -143,7 +146,10 @@ def _asked(
 
 def _batch(found: ModelFile) -> Mapping[str, Any]:
     if not found.has_batch:
-        _bad(f"`{found.name}` has no batch to price a step with", "define `batch(seed)` in it")
+        _bad(
+            f"`{found.name}` has no batch: a step has no cost without one",
+            "define `batch(seed)` in it",
+        )
     return found.batch(0)
 
 
@@ -163,14 +169,14 @@ def _cluster(machine: Machine, device: str | None) -> tuple[Cluster, int]:
     ranks = machine.gpus or told or named(device)[1]
     if known is None:
         said = machine.on or device
-        title = f"nothing is known of `{said}`" if said else "no cluster is named"
-        _bad(title, f"name one: `--on h100`; known are {', '.join(CLUSTERS)}")
+        title = f"unknown cluster `{said}`" if said else "the cluster is missing"
+        _bad(title, f"give one of {', '.join(CLUSTERS)}: `--on h100`")
     if ranks is None:
-        _bad("the number of ranks is not known", "say how many there are: `--gpus 64`")
+        _bad("the number of ranks is missing", "give it: `--gpus 64`")
     for name in ("gpus", "tflops", "bandwidth", "network", "node"):
         value = getattr(machine, name)
         if value is not None and not 0 < value < float("inf"):
-            _bad(f"`--{name} {value:g}` cannot be", "it is above zero")
+            _bad(f"`--{name}` must be above 0, not {value:g}", f"for example `--{name} 100`")
     return changed(
         known, speed=_times(machine.tflops, 1e12), link=_times(machine.bandwidth, 1e9),
         network=_times(machine.network, 1e9), node=machine.node, memory=_bytes(machine.memory),
@@ -191,7 +197,7 @@ def _bytes(text: str | None) -> int | None:
     except (ValueError, KeyError):
         value = None
     if not isinstance(value, Bytes) or value <= 0:
-        _bad(f"`--memory {text}` cannot be read", "write `--memory 80GiB`")
+        _bad(f"cannot read `--memory {text}`", "write `--memory 80GiB`")
     return int(value)
 
 
@@ -201,7 +207,7 @@ def _values(wanted: Wanted) -> dict[str, list[str]]:
         name, _, values = (part.strip() for part in text.partition("="))
         listed = [value.strip() for value in values.split(",") if value.strip()]
         if not name or not listed:
-            _bad(f"`--try {text}` cannot be read", "write `--try micro=4,8,16`")
+            _bad(f"cannot read `--try {text}`", "write `--try micro=4,8,16`")
         found[name] = listed
     return found
 

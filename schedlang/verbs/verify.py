@@ -19,7 +19,7 @@ def verify(
     file: Annotated[Path, typer.Argument(help="A schedule.", metavar="FILE")],
     *,
     common: Common,
-    seed: Annotated[int, typer.Option(help="Of weights, batches and dropout.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights, batches and dropout.")] = 0,
     only: Annotated[
         str | None, typer.Option(metavar="LINES", help="Only the rows of these lines: 11,14-17.")
     ] = None,
@@ -32,7 +32,8 @@ def verify(
     shrink: Annotated[
         bool | None,
         typer.Option(
-            "--shrink/--whole", help="A reduced model and mesh; by itself if the model is on meta."
+            "--shrink/--whole",
+            help="Verify a reduced model and mesh; the default if the model is on the meta device.",
         ),
     ] = None,
     html: Annotated[

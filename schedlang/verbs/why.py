@@ -19,10 +19,13 @@ def why(
     ] = None,
     *,
     collective: Annotated[
-        int | None, typer.Option("--collective", metavar="N", help="One of `--collectives`.")
+        int | None,
+        typer.Option(
+            "--collective", metavar="N", help="Explain one of `--collectives`, by its number."
+        ),
     ] = None,
     collectives: Annotated[
-        bool, typer.Option("--collectives", help="All that ranks send in a step, numbered.")
+        bool, typer.Option("--collectives", help="List all that ranks send in a step, numbered.")
     ] = False,
     common: Common,
     as_json: AsJson = False,
@@ -34,7 +37,7 @@ def why(
     from schedlang.verbs.files import accounted, planned
 
     if (name is not None) + (collective is not None) + collectives != 1:
-        title = "`why` explains a module or a collective, and one of them"
+        title = "`why` needs either a module or a collective"
         helps = ("`why FILE transformer.h.0`, `why FILE --collectives`, `why FILE --collective 3`",)
         raise Refusal(Diagnostic("S109", title, helps=helps))
     found = planned(file, common.model, common.knob, common.mesh)

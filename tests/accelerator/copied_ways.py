@@ -6,7 +6,6 @@ Each returns how far training on the device is from plain training on the CPU.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,13 +14,10 @@ from torch import Tensor, nn
 from schedlang.passes.running.build import build
 from schedlang.runtime.keeping.offload import Store, everything_moves
 from schedlang.runtime.keeping.offload import offload as offloaded
-from schedlang.runtime.staging.bag import Bag, address
-from schedlang.runtime.staging.flight import work_of
 from schedlang.runtime.staging.parking import offload, reload
 from schedlang.runtime.storage import copies
 from schedlang.runtime.storage.leaving import all_arrived, gradient_of, let_leave
-from schedlang.runtime.storage.own import Addresses
-from schedlang.timeline import Kind, Op
+from tests.accelerator.parked import parked as stage
 from tests.accelerator.trained import Block, here
 from tests.proofs import planned
 
@@ -167,12 +163,7 @@ def parked() -> float:
     plain = Block(WIDTH).double()
     plain.load_state_dict(model.state_dict())
     plain(rows(0)).square().sum().backward()
-    bag = Bag(Addresses(model, address, [x]))
-    with bag.collecting():
-        loss = model(x).square().sum()
-    bag.close(())
-    op = Op(Kind.OFFLOAD, 0, 0)
-    step: Any = SimpleNamespace(flights={work_of(op): SimpleNamespace(bag=bag)}, hosts={})
+    loss, bag, step, op = stage(model, x)
     offload(step, op)
     filled = [torch.randn(64, WIDTH, device=here()) for _ in range(8)]  # takes what is free
     reload(step, op)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,37 +32,28 @@ class Example:
         return f"{self.file} on {self.ranks}{knobs}"
 
 
-RUN = (
-    Example("gpt2/memory.sched", 1, {"memory": 8}),
-    Example("gpt2/3d.sched", 2, {"tp": 1}),
-    Example("gpt2/3d.sched", 4),
-    Example("gpt2/3d.sched", 8),
-    Example("gpt2/tp.sched", 2),
-    Example("gpt2/tp.sched", 4, {"tp": 4}),
-    Example("gpt2/grid.sched", 4),
-    Example("llama/3d.sched", 2, {"tp": 1}),
-    Example("llama/3d.sched", 4),
-    Example("llama/3d.sched", 8),
-    Example("llama/complete.sched", 2),
-    Example("llama/kernels.sched", 2),
-    Example("llama/long_context.sched", 2, {"ring": 1}),
-    Example("llama/long_context.sched", 2, {"ulysses": 1}),
-    Example("llama/long_context.sched", 4),
-    Example("llama/long_context.sched", 8, {"ring": 4}),
-    Example("llama/seq1f1b.sched", 2),
-    Example("llama/seq1f1b.sched", 4, {"pp": 4}),
-    Example("llama/tp_sp.sched", 2),
-    Example("llama/v_half.sched", 2),
-    Example("mixtral/ep.sched", 4),
-    Example("resnet/channels.sched", 2),
-    Example("resnet/spatial.sched", 2),
-    Example("t5/pipeline.sched", 2, {"pp": 2}),
-    Example("t5/pipeline.sched", 4),
-    Example("unet/pipeline.sched", 2, {"pp": 2}),
-    Example("unet/pipeline.sched", 4),
-    Example("vit/pipeline.sched", 2),
-    Example("custom/2d.sched", 6),
-)
+# ranks, and knobs that differ from their defaults
+SETTINGS: Mapping[str, Sequence[tuple[int, dict[str, int]]]] = {
+    "gpt2/memory.sched": [(1, {"memory": 8})],
+    "gpt2/3d.sched": [(2, {"tp": 1}), (4, {}), (8, {})],
+    "gpt2/tp.sched": [(2, {}), (4, {"tp": 4})],
+    "gpt2/grid.sched": [(4, {})],
+    "llama/3d.sched": [(2, {"tp": 1}), (4, {}), (8, {})],
+    "llama/complete.sched": [(2, {})],
+    "llama/kernels.sched": [(2, {})],
+    "llama/long_context.sched": [(2, {"ring": 1}), (2, {"ulysses": 1}), (4, {}), (8, {"ring": 4})],
+    "llama/seq1f1b.sched": [(2, {}), (4, {"pp": 4})],
+    "llama/tp_sp.sched": [(2, {})],
+    "llama/v_half.sched": [(2, {})],
+    "mixtral/ep.sched": [(4, {})],
+    "resnet/channels.sched": [(2, {})],
+    "resnet/spatial.sched": [(2, {})],
+    "t5/pipeline.sched": [(2, {"pp": 2}), (4, {})],
+    "unet/pipeline.sched": [(2, {"pp": 2}), (4, {})],
+    "vit/pipeline.sched": [(2, {})],
+    "custom/2d.sched": [(6, {})],
+}
+RUN = tuple(Example(file, ranks, knobs) for file, some in SETTINGS.items() for ranks, knobs in some)
 
 
 def doubled(value: Any) -> Any:

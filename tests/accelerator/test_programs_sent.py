@@ -20,25 +20,13 @@ from schedlang.runtime.collectives import comm
 from schedlang.runtime.collectives.ranks import Ranks
 from schedlang.testing.accelerator import close, current, spawn, unavailable
 from schedlang.timeline import TimelineError
+from tests.accelerator.trained import Block
 from tests.proofs import planned
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "it is there")
 
 WORLDS = ("simccl", "cpu:gloo,sim:simccl")
 STEPS = 3
-
-
-class Block(nn.Module):
-    """A residual MLP."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Blocks(nn.Module):

@@ -227,7 +227,7 @@ class Einsum(Causal):
 
 REFUSED = {
     "convolution": (lambda: Causal("conv", layers=2), "S659", "`blocks.0"),
-    "positions by a list": (lambda: Numbered(layers=2), "S659", "`blocks.0.norm` gives a token"),
+    "positions by a list": (lambda: Numbered(layers=2), "S659", "`blocks.0.norm` computes a token"),
     "attention by sums": (lambda: Einsum(), "S659", "`blocks.0"),
     "a mean over tokens": (lambda: Pooled(layers=2), "S659", "loss"),
 }
@@ -235,7 +235,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_mixes_tokens_elsewhere_is_named(name: str) -> None:
-    """The refusal names the first module that gives a token another result, and the row."""
+    """The refusal names the first module that computes a token differently, and the row."""
     make, code, wanted = REFUSED[name]
     with pytest.raises(Refusal) as error:
         tokens_of(make(), OWN.format("ring, over=cp, layout=zigzag"), models.tokens(3, 9, False))
@@ -284,7 +284,7 @@ def test_a_convolution_in_front() -> None:
     with pytest.raises(Refusal) as error:
         tokens_of(Sounds(), OWN.format("ring, over=cp"), batch)
     said = error.value.render()
-    assert "S659" in said and "`patches` is a `Conv1d`: it mixes neighbours" in said, said
+    assert "S659" in said and "`patches` is a `Conv1d`: it mixes neighbouring" in said, said
 
 
 def test_an_attention_without_a_row() -> None:
@@ -328,7 +328,7 @@ def test_slices_of_split_sequences() -> None:
     rows = LLAMA.format("ring, over=cp") + (
         '\nmodel.layers  pipeline_split(over=pp)\npipeline(order="Seq1F1B", micro=2, slices=2)'
     )
-    with pytest.raises(Refusal, match="S662|cut into slices as well"):
+    with pytest.raises(Refusal, match="S662|and into slices as well"):
         prepare(planned(models.llama(2), rows, "cp=2, pp=2"), models.tokens(4, 12))
 
 
@@ -350,7 +350,7 @@ def test_a_wrong_way_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without positions a model differs when it is tried; alone it does not: the way is wrong."""
     way = Tokens("contiguous", 2, "labels", "given", positions=False)
     monkeypatch.setattr(probe, "candidates", lambda trial, kind, ranks: [way])
-    with pytest.raises(OwnError, match="gives a token another result"):
+    with pytest.raises(OwnError, match="computes a token differently"):
         tokens_of(models.llama(2), LLAMA.format("gather, over=cp"), models.tokens(3, 9))
 
 

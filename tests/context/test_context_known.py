@@ -163,4 +163,4 @@ def test_scores_that_are_not_followed() -> None:
     with pytest.raises(Refusal) as error:
         prepare(planned(model, OWN.format(RING), "cp=2"), batches(mask=False)[0])
     said = error.value.render()
-    assert "S661" in said and "`__mul__` of its scores is not known here" in said, said
+    assert "S661" in said and "`__mul__` on its scores is not supported" in said, said

@@ -76,14 +76,19 @@ def _sample(output: Any, batch: Any) -> Tensor:
 WORDS = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
+ENCODER_DECODER = {
+    "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, **WORDS,
+}  # fmt: skip
+
+
 def _whisper() -> nn.Module:
     import transformers as t
 
     config = t.WhisperConfig(
-        d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, num_mel_bins=8,
-        max_source_positions=10, max_target_positions=16, decoder_start_token_id=1,
-        suppress_tokens=None, begin_suppress_tokens=None, **WORDS,
+        num_mel_bins=8, max_source_positions=10, max_target_positions=16,
+        decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None,
+        **ENCODER_DECODER,
     )  # fmt: skip
     return t.WhisperForConditionalGeneration(config)
 
@@ -91,11 +96,7 @@ def _whisper() -> nn.Module:
 def _bart() -> nn.Module:
     import transformers as t
 
-    config = t.BartConfig(
-        d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24,
-        max_position_embeddings=16, dropout=0.1, **WORDS,
-    )  # fmt: skip
+    config = t.BartConfig(max_position_embeddings=16, dropout=0.1, **ENCODER_DECODER)
     return t.BartForConditionalGeneration(config)
 
 

@@ -215,7 +215,7 @@ class _Normed(models.Experts):
 def test_parameters_of_all_experts_are_refused() -> None:
     """What all experts use would get a part of its gradient on each rank."""
     found = probe_experts(_Normed())
-    assert isinstance(found, NoExperts) and "`norm.weight` is not split" in found.reason
+    assert isinstance(found, NoExperts) and "`norm.weight` has no dim of experts" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_tied_experts_are_split_once(threads: Any) -> None:
     rows = tied + ROW.format("dp") + DP.format(1)
     proven(threads, planned(models.tiny(), rows, "dp=2", "model"), BATCHES)
     apart = tied + "".join(f"layers.{k}.experts  expert_parallel(over={'ab'[k]})\n" for k in (0, 1))
-    with pytest.raises(Refusal, match="tied experts lie over the same axes") as caught:
+    with pytest.raises(Refusal, match="tied experts must be sharded over the same axes") as caught:
         planned(models.tiny(), apart, "a=2, b=2", "model")
     assert caught.value.diagnostic.code == "S504"
 

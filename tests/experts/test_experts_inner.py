@@ -106,7 +106,7 @@ def test_what_cannot_be_cut() -> None:
     model = models.tiny(layers=1)
     model.layers[0].experts.__class__ = _Normed  # type: ignore[union-attr, index]
     said = refused(model, ROW.format("dp", "") + DP.format(0), "dp=2, tp=2")
-    assert "S428" in said and "cannot be cut inside" in said and "leave out `inner=`" in said
+    assert "S428" in said and "cannot be sharded inside" in said and "leave out `inner=`" in said
     said = refused(models.tiny(), ROW.format("dp", "") + DP.format(0), "dp=2, tp=3")
     assert "S428" in said and "an inner dim of 10" in said and "`tp` may be 1, 2, 5, 10" in said
     said = refused(models.tiny(), ROW.format("tp", ""), "tp=2")

@@ -243,7 +243,7 @@ def test_refuses_endless_recompilation(monkeypatch):
         fuse(module)
     for module in modules[:2]:
         module(torch.ones(2))
-    with pytest.raises(Refusal, match="S834.*compiled anew too often"):
+    with pytest.raises(Refusal, match="S834.*compiled again too often"):
         modules[2](torch.ones(2))
 
 
@@ -251,7 +251,7 @@ def test_refuses_before_it_starts(monkeypatch):
     """Without a compiler, or over a replaced kernel, `fuse` says so and changes nothing."""
     norm = nn.RMSNorm(4, eps=1e-6)
     replace(norm, match(norm, "rms_norm"))
-    with pytest.raises(Refusal, match="S832.*kernel of its own"):
+    with pytest.raises(Refusal, match="S832.*already has a kernel"):
         fuse(norm)
     from torch._inductor import config
 

@@ -225,7 +225,7 @@ def test_a_second_argument_is_refused():
             return self.three(F.silu(self.one(x)) * self.two(x))
 
     for module, name, kernel in [(Gate(4), "gate", "layer_norm"), (Masked(None), "mask", "gated")]:
-        assert f"may be given `{name}`" in match(module, kernel).reason
+        assert f"takes `{name}` beside its input" in match(module, kernel).reason
 
 
 ROWS = {

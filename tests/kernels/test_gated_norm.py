@@ -242,11 +242,11 @@ def ragged(x: Tensor, z: Tensor, w: Tensor) -> Tensor:
         (lambda x, z, w: wide(x, z.detach(), w), "gradients differ"),
         (lambda x, z, w: wide(x, z, w.detach()), "gradients differ"),
         (lambda x, z, w: w * rms(x + z), "differs"),
-        (lambda x, z, w: w * rms(x) * F.silu(z), "rounds otherwise"),
-        (lambda x, z, w: w * rms(x.float(), 2.0**-52) * F.silu(z), "follows the type"),
-        (lambda x, z, w: w * rms(x.float()).to(x.dtype) * F.silu(z.float()), "rounds otherwise"),
-        (lambda x, z, w: wide(x, z, w.to(x.dtype)).float(), "rounds otherwise"),
-        (ragged, "parts of one size"),
+        (lambda x, z, w: w * rms(x) * F.silu(z), "rounds differently"),
+        (lambda x, z, w: w * rms(x.float(), 2.0**-52) * F.silu(z), "depends on the dtype"),
+        (lambda x, z, w: w * rms(x.float()).to(x.dtype) * F.silu(z.float()), "rounds differently"),
+        (lambda x, z, w: wide(x, z, w.to(x.dtype)).float(), "rounds differently"),
+        (ragged, "groups of equal size"),
         (lambda x, z, w: wide(x, z, w).sum(), "does not run"),
         (lambda x, z, w: (x.float() * F.silu(z.float()) * w).to(x.dtype), "differs"),
         (lambda x, z, w: F.layer_norm(x, w.shape, w) * F.silu(z), "differs"),
@@ -256,7 +256,7 @@ def test_refuses_what_only_resembles(form: Callable[..., Tensor], said: str) -> 
     """Another gate, a cut gradient, foreign parts or roundings are refused, and measured."""
     found = match(Gated(form), "rms_norm")
     assert isinstance(found, Mismatch)
-    assert "may be given `lever` beside its input" in found.reason
+    assert "takes `lever` beside its input" in found.reason
     assert said in found.reason
     if "differ" in said:
         assert found.error is not None and found.error > 1e-8
@@ -294,7 +294,7 @@ def test_a_call_without_a_gate_is_the_modules_own() -> None:
     gate = torch.randn(3, 24)
     assert torch.equal(module(x, gate), Gated(before)(x, gate))
     (left,) = left_in(module)
-    assert left.calls == 2 and "a gate of the input's shape" in left.why
+    assert left.calls == 2 and "a gate of the shape of the input" in left.why
 
 
 def test_the_references_of_both_ways_agree_on_half_precision() -> None:

@@ -151,7 +151,7 @@ def test_every_form_is_told(name: str) -> None:
 
 
 def test_what_is_no_such_module_is_refused() -> None:
-    """A middle that no form has is measured; what is no module of experts says why."""
+    """A middle that no form has is measured; what is not a module of experts says why."""
     found = match(Form(dict(up=(10, 6), down=(10, 6)), _squared), "grouped")
     assert isinstance(found, Mismatch) and "differs from experts" in found.reason
     assert found.error is not None and found.error > 1e-3

@@ -157,8 +157,8 @@ def test_attention_is_refused_with_the_reason():
     other.config = copy.copy(other.config)
     other.config.__dict__["_attn_implementation_internal"] = "flash_attention_2"
     assert "flash_attention_2" in match(other, "sdpa").reason
-    assert "holds no attention" in match(nn.MultiheadAttention(4, 2), "sdpa").reason
-    assert "never asked" in match(Ignoring(), "sdpa").reason
+    assert "has no attention" in match(nn.MultiheadAttention(4, 2), "sdpa").reason
+    assert "does not call the attention function" in match(Ignoring(), "sdpa").reason
     assert "differs" in match(Sinking(), "sdpa").reason
 
 

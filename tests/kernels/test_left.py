@@ -50,7 +50,7 @@ BATCH = {"x": torch.randn(4, 6, generator=torch.Generator().manual_seed(0))}
 OWN = """layers.*  replace_kernel(add_norm)
 layers.1.norm  replace_kernel(layer_norm)
 """
-WHY = "`norm` has hooks, a layout, a row or a unit of its own, and is called by itself"
+WHY = "`norm` has hooks, a placement or a row of its own, and is called by itself"
 
 
 def net() -> Net:
@@ -78,7 +78,7 @@ def test_rope_tells_shapes_and_reasons() -> None:
             own(q[:, :, :tokens], k[:, :, :tokens], cos[:1, :1], sin[:1, :1])
     (found,) = left_in(own)
     assert (found.kernel, found.sites, found.calls) == ("rope", ("",), 2)
-    assert found.why == "it takes cosines and sines of one shape, for each of the tokens"
+    assert found.why == "cosines and sines must have the same shape, with all tokens"
     assert found.given.startswith("q [2, 4, 3, 6], k [2, 2, 3, 6], cos [1, 1, 6]")
     assert left_in(twin) == ()
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_sums_that_are_not_of_one_shape_or_too_long() -> None:
     expected = layer(x)
     replace(layer, match(layer, "add_norm"))  # type: ignore[arg-type]
     torch.testing.assert_close(layer(x), expected)
-    assert left_in(layer)[0].why == "it adds two tensors of one shape"
+    assert left_in(layer)[0].why == "it adds two tensors of the same shape"
     norm = nn.RMSNorm(16400, eps=1e-6)
     replace(norm, match(norm, "rms_norm"))  # type: ignore[arg-type]
     norm(torch.ones(1, 16400))
@@ -164,7 +164,7 @@ def attending(module: nn.Module, kernel: str) -> nn.Module:
     return module
 
 
-NO_WINDOW = "its mask is no window (padding is none)"
+NO_WINDOW = "its mask is not a window (padding is not one)"
 
 
 def test_masks_that_are_no_window_are_told() -> None:

@@ -84,7 +84,7 @@ def centred(x):
         (lambda x, w: x * inverse(x) * w.detach(), "gradients differ"),
         (lambda x, w: (x * inverse(x) * w).sum(), "does not run"),
         (lambda x, w: torch.tanh(x) * w, "differs"),
-        (lambda x, w: x * inverse(x) * w, "rounds otherwise"),
+        (lambda x, w: x * inverse(x) * w, "rounds differently"),
     ],
 )
 def test_refuses_what_only_resembles(form, said):

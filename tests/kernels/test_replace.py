@@ -218,7 +218,7 @@ def broken(old: Any) -> Any:
     (lambda old: (Plain(8), NAMES), MLP, ("S881", "[16, 64]", "[8, 32]")),
     (lambda old: (Plain(16), {**NAMES, "b": "c"}), MLP, ("S881", "speak of `c`")),
     (lambda old: (Plain(16), {**NAMES, "b": "c_fc.bias"}), MLP, ("S881", "c_proj.bias")),
-    (lambda old: old, MLP, ("S881", "that it is to replace")),
+    (lambda old: old, MLP, ("S881", "that it should replace")),
     (lambda old: 3, MLP, ("S881", "gives int")),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(make: Any, rows: str, said: tuple[str, ...]) -> None:

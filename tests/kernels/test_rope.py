@@ -173,8 +173,8 @@ def rough(q, k, cos, sin):
 
 @pytest.mark.parametrize(
     ("other", "said"),
-    [(backwards, "turns its numbers otherwise"), (detached, "gradients differ"),
-     (rough, "rounds otherwise")],
+    [(backwards, "does not compute this rotation"), (detached, "gradients differ"),
+     (rough, "rounds differently")],
 )  # fmt: skip
 def test_refuses_what_only_resembles(monkeypatch, other, said):
     """Another sense of turning, a cut gradient, other roundings: each is a mismatch."""

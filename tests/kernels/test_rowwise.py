@@ -105,19 +105,19 @@ def test_long_rows_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("function, shapes, said", [
     (lambda x: x.sum(0), ((4, 8),), ""),
-    (lambda x, y: x @ y, ((4, 8), (8, 8)), "`mm` is no row-wise operator"),
-    (lambda x: x.cumsum(-1), ((4, 8),), "`cumsum` is no row-wise operator"),
-    (lambda x: torch.softmax(x, 0), ((4, 8),), "`amax` over dim [0] goes across rows"),
-    (lambda x: x - x.mean(1, keepdim=True), ((2, 4, 8),), "`mean` over dim [1] goes across rows"),
+    (lambda x, y: x @ y, ((4, 8), (8, 8)), "`mm` is not a row-wise operator"),
+    (lambda x: x.cumsum(-1), ((4, 8),), "`cumsum` is not a row-wise operator"),
+    (lambda x: torch.softmax(x, 0), ((4, 8),), "`amax` over dim [0] reduces over rows"),
+    (lambda x: x - x.mean(1, keepdim=True), ((2, 4, 8),), "`mean` over dim [1] reduces over rows"),
     (lambda x, m: x + m, ((2, 3, 4, 8), (2, 1, 4, 8)), "is broadcast over some of the leading"),
-    (lambda x: x + x.mT, ((8, 8),), "`permute` is no row-wise operator"),
-    (lambda x, y: x + y.unsqueeze(-1), ((8, 8), (8,)), "`add` joins rows with columns"),
-    (lambda x: x.reshape(8, 4) * 2, ((4, 8),), "`view` moves numbers between rows"),
+    (lambda x: x + x.mT, ((8, 8),), "`permute` is not a row-wise operator"),
+    (lambda x, y: x + y.unsqueeze(-1), ((8, 8), (8,)), "`add` merges rows with columns"),
+    (lambda x: x.reshape(8, 4) * 2, ((4, 8),), "`view` moves elements between rows"),
 ])  # fmt: skip
 def test_what_is_no_chain_is_named(
     function: Callable[..., Any], shapes: tuple[tuple[int, ...], ...], said: str
 ) -> None:
-    """The operator that goes across rows, and broadcasts that are none of rows or columns."""
+    """The operator that reduces over rows, and broadcasts that are none of rows or columns."""
     given = [torch.randn(shape) for shape in shapes]
     sorts = sorts_of(given, [True] * len(given))
     if not said:
@@ -181,7 +181,8 @@ def test_inductor_rounds_as_it_is_told() -> None:
 
 
 @pytest.mark.parametrize("rows, said", [
-    ("layers.*.mid  fuse(backend=rowwise)", ("S887", "Linear (`dense`) is no row-wise operator")),
+    ("layers.*.mid  fuse(backend=rowwise)", ("S887", "Linear (`dense`) is not a row-wise"
+                                                     " operator")),
     ("layers.0.out  fuse(add_norm)\nlayers.0.out.norm  fuse(backend=rowwise)",
      ("S503", "lies inside `layers.0.out`", "move this row above")),
 ])  # fmt: skip

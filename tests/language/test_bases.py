@@ -126,7 +126,7 @@ def test_bases_of_bases(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ('drop step "memory"\n', ("S114", "bring a base in above")),
+        ('drop step "memory"\n', ("S114", "use a base schedule above")),
         (
             'use "base.sched"\ndrop step "memry"\n',
             ("S114", "has a step `memry`", "did you mean `memory`?"),
@@ -140,7 +140,7 @@ def test_bases_of_bases(folder: Path) -> None:
         ('use "base.sched"\nstep "memory" {\n}\n', ("S101", "two steps `memory`")),
         ('use "main.sched"\n', ("S112", "main.sched -> main.sched")),
         ('use "bad.sched"\n', ("S201", "bad.sched:3")),
-        ('use "bert.sched"\n', ("S110", "this schedule is for BertModel")),
+        ('use "bert.sched"\n', ("S110", "this schedule is for the model class BertModel")),
     ],
 )
 def test_refused(folder: Path, body: str, words: tuple[str, ...]) -> None:

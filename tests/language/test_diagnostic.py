@@ -75,7 +75,7 @@ error[S202]: index 7 is out of range
         Diagnostic(
             "S103",
             "`tp` cannot be 3",
-            Label(mark(4, "[1, 2, 4]"), "outside this range"),
+            Label(mark(4, "[1, 2, 4]"), "its allowed values"),
             helps=("set `tp` to one of [1, 2, 4]",),
         ),
         """\
@@ -83,7 +83,7 @@ error[S103]: `tp` cannot be 3
  --> gpt2.sched:4:21
   |
 4 | knob tp: int = 2 in [1, 2, 4]
-  |                     ^^^^^^^^^ outside this range
+  |                     ^^^^^^^^^ its allowed values
   |
   = help: set `tp` to one of [1, 2, 4]""",
     ),
@@ -187,3 +187,44 @@ def test_python_place() -> None:
 def test_closest(word: str, near: str | None) -> None:
     """One guess, and none below the similarity that makes it worth saying."""
     assert closest(word, ["c_fc", "c_proj", "verify", "shard"]) == near
+
+
+def test_what_is_wider_than_the_page() -> None:
+    """Sentences and labels are broken between words; names, shapes, source and pasted lines not."""
+    row = "attn.c_attn  shard(col, blocks=3, over=tp)"
+    loss = "add to the model file:\n      def loss(output, batch):\n          return output.sum()"
+    said = Diagnostic(
+        "S501",
+        "a title that has more words than a line of so few columns holds",
+        Label(mark(13, row), "said of this row, in more words than are left"),
+        notes=("a tensor of shape [2, 3, 8, 8] meets `a name of several words` here",),
+        helps=(loss,),
+    ).render(60)
+    assert (
+        said
+        == f"""\
+error[S501]: a title that has more words than a line of so
+             few columns holds
+  --> gpt2.sched:13:5
+   |
+13 |     {row}  # q, k and v live side by side in one weight
+   |     {"^" * len(row)}
+   |     said of this row, in more words than are left
+   |
+   = note: a tensor of shape [2, 3, 8, 8] meets
+           `a name of several words` here
+   = help: {loss}"""
+    )
+
+
+def test_a_refusal_prints_a_page() -> None:
+    """What Python prints of a refusal has 80 columns, as what the command line writes to a file."""
+    long = Refusal(Diagnostic("S101", " ".join(["words"] * 30), Label(mark(4, "knob"))))
+    assert str(long) == "\n" + long.render(80) and max(map(len, str(long).split("\n"))) <= 80
+
+
+def test_facts_are_for_programs() -> None:
+    """A fact is found by its name and printed nowhere."""
+    found = Diagnostic("S506", "t", facts=(("parameter", "head.weight"),))
+    assert found.fact("parameter") == "head.weight" and found.fact("line") is None
+    assert "head.weight" not in found.render()

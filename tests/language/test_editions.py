@@ -64,7 +64,7 @@ def test_a_newer_edition_is_refused(text: str) -> None:
 
 def test_there_was_no_edition_before_the_first() -> None:
     """Nothing is newer than zero but the first."""
-    with pytest.raises(Refusal, match="there is no edition 0") as caught:
+    with pytest.raises(Refusal, match="edition 0 of the language does not exist") as caught:
         parse(Source("x.sched", "schedule 0\n"))
     assert "`schedule 1`" in caught.value.render()
 

@@ -229,19 +229,19 @@ def test_libraries(tmp_path: Path) -> None:
         (body("lm_head  pad(vocab)"), "S305", "needs `multiple`"),
         (body("verfy(forward)"), "S301", "did you mean `verify`?"),
         (body("verify(forwards)"), "S303", "`forward`"),
-        ("schedule 1 for Llama\n", "S110", "the model is a GPT2LMHeadModel"),
+        ("schedule 1 for Llama\n", "S110", "the model is of class GPT2LMHeadModel"),
         ("schedule 1\nknob a: int = 1\nknob a: int = 2\n", "S101", "first declared here"),
         ("schedule 1\nmesh(a=2)\nmesh(b=2)\n", "S101", "the mesh is declared twice"),
         ("schedule 1\nmesh(a=0)\n", "S111", "1 to 1048576 ranks"),
         ("schedule 1\nmesh(a=_, b=_)\n", "S111", "only one axis may be"),
         ("schedule 1\nmesh(a=_, b=3) on x8\n", "S111", "the other axes take 3 of 8 ranks"),
-        ("schedule 1\nknob a: int = 1\nmesh(a=2)\n", "S101", "`a` is a knob and an axis"),
+        ("schedule 1\nknob a: int = 1\nmesh(a=2)\n", "S101", "`a` is a knob and also an axis"),
         ("schedule 1\nknob n: int = 1\nmesh(a=m)\n", "S111", "is `m`"),
         ("schedule 1\nview v of (a, b)\n", "S204", "no axis `a`"),
         ('schedule 1\nstep "a" relax(rngg) {\n}\n', "S303", "did you mean `rng`?"),
         ('schedule 1\nstep "a" {\n}\nstep "a" {\n}\n', "S101", "two steps `a`"),
         ("schedule 1\nlm_head checkpoint()\nmesh(tp=2)\n", "S111", "above the first row"),
-        ("schedule 1\nrequire 2\n", "S304", "a test"),
+        ("schedule 1\nrequire 2\n", "S304", "needs a condition"),
     ],
 )
 def test_refusals(text: str, code: str, said: str) -> None:
@@ -257,7 +257,7 @@ def test_requirement() -> None:
     assert (
         refused(text, knobs={"tp": 4}).render()
         == """\
-error[S104]: a requirement does not hold
+error[S104]: `require` fails
  --> gpt2.sched:8:1
   |
 8 | require model.config.n_head % tp == 2
@@ -311,11 +311,11 @@ step "kernels" {
     assert (
         refused(text).render()
         == """\
-error[S505]: this row changes numerics (`rng`), which its step does not allow
+error[S505]: this row changes numerics (`rng`): its step does not allow that
  --> gpt2.sched:3:12
   |
 2 | step "kernels" {
-  | -------------- allows nothing beyond rounding
+  | -------------- allows only rounding
 3 |   lm_head  replace_kernel(x, rng=philox)
   |            ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^ results may differ in rng
   |

@@ -125,7 +125,7 @@ def verb(folder: Path, name: str, *options: str, text: str = "expect time(step) 
 def test_plan_holds_what_it_is_given(tmp_path: Path) -> None:
     """Without times `plan` says that it holds none; with them it simulates, and exits 1."""
     left = verb(tmp_path, "plan")
-    assert left.exit_code == 0 and "`time(step) < 5ms` is not held here" in left.stderr
+    assert left.exit_code == 0 and "`time(step) < 5ms` is not compared here" in left.stderr
     fits = verb(tmp_path, "plan", "--cost", "F=1,B=2")
     assert (
         fits.exit_code == 0 and "a step takes 3 ms" in fits.stdout and "not held" not in fits.stderr

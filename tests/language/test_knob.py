@@ -44,13 +44,13 @@ def test_values(text: str, settings: dict[str, Any], value: object) -> None:
         ("tp: int = 3 in [1, 2, 4]", {}, "S103", "default"),
         ("m: int = 16 in 4..64", {"m": "65"}, "S103", "choose from 4..64"),
         ("tp: int = 2", {"tp": "two"}, "S102", "`tp` cannot be `two`"),
-        ("tp: int = 2.5", {}, "S102", "is of type int"),
-        ("up: bool = 1", {}, "S102", "is of type bool"),
+        ("tp: int = 2.5", {}, "S102", "must be of type int"),
+        ("up: bool = 1", {}, "S102", "must be of type bool"),
         ("up: bool = true", {"up": "maybe"}, "S102", "cannot be `maybe`"),
         ("x: number = 1", {}, "S102", "choose one of `int`"),
         ("x: inte = 1", {}, "S102", "did you mean `int`?"),
         ("x: int", {}, "S105", "--knob x="),
-        ("x: int = 1 in 5..2", {}, "S102", "smaller to a larger"),
+        ("x: int = 1 in 5..2", {}, "S102", "smaller to the larger"),
         ("x: int = 1 in 5", {}, "S102", "a list or an interval"),
     ],
 )
@@ -73,7 +73,7 @@ error[S103]: `tp` cannot be 3
  --> gpt2.sched:4:21
   |
 4 | knob tp: int = 2 in [1, 2, 4]
-  |                     ^^^^^^^^^ outside this range
+  |                     ^^^^^^^^^ its allowed values
   |
   = help: set `tp` to one of [1, 2, 4]"""
     )

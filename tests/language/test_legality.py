@@ -43,7 +43,7 @@ error[S501]: `transformer.h.1` is already checkpointed
 4 |   transformer.h[:3]  checkpoint()
   |                      ------------ first checkpointed here
 5 |   transformer.h.1    checkpoint()
-  |                      ^^^^^^^^^^^^ this would recompute it twice
+  |                      ^^^^^^^^^^^^ would recompute it twice
   |
   = help: drop one of the two"""
     )
@@ -63,7 +63,7 @@ def test_one_inside_the_other(inner_first: bool) -> None:
 def test_an_axis_splits_once() -> None:
     """The same axis twice at one module is refused; another axis is not."""
     text = refused("lm_head  shard(col, over=ep)", "lm_head  shard(row, over=ep)")
-    assert "`lm_head` is already split over `ep`" in text and "S504" in text
+    assert "`lm_head` is already sharded over `ep`" in text and "S504" in text
     run(
         "transformer.h.*.mlp.c_fc  shard(col, over=tp)",
         "transformer.h.*.mlp.c_proj  shard(row, over=tp)",

@@ -127,10 +127,10 @@ def test_a_mesh_larger_than_the_world(tmp_path: Path, monkeypatch: pytest.Monkey
     """In a job of two ranks a mesh of four is refused, with how to start four."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     message = _refused(tmp_path, _text("  zero(stage=0, over=dp)", "dp=_, tp=4"))
-    assert "`dp` would have no whole number of ranks" in message and "2 ranks" in message
+    assert "`dp` has no integer size" in message and "2 ranks" in message
     monkeypatch.delenv("WORLD_SIZE")
     message = _refused(tmp_path, _text("  zero(stage=0, over=dp)", "dp=16"))
-    assert "16 ranks are more than `verify` starts" in message and "`--mesh dp=2`" in message
+    assert "`verify` starts at most 8 ranks" in message and "`--mesh dp=2`" in message
 
 
 def test_building_on_too_few_ranks() -> None:
@@ -185,7 +185,7 @@ def test_no_model_file(tmp_path: Path) -> None:
         ('{"idz": torch.zeros(4, 3).long()}', "idz"),
         ('{"ids": torch.zeros(4, 3)}', "rejects this batch"),
         ('{"ids": torch.zeros((), dtype=torch.long)}', "no rows"),
-        ('{"ids": torch.zeros(1, 3).long()}', "1 rows cannot fill 2 parts"),
+        ('{"ids": torch.zeros(1, 3).long()}', "the batch has 1 row, but 2 are needed"),
     ],
     ids=["name", "dtype", "no rows", "too few"],
 )
@@ -214,5 +214,5 @@ def test_wrong_options(tmp_path: Path) -> None:
     assert "no axis `pp`" in _refused(tmp_path, _text(TP), "--mesh", "pp=2")
     assert "cannot be read" in _refused(tmp_path, _text(TP), "--mesh", "tp=0")
     assert "knob" in _refused(tmp_path, _text(TP), "--knob", "tpp=2")
-    assert "no row stands" in _refused(tmp_path, _text(TP), "--only", "900")
-    assert "no working dtype" in _refused(tmp_path, _text(TP), "--dtype", "float3")
+    assert "no row is" in _refused(tmp_path, _text(TP), "--only", "900")
+    assert "not a working dtype" in _refused(tmp_path, _text(TP), "--dtype", "float3")

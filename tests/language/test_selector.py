@@ -94,7 +94,7 @@ error[S201]: selector matches no module
 2 | at mlp.c_fcc {}
   |        ^^^^^ `transformer.h.0.mlp` has no child `c_fcc`
   |
-  = note: looked in 4 modules, `transformer.h.0.mlp` to `transformer.h.3.mlp`
+  = note: searched 4 modules, `transformer.h.0.mlp` to `transformer.h.3.mlp`
   = help: did you mean `c_fc`?"""
     )
 
@@ -147,11 +147,11 @@ def test_no_module_of_the_type() -> None:
 @pytest.mark.parametrize(
     "text, code, said",
     [
-        ("transformer.h.* where place > 9", "S207", "`where` keeps none"),
-        ("transformer.h.* except transformer.h.*", "S207", "`except` takes all"),
+        ("transformer.h.* where place > 9", "S207", "`where` is false for all of them"),
+        ("transformer.h.* except transformer.h.*", "S207", "`except` removes all"),
         ("transformer.h.* where plaice > 9", "S208", "attribute `plaice`"),
-        ("transformer.h.* where place + 1", "S304", "needs a test"),
-        ("transformer.h[:ckptt]", "S210", "nothing is called `ckptt`"),
+        ("transformer.h.* where place + 1", "S304", "needs a condition"),
+        ("transformer.h[:ckptt]", "S210", "unknown name `ckptt`"),
         ("transformer.h.* except transformer.x", "S201", "no child `x`"),
     ],
 )

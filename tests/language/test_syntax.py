@@ -138,7 +138,7 @@ error[S004]: a selector and its primitive are separated by a space
   --> gpt2.sched:16:5
    |
 16 |     mlp.c_fc:    shard(col, over=tp)
-   |     ^^^^^^^^^^^^^^^^^^ this colon asks for modules of a type
+   |     ^^^^^^^^^^^^^^^^^^ `:` selects modules by their class
    |
    = help: write `mlp.c_fc  shard(...)`"""
     )
@@ -149,13 +149,13 @@ def test_row_without_primitive() -> None:
     assert (
         edited("    mlp.c_fc     shard(col, over=tp)", "    mlp.c_fc")
         == """\
-error[S003]: the line ends where `(` or `.` or `:` should be
+error[S003]: expected `(`, `.` or `:`, found the end of the line
   --> gpt2.sched:16:13
    |
 16 |     mlp.c_fc
-   |             ^ this row has no primitive
+   |             ^ the primitive is missing
    |
-   = help: say what is done to it: `mlp.c_fc  checkpoint()`"""
+   = help: add a primitive: `mlp.c_fc  checkpoint()`"""
     )
 
 
@@ -163,24 +163,24 @@ error[S003]: the line ends where `(` or `.` or `:` should be
     "text, code, said",
     [
         ("schedule 2\n", "S006", "edition 2"),
-        ("schedule 1\nknob step: int = 1\n", "S007", "`step` is a word of the language"),
+        ("schedule 1\nknob step: int = 1\n", "S007", "`step` is a keyword of the language"),
         ("schedule 1\nmesh(model=2)\n", "S007", "`model`"),
         ("schedule 1\ndef at(x) { shard() }\n", "S00", ""),
         ("schedule 1\nview of of (a, b)\n", "S00", ""),
-        ('schedule 1\nstep "a" {\n  h.*(1)\n}\n', "S004", "no primitive"),
+        ('schedule 1\nstep "a" {\n  h.*(1)\n}\n', "S004", "the primitive is missing"),
         ("mesh(tp=2)\n", "S003", "schedule 1"),
         ("", "S003", "schedule 1"),
         ('schedule 1\nstop "x" {\n}\n', "S003", "did you mean `step`"),
         ("schedule 1\nknbo tp: int = 2\n", "S003", "did you mean `knob`"),
         ('schedule 1\nstep "a {\n}\n', "S001", "never closed"),
         ("schedule 1\nstep 'a' {\n}\n", "S001", "double quotes"),
-        ("schedule 1\nmesh(tp=2;)\n", "S001", "`;` means nothing here"),
+        ("schedule 1\nmesh(tp=2;)\n", "S001", "unexpected character `;`"),
         ("schedule 1\nrequire 1 in 2\n", "S003", "`in`"),
         ("schedule 1\nrequire " + "(" * 5000 + "1", "S004", "too deep"),
         ("schedule 1\nrequire " + "-" * 5000 + "1", "S004", "too deep"),
         ("schedule 1\nrequire " + "not " * 5000 + "1", "S004", "too deep"),
         ("schedule 1\nrequire " + "(-" * 25 + "1" + ")" * 25, "S004", "brackets and signs"),
-        ('schedule 1\nstep "s" {\n' + "at a {\n" * 48, "S004", "brackets may stand 48 deep"),
+        ('schedule 1\nstep "s" {\n' + "at a {\n" * 48, "S004", "brackets may be nested 48 deep"),
         ("schedule 1\nmesh(tp=" + "9" * 5000 + ")", "S004", "5000 digits"),
     ],
 )

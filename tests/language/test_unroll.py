@@ -74,8 +74,8 @@ def test_equal_shares_of_the_calls() -> None:
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ("again  unroll(0)", ("S304", "at least once")),
-        ("unroll(3)", ("S408", "called once")),
+        ("again  unroll(0)", ("S304", "needs 1 call or more")),
+        ("unroll(3)", ("S408", "called only once")),
         ("again  unroll(3)\nagain  unroll(3)", ("S501", "unrolled already")),
         ("layers.0  unroll(1)\nlayers.0.mlp  unroll(1)", ("S502", "lies inside")),
         ("layers  pipeline_split(over=pp)\nagain  unroll(3)", ("S503", "above `pipeline_split`")),
@@ -122,4 +122,4 @@ def test_too_few_modules_name_their_list_and_the_calls_of_a_loop() -> None:
     toy.layers = torch.nn.ModuleList([toy.again])
     told = refused(toy, "layers  pipeline_split(over=pp)", "pp=2")
     assert "S613" in told and "1 module cannot be cut into 2 stages" in told
-    assert "that is all of `layers`" in told and "`unroll`" in told
+    assert "these are all modules of `layers`" in told and "`unroll`" in told

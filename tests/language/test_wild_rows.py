@@ -25,15 +25,15 @@ TIED = Config((Block(),), width=6, entry="words", vocab=12, tied=True)
         (MLP, "blocks.0.up  shard(col, input=S(0), output=R, over=tp)", "needs a replicated input"),
         (WORDS, "blocks.0.up  shard(vocab, input=S(0), over=tp)", "needs a replicated input"),
         (MLP, "blocks.0.up  shard(col, output=S(seq), over=tp)", "cannot output"),
-        (MLP, "blocks.0.down  shard(row, blocks=2, over=tp)", "do not arrive so"),
-        (MLP, "blocks.0.up  shard(vocab, blocks=2, over=tp)", "one block"),
+        (MLP, "blocks.0.down  shard(row, blocks=2, over=tp)", "sharded in blocks"),
+        (MLP, "blocks.0.up  shard(vocab, blocks=2, over=tp)", "cannot be split into blocks"),
         (MLP, "blocks.0.up  shard(weight=S(out), output=R, over=tp)", "only one of weight"),
         (MLP, "blocks.0.up  shard(weight=S(in), bias=S(out), over=tp)", "only one of weight"),
         (TIED, "head  shard(col, output=R, over=tp)", "`embed` shares a sharded weight"),
         (
             WORDS,
             "blocks.0.up  shard(vocab, over=tp)\nblocks.0.down  shard(row, over=tp)",
-            "behind split logits",
+            "after sharded logits",
         ),
     ],
 )
@@ -87,4 +87,4 @@ def test_a_split_tensor_behind_split_logits() -> None:
     """Behind split logits calls are not followed: what is still split there is refused."""
     rows = "up  shard(col, over=tp)\nhead  shard(vocab, over=tp)"
     batch = {"x": torch.ones(4, 4, dtype=torch.float64), "y": torch.arange(4)}
-    assert "behind split logits" in refused(Two(), rows, "tp=2", batch)
+    assert "after sharded logits" in refused(Two(), rows, "tp=2", batch)

@@ -146,17 +146,20 @@ def _version() -> list[float]:
 
 # what rank 1 does otherwise -> what the refusal says of it
 KINDS: dict[str, tuple[Callable[[], Any], str]] = {
-    "weights, sliced": (lambda: _trained("zero 3", **_one(seed=1)), "rank 1 has other initial w"),
-    "weights, sharded": (lambda: _trained("tp", **_one(seed=1)), "rank 1 has other initial wei"),
-    "weights, staged": (lambda: _trained("pp 2", **_one(seed=1)), "rank 1 has other initial weig"),
+    "weights, sliced": (lambda: _trained("zero 3", **_one(seed=1)),
+        "rank 1 has different initial weights"),
+    "weights, sharded": (lambda: _trained("tp", **_one(seed=1)),
+        "rank 1 has different initial weights"),
+    "weights, staged": (lambda: _trained("pp 2", **_one(seed=1)),
+        "rank 1 has different initial weights"),
     "stage": (lambda: _trained("zero 2" if dist.get_rank() else "zero 1"), "`row 1` is zero("),
-    "schedule": (lambda: _trained("tp" if dist.get_rank() else "zero 1"), "another mesh"),
+    "schedule": (lambda: _trained("tp" if dist.get_rank() else "zero 1"), "a different mesh"),
     "microbatches": (lambda: _trained("pp 4" if dist.get_rank() else "pp 2"), "micro=4"),
     "rate": (lambda: _trained(**_one(optimizer=lambda n: _adamw(n, lr=3e-4))), "0.0003 on rank 1"),
     "optimizer": (lambda: _trained(**_one(optimizer=lambda n: torch.optim.SGD(n, lr=1e-3))), "SGD"),
     "groups": (lambda: _trained(**_one(optimizer=_grouped)), "weight_decay 0.5 on rank 1"),
     "no optimizer": (lambda: _trained(**_one(optimizer=None)), "`optimizer` is None on rank 1"),
-    "clip": (lambda: _trained(**_one(clip=1.0)), "other options of `build`"),
+    "clip": (lambda: _trained(**_one(clip=1.0)), "different options of `build`"),
     "dtype": (lambda: _trained(**_one(made=_half)), "float64 (16, 8) on rank 1"),
     "frozen": (lambda: _trained(**_one(made=_frozen)), "frozen on rank 1"),
     "constant": (lambda: _trained(**_one(made=lambda: Net(2.0))), "scale=2.0"),
@@ -164,7 +167,8 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
     "loss": (lambda: _trained(loss=_other_loss if dist.get_rank() else _loss), "`loss` differs on"),
     "version": (_version, "`torch` is 2.11.0 on rank 1, 2.1"),
     "names of the batch": (
-        lambda: _trained(**_one(first=_batch() | {"z": torch.ones(4)})), "another batch to build",
+        lambda: _trained(**_one(first=_batch() | {"z": torch.ones(4)})),
+        "a different batch to build",
     ),
 }  # fmt: skip
 
@@ -203,7 +207,7 @@ def test_a_rank_that_does_not_come(pool: Pool, comes: int) -> None:
     with pytest.raises(Refusal) as info:
         pool.run(body, 2)
     assert info.value.diagnostic.code == "S651"
-    assert f"rank {1 - comes} has not come to `build` within 1 s" in str(info.value)
+    assert f"rank {1 - comes} has not called `build` within 1 s" in str(info.value)
     assert time.monotonic() - start < 30
 
 
@@ -228,8 +232,9 @@ def test_a_rank_that_cannot_build(pool: Pool) -> None:
 
 
 BATCHES: dict[str, tuple[Callable[[int], Any], str]] = {
-    "values": (lambda step: _batch(step + dist.get_rank()), "rank 1 has another batch in step 0"),
-    "later": (lambda step: _batch(step + step * dist.get_rank()), "another batch in step 1"),
+    "values": (lambda step: _batch(step + dist.get_rank()),
+               "rank 1 has a different batch in step 0"),
+    "later": (lambda step: _batch(step + step * dist.get_rank()), "a different batch in step 1"),
     "rows": (lambda step: _batch(step, rows=4 + 2 * dist.get_rank()), "`x` is (6, 8) on rank 1"),
     "names": (lambda step: dict(list(_batch(step).items())[: 2 - dist.get_rank()]),
               "`y` is nothing on rank 1"),
@@ -256,7 +261,7 @@ def test_rows_of_ones_own_may_differ(pool: Pool) -> None:
         return float(program.train_step(_batch(dist.get_rank()), local=True))
 
     assert len(set(pool.run(body, 2, "zero 1"))) == 1
-    with pytest.raises(Refusal, match="rank 1 has another batch in step 0"):
+    with pytest.raises(Refusal, match="rank 1 has a different batch in step 0"):
         pool.run(body, 2, "tp")
 
 
@@ -270,7 +275,7 @@ def test_a_rate_that_is_changed_on_one_rank(pool: Pool) -> None:
             group["lr"] = 0.1 * (1 + dist.get_rank())
         program.train_step(_batch())
 
-    with pytest.raises(Refusal, match="rank 1 has another optimizer in step 0"):
+    with pytest.raises(Refusal, match="rank 1 has a different optimizer in step 0"):
         pool.run(body, 2)
 
 
@@ -295,10 +300,10 @@ def test_most_ranks_are_right() -> None:
     item = Item("optimizer", {})
     rates = {0: {"lr": "1"}, 1: {"lr": "2"}, 2: {"lr": "1"}, 3: {"lr": "1"}}
     assert differences(item, rates) == (
-        "rank 1 has another optimizer", ["`lr` is 2 on rank 1, 1 on ranks 0, 2 and 3"]
+        "rank 1 has a different optimizer", ["`lr` is 2 on rank 1, 1 on ranks 0, 2 and 3"]
     )  # fmt: skip
     title, _ = differences(item, {0: {"lr": "1"}, 1: {"lr": "2"}})
-    assert title == "rank 1 has another optimizer"
+    assert title == "rank 1 has a different optimizer"
 
 
 def test_parts_that_some_hold() -> None:

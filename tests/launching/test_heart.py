@@ -90,7 +90,7 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
         + SCRIPT.replace("sch.build(", "sch.build(wait=3, ")
     )
     done, seconds = _torchrun(tmp_path / "train.py")
-    assert done.returncode and done.stderr.count("error[S651]: rank 1 has not come") == 1
+    assert done.returncode and done.stderr.count("error[S651]: rank 1 has not called `build`") == 1
     assert "within 3 s" in done.stderr and seconds < 60, seconds
 
 

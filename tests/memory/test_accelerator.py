@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,15 +29,12 @@ from schedlang.runtime.keeping.rounded import Coding
 from schedlang.runtime.regions.checked import draws
 from schedlang.runtime.routing.capacity import kept
 from schedlang.runtime.routing.dispatch import Counts, Step, Way, sent_by
-from schedlang.runtime.staging.bag import Bag, address
-from schedlang.runtime.staging.flight import work_of
 from schedlang.runtime.staging.kept_inputs import Kept
 from schedlang.runtime.staging.parking import offload, reload
 from schedlang.runtime.stepping.loss_scale import LossScale
 from schedlang.runtime.storage import copies
-from schedlang.runtime.storage.own import Addresses
 from schedlang.runtime.summing.gradient import norm_alone
-from schedlang.timeline import Kind, Op
+from tests.accelerator.parked import parked
 
 accelerators = pytest.importorskip("schedlang.testing.accelerator")
 WIDTH, WORDS = 16, 12
@@ -360,12 +356,7 @@ def test_parked_on_the_host(acc: Any) -> None:
     model(x).square().sum().backward()
     wanted = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
-    bag = Bag(Addresses(model, address, [x]))
-    with bag.collecting():
-        loss = model(x).square().sum()
-    bag.close(())
-    op = Op(Kind.OFFLOAD, 0, 0)
-    step: Any = SimpleNamespace(flights={work_of(op): SimpleNamespace(bag=bag)}, hosts={})
+    loss, bag, step, op = parked(model, x)
     assert bag.bytes
     with acc.no_synchronisation():
         offload(step, op)

@@ -85,13 +85,21 @@ def test_a_plan_is_refused_in_less_than_any_needs() -> None:
 @pytest.mark.parametrize(
     "row, code, words",
     [
-        (ROW.format("group=0"), "S840", "`group=0` is no number of modules"),
-        (ROW.format("every=0"), "S840", "`every` counts them"),
-        ("transformer.h[::2]  checkpoint(group=2)", "S840", "are not neighbours"),
+        (ROW.format("group=0"), "S840", "`group` must be 1 or more, not 0"),
+        (ROW.format("every=0"), "S840", "`every` is a number of modules"),
+        ("transformer.h[::2]  checkpoint(group=2)", "S840", "are not consecutive"),
         (ROW.format("plan=rotor"), "S842", "`plan` needs `memory`"),
         (ROW.format("memory=1GiB"), "S842", "`memory` needs `plan`"),
-        (ROW.format("plan=rotor, memory=1GiB, group=2"), "S842", "a plan chooses by itself"),
-        ("transformer.h[0,2]  checkpoint(plan=rotor, memory=1GiB)", "S842", "follow each other"),
+        (
+            ROW.format("plan=rotor, memory=1GiB, group=2"),
+            "S842",
+            "a plan chooses what is recomputed together",
+        ),
+        (
+            "transformer.h[0,2]  checkpoint(plan=rotor, memory=1GiB)",
+            "S842",
+            "consecutive modules of one list",
+        ),
         (
             "transformer.h.0, transformer.h.0.mlp  checkpoint()",
             "S502",
@@ -168,6 +176,6 @@ def test_what_no_generator_of_torch_gives_is_refused(name: str) -> None:
     with pytest.raises(Refusal) as caught:
         prepare(plan, batch)
     told = caught.value.render()
-    assert "S843" in told and "a second run of `layers.0` is not the first" in told
+    assert "S843" in told and "recomputing `layers.0` gives another result" in told
     assert ("`from_numpy`" if name == "numpy" else "`mul`") in told or "`__mul__`" in told
     assert "test_checkpoint.py:" in told and "torch.rand" in told

@@ -283,12 +283,12 @@ def test_it_is_lossy(threads: Threads) -> None:
     ("compress(gradients, int2)", "", "lossy", "S856", "powersgd, int8, onebit"),
     (ROW.format("int8") * 2, "", "lossy", "S501", "already"),
     ("transformer.h.*  checkpoint(save=[linear, collective])\n" + ROW.format("int8"), "", "lossy",
-     "S857", "messages between ranks"),
+     "S857", "results of collectives"),
     ("transformer.h.*  checkpoint(plan=dtr, memory=1MiB)\n" + ROW.format("int8"), "", "lossy",
-     "S857", "as memory runs out"),
+     "S857", "dropped at run time"),
     ("transformer.h.0  checkpoint()\ntransformer.h.0.mlp  compress(activations, int8)", "",
-     "lossy", "S857", "runs again inside"),
-    ("offload(parameters)\n" + ROW.format("int8"), "", "lossy", "S857", "notes of parameters"),
+     "lossy", "S857", "recomputed inside"),
+    ("offload(parameters)\n" + ROW.format("int8"), "", "lossy", "S857", "moved in and out"),
     (ROW.format("int8") + 'transformer.h pipeline_split(over=pp)\n'
      'pipeline(order="PipeDream", micro=4)', "pp=2", "lossy, staleness", "S859", "1F1B"),
 ])  # fmt: skip

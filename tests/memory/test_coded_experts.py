@@ -87,4 +87,4 @@ def test_dropped_tokens_are_refused() -> None:
     rows = ROW.format("dp, capacity=0.75") + CODED.format("int8") + "zero(stage=0, over=dp)"
     with pytest.raises(Refusal) as error:
         prepare(planned(models.tiny(), rows, "dp=2", "routing, lossy"), BATCHES[0])
-    assert "S858" in error.value.render() and "drops tokens" in error.value.render()
+    assert "S858" in error.value.render() and "has a `capacity`" in error.value.render()

@@ -123,10 +123,10 @@ def test_whole_numbers_move(threads: Threads, monkeypatch: pytest.MonkeyPatch, t
 
 @pytest.mark.parametrize("rows, mesh, code, said", [
     ("transformer.h.1.mlp  offload(activations)\n" + ROW.format("int8"), "", "S857",
-     "moves inside"),
+     "offloaded inside"),
     ("transformer.h.*.mlp.c_fc  shard(col, over=tp, uneven=pad)\n"
      "transformer.h.*.mlp.c_proj  shard(row, over=tp, uneven=pad)\n" + ROW.format("int8"), "tp=3",
-     "S935", "one process could not"),
+     "S935", "a single process would"),
 ])  # fmt: skip
 def test_refused(rows: str, mesh: str, code: str, said: str) -> None:
     """Where parts are not equal, and where what moves is not what is rounded."""

@@ -207,7 +207,7 @@ def test_a_model_that_writes_into_what_it_gave_is_refused() -> None:
     with pytest.raises(Refusal) as caught:
         prepare(plan, {"x": torch.ones(3, 4, dtype=torch.float64)})
     told = caught.value.render()
-    assert "S846" in told and "the model wrote into" in told and "rows.sched" in told
+    assert "S846" in told and "the model changed" in told and "rows.sched" in told
 
 
 def test_the_page_says_what_runs() -> None:
@@ -226,7 +226,7 @@ def test_too_little_is_refused() -> None:
         prepare(planned(models.gpt2(2), ROW.format("8KiB")), BATCHES[0])
     told = caught.value.render()
     need = int(told.split("each microbatch needs ")[1].split()[0])
-    assert "what enters a module stays" in told and need > 8 * 1024
+    assert "the inputs of modules are kept" in told and need > 8 * 1024
     prepare(planned(models.gpt2(2), ROW.format(f"{need}B")), BATCHES[0])
 
 

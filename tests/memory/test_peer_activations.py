@@ -217,8 +217,10 @@ def test_refused(rows: str, mesh: str, said: tuple[str, ...]) -> None:
     [
         ("layers[0] offload(activations, to=peer, over=dp)\nzero(stage=0, over=dp)", "dp=2",
          ("S851", "none would hold less", "checkpoint()")),
-        (FIRST + PIPE.replace("1F1B", "BPipe"), "pp=4", ("S851", "says by itself", "EVICT")),
-        (FIRST + PIPE.replace("1F1B", "Varuna"), "pp=2", ("S851", "says by itself", "RECOMPUTE")),
+        (FIRST + PIPE.replace("1F1B", "BPipe"), "pp=4",
+         ("S851", "already decides what happens", "EVICT")),
+        (FIRST + PIPE.replace("1F1B", "Varuna"), "pp=2",
+         ("S851", "already decides what happens", "RECOMPUTE")),
     ],
     ids=["axis", "parks", "again"],
 )  # fmt: skip

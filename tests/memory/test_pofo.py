@@ -209,12 +209,12 @@ def test_too_little_memory_is_refused() -> None:
 @pytest.mark.parametrize(
     "row, code, words",
     [
-        ("checkpoint(plan=pofo, memory=1GiB)", "S842", "stand together"),
-        ("checkpoint(plan=rotor, memory=1GiB, bandwidth=1GiB)", "S842", "stand together"),
-        ("checkpoint(plan=rotor, memory=1GiB, tflops=10)", "S842", "stand together"),
+        ("checkpoint(plan=pofo, memory=1GiB)", "S842", "must be given together"),
+        ("checkpoint(plan=rotor, memory=1GiB, bandwidth=1GiB)", "S842", "must be given together"),
+        ("checkpoint(plan=rotor, memory=1GiB, tflops=10)", "S842", "must be given together"),
         ("checkpoint(plan=pofo, memory=1GiB, bandwidth=1GiB, tflops=0)", "S842", "must be above 0"),
         ("checkpoint(plan=pofo, memory=1GiB, bandwidth=1GiB)\n"
-         "transformer.h.1  offload(activations)", "S847", "already says which"),
+         "transformer.h.1  offload(activations)", "S847", "already chooses which"),
     ],
 )  # fmt: skip
 def test_what_means_nothing_is_refused(row: str, code: str, words: str) -> None:

@@ -138,5 +138,5 @@ def test_a_file_is_an_order(tmp_path: Path) -> None:
     with pytest.raises(OrderError, match="No such file"):
         order(str(tmp_path / "other.csv"), 2, 4)
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(OrderError, match="it is no text"):
+    with pytest.raises(OrderError, match="it is not text"):
         order(str(path), 2, 4)

@@ -90,13 +90,13 @@ def test_costs() -> None:
         (("--order", "Interleaved1F1B", "--chunks", 1), "chunks=2"),
         (("--cost", "F=-1"), "none below zero"),
         (("--cost", "F=nan"), "none below zero"),
-        (("--cost", "F=one"), "no number"),
-        (("--cost", "F=1/0"), "no number"),
-        (("--cost", "F="), "no number"),
+        (("--cost", "F=one"), "not a number"),
+        (("--cost", "F=1/0"), "not a number"),
+        (("--cost", "F="), "not a number"),
         (("--cost", "com=1"), "did you mean `comm`"),
         (("--cost", "F=1,f=2"), "given twice"),
-        (("--cost", "B=1,W=2"), "B is I and W together"),
-        (("--cost", "F=0,B=0"), "above zero"),
+        (("--cost", "B=1,W=2"), "`B` is `I` and `W` together"),
+        (("--cost", "F=0,B=0"), "above 0"),
         (("--cost", "kept=2"), "share"),
         (("--stages", 0), "at least 1"),
         (("--slices", 2), "does not cut sequences"),
@@ -132,7 +132,7 @@ def test_table(tmp_path: Path) -> None:
     for words, said in (
         (("--order", tmp_path / "b.csv"), "line 1"),
         (("--order", tmp_path / "c.csv"), "cannot be read"),
-        (("--order", tmp_path / "a.csv", "--chunks", 1), "the table says this already"),
+        (("--order", tmp_path / "a.csv", "--chunks", 1), "the table already sets"),
     ):
         found = run(*words)
         assert found.exit_code == 2 and said in found.output, found.output
@@ -187,5 +187,5 @@ def test_estimated(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL.replace("def batch", "def other"))
     value = answer(tmp_path / "a.sched")
     assert "no batch" in value["estimated"][0] and value["makespan"] == 15
-    assert "says this already" in run(tmp_path / "a.sched", "--micro", 4).output
-    assert "no speed" in run(tmp_path / "a.sched", "--tflops", 0).output
+    assert "already sets" in run(tmp_path / "a.sched", "--micro", 4).output
+    assert "must be above 0" in run(tmp_path / "a.sched", "--tflops", 0).output

@@ -96,7 +96,7 @@ def test_too_little_memory_is_refused() -> None:
 def test_two_rows_that_say_where_stages_begin(cut: str) -> None:
     """S845 where a cut is named, or balanced by something else."""
     told = refused(models.gpt2(), ROW.format("1GiB") + cut, "pp=2")
-    assert "S845" in told and "two rows say where stages begin" in told
+    assert "S845" in told and "two rows choose where stages start" in told
     assert "checkpoint(plan=adapipe" in told and "help:" in told
 
 

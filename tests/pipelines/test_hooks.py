@@ -62,7 +62,7 @@ class Inside(Heard):
 
 def test_what_a_hook_computes() -> None:
     """Only what a hook is told crosses stages: what it makes of that is refused, by name."""
-    with pytest.raises(Refusal, match="reads a value from inside `blocks.0`") as caught:
+    with pytest.raises(Refusal, match="reads a value inside `blocks.0`") as caught:
         cut_evenly(made(Inside)(), points(0), 3, ["blocks"])
     assert caught.value.diagnostic.code == "S610"
 

@@ -25,7 +25,10 @@ REFUSED = {
     "full attention": (lambda: Causal("full"), "it is not causal: in `blocks.0.out`"),
     "convolution": (lambda: Causal("conv"), "it is not causal: in `blocks.0"),
     "attention by products": (lambda: Causal("products"), "does not run on a slice"),
-    "positions by sums": (lambda: Causal(positions="counted"), "`places` gives a slice another"),
+    "positions by sums": (
+        lambda: Causal(positions="counted"),
+        "`places` computes a slice",
+    ),
 }
 
 
@@ -76,7 +79,7 @@ def test_a_wrong_way_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         slice_probe, "candidates",
         lambda trial: (replace(way, places=frozenset()) for way in plain(trial)),
     )  # fmt: skip
-    with pytest.raises(Refusal, match="`blocks.0.norm` gives a slice another result"):
+    with pytest.raises(Refusal, match="`blocks.0.norm` computes a slice differently"):
         found(Causal(), models.tokens(3, 9, mask=False), 3)
 
 

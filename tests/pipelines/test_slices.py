@@ -109,7 +109,7 @@ def test_packed_rows_are_refused() -> None:
     batch["position_ids"] = torch.arange(8).expand(2, 8) % 5
     model = models.llama(2)
     slices = Slices(model, Slicing(2, "cache", "labels", "given"), labels_of(model, batch).count)
-    with pytest.raises(Refusal, match="start anew"):
+    with pytest.raises(Refusal, match="restart within a row"):
         slices.of(batch)
 
 
@@ -204,7 +204,7 @@ def test_inputs_of_slices() -> None:
     assert last.inputs["attention_mask"].shape == (2, 6) and last.inputs["scale"] == 0.5
     assert last.inputs["inputs_embeds"].shape == (2, 4, 3)
     assert first.inputs["bias"].shape == (2, 1, 2, 2) and last.inputs["bias"].shape == (2, 1, 4, 6)
-    with pytest.raises(Refusal, match="6 tokens cannot fill 7 slices"):
+    with pytest.raises(Refusal, match="6 tokens are too few for 7 slices"):
         Slicing(7, "calls").pieces(batch)
 
 

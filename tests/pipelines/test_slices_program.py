@@ -98,7 +98,7 @@ def test_proof(threads: Threads, mesh: str) -> None:
 def test_too_many_slices_are_refused() -> None:
     """More slices than tokens: how many there may be is said, before anything runs."""
     plan = planned(models.llama(2), 'pipeline(order="Seq1F1B", micro=1, slices=12)')
-    with pytest.raises(Refusal, match="11 tokens cannot fill 12 slices"):
+    with pytest.raises(Refusal, match="11 tokens are too few for 12 slices"):
         build(plan, BATCHES[0])
 
 

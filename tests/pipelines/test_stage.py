@@ -226,7 +226,7 @@ def test_side_channels_refused() -> None:
     """A loss that reads from inside a unit is refused where the unit is on another stage only."""
     graph = graph_of(Routed(), {"x": torch.ones(2, 3)})
     cut(graph, [0, 0, 0])
-    with pytest.raises(Refusal, match="reads a value from inside `layers.1`") as caught:
+    with pytest.raises(Refusal, match="reads a value inside `layers.1`") as caught:
         cut(graph, [0, 0, 1])
     assert caught.value.diagnostic.code == "S610"
     cut(graph, [0, 1, 1])  # both readers of what stands aside are with the loss
@@ -364,11 +364,11 @@ def test_balanced_is_best() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: cuts.even(UNITS, 6), "5 units of the trunk cannot be cut into 6 stages"),
+        (lambda: cuts.even(UNITS, 6), "5 modules of the list cannot be cut into 6 stages"),
         (lambda: cuts.at_units(UNITS, ["h.9"]), "did you mean"),
         (lambda: cuts.at_units(UNITS, ["h.3", "h.1", "h.3"]), "two stages start at one module"),
-        (lambda: cuts.at_units(UNITS, ["embed"]), "`embed` comes first"),
-        (lambda: cuts.at_indices(UNITS, [0]), "no cut before unit 0"),
+        (lambda: cuts.at_units(UNITS, ["embed"]), "`embed` is the first module"),
+        (lambda: cuts.at_indices(UNITS, [0]), "no cut is possible before module 0"),
     ],
 )
 def test_cuts_refused(call: Any, message: str) -> None:

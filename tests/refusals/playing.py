@@ -77,7 +77,7 @@ def _script(name: str) -> str:
     try:
         exec(compile(Path(name).read_text(), name, "exec"), {"__name__": "__main__"})
     except Refusal as refusal:
-        return refusal.render() + "\n"
+        return str(refusal).removeprefix("\n") + "\n"  # as Python prints it
     return ""
 
 

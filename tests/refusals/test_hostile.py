@@ -311,7 +311,7 @@ def test_a_used_file_that_is_no_schedule_is_not_quoted(tmp_path: Path, text: str
     (tmp_path / "shadow").write_text(text)
     for used in ('use "shadow"', 'use "shadow" as s', 'use "shadow" (tp=2)'):
         refusal = refused(used, str(tmp_path / "a.sched"))
-        assert codes(refusal) == {"S003"} and "`shadow` is no schedule" in refusal.render()
+        assert codes(refusal) == {"S003"} and "`shadow` is not a schedule" in refusal.render()
         assert "root:" not in refusal.render() + str([one.to_json() for one in refusal.diagnostics])
 
 

@@ -133,7 +133,7 @@ class Gated(nn.Module):
 def test_nothing_begun_is_refused() -> None:
     """Without a row to complete, the message gives one (S425)."""
     plan = planned(Gated(), "complete(over=tp)", "tp=2")
-    with pytest.raises(Refusal, match="no row splits anything over `tp`"):
+    with pytest.raises(Refusal, match="no row shards anything over `tp`"):
         completed(plan, {"x": torch.randn(4, 8)})
 
 

@@ -184,7 +184,7 @@ def test_functions_that_reach_over_positions_are_refused(name: str) -> None:
     """What mixes positions without being told of its neighbours is named, and nothing runs."""
     net = Functional(REACHING[name]).double()
     said = refused(net, SPATIAL, "sp=2", batches(2)[0])
-    assert f"`{name}` computes along a dim that is split over `sp`" in said or (
+    assert f"`{name}` computes along a dim that is sharded over `sp`" in said or (
         name == "layer_norm" and "S405" in said
     ), said
 
@@ -210,6 +210,6 @@ def test_windows_that_do_not_fit_are_refused() -> None:
     assert "cannot split 6 groups evenly 4 ways" in refused(
         grouped, "block.deep  shard(col, over=tp)", "tp=4"
     )
-    assert "see their own inputs only" in refused(
+    assert "reads only its own inputs" in refused(
         grouped, "block.deep  shard(row, over=tp)", "tp=2"
     )

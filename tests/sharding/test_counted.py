@@ -153,4 +153,4 @@ def test_a_number_in_the_code_is_refused_at_its_line() -> None:
     line = f"test_counted.py:{inspect.getsourcelines(Fixed)[1] + 5}"
     assert "S405" in said and f"`blocks.0`, at {line}" in said, said
     assert "`blocks.0` needs the full tensor, but gets a `tp` shard" in said
-    assert f"write -1 for the size that counts heads, or their width, at {line}" in said
+    assert f"write -1 in place of the number of heads, or of their size, at {line}" in said

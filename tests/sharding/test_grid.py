@@ -304,8 +304,8 @@ MESH = "r=2, c=2, x=1, y=1"
 @pytest.mark.parametrize(
     ("rows", "mesh", "said"),
     [
-        ("up  grid(summa, over=r)", MESH, "[S304]: `summa` lies over 2 axes, not 1"),
-        ("up  grid(summa, over=(r, r))", MESH, "[S304]: `summa` lies over 2 axes, not 2"),
+        ("up  grid(summa, over=r)", MESH, "[S304]: `summa` needs 2 axes, not 1"),
+        ("up  grid(summa, over=(r, r))", MESH, "[S304]: `summa` needs 2 axes, not 2"),
         ("up  grid(cube, over=(r, c))", MESH, "name them all: `over=(x, y, z)`"),
         ("up  grid(summa, over=(r, c))", "r=2, c=5", "[S402]: cannot split 12 evenly 10 ways"),
         ("up  grid(summa, over=(r, c))", "r=2, c=5",
@@ -332,15 +332,15 @@ def test_columns_of_a_grid_see_the_same_rows() -> None:
     """An axis cannot split the batch and the hidden dim."""
     rows = TRUNK.format(SUMMA, SUMMA, SUMMA, "(r, c)")
     text = refused(Squares().double(), rows, "r=2, c=2", {"x": torch.zeros(4, WIDTH).double()})
-    assert "[S510]: `c` splits the batch and, in the grid of `first`, the hidden dim" in text
+    assert "[S510]: `c` cannot shard both the batch and the hidden dim of `first`" in text
 
 
 def test_a_cube_names_its_axes_in_turn() -> None:
     """A layer that is given the hidden dim in the order of its own results says what to swap."""
     rows = PAIR.format(CUBE, CUBE) + "zero(stage=0, over=x)"
     text = refused(Toy().double(), rows, "x=1, y=2, z=2", points(0, 4))
-    assert "lies in the order of its own results" in text
-    assert "name its last two axes in the other order" in text
+    assert "in the order of its own outputs" in text
+    assert "swap the last two axes of its `over`" in text
 
 
 def test_a_group_counts_in_the_order_named(threads: Threads) -> None:

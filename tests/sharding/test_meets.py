@@ -80,7 +80,7 @@ ROWS = "a shard(col, over=tp)\nb shard(col, over=tp{})\nlast shard(row, over=tp)
 def test_parts_that_meet_others_are_refused(way: Way, width: int, more: str, how: str) -> None:
     """Local shapes fit, and each rank would compute with the wrong elements."""
     said = refused(Meeting(way, width).double(), ROWS.format(more), "tp=2", BATCH)
-    assert "S405" in said and f"meets tensors that are split over `tp` {how}" in said
+    assert "S405" in said and f"gets tensors that are sharded over `tp` {how}" in said
 
 
 @pytest.mark.parametrize("way, width", [(beside, 8), (masked, 16), (added, 16)])

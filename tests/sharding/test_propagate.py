@@ -226,7 +226,7 @@ def _pair(between: Any, rows: str = BOTH) -> str:
 def test_a_row_that_says_nothing(given: str) -> None:
     """A `shard` without style, parameters or activations would do nothing: in text and Python."""
     said = _pair(lambda m, y, x: y, f"up shard({given}over=tp)")
-    assert "S305" in said and "`shard(col, over=tp)` splits outputs" in said
+    assert "S305" in said and "`shard(col, over=tp)` shards outputs" in said
     sch = schedlang.create_schedule(Pair(lambda m, y, x: y))
     sch.mesh(tp=2)
     with pytest.raises(Refusal, match="S305"):
@@ -239,18 +239,18 @@ def test_a_column_without_its_row() -> None:
     assert "S405" in said and "up  shard" not in said.splitlines()[0]
     said = refused(nn.Sequential(nn.Linear(4, 8)).double(), "0 shard(col, over=tp)", "tp=2",
                    {"input": X["x"]})  # fmt: skip
-    assert "a tensor that is split over `tp` leaves the model" in said and "output=R" in said
+    assert "the model returns a tensor that is sharded over `tp`" in said and "output=R" in said
 
 
 def test_softmax_along_a_split_dim() -> None:
     """A softmax over features that lie on several ranks is refused by name."""
     said = _pair(lambda m, y, x: y.softmax(-1))
-    assert "`softmax` computes along a dim that is split over `tp`" in said and "output=R" in said
+    assert "`softmax` computes along a dim that is sharded over `tp`" in said and "output=R" in said
 
 
 def test_reducing_a_split_dim() -> None:
     """A mean over split features is refused."""
-    assert "`mean` reduces over a dim that is split over `tp`" in _pair(
+    assert "`mean` reduces over a dim that is sharded over `tp`" in _pair(
         lambda m, y, x: y * 0 + y.mean(-1, keepdim=True)
     )
 
@@ -258,14 +258,14 @@ def test_reducing_a_split_dim() -> None:
 def test_a_pending_sum_is_not_handed_on() -> None:
     """A sum that nobody would add up is refused: what follows would take it for the whole."""
     said = _pair(lambda m, y, x: y, BOTH.replace("(row,", "(row, output=P(sum),"))
-    assert "`down` would output a partial sum" in said and "output=R" in said
+    assert "`down` returns a partial sum" in said and "output=R" in said
 
 
 def test_a_whole_tensor_among_split_ones() -> None:
     """An activation that every rank has whole, mixed with a split one, would lose its gradient."""
     said = _pair(lambda m, y, x: y * m.side(x))
     assert "mixes a tensor sharded over `tp` with a replicated one" in said
-    assert "shard the module that makes it" in said
+    assert "shard the module that computes it" in said
 
 
 def test_parameters_among_split_tensors_are_summed_later() -> None:

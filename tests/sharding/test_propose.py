@@ -162,7 +162,7 @@ def test_what_runs_on_no_part_of_its_tokens_is_not_split_by_them() -> None:
         propose(models.bart(), models.tokens(4, 8), {"cp": 2})
     said = raised.value.render()
     assert "S212" in said and "cannot be split by tokens" in said
-    assert "`model.decoder.embed_tokens` gives a token another result" in said
+    assert "`model.decoder.embed_tokens` computes a token differently" in said
 
 
 def test_whole_weights_are_said() -> None:
@@ -191,8 +191,8 @@ def test_unknown_axis() -> None:
 
 
 def test_two_axes_of_one_kind() -> None:
-    """Two axes that would do the same are refused."""
-    with pytest.raises(Refusal, match=r"S211(.|\n)*`tp` and `model` would do the same"):
+    """Two axes that would split the same are refused."""
+    with pytest.raises(Refusal, match=r"S211(.|\n)*`tp` and `model` would split the same"):
         propose(nn.Linear(2, 2), {}, {"tp": 2, "model": 2})
 
 

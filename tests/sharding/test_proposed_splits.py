@@ -240,7 +240,7 @@ def test_a_model_without_lists_is_cut_between_its_modules(threads: Threads) -> N
     assert "head  pipeline_split(over=pp)" in found.text
     seen = threads.run(steps, 2, planned(net, found.text), tuple(WORDS), sgd, None, {})[0]
     assert_near(seen, sequential(net, WORDS))
-    with pytest.raises(Refusal, match=r"S212(.|\n)*3 units of the trunk cannot be cut into 4"):
+    with pytest.raises(Refusal, match=r"S212(.|\n)*3 modules of the list cannot be cut into 4"):
         propose(net, WORDS[0], {"pp": 4})
 
 

@@ -115,7 +115,7 @@ class Turned(Gemma):
     ("norm", "said"),
     [
         (Sorted(8), "`cumsum` needs the full hidden dim"),
-        (Turned(8), "what it gives is not split as what it is given"),
+        (Turned(8), "its output is not sharded as its input"),
     ],
 )
 def test_what_needs_the_whole_is_refused(norm: nn.Module, said: str) -> None:

@@ -88,7 +88,7 @@ def test_heads_that_do_not_fit_name_both_remedies() -> None:
     ("row", "mesh", "said"),
     [
         ("mlp.up_proj shard(col, over=tp)", "tp=7", "mlp.up_proj shard(col, over=tp, uneven=pad)`"),
-        ("self_attn.k_proj shard(col, over=tp, uneven=replicate)", "tp=3", "say it: `heads=2`"),
+        ("self_attn.k_proj shard(col, over=tp, uneven=replicate)", "tp=3", "give it: `heads=2`"),
         ("self_attn.k_proj shard(col, heads=3, over=tp)", "tp=3", "cannot be divided into 3 equal"),
         ("self_attn.k_proj shard(col, heads=2, over=tp, uneven=replicate)", "tp=3",
          "3 ranks cannot share 2 heads evenly"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import schedlang
-from schedlang.cli import app
+from schedlang.cli import VERBS, app
 from schedlang.code_example import model
 from schedlang.tables import table, wrapped
 from schedlang.verbs.telling import Telling
@@ -321,6 +322,17 @@ def test_eighty_columns(folder: Path, monkeypatch: pytest.MonkeyPatch, words: li
         said = [one for one in narrow.rpartition("\r")[2].splitlines() if not _pasted(one)]
         assert all(len(line) <= 80 for line in said), max(said, key=len)
         assert _words(wide) <= _words(narrow), _words(wide) - _words(narrow)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_fills_its_lines(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A paragraph of a verb's help is broken where the terminal ends, and nowhere before."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    said = CliRunner().invoke(app, [verb, "--help"]).output.partition("\u256d")[0]
+    lines = [line.strip() for line in said.splitlines()]
+    for line, after in itertools.pairwise(lines):
+        assert not line or not after or len(f" {line} {after.split()[0]}") > 78, (line, after)
 
 
 def _pasted(line: str) -> bool:

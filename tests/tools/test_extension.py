@@ -62,7 +62,9 @@ def test_two_verbs_of_one_name_are_refused(tmp_path: Path) -> None:
     text = (TEMPLATE / "schedlang_halves" / "halve.py").read_text()
     (tmp_path / "other_verbs.py").write_text(text.replace("class halve", "class shard"))
     done = _run("schedlang", "explain", "shard", path=tmp_path)
-    assert done.returncode == 2 and "error[S008]: there are two primitives `shard`" in done.stderr
+    assert (
+        done.returncode == 2 and "error[S008]: two primitives have the name `shard`" in done.stderr
+    )
 
 
 @pytest.mark.deep

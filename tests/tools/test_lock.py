@@ -243,7 +243,7 @@ def test_settings_are_part_of_the_lock(schedule: Path) -> None:
     assert '"axis tp" = "1"' in schedule.with_name("x.sched.lock").read_text()
     assert run("plan", schedule, "--locked").exit_code == 0
     found = run("plan", schedule, "--locked", "--mesh", "tp=2")
-    assert found.exit_code == 2 and "a lock has its settings" in found.stderr
+    assert found.exit_code == 2 and "uses the settings of the lock" in found.stderr
 
 
 # ---- what is refused ----------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def test_settings_are_part_of_the_lock(schedule: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "why"),
     [
-        ("float32[8, 6]", "float32[9, 6]", "do not belong together"),
+        ("float32[8, 6]", "float32[9, 6]", "do not match"),
         ("lock = 1", "lock = 2", "version"),
         ("[made]", "<<<<<<< HEAD\n[made]", "not TOML"),
         ('"float32[3]"', "3", "no text"),
@@ -345,5 +345,5 @@ def test_locks_of_the_examples_hold(lock: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_refusal_of_the_lock_names_its_file() -> None:
     """The message is about the lock, not about the schedule."""
-    with pytest.raises(Refusal, match="`a.lock` is no readable lock"):
+    with pytest.raises(Refusal, match="`a.lock` is not a readable lock"):
         read_lock("", "a.lock")

@@ -117,9 +117,9 @@ def test_a_dead_rank_ends_it(sched: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--mesh", "dp=8,tp=2"], "more than `run` starts"),
+        (["--mesh", "dp=8,tp=2"], "`run` starts at most 8 ranks"),
         (["--optimizer", "adam"], "choose adamw or sgd"),
-        (["--steps", "0"], "trains nothing"),
+        (["--steps", "0"], "`--steps` must be above 0"),
         (["--plan", "p.json"], "one of them"),
         (["--model", "none.py"], "no model file"),
     ],
@@ -226,7 +226,7 @@ def test_a_folder_that_is_missing(tmp_path: Path, words: tuple[str, str]) -> Non
     missing = tmp_path / "no" / "out.svg"
     done = CliRunner().invoke(app, [verb, str(tmp_path / "no.sched"), option, str(missing)])
     assert done.exit_code == 2 and "S109" in done.stderr, done.stderr
-    assert f"`{option} {missing}` cannot be written" in done.stderr
+    assert f"cannot write `{option} {missing}`" in done.stderr
     done = CliRunner().invoke(app, [verb, str(tmp_path / "no.sched"), option, str(tmp_path)])
     assert done.exit_code == 2 and "is a folder" in done.stderr
 

@@ -54,7 +54,7 @@ def test_every_collective_has_a_reason_and_its_row(folder: Path) -> None:
     (number,) = sums
     said = run("why", folder / "a.sched", "--collective", number)[1]
     assert "a.sched:6   shard(row, over=tp)" in said and "groups of 2 ranks along tp" in said
-    assert "every rank has a part of a sum" in said and "takes its output whole" in said
+    assert "each rank has a partial sum" in said and "needs its full output" in said
     (number,) = [n for n, said in numbered.items() if "step: grads " in said]
     said = run("why", folder / "a.sched", "--collective", number)[1]
     assert "a.sched:7   zero(stage=0, over=dp)" in said and "different rows of the batch" in said
@@ -65,7 +65,7 @@ def test_every_collective_has_a_reason_and_its_row(folder: Path) -> None:
 def test_why_refuses(folder: Path) -> None:
     """A number that none has (S866), a question for nothing or for two things at once (S109)."""
     code, text = run("why", folder / "a.sched", "--collective", "99")
-    assert code == 2 and "S866" in text and "there are 0 to " in text
+    assert code == 2 and "S866" in text and "they are numbered 0 to " in text
     for words in ((), ("up", "--collectives")):
         code, text = run("why", folder / "a.sched", *words)
         assert code == 2 and "S109" in text and "one of them" in text
@@ -117,11 +117,11 @@ def test_settings_go_with_schedules(folder: Path) -> None:
     saved = folder / "a.json"
     assert run("plan", folder / "a.sched", "--out", saved)[0] == 0
     code, text = run("diff", saved, saved, "--mesh", "dp=4")
-    assert code == 2 and "S109" in text and "saved plans have their decisions" in text
+    assert code == 2 and "S109" in text and "a saved plan has its own settings" in text
     assert run("diff", saved, folder / "b.sched", "--mesh", "dp=4")[0] == 0
     saved.write_text(' {"plan": 2}')
     code, text = run("diff", saved, folder / "b.sched")
-    assert code == 2 and "S907" in text and "no plan of version 1" in text
+    assert code == 2 and "S907" in text and "not hold a plan of version 1" in text
 
 
 NEST = MODEL.replace("def model", """class Mine(nn.Module):

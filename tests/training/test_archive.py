@@ -168,7 +168,7 @@ def test_damage_changes_nothing(tmp_path: Path, damage: str, before: bool) -> No
     program = program_under("one", True, fresh=True)
     as_it_was = seen(program)
     for folder in (step, step if before else tmp_path / "a"):
-        refused(lambda folder=folder: program.load(folder), "S633", "the program is as it was")
+        refused(lambda folder=folder: program.load(folder), "S633", "the program is unchanged")
     equal(seen(program), as_it_was)
     assert last_checkpoint(step) is None
 
@@ -195,10 +195,10 @@ class Wider(Odd):
     ("change", "code", "words"),
     [
         ("more", "S634", ["missing in the checkpoint: `extra`"]),
-        ("less", "S634", ["unknown here: `shift`"]),
+        ("less", "S634", ["not in the model: `shift`"]),
         ("shape", "S635", ["`row` was saved as float64[1, 7], and is float64[] here"]),
         ("dtype", "S635", ["was saved as float64", "float32"]),
-        ("frozen", "S636", ["unknown here: `row`"]),
+        ("frozen", "S636", ["not in the model: `row`"]),
     ],
 )
 def test_another_model(tmp_path: Path, change: str, code: str, words: list[str]) -> None:
@@ -223,4 +223,4 @@ def test_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive, "VERSION", 2)  # of the contents
     trained().save(tmp_path / "a")
     monkeypatch.undo()
-    refused(lambda: odd_program().load(tmp_path / "a"), "S633", "another version")
+    refused(lambda: odd_program().load(tmp_path / "a"), "S633", "its version is not")

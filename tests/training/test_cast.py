@@ -308,12 +308,12 @@ def test_slices_are_gathered_in_what_they_are_used_in(threads: Threads) -> None:
 
 @pytest.mark.parametrize("rows, code, said", [
     ("cast(fp32, params=true)", "S890", "`cast(fp32)`"),
-    ("cast(bf16, scale=1024)", "S890", "no loss is scaled for `bf16`"),
-    ("cast(fp16, scale=1000)", "S890", "a scale is a power of two"),
-    ("up cast(bf16)\ncast(bf16)", "S892", "the row for what is around it first"),
+    ("cast(bf16, scale=1024)", "S890", "`bf16` takes no loss scaling"),
+    ("cast(fp16, scale=1000)", "S890", "`scale` must be a power of two"),
+    ("up cast(bf16)\ncast(bf16)", "S892", "put the row of the outer module first"),
     ("cast(bf16)\nup cast(fp16)", "S892", "cast(fp32)"),
     ("up cast(bf16)\nup cast(bf16)", "S501", "twice"),
-    ("up cast(fp16)\ndown cast(fp16, scale=2)", "S893", "two loss scales"),
+    ("up cast(fp16)\ndown cast(fp16, scale=2)", "S893", "the rows name two loss scales"),
     ("up shard(col, over=dp)\nup cast(bf16)", "S503", "move `cast` above this `shard`"),
 ])  # fmt: skip
 def test_refusals(rows: str, code: str, said: str) -> None:

@@ -148,11 +148,11 @@ def test_bytes_are_those_of_the_plan(threads: Threads, how: str) -> None:
 
 @pytest.mark.parametrize("rows, relax, code, said", [
     ("zero(stage=2, over=dp)\ncompress(gradients, int8, over=dp)", "lossy", "S417",
-     "replicate over it, above: `zero(stage=0, over=dp)`"),
-    ("compress(gradients, int8, over=dp)", "lossy", "S417", "no full gradients are summed"),
+     "replicate over it, in a row above: `zero(stage=0, over=dp)`"),
+    ("compress(gradients, int8, over=dp)", "lossy", "S417", "no all-reduce of gradients"),
     ("zero(stage=0, over=dp)\ncompress(gradients, int8, over=dp)", "", "S505", "relax(lossy)"),
     ("zero(stage=0, over=dp)\ncompress(gradients, powersgd, rank=0, over=dp)", "lossy", "S304",
-     "a rank is 1 or more"),
+     "`rank` must be 1 or more"),
     ("zero(stage=0, over=dp)\ncompress(gradients, int8, over=dp)\n"
      "compress(gradients, onebit, over=dp)", "lossy", "S509", "compressed already"),
 ])  # fmt: skip

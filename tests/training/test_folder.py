@@ -42,10 +42,10 @@ def test_places_that_are_no_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("mine")
     for name in ("file", "home"):
-        refused(partial(program.save, tmp_path / name), "S632", "no folder of checkpoints")
+        refused(partial(program.save, tmp_path / name), "S632", "not a folder of checkpoints")
         refused(partial(program.load, tmp_path / name), "S633")
         assert last_checkpoint(tmp_path / name) is None
-    refused(lambda: program.load(tmp_path / "none"), "S633", "no such folder")
+    refused(lambda: program.load(tmp_path / "none"), "S633", "the folder does not exist")
     refused(lambda: program.save(tmp_path / "file" / "below"), "S631", "/file")
     assert last_checkpoint(tmp_path / "none") is None
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "home"]
@@ -107,7 +107,7 @@ def test_a_checkpoint_is_not_saved_into(tmp_path: Path) -> None:
         (tmp_path / "best" / path.name).write_bytes(path.read_bytes())
     for folder in (last(tmp_path / "a"), tmp_path / "best"):
         before = sorted(p.name for p in folder.iterdir())
-        refused(lambda folder=folder: program.save(folder), "S632", "is one checkpoint")
+        refused(lambda folder=folder: program.save(folder), "S632", "is a complete checkpoint")
         assert sorted(p.name for p in folder.iterdir()) == before
         program.load(folder)
     assert last(tmp_path / "best") == tmp_path / "best"

@@ -98,7 +98,7 @@ def test_a_change_that_is_not_what_it_says_is_found(
 
 @pytest.mark.parametrize("rows, code, said", [
     ("transformer.h.* freeze(gain)", "S305", "has no parameter `gain`"),
-    ("lm_head freeze()\ntransformer.wte freeze()", "S413", "there is nothing to freeze here"),
+    ("lm_head freeze()\ntransformer.wte freeze()", "S413", "nothing is left to freeze"),
     ("freeze()", "S413", 'except some: `freeze(keep="*bias")`'),
 ])  # fmt: skip
 def test_refusals(rows: str, code: str, said: str) -> None:

@@ -72,7 +72,7 @@ def test_a_part_without_labels_has_no_loss_and_does_not_spoil_the_others() -> No
 
 def test_too_few_rows_and_none() -> None:
     """Refused with how many there are and how many parts."""
-    with pytest.raises(Refusal, match="3 rows cannot fill 4 parts"):
+    with pytest.raises(Refusal, match="the batch has 3 rows, but 4 are needed"):
         split({"x": torch.zeros(3)}, 2, 2)
     with pytest.raises(Refusal, match="no rows"):
         rows_of({"x": torch.tensor(1.0), "y": 2})

@@ -119,8 +119,8 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize("rows, code, said", [
     ("transformer.h.0 tie()", "S416", "needs at least two modules"),
-    ("transformer.h.0.ln_1, transformer.h.0.mlp tie()", "S416", "are not alike"),
-    ("transformer.wte, lm_head tie(weight)", "S416", "there is nothing to tie here"),
+    ("transformer.h.0.ln_1, transformer.h.0.mlp tie()", "S416", "differ in shape or dtype"),
+    ("transformer.wte, lm_head tie(weight)", "S416", "nothing is left to tie"),
     ("transformer.wte, lm_head tie(bias)", "S305", "has no parameter `bias`"),
     ("transformer.ln_f untie()", "S416", "shares no parameter"),
     ("lm_head untie(gain)", "S305", "has no parameter `gain`"),

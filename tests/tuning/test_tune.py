@@ -192,12 +192,12 @@ def test_the_choice_of_guides_is_found(file: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "no cluster is named"),
-        (("--on", "abacus", "--gpus", "4"), "nothing is known of `abacus`"),
-        (("--on", "a100"), "number of ranks is not known"),
-        (("--on", "a100x4", "--memory", "much"), "`--memory much` cannot be read"),
+        ((), "the cluster is missing"),
+        (("--on", "abacus", "--gpus", "4"), "unknown cluster `abacus`"),
+        (("--on", "a100"), "number of ranks is missing"),
+        (("--on", "a100x4", "--memory", "much"), "cannot read `--memory much`"),
         (("--on", "a100x4", "--tflops", "0"), "`--tflops 0` cannot be"),
-        (("--on", "a100x4", "--try", "micro"), "`--try micro` cannot be read"),
+        (("--on", "a100x4", "--try", "micro"), "cannot read `--try micro`"),
         (("--on", "a100x4", "--try", "macro=2"), "no knob `macro`"),
     ],
 )

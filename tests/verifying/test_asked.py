@@ -121,7 +121,7 @@ def test_bits_are_asked_of_exact_rows_only() -> None:
     with pytest.raises(Refusal) as caught:
         asked(planned(Small(), DP + "verify(exact)", "dp=2"))
     said = caught.value.render()
-    assert "S709" in said and "step of their own" in said
+    assert "S709" in said and "into another step" in said
     fine: Any = planned(Small(), "verify(exact)")
     assert asked(fine).exact == ("rows.sched:4",)
     assert _series(4, 1)

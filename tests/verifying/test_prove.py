@@ -156,7 +156,7 @@ def test_only_some_lines() -> None:
     assert [a.name for a in small.actions] == ["checkpoint"] and small.mesh.sizes["dp"] == 1
     both = only_lines(plan, f"{line}-{line + 1}")
     assert [a.name for a in both.actions] == ["checkpoint", "zero"] and both.mesh.world == 2
-    for wrong, said in (("900", "no row stands"), ("a-b", "names no lines")):
+    for wrong, said in (("900", "no row is"), ("a-b", "cannot read the lines")):
         with pytest.raises(Refusal, match=said):
             only_lines(plan, wrong)
 

@@ -32,7 +32,7 @@ def test_examples_hold(name: str) -> None:
         ("reductions", "placement types", "loss weights", "matching", "ownership"), lines[1:]
     ):
         assert line.strip().startswith(start) and line.endswith(": holds")
-    assert any(line.strip().startswith("not seen: values") for line in lines)
+    assert any(line.strip().startswith("not covered: values") for line in lines)
 
 
 def test_the_page_shows_what_is_printed() -> None:
@@ -41,7 +41,7 @@ def test_the_page_shows_what_is_printed() -> None:
     page = (ROOT / "docs" / "static.md").read_text()
     printed = check(ROOT / file, "--model", ROOT / "examples/gpt2/model.py").stdout
     for line in printed.splitlines():
-        if line.startswith("  ") and "not seen" not in line:
+        if line.startswith("  ") and "not covered" not in line:
             assert line in page, line
 
 
@@ -82,5 +82,5 @@ def test_what_could_not_be_looked_at_is_not_passed(tmp_path: Path) -> None:
     file.write_text('schedule 1\n\nstep "s" {\n  `0`  checkpoint()\n  verify(forward)\n}\n')
     found = check(file, "--model", tmp_path / "model.py")
     assert found.exit_code == 2, found.output
-    assert "error[S615]: the model gives no loss" in found.output
+    assert "error[S615]: the model returns no loss" in found.output
     assert "holds" not in found.output

@@ -93,7 +93,7 @@ def _unasked(report: Report, *_: Any) -> Report:
 
 
 def _second(optimizer: Any) -> Any:
-    """The second run of the proof with another optimizer."""
+    """The second run of the proof with a different optimizer."""
     from schedlang.passes.verifying import prove as proving
 
     plain = proving.runs

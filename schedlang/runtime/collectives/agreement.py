@@ -267,10 +267,10 @@ def missing(gone: Sequence[int], world: int, wait: float) -> dict[str, Any]:
     """What is said of ranks that are not there."""
     verb, do = ("has", "does") if len(gone) == 1 else ("have", "do")
     return _said(
-        "S651", f"{_ranks(gone)} {verb} not come to `build` within {wait:g} s",
-        [f"this job has {world} ranks, and all of them build together"],
-        [f"see what {_ranks(gone)} {do} meanwhile: `build` stands outside of `if rank == 0`",
-         "where ranks load for longer, let them wait: `sch.build(wait=300, ...)`"],
+        "S651", f"{_ranks(gone)} {verb} not called `build` within {wait:g} s",
+        [f"this job has {world} ranks, and all of them must call `build`"],
+        [f"check what {_ranks(gone)} {do}: `build` must not stand under `if rank == 0`",
+         "if ranks load for longer, wait longer: `sch.build(wait=300, ...)`"],
     )  # fmt: skip
 
 
@@ -317,7 +317,7 @@ def differences(
         odd.update(others)
         notes.append(_note(item, name, said, others, usual))
     if not notes:
-        return f"ranks have another {item.name}", []
+        return f"ranks have different {item.name}", []
     who = sorted(odd)
     verb = "has" if len(who) == 1 else "have"
     more = len(notes) - _SHOWN
@@ -362,4 +362,4 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _another(name: str) -> str:
     several = name.endswith("s") or name.split()[0].endswith("s")
-    return f"other {name}" if several else f"another {name}"
+    return f"different {name}" if several else f"a different {name}"

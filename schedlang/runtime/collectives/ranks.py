@@ -106,6 +106,6 @@ def _wrong_world(mesh: Mesh, world: int) -> Diagnostic:
         notes=(f"the mesh is {mesh}",),
         helps=(
             f"start {mesh.world}: `{run}`",
-            f"or give a mesh of {world}, as `--mesh dp={world}`",
+            f"or use a mesh of {world}: `--mesh dp={world}`",
         ),
     )

@@ -90,7 +90,7 @@ def _rule(seat: Seat, mask: Tensor | None, causal: bool) -> Mask:
         if rows.dtype == torch.bool and is_causal(seat, rows):
             return Mask(causal=True)  # a ring leaves out what positions hide
         return Mask(causal=causal, rows=rows)
-    raise unknown("it attends under a mask of its own tokens, not of all")
+    raise unknown("its mask covers only the tokens of one rank, not all")
 
 
 def _present(mask: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def _present(mask: Tensor) -> Tensor:
         return mask
     seen = mask == 0
     if not mask.is_meta and not bool((seen | (mask < _LOWEST)).all()):
-        raise unknown("it adds numbers to its scores, which belong to its own tokens only")
+        raise unknown("what it adds to its scores covers only the tokens of one rank")
     return seen
 
 
@@ -113,7 +113,7 @@ class Positions(Ambient):
     sequence.
     """
 
-    eager = "lines of the model count positions, which ranks share"
+    eager = "the model counts positions, and ranks share the sequence"
 
     def __init__(self, places: Collection[Place], follow: bool = False) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def _refuse_sums(seat: Seat, func: Any, args: Any) -> None:
     if func not in (torch.cumsum, Tensor.cumsum) or args[0].is_floating_point():
         return
     if seat.length in args[0].shape[1:] and not args[0].is_meta:
-        raise unknown("it sums over tokens of which only this rank's are known")
+        raise unknown("it sums over tokens, of which each rank has only some")
 
 
 def _arange(seat: Seat, args: Any, kwargs: dict[str, Any], follow: bool) -> Tensor | None:

@@ -42,7 +42,7 @@ class Described:
 
     def __getattr__(self, name: str) -> Any:
         """What a model asks of a tensor."""
-        raise AttributeError(f"masks are rules here, no tensors: none has a `{name}`")
+        raise AttributeError(f"masks are rules here, not tensors: they have no `{name}`")
 
     def __getitem__(self, _: Any) -> Described:
         """As of a mask that is longer than the keys there are: of ours nothing is too much."""
@@ -98,7 +98,7 @@ def _mask(
     seat = seated()
     assert seat is not None
     if q_length != seat.length or kv_length != seat.length or q_offset or kv_offset:
-        raise unknown("its masks are for more keys than queries")
+        raise unknown("its masks have more keys than queries")
     found = described(mask_function)
     return Described(replace(found, documents=seat.documents, present=plain(attention_mask)))
 
@@ -124,7 +124,7 @@ def described(function: Any) -> Mask:
             return Mask()  # of tokens here only; the seat has the documents of the whole
         case "remap_positions_for_packed_sequence":
             return described(cells["mask_function"])  # by differences within one document
-    raise unknown(f"its masks are made by `{name}`, which is not known here")
+    raise unknown(f"its masks are made by `{name}`, which is not supported")
 
 
 def _cells(function: Any) -> dict[str, Any]:
@@ -170,9 +170,9 @@ def _attend(
     bias = more.pop("position_bias", None)  # numbers that T5 adds to scores
     other = [n for n, given in more.items() if isinstance(given, Tensor) and n not in KNOWN]
     if other:
-        raise unknown(f"its attention is given `{other[0]}`, which is not split here")
+        raise unknown(f"its attention gets `{other[0]}`, which cannot be split by tokens")
     if key.shape[-2] != seat.length or query.shape[-2] != seat.length:
-        raise unknown("it attends to more than the tokens that it is given")
+        raise unknown("it attends to more than the tokens of the batch")
     rule = _rule(module, mask, is_causal)
     if more.get("softcap") is not None:
         rule = replace(rule, cap=float(more["softcap"]))
@@ -181,7 +181,7 @@ def _attend(
     if bias is not None:
         rule = replace(rule, rows=by_keys(seat, bias))
         if rule.rows is None:
-            raise unknown("it adds numbers to its scores, which are for its own tokens only")
+            raise unknown("what it adds to its scores covers only the tokens of one rank")
     blind: Any = "mean" if vars(module).get(_EAGER) else "zero"
     call = Call(query, key, value, rule, scaling, dropout, blind)
     return seat.attend(how, call).transpose(1, 2).contiguous(), None
@@ -191,7 +191,7 @@ def _rule(module: nn.Module, mask: Any, is_causal: bool | None) -> Mask:
     if isinstance(mask, Described):
         return mask.mask
     if mask is not None:
-        raise unknown("it makes its masks itself, as tensors of queries and keys")
+        raise unknown("it makes its masks itself, as tensors of [queries, keys]")
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     return Mask(causal=bool(causal))
 
@@ -210,8 +210,8 @@ def unnamed(what: str) -> Refusal:
     return Refusal(
         Diagnostic(
             "S660", f"`{site() or what}` is an attention that no `context_parallel` row names",
-            notes=("all attentions of a model see the same tokens",),
-            helps=("name all of them: `layers.*.self_attn  context_parallel(...)`",),
+            notes=("all attentions of a model must get the same tokens",),
+            helps=("select all of them: `layers.*.self_attn  context_parallel(...)`",),
         )
     )  # fmt: skip
 

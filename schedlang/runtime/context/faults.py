@@ -18,7 +18,7 @@ from schedlang.runtime.parts import dotted
 from schedlang.runtime.slicing.slice_trial import Trial, forward
 
 MIXED = ("positions counted from shapes, and tokens mixed outside of the attentions that rows"
-         " name, are those of one rank only")  # fmt: skip
+         " select, would be those of one rank only")  # fmt: skip
 Outputs = dict[str, dict[int, Tensor]]
 
 
@@ -51,7 +51,7 @@ def fault(trial: Trial, tokens: Tokens, error: Exception, sites: Sequence[str]) 
         if not fits or not _near(layout.whole(mine, 1), want):
             return refusal(
                 f"`{kind}` cannot be split by tokens",
-                f"`{name}` gives a token another result than in the full sequence",
+                f"`{name}` computes a token differently than in the full sequence",
                 _window(trial.model, upto(whole.found, name)) or MIXED,
             )
     return refusal(f"`{kind}` cannot be split by tokens", str(error))
@@ -77,8 +77,8 @@ def _window(model: nn.Module, names: Sequence[str]) -> str:
         wide = getattr(module, "kernel_size", 1)
         if any(n != 1 for n in (wide if isinstance(wide, tuple) else (wide,))):
             kind = type(module).__name__
-            return (f"`{name}` is a `{kind}`: it mixes neighbours, and what comes behind it is no"
-                    " token of the batch alone")  # fmt: skip
+            return (f"`{name}` is a `{kind}`: it mixes neighbouring tokens, and later modules"
+                    " get no single token of the batch")  # fmt: skip
     return ""
 
 
@@ -91,12 +91,12 @@ def no_tokens(batch: Mapping[str, Any]) -> Refusal | None:
     name, value = tensors[0]
     return Refusal(
         Diagnostic(
-            "S674", f"the batch has no tokens that `context_parallel` could split: `{name}` is"
+            "S674", f"`context_parallel` finds no tokens in the batch: `{name}` is"
             f" {list(value.shape)}",
-            notes=("patches of images become tokens inside of the model, and a class token joins"
-                   " them there",),
+            notes=("the model itself makes tokens from patches of images, and may add a class"
+                   " token",),
             helps=("split its rows: `zero(stage=0, over=cp)`",
-                   "or its heads: `layers.*.{q,k,v}_proj  shard(col, over=cp)`, and `row` behind",
+                   "or its heads: `layers.*.{q,k,v}_proj  shard(col, over=cp)`, and `row` after",
                    "or a dim between modules: `shard(input=S(1), output=S(1), over=cp)`"),
         )
     )  # fmt: skip
@@ -135,6 +135,6 @@ def refusal(title: str, *notes: str) -> Refusal:
         Diagnostic(
             "S659", title, notes=notes,
             helps=("leave `context_parallel` out for this model",
-                   "or name all its attentions: `layers.*.self_attn  context_parallel(...)`"),
+                   "or select all its attentions: `layers.*.self_attn  context_parallel(...)`"),
         )
     )  # fmt: skip

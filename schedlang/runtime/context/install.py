@@ -83,11 +83,13 @@ class Unseen(Exchanging):
         if keeper() is not None:
             raise Refusal(
                 Diagnostic(
-                    "S935", "`compress` cannot round what attention with dropout saves here",
-                    notes=("ranks split tokens, so that no rank saves the scores that one process"
-                           " keeps for its dropout",),
-                    helps=("train without dropout of attention weights",
-                           "or select modules beside it, as in `layers.*.mlp  compress(...)`"),
+                    "S935", "`compress` cannot round the activations of attention with dropout"
+                            " here",
+                    notes=("a single process saves scores for this dropout; where ranks split"
+                           " tokens,"
+                           " none does",),
+                    helps=("train without dropout in attention",
+                           "or select other modules, for example `layers.*.mlp  compress(...)`"),
                 )
             )  # fmt: skip
         return Dropout.fresh(p, rows, heads, seat.layout.total)
@@ -140,8 +142,8 @@ def windows(tokens: Tokens, inner: Slices | None) -> Slices:
 def _unknown_draw(site: str) -> Refusal:
     return Refusal(
         Diagnostic(
-            "S661", f"`{site}` draws random numbers that it did not draw when it was tried",
-            notes=("a rank must find its part of what the whole sequence would draw",),
+            "S661", f"`{site}` draws random numbers that it did not draw at build",
+            notes=("a rank must find its part of the numbers drawn for the full sequence",),
             helps=("leave `context_parallel` out for this model",),
         )
     )  # fmt: skip

@@ -137,7 +137,7 @@ def _ran(trial: Trial, batch: Mapping[str, Any], mode: Alone) -> tuple[Outputs, 
         torch.manual_seed(0)
         given = dict(batch)
         loss = loss_of(called(model, given), given, trial.loss)
-    assert loss is not None, "the model gives no loss"
+    assert loss is not None, "the model returns no loss"
     return found, loss.detach()
 
 

@@ -59,7 +59,7 @@ def _of_the_model(trial: Trial, found: Refusal, error: Exception) -> None:
     """Raise an error of our own where the model alone does not show what our runs of it show."""
     if not depends_on_tokens(trial):
         raise OwnError(
-            "alone it gives some tokens what they get in the full sequence, and in our runs not",
+            "the module alone computes some tokens as in the full sequence, but not in the program",
             *found.diagnostic.notes,
             f"{type(error).__name__}: {error}".splitlines()[0],
             f"`{type(trial.model).__name__}` on {list(trial.lengths)} tokens",

@@ -139,7 +139,7 @@ def begin(seat: Seat, how: How, func: Any, args: Any, kwargs: dict[str, Any]) ->
 
 def _lead(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
     if len(a) != len(b) or any(m != n and 1 not in (m, n) for m, n in zip(a, b)):
-        raise unknown("its queries and keys have different heads")
+        raise unknown("its queries and keys have different numbers of heads")
     return tuple(map(max, a, b))
 
 
@@ -151,7 +151,7 @@ def follow(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not args or not isinstance(args[0], Scores):
         plain = "" if kwargs else _TURNED.get(plain, "")
     if len(there) != 1 or plain not in RULES:
-        raise unknown(f"`{name}` of its scores is not known here: give it to torch's attention")
+        raise unknown(f"`{name}` on its scores is not supported: pass it to torch's attention")
     scores, rest = there[0], tuple(x for x in args if x is not there[0])
     made = RULES[plain](scores.state, *rest, **kwargs)
     written = name.endswith("_") and not name.startswith("__")

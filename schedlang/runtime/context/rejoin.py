@@ -44,7 +44,11 @@ def rejoined(outputs: Sequence[Any], weights: Sequence[float], layout: Layout, a
         plain = all(_plain(value) for value in values)
         whole = stack(values, [1] * len(values), weights) if plain else None
         scattered = isinstance(whole, Tensor) and whole.dim() > 0 and values[0].dim() > 0
-        made.append(Absent("tokens of it make no whole") if not plain or scattered else whole)
+        made.append(
+            Absent("its parts by tokens cannot be concatenated")
+            if not plain or scattered
+            else whole
+        )
     return pytree.tree_unflatten(made, flat[0][1])
 
 

@@ -48,9 +48,9 @@ def rows_of(state: State, given: Tensor) -> Tensor:
     dims = len(state.lead) + 2
     value = by_keys(state.seat, given if given.dim() > 1 else given[None])
     if value is None:
-        raise unknown("it adds numbers to its scores, which are for its own tokens only")
+        raise unknown("what it adds to its scores covers only the tokens of one rank")
     if value.dim() > dims:
-        raise unknown("what it adds to its scores has other dims than these")
+        raise unknown("what it adds to its scores has other dims")
     value = value[(None,) * (dims - value.dim())]
     if state.lead == state.inner:
         return value
@@ -78,14 +78,14 @@ def _add(state: State, other: Any, alpha: float = 1) -> State:
 
 def _sub(state: State, other: Any, alpha: float = 1) -> State:
     if isinstance(other, Described):
-        raise unknown("it takes a mask from its scores")
+        raise unknown("it subtracts a mask from its scores")
     return _add(state, other, alpha=-alpha)
 
 
 def _mul(state: State, by: Any) -> State:
     _before(state)
     if isinstance(by, Tensor) and (by.dim() or by.requires_grad or by.is_meta):
-        raise unknown("it multiplies its scores by more than a number")
+        raise unknown("it multiplies its scores by a tensor, not by a number")
     factor = float(by)
     added = None if state.added is None else state.added * factor
     return replace(state, scale=state.scale * factor, added=added)
@@ -97,7 +97,7 @@ def _div(state: State, by: Any) -> State:
 
 def _under(state: State, given: Described) -> State:
     if state.mask is not None:
-        raise unknown("it puts its scores under two masks")
+        raise unknown("it applies two masks to its scores")
     return replace(state, mask=given.mask)
 
 
@@ -105,11 +105,11 @@ def _fill(state: State, hidden: Any, value: Any) -> State:
     """Keys are hidden by a very low score."""
     _before(state)
     if float(value) > LOW:
-        raise unknown(f"it gives {float(value):g} to some of its scores")
+        raise unknown(f"it sets some of its scores to {float(value):g}")
     if isinstance(hidden, Described):
         return _under(state, hidden)
     if not isinstance(hidden, Tensor) or hidden.dtype != torch.bool:
-        raise unknown("it hides keys by something else than booleans")
+        raise unknown("it masks keys by something other than booleans")
     gone = rows_of(state, hidden)
     if state.mask is None and is_causal(state.seat, ~gone):
         return replace(state, mask=Mask(causal=True))  # a ring leaves out what positions hide
@@ -127,13 +127,13 @@ def _view(state: State, *sizes: Any, **_: Any) -> State:
     given = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
     length, lead = state.seat.length, given[:-2]
     if len(given) < 3 or given[-1] not in (length, -1) or given[-2] not in (length, -1):
-        raise unknown("it gives another shape to its scores")
+        raise unknown("it changes the shape of its scores")
     count = math.prod(state.lead)
     if -1 in lead:
         rest = math.prod(n for n in lead if n != -1)
         lead = tuple(count // rest if n == -1 else n for n in lead)
     if math.prod(lead) != count:
-        raise unknown("it gives another shape to its scores")
+        raise unknown("it changes the shape of its scores")
     if len(lead) < 2 or state.inner == lead or len(state.inner) > 1:
         return replace(state, lead=tuple(lead))
     added = state.added
@@ -152,7 +152,7 @@ def _softmax(state: State, dim: Any = None, *_: Any, **__: Any) -> State:
 
 def _dropout(state: State, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> State:
     if not state.weights or state.drawn is not None:
-        raise unknown("it drops scores, or drops twice")
+        raise unknown("it applies dropout to its scores, or twice")
     if not training or not p:
         return state
     rows, heads = _heads(state)
@@ -166,12 +166,12 @@ def _same(state: State, *_: Any, **__: Any) -> State:
 def _values(state: State, value: Tensor) -> Tensor:
     """The product with values: the call of attention."""
     if not state.weights:
-        raise unknown("its scores are multiplied before their softmax")
+        raise unknown("its scores are scaled twice before their softmax")
     rows, heads = _heads(state)
     mask = state.mask or Mask()
     tagged = next((tag for tag in mask.tags if tag is not None), None)
     if tagged is not None and len(tagged) not in (1, rows):
-        raise unknown("its heads are not told from its rows")
+        raise unknown("its heads and rows share a dim")
     if state.added is not None:
         wide = state.added.reshape(state.added.shape[0], -1, *state.added.shape[-2:]) if (
             len(state.inner) > 1) else state.added[:, None]  # fmt: skip
@@ -190,7 +190,7 @@ def _heads(state: State) -> tuple[int, int]:
 def _four(x: Tensor, state: State, rows: int) -> Tensor:
     """[rows, heads, tokens, size]."""
     if x.shape[:-2].numel() not in (math.prod(state.lead), rows):
-        raise unknown("its queries, keys and values have different heads")
+        raise unknown("its queries, keys and values have different numbers of heads")
     return x.reshape(rows, -1, *x.shape[-2:])
 
 

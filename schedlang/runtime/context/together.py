@@ -80,4 +80,4 @@ class Together:
         self._turns[place].acquire()
         torch.set_default_dtype(mine)
         if self._failed:
-            raise Parted("not all parts attend equally often")
+            raise Parted("the parts do not call attention equally often")

@@ -125,12 +125,13 @@ def _device(batch: Batch) -> torch.device:
 
 
 def _unfit(name: str, value: Tensor, total: int) -> Refusal:
-    why = "masks of queries and keys are not split" if value.dim() == 4 else (
+    why = "masks of [queries, keys] cannot be split" if value.dim() == 4 else (
         f"sequences have {total} tokens")  # fmt: skip
     return Refusal(
         Diagnostic(
             "S656", f"`{name}` cannot be split by tokens",
             notes=(f"its shape is {tuple(value.shape)}; {why}",),
-            helps=("give all inputs of a batch the same length, and masks as [rows, tokens]",),
+            helps=("give all inputs of a batch the same length, and masks of shape [rows,"
+                   " tokens]",),
         )
     )  # fmt: skip

@@ -65,7 +65,7 @@ def parted(trial: Trial, tokens: Tokens, sites: Sequence[str], notes: Any = None
         with running(trial, draws, inner), sitting, no_labels(weight):
             output = called(model, part.inputs)
             value = loss_of(output, part.inputs, trial.loss)
-        assert value is not None, "the model gives no loss"
+        assert value is not None, "the model returns no loss"
         return output, value
 
     with _ready(trial, tokens, sites, notes):

@@ -54,7 +54,8 @@ def _unlike(site: str, trains: str) -> Refusal:
             "S812",
             drawn,
             notes=(
-                f"in training it {trains}: where its numbers lie on the ranks is known from there",
+                f"in training it {trains}: the layout of its random numbers is known from"
+                f" training only",
             ),
             helps=(
                 "draw there in training, too, or switch this randomness off in the model's"

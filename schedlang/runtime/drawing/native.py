@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from schedlang.runtime import scope
 from schedlang.runtime.device import States
 from schedlang.runtime.drawing.draws import masks, shapes_of
-from schedlang.runtime.forward import layers_of, wrap
+from schedlang.runtime.forward import wrap
 from schedlang.runtime.modes import Ambient
 
 _CALLS = "\0fork"  # behind a module's name: the count of its forks
@@ -207,13 +207,6 @@ def install(
         wrap(module.get_submodule(name), "draws", Drawing(native, forked))
     for name in plain:
         wrap(module.get_submodule(name), "draws", Drawing(native, Forked(name, (), False)))
-
-
-def drawing_in(module: nn.Module) -> Forked | None:
-    """How a module draws, if not as all others do."""
-    layers = layers_of(module)
-    layer = layers.kinds.get("draws") if layers is not None else None
-    return layer.forked if isinstance(layer, Drawing) else None
 
 
 class Drawing:

@@ -237,8 +237,8 @@ def _refusal(title: str) -> Refusal:
         Diagnostic(
             "S812",
             title,
-            notes=("programs are compared under dropout masks that do not depend on the layout",),
-            helps=("verify with this randomness switched off in the model's configuration",),
+            notes=("programs are compared with dropout masks that do not depend on the layout",),
+            helps=("switch this randomness off in the model's configuration, and verify",),
         )
     )
 

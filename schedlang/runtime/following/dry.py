@@ -24,7 +24,7 @@ from schedlang.runtime.sharding.split_norm import NotSplit
 PROJECTIONS = ("Linear", "Conv1D", *CONVOLUTIONS)
 TABLES = ("Embedding", "EmbeddingBag")
 PLAIN = (*PROJECTIONS, *TABLES)  # kinds split along one dim for each axis
-GATHER_NORM = "gather before it: `output=R` on the row before, and keep it replicated"
+GATHER_NORM = "gather its input: `output=R` on the row before; keep this module replicated"
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def dry_forward(
         main = next((t for t in tensors if is_main(t)), tensors[0])
         note = follower.note(main)
         if follower.loose and not follower.noted(main):
-            reason = f"`{leaf.fqn}` is sharded, and computes behind split logits"
+            reason = f"`{leaf.fqn}` is sharded, and gets sharded logits"
             raise Mismatch(follower.stack.frames[-1], reason, None, (), follower.agreed, (GATHER,))
         edges = tuple(
             _edge(leaf, wanted, main, note, groups(wanted.axis)) for wanted in leaf.wanted
@@ -102,7 +102,7 @@ def dry_forward(
             for edge in edges:
                 out = on_result(partial(_exit, edge, follower), out)
         if found.setdefault(leaf.fqn, edges) != edges:
-            reason = f"`{leaf.fqn}` is called several times, and its input arrives differently"
+            reason = f"`{leaf.fqn}` is called several times, with differently sharded inputs"
             raise Mismatch(follower.stack.frames[-1], reason, None, (), follower.agreed)
         return out
 
@@ -187,20 +187,22 @@ def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) ->
     tag = note.tags.get(wanted.axis)
     arrives: Placement = R if tag is None else placed(tag)
     if wanted.told == "out" and tag is not None:
-        reason = f"`{leaf.fqn}` is given a hidden dim that lies in the order of its own results"
-        raise _refuse(reason, wanted.axis, leaf.fqn, "name its last two axes in the other order")
+        reason = f"`{leaf.fqn}` gets a hidden dim in the order of its own outputs"
+        raise _refuse(reason, wanted.axis, leaf.fqn, "swap the last two axes of its `over`")
     wants = arrives if wanted.input is None else wanted.input
     if isinstance(wants, S):
         wants = replace(wants, dim=dim_of(wants) % main.ndim)
         switched = not leaf.kind and switches(arrives, wants)
         if isinstance(arrives, S) and arrives != wants and not switched:
-            reason = f"`{leaf.fqn}` wants its input as {wanted.input}, but it arrives as {arrives}"
+            reason = f"`{leaf.fqn}` needs its input as {wanted.input}, but gets {arrives}"
             raise _refuse(reason, wanted.axis, leaf.fqn)
     computes = wants if wanted.computes is None else wanted.computes
     leaves = computes if wanted.output is None else wanted.output
     if isinstance(leaves, P):  # the follower knows no such tensor: it would take it for whole
-        reason = f"`{leaf.fqn}` would output a partial sum that no row adds up"
-        raise _refuse(reason, wanted.axis, leaf.fqn, "use `output=R`, or split the sum")
+        reason = f"`{leaf.fqn}` returns a partial sum that no row reduces"
+        raise _refuse(
+            reason, wanted.axis, leaf.fqn, "use `output=R` (all-reduce), or shard the sum"
+        )
     if isinstance(computes, S):
         ndim = main.ndim if is_main(main) else main.ndim + 1  # an embedding adds a dim to its ids
         ndim = 2 if leaf.kind == "EmbeddingBag" else ndim
@@ -232,14 +234,16 @@ def _check_whole(
         elif isinstance(leaves, S) and leaves.dim != computes.dim:
             reason = f"`{leaf.fqn}` computes {computes} and cannot output {leaves}"
         elif leaf.bias is not None:
-            reason = f"`{leaf.fqn}` adds its bias to a sum over one axis, and another splits it"
+            reason = (
+                f"`{leaf.fqn}` adds its bias to a sum over one axis, but another axis shards it"
+            )
     elif isinstance(wants, S) and wants.blocks != 1 and arrives != wants:
-        reason = f"`{leaf.fqn}` splits its inputs in blocks, and they do not arrive so"
+        reason = f"`{leaf.fqn}` needs inputs sharded in blocks, but gets others"
     elif leaf.kind not in TABLES and not (isinstance(wants, S) and wants.dim == inner):
         along = "their channels" if leaf.kind in CONVOLUTIONS else "their last dim"
-        reason = f"`{leaf.fqn}` splits its inputs along {along}, and is given {wants}"
+        reason = f"`{leaf.fqn}` needs inputs sharded along {along}, but gets {wants}"
     if reason:
-        helps = ("leave out `input=`, `output=` and `blocks=`: a style says what fits",)
+        helps = ("leave out `input=`, `output=` and `blocks=`: a style sets what fits",)
         raise _refuse(reason, None, leaf.fqn, *helps)
 
 

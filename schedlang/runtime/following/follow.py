@@ -120,12 +120,12 @@ class Follower(TorchFunctionMode):
         if self.stack.muted:
             return
         for axis in (axis for tensor in tensors_in(given) for axis in self.note(tensor).tags):
-            reason = f"`{name_of(func)}` uses a tensor split over `{axis}` behind split logits"
+            reason = f"`{name_of(func)}` uses a tensor sharded over `{axis}` after sharded logits"
             raise Mismatch(frame, reason, axis, (), self.agreed, (GATHER,))
 
     def _unfit(self, frame: Frame, error: Exception) -> Mismatch:
         """A module that computes with its parts failed: they do not fit what it is given."""
-        helps = ("leave out `input=` and `output=`: a style says how its parts fit together",)
+        helps = ("leave out `input=` and `output=`: a style sets placements that fit together",)
         failure = Mismatch(frame, str(error).split("\n")[0], None, (), self.agreed, helps)
         failure.raw = True
         return failure
@@ -178,9 +178,9 @@ class Step:
         notes = [self.follower.note(t) for t in self.inputs]
         axes = {axis for note in notes for axis in note.tags}
         if self.expected is None or self.expected.name != self.name:
-            raise self.fail(f"`{self.name}` runs where the original runs something else")
+            raise self.fail(f"`{self.name}` is called where the original calls another operator")
         if len(self.expected.outputs) != len(outputs):
-            raise self.fail(f"`{self.name}` gives {len(outputs)} tensors", next(iter(axes), None))
+            raise self.fail(f"`{self.name}` returns {len(outputs)} tensors", next(iter(axes), None))
         roots = frozenset(name for note in notes for name in note.roots)
         data = any(note.data for note in notes)
         entered = frozenset(axis for note in notes for axis in note.entered)
@@ -202,7 +202,9 @@ class Step:
     ) -> dict[str, Tag]:
         local = tuple(tensor.shape)
         if len(local) != len(shape):
-            raise self.fail(f"`{self.name}` gives {list(local)} for {list(shape)}")
+            raise self.fail(
+                f"`{self.name}` returns {list(local)} where the original returns {list(shape)}"
+            )
         differ = [dim for dim in range(len(shape)) if local[dim] != shape[dim]]
         if not axes and differ and self.name not in FILLS:
             opened = unevens.opened(self, local, shape, differ)
@@ -214,14 +216,17 @@ class Step:
             if axes and self._carries_values():
                 axis = split_axes[0]
                 raise self.fail(
-                    f"`{self.name}` reduces over a dim that is split over `{axis}`", axis
+                    f"`{self.name}` reduces over a dim that is sharded over `{axis}`", axis
                 )
             return {}
         along = unevens.alike(self, local, shape)
         differ = [dim for dim in differ if dim != along]
         if len(differ) != len(split_axes):
             known = next(iter(split_axes), None)
-            raise self.fail(f"`{self.name}` gives {list(local)} for {list(shape)}", known)
+            raise self.fail(
+                f"`{self.name}` returns {list(local)} where the original returns {list(shape)}",
+                known,
+            )
         dims = self._dims_of(split_axes, differ, local, shape, place)
         tags = {}
         for axis, dim in sorted(dims.items(), key=lambda item: item[1]):
@@ -256,7 +261,10 @@ class Step:
             tags = {axis: [self._of(tensor).get(axis) for tensor in self.inputs] for axis in axes}
             ways = told_apart(ways, given, tags, self.follower.sizes, shape, place)
         if len(ways) != 1 and not (ways and self.name in FILLS):  # a fill is alike everywhere
-            raise self.fail(f"`{self.name}` gives {list(local)} for {list(shape)}", axes[0])
+            raise self.fail(
+                f"`{self.name}` returns {list(local)} where the original returns {list(shape)}",
+                axes[0],
+            )
         return ways[0]
 
     def _fits(self, axis: str, local: int, whole: int) -> Uneven | None:
@@ -266,8 +274,8 @@ class Step:
 
     def _leak(self, local: tuple[int, ...], shape: tuple[int, ...]) -> Mismatch:
         return self.fail(
-            f"`{self.name}` makes {list(local)} where the original makes {list(shape)}: it reads"
-            " its size from a tensor that is split"
+            f"`{self.name}` returns {list(local)} where the original returns {list(shape)}: it"
+            " takes its size from a sharded tensor"
         )
 
     def _carries_values(self) -> bool:
@@ -323,11 +331,11 @@ class Step:
             return (before[tag.dim],) * rows  # the heads of all rows one behind the other
         if count > 1 and outer_after == outer_before:
             raise self.fail(
-                f"`{self.name}` takes {list(before)} apart as {list(after)}, which does not follow"
+                f"`{self.name}` of {list(before)} to {list(after)} does not follow"
                 f" its {count} blocks", axis,
             )  # fmt: skip
         raise self.fail(
-            f"`{self.name}` of {list(before)} to {list(after)} would cut across the parts of the"
+            f"`{self.name}` of {list(before)} to {list(after)} would cut across the shards of the"
             f" {ranks} ranks of `{axis}`", axis,
         )  # fmt: skip
 
@@ -340,14 +348,15 @@ class Step:
         raise Mismatch(
             self.frame, f"`{self.name}` takes {len(sizes)} parts out of a dim that is split over"
             f" `{axis}` as {len(tag.blocks)} block{'s' * (len(tag.blocks) > 1)}",
-            axis, (), self.follower.agreed, (f"say what lies side by side: `blocks={wanted}`",),
+            axis, (), self.follower.agreed, (f"give the blocks that are side by side:"
+                                             f" `blocks={wanted}`",),
         )  # fmt: skip
 
     def _sliced(self, axis: str, tag: Tag, dim: int) -> tuple[int, ...]:
         cut = index_at(self.args[1], dim, self.inputs[0].ndim)
         size = block_cut(cut, tag.blocks, self.follower.sizes[axis])
         if size is None:
-            raise self.fail(f"a slice cuts across the parts of the ranks of `{axis}`", axis)
+            raise self.fail(f"a slice cuts across the shards of the ranks of `{axis}`", axis)
         return (size,)
 
     def _check_along(self, axis: str, tag: Tag, whole: tuple[int, ...]) -> None:
@@ -363,7 +372,8 @@ class Step:
         dims |= reaches(self.name, self.args, self.kwargs, whole, after, self.expected.integers)
         if tag.dim in dims:
             raise Mismatch(
-                self.frame, f"`{self.name}` computes along a dim that is split over `{axis}`", axis,
+                self.frame, f"`{self.name}` computes along a dim that is sharded over"
+                            f" `{axis}`", axis,
                 (), self.follower.agreed, ("gather it first: `output=R` on the row before",),
             )  # fmt: skip
 
@@ -382,7 +392,7 @@ class Step:
                     self.frame, f"`{self.name}` mixes a tensor sharded over `{axis}` with a"
                     " replicated one, whose gradient nothing would sum over the ranks",
                     axis, (), self.follower.agreed,
-                    ("shard the module that makes it, or give this module `input=...`",),
+                    ("shard the module that computes it, or give this module `input=...`",),
                 )  # fmt: skip
             self.follower.partial_over(note.roots, axis)
 

@@ -68,9 +68,9 @@ def check_meeting(step: Step, axis: str) -> None:
     how = _apart(asked, met, step.follower.sizes[axis]) if len(met) > 1 else ""
     if how:
         raise Mismatch(
-            step.frame, f"`{step.name}` meets tensors that are split over `{axis}` {how}",
+            step.frame, f"`{step.name}` gets tensors that are sharded over `{axis}` {how}",
             axis, (), step.follower.agreed,
-            ("say what lies side by side in fused weights: `blocks=`",
+            ("give the blocks of fused weights: `blocks=`",
              "gather one of them first: `output=R` on its row"),
         )  # fmt: skip
 

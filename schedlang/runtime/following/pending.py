@@ -79,5 +79,5 @@ def _step(made: Made, axis: str, varies: Varies) -> list[Tensor] | str:
     if made.name in LINEAR:
         return parts
     if made.name == "embedding":
-        return f"each rank of `{axis}` looks up a row, even for words that it does not hold"
+        return f"each rank of `{axis}` looks up a row, even for ids that it does not hold"
     return f"`{made.name}` is not linear, and runs before the sum over `{axis}`"

@@ -30,7 +30,7 @@ from schedlang.runtime.storage.scratch import Scratch
 from schedlang.runtime.storage.tiers import CPU, DEVICE, DISK, PEER, mark, plain_copy
 from schedlang.runtime.summing.gradient import buckets, local_gradient
 
-UNDONE = "everything is as it was before the step"
+UNDONE = "nothing was changed: the state is that before the step"
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,6 @@ class Away:
     homes: Mapping[str, Home]  # of parameters off the device
     window: Window
     scratch: Scratch
-    world: int
     disk: bool
     rewritten: bool
     tensorwise: bool = True
@@ -135,7 +134,7 @@ class Away:
         if whole is not None and self.rewritten:
             raise Refusal(
                 Diagnostic(
-                    "S855", "an optimizer step on full tensors cannot be undone if a disk is full",
+                    "S855", "an optimizer step on full tensors cannot be undone on a full disk",
                     notes=("this optimizer needs full tensors, and they are sharded",),
                     helps=("keep everything in memory: `to=cpu`",
                            "or use an elementwise optimizer (SGD, Adam, AdamW, ...)"),
@@ -194,7 +193,7 @@ class Away:
         """Raise Refusal S850 on all ranks if anything could not be written on one."""
         if self.disk:
             try:
-                self.scratch.check(self.world, consequence)
+                self.scratch.check(consequence)
             except Refusal:
                 for buffer, old in self._buffers:
                     buffer.detach().copy_(old)
@@ -212,7 +211,7 @@ class Away:
                 self.homes[name].settle(self.scratch.put(self.homes[name].home))
         if self.peer is not None and optimizer is not None:
             self.peer.settle(optimizer)
-        self.check("what could not be written stays in memory")
+        self.check("the state that could not be written stays in memory")
 
     def home(self, optimizer: torch.optim.Optimizer | None) -> AbstractContextManager[None]:
         """While it is entered, state that other ranks hold is here; all ranks enter it."""

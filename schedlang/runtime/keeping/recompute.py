@@ -166,8 +166,8 @@ def written_twice(module: nn.Module, before: Versions) -> None:
         Diagnostic(
             "S813",
             f"a checkpointed `{type(module).__name__}` changes its buffers",
-            notes=(f"its forward updated {listed}, and recomputation would do so a second time",),
-            helps=("checkpoint the modules beside it, or put it into eval mode",),
+            notes=(f"its forward updated {listed}; recomputation would update it again",),
+            helps=("checkpoint other modules, or put it into eval mode",),
         )
     )
 

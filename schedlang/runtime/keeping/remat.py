@@ -219,9 +219,9 @@ class Node:
 def _written_into(what: str) -> Refusal:
     return Refusal(
         Diagnostic(
-            "S846", "a module within a budget meets a tensor that was written into",
-            notes=(f"the model wrote into {what}, after the module had read it",),
-            helps=("leave this module out of the row", "or take the one that writes into it, too"),
+            "S846", "a module with a memory budget reads a tensor that was changed in place",
+            notes=(f"the model changed {what} in place, after the module read it",),
+            helps=("leave this module out of the row", "or select the module that changes it, too"),
         )
     )  # fmt: skip
 

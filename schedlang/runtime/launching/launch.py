@@ -270,9 +270,10 @@ def modules_of(blob: bytes) -> tuple[str, ...]:
 
 def _started_by_ranks() -> Diagnostic:
     return Diagnostic(
-        "S905", "this file starts ranks, and they would start others when they import it",
+        "S905", "this file starts ranks: each of them would start ranks again when it imports"
+                " the file",
         notes=("ranks import the files that hold the model, the loss and the optimizer",),
-        helps=("put what the file runs under `if __name__ == \"__main__\":`",),
+        helps=("put the code that it runs under `if __name__ == \"__main__\":`",),
     )  # fmt: skip
 
 

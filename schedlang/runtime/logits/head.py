@@ -68,15 +68,15 @@ def probe_head(module: nn.Module) -> Head | Mismatch:
     others = [name for name in params if name not in weights]
     if len(weights) != 1 or len(others) > 1 or "." in weights[0]:
         shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in params.items()) or "none"
-        return Mismatch(f"has the parameters {shapes}; a head has a matrix, and perhaps a vector")
+        return Mismatch(f"has the parameters {shapes}: a head has a matrix, and perhaps a bias")
     if "forward" in vars(module):
-        return Mismatch("had its forward replaced already")
+        return Mismatch("has a replaced forward already")
     classes, width = params[weights[0]].shape
     found = Head(weights[0], others[0] if others else None, width, classes)
     if type(module).forward is nn.Linear.forward:
         return found  # nothing to be found out, and a copy in float64 may be large
     if next(module.buffers(), None) is not None:
-        return Mismatch("keeps buffers, and a linear layer keeps none")
+        return Mismatch("has buffers: a linear layer has none")
     return _probed(module, found)
 
 

@@ -191,8 +191,8 @@ def cut(graph: StageGraph, stage_of: Sequence[int]) -> Cut:
             raise refusal(
                 "S610",
                 name,
-                f"reads a value from inside `{unit}` that `{unit}` does not return",
-                f"keep `{unit}` and what reads it in one stage",
+                f"reads a value inside `{unit}` that `{unit}` does not return",
+                f"keep `{unit}` and the module that reads it in one stage",
                 note=f"stage {stage} would need it from stage {stage_of[foreign[0]]}",
             )
     return made

@@ -18,11 +18,11 @@ OUTPUTS = ("logits", "sample", "prediction", "last_hidden_state")
 def no_loss(model: Any, output: Any, batch: Mapping[str, Any]) -> Diagnostic:
     """A model without a loss (S615), and a function for its file, made for what it returns."""
     return Diagnostic(
-        "S615", "the model gives no loss",
+        "S615", "the model returns no loss",
         notes=(f"it returns {_article(type(output).__name__)}, and its file defines no `loss`",),
         helps=("add to the model file:\n      def loss(output, batch):\n"
                f"          return {_loss(model, output, batch)}",
-               "or let the model return one: give it labels in the batch"),
+               "or let the model return one: put labels into the batch"),
     )  # fmt: skip
 
 

@@ -239,7 +239,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "S611",
                 "",
                 "the forward reads the value of a tensor between modules",
-                "decide by shapes, or inside a module: stages are recorded without data",
+                "read shapes instead, or read values inside a module: stages are recorded"
+                " without data",
                 note=f"after `{self.labels[self.called[-1]]}`" if self.called else "",
             )
         for tensor in self.arguments:

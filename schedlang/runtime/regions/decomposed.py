@@ -34,8 +34,8 @@ class Decomposed:
 def product(module: nn.Module, x: Tensor) -> Tensor:
     """The first step alone, as the module's row of the schedule shards it."""
     if hasattr(module, "_get_fsdp_state"):
-        raise _refused("its parameters are gathered for its own call only",
-                       "let a larger module be the unit: `zero` over the layer")  # fmt: skip
+        raise _refused("its parameters are gathered only for its own call",
+                       "let `zero` gather a larger module: the layer")  # fmt: skip
     made: Any = vars(module).get("forward")
     if not isinstance(made, Sharded):
         kind = next(c.__name__ for c in type(module).__mro__ if c.__name__ in COMPUTES)
@@ -44,7 +44,7 @@ def product(module: nn.Module, x: Tensor) -> Tensor:
     late = [edge for edge in ends if edge.head or not _sums(edge)]
     if made.kind not in COMPUTES or late:
         raise _refused("its result is gathered after its bias is added",
-                       "leave the result split: drop `output=R`")  # fmt: skip
+                       "keep the output sharded: drop `output=R`")  # fmt: skip
     out: Tensor = projection(module, made.kind, made.edges, biased=False)(x)
     return out
 
@@ -56,5 +56,5 @@ def _sums(edge: Any) -> bool:
 
 
 def _refused(why: str, help_: str) -> Refusal:
-    title = "the bias of a projection cannot be added apart here"
+    title = "the bias of this projection cannot be added separately"
     return Refusal(Diagnostic("S886", title, notes=(why,), helps=(help_,)))

@@ -70,9 +70,7 @@ def fuse(module: nn.Module, *, split_backward: bool = False, rounding: str = "fp
     layers = layers_of(module)
     if layers is not None and {"kernel", "attend"} & set(layers.kinds):
         name = type(module).__name__
-        raise _refusal(
-            "S832", f"`{name}` has a kernel of its own already", "fuse what is around it"
-        )
+        raise _refusal("S832", f"`{name}` already has a kernel", "fuse a module around it")
     wrap(module, "fuse", Fuse(type(module).__name__, split_backward, rounding, module))
 
 
@@ -216,7 +214,7 @@ def _refusing(name: str) -> Iterator[None]:
     except limit as error:
         raise _refusal(
             "S834",
-            f"`{name}` is compiled anew too often",
+            f"`{name}` is compiled again too often",
             f"more than {LIMIT} graphs were made for one forward, because something that it reads "
             "differs from call to call or from layer to layer (with transformers often its cache: "
             "give the batch `use_cache=False`)",
@@ -224,4 +222,6 @@ def _refusing(name: str) -> Iterator[None]:
     except exc.Unsupported as error:
         said = [line.strip() for line in str(error).splitlines() if line.strip()]
         where = [line for line in said if line.startswith("File ")][-1:]
-        raise _refusal("S833", f"`{name}` is not one graph", *said[:2], *where) from error
+        raise _refusal(
+            "S833", f"`{name}` cannot be compiled as one graph", *said[:2], *where
+        ) from error

@@ -44,10 +44,10 @@ def nowhere(told: Told, pattern: Pattern, miss: Miss) -> Refusal:
     """S882, with the attempt that came furthest."""
     fitted = max(miss.fitted, 0)
     of = f"{fitted} of its {pattern.body.size} calls fit"
-    helps = ("`schedlang explain fuse` says what a pattern may be made of",)
+    helps = ("`schedlang explain fuse` lists what a pattern may contain",)
     if miss.bias:
         row = f"{told.name}.{miss.bias}".lstrip(".")
-        helps = (f"if its bias is meant, add it apart, above: `{row}  decompose(bias)`",)
+        helps = (f"if you mean its bias, separate it in a row above: `{row}  decompose(bias)`",)
     return Refusal(
         Diagnostic("S882",
                    f"`{told.name or 'the model'}` has no match for the pattern `{pattern.name}`",
@@ -65,7 +65,7 @@ def fuse_pattern(module: nn.Module, told: Told) -> None:
     wrap(module, "fuse", Regions(module, told))
     if owned(module):
         name = type(module).__name__
-        raise Refusal(Diagnostic("S832", f"`{name}` has a kernel of its own already",
+        raise Refusal(Diagnostic("S832", f"`{name}` already has a kernel",
                                  helps=("leave this module unfused",)))  # fmt: skip
 
 

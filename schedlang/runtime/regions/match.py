@@ -36,7 +36,7 @@ class Miss:
     """The attempt that came furthest: how many calls fitted, and why no more did."""
 
     fitted: int = -1
-    reason: str = "it computes none of what the pattern does"
+    reason: str = "none of its calls is in the pattern"
     bias: str = ""  # a projection whose bias would have fitted, if it stood apart
 
     def note(self, fitted: int, reason: str, bias: str = "") -> None:
@@ -75,13 +75,15 @@ class _Try:
 
     def _call(self, term: Op, value: Any) -> bool:
         if not isinstance(value, fx.Node):
-            return self._no(f"`{term}` stands where the model has {value!r}")
+            return self._no(f"the pattern has `{term}` where the model has {value!r}")
         found = operation(value, self.root)
         if found is None or found[0] != term.name:
             said = shown(value, self.root)
-            return self._no(f"`{term}` stands where the model has {said}", _bias(term, value))
+            return self._no(
+                f"the pattern has `{term}` where the model has {said}", _bias(term, value)
+            )
         if value in self.nodes:
-            return self._no(f"{shown(value, self.root)} would be two calls of the pattern")
+            return self._no(f"{shown(value, self.root)} is matched by two calls of the pattern")
         self.nodes.append(value)
         for given in _orders(term):
             before = len(self.nodes), dict(self.bound)
@@ -129,7 +131,7 @@ def matches(pattern: Pattern, graph: fx.Graph, root: nn.Module) -> tuple[list[Ma
         nodes = tuple(sorted(attempt.nodes, key=order.__getitem__))
         wrong = _apart(nodes, graph, root)
         if taken & set(nodes):
-            wrong = "two places of it share a call"
+            wrong = "two matches share a call"
         if wrong:
             miss.note(len(nodes), wrong)
             continue

@@ -42,7 +42,7 @@ def asked(module: nn.Module, given: Mapping[str, Any]) -> Iterator[list[str]]:
                 continue
             child = _child(value.node, module)
             if child is not None:
-                found.append(f"it asks whether `{name}`, which `{child}` gives, is None")
+                found.append(f"it asks whether `{name}`, returned by `{child}`, is None")
             elif _is_none(_within(value.node, given), itself):
                 found.append(f"it asks whether `{name}`, or what it holds, is None, as it is here")
         return step

@@ -42,9 +42,9 @@ def _wrong(node: fx.Node, root: nn.Module) -> str:
     """Why a call cannot be part of a kernel; "" if it may be."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
-        return "" if is_dropout(module) else f"{shown(node, root)} is no row-wise operator"
+        return "" if is_dropout(module) else f"{shown(node, root)} is not a row-wise operator"
     if writes(node):
         return f"{shown(node, root)} writes in place"
     target: Any = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    return f"{shown(node, root)} is no row-wise operator" if name in ACROSS else ""
+    return f"{shown(node, root)} is not a row-wise operator" if name in ACROSS else ""

@@ -51,13 +51,13 @@ class Adapted:
 def match_adapter(module: nn.Module, kernel: str, call: Call | None = None) -> Adapted | Mismatch:
     """Whether `kernel` (of ATTENTIONS) computes the attention of `module`, or why not."""
     if any("forward" in vars(part) for part in module.modules()):
-        return Mismatch("had its forward replaced already")
+        return Mismatch("has a replaced forward already")
     if any(buffer.is_meta for buffer in module.buffers()):
         return Mismatch("keeps buffers whose values are not known on the meta device")
     named = {n: m for n, m in module.named_modules() if implementation(m) is not None}
     now = {implementation(m) for m in named.values()}
     if not now <= {"eager", "sdpa"}:
-        return Mismatch(f"attends by {', '.join(sorted(filter(None, now)))} already")
+        return Mismatch(f"uses the attention {', '.join(sorted(filter(None, now)))} already")
     with torch.random.fork_rng(devices=[]), ambient(Float64):
         try:
             return _probed(module, kernel, tuple(named), call)
@@ -79,11 +79,13 @@ def _probed(
     asked = tuple(dict.fromkeys(ear.asked))
     results(copied.train(), *calls[0])
     if not asked:
-        return Mismatch("asks for no attention by a name, and does not call torch's")
+        return Mismatch("calls neither an attention function by name nor torch's")
     if ear.dropped:
-        return Mismatch(f"drops weights in training, and `{kernel}` does not")
+        return Mismatch(f"has dropout in training, which `{kernel}` does not support")
     if kernel == "flash_attention" and any(one.sinks or one.bias for one in asked):
-        return Mismatch("adds sinks or a bias to its scores, which `flash_attention` cannot")
+        return Mismatch(
+            "adds sinks or a bias to its scores, which `flash_attention` does not support"
+        )
     error = max(map(_distance, fused, plain))
     if not error <= TOLERANCE:
         return Mismatch("differs from its own attention", error)
@@ -129,7 +131,7 @@ def _own_calls(module: nn.Module) -> Iterator[Call]:
               and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]  # fmt: skip
     width = next((p.shape[1] for p in module.parameters() if p.ndim == 2), None)
     if width is None or not needed:
-        raise ValueError("what it takes is not known")
+        raise ValueError("its arguments are not known")
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 6, width, generator=generator, dtype=torch.float64, device="cpu")
     yield [x.requires_grad_(), *[None] * (len(needed) - 1)], {}

@@ -40,7 +40,7 @@ class Sums:
 def probe_sums(module: nn.Module) -> Sums | Mismatch:
     """The norms after sums in a module's forward, or what was found instead."""
     if "forward" in vars(module):
-        return Mismatch("had its forward replaced already")
+        return Mismatch("has a replaced forward already")
     norms: dict[str, Norm] = {}
     reasons: dict[str, str] = {}
     told: dict[Hashable, Norm | Mismatch] = {}
@@ -61,7 +61,7 @@ def probe_sums(module: nn.Module) -> Sums | Mismatch:
     found = {str(place.norm.target) for place in places(graph, module, norms)}
     if found:
         return Sums({name: norm for name, norm in norms.items() if name in found})
-    return Mismatch(f"has no sum right before a norm: {_before(graph, module, norms)}")
+    return Mismatch(f"has no addition right before a norm: {_before(graph, module, norms)}")
 
 
 def form_of(norm: Norm, kind: torch.dtype) -> Form:
@@ -76,8 +76,8 @@ def _before(graph: fx.Graph, module: nn.Module, norms: Mapping[str, Norm]) -> st
     for node in graph.nodes:
         if node.op == "call_module" and node.target in norms:
             given = node.all_input_nodes
-            what = shown(given[0], module) if given else "nothing that can be followed"
-            said.append(f"before `{node.target}` stands {what}")
+            what = shown(given[0], module) if given else "nothing that can be traced"
+            said.append(f"before `{node.target}` is {what}")
     return "; ".join(said) or "its forward calls no norm"
 
 

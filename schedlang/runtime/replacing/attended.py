@@ -122,12 +122,12 @@ def by_name(
         if not (value is None or name in _IDLE or isinstance(value, int | str))
     ]  # fmt: skip
     if unknown or not (mask is None or isinstance(mask, Tensor)):
-        raise _foreign(kernel, f"`{unknown[0]}`" if unknown else "a mask that is no tensor")
+        raise _foreign(kernel, f"`{unknown[0]}`" if unknown else "a mask that is not a tensor")
     return Query(lines, rule, mask, bias, sinks, dropout, turned=True)
 
 
 def _foreign(kernel: str, what: str) -> Refusal:
-    title = f"an attention is asked for with {what}, which `{kernel}` does not know"
+    title = f"an attention is called with {what}, which `{kernel}` does not support"
     return Refusal(Diagnostic("S877", title, helps=("leave this module as it is",)))
 
 

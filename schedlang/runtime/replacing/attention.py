@@ -29,7 +29,7 @@ from schedlang.runtime.replacing.tables import with_tables
 
 TOLERANCE = 1e-9
 _SDPA = "schedlang_sdpa"
-_BLIND = "a query sees no key (padding on its left), and torch's kernel gives wrong gradients"
+_BLIND = "a query has no key (padding on the left): torch's kernel returns wrong gradients there"
 _FIELD = "_attn_implementation_internal"
 
 
@@ -101,7 +101,7 @@ def _laid_alike(way: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _may_blind(mask: Tensor) -> bool:
-    """Not where it has no values; and fused kernels are right with masks of booleans."""
+    """Not where it needs a values; and fused kernels are right with masks of booleans."""
     return type(mask) is Tensor and not mask.is_meta and mask.is_floating_point()
 
 
@@ -156,8 +156,8 @@ def match_attention(module: nn.Module, call: Call | None = None) -> Attention | 
     if not attending:
         kind = type(module).__name__
         return Mismatch(
-            f"`{kind}` holds no attention that looks up its function in a config, as those of "
-            "transformers do, so that its own cannot be replaced"
+            f"`{kind}` has no attention whose function is named in a config, as in transformers:"
+            " it cannot be replaced"
         )
     now = {implementation(m) for m in attending.values()}
     if now <= {"sdpa", _SDPA}:
@@ -165,7 +165,7 @@ def match_attention(module: nn.Module, call: Call | None = None) -> Attention | 
     if now != {"eager"}:
         return Mismatch(f"its masks are made for {', '.join(sorted(filter(None, now)))}, not sdpa")
     if any("forward" in vars(part) for part in module.modules()):
-        return Mismatch("had its forward replaced already")
+        return Mismatch("has a replaced forward already")
     if any(buffer.is_meta for buffer in module.buffers()):
         return Mismatch("keeps buffers whose values are not known on the meta device")
     with torch.random.fork_rng(devices=[]), ambient(Float64):
@@ -189,9 +189,9 @@ def _probe_attention(
             switch(copied.get_submodule(name), _SDPA)
         fused = results(copied, args, kwargs)
     if not calls:
-        return Mismatch("never asked for the attention function that its config names")
+        return Mismatch("does not call the attention function that its config names")
     if len(plain) != len(fused):
-        return Mismatch("its gradients reach other parameters")
+        return Mismatch("its gradients are of other parameters")
     # the gradient of a key's bias is zero but for rounding: the largest tensor sets a floor
     floor = 1e-3 * max(float(b.norm()) for b in plain)
     pairs = zip(fused, plain, strict=True)

@@ -85,12 +85,12 @@ class GroupedForm:
 def probe_grouped(module: nn.Module) -> GroupedForm | Mismatch:
     """The experts that a module computes, or the measured reason why it computes none of these."""
     if "forward" in vars(module):
-        return Mismatch("had its forward replaced already")
+        return Mismatch("has a replaced forward already")
     found = probe_experts(module)
     if isinstance(found, NoExperts):
         return Mismatch(found.reason, found.error)
     shapes = [tuple(module.get_parameter(name).shape) for name in found.split]
-    nearest = Mismatch("has parameters whose shapes are not those of two products, or three")
+    nearest = Mismatch("has parameters whose shapes are not those of two or three matrix products")
     with torch.random.fork_rng(devices=[]), ambient(Float64):
         for scale in scales(shapes):
             small = small_copy(module, found.split, scale)
@@ -126,7 +126,7 @@ def _nearest(module: nn.Module, trial: Trial) -> GroupedForm | Mismatch:
             if errors[form] <= TOLERANCE:
                 break
     if not errors:
-        return Mismatch("has parameters whose shapes are not those of two products, or three")
+        return Mismatch("has parameters whose shapes are not those of two or three matrix products")
     best = min(errors, key=lambda form: errors[form])
     if not errors[best] <= TOLERANCE:
         return Mismatch(f"differs from experts by {best.middle.act}", errors[best])
@@ -259,7 +259,7 @@ class GroupedExperts:
                 Diagnostic(
                     "S821",
                     f"`{type(self.module).__name__}` was called with {len(args) + len(kwargs)}"
-                    " arguments, experts are with tokens, the experts of each, and weights",
+                    " arguments, but experts take tokens, expert indices and routing weights",
                     helps=("leave this module as it is",),
                 )
             )

@@ -25,10 +25,10 @@ class GatedNormed:
         norm, module = self.norm, self.module
         x, gate = _given(norm.inputs, args, kwargs)
         if not isinstance(x, Tensor) or not isinstance(gate, Tensor) or x.shape != gate.shape:
-            leave(module, self.kernel, "it wants a gate of the input's shape", x=x, gate=gate)
+            leave(module, self.kernel, "it needs a gate of the shape of the input", x=x, gate=gate)
             return inner(*args, **kwargs)
         if x.shape[-1] > LONGEST * norm.form.groups:
-            leave(module, self.kernel, f"with a gate its rows have at most {LONGEST} numbers", x=x)
+            leave(module, self.kernel, f"with a gate its rows have at most {LONGEST} elements", x=x)
         weight = x.new_ones(norm.size) if norm.weight is None else getattr(module, norm.weight)
         return gated_norm(x, gate, weight, norm.form)
 

@@ -127,7 +127,7 @@ class Normed:
         norm = self.norm
         longest = LONGEST if norm.kind == "rms_norm" else LONGEST_CENTRED
         if x.shape[-1] > longest:
-            leave(self.module, norm.kind, f"its rows have at most {longest} numbers", x=x)
+            leave(self.module, norm.kind, f"its rows have at most {longest} elements", x=x)
         if norm.weight is None:
             weight = x.new_ones(x.shape[-1])  # its gradient is made as well, and left
         else:

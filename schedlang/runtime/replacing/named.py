@@ -45,11 +45,11 @@ def probe_named(module: nn.Module, kernel: str) -> Named | Mismatch:
     if found.kind != wanted:
         return Mismatch(f"is a {found.kind}, which `{kernel}` is not")
     if found.weight is None:
-        return Mismatch(f"has no weight, and `{kernel}` wants one")
+        return Mismatch(f"has no weight, and `{kernel}` needs one")
     plain = found.offset == 0.0 and found.rounding == "late" and found.bias is not None
     if wanted == "layer_norm" and not plain:
         what = "no bias" if found.bias is None else "an offset, or rounds before its weight"
-        return Mismatch(f"has {what}, and `{kernel}` computes another layer_norm")
+        return Mismatch(f"has {what}, which `{kernel}` does not compute")
     return Named(kernel, found)
 
 

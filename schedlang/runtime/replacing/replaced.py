@@ -122,16 +122,16 @@ def _made(fqn: str, old: nn.Module, name: str, make: Any) -> tuple[nn.Module, Na
         raise misfit(fqn, name, f"its function raised `{said}`") from error
     new, names = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(new, nn.Module):
-        raise misfit(fqn, name, f"its function gives {type(new).__name__}, not a module")
+        raise misfit(fqn, name, f"its function returns {type(new).__name__}, not a module")
     if new is old:
-        raise misfit(fqn, name, "its function gives the module that it is to replace")
+        raise misfit(fqn, name, "its function returns the module that it should replace")
     return new, names
 
 
 def misfit(fqn: str, name: str, *notes: str, helps: Sequence[str] = ()) -> Refusal:
     """S881."""
     return Refusal(
-        Diagnostic("S881", f"`{name}` cannot take the place of `{fqn}`", notes=notes,
+        Diagnostic("S881", f"`{name}` cannot replace `{fqn}`", notes=notes,
                    helps=tuple(helps))
     )  # fmt: skip
 
@@ -149,11 +149,11 @@ def _same_names(
     if missing:
         notes.append(f"it has no {what} {_quoted(missing)}")
     if more:
-        notes.append(f"it has a {what} {_quoted(more)}, which the model has not")
+        notes.append(f"it has a {what} {_quoted(more)}, which the model does not have")
     notes += [f"`{n}` is {list(old[n])} in the model and {list(new[n])} in it" for n in other[:3]]
     if notes:
         pair = f'{{"{(more or ["its_name"])[0]}": "{(missing or ["name"])[0]}"}}'
-        helps = ("keep the names", f"or give them: `return module, {pair}`")
+        helps = ("use the same names", f"or return a mapping of names: `return module, {pair}`")
         raise misfit(fqn, name, *notes, helps=helps if what == "parameter" else ())
 
 
@@ -172,14 +172,16 @@ def _renamed(fqn: str, old: nn.Module, new: nn.Module, names: Names, name: str) 
     used = [key for of in told.values() for key in of]
     unknown = [key for key in used if key not in held]
     if unknown:
-        raise misfit(fqn, name, f"its names speak of {_quoted(unknown)}, which the model has not")
+        raise misfit(
+            fqn, name, f"its mapping names {_quoted(unknown)}, which the model does not have"
+        )
     kept = dict.fromkeys(used)
     made = {own: _joined_shape([tuple(held[k].shape) for k in of]) for own, of in told.items()}
     _same_names(fqn, name, "parameter", {k: 0 for k in held}, {k: 0 for k in kept})
     _same_names(fqn, name, "parameter", made, _shapes(new.named_parameters))
     if any(True for _ in new.buffers()) or any(True for _ in old.buffers()):
         raise misfit(fqn, name, "buffers cannot be renamed",
-                     helps=("keep the names of parameters",))  # fmt: skip
+                     helps=("use the same names for parameters",))  # fmt: skip
     return Joined(old, new, told).train(old.training)
 
 
@@ -234,10 +236,12 @@ def _same_call(fqn: str, old: nn.Module, new: nn.Module, name: str) -> None:
             )
     for key in own:
         if key not in before and after[key].default is kinds.empty:
-            notes.append(f"its forward needs `{key}`, which the model does not give")
+            notes.append(f"its forward needs `{key}`, which the model does not pass")
     if notes:
         said = ", ".join(str(p) for p in before.values())
-        raise misfit(fqn, name, *notes, helps=(f"take the same: `def forward(self, {said})`",))
+        raise misfit(
+            fqn, name, *notes, helps=(f"take the same arguments: `def forward(self, {said})`",)
+        )
 
 
 def _arguments(module: nn.Module) -> dict[str, inspect.Parameter]:

@@ -65,7 +65,7 @@ class Rotary:
 def probe_rope(module: nn.Module) -> Rotary | Mismatch:
     """The functions that turn, of those that a module's forward names; or why there are none."""
     if "forward" in vars(module):
-        return Mismatch("had its forward replaced already")
+        return Mismatch("has a replaced forward already")
     tried = [_judged(name, function) for name, function in _functions(type(module).forward)]
     found = tuple(each for each in tried if isinstance(each, Rotation))
     if found:
@@ -74,7 +74,7 @@ def probe_rope(module: nn.Module) -> Rotary | Mismatch:
     nearest = min(missed, key=lambda each: each.error if each.error is not None else torch.inf,
                   default=None)  # fmt: skip
     return nearest or Mismatch(
-        "calls no function of its file that is given queries, keys, cosines and sines"
+        "calls no function of its file with queries, keys, cosines and sines"
     )
 
 
@@ -119,7 +119,7 @@ def _judged(name: str, function: Any) -> Rotation | Mismatch | None:
         return None
     error, best = min(tried, key=lambda pair: pair[0])
     if not error <= TOLERANCE:
-        return Mismatch(f"calls `{name}`, which turns its numbers otherwise", error)
+        return Mismatch(f"calls `{name}`, which does not compute this rotation", error)
     return _finished(function, replace(best, names=names, defaults=defaults))
 
 
@@ -263,7 +263,7 @@ def _rounding(function: Any, found: Rotation, angles: int) -> Rotation | Mismatc
     best = max(shares, key=lambda form: shares[form])
     if shares[best] < 0.99:
         return Mismatch(
-            f"calls `{found.name}`, which rounds otherwise in bfloat16: at best "
+            f"calls `{found.name}`, which rounds differently in bfloat16: at best "
             f"{shares[best]:.0%} of bits agree"
         )
     return replace(found, form=best)

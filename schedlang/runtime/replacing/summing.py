@@ -107,11 +107,11 @@ class Summing:
     def both(self, owner: nn.Module, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """(sum, its norm by the child `name`); apart where the two are not of one shape."""
         if not fits(a, b):
-            leave(self.module, "add_norm", "it adds two tensors of one shape", a=a, b=b)
+            leave(self.module, "add_norm", "it adds two tensors of the same shape", a=a, b=b)
             total = a + b
             return total, owner(total)
         if a.shape[-1] > LONGEST:
-            leave(self.module, "add_norm", f"its rows have at most {LONGEST} numbers", a=a)
+            leave(self.module, "add_norm", f"its rows have at most {LONGEST} elements", a=a)
         norm = self.found.norms[name]
         weight = a.new_ones(a.shape[-1]) if norm.weight is None else getattr(owner, norm.weight)
         bias = getattr(owner, norm.bias) if norm.bias is not None else None
@@ -200,5 +200,5 @@ def _function(graph: fx.Graph) -> Callable[..., Any]:
 def _apart(name: str, norm: nn.Module) -> str:
     """Why a norm that was found right after a sum is called apart from it."""
     if touched(norm):
-        return f"`{name}` has hooks, a layout, a row or a unit of its own, and is called by itself"
-    return f"in this call no sum stands right before `{name}`"
+        return f"`{name}` has hooks, a placement or a row of its own, and is called by itself"
+    return f"in this call there is no addition right before `{name}`"

@@ -66,13 +66,13 @@ def _structure(module: nn.Module, linear: dict[str, nn.Module]) -> str | None:
     for name in _between(module, linear):
         own |= {n for n in held if name is not None and n.startswith(f"{name}.")}
     if len(linear) not in (2, 3):
-        return f"has {len(linear)} projections, and a gated MLP has three, or two with one packed"
+        return f"has {len(linear)} projections: a gated MLP has 3, or 2 (gate and up packed)"
     if held - own:
         return f"has other parameters than those of its projections: {min(held - own)}"
     if next(module.buffers(), None) is not None:
-        return "keeps buffers, and a gated MLP keeps none"
+        return "has buffers: a gated MLP has none"
     if "forward" in vars(module):
-        return "had its forward replaced already"
+        return "has a replaced forward already"
     return None
 
 
@@ -109,7 +109,7 @@ def _nearest(module: nn.Module, forms: list[Gated]) -> Gated | Mismatch:
     own = _ran(module, module, x)
     results = {False: [evaluated], True: [trained, own.made]}
     if not all(isinstance(y, Tensor) for some in results.values() for y in some):
-        return Mismatch(f"gives {type(trained).__name__}, not a tensor")
+        return Mismatch(f"returns {type(trained).__name__}, not a tensor")
     best = _guessed(module, forms, own.calls)
     twin = _ran(module, partial(computed, module, best), x)
     made = {True: twin.made, False: _evaluated(module, best, x, twin.made)}

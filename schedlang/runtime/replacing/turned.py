@@ -65,7 +65,7 @@ def _turning(original: Any, found: Rotation, module: nn.Module) -> Callable[...,
         flat = found.flat and getattr(tensors["q"], "ndim", 0) == 3
         if flat:
             tensors = {n: t[None] if isinstance(t, Tensor) else t for n, t in tensors.items()}
-        why = f"it does not know the argument `{foreign[0]}`" if foreign else ""
+        why = f"it does not support the argument `{foreign[0]}`" if foreign else ""
         why = why or _unfit(found, form, **tensors)
         if why:
             leave(module, "rope", why, **tensors)
@@ -85,22 +85,22 @@ def _unfit(
     """Why the kernel does not take these tensors; empty where it does (S871: where it cannot)."""
     lines, tables = (q,) if "k" not in found.order else (q, k), (cos, sin)
     if not all(isinstance(x, Tensor) and x.dim() == 4 for x in lines):
-        return "it takes queries and keys of 4 dims: rows, heads, tokens, numbers of a head"
+        return "it takes queries and keys of shape [rows, heads, tokens, head_dim]"
     if not all(isinstance(t, Tensor) and t.dim() == 3 for t in tables):
-        return "it takes cosines and sines of 3 dims: rows or 1, tokens, angles"
+        return "it takes cosines and sines of shape [rows or 1, tokens, angles]"
     if torch.is_grad_enabled() and any(t.requires_grad for t in tables):
         raise _learned(found.name)
     rows, tokens, size = q.shape[0], q.shape[3 - form.heads], q.shape[3]
     # sizes may be symbols here, which torch.compile compares rightly only one by one
     if not all(x.shape[0] == rows and x.shape[3 - form.heads] == tokens and x.shape[3] == size
                and x.dtype == q.dtype for x in lines):  # fmt: skip
-        return "it turns queries and keys of one type, with as many rows, tokens and numbers"
+        return "queries and keys must have the same dtype, rows, tokens and head_dim"
     alike = all(a == b for a, b in zip(cos.shape, sin.shape))
     if not alike or not (cos.shape[0] == 1 or cos.shape[0] == rows) or cos.shape[1] != tokens:
-        return "it takes cosines and sines of one shape, for each of the tokens"
+        return "cosines and sines must have the same shape, with all tokens"
     width = cos.shape[2] * (1 + found.doubled)
     if width != size and not (found.partial and width < size and width % 2 == 0):
-        return "there are other numbers of angles than it was found to turn by"
+        return "the number of angles differs from that at build"
     return ""
 
 
@@ -108,8 +108,8 @@ def _learned(name: str) -> Refusal:
     return Refusal(
         Diagnostic(
             "S871",
-            f"the angles that `{name}` is given need a gradient",
-            notes=("the kernel `rope` turns by constant angles, and gives none",),
+            f"the angles of `{name}` need a gradient",
+            notes=("the kernel `rope` takes the angles as constants, and returns no gradient",),
             helps=("leave this attention as it is",),
         )
     )

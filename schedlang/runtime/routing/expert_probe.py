@@ -41,7 +41,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class NoExperts:
-    """Why a module is no module of experts, and by how much it differs (relative) if it ran.
+    """Why a module is not a module of experts, and by how much it differs (relative) if it ran.
 
     helps   what can be done with what it is
     """
@@ -49,7 +49,7 @@ class NoExperts:
     reason: str
     error: float | None = None
     helps: tuple[str, ...] = (
-        "name the module that is called with (tokens, expert indices, routing weights)",
+        "select the module that is called with (tokens, expert indices, routing weights)",
     )
 
     @property
@@ -71,9 +71,11 @@ def probe_experts(module: nn.Module) -> Experts | NoExperts:
     split = tuple(n for n, shape in shapes.items() if shape[:1] == (count,) and "." not in n)
     other = [name for name in shapes if name not in split]
     if other:
-        return NoExperts(f"its `{other[0]}` is not split by experts, or is another module's")
+        return NoExperts(
+            f"its `{other[0]}` has no dim of experts, or is shared with another module"
+        )
     if count < 2:
-        return NoExperts("it has one expert only")
+        return NoExperts("it has only one expert")
     error: NoExperts | None = None
     with torch.random.fork_rng(devices=[]), ambient(Float64):
         for scale in scales([shapes[name] for name in split]):
@@ -97,9 +99,9 @@ def _listed(module: nn.Module) -> NoExperts | None:
             return NoExperts(
                 f"{where} {len(child)} modules of their own, which are called one by one",
                 helps=(
-                    "stack their weights: one module, called with tokens, experts of each, and"
-                    " weights",
-                    "or slice them as they are, but for the tokens: `zero(stage=3, over=...)`",
+                    "stack their weights in one module that is called with (tokens, expert"
+                    " indices, routing weights)",
+                    "or shard them as they are, but not the tokens: `zero(stage=3, over=...)`",
                 ),
             )
     return None
@@ -118,12 +120,12 @@ def _tried(
 ) -> Experts | NoExperts:
     small = small_copy(module, split, scale)
     if small is None:
-        return NoExperts("it is too large to be tried")
+        return NoExperts("it is too large to be tried on a small copy")
     try:
         trial = Trial(small, count, split)
     except Exception as raised:  # the module's own code: whatever it raises is a reason
         said = f"{type(raised).__name__}: {raised}".splitlines()[0]
-        return NoExperts(f"it does not run with (tokens, experts of each, their weights): {said}")
+        return NoExperts(f"it does not run with (tokens, expert indices, routing weights): {said}")
     for reason, error in trial.faults():
         if not error <= TOLERANCE:
             return NoExperts(reason, error)
@@ -132,7 +134,7 @@ def _tried(
         errors.append(trial.with_some(numbers))
         if errors[-1] <= TOLERANCE:
             return Experts(count, split, numbers)
-    return NoExperts("a copy that holds some of its experts gives something else", min(errors))
+    return NoExperts("a copy with some of its experts returns something else", min(errors))
 
 
 def _countings(module: nn.Module, count: int) -> Iterator[tuple[str, ...]]:
@@ -198,7 +200,7 @@ class Trial:
             out = module(x.clone(), index.clone(), weights.clone())
         if not isinstance(out, Tensor) or out.shape != x.shape:
             got = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
-            raise TypeError(f"it gives {got} for tokens of {list(x.shape)}")
+            raise TypeError(f"it returns {got} for tokens of {list(x.shape)}")
         return out
 
     def faults(self) -> Iterator[tuple[str, float]]:
@@ -206,10 +208,10 @@ class Trial:
         yield "it draws random numbers", self.drawn
         summed = sum(w[:, None] * y for w, y in zip(self.weights.unbind(1), self.alone))
         assert isinstance(summed, Tensor)
-        yield "what it gives is not linear in the routing weights", gap(summed, self.whole)
+        yield "its output is not linear in the routing weights", gap(summed, self.whole)
         some = torch.tensor([5, 2, 9])
         few = self.call(self.module, self.x[some], self.index[some], self.weights[some])
-        yield "what it gives for a token depends on other tokens", gap(few, self.whole[some])
+        yield "its output for a token depends on other tokens", gap(few, self.whole[some])
 
     def with_some(self, numbers: tuple[str, ...]) -> float:
         """How far a copy that holds the second half of the experts differs for their tokens."""

@@ -68,7 +68,7 @@ class Generated:
 def refusal(why: str) -> Refusal:
     """S887: no row-wise chain."""
     return Refusal(
-        Diagnostic("S887", "this is no chain of pointwise operators and row reductions",
+        Diagnostic("S887", "this is not a chain of pointwise operators and row reductions",
                    notes=(why,), helps=("leave it to inductor: drop `backend=rowwise`",))
     )  # fmt: skip
 

@@ -25,7 +25,7 @@ def lowered(graph: fx.Graph, results: int = 0) -> Chain:
     tensors = [n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), Tensor)]
     largest = max(tensors, key=lambda t: t.numel(), default=None)
     if largest is None or largest.dim() == 0 or largest.shape[-1] < 2:
-        raise NotRowwise("there are no rows of several elements")
+        raise NotRowwise("no tensor has rows of several elements")
     return _Lowering(Grid(tuple(int(n) for n in largest.shape))).run(graph, results)
 
 
@@ -87,10 +87,10 @@ class _Lowering:
         if node in self.values:
             return self.values[node]
         if node not in self.places:
-            raise NotRowwise(f"{_named(node)} is no row-wise operator")
+            raise NotRowwise(f"{_named(node)} is not a row-wise operator")
         kind = node.meta["val"].dtype
         if kind not in FLOATS and kind is not torch.bool:
-            raise NotRowwise(f"it takes whole numbers ({str(kind).removeprefix('torch.')})")
+            raise NotRowwise(f"it takes integers ({str(kind).removeprefix('torch.')})")
         roles = self.grid.of(tuple(node.meta["val"].shape), f"`{node.name}`")
         rows, cols = self.grid.parts(roles, f"`{node.name}`")
         place = self.places[node]
@@ -152,7 +152,7 @@ class _Lowering:
         mean = "mean" in str(node.target)
         rows = over - {-1}
         if rows and (rows != self.grid.leading or how != "sum"):
-            raise NotRowwise(f"{said} over dim {sorted(dims)} goes across rows")
+            raise NotRowwise(f"{said} over dim {sorted(dims)} reduces over rows")
         within = torch.float32 if rows or mean else None  # rounded once, at the end
         if -1 in over:
             column = [place for place in dims if self.roles[source][place] == (-1,)]
@@ -176,7 +176,7 @@ class _Lowering:
         value, roles = self._given(source), self.roles[source]
         dims = _dims(node, roles)
         if {dim for place in dims for dim in roles[place]} != {-1}:
-            raise NotRowwise(f"{said} over dim {sorted(dims)} goes across rows")
+            raise NotRowwise(f"{said} over dim {sorted(dims)} reduces over rows")
         size = self.grid.size
         along, left = _without(roles, dims, True), _without(roles, dims, _keeps(node))
         wide = torch.float32
@@ -243,7 +243,7 @@ class _Lowering:
         wanted: list[int] = []
         for node in dict.fromkeys(n for n in needed if n not in self.sums):
             if node not in self.places:
-                raise NotRowwise(f"{_named(node)} meets a sum over rows")
+                raise NotRowwise(f"{_named(node)} uses a sum over rows")
             wanted.append(self.places[node])
             copies[node] = tail.placeholder(f"g{self.places[node]}")
         for node in self.late:
@@ -296,7 +296,7 @@ def _expression(node: fx.Node, said: str) -> tuple[str, list[Any]]:
     if target == "aten.pow.Tensor_Scalar":
         power = float(given[1])
         if power not in table.POWERS:
-            raise NotRowwise(f"{said} to {power:g} is not known as a row-wise operator")
+            raise NotRowwise(f"{said} to {power:g} is not a row-wise operator")
         return table.POWERS[power], given[:1]
     if target == "aten.clamp.default":
         low, high = (*given[1:], *(node.kwargs.get(k) for k in ("min", "max")[len(given) - 1 :]))[
@@ -309,7 +309,7 @@ def _expression(node: fx.Node, said: str) -> tuple[str, list[Any]]:
                 text = pattern.replace("{0}", f"({text})").replace("{1}", _literal(bound))
         return text, given[:1]
     if target not in table.POINTWISE:
-        raise NotRowwise(f"{said} is no row-wise operator")
+        raise NotRowwise(f"{said} is not a row-wise operator")
     text = table.POINTWISE[target]
     alpha = node.kwargs.get("alpha", 1)
     value = node.kwargs.get("value", 1)

@@ -66,7 +66,7 @@ class Grid:
         for place in range(-length, 0):
             said = {roles[place] for roles in several if -place <= len(roles)} - {()}
             if len(said) > 1:
-                raise NotRowwise(f"{what} joins rows with columns")
+                raise NotRowwise(f"{what} merges rows with columns")
             found.append(said.pop() if said else ())
         return tuple(found)
 
@@ -79,7 +79,7 @@ class Grid:
             while prod(self.shape[d] for d in taken) < size and dims:
                 taken.append(dims.pop(0))
             if prod(self.shape[d] for d in taken) != size:
-                raise NotRowwise(f"{what} moves numbers between rows")
+                raise NotRowwise(f"{what} moves elements between rows")
             found.append(tuple(taken))
         return tuple(found)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from schedlang.diagnostic import Diagnostic, Refusal, quoted
+from schedlang.runtime.collectives import comm
 from schedlang.runtime.saving import residue, steps
 from schedlang.runtime.saving.boxes import (
     Boxed,
@@ -38,7 +39,7 @@ from schedlang.runtime.saving.moments import (
     put_back,
     unfit,
 )
-from schedlang.runtime.storage.folder import agreed, at_first, distinct, together
+from schedlang.runtime.storage.folder import together
 from schedlang.runtime.summing.replicas import reshard
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ TRIES = 8  # of a load while another job saves and takes old checkpoints away
 
 FAILURES = (OSError, Unreadable)
 
-SAME_MODEL = "build the program of a model with these names: the one that was saved"
+SAME_MODEL = "build the program of a model with these names: the model that was saved"
 TRAINED = "build the program with the `freeze` rows and `requires_grad` that it was saved under"
 
 
@@ -66,7 +67,7 @@ def save(program: Program, path: str | os.PathLike[str], keep: int | None = 3) -
     world, rank = a.ranks.mesh.world, a.ranks.rank
     if keep is not None and (type(keep) is not int or keep < 1):
         raise _keeps(keep)
-    target, id_ = agreed((steps.resolved(path), secrets.token_hex(8)), world)
+    target, id_ = comm.told_by(0, (steps.resolved(path), secrets.token_hex(8)))
     moments = described(program)
     contents = {
         "version": VERSION, "step": program.step, "optimizer": moments.plain(),
@@ -81,13 +82,11 @@ def save(program: Program, path: str | os.PathLike[str], keep: int | None = 3) -
     told = partial(_unwritten, target, f"rank {rank}: " if world > 1 else "")
 
     def fill(folder: Path) -> None:
-        mine = together(
-            world, lambda: write(folder, id_, rank, tensors, values), told, (Exception,)
-        )
-        everyone = at_first(mine, world)
-        together(world, lambda: indexed(folder, id_, everyone) if rank == 0 else None, told)
+        mine = together(lambda: write(folder, id_, rank, tensors, values), told, (Exception,))
+        everyone = comm.at_first(mine)
+        together(lambda: indexed(folder, id_, everyone) if rank == 0 else None, told)
 
-    steps.save_step(target, id_, program.step, rank, world, keep, fill, told)
+    steps.save_step(target, id_, program.step, rank, keep, fill, told)
 
 
 @dataclass
@@ -109,17 +108,16 @@ def load(program: Program, path: str | os.PathLike[str]) -> None:
     (unreadable, damaged), S634 (names), S635 (shapes, dtypes) or S636 (optimizer) on all ranks,
     before anything is changed.
     """
-    world = program.assembly.ranks.mesh.world
-    folder = agreed(steps.resolved(path), world)
+    folder = comm.told_by(0, steps.resolved(path))
     for _ in range(TRIES):
-        target, id_ = agreed(together(
-            world, lambda: _last(program, folder), partial(_unread, folder, folder), FAILURES
-        ), world)  # fmt: skip
+        target, id_ = comm.told_by(0, together(
+            lambda: _last(program, folder), partial(_unread, folder, folder), FAILURES
+        ))  # fmt: skip
         try:
             found = _read(program, folder, target, id_)
             break
         except Refusal as refusal:  # another job may have saved, and taken this one away
-            if refusal.diagnostic.code != "S633" or not agreed(_moved(folder, target), world):
+            if refusal.diagnostic.code != "S633" or not comm.told_by(0, _moved(folder, target)):
                 raise
             missed = refusal
     else:
@@ -147,13 +145,12 @@ def _moved(folder: Path, target: Path) -> bool:
 
 def _read(program: Program, folder: Path, target: Path, id_: str | None) -> _Found:
     """All of this rank's parts, none of which is in the program yet."""
-    world = program.assembly.ranks.mesh.world
 
     def reading(step: Callable[[], Any]) -> Any:  # whatever a crafted folder leads to
-        return together(world, step, partial(_unread, folder, target), (Exception,))
+        return together(step, partial(_unread, folder, target), (Exception,))
 
     before, index, contents = reading(lambda: _contents(target, id_))
-    first = agreed(index.mark, world)
+    first = comm.told_by(0, index.mark)
     told = Moments(**contents["optimizer"])
     _check(program, contents, told)
     model, moments, kept = reading(lambda: _blank(program, contents, told))
@@ -172,7 +169,7 @@ def _blank(program: Program, contents: Mapping[str, Any], told: Moments) -> Any:
 
 def _unmoved(target: Path, before: tuple[int, ...], same: bool) -> None:
     if not same:
-        raise Unreadable("ranks have read different saves")
+        raise Unreadable("the ranks have read different checkpoints")
     if state_of(target) != before:
         raise Unreadable("it was changed while it was read")
 
@@ -268,7 +265,6 @@ def _contents(target: Path, id_: str | None) -> tuple[tuple[int, ...], Index, di
 def _check(program: Program, contents: Mapping[str, Any], told: Moments) -> None:
     """Raise the same Refusal on all ranks where checkpoint and program do not fit."""
     a = program.assembly
-    world = a.ranks.mesh.world
     here = {name: list(holding.layout.shape) for name, holding in a.holdings.items()}
     here |= {name: list(buffer.shape) for name, buffer in _buffers(program).items()}
     saved = {**contents["parameters"], **contents["buffers"]}
@@ -279,30 +275,30 @@ def _check(program: Program, contents: Mapping[str, Any], told: Moments) -> None
         if ours != theirs:
             raise Refusal(
                 Diagnostic(
-                    "S635", f"`{name}` was saved as {_kind(theirs)}, and is {_kind(ours)} here",
+                    "S635", f"`{name}` was saved as {_kind(theirs)}, but is {_kind(ours)}",
                     helps=("load it into a program of the same model and dtype",),
                 )
             )  # fmt: skip
     kind = type(program.optimizer).__qualname__ if program.optimizer is not None else None
-    found = distinct((kind, list(named(program))), world)
+    found = comm.distinct((kind, list(named(program))))
     kinds = [kind for kind, _ in found if kind is not None]
     if kinds:
         _check_optimizer(kinds[0], {name for _, names in found for name in names}, told)
-        mixed = next((m for m in distinct(grouped_otherwise(program, told), world) if m), None)
+        mixed = next((m for m in comm.distinct(grouped_otherwise(program, told)) if m), None)
         if mixed:
-            raise _other_optimizer(f"it had other groups: {quoted(mixed)} were in two")
-        odd = next((key for key in distinct(unfit(program, told), world) if key), None)
+            raise _other_optimizer(f"its parameter groups differ: {quoted(mixed)} were in two")
+        odd = next((key for key in comm.distinct(unfit(program, told)) if key), None)
         if odd:
-            raise _other_optimizer(f"`{odd}` of its groups is of another kind here")
+            raise _other_optimizer(f"`{odd}` of its groups has a different type here")
 
 
 def _check_optimizer(kind: str, names: set[str], told: Moments) -> None:
     if told.kind is None:
-        raise _other_optimizer("the checkpoint was saved without one")
+        raise _other_optimizer("the checkpoint was saved without an optimizer")
     if told.kind != kind:
-        raise _other_optimizer(f"it was saved from `{told.kind}`, and here is `{kind}`")
+        raise _other_optimizer(f"it was saved from `{told.kind}`, but the program has `{kind}`")
     _same_names(
-        "S636", "the checkpoint's optimizer trained other parameters", told.of, names, TRAINED
+        "S636", "the optimizer of the checkpoint trained other parameters", told.of, names, TRAINED
     )
 
 
@@ -311,7 +307,7 @@ def _same_names(
 ) -> None:
     missing, unknown = sorted(set(here) - set(saved)), sorted(set(saved) - set(here))
     notes = [f"missing in the checkpoint: {quoted(missing)}"] if missing else []
-    notes += [f"unknown here: {quoted(unknown)}"] if unknown else []
+    notes += [f"not in the model: {quoted(unknown)}"] if unknown else []
     if notes:
         raise Refusal(Diagnostic(code, title, notes=tuple(notes), helps=(help_,)))
 
@@ -335,17 +331,17 @@ def _kind(found: tuple[str, list[int]]) -> str:
 
 def _unwritten(target: Path, where: str, error: BaseException) -> Diagnostic:
     return Diagnostic(
-        "S631", f"no checkpoint can be written into `{target}`",
-        notes=(where + reason(error), "what was there before is as it was"),
-        helps=("give another folder, one that every rank can write",),
+        "S631", f"cannot write a checkpoint into `{target}`",
+        notes=(where + reason(error), "what was there before is unchanged"),
+        helps=("give a different folder, one that every rank can write",),
     )  # fmt: skip
 
 
 def _keeps(keep: Any) -> Refusal:
     return Refusal(
         Diagnostic(
-            "S631", f"`keep={keep!r}` is no number of checkpoints",
-            notes=("the one that is saved is always kept",),
+            "S631", f"`keep` must be None, or 1 or more, not {keep!r}",
+            notes=("the new checkpoint is always kept",),
             helps=("`keep=3`: it and the two before it", "`keep=None`: all"),
         )
     )  # fmt: skip
@@ -354,18 +350,18 @@ def _keeps(keep: Any) -> Refusal:
 def _unread(folder: Path, target: Path, error: BaseException) -> Diagnostic:
     older = steps.last_whole(folder, target)
     return Diagnostic(
-        "S633", f"the checkpoint `{target}` cannot be read",
-        notes=(reason(error), "the program is as it was"),
-        helps=("name the folder that `program.save` wrote",) if older is None
-        else (f"load another of this folder: `{older}`",),
+        "S633", f"cannot read the checkpoint `{target}`",
+        notes=(reason(error), "the program is unchanged"),
+        helps=("give the folder that `program.save` wrote",) if older is None
+        else (f"load another checkpoint of this folder: `{older}`",),
     )  # fmt: skip
 
 
 def _other_optimizer(note: str) -> Refusal:
     return Refusal(
         Diagnostic(
-            "S636", "the checkpoint is of another optimizer", notes=(note,),
-            helps=("build the program with the optimizer that was saved",
-                   "or without one, to take over the model alone"),
+            "S636", "the checkpoint is of a different optimizer", notes=(note,),
+            helps=("build the program with the optimizer of the checkpoint",
+                   "or without an optimizer, to load only the model"),
         )
     )  # fmt: skip

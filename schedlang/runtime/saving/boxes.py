@@ -258,7 +258,7 @@ def read(folder: Path, index: Index, tensors: Sequence[Boxed]) -> None:
             raise Unreadable(f"`{tensor.key}` of {list(tensor.shape)} is not in it")
         kind = str(tensor.local.dtype).removeprefix("torch.")
         if entry.dtype != kind:
-            raise Unreadable(f"`{tensor.key}` is {entry.dtype} in it, and should be {kind}")
+            raise Unreadable(f"`{tensor.key}` is {entry.dtype} in it, but should be {kind}")
         for box, pieces in _pieces(tensor, entry):
             wanted[box.place.file].append((tensor.key, entry, box, pieces))
     for name in sorted(wanted):
@@ -275,7 +275,7 @@ def read_value(folder: Path, index: Index, path: Path_) -> Any:
     """Read one value, plain data, by itself.  Raises Unreadable or OSError."""
     key = ".".join(path)
     if (place := index.values.get(key)) is None:
-        raise Unreadable(f"there is no `{key}` in it")
+        raise Unreadable(f"`{key}` is not in it")
     with _opened(folder, index, place.file) as file:
         return _value(file, place, f"`{key}`")
 
@@ -319,11 +319,11 @@ def _opened(folder: Path, index: Index, name: str) -> Iterator[IO[bytes]]:
     """A file of the folder, of the same save as the index."""
     path = folder / name
     if not path.is_file():  # a pipe would be waited for
-        raise Unreadable(f"there is no file `{name}` in it")
+        raise Unreadable(f"the file `{name}` is missing")
     with path.open("rb") as file:
         if index.id is not None and (head := file.read(HEAD)) != _head(index.id, name):
             other = head[10:26].decode(errors="replace")
-            raise Unreadable(f"`{name}` is of save `{other}`, and the index is of `{index.id}`")
+            raise Unreadable(f"`{name}` is of save `{other}`, but the index is of `{index.id}`")
         yield file
 
 
@@ -334,7 +334,7 @@ def _value(file: IO[bytes], place: Place, what: str) -> Any:
         raise Unreadable(f"`{place.file}` ends before {what} does")
     data = file.read(place.length)
     if place.check is not None and checksum(data) != place.check:
-        raise Unreadable(f"`{place.file}` is damaged: the checksum of {what} is another")
+        raise Unreadable(f"`{place.file}` is damaged: the checksum of {what} differs")
     try:
         with plain_torch():
             return torch.load(io.BytesIO(data), "cpu", weights_only=True, mmap=False)
@@ -347,9 +347,7 @@ def _check(value: Any, entry: Entry, box: Stored, key: str) -> None:
     """Refuse what is not the box that the index tells of."""
     plain = type(value) is Tensor and value.layout == torch.strided and value.is_cpu
     if not plain or value.dtype != DTYPES[entry.dtype] or tuple(value.shape) != box.size:
-        raise Unreadable(
-            f"`{box.place.file}` holds something else than box {_shown(box)} of `{key}`"
-        )
+        raise Unreadable(f"`{box.place.file}` does not hold box {_shown(box)} of `{key}`")
 
 
 def _shown(box: Stored) -> str:

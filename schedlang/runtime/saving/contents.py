@@ -22,7 +22,7 @@ Is = Callable[[Any], bool]
 def checked(found: Any) -> dict[str, Any]:
     """The contents, as `archive.save` writes them.  Raises Unreadable."""
     if not isinstance(found, dict) or found.get("version") != VERSION:
-        raise Unreadable(f"it is of another version than {VERSION}")
+        raise Unreadable(f"its version is not {VERSION}")
     _entries(
         found, "",
         step=_count, optimizer=_is_dict, parameters=_named(_shape), buffers=_named(_shape),
@@ -30,7 +30,7 @@ def checked(found: Any) -> dict[str, Any]:
     )  # fmt: skip
     missing = (found["parameters"].keys() | found["buffers"].keys()) - found["dtypes"].keys()
     if missing:
-        raise Unreadable(f"there is no dtype of `{min(missing)}`")
+        raise Unreadable(f"the dtype of `{min(missing)}` is missing")
     _optimizer(found["optimizer"])
     if (sums := found.get("sums")) is not None:
         _entries(
@@ -49,11 +49,11 @@ def _optimizer(told: dict[str, Any]) -> None:
         values=_named(_named(_plain)),
     )  # fmt: skip
     if extra := told.keys() - {"kind", "groups", "of", "parts", "values"}:
-        raise Unreadable(f"`optimizer` has an entry of no meaning: `{min(map(str, extra))}`")
+        raise Unreadable(f"`optimizer` has an unknown entry: `{min(map(str, extra))}`")
     if any(number >= len(told["groups"]) for number in told["of"].values()):
-        raise Unreadable("`optimizer.of` names a group that is not there")
+        raise Unreadable("`optimizer.of` names a group that does not exist")
     if any({"params", "param_names"} & group.keys() for group in told["groups"]):
-        raise Unreadable("a group of the optimizer has parameters of its own")
+        raise Unreadable("a group of the optimizer has its own parameters")
     for what in ("parts", "values"):
         if odd := told[what].keys() - told["of"].keys():
             raise Unreadable(f"`optimizer.{what}` names `{min(odd)}`, which it did not train")
@@ -65,12 +65,12 @@ def _optimizer(told: dict[str, Any]) -> None:
 def _entries(found: Any, at: str, **wanted: Is) -> None:
     """Each of these entries is there, and of its kind."""
     if not isinstance(found, dict):
-        raise Unreadable(f"`{at.rstrip('.')}` is no table")
+        raise Unreadable(f"`{at.rstrip('.')}` is not a table")
     for key, right in wanted.items():
         if key not in found:
-            raise Unreadable(f"there is no `{at}{key}`")
+            raise Unreadable(f"`{at}{key}` is missing")
         if not right(found[key]):
-            raise Unreadable(f"`{at}{key}` is of another kind")
+            raise Unreadable(f"`{at}{key}` has a wrong type")
 
 
 # -- kinds -----------------------------------------------------------------------------------------

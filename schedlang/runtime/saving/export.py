@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.storage.folder import agreed, replace_folder
+from schedlang.runtime.collectives import comm
+from schedlang.runtime.storage.folder import replace_folder
 
 if TYPE_CHECKING:
     from schedlang.runtime.program import Program
@@ -32,9 +33,9 @@ def export(program: Program, path: str | os.PathLike[str], model: nn.Module) -> 
     all ranks, leaving what was at the path as it was.
     """
     a = program.assembly
-    world, rank = a.ranks.mesh.world, a.ranks.rank
+    rank = a.ranks.rank
     target = Path(
-        agreed(os.path.realpath(path), world)
+        comm.told_by(0, os.path.realpath(path))
     )  # a link stays, and what it leads to is new
     state = program.state_dict()
     _check(target, state, model)
@@ -44,7 +45,7 @@ def export(program: Program, path: str | os.PathLike[str], model: nn.Module) -> 
             _write(folder, state, model)
 
     replace_folder(
-        target, rank, world, fill, marks=MARKS,
+        target, rank, fill, marks=MARKS,
         told=lambda error: _unwritten(target, str(error)), failures=(Exception,),
     )  # fmt: skip
 
@@ -56,7 +57,7 @@ def _check(target: Path, state: dict[str, Tensor], model: nn.Module) -> None:
             Diagnostic(
                 "S634",
                 f"this is a {type(model).__name__}, not the model that was scheduled",
-                helps=("give the module itself, as `create_schedule` was given it",),
+                helps=("give the module that was passed to `create_schedule`",),
             )
         )
     known = model.state_dict(keep_vars=True)
@@ -73,7 +74,7 @@ def _check(target: Path, state: dict[str, Tensor], model: nn.Module) -> None:
         one = first.setdefault(id(tensor), name)
         if not torch.equal(state[one], state[name]):
             raise Refusal(_unwritten(target, f"`{one}` and `{name}` are one parameter of the "
-                                     "model that is given, and have been trained apart",
+                                     "given model, but were trained separately",
                                      "give a model in which they are not tied"))  # fmt: skip
 
 
@@ -97,6 +98,4 @@ def _write(folder: Path, state: dict[str, Tensor], model: nn.Module) -> None:
 
 
 def _unwritten(target: Path, why: str, *helps: str) -> Diagnostic:
-    return Diagnostic(
-        "S631", f"the weights cannot be written to `{target}`", notes=(why,), helps=helps
-    )
+    return Diagnostic("S631", f"cannot write the weights to `{target}`", notes=(why,), helps=helps)

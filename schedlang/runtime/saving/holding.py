@@ -15,7 +15,6 @@ from schedlang.mesh import Mesh
 from schedlang.placement import Layout, Segment
 from schedlang.runtime.collectives import comm
 from schedlang.runtime.collectives.ranks import Ranks
-from schedlang.runtime.storage.folder import distinct
 from schedlang.runtime.summing.gradient import buckets
 
 
@@ -162,7 +161,7 @@ def assemble(
     speaks = [name for name, holding in holdings.items() if holding.primary(mesh, rank)]
     own = {name: part.detach() for name in speaks if (part := local(name)) is not None}
     told: dict[str, torch.dtype] = {}
-    for one in distinct({name: part.dtype for name, part in own.items()}, mesh.world):
+    for one in comm.distinct({name: part.dtype for name, part in own.items()}):
         told.update(one)
     names = [name for name in holdings if name in told]
     sizes = [(math.prod(holdings[n].layout.shape) * told[n].itemsize, None) for n in names]

@@ -117,10 +117,10 @@ def encoded(index: Index) -> bytes:
 def read_index(folder: Path) -> Index:
     """What a folder holds.  Raises Unreadable or OSError; nothing that is read is run."""
     if not folder.is_dir():
-        raise Unreadable("there is no such folder")
+        raise Unreadable("the folder does not exist")
     mine, dcps = folder / MINE, folder / DCPS
     if not mine.is_file() and not dcps.is_file():
-        raise Unreadable(f"there is neither `{MINE}` nor `{DCPS}` in it")
+        raise Unreadable(f"it has neither `{MINE}` nor `{DCPS}`")
     path = mine if mine.is_file() else dcps
     data = path.read_bytes()
     try:
@@ -151,9 +151,9 @@ def _decoded(data: bytes) -> Index:
     head = json.loads(line)
     told = (head["schedlang"], head["bytes"], head["crc32"])
     if told[0] != VERSION:
-        raise Unreadable(f"it is of version {told[0]}, and {VERSION} is read here")
+        raise Unreadable(f"its version is {told[0]}; this schedlang reads {VERSION}")
     if told[1:] != (len(body), zlib.crc32(body)) or not _ID.fullmatch(head["id"]):
-        raise Unreadable("its checksum is not that of its contents")
+        raise Unreadable("its checksum does not match its contents")
     found = json.loads(body)
     index = Index(
         head["id"],
@@ -174,7 +174,7 @@ def _decoded(data: bytes) -> Index:
 def _place(row: Any) -> Place:
     file, at, length, check = row
     if not isinstance(file, str) or not isinstance(check, int):
-        raise Unreadable("a place in it is none")
+        raise Unreadable("one of its places is not valid")
     at, length = _sizes([at, length])
     return Place(file, at, length, check)
 
@@ -182,7 +182,7 @@ def _place(row: Any) -> Place:
 def _sizes(found: Any) -> tuple[int, ...]:
     """Whole numbers from 0 on."""
     if [n for n in found if not (type(n) is int and 0 <= n < 1 << 62)]:  # as long as the world
-        raise Unreadable("a size in it is none")
+        raise Unreadable("one of its sizes is not valid")
     return tuple(found)
 
 
@@ -196,10 +196,10 @@ def _check(index: Index) -> None:
             ends = [at + n for at, n in zip(box.whole, box.size)]
             inside = all(end <= size for end, size in zip(ends, entry.shape))
             if not len(box.whole) == len(box.size) == dims or not inside:
-                raise Unreadable(f"a box of `{key}` lies beside it")
+                raise Unreadable(f"a box of `{key}` is outside the tensor")
     for name in index.files:
         if not _FILE.fullmatch(name):
-            raise Unreadable(f"`{name}` is no file of a checkpoint")
+            raise Unreadable(f"`{name}` is not a file of a checkpoint")
 
 
 # -- that of torch.distributed.checkpoint ----------------------------------------------------------
@@ -234,7 +234,7 @@ class _Plain(pickle.Unpickler):
         if module == "torch" and name in DTYPES:
             return name
         if (module, name) not in _PLAIN:
-            raise Unreadable(f"it names `{module}.{name}`, and an index is plain data")
+            raise Unreadable(f"it names `{module}.{name}`: an index may hold only plain data")
         return self.known.setdefault((module, name), type(name, (_Told,), {}))
 
 
@@ -269,7 +269,7 @@ def _of_dcp(data: bytes) -> Index:
 def _fields(one: Any, name: str) -> dict[str, Any]:
     """The fields of an object that was of this class."""
     if not isinstance(one, _Told) or type(one).__name__ != name:
-        raise Unreadable(f"where a {name} should be there is something else")
+        raise Unreadable(f"a {name} is expected, and something else found")
     fields: dict[str, Any] = one.state or {}
     return fields
 

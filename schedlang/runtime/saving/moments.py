@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.storage.folder import distinct, together
+from schedlang.runtime.collectives import comm
+from schedlang.runtime.storage.folder import together
 
 if TYPE_CHECKING:
     from schedlang.runtime.program import Program
@@ -46,9 +47,8 @@ def described(program: Program) -> Moments:
     Raises Refusal S637, alike on all ranks, for what is neither a tensor nor plain data, or what
     differs between ranks although it does not lie in parts.
     """
-    world = program.assembly.ranks.mesh.world
-    mine = together(world, lambda: _mine(program), lambda error: Diagnostic("S637", str(error)))
-    everyone = distinct(mine, world)
+    mine = together(lambda: _mine(program), lambda error: Diagnostic("S637", str(error)))
+    everyone = comm.distinct(mine)
     out = Moments(next((m.kind for m in everyone if m.kind is not None), None))
     for found in everyone:
         for name, number in found.of.items():
@@ -181,8 +181,8 @@ def _saved(name: str, value: Any) -> Any:
     raise Refusal(
         Diagnostic(
             "S637", f"`{name}` of the optimizer is a `{type(value).__name__}`",
-            notes=("a checkpoint holds tensors, numbers and texts",),
-            helps=("take it out of the optimizer's state before saving",),
+            notes=("a checkpoint may hold tensors, numbers and strings",),
+            helps=("remove it from the optimizer's state before saving",),
         )
     )  # fmt: skip
 
@@ -228,7 +228,7 @@ def _unlike(name: str, key: str) -> Refusal:
     return Refusal(
         Diagnostic(
             "S637", f"ranks differ in `{key}` of the optimizer for `{name}`",
-            notes=("it is not shaped like the parameter, so it must be equal on all ranks",),
+            notes=("it does not have the shape of the parameter: it must be equal on all ranks",),
             helps=("compute it only from values that are equal on all ranks",
                    "or save it yourself, rank by rank"),
         )

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from schedlang.runtime.collectives import comm
 from schedlang.runtime.saving.boxes import Boxed, plain_torch, whole
 from schedlang.runtime.saving.holding import Block, blocks
 from schedlang.runtime.saving.moments import local
-from schedlang.runtime.storage.folder import distinct
 
 if TYPE_CHECKING:
     from schedlang.runtime.program import Program
@@ -37,7 +37,7 @@ def described(program: Program) -> dict[str, Any] | None:
                    for n, m in c.memories.items() if m.q is not None},
     }  # fmt: skip
     out: dict[str, Any] = {"step": c.step, "places": c.group.size, "errors": {}, "starts": {}}
-    for found in distinct(mine, program.assembly.ranks.mesh.world):
+    for found in comm.distinct(mine):
         out["errors"].update(found["errors"])
         out["starts"].update(found["starts"])
     return out

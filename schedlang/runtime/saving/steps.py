@@ -92,7 +92,7 @@ def _home(target: Path) -> Path:
 
 
 def save_step(
-    target: Path, id_: str, step: int, rank: int, world: int, keep: int | None,
+    target: Path, id_: str, step: int, rank: int, keep: int | None,
     fill: Callable[[Path], None], told: Callable[[BaseException], Diagnostic],
 ) -> None:  # fmt: skip
     """Let all ranks fill a new checkpoint, and name it as the last when all of it is on the disk.
@@ -102,7 +102,7 @@ def save_step(
     """
     with ExitStack() as held:
         fill_folder(
-            rank, world, lambda: _begin(target, step, held), fill,
+            rank, lambda: _begin(target, step, held), fill,
             lambda beside: _publish(target, beside, step, id_, keep), told,
         )  # fmt: skip
 
@@ -112,16 +112,17 @@ def _begin(target: Path, step: int, held: ExitStack) -> Path:
     if (target / MINE).is_file():
         raise Refusal(
             Diagnostic(
-                "S632", f"`{target}` is one checkpoint, and is not changed any more",
-                helps=("save into the folder of all of them, or into a new one",),
+                "S632", f"`{target}` is a complete checkpoint, and is not changed",
+                helps=("save into its parent folder, or into a new one",),
             )
         )  # fmt: skip
     if target.exists() and not _ours(target):
         raise Refusal(
             Diagnostic(
-                "S632", f"`{target}` exists and is no folder of checkpoints",
-                notes=("a checkpoint is saved into such a folder or into an empty one",),
-                helps=("give the path of a folder of its own",),
+                "S632", f"`{target}` exists, and is not a folder of checkpoints",
+                notes=("a checkpoint is saved into a folder of checkpoints, or into an empty"
+                       " folder",),
+                helps=("give the path of another folder",),
             )
         )  # fmt: skip
     target.mkdir(parents=True, exist_ok=True)
@@ -175,7 +176,7 @@ def _ours(target: Path) -> bool:
 def _pointer(target: Path) -> list[tuple[str, str]]:
     """The lines of `latest`, the last checkpoint first.  Raises Unreadable or OSError."""
     if not (target / LATEST).is_file():
-        raise Unreadable(f"there is no `{LATEST}`")
+        raise Unreadable(f"`{LATEST}` is missing")
     with (target / LATEST).open("rb") as file:
         text = file.read(1 << 20).decode(errors="replace")
     found = [_LINE.fullmatch(line) for line in text.splitlines()]
@@ -227,7 +228,7 @@ def checked_index(folder: Path, id_: str | None) -> Index:
     """The index of a checkpoint, of the save that `latest` names.  Raises Unreadable, OSError."""
     index = read_index(folder)
     if id_ is not None and index.id != id_ != "0" * 16:
-        raise Unreadable(f"it is of save `{index.id}`, and `{LATEST}` tells of `{id_}`")
+        raise Unreadable(f"it is of save `{index.id}`, but `{LATEST}` names `{id_}`")
     return index
 
 

@@ -136,7 +136,7 @@ def _misfit(fqn: str, dim: int, window: Window, rows: int, ranks: int) -> Diagno
             f"its kernel of {window.kernel} with stride {window.stride} and padding"
             f" {window.before} needs {wants}",
         ),
-        helps=(f"gather before it: `output=R` on the row of the module before `{fqn}`",),
+        helps=(f"gather its input: `output=R` on the row of the module before `{fqn}`",),
     )  # fmt: skip
 
 

@@ -137,7 +137,7 @@ def _ragged(placement: S, size: int, group: Group) -> Diagnostic:
         "S420", f"a dim of {size} cannot be split evenly over `{axis}`={group.size}",
         notes=(f"an input or output of `{group.label or 'a module'}` is sharded as {placement}",),
         helps=(f"pad the batch to a multiple of {group.size} along this dim",
-               f"or leave out the `{placement}` of its row"),
+               f"or leave `{placement}` out of its row"),
     )  # fmt: skip
 
 

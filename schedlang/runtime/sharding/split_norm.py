@@ -93,7 +93,7 @@ class Along(Ambient):
 
     def _same(self, name: str, part: Tensor, out: Any) -> None:
         if not isinstance(out, Tensor) or out.shape[-1:] != part.shape[-1:]:
-            raise NotSplit(f"`{name}` does not keep the hidden dim, of which each rank has a part")
+            raise NotSplit(f"`{name}` does not keep the hidden dim, which is sharded")
 
     def _sizes(self, func: Any, part: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Sizes are those of the whole, for those who divide by them."""
@@ -119,7 +119,7 @@ class Along(Ambient):
         x, dims, keep, rest = REDUCTIONS[name](*args, **kwargs)
         given = dims if isinstance(dims, list | tuple) else [dims]
         if x is not part or len(given) != 1 or given[0] not in (-1, part.ndim - 1):
-            raise NotSplit(f"`{name}` over {dims} mixes the split hidden dim with others")
+            raise NotSplit(f"`{name}` over {dims} mixes the sharded hidden dim with others")
         value = STATISTICS[name](self, x, **rest)
         return value if keep else value.squeeze(-1)
 
@@ -178,7 +178,7 @@ def _variance(mode: Along, x: Tensor, off: float) -> Tensor:
 
 def _norm(mode: Along, x: Tensor, order: Any, dtype: Any) -> Tensor:
     if order not in ("fro", 2, 2.0, None):
-        raise NotSplit(f"a norm of order {order} is not taken over parts")
+        raise NotSplit(f"a norm of order {order} of a sharded tensor is not supported")
     return mode.total(_as(x, dtype).square()).sqrt()
 
 
@@ -219,7 +219,7 @@ def _rms_norm(
 
 def _one_dim(shape: Any) -> None:
     if not isinstance(shape, int) and len(shape) != 1:
-        raise NotSplit(f"a norm over {len(shape)} dims, of which one is split")
+        raise NotSplit(f"a norm over {len(shape)} dims, of which one is sharded")
 
 
 def _scaled(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -231,7 +231,7 @@ def _normalize(
     mode: Along, x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
 ) -> Tensor:
     if p != 2 or dim not in (-1, x.ndim - 1) or out is not None:
-        raise NotSplit("`normalize` is taken over parts for p=2 along the hidden dim only")
+        raise NotSplit("`normalize` of a sharded tensor needs p=2 along the hidden dim")
     return x / mode.total(x.square()).sqrt().clamp_min(eps)
 
 
@@ -255,7 +255,7 @@ def norm(sharded: Sharded) -> Forward:
         with mode:
             out = inner(mode.mark(x.view_as(x)), *args, **kwargs)
         if not isinstance(out, Tensor) or not mode.split(out):
-            raise NotSplit("what it gives is not split as what it is given")
+            raise NotSplit("its output is not sharded as its input")
         return edge.exit()(out)
 
     return forward

@@ -34,7 +34,7 @@ def _class() -> type:
             """The keys and values of this slice behind those of the slices before."""
             visit = scope.visit()  # ours, or one for shapes only
             if visit is None or visit.span != self.span:
-                raise LookupError("the cache of a slice is used outside of it")
+                raise LookupError("the cache of a slice is used outside its call")
             keys = visit.join((layer_idx, "keys"), key_states)
             return keys, visit.join((layer_idx, "values"), value_states)
 

@@ -28,7 +28,7 @@ _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "s
 class Calls(Ambient):
     """Where a slice runs: keys and values joined, positions moved at the places given."""
 
-    eager = "sequences run in slices, which take keys and values from one another"
+    eager = "sequences run in slices, which pass keys and values on"
 
     def __init__(self, places: Collection[Place]) -> None:
         super().__init__()
@@ -87,8 +87,8 @@ def _not_causal(without: bool) -> Refusal:
     return Refusal(
         Diagnostic(
             "S655", f"`{scope.site() or 'the model'}` attends {what}",
-            notes=("a slice sees the slices before it, and none after: attention must be causal",),
-            helps=("say so: `scaled_dot_product_attention(q, k, v, is_causal=True)`",
+            notes=("a slice has the keys of the slices before it only: attention must be causal",),
+            helps=("write `scaled_dot_product_attention(q, k, v, is_causal=True)`",
                    "or leave `slices` out of the row"),
         )
     )  # fmt: skip

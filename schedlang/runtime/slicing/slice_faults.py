@@ -30,9 +30,9 @@ def fault(trial: Trial, slicing: Slicing, error: Exception) -> Refusal:
     if ahead and ahead[-1][1]:  # something inside may look ahead and be masked afterwards
         name = next(name for name, differs in ahead if differs)
         return refusal(
-            f"`{kind}` cannot be cut along its sequences",
+            f"`{kind}` cannot be split into slices",
             f"it is not causal: in `{name}` the first {first} tokens depend on later ones",
-            "a slice sees only the tokens before it",
+            "a slice has only the tokens before it",
         )
     if isinstance(error, Refusal):
         return error
@@ -49,12 +49,12 @@ def fault(trial: Trial, slicing: Slicing, error: Exception) -> Refusal:
         joined = _joined(outputs[0], found.get(name, []), trial.lengths)
         if joined is None or not _near(joined, outputs[0]):
             return refusal(
-                f"`{kind}` cannot be cut along its sequences",
-                f"`{name}` gives a slice another result than in the full sequence",
+                f"`{kind}` cannot be split into slices",
+                f"`{name}` computes a slice differently than in the full sequence",
                 "positions counted from shapes, and tokens mixed outside of attention"
-                " (convolutions, sums), start anew in every slice",
+                " (convolutions, sums), start again in every slice",
             )
-    return refusal(f"`{kind}` cannot be cut along its sequences", str(error))
+    return refusal(f"`{kind}` cannot be split into slices", str(error))
 
 
 def _joined(whole: Tensor, parts: list[Tensor], lengths: Sequence[int]) -> Tensor | None:
@@ -134,6 +134,6 @@ def refusal(title: str, *notes: str) -> Refusal:
         Diagnostic(
             "S655", title, notes=notes,
             helps=("leave `slices` out: `slices=1`",
-                   'other orders cut nothing but the batch: `pipeline(order="1F1B", micro=..)`'),
+                   'or use an order without slices: `pipeline(order="1F1B", micro=...)`'),
         )
     )  # fmt: skip

@@ -104,8 +104,8 @@ def shift_of(trial: Trial) -> str:
     if len(seen) == total and seen[:-1] == shifted:
         return "padded"
     raise refusal(
-        f"`{type(trial.model).__name__}` cannot be cut along its sequences",
-        "its loss chooses among the labels in a way that slices cannot follow",
+        f"`{type(trial.model).__name__}` cannot be split into slices",
+        "its loss selects labels in a way that slices cannot reproduce",
     )
 
 
@@ -171,10 +171,10 @@ def compare(whole: Seen, parts: Seen) -> None:
     wide = whole.loss.dtype == torch.float64
     gate = 1e-9 if wide else 1e-3
     if not torch.allclose(parts.loss, whole.loss, rtol=gate, atol=0.0):
-        raise Differs(f"the loss of the slices is {parts.loss:.6g}, of the whole {whole.loss:.6g}")
+        raise Differs(f"the loss is {parts.loss:.6g} in slices, {whole.loss:.6g} without")
     if parts.gradients.keys() != whole.gradients.keys():
         name = min(parts.gradients.keys() ^ whole.gradients.keys())
-        raise Differs(f"only one of both gives `{name}` a gradient")
+        raise Differs(f"only one of the two has a gradient of `{name}`")
     largest = max((float(g.norm()) for g in whole.gradients.values()), default=0.0)
     for name, wanted in whole.gradients.items():
         gap = float((parts.gradients[name] - wanted).norm())
@@ -215,14 +215,14 @@ def dims_of(
     """Per dim whether it is that of the slice, of all keys so far, or another."""
     known = [s for s in drawn if s is not None]
     if len(known) < len(drawn) or any(len(s) != len(shape) for s in known):
-        raise Differs(f"`{site}` does not draw its random numbers in every slice alike")
+        raise Differs(f"`{site}` does not draw its random numbers equally in every slice")
     found = []
     for dim, size in enumerate(shape):
         sizes = [s[dim] for s in known]
         kinds = {"": [size] * len(sizes), "rows": list(lengths), "keys": list(stops)}
         fits = [kind for kind, wanted in kinds.items() if sizes == wanted]
         if not fits:
-            raise Differs(f"`{site}` draws random numbers that no slice can find again")
+            raise Differs(f"`{site}` draws random numbers that no slice can reproduce")
         found.append(fits[0])
     return tuple(found)
 

@@ -151,7 +151,7 @@ def forward(trial: Trial, model: nn.Module, batch: Mapping[str, Any]) -> tuple[A
     with running(trial, {}):
         output = called(model, batch)
         value = loss_of(output, batch, trial.loss)
-    assert value is not None, "the model gives no loss"
+    assert value is not None, "the model returns no loss"
     return output, value
 
 
@@ -164,7 +164,7 @@ def watched(trial: Trial) -> Seen:
     named_sites(model)
     with running(trial, draws):
         value = loss_of(called(model, trial.batch), trial.batch, trial.loss)
-        assert value is not None, "the model gives no loss"
+        assert value is not None, "the model returns no loss"
         torch.autograd.backward(value)
     return Seen(value.detach(), gradients_of(model), draws)
 

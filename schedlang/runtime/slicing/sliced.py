@@ -117,7 +117,7 @@ def _check_left(batch: Batch) -> None:
             raise Refusal(
                 Diagnostic(
                     "S657", f"`{name}` pads sequences on the left",
-                    notes=("a first slice of nothing but padding has no key to attend to",),
+                    notes=("a first slice of only padding has no key to attend to",),
                     helps=("pad on the right", "or leave `slices` out of the row"),
                 )
             )  # fmt: skip
@@ -131,9 +131,9 @@ def _check_packed(batch: Batch) -> None:
     if bool((positions[..., 1:] <= positions[..., :-1]).any()):
         raise Refusal(
             Diagnostic(
-                "S658", "`position_ids` start anew within a row",
+                "S658", "`position_ids` restart within a row",
                 notes=("documents packed into one row would attend to each other across slices",),
-                helps=("leave `slices` out of the row", "or give one document per row"),
+                helps=("leave `slices` out of the row", "or put one document into each row"),
             )
         )  # fmt: skip
 
@@ -164,7 +164,9 @@ def joined(outputs: Sequence[Any], pieces: Sequence[Weighed]) -> Any:
         stack(values, [1] * len(values), shares)
         for values in zip(*(leaves for leaves, _ in flat))
     ]  # fmt: skip
-    whole = [value if _plain(value) else Absent("slices of it make no whole") for value in made]
+    whole = [
+        value if _plain(value) else Absent("slices of it cannot be concatenated") for value in made
+    ]
     return pytree.tree_unflatten(whole, flat[0][1])
 
 
@@ -202,8 +204,8 @@ def windows(slicing: Slicing, inner: Windows | None) -> Windows:
 def _unknown_draw(site: str) -> Refusal:
     return Refusal(
         Diagnostic(
-            "S655", f"`{site}` draws random numbers that it did not draw when it was tried",
-            notes=("a slice must find its part of what the whole sequence would draw",),
+            "S655", f"`{site}` draws random numbers that it did not draw at build",
+            notes=("a slice must find its part of the numbers drawn for the full sequence",),
             helps=("leave `slices` out of the row",),
         )
     )  # fmt: skip
@@ -225,7 +227,7 @@ def run(
         with slices.forward(part, carried) as inputs:
             output = called(model, inputs)
             value = loss_of(output, inputs, loss)
-        assert value is not None, "the model gives no loss"
+        assert value is not None, "the model returns no loss"
         outputs.append(output)
         losses.append(value)
     for part, value in reversed(list(zip(pieces, losses))):

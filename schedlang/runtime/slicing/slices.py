@@ -109,8 +109,8 @@ def length_of(batch: Batch) -> int:
         return int(tensor.shape[1])
     raise Refusal(
         Diagnostic(
-            "S656", "the batch has no sequence to cut into slices",
-            notes=("no tensor of it has a dim for the tokens after that for the samples",),
+            "S656", "the batch has no sequence to split into slices",
+            notes=("none of its tensors has a dim of tokens after the dim of samples",),
             helps=("leave `slices` out",),
         )
     )  # fmt: skip
@@ -126,7 +126,7 @@ def _spans(total: int, lengths: tuple[int, ...]) -> list[Span]:
     if min(lengths) < 1:
         raise Refusal(
             Diagnostic(
-                "S606", f"{total} tokens cannot fill {len(lengths)} slices",
+                "S606", f"{total} tokens are too few for {len(lengths)} slices",
                 helps=(f"use at most {total} slices, or longer sequences",),
             )
         )  # fmt: skip
@@ -139,7 +139,7 @@ def _other_length(name: str, value: Tensor, total: int) -> Refusal:
     return Refusal(
         Diagnostic(
             "S656", f"`{name}` is not as long as the sequence",
-            notes=(f"its shape is {tuple(value.shape)}, and sequences have {total} tokens",),
+            notes=(f"its shape is {tuple(value.shape)}, but sequences have {total} tokens",),
             helps=("give all inputs of a batch the same length, as when the program was built",),
         )
     )  # fmt: skip

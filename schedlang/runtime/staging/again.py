@@ -52,7 +52,7 @@ def _restore(model: nn.Module, before: Mapping[str, tuple[Tensor, int, Tensor | 
             raise Refusal(
                 Diagnostic(
                     "S813", f"a forward changes the buffer `{name}`, and would change it twice",
-                    notes=("this order runs forwards again before their backward",),
+                    notes=("this order recomputes forwards before their backward",),
                     helps=("use an order without recomputation, such as \"1F1B\"",),
                 )
             )  # fmt: skip

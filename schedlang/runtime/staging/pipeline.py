@@ -91,8 +91,10 @@ class Pipeline:
         self.away, self.picked = self._planned(Kind.EVICT, Kind.OFFLOAD), picked
         self.again = self._planned(Kind.RECOMPUTE)
         if slices is not None and (self.away or self.again):
-            reason = "slices share keys and values, which are neither parked nor made again"
-            raise refusal("S608", "", reason, "cut no slices, or let activations stay")
+            reason = "slices share keys and values: they can be neither offloaded nor recomputed"
+            raise refusal(
+                "S608", "", reason, "leave `slices` out, or keep activations on the device"
+            )
         self.sizes = Sizes()
         self.lookahead = lookahead
         self.handlers = {**HANDLERS, **(handlers or {})}

@@ -12,8 +12,8 @@ from schedlang.runtime.staging.flight import Message
 from schedlang.runtime.staging.mail import Layout, layout_of
 
 FIXED = (
-    "make shapes depend on those of the batch alone",
-    "or cut elsewhere, so that these values stay within one stage",
+    "let shapes depend only on the shapes of the batch",
+    "or cut at another module, so that these values stay within one stage",
 )
 
 

@@ -65,16 +65,16 @@ class Order:
     def next(self, unit: int) -> None:
         """The unit that is called; the number of units where the forward ends."""
         if unit < self.due:
-            reason = "is called again, which it was not when the model was recorded"
+            reason = "is called again, but was not when the model was recorded"
             raise refusal("S614", self.names[unit], reason, *self.HELPS)
         if unit > self.due:
-            reason = "is not called, which it was when the model was recorded"
+            reason = "is not called, but was when the model was recorded"
             raise refusal("S614", self.names[self.due], reason, *self.HELPS)
         self.due += 1
 
     HELPS = (
-        "stages fit one way through the model: let every batch take it",
-        "or make it one unit with what calls it: cut elsewhere",
+        "stages are built for one sequence of calls: let every batch make the same calls",
+        "or keep it in one stage with the module that calls it: cut at another module",
     )
 
 

@@ -134,8 +134,8 @@ def totals(everyone: Sequence[Sequence[float]], made: Sequence[int]) -> dict[int
 def _moved() -> Refusal:
     return Refusal(
         Diagnostic(
-            "S625", "the optimizer puts other tensors in the place of the weights",
-            notes=("backwards that are still to come would not see its update",),
+            "S625", "the optimizer replaces the tensors of the weights",
+            notes=("later backwards would not use its update",),
             helps=("use an optimizer that updates in place (torch's own do)",
                    'or a synchronous order: `pipeline(order="1F1B")`'),
         )

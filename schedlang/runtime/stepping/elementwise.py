@@ -72,8 +72,8 @@ def check_closure(made: torch.optim.Optimizer) -> None:
         raise Refusal(
             Diagnostic(
                 "S622", f"`{type(made).__name__}` computes the loss again within its step",
-                notes=("its `step(closure)` has to be given the forward and backward; a program's"
-                       " step has made them already",),
-                helps=("use an optimizer that steps on gradients as they are (SGD, AdamW, Muon)",),
+                notes=("its `step(closure)` runs forward and backward again, which a program cannot"
+                       " do",),
+                helps=("use an optimizer that needs no closure (SGD, AdamW, Muon)",),
             )
         )  # fmt: skip

@@ -101,9 +101,9 @@ class WholeStep:
 
     def _everyones(self, keys: Sequence[str]) -> list[str]:
         """Keys of state that some rank has."""
-        from schedlang.runtime.storage.folder import distinct
+        from schedlang.runtime.collectives import comm
 
-        return sorted({k for some in distinct(list(keys), self.ranks.mesh.world) for k in some})
+        return sorted({k for some in comm.distinct(list(keys)) for k in some})
 
 
 def _part(

@@ -20,28 +20,8 @@ T = TypeVar("T")
 SAVING, REPLACED = ".saving", ".replaced"  # endings of what lies beside the folder meanwhile
 
 
-def agreed(value: T, world: int) -> T:
-    """Rank 0's value, on all ranks."""
-    return comm.told_by(0, value) if world > 1 else value
-
-
-def gathered(value: T, world: int) -> list[T]:
-    """Every rank's value, on all ranks."""
-    return comm.gathered(value) if world > 1 else [value]
-
-
-def distinct(value: T, world: int) -> list[T]:
-    """The values of all ranks, each once, on all ranks: the first rank's first."""
-    return comm.distinct(value) if world > 1 else [value]
-
-
-def at_first(value: T, world: int) -> list[T]:
-    """Every rank's value, on the first rank; nothing on the others."""
-    return comm.at_first(value) if world > 1 else [value]
-
-
 def together(
-    world: int, step: Callable[[], T], told: Callable[[BaseException], Diagnostic],
+    step: Callable[[], T], told: Callable[[BaseException], Diagnostic],
     failures: tuple[type[BaseException], ...] = (OSError,),
 ) -> T:  # fmt: skip
     """The step's result; if it fails on any rank, the same Refusal on all of them."""
@@ -52,13 +32,13 @@ def together(
         refusal = error
     except failures as error:
         refusal = Refusal(told(error))
-    if refusal is not None if world == 1 else comm.anywhere(refusal is not None):
-        raise next(found for found in distinct(refusal, world) if found is not None)
+    if comm.anywhere(refusal is not None):
+        raise next(found for found in comm.distinct(refusal) if found is not None)
     return value  # type: ignore[return-value]
 
 
 def fill_folder(
-    rank: int, world: int, begin: Callable[[], Path], fill: Callable[[Path], None],
+    rank: int, begin: Callable[[], Path], fill: Callable[[Path], None],
     publish: Callable[[Path], None], told: Callable[[BaseException], Diagnostic],
 ) -> None:  # fmt: skip
     """Let all ranks fill a new folder; rank 0 makes it, and gives it its name when it is whole.
@@ -68,13 +48,13 @@ def fill_folder(
     beside: Path | None = None
 
     def on_first(step: Callable[[], T]) -> T | None:
-        return together(world, step if rank == 0 else lambda: None, told)
+        return together(step if rank == 0 else lambda: None, told)
 
     try:
-        beside = agreed(on_first(begin), world)
+        beside = comm.told_by(0, on_first(begin))
         assert beside is not None
         there: Path = beside
-        together(world, lambda: _see(there), told)
+        together(lambda: _see(there), told)
         fill(there)
         on_first(lambda: publish(there))
     except BaseException:
@@ -84,7 +64,7 @@ def fill_folder(
 
 
 def replace_folder(
-    target: Path, rank: int, world: int, fill: Callable[[Path], None], *, marks: Sequence[str],
+    target: Path, rank: int, fill: Callable[[Path], None], *, marks: Sequence[str],
     told: Callable[[BaseException], Diagnostic], failures: tuple[type[BaseException], ...],
 ) -> None:  # fmt: skip
     """Let all ranks fill a new folder, then put it in the target's place.
@@ -95,8 +75,8 @@ def replace_folder(
     """
     with ExitStack() as held:
         fill_folder(
-            rank, world, lambda: _begin(target, marks, held),
-            lambda beside: together(world, lambda: fill(beside), told, failures),
+            rank, lambda: _begin(target, marks, held),
+            lambda beside: together(lambda: fill(beside), told, failures),
             lambda beside: _publish(target, beside), told,
         )  # fmt: skip
 
@@ -126,9 +106,9 @@ def _begin(target: Path, marks: Sequence[str], held: ExitStack) -> Path:
     if target.exists() and not _replaceable(target, marks):
         raise Refusal(
             Diagnostic(
-                "S632", f"`{target}` exists and is no checkpoint",
-                notes=("only a checkpoint or an empty folder is replaced",),
-                helps=("give the path of a folder of its own",),
+                "S632", f"`{target}` exists, and is not a checkpoint",
+                notes=("only a checkpoint or an empty folder may be replaced",),
+                helps=("give the path of another folder",),
             )
         )  # fmt: skip
     _sweep(target)
@@ -153,7 +133,7 @@ def _see(beside: Path) -> None:
         raise Refusal(
             Diagnostic(
                 "S631", f"not all ranks see `{beside.parent}`",
-                notes=("each rank writes its own parts into one folder",),
+                notes=("each rank writes its shards into this folder",),
                 helps=("give a path on a file system that all nodes share",),
             )
         )  # fmt: skip

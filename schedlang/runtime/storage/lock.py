@@ -31,8 +31,8 @@ class Held(Exception):
         return Diagnostic(
             "S638", f"another job is saving into `{folder}`",
             notes=(f"it is {who}", "nothing was changed"),
-            helps=("let each job save into a folder of its own",
-                   "if it is the same job, end the other one"),
+            helps=("use a different folder for each job",
+                   "if it is an older run of this job, stop it"),
         )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ class Scratch:
             self.written += size
         return mark(mapped, DISK)
 
-    def check(self, world: int, consequence: str) -> None:
+    def check(self, consequence: str) -> None:
         """Raise the same Refusal S850 on all ranks if anything could not be written on one."""
         failure, self.failure = self.failure, None
 
@@ -63,16 +63,16 @@ class Scratch:
             if failure is not None:
                 raise failure
 
-        together(world, fail, lambda error: full(error, consequence))
+        together(fail, lambda error: full(error, consequence))
 
 
 def full(error: BaseException, consequence: str) -> Diagnostic:
     """What is said where a file cannot be written."""
     return Diagnostic(
-        "S850", f"what a row puts on disk cannot be written in `{tempfile.gettempdir()}`",
+        "S850", f"cannot write what a row offloads to disk in `{tempfile.gettempdir()}`",
         notes=(str(error), consequence),
         helps=("make room, or set TMPDIR to a folder on a larger disk",
-               "or keep it in host memory: `to=cpu`"),
+               "or offload to host memory: `to=cpu`"),
     )  # fmt: skip
 
 

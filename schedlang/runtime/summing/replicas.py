@@ -220,8 +220,8 @@ def _check_calls(counts: Sequence[int]) -> None:
     if any(high + low for high, low in zip(most, fewest)):
         raise Refusal(
             Diagnostic(
-                "S663", "values decide which of the modules that `zero` gathers are called",
-                notes=("ranks called one of them another number of times in this step",),
+                "S663", "which modules that `zero` gathers are called depends on values",
+                notes=("ranks called one of them a different number of times in this step",),
                 helps=("use `zero(stage=0, ...)`, or `expert_parallel` for experts",),
             )
         )  # fmt: skip

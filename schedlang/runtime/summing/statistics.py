@@ -145,7 +145,7 @@ def _other(one: BatchSum) -> Diagnostic:
     where = f"`{one.fqn}`" if one.fqn else "the model"
     return Diagnostic(
         "S669", f"`{one.name}` in the forward of {where} is not the sum that was recorded there",
-        notes=("statistics are summed over ranks at the calls that were recorded at build",),
+        notes=("statistics are summed over ranks at the calls recorded at build",),
         helps=("let the model make the same calls for every batch",
-               "or allow statistics of parts: `step \"...\" relax(batch_stats) {`"),
+               "or allow statistics of each part: `step \"...\" relax(batch_stats) {`"),
     )  # fmt: skip

@@ -56,25 +56,25 @@ def reduced(
     gloo: Any, size: int, ins: Sequence[Tensor], outs: Sequence[Tensor], op: Any
 ) -> Started:
     """all_reduce of each."""
-    works: list[Any] = []
-    ends = []
-    for x, y in zip(ins, outs):
-        some, finish, made = all_reduce(gloo, size, x, op)
-        works += some
-        ends.append((finish, made, y))
-
-    def finish_all() -> None:
-        for finish, made, y in ends:
-            finish()
-            y.view(-1).copy_(made)
-
-    return works, finish_all
+    return _reduced(gloo, size, ins, outs, op, lambda y: slice(y.numel()))
 
 
 def reduce_scattered(
     gloo: Any, rank: int, size: int, ins: Sequence[Tensor], outs: Sequence[Tensor], op: Any
 ) -> Started:
     """The part of this rank of each sum."""
+
+    def own(y: Tensor) -> slice:
+        return slice(rank * y.numel(), (rank + 1) * y.numel())
+
+    return _reduced(gloo, size, ins, outs, op, own)
+
+
+def _reduced(
+    gloo: Any, size: int, ins: Sequence[Tensor], outs: Sequence[Tensor], op: Any,
+    part: Callable[[Tensor], slice],
+) -> Started:  # fmt: skip
+    """all_reduce of each; an output receives its part of the elements."""
     works: list[Any] = []
     ends = []
     for x, y in zip(ins, outs):
@@ -85,8 +85,7 @@ def reduce_scattered(
     def finish_all() -> None:
         for finish, made, y in ends:
             finish()
-            n = y.numel()
-            y.view(-1).copy_(made[rank * n : (rank + 1) * n])
+            y.view(-1).copy_(made[part(y)])
 
     return works, finish_all
 

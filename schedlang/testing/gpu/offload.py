@@ -79,7 +79,7 @@ def _moved(subject: Subject, setup: Setup) -> Told:
 def _peak(setup: Setup) -> Told:
     """The most bytes on the device in a step, with activations here and on the host."""
     device = torch.device(setup.device)
-    if devices.live_bytes(device) is None:
+    if devices.peak_bytes(device) is None:
         raise Skipped("nobody counts the bytes of this device")
     shape = replace(shape_of(setup), rows=4 * shape_of(setup).rows, depth=8)
     peak = [_step_peak(rows, shape, setup.device) for rows in (STAYS, MOVED["activations"].rows)]
