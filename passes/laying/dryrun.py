@@ -93,7 +93,7 @@ def record(
     recorder.recording.reached = reached(model, found)
     recorder.recording.asked = values.asked
     recorder.recording.random, recorder.recording.apart = watched.random, watched.apart
-    recorder.recording.saved = saved
+    recorder.recording.saved, recorder.recording.outside = saved, frozenset(stack.outside)
     recorder.recording.entries.update(stack.turns)
     recorder.recording.order.extend(stack.turns)
     recording: Recording = recorder.recording
