@@ -28,7 +28,8 @@ UNCALLED = tuple(f"torch.nn.modules.container.{kind}" for kind in ("ModuleList",
 class Staged:
     """The stages of a plan: the recorded cut, the order, and the pipeline rank of every stage.
 
-    `homes[replica][stage]` is a place along the pipeline's axis.
+    `homes[replica][stage]` is a place along the pipeline's axis. `outside`: modules that are called
+    while a module around them does not run (DiT's first block lends its embedding), and that one.
     """
 
     cut: Cut
@@ -36,6 +37,7 @@ class Staged:
     homes: tuple[tuple[int, ...], ...]
     axis: str | None
     trunk: frozenset[str]
+    outside: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -108,7 +110,7 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     if axis is None or timeline.stages == 1:
         if traced.entries:
             _as_often(plan, traced)
-        return _one_stage(plan, timeline)
+        return _one_stage(plan, timeline, traced.outside)
     check_cuts(plan)
     skeleton = local_skeleton(plan, traced)
     Training(skeleton).on()
@@ -118,7 +120,7 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     except Refusal as refusal:
         raise placed(refusal, plan, "stage") from refusal
     homes = tuple(tuple(row) for row in timeline.homes.tolist())
-    return lodged(plan, Staged(made, timeline, homes, axis, _trunk(plan)))
+    return lodged(plan, Staged(made, timeline, homes, axis, _trunk(plan), traced.outside))
 
 
 def _graph(
@@ -183,11 +185,11 @@ def _ordered(plan: Plan) -> Timeline:
         raise placed(Refusal(told), plan, "order") from error
 
 
-def _one_stage(plan: Plan, timeline: Timeline) -> Staged:
+def _one_stage(plan: Plan, timeline: Timeline, outside: frozenset[tuple[str, str]]) -> Staged:
     from schedlang.runtime.recording.graph import Cut, Reads, StageGraph
 
     whole = StageGraph(("",), (Reads(),), Reads(), {}, (Reads(), Reads()), {})
-    return Staged(Cut(whole, (0,)), timeline, ((0,),), None, _trunk(plan))
+    return Staged(Cut(whole, (0,)), timeline, ((0,),), None, _trunk(plan), outside)
 
 
 @dataclass(frozen=True)

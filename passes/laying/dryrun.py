@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from schedlang.culprit import told
@@ -92,7 +93,7 @@ def record(
     recorder.recording.reached = reached(model, found)
     recorder.recording.asked = values.asked
     recorder.recording.random, recorder.recording.apart = watched.random, watched.apart
-    recorder.recording.saved = saved
+    recorder.recording.saved, recorder.recording.outside = saved, frozenset(stack.outside)
     recorder.recording.entries.update(stack.turns)
     recorder.recording.order.extend(stack.turns)
     recording: Recording = recorder.recording
@@ -186,7 +187,11 @@ def _axes_below(leaves: Mapping[str, Leaf]) -> dict[str, list[str]]:
 
 
 class Part(NamedTuple):
-    """An argument of modules of a class, of which each rank needs its own part along a dim."""
+    """An argument of modules of a class, of which each rank needs its own part along a dim.
+
+    `unit` is the number of heads, which stands in the dim for each row of the batch; 0: the dim is
+    one of tokens.
+    """
 
     kind: str
     below: Below
@@ -231,6 +236,7 @@ class Run:
         self.layouts: dict[tuple[str, int], list[tuple[Note, ...] | None]] = {}
         self.given: dict[tuple[str, int], Any] = {}
         self.parts: dict[str, tuple[Narrowed, ...]] = {}
+        self.cuts: dict[tuple[str, str], Narrowed | None] = {}
         self.counted: dict[str, tuple[Counted, ...]] = {}
         self.saved: SavedBy = {}
         self.stack.seen = self._see
@@ -300,9 +306,8 @@ class Run:
             module = model.get_submodule(fqn)
             module.forward = WithSizes(module, counted)
         for fqn, parts in self._narrowed():
-            self.parts[fqn] = parts
             module = model.get_submodule(fqn)
-            module.forward = dry_parts(module, parts, self.follower)
+            module.forward = dry_parts(module, parts, self.follower, partial(self._cut, fqn))
         for fqn, leaf in self.leaves.items():
             module = model.get_submodule(fqn)
             forward = dry_forward(leaf, module, self.follower, self._group_at(fqn), self.edges)
@@ -312,6 +317,16 @@ class Run:
         self.stack.watch(model, _opaque(self.leaves))
         self.saved = watch_saved(model, coded_by(plan), self.stack)
         return model
+
+    def _cut(self, fqn: str, part: Narrowed, now: Narrowed | None) -> None:
+        """Note how an argument is cut; it is at every call, or at none."""
+        from schedlang.runtime.following.dry import differently
+
+        if self.cuts.setdefault((fqn, part.name), now) != now:
+            axis = part.edge.group.axes[0]
+            raise differently(self.follower, f"`{fqn}`", f"`{part.name}`", axis)
+        if now is not None and now not in self.parts.get(fqn, ()):
+            self.parts[fqn] = (*self.parts.get(fqn, ()), now)
 
     def _narrowed(self) -> Iterator[tuple[str, tuple[Narrowed, ...]]]:
         """The modules that take parts of arguments."""
@@ -377,9 +392,10 @@ class Run:
         if not failure.integers or given is None or len(ranks) != 1:
             return []
         (parts,), kind = ranks, self.plan.model.sites[fqn].classes[0]
-        found = []
+        wanted = self.leaves[fqn].wanted if fqn in self.leaves else ()
+        gathered, found = any(w.axis == failure.axis and w.input == R for w in wanted), []
         for name, tensor in arguments(self.plan.model.model.get_submodule(fqn), *given):
-            whole = failure.axis not in self.follower.note(tensor).tags
+            whole = gathered or failure.axis not in self.follower.note(tensor).tags
             for dim in {-1, 1 - tensor.ndim} if whole and tensor.is_floating_point() else ():
                 if tensor.ndim > 1 and tensor.shape[dim] % parts == 0:
                     found.append(Size(kind, below, name, dim, parts))
@@ -395,8 +411,10 @@ class Run:
             return []
         kind = self.plan.model.sites[fqn].classes[0]
         module = self.plan.model.model.get_submodule(fqn)
-        found = whole_arguments(module, given, failure.axis, failure.unit)
-        return [Part(kind, below, name, dim, failure.unit, failure.axis) for name, dim in found]
+        tokens = (failure.by, failure.axis) in self.follower.tokens
+        found = whole_arguments(module, given, failure.axis, failure.unit, tokens)
+        unit = 0 if tokens else failure.unit
+        return [Part(kind, below, name, dim, unit, failure.axis) for name, dim in found]
 
     def _numbers(self, failure: Mismatch) -> list[Number]:
         """Attributes of the modules that were running whose division might mend the failure."""

@@ -50,6 +50,7 @@ class Traced:
     drawn     (module, turn) of each mask -> its whole shape; (): it is not told
     apart     those that cannot be drawn alike on several ranks -> the module that they run in
     reached   parameters that the loss depends on, whatever the values are
+    outside   modules that are called while a module around them does not run, and that one
     lossless  what is said where there is no loss to train by
     asked     whether the model asked for values: other ones may reach fewer parameters
     order     modules in the order of their first call; entries: how often each is called
@@ -75,6 +76,7 @@ class Traced:
     drawn: Mapping[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
     apart: Mapping[str, str] = field(default_factory=dict)
     reached: frozenset[str] = frozenset()
+    outside: frozenset[tuple[str, str]] = frozenset()
     lossless: Diagnostic | None = None
     asked: bool = False
     order: tuple[str, ...] = ()
@@ -157,6 +159,7 @@ def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
         "drawn": dict(recording.drawn),
         "apart": dict(recording.apart),
         "reached": recording.reached,
+        "outside": recording.outside,
         "asked": recording.asked,
         "lossless": recording.lossless,
         "order": tuple(recording.order),

@@ -118,11 +118,12 @@ def sliced_names(
 ) -> dict[str, tuple[str, ...]]:
     """The sliced parameters (first names) of each unit of a stage, and of the model.
 
-    Experts that are sliced over other axes than the unit that they stand in come before it.
+    Experts that are sliced over other axes than the unit that they stand in come before it; and so
+    do modules of it that are called while it does not run: nobody would have gathered them.
     """
     left = {name for name, holding in holdings.items() if holding.sliced}
     found = {}
-    for fqn in _with_experts(plan, holdings, units_of_stage(plan, staged, stage)):
+    for fqn in _with_parts(plan, staged, holdings, stage):
         mine = tuple(dict.fromkeys(f.name for f in plan.model.below(fqn) if f.name in left))
         left -= set(mine)
         if mine or not fqn:
@@ -130,21 +131,21 @@ def sliced_names(
     return found
 
 
-def _with_experts(
-    plan: Plan, holdings: Mapping[str, Holding], units: tuple[str, ...]
+def _with_parts(
+    plan: Plan, staged: Staged, holdings: Mapping[str, Holding], stage: int
 ) -> Iterator[str]:
-    """Units, each after the modules in it whose parameters are sliced over fewer axes."""
+    """Units of a stage, each after the modules in it that are gathered by themselves."""
     row = next((one.axes for one in plan.copies if one.stage > 0), ())
     axes, seen = plan.mesh.fold(row), set()
     apart = [
         fqn for fqn in plan.computes
         if any(holdings[f.name].sliced not in ((), axes) for f in plan.model.below(fqn))
     ]  # fmt: skip
-    for unit in units:
+    for unit in units_of_stage(plan, staged, stage):
         inside = [f for f in apart if f not in seen and (not unit or f.startswith(f"{unit}."))]
+        lent = sorted(fqn for fqn, around in staged.outside if around == unit and fqn not in inside)
         seen.update(inside)
-        yield from inside
-        yield unit
+        yield from (*inside, *lent, unit)
 
 
 def sliced_over(holdings: Mapping[str, Holding], names: tuple[str, ...]) -> tuple[str, ...]:

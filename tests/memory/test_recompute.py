@@ -17,11 +17,13 @@ from schedlang.runtime.forward import layers_of
 from schedlang.runtime.keeping.recompute import (
     CLASSES,
     Checkpoint,
-    _policy,
     checkpoint,
+    keeps,
     updates_buffers,
 )
 from schedlang.runtime.modes import ambient
+from tests import models
+from tests.proofs import planned, proven
 from tests.ranks import run_ranks
 
 SAVES = [(), ("linear",), ("attention",), ("linear", "attention"), CLASSES]
@@ -308,10 +310,51 @@ def test_kernels_that_draw_are_recomputed():
     kept = frozenset([operator._schema.name])
     q = torch.empty(1, 1, 2, 2)
     for dropout, saved in [(0.0, True), (0.1, False)]:
-        policy = _policy(kept, None, operator, q, q, q, dropout)
-        assert (policy.name == "MUST_SAVE") == saved
-    assert _policy(kept, None, operator, q, q, q, dropout_p=0.1).name == "PREFER_RECOMPUTE"
-    assert _policy(kept, None, operator, q, q, q).name == "MUST_SAVE"
+        assert keeps(kept, operator, (q, q, q, dropout), {}) == saved
+    assert not keeps(kept, operator, (q, q, q), {"dropout_p": 0.1})
+    assert keeps(kept, operator, (q, q, q), {})
+
+
+class Once(nn.Module):
+    """Makes something of constants in its first run alone, and some room in its second alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.product, self.table, self.runs = nn.Linear(4, 4, bias=False), None, 0
+
+    def forward(self, x):
+        self.runs += 1
+        if self.table is None:
+            self.table = torch.ones(4, 4, dtype=x.dtype) @ torch.eye(4, dtype=x.dtype)
+        if self.runs == 2:
+            torch.empty(3)
+        return self.product(self.table @ x).sin()
+
+
+class Cell(nn.Module):
+    """Adds to a product in place, as cells of recurrent networks do."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.again = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return self.again(self.enter(x).add_(x).tanh()).sigmoid()
+
+
+@pytest.mark.parametrize("make", [Once, Cell, lambda: nn.LSTM(4, 4, num_layers=2)])
+def test_what_one_run_alone_makes_or_writes_into(make):
+    """A second run may make more or less than the first, and results may be written into: the
+    gradients are those of the untouched module, bit by bit."""
+    torch.manual_seed(0)
+    plain, x = make().double(), torch.randn(4, 4, dtype=torch.float64)
+    ours = copy.deepcopy(plain)
+    checkpoint(ours, ("linear",))
+    for module in (plain, ours):
+        out = module(x)
+        (out[0] if isinstance(out, tuple) else out).square().sum().backward()
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
 
 
 @pytest.fixture
@@ -448,6 +491,44 @@ def test_collectives_are_kept(save):
     for _counts, same, real in run_ranks(2, _ranks, save):
         assert same == [True, True]
         assert real == 4  # reduce, gather, all_reduce in forward, the gather's backward
+
+
+def _written_ranks(rank):
+    import torch.distributed as dist
+
+    from schedlang.runtime.collectives.collective import Group, reduce
+
+    group = Group(("tp",), (0, 1), rank, dist.group.WORLD)
+
+    class Adding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((4, 4), 0.1 + rank, dtype=torch.float64))
+
+        def forward(self, x):
+            whole = reduce(x @ self.weight, group)
+            whole += x
+            return reduce(whole.sin() @ self.weight, group).cos().sum()
+
+    found = []
+    for save in (None, ("collective",)):
+        module, x = Adding(), torch.linspace(0, 1, 8, dtype=torch.float64).view(2, 4)
+        if save:
+            checkpoint(module, save)
+        module(x.requires_grad_()).backward()
+        found.append(torch.cat([x.grad.flatten(), module.weight.grad.flatten()]))
+    return torch.equal(*found)
+
+
+def test_a_sum_that_is_written_into_is_sent_again():
+    """A sum over ranks that is kept, and then added to in place, is no reason to fail."""
+    assert run_ranks(2, _written_ranks) == [True, True]
+
+
+def test_streamed_parameters_come_inside_of_what_is_kept(threads):
+    """Parameters that come from the host in the second run are none of the calls that are kept."""
+    rows = "transformer.h.0  checkpoint(save=[linear, attention])\noffload(parameters)\n"
+    proven(threads, planned(models.gpt2(), rows), [models.tokens(seed=s) for s in (1, 2, 3)])
 
 
 def test_layers_are_one_each():

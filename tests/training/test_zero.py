@@ -197,3 +197,41 @@ def test_refusals(row: str, code: str) -> None:
     """What a stage does not do is not asked of it."""
     with pytest.raises(Refusal, match=code):
         _plan(row, "dp=2")
+
+
+class Lending(nn.Module):
+    """Blocks of which the model calls a part by itself, beside the blocks (diffusers' DiT)."""
+
+    class Block(nn.Module):
+        """Moved by what its own table makes of a time."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.time = nn.Sequential(nn.Linear(1, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH))
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, told: Tensor, time: Tensor) -> Tensor:
+            return torch.tanh(self.inner(x) + self.time(time)) + told
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        time = x[:, :1]
+        told = self.blocks[0].time(time)  # type: ignore[operator, union-attr]
+        for block in self.blocks:
+            x = block(x, told, time)
+        return (x**2).mean()
+
+
+@pytest.mark.parametrize("row, mesh", [
+    ("zero(stage=3, over=dp)", "dp=2"), ("zero(stage=2, over=dp)", "dp=2"),
+    ("zero(stage=3, over=dp, prefetch=1)", "dp=2"),
+    ('blocks  pipeline_split(over=pp)\nzero(stage=3, over=dp)\npipeline(order="1F1B", micro=2)',
+     "dp=2, pp=2"),
+])  # fmt: skip
+def test_a_part_that_is_called_beside_its_block(row: str, mesh: str, threads: Threads) -> None:
+    """A module that the model calls while the block around it does not run is gathered for it."""
+    proven(threads, planned(Lending().double(), row, mesh), [_batch(), _batch(8), _batch(16)])

@@ -80,33 +80,50 @@ def dry_forward(
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        tensors = tensors_in((args, kwargs))
-        main = next((t for t in tensors if is_main(t)), tensors[0])
+        main = _main(args, kwargs)
         note = follower.note(main)
         if follower.loose and not follower.noted(main):
             reason = f"`{leaf.fqn}` is sharded, and gets sharded logits"
             raise Mismatch(follower.stack.frames[-1], reason, None, (), follower.agreed, (GATHER,))
-        edges = tuple(
-            _edge(leaf, wanted, main, note, groups(wanted.axis)) for wanted in leaf.wanted
-        )
-        for edge in edges if leaf.kind else ():  # `input=` of another module says where
-            _hoist(edge, main, follower)
+        edges: tuple[Edge, ...] = ()
+        for wanted in leaf.wanted:
+            # what is crossed here may be gathered next: each edge takes what the last one leaves
+            now = main if leaf.kind else _main(args, kwargs)
+            edge = _edge(leaf, wanted, now, follower.note(now), groups(wanted.axis))
+            edges = (*edges, edge)
+            if leaf.kind:  # `input=` of another module says where
+                _hoist(edge, main, follower)
+            else:
+                args, kwargs = on_first(partial(_enter, edge, follower), args, kwargs)
         if leaf.kind:
             out = _computed(Sharded(module, leaf.kind, edges, inner), args, kwargs, follower)
             _note_leaf(leaf, edges, note, out, follower)
         else:
-            for edge in edges:
-                args, kwargs = on_first(partial(_enter, edge, follower), args, kwargs)
             out = inner(*args, **kwargs)
             edges = tuple(_left(edge, w, out, follower) for edge, w in zip(edges, leaf.wanted))
             for edge in edges:
                 out = on_result(partial(_exit, edge, follower), out)
         if found.setdefault(leaf.fqn, edges) != edges:
-            reason = f"`{leaf.fqn}` is called several times, with differently sharded inputs"
-            raise Mismatch(follower.stack.frames[-1], reason, None, (), follower.agreed)
+            axis = next(e.group.axes[0] for e, f in zip(edges, found[leaf.fqn]) if e != f)
+            raise differently(follower, f"`{leaf.fqn}`", "input", axis)
         return out
 
     return forward
+
+
+def differently(follower: Follower, fqn: str, what: str, axis: str) -> Mismatch:
+    """A module that is called again with what lies otherwise on the ranks."""
+    frames = follower.stack.frames
+    again = next((name for name, turn in frames if name and turn), frames[-1][0])
+    reason = f"{fqn} is called several times, and its {what} arrives differently"
+    helps = (f"let each call give the full tensor: `{again}  shard(output=R, over={axis})`",)
+    return Mismatch(frames[-1], reason, axis, (), follower.agreed, helps)
+
+
+def _main(args: Any, kwargs: Any) -> Tensor:
+    """The tensor of a call that crosses an edge."""
+    tensors = tensors_in((args, kwargs))
+    return next((t for t in tensors if is_main(t)), tensors[0])
 
 
 def _computed(
@@ -160,9 +177,9 @@ def _enter(edge: Edge, follower: Follower, x: Tensor) -> Tensor:
     kept = {axis: tag for axis, tag in note.tags.items() if axis != edge.group.axes[0]}
     if isinstance(edge.wants, S):
         dim = dim_of(edge.wants) % x.ndim
-        kept[edge.group.axes[0]] = _tag(edge, edge.wants, dim, crossed)
+        kept[edge.group.axes[0]] = _tag(edge, edge.wants, dim, crossed, follower)
     axis = edge.group.axes[0]
-    entered = note.entered | {axis} if edge.hoisted or edge.differ else note.entered
+    entered = note.entered | {axis} if edge.differ else note.entered
     follower.put(crossed, Note(kept, frozenset(), True, entered))
     return crossed
 
@@ -178,7 +195,7 @@ def _exit(edge: Edge, follower: Follower, x: Tensor) -> Tensor:
     kept = {other: tag for other, tag in note.tags.items() if other != axis}
     if isinstance(edge.leaves, S):
         dim = dim_of(edge.leaves)
-        kept[axis] = _tag(edge, edge.leaves, dim, crossed)
+        kept[axis] = _tag(edge, edge.leaves, dim, crossed, follower)
     follower.put(crossed, Note(kept, frozenset(), True, note.entered))
     return crossed
 
@@ -279,12 +296,14 @@ def _note_leaf(leaf: Leaf, edges: Sequence[Edge], note: Note, out: Any, follower
     for axis, edge in own.items():
         if isinstance(edge.leaves, S):
             dim = dim_of(edge.leaves) % out.ndim
-            kept[axis] = _tag(edge, edge.leaves, dim, out)
+            kept[axis] = _tag(edge, edge.leaves, dim, out, follower)
     follower.put(out, Note(kept, frozenset(), True, (note.entered - own.keys()) | whole))
 
 
-def _tag(edge: Edge, placement: S, dim: int, local: Tensor) -> Tag:
+def _tag(edge: Edge, placement: S, dim: int, local: Tensor, follower: Follower) -> Tag:
     """The tag of a tensor that an edge leaves in a placement."""
+    if dim % local.ndim != local.ndim - 1:
+        follower.tokens.add((edge.group.label, edge.group.axes[0]))
     uneven = placement.uneven
     whole = uneven.true(local.shape[dim], edge.group.size)
     return Tag(dim, block_sizes(placement, whole), edge.group.label, uneven)

@@ -50,6 +50,7 @@ class Follower(TorchFunctionMode):
         self.drawn: dict[str, int] = {}
         self.unevens: dict[str, set[Uneven]] = {}  # by axis, of all that the plan splits
         self.left_out: list[repeats.Repeat] = []
+        self.tokens: set[tuple[str, str]] = set()  # modules, axes: they split rows or tokens
 
     # -- notes on tensors ------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
-"""Arguments that every rank has whole, of which a module with split heads needs its own part.
+"""Arguments that every rank has whole, of which a module with parts needs its own part.
 
 Biases of attention scores (ALiBi, one slope for each head) are made once for all heads and handed
-down; a rank takes its heads' part where its attention takes the argument.
+down; a rank takes its heads' part where its attention takes the argument. A residual of all tokens
+that is added to a sum along the sequence (BERT) is cut to this rank's tokens.
 """
 
 from __future__ import annotations
@@ -9,16 +10,17 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from schedlang.placement import R, S
+from schedlang.runtime.collectives.collective import own_part
 from schedlang.runtime.following.follow import Follower
 from schedlang.runtime.following.notes import Note, Tag
-from schedlang.runtime.sharding.crossing import Crossing
+from schedlang.runtime.sharding.crossing import Crossing, block_sizes, laid
 from schedlang.runtime.sharding.shard import Edge
 
 
@@ -26,20 +28,25 @@ from schedlang.runtime.sharding.shard import Edge
 class Narrowed:
     """An argument of a module, cut along `dim`; each `unit` of the dim (all heads) by itself.
 
-    A dim that holds the heads of each row of the batch one behind the other has several units.
+    A dim that holds the heads of each row of the batch one behind the other has several units; with
+    `unit` 0 it is one, however long (tokens).  `summed`: the argument was gathered, and there the
+    ranks' gradients are added up: each gives that of its own part alone.
     """
 
     name: str
     dim: int
     unit: int
     edge: Edge
+    summed: bool = False
 
     def placement(self, x: Tensor) -> S:
         """How this argument lies once it is cut."""
-        return S(self.dim, x.shape[self.dim] // self.unit)
+        return S(self.dim, x.shape[self.dim] // self.unit if self.unit else 1)
 
     def cut(self, x: Tensor) -> Tensor:
         """This rank's part."""
+        if self.summed:
+            return own_part(laid(x, self.placement(x), self.edge.group), self.dim, self.edge.group)
         return Crossing(R, self.placement(x), self.edge.group, differ=False)(x)
 
 
@@ -80,22 +87,31 @@ class WithParts:
 
 
 def dry_parts(
-    module: nn.Module, parts: tuple[Narrowed, ...], follower: Follower
-) -> Callable[..., Any]:
-    """The same where the forward is followed: the parts are noted as such."""
+    module: nn.Module, parts: tuple[Narrowed, ...], follower: Follower,
+    told: Callable[[Narrowed, Narrowed | None], None],
+) -> Callable[..., Any]:  # fmt: skip
+    """The same where the forward is followed: the parts are noted as such.
+
+    `told` learns how each is cut at each call; None: it comes as a part, or is none of all heads.
+    """
     inner = module.forward
 
     def cut(part: Narrowed, x: Tensor) -> Tensor:
         note, muted = follower.note(x), follower.stack.muted
         axis = part.edge.group.axes[0]
-        if axis in note.tags or x.shape[part.dim] % part.unit:
+        if axis in note.tags or (part.unit and x.shape[part.dim] % part.unit):
+            told(part, None)
             return x
+        now = replace(part, summed=axis in note.entered)
+        told(part, now)
         follower.stack.muted += 1
-        local = part.cut(x)
+        local = now.cut(x)
         follower.stack.muted = muted
-        blocks = (part.unit,) * (x.shape[part.dim] // part.unit)
-        tag = Tag(part.dim, blocks, part.edge.group.label)
-        follower.put(local, Note({**note.tags, axis: tag}, frozenset(), True, note.entered))
+        tag = Tag(part.dim, block_sizes(part.placement(x), x.shape[part.dim]), now.edge.group.label)
+        if not part.unit:
+            follower.tokens.add((now.edge.group.label, axis))
+        entered = note.entered - {axis}
+        follower.put(local, Note({**note.tags, axis: tag}, frozenset(), True, entered))
         return local
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -107,14 +123,16 @@ def dry_parts(
 
 
 def whole_arguments(
-    module: nn.Module, given: tuple[Any, Any], axis: str, unit: int
+    module: nn.Module, given: tuple[Any, Any], axis: str, unit: int, tokens: bool
 ) -> list[tuple[str, int]]:
-    """Names and dims of the arguments of a call that are whole and hold all heads in a dim."""
+    """Names and dims of the arguments of a call that are whole and hold all heads in a dim, for
+    each row of the batch perhaps; or all tokens."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     args, kwargs = given
     found = []
     for name, value in [*zip(names, args), *((k, v) for k, v in kwargs.items() if k in names)]:
         if isinstance(value, Tensor) and axis not in Follower.note(value).tags:
             dims = range(value.ndim)
-            found += [(name, d) for d in dims if value.shape[d] and value.shape[d] % unit == 0]
+            sizes = {unit} if tokens else {n for n in value.shape if n and n % unit == 0}
+            found += [(name, d) for d in dims if value.shape[d] in sizes]
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +72,8 @@ class Recording:
     lossless: Diagnostic | None = None  # said where nothing gave a loss
     asked: bool = False  # the model asked for values, and may call other modules for others
     reached: frozenset[str] = frozenset()  # parameters that the loss depends on
+    # modules, and modules around them that did not run when they were called
+    outside: frozenset[tuple[str, str]] = frozenset()
     saved: dict[str, list[Any]] = field(default_factory=dict)  # by modules that are asked for
 
     def choices(self) -> dict[str, str]:
@@ -99,6 +101,7 @@ class Stack:
         self.frames: list[Frame] = [("", 0)]
         self.mains: list[Tensor | None] = [None]  # the main tensor that each frame was given
         self.turns: dict[str, int] = {}
+        self.outside: set[tuple[str, str]] = set()
         self.muted = 0
         # told what each call is given, and what it gives
         self.seen: Callable[[Frame, Any], None] = lambda frame, tree: None
@@ -109,12 +112,22 @@ class Stack:
             if fqn:
                 module.forward = self._wrapped(fqn, module.forward, opaque(fqn))
 
+    def _not_running(self, fqn: str) -> Iterator[str]:
+        """The modules around one that is called now which do not run, nor anything else in them."""
+        names = fqn.split(".")
+        running = [name for name, _ in self.frames]
+        for depth in range(1, len(names)):
+            around = ".".join(names[:depth])
+            if not any(name == around or name.startswith(f"{around}.") for name in running):
+                yield around
+
     def _wrapped(self, fqn: str, inner: Callable[..., Any], opaque: bool) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.muted:
                 return inner(*args, **kwargs)
             turn = self.turns.get(fqn, 0)
             self.turns[fqn] = turn + 1
+            self.outside.update((fqn, around) for around in self._not_running(fqn))
             self.frames.append((fqn, turn))
             floats = (t for t in tensors_in((args, kwargs)) if t.is_floating_point())
             self.mains.append(next(floats, None))

@@ -1,25 +1,27 @@
-"""Single operators of a module whose results are kept when it is recomputed.
+"""Operators of a module whose results are kept when it is recomputed.
 
-An operator is known by its name and by which of its calls in the module it is. Counted are calls
-that autograd records and that give something new: what is made without a gradient may be made in
-one run and not in the other (what a module makes once, parameters that are gathered), and would
-shift the count. Both runs are held against each other all the same: where they call different
-operators there is an error, never another call's result.
+Of a plan an operator is known by its name and by which of its calls in the module it is. Counted
+are calls that autograd records and that give something new: what is made without a gradient may be
+made in one run and not in the other (what a module makes once, parameters that are gathered), and
+would shift the count. Of a class of operators each call is known by what it is given besides: the
+kernels of packages run where nothing is recorded. Both runs are held against each other all the
+same: where they call different operators there is an error, never another call's result. A result
+that was written into since (a cell that adds to its product in place) is made again.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Hashable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedlang.regions.operators import Key
 from schedlang.runtime.keeping.coded import unpack
+from schedlang.runtime.keeping.kept import Seeing, alias
 from schedlang.runtime.storage.fewer import Keep, is_summed
 
 ATTENTION = "attention"  # whichever kernel computes it
@@ -39,27 +41,66 @@ class Turns:
         given = tree_leaves((args, kwargs))
         if not any(isinstance(one, Tensor) and one.requires_grad for one in given):
             return None
-        name = operator._schema.name
+        name = name_of(operator)
         name = ATTENTION if "_scaled_dot_product_" in name else name
         self.counts[name] += 1
         self.order.append(name)
         return name, self.counts[name] - 1
 
 
-Wanted = Callable[[Key, Any, Any, Any], bool]  # of a call's name, operator and arguments
+Wanted = Callable[[Any, Any, Any], bool]  # of a call: operator and arguments
+
+
+class Kinds:
+    """Numbers the calls that are wanted, each among those that are given tensors of its shapes.
+
+    Counted is what is made of something with a gradient, recorded or not: a package's kernel runs
+    inside of a function of its own. What is made of constants may be there already in a second run.
+    """
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self.counts: Counter[Hashable] = Counter()
+        self.order: list[str] = []
+
+    def of(self, operator: Any, args: Any, kwargs: Any) -> Hashable | None:
+        """The name of this call; None for one that is not wanted."""
+        if not self.wanted(operator, args, kwargs):
+            return None
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        if not any(one.requires_grad for one in given):
+            return None
+        name = name_of(operator)
+        kind = (name, *((one.shape, one.dtype) for one in given))
+        self.counts[kind] += 1
+        self.order.append(name)
+        return kind, self.counts[kind] - 1
+
+
+class Numbers(Protocol):
+    """Gives calls names that are the same in both runs, and notes what was called."""
+
+    order: list[str]
+
+    def of(self, operator: Any, args: Any, kwargs: Any) -> Hashable | None:
+        """The name of this call; None for one whose result is not kept."""
 
 
 class Chosen:
     """Two dispatch modes over one store: `forward` keeps what was chosen, `again` finds it there.
 
-    Both count; a second backward through a retained graph finds the same again. Inside of a coded
-    module results are kept in fewer bits (`keep`, see fewer.keeper), but for parts of sums.
+    Both count; a second backward through a retained graph finds the same again. `chosen` are the
+    names that are kept (None: all that get one). Inside of a coded module results are kept in fewer
+    bits (`keep`, see fewer.keeper), but for parts of sums.
     """
 
-    def __init__(self, wanted: Wanted, keep: Keep | None = None) -> None:
-        self.wanted, self.keep = wanted, keep
+    def __init__(
+        self, numbers: Callable[[], Numbers], chosen: Collection[Hashable] | None = None,
+        keep: Keep | None = None,
+    ) -> None:  # fmt: skip
+        self.numbers, self.chosen, self.keep = numbers, chosen, keep
         self.order: list[str] = []
-        self.store: dict[Key, Any] = {}
+        self.store: dict[Hashable, Any] = {}
         self.forward, self.again = _First(self), _Second(self)
 
     def held(self, tensor: Tensor) -> _Held | _Few:
@@ -69,45 +110,46 @@ class Chosen:
         return _Held(tensor) if packed is tensor else _Few(packed)
 
 
-class _First(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Mode(Seeing):
     def __init__(self, chosen: Chosen) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.chosen, self.turns = chosen, Turns()
+        super().__init__()
+        self.chosen, self.turns = chosen, chosen.numbers()
+
+
+class _First(_Mode):
+    def __init__(self, chosen: Chosen) -> None:
+        super().__init__(chosen)
         self.turns.order = chosen.order
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        key = self.turns.of(func, args, kwargs or {})
+        key, chosen = self.turns.of(func, args, kwargs or {}), self.chosen
         out = func(*args, **(kwargs or {}))
-        if key is not None and self.chosen.wanted(key, func, args, kwargs or {}):
-            self.chosen.store[key] = tree_map_only(Tensor, self.chosen.held, out)
+        if key is not None and (chosen.chosen is None or key in chosen.chosen):
+            chosen.store[key] = tree_map_only(Tensor, chosen.held, out)
         return out
 
 
-class _Second(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, chosen: Chosen) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.chosen, self.turns = chosen, Turns()
-
+class _Second(_Mode):
     def __enter__(self) -> Any:
-        self.turns = Turns()
+        self.turns = self.chosen.numbers()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         key = self.turns.of(func, args, kwargs or {})
-        if key is None:
+        if key is not None:
+            self._check(len(self.turns.order) - 1)
+        kept = self.chosen.store.get(key)
+        if kept is None or any(isinstance(one, _Held) and one.stale for one in tree_leaves(kept)):
             return func(*args, **(kwargs or {}))
-        self._check(len(self.turns.order) - 1)
-        if key not in self.chosen.store:
-            return func(*args, **(kwargs or {}))
-        return tree_map_only((_Held, _Few), lambda held: held.get(), self.chosen.store[key])
+        return tree_map_only((_Held, _Few), lambda held: held.get(), kept)
 
     def _check(self, place: int) -> None:
         first, second = self.chosen.order, self.turns.order
-        if place >= len(first) or first[place] != second[place]:
+        if place >= 0 and (place >= len(first) or first[place] != second[place]):
             was = f"`{first[place]}`" if place < len(first) else "nothing"
             raise RuntimeError(
                 f"recomputation took another way: `{second[place]}` where there was {was}"
@@ -115,16 +157,19 @@ class _Second(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Held:
-    """A result that is kept, and that nobody may write into."""
+    """A result that is kept as it is."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = alias(tensor)
         self.version = tensor._version
 
+    @property
+    def stale(self) -> bool:
+        """Whether somebody has written into it since."""
+        return self.tensor._version != self.version
+
     def get(self) -> Tensor:
         """The same values, for autograd to make its own."""
-        if self.tensor._version != self.version:
-            raise RuntimeError("the result of an operator that was kept has been overwritten")
         return alias(self.tensor)
 
 
@@ -139,16 +184,17 @@ class _Few:
         return unpack(self.packed)
 
 
-def alias(tensor: Tensor) -> Tensor:
-    """The same storage and count of writes, without history."""
-    # within a dispatch mode a plain detach would not share the count
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
+def name_of(operator: Any) -> str:
+    """The name of an operator, of a higher order too."""
+    schema = getattr(operator, "_schema", None)
+    return str(operator.name() if schema is None else schema.name)
 
 
 def fresh(operator: Any) -> bool:
     """Whether it gives something new, and writes into nothing."""
-    schema = operator._schema
+    schema = getattr(operator, "_schema", None)
+    if schema is None:  # of a higher order
+        return True
     if schema.name == "aten::_unsafe_view":  # a view that does not say so
         return False
     return all(one.alias_info is None for one in (*schema.arguments, *schema.returns))
@@ -159,6 +205,8 @@ def draws(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
     Operators of packages may not say that they draw; of these a rate of dropout tells it.
     """
+    if not hasattr(operator, "_schema"):
+        return False
     seeded = torch.Tag.nondeterministic_seeded in operator.tags
     rates = _rates(operator, args, kwargs)
     return any(rates) if rates or not seeded else True

@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedlang.runtime.device import Replayed, default_generators
 from schedlang.runtime.forward import layers_of, wrap
-from schedlang.runtime.keeping.chosen import alias, draws, fresh
+from schedlang.runtime.keeping.chosen import draws, fresh
+from schedlang.runtime.keeping.kept import alias
 from schedlang.runtime.keeping.recompute import versions, written_twice
 from schedlang.runtime.keeping.remat import Block, Node, Outside, Pool, Ref
 from schedlang.runtime.recording.burden import key_of, operations

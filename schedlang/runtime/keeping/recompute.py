@@ -11,7 +11,7 @@ in the same order, because backward order is that of the same graph, so that the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -19,19 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    create_selective_checkpoint_contexts,
-)
-from torch.utils.checkpoint import (
-    checkpoint as torch_checkpoint,
-)
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.regions.operators import Key
 from schedlang.runtime.device import Replayed, own_generators
 from schedlang.runtime.forward import wrap
-from schedlang.runtime.keeping.chosen import Chosen, Wanted, draws, fresh
+from schedlang.runtime.keeping.chosen import Chosen, Kinds, Numbers, Turns, draws, fresh, name_of
 from schedlang.runtime.keeping.kept import KeepCollectives
 from schedlang.runtime.modes import reentry
 from schedlang.runtime.staging.arguments import put, take
@@ -199,28 +193,11 @@ def contexts(
         keep = KeepCollectives()
         forward.append(keep.forward)
         again.append(keep.again)
-    few = keeper()
-    if chosen or (save and few is not None):
-        some = Chosen(wanted(save, chosen), few)
+    if chosen or save:
+        some = Chosen(*numbers(save, chosen), keeper())
         forward.append(some.forward)
         again.append(some.again)
-    elif save:
-        policy = partial(_policy, _operators(save))
-        pair = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
-        forward.append(pair[0])
-        again.append(pair[1])
     return _Together(forward), _Together(again)
-
-
-def wanted(save: Collection[str], chosen: Collection[Key]) -> Wanted:
-    """Whether the result of a call is kept: of some classes of operators, or of single calls."""
-    names = _operators(tuple(save)) if save else frozenset()
-
-    def keeps(key: Key, operator: Any, args: Any, kwargs: Any) -> bool:
-        policy = _policy(names, None, operator, *args, **kwargs) if names else None
-        return key in chosen or policy == CheckpointPolicy.MUST_SAVE
-
-    return keeps
 
 
 class _Together(AbstractContextManager[None]):
@@ -240,26 +217,29 @@ class _Together(AbstractContextManager[None]):
         self.stacks.pop().__exit__(*error)
 
 
-def _operators(save: tuple[str, ...]) -> frozenset[str]:
+def numbers(
+    save: tuple[str, ...], chosen: frozenset[Key]
+) -> tuple[Callable[[], Numbers], Collection[Hashable] | None]:
+    """How the calls are named whose results are kept, and the names that are (None: all)."""
+    return (Turns, chosen) if chosen else (partial(Kinds, partial(keeps, operators(save))), None)
+
+
+def operators(save: tuple[str, ...]) -> frozenset[str]:
+    """The names of the operators of some classes."""
     return frozenset(save) | {name for each in save for name in _OPERATORS[each].split()}
 
 
-def _policy(
-    kept: frozenset[str], context: Any, operator: Any, *args: Any, **kwargs: Any
-) -> CheckpointPolicy:
-    schema = getattr(operator, "_schema", None)
-    name = schema.name if schema is not None else operator.name()  # of a higher order
-    wanted = name in kept or ("attention" in kept and schema is not None and attends(operator))
-    if not wanted or (schema is not None and draws(operator, args, kwargs)):
-        return CheckpointPolicy.PREFER_RECOMPUTE
-    return CheckpointPolicy.MUST_SAVE
+def keeps(kept: frozenset[str], operator: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the result of a call is kept: of these operators, new, and the same again."""
+    wanted = name_of(operator) in kept or ("attention" in kept and attends(operator))
+    return wanted and fresh(operator) and not draws(operator, args, kwargs)
 
 
 def attends(operator: Any) -> bool:
     """Whether an operator that is not torch's own says by its name that it is an attention's
     forward, as `flash_attn::_flash_attn_forward`, and writes into nothing."""
-    space, _, _ = operator._schema.name.partition("::")
-    said = operator._schema.name.lower()
+    space, _, _ = name_of(operator).partition("::")
+    said = name_of(operator).lower()
     back = any(word in said for word in ("backward", "bwd", "grad"))
     named = "attn" in said or "attention" in said
     return space not in ("aten", "prims") and named and not back and fresh(operator)

@@ -5,7 +5,7 @@ Programs do it in `chosen.py`: here the first run is over before anything is put
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from schedlang.runtime.keeping.chosen import Turns
-from schedlang.runtime.keeping.recompute import wanted
+from schedlang.runtime.keeping.recompute import numbers
 from schedlang.runtime.keeping.through import through
 from schedlang.runtime.scope import capture, site
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 class _Result:
     """What one operator gave: where it ran, its tensors with their versions, and their values.
 
-    `whole`: it is kept as it is.
+    `whole`: it is kept as it is; where it was written into since, it is made again (`stale`).
     """
 
     place: Callable[[], Any]
@@ -35,6 +34,7 @@ class _Result:
     spec: Any
     whole: bool
     copies: list[tuple[int, Tensor]]
+    stale: bool = False
 
     def keep(self) -> None:
         """Let the hooks around keep it, as what the operator's module saves."""
@@ -43,6 +43,7 @@ class _Result:
             if isinstance(leaf, Tensor):
                 version, copy = next(kept)
                 now = leaf if leaf._version == version else copy
+                self.stale |= self.whole and now is copy
                 with self.place():
                     (value,) = [now] if self.whole else through([now])
                 self.leaves[k] = value.detach()
@@ -58,8 +59,12 @@ class Results:
 
     def __init__(self, again: Again, parts: Collection[str] = ()) -> None:
         self.some, self.parts = again.results, parts
-        self.wanted = wanted(again.save, again.chosen)
-        self.found: list[_Result] = []
+        self.numbers, self.chosen = numbers(again.save, again.chosen)
+        self.found: dict[Hashable, _Result] = {}
+
+    def names(self, key: Hashable | None) -> bool:
+        """Whether the result of the call of this name is kept."""
+        return key is not None and (self.chosen is None or key in self.chosen)
 
     def noting(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The first run."""
@@ -70,7 +75,7 @@ class Results:
 
     def keep(self) -> None:
         """In their order."""
-        for result in self.found:
+        for result in self.found.values():
             result.keep()
 
     def given(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +89,7 @@ class Results:
 class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, results: Results) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.results, self.turns = results, Turns()
+        self.results, self.turns = results, results.numbers()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -92,12 +97,12 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         key = self.turns.of(func, args, kwargs)
         out = func(*args, **kwargs)
-        if key is not None and self.results.wanted(key, func, args, kwargs):
+        if self.results.names(key):
             leaves, spec = tree_flatten(out)
             # a later operator may write into them
             copies = [(t._version, t.clone()) for t in leaves if isinstance(t, torch.Tensor)]
             whole = any(_inside(site(), part) for part in self.results.parts)
-            self.results.found.append(_Result(capture(), leaves, spec, whole, copies))
+            self.results.found[key] = _Result(capture(), leaves, spec, whole, copies)
         return out
 
 
@@ -108,14 +113,12 @@ def _inside(fqn: str, part: str) -> bool:
 class _Giving(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, results: Results) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.results, self.turns = results, Turns()
-        self.left = iter(results.found)
+        self.results, self.turns = results, results.numbers()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         key = self.turns.of(func, args, kwargs)
-        if key is not None and self.results.wanted(key, func, args, kwargs):
-            return next(self.left).given()
-        return func(*args, **kwargs)
+        kept = self.results.found.get(key)
+        return func(*args, **kwargs) if kept is None or kept.stale else kept.given()

@@ -60,7 +60,7 @@ def _switch(crossing: Crossing, x: Tensor) -> Tensor:
     if not switches(source, target):
         return _same(crossing, x)
     held, wanted = dim_of(source) % x.ndim, dim_of(target) % x.ndim
-    return moving.switch(_laid(x, target, group), held, wanted, group)
+    return moving.switch(laid(x, target, group), held, wanted, group)
 
 
 def _same(crossing: Crossing, x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def _same(crossing: Crossing, x: Tensor) -> Tensor:
 def _split(crossing: Crossing, x: Tensor) -> Tensor:
     assert isinstance(crossing.target, S)
     dim = dim_of(crossing.target)
-    return collective.split(_laid(x, crossing.target, crossing.group), dim, crossing.group)
+    return collective.split(laid(x, crossing.target, crossing.group), dim, crossing.group)
 
 
 def _gather(crossing: Crossing, x: Tensor) -> Tensor:
@@ -99,8 +99,8 @@ def _reduce(crossing: Crossing, x: Tensor) -> Tensor:
 def _scatter(crossing: Crossing, x: Tensor) -> Tensor:
     target = crossing.target
     assert isinstance(target, S)
-    laid = _laid(x, target, crossing.group)
-    return collective.scatter_sum(laid, dim_of(target), crossing.group)
+    whole = laid(x, target, crossing.group)
+    return collective.scatter_sum(whole, dim_of(target), crossing.group)
 
 
 def block_sizes(placement: S, whole: int) -> tuple[int, ...]:
@@ -111,7 +111,7 @@ def block_sizes(placement: S, whole: int) -> tuple[int, ...]:
     return tuple(block * whole // sum(blocks) for block in blocks)
 
 
-def _laid(x: Tensor, placement: S, group: Group) -> Tensor:
+def laid(x: Tensor, placement: S, group: Group) -> Tensor:
     """The whole with the parts of all ranks one behind the other, each as wide as the others."""
     dim, ranks = dim_of(placement), group.size
     size = x.shape[dim]
