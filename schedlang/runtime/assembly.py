@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from schedlang.runtime.staging.early import EarlySums
 from schedlang.runtime.staging.pipeline import Pipeline
 from schedlang.runtime.summing.compressed import Compressor
 from schedlang.runtime.summing.gradient import Sum
+from schedlang.runtime.summing.held import Held, held_of
 from schedlang.runtime.summing.replicas import Sliced
 
 Weight = Callable[[Batch], float]
@@ -67,6 +69,24 @@ class Assembly:
     tokens: Tokens | None = None  # how sequences are split over ranks, where they are
     context: tuple[str, ...] = ()  # data axes whose ranks see different tokens of the same rows
     inputs: frozenset[str] = frozenset()  # names in the batch that it was built from
+
+    @cached_property
+    def spoken(self) -> frozenset[str]:
+        """The parameters of which this rank speaks for its part, in the norm."""
+        mesh, rank = self.ranks.mesh, self.ranks.rank
+        return frozenset(n for n, one in self.holdings.items() if one.primary(mesh, rank))
+
+    @cached_property
+    def cut(self) -> tuple[str, ...]:
+        """The parameters that lie in slices over ranks."""
+        return tuple(name for name, holding in self.holdings.items() if holding.sliced)
+
+    @cached_property
+    def held(self) -> Held:
+        """This rank's parameters, and what is constant of them."""
+        held = held_of(self.parameters)
+        held.flatten(self.sums if self.early is None else self.early.rest)
+        return held
 
     @property
     def row_axes(self) -> tuple[str, ...]:

@@ -118,9 +118,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, sizes.hidden)
         self.drop = nn.Dropout(sizes.dropout)
-        self.blocks = nn.ModuleList(
-            Block(sizes.hidden, sizes.dropout) for _ in range(sizes.layers)
-        )
+        self.blocks = nn.ModuleList(Block(sizes.hidden, sizes.dropout) for _ in range(sizes.layers))
         self.norm = nn.LayerNorm(sizes.hidden)
         self.head = nn.Linear(sizes.hidden, VOCAB, bias=False)
 
@@ -507,9 +505,11 @@ def shown(name: str, counts: Sequence[Counts], ratio: Ratio | None) -> str:
     ]
     calls = ours.calls / peer.calls
     title = f"{name} / {ROWS[name].name}"
-    return f"{title:36}{cells[0]:>18}{calls:6.2f}" + "".join(
-        f"{cell:>{width}}" for cell, width in zip(cells[1:], (12, 24, 26, 26))
-    ) + (f"   {ratio}" if ratio is not None else "")
+    return (
+        f"{title:36}{cells[0]:>18}{calls:6.2f}"
+        + "".join(f"{cell:>{width}}" for cell, width in zip(cells[1:], (12, 24, 26, 26)))
+        + (f"   {ratio}" if ratio is not None else "")
+    )
 
 
 def main() -> None:
