@@ -1,4 +1,4 @@
-"""The modules inside of a module, told without a call of Python for each: for what runs in a step."""
+"""The modules inside of a module, without a call of Python for each: for what runs in a step."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """A step beside hand-written torch, row by row: python -m tests.benchmarks.steps [ROW ...]
 
 A decoder of plain torch trains under schedules and under what torch's documentation writes by hand
-for the same: the loss of the whole batch on every rank, clipping by the global norm, AdamW.  Counted
-on rank 0, alike on both sides: Python functions entered in a step, collectives (and how many bytes
-the largest tensor of each has), and, of a model four times as wide, bytes that live between steps
-and at the peak of one.  With `--pairs N`, the ratio of wall times of steps in turn.  `--profile ROW` prints where our step calls most.
+for the same: the loss of the whole batch on every rank, clipping by the global norm, AdamW.
+Counted on rank 0, alike on both sides: Python functions entered in a step, collectives (and how
+many bytes the largest tensor of each has), and, of a model four times as wide, bytes that live
+between steps and at the peak of one.  With `--pairs N`, the ratio of wall times of steps in turn.
+`--profile ROW` prints where our step calls most.
 """
 
 from __future__ import annotations
