@@ -24,6 +24,7 @@ from schedlang.runtime.summing.compressed import Compressor
 from schedlang.runtime.summing.gradient import Sum
 from schedlang.runtime.summing.held import Held, held_of
 from schedlang.runtime.summing.replicas import Sliced
+from schedlang.timeline.versions import is_stale
 
 Weight = Callable[[Batch], float]
 
@@ -85,7 +86,8 @@ class Assembly:
     def held(self) -> Held:
         """This rank's parameters, and what is constant of them."""
         held = held_of(self.parameters)
-        held.flatten(self.sums if self.early is None else self.early.rest)
+        if not is_stale(self.pipeline.timeline):  # which lets go of gradients within a step
+            held.flatten(self.sums if self.early is None else self.early.rest)
         return held
 
     @property

@@ -255,10 +255,10 @@ def own_generators(module: nn.Module) -> list[torch.Generator]:
     """The generators that a module, or one inside of it, holds as plain attributes."""
     found: dict[int, torch.Generator] = {}
     for _, one in modules_in(module):
-        # by hand: `isinstance` would ask a class of Python for each
-        held = [v for v in one.__dict__.values() if torch.Generator in type(v).__mro__]
-        for value in held:
-            found[id(value)] = value
+        for value in one.__dict__.values():
+            # not by `isinstance`, which asks a class written in Python
+            if torch.Generator in type(value).__mro__:
+                found[id(value)] = value
     return list(found.values())
 
 

@@ -16,10 +16,8 @@ def modules_in(module: nn.Module) -> list[tuple[str, nn.Module]]:
             continue
         seen.add(id(one))
         found.append((path, one))
-        if one._modules:
-            front = path + "." if path else ""
-            inner = [
-                (front + name, child) for name, child in one._modules.items() if child is not None
-            ]
-            waiting += inner[::-1]
+        front = path + "." if path else ""
+        for name, child in reversed(one._modules.items()):
+            if child is not None:
+                waiting.append((front + name, child))
     return found
