@@ -4,7 +4,8 @@ A decoder of plain torch trains under schedules and under what torch's documenta
 for the same: the loss of the whole batch on every rank, clipping by the global norm, AdamW.
 Counted on rank 0, alike on both sides: Python functions entered in a step, collectives (and how
 many bytes the largest tensor of each has), and, of a model four times as wide, bytes that live
-between steps and at the peak of one.  With `--pairs N`, the ratio of wall times of steps in turn.
+between steps and at the peak of one.  With `--pairs N`, the ratios of wall and CPU time of steps in
+turn.
 `--profile ROW` prints where our step calls most.
 """
 
@@ -437,7 +438,9 @@ def _resident() -> tuple[int, int]:
     return int(told["VmRSS"]) << 10, int(told["VmHWM"]) << 10
 
 
-def measured(name: str, sizes: Sizes, pairs: int, memory: bool) -> tuple[Any, Ratio | None]:
+def measured(
+    name: str, sizes: Sizes, pairs: int, memory: bool
+) -> tuple[list[Counts], tuple[Ratio, Ratio] | None]:
     """One rank's part of a row: the counts of both sides."""
     torch.set_num_threads(1)
     row = ROWS[name]
@@ -462,8 +465,7 @@ def measured(name: str, sizes: Sizes, pairs: int, memory: bool) -> tuple[Any, Ra
         sent = sum(counted.calls.values()), sum(counted.bytes.values())
         counts.append(Counts(calls, *sent, *bytes_))
         progress()
-    ratio = interleaved(*steps, pairs)[0] if pairs else None
-    return counts, ratio
+    return counts, interleaved(*steps, pairs) if pairs else None
 
 
 def profiled(name: str, sizes: Sizes, side: int) -> str:
@@ -498,7 +500,7 @@ def profiled(name: str, sizes: Sizes, side: int) -> str:
     return "\n".join(f"{count:7} {where}" for where, count in found.most_common(120))
 
 
-def shown(name: str, counts: Sequence[Counts], ratio: Ratio | None) -> str:
+def shown(name: str, counts: Sequence[Counts], ratios: tuple[Ratio, Ratio] | None) -> str:
     """A row of the table."""
     ours, peer = counts
     cells = [
@@ -510,7 +512,7 @@ def shown(name: str, counts: Sequence[Counts], ratio: Ratio | None) -> str:
     return (
         f"{title:36}{cells[0]:>18}{calls:6.2f}"
         + "".join(f"{cell:>{width}}" for cell, width in zip(cells[1:], (12, 24, 26, 26)))
-        + (f"   {ratio}" if ratio is not None else "")
+        + "".join(f"   {name} {one}" for name, one in zip(("wall", "CPU"), ratios or ()))
     )
 
 

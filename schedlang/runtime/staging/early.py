@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,11 +41,11 @@ class EarlySums:
                 times[name] = times.get(name, 0) + (2 if one.kind == "tied" else 1)
         early = {n for n, k in times.items() if k == 1 and len(self.stages[n]) == 1}
         # the sums that are left for the end of the step
-        self.rest = self._of(lambda name: name not in early)
+        self.rest = self._of({name for name in times if name not in early})
         held = held_of(self.parameters)
         self._mine: dict[int, Learned] = {}
         for stage in sorted({stage for name in early for stage in self.stages[name]}):
-            mine = self._of(lambda name, at=stage: name in early and at in self.stages[name])
+            mine = self._of({name for name in early if stage in self.stages[name]})
             held.flatten(mine)
             self._mine[stage] = Learned(held, mine)
 
@@ -71,8 +71,11 @@ class EarlySums:
             self._running += self._armed.close()
             self._armed = None
 
-    def _of(self, wanted: Callable[[str], bool]) -> list[Sum]:
-        kept = [replace(one, names=tuple(filter(wanted, one.names))) for one in self.sums]
+    def _of(self, wanted: Container[str]) -> list[Sum]:
+        """The sums, of these parameters alone."""
+        kept = [
+            replace(one, names=tuple([n for n in one.names if n in wanted])) for one in self.sums
+        ]
         return [one for one in kept if one.names]
 
 

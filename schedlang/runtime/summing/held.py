@@ -57,7 +57,7 @@ class Flat:
             sizes = [parameter.numel() for parameter in self.parameters]
             like = self.parameters[0].detach()
             self._flat = like.new_zeros(sum(sizes) + len(sizes))
-            *parts, self._there = self._flat.split([*sizes, len(sizes)])
+            *parts, self._there = torch.split(self._flat, [*sizes, len(sizes)])
             # `.data` has a count of writes of its own
             both = zip(parts, self.parameters)
             self.views = [part.data.view(parameter.shape) for part, parameter in both]
