@@ -79,6 +79,7 @@ class Attention(nn.Module):
         self.size, self.dropout = hidden // HEADS, dropout
 
     def forward(self, x: Tensor) -> Tensor:
+        """x[rows, tokens, hidden] -> the same shape, or logits"""
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
             for proj in (self.q, self.k, self.v)
@@ -96,6 +97,7 @@ class Mlp(nn.Module):
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x[rows, tokens, hidden] -> the same shape, or logits"""
         return self.down(F.gelu(self.up(x)))
 
 
@@ -109,6 +111,7 @@ class Block(nn.Module):
         self.drop1, self.drop2 = nn.Dropout(dropout), nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x[rows, tokens, hidden] -> the same shape, or logits"""
         x = x + self.drop1(self.attn(self.norm1(x)))
         return x + self.drop2(self.mlp(self.norm2(x)))
 
@@ -125,6 +128,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(sizes.hidden, VOCAB, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """ids[rows, tokens] -> logits"""
         x = self.drop(self.embed(ids))
         for block in self.blocks:
             x = block(x)
@@ -308,6 +312,7 @@ class Part(nn.Module):
         self.all = nn.Sequential(*before, *blocks, *([made.norm, made.head] if last else []))
 
     def forward(self, x: Tensor) -> Tensor:
+        """x[rows, tokens, hidden] -> the same shape, or logits"""
         return self.all(x)
 
 
