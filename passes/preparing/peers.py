@@ -128,6 +128,6 @@ def state_rounds(plan: Plan, holdings: Mapping[str, Holding], rank: int) -> Iter
 
 def _rounds(sizes: Sequence[int]) -> list[list[int]]:
     """Which parameters of these bytes travel together."""
-    from schedlang.runtime.summing.gradient import buckets
+    from schedlang.runtime.summing.held import buckets
 
     return buckets([(size, None) for size in sizes])

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.comparing import Comparing
     from schedlang.runtime.program import Program
     from schedlang.runtime.saving.holding import Holding
+    from schedlang.runtime.summing.held import Held
 
 Loss = Callable[..., Any]
 # casts come around what sharding makes of a module: then what is sent is cast already
@@ -225,12 +226,12 @@ def _ends_early(plan: Plan, staged: Staged) -> bool:
     return frozen and staged.axis is not None and staged.cut.constant
 
 
-def _own(
-    plan: Plan, module: nn.Module, ranks: Ranks, holdings: Mapping[str, Holding]
-) -> dict[str, nn.Parameter]:
+def _own(plan: Plan, module: nn.Module, ranks: Ranks, holdings: Mapping[str, Holding]) -> Held:
     """The parameters that this rank holds, by name."""
+    from schedlang.runtime.summing.held import Held
+
     held = {name for name, holding in holdings.items() if holding.held(plan.mesh, ranks.rank)}
-    return {name: p for name, p in module.named_parameters() if name in held}
+    return Held({name: p for name, p in module.named_parameters() if name in held})
 
 
 def _optimizer(

@@ -201,18 +201,21 @@ def _sums(step: Step, program: Any, answers: Any, tap: Tap) -> Any:
 
     A gradient that was multiplied beside them stands there as a sum over no axis.
     """
-    from schedlang.runtime.played import storage
+    from schedlang.runtime.played import lies, storage
 
-    parameters = program.assembly.parameters.items()
-    names = {storage(p.grad): name for name, p in parameters if p.grad is not None}
+    there = [(n, p.grad) for n, p in program.assembly.parameters.items() if p.grad is not None]
+    names = {lies(grad): name for name, grad in there}
     for lane, tensor in tap.summed:
         _, parts = answers.together.get(id(tensor), (None, ()))
-        of = frozenset(names[part] for part in parts if part in names)
+        # what lies together from the start is summed as it is
+        lying = [name for (at, _), name in names.items() if at == storage(tensor)]
+        of = frozenset([*lying, *(names[part] for part in parts if part in names)])
         if of:
             yield booked_at(step.plan, step.prepared, lane.ranks, of)
-    for at, factor in answers.scaled.items():
-        if at in names and factor != 1.0:
-            yield Booked((), frozenset([names[at]]), divisor=1 / factor)
+    for name, grad in there:
+        factor = answers.scaled.get(lies(grad), 1.0)
+        if factor != 1.0:
+            yield Booked((), frozenset([name]), divisor=1 / factor)
 
 
 def booked_at(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,10 @@ from schedlang.runtime.staging.early import EarlySums
 from schedlang.runtime.staging.pipeline import Pipeline
 from schedlang.runtime.summing.compressed import Compressor
 from schedlang.runtime.summing.gradient import Sum
+from schedlang.runtime.summing.held import Held, held_of
 from schedlang.runtime.summing.replicas import Sliced
 from schedlang.runtime.weights import Number, counted
+from schedlang.timeline.versions import is_stale
 
 Weight = Callable[[Batch], float]
 
@@ -67,6 +70,25 @@ class Assembly:
     tokens: Tokens | None = None  # how sequences are split over ranks, where they are
     context: tuple[str, ...] = ()  # data axes whose ranks see different tokens of the same rows
     inputs: frozenset[str] = frozenset()  # names in the batch that it was built from
+
+    @cached_property
+    def spoken(self) -> frozenset[str]:
+        """The parameters of which this rank speaks for its part, in the norm."""
+        mesh, rank = self.ranks.mesh, self.ranks.rank
+        return frozenset(n for n, one in self.holdings.items() if one.primary(mesh, rank))
+
+    @cached_property
+    def cut(self) -> tuple[str, ...]:
+        """The parameters that lie in slices over ranks."""
+        return tuple(name for name, holding in self.holdings.items() if holding.sliced)
+
+    @cached_property
+    def held(self) -> Held:
+        """This rank's parameters, and what is constant of them."""
+        held = held_of(self.parameters)
+        if not is_stale(self.pipeline.timeline):  # which lets go of gradients within a step
+            held.flatten(self.sums if self.early is None else self.early.rest)
+        return held
 
     @property
     def row_axes(self) -> tuple[str, ...]:

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from schedlang.runtime.inside import modules_in
+
 HOST = torch.device("cpu")
 _NOT_THERE = "meta"  # shapes without bytes
 
@@ -245,8 +247,13 @@ def default_generators(devices: Iterable[torch.device]) -> list[States]:
 
 def own_generators(module: nn.Module) -> list[torch.Generator]:
     """The generators that a module, or one inside of it, holds as plain attributes."""
-    held = (value for one in module.modules() for value in vars(one).values())
-    return list({id(value): value for value in held if isinstance(value, torch.Generator)}.values())
+    found: dict[int, torch.Generator] = {}
+    for _, one in modules_in(module):
+        for value in one.__dict__.values():
+            # not by `isinstance`, which asks a class written in Python
+            if torch.Generator in type(value).__mro__:
+                found[id(value)] = value
+    return list(found.values())
 
 
 class Replayed(AbstractContextManager[None]):

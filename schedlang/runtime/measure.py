@@ -11,7 +11,7 @@ from torch import Tensor
 from schedlang.runtime.device import device_of, peak_bytes
 from schedlang.runtime.parts import rows_of
 from schedlang.runtime.program import Program
-from schedlang.runtime.summing.gradient import local_gradient
+from schedlang.runtime.summing.gradient import local_gradients
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Memory:
 def memory_of(program: Program) -> Memory:
     """What this rank holds now; gradients are there from a step until the next."""
     parameters = list(program.assembly.parameters.values())
-    grads = [grad for p in parameters if (grad := local_gradient(p)) is not None]
+    grads = local_gradients(parameters)
     state: list[Any] = []
     if program.optimizer is not None:
         state = [value for slots in program.optimizer.state.values() for value in slots.values()]

@@ -28,7 +28,7 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
-    "GetAttrKey", "MappingKey", "SequenceKey", "closed", "keystr", "know", "known_classes",
+    "GetAttrKey", "MappingKey", "SequenceKey", "closed", "flat", "keystr", "know", "known_classes",
     "open_classes", "separable",
     "tree_flatten", "tree_flatten_with_path", "tree_leaves", "tree_map", "tree_map_only",
     "tree_map_with_path", "tree_unflatten",
@@ -36,7 +36,13 @@ __all__ = [
 
 IsLeaf = Callable[[Any], bool]
 _PLAIN = (Tensor, int, float, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
+_LEAVES = frozenset([Tensor, int, float, bool, str, bytes, type(None), torch.dtype, torch.device])
 _NAMED: dict[type, None] = {}  # classes that were made known here, in order
+
+
+def flat(tree: Any) -> bool:
+    """Is it a dict of tensors and plain values alone, as most batches are?  Quickly told."""
+    return type(tree) is dict and _LEAVES.issuperset(map(type, tree.values()))
 
 
 def tree_flatten(tree: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], Any]:
@@ -46,6 +52,8 @@ def tree_flatten(tree: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], A
 
 def tree_leaves(tree: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
     """The leaves of a nest."""
+    if flat(tree):
+        return list(tree.values())
     return pytree.tree_leaves(know(tree), is_leaf)
 
 
@@ -58,6 +66,8 @@ def tree_flatten_with_path(
 
 def tree_map(function: Callable[..., Any], tree: Any, is_leaf: IsLeaf | None = None) -> Any:
     """The nest with each leaf changed."""
+    if flat(tree):
+        return {name: function(value) for name, value in tree.items()}
     return pytree.tree_map(function, know(tree), is_leaf=is_leaf)
 
 

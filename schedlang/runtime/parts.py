@@ -30,8 +30,11 @@ def named_tensors(batch: Batch, inside: bool = True) -> dict[str, Tensor]:
 
     `inside`: those of objects of many samples, too.
     """
+    whole = dict(batch)
+    if pytree.flat(whole):
+        return {str(name): value for name, value in whole.items() if isinstance(value, Tensor)}
     closed = None if inside else pytree.separable
-    leaves, _ = pytree.tree_flatten_with_path(dict(batch), closed)
+    leaves, _ = pytree.tree_flatten_with_path(whole, closed)
     return {dotted(keys): value for keys, value in leaves if isinstance(value, Tensor)}
 
 
@@ -70,6 +73,10 @@ def rows_of(batch: Batch) -> int:
 
     Raises Refusal S605 for a batch that has none.
     """
+    if pytree.flat(batch):
+        for value in batch.values():
+            if isinstance(value, Tensor) and value.ndim:
+                return value.shape[0]
     _check_lists(batch)
     for value in pytree.tree_leaves(dict(batch), is_leaf=pytree.separable):
         if pytree.separable(value):
@@ -108,7 +115,7 @@ def _closed(batch: Batch) -> list[tuple[str, Any, int | None]]:
     """Objects with tensors inside that cannot be cut, alone or in lists, by the key they are at;
     and of how many samples they are, where that can be told."""
     found: list[tuple[str, Any, int | None]] = []
-    for key, value in batch.items():
+    for key, value in () if pytree.flat(batch) else batch.items():
         listed = isinstance(value, (list, tuple)) and len(value) > 0
         one = value[0] if listed else value
         if pytree.closed(one):
@@ -169,7 +176,15 @@ def cut(batch: Batch, rows: Sequence[int], count: int) -> dict[str, Any]:
         whole = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
         return value[first:last] if whole else value
 
-    whole: dict[str, Any] = pytree.tree_map(part, dict(batch), is_leaf=pytree.separable)
+    given = dict(batch)
+    if pytree.flat(given):  # nothing in it is made of samples
+        return {
+            name: value[first:last]
+            if isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
+            else value
+            for name, value in given.items()
+        }
+    whole: dict[str, Any] = pytree.tree_map(part, given, is_leaf=pytree.separable)
     return whole
 
 

@@ -37,15 +37,16 @@ SCALES: dict[Any, bool] = {
 class Answers(TorchFunctionMode):
     """Answers for values that a meta tensor does not have, and remembers what was put side by side.
 
-    `together` tells for each result of `torch.cat` the storages that it was made of; it keeps all
+    `together` tells for each result of `torch.cat` where what it was made of lies; it keeps all
     of them, because another tensor may come to lie where one was (not unless it shall `remember`).
     """
 
     def __init__(self, remember: bool = True) -> None:
         super().__init__()
         self.remember = remember
-        self.together: dict[int, tuple[list[Tensor], tuple[int, ...]]] = {}
-        self.scaled: dict[int, float] = {}  # storage -> what multiplied it, outside of the model
+        self.together: dict[int, tuple[list[Tensor], tuple[tuple[int, int], ...]]] = {}
+        # where a tensor lies -> what multiplied it, outside of the model
+        self.scaled: dict[tuple[int, int], float] = {}
         self.outside = True  # of the model: nobody knows any value there
 
     def __torch_function__(
@@ -64,13 +65,13 @@ class Answers(TorchFunctionMode):
             if func is Tensor.__bool__ and self.outside:
                 return False  # as where nothing overflows
         if self.outside and func in SCALES and isinstance(args[1], int | float):
-            at, factor = storage(args[0]), float(args[1])
+            at, factor = lies(args[0]), float(args[1])
             times = factor if SCALES[func] else 1 / factor
             self.scaled[at] = self.scaled.get(at, 1.0) * times
         out = func(*args, **kwargs)
         if self.remember and func is torch.cat and out.is_meta:
             parts = list(tensors_in(args[0]))
-            self.together[id(out)] = ([out, *parts], tuple(map(storage, parts)))
+            self.together[id(out)] = ([out, *parts], tuple(map(lies, parts)))
         return out
 
 
@@ -87,6 +88,11 @@ class Letter:
 def storage(tensor: Tensor) -> int:
     """Equal for tensors in the same memory, or in the same that is not there."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def lies(tensor: Tensor) -> tuple[int, int]:
+    """Equal for tensors that begin at the same place of the same memory."""
+    return storage(tensor), int(tensor.storage_offset())
 
 
 @dataclass

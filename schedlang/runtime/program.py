@@ -250,8 +250,7 @@ class Program:
             )  # fmt: skip
 
     def _zero(self) -> None:
-        for parameter in self.assembly.parameters.values():
-            drop_gradient(parameter)
+        self.assembly.held.zero()
 
     def _parts(self, batch: Batch, local: bool) -> tuple[list[Part], list[Number], Number]:
         """This rank's microbatches, their weights, and the weight of the whole batch."""
@@ -308,9 +307,10 @@ class Program:
             self.away.arrived()
         for one in a.sliced.values():
             one.check_calls()
+        a.held.settle()
         if a.early is not None:
             a.early.finish()
-        sum_gradients(a.parameters, a.sums if a.early is None else a.early.rest)
+        sum_gradients(a.held, a.sums if a.early is None else a.early.rest)
         if a.compressor is not None:
             a.compressor.sum(a.parameters)
         if self.loss_scale is not None:
@@ -325,16 +325,14 @@ class Program:
         here only for what no host can know, a sliced parameter that this rank had no gradient of.
         """
         a = self.assembly
-        mesh, rank = a.ranks.mesh, a.ranks.rank
-        speaks = {name for name, holding in a.holdings.items() if holding.primary(mesh, rank)}
         value = self._loss(results, weights, total)
         scale = self.loss_scale or LossScale()
-        if mesh.world == 1:
+        if a.ranks.mesh.world == 1:
             scale.hear(scale.told(value))
             self._norm = norm_alone(a.parameters, self.clip)
             return value.to(a.loss_dtype)
-        squares = self._near(square_sum(a.parameters, lambda n: n in speaks, a.ranks.device))
-        names = [name for name, holding in a.holdings.items() if holding.sliced]
+        squares = self._near(square_sum(a.parameters, a.spoken, a.ranks.device))
+        names = a.cut
         used = used_anywhere(a.sliced, a.parameters, names)
         both = torch.stack([squares, value])
         both = torch.cat([both, self._told(used, both), scale.told(both)])

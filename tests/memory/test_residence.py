@@ -216,7 +216,7 @@ def test_device_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> Non
     """With layers streamed, 4, 8 and 16 of them need the same bytes on the device; else they grow
     with every layer, and so does what lies on the host."""
     monkeypatch.setattr("schedlang.runtime.keeping.offload.SMALLEST", 0)
-    monkeypatch.setattr("schedlang.runtime.summing.gradient.BUCKET_BYTES", 1)
+    monkeypatch.setattr("schedlang.runtime.summing.held.BUCKET_BYTES", 1)
     rows = "layers.* checkpoint()\nlayers.* offload(activations)\n" + ALL.format("cpu")
     four, eight, sixteen = (peaks(rows, layers) for layers in (4, 8, 16))
     assert four["device"] == eight["device"] == sixteen["device"]

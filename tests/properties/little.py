@@ -11,7 +11,7 @@ ROOM = "schedlang.runtime"
 SIZES = {
     f"{ROOM}.keeping.offload.SMALLEST": 1,  # every activation moves
     f"{ROOM}.staging.bag.SMALL": 64,  # bytes: most tensors cross a cut by themselves
-    f"{ROOM}.summing.gradient.BUCKET_BYTES": 256,  # many sums of gradients
+    f"{ROOM}.summing.held.BUCKET_BYTES": 256,  # many sums of gradients
     f"{ROOM}.keeping.rounded.AT_ONCE": 16,  # elements: what is coded is coded in pieces
     f"{ROOM}.stepping.whole_step.AT_ONCE": 16,
     f"{ROOM}.storage.scratch._PIECE": 40,  # bytes, in the midst of a number

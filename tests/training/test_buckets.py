@@ -89,7 +89,8 @@ def begun(rank: int, plan: Plan, steps: int) -> list[list[tuple[int, int]]]:
     real = early.begin_one
 
     def begin_one(group: Any, members: Any) -> Any:
-        found[-1].append((sum(p.numel() * 8 for p in members), made[0]))
+        parts = getattr(members, "parameters", members)
+        found[-1].append((sum(p.numel() * 8 for p in parts), made[0]))
         return real(group, members)
 
     def added(_: Any) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from schedlang.runtime import program
 from schedlang.runtime.staging import mail
 from schedlang.runtime.summing import gradient
 from tests.zoo.bug import Operator, Patch, Site, bug
@@ -44,20 +46,27 @@ def sent_from_one_buffer(patch: Patch, site: Site) -> None:
 @bug("D10", "zero", Operator.REDUCTION, "dp", late=True,
      credit="DeepSpeed#5545, #6351; gpt-neox#1004")  # fmt: skip
 def read_before_the_sum(patch: Patch, site: Site) -> None:
-    """The sum over replicas is read while it is still being made."""
-    works: list[Any] = []
+    """The step is made of sums over replicas that are still being made."""
+    mine = _Works()
 
     class Hasty:
         @staticmethod
         def all_reduce(x: Tensor, group: Any, wait: bool) -> None:
-            works.append(dist.all_reduce(x, group=group, async_op=True))
+            mine.begun.append(dist.all_reduce(x, group=group, async_op=True))
 
-    plain = gradient.sum_gradients
+    plain = program.Program._step_weights
 
-    def summed(held: Any, sums: Any) -> None:
-        plain(held, sums)
-        while works:
-            works.pop().wait()
+    def step(self: Any) -> None:
+        plain(self)
+        while mine.begun:
+            mine.begun.pop().wait()
 
     patch.setattr(gradient, "comm", Hasty)
-    patch.setattr("schedlang.runtime.program.sum_gradients", summed)
+    patch.setattr(program.Program, "_step_weights", step)
+
+
+class _Works(threading.local):
+    """The sums that a rank has begun and not waited for."""
+
+    def __init__(self) -> None:
+        self.begun: list[Any] = []

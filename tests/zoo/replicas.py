@@ -247,17 +247,17 @@ def everyone_takes_the_first_part(patch: Patch, site: Site) -> None:
      here="no primitive compresses; the sum over replicas rounds in the same way")  # fmt: skip
 def summed_in_bfloat16(patch: Patch, site: Site) -> None:
     """Gradients are rounded to bfloat16 before they are summed."""
-    plain = gradient.Bucket.__init__
+    plain = gradient.begin_one
 
-    def rounded(self: Any, parameters: Any, *where: Any) -> None:
-        for p in parameters:
+    def rounded(group: Any, members: Any) -> Any:
+        for p in getattr(members, "parameters", members):
             grad = gradient.local_gradient(p)
             if grad is not None:
                 with torch._C.DisableTorchFunction():
                     grad.copy_(grad.to(torch.bfloat16))
-        plain(self, parameters, *where)
+        return plain(group, members)
 
-    patch.setattr(gradient.Bucket, "__init__", rounded)
+    patch.setattr(gradient, "begin_one", rounded)
 
 
 @bug("D32", "zero", Operator.CONSTANT, "dp", row="zero(", credit="pytorch#160285")

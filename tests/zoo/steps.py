@@ -79,7 +79,7 @@ def _norm_without(patch: Patch, left_out: Any) -> None:
 
     def squares(held: Any, speaks: Any, *where: Any) -> Tensor:
         now = at_work()
-        counts = lambda name: speaks(name) and not left_out(now, name, held[name])  # noqa: E731
+        counts = {n for n, p in held.items() if n in speaks and not left_out(now, n, p)}
         return plain(held, counts, *where)
 
     patch.setattr(program, "square_sum", squares)
@@ -104,7 +104,7 @@ def clipped_before_the_sum(patch: Patch, site: Site) -> None:
 
     def summed(held: Any, sums: Any) -> None:
         now = at_work()
-        norm = float(gradient.square_sum(held, lambda name: True).sqrt())
+        norm = float(gradient.square_sum(held, held).sqrt())
         apart = now is not None and bool(now.assembly.replicas)
         if apart and now.clip is not None and norm > now.clip:
             gradient.scale_gradients(held, now.clip / norm)

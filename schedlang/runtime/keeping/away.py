@@ -28,7 +28,8 @@ from schedlang.runtime.storage import copies
 from schedlang.runtime.storage.leaving import all_arrived, give_back, local
 from schedlang.runtime.storage.scratch import Scratch
 from schedlang.runtime.storage.tiers import CPU, DEVICE, DISK, PEER, mark, plain_copy
-from schedlang.runtime.summing.gradient import buckets, local_gradient
+from schedlang.runtime.summing.gradient import local_gradient
+from schedlang.runtime.summing.held import buckets
 
 UNDONE = "nothing was changed: the state is that before the step"
 

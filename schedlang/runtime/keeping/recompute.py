@@ -12,7 +12,7 @@ in the same order, because backward order is that of the same graph, so that the
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.regions.operators import Key
 from schedlang.runtime.device import Replayed, own_generators
 from schedlang.runtime.forward import wrap
+from schedlang.runtime.inside import modules_in
 from schedlang.runtime.keeping.chosen import Chosen, Kinds, Numbers, Turns, draws, fresh, name_of
 from schedlang.runtime.keeping.kept import KeepCollectives
 from schedlang.runtime.modes import reentry
@@ -97,10 +98,13 @@ def updates_buffers(model: nn.Module, run: Callable[[], object]) -> dict[str, tu
 
 def versions(module: nn.Module, recurse: bool = True) -> Versions:
     """What changes when a buffer of a module is written into or replaced, by its name."""
-    return {
-        name: (id(buffer), 0 if buffer.is_inference() else buffer._version)
-        for name, buffer in module.named_buffers(recurse=recurse, remove_duplicate=False)
-    }
+    found: Versions = {}
+    for path, one in modules_in(module) if recurse else [("", module)]:
+        for name, buffer in one._buffers.items():
+            if buffer is not None:
+                version = 0 if buffer.is_inference() else buffer._version
+                found[f"{path}.{name}" if path else name] = (id(buffer), version)
+    return found
 
 
 class _Statistics(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -188,7 +192,9 @@ def contexts(
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:  # fmt: skip
     """The contexts of the forward and of the recomputation, in which `generators` draw alike."""
     forward: list[AbstractContextManager[Any]] = []
-    again: list[AbstractContextManager[Any]] = [reentry(), Replayed(generators)]
+    again: list[AbstractContextManager[Any]] = [reentry()]
+    if generators:
+        again.append(Replayed(generators))
     if "collective" in save:
         keep = KeepCollectives()
         forward.append(keep.forward)
@@ -197,7 +203,11 @@ def contexts(
         some = Chosen(*numbers(save, chosen), keeper())
         forward.append(some.forward)
         again.append(some.again)
-    return _Together(forward), _Together(again)
+    return _together(forward), _together(again)
+
+
+def _together(parts: list[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    return parts[0] if len(parts) == 1 else _Together(parts) if parts else nullcontext()
 
 
 class _Together(AbstractContextManager[None]):

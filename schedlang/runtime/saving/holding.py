@@ -15,7 +15,7 @@ from schedlang.mesh import Mesh
 from schedlang.placement import Layout, Segment
 from schedlang.runtime.collectives import comm
 from schedlang.runtime.collectives.ranks import Ranks
-from schedlang.runtime.summing.gradient import buckets
+from schedlang.runtime.summing.held import buckets
 
 
 @dataclass(frozen=True)

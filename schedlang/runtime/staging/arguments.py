@@ -41,7 +41,7 @@ def take(value: Any, tensors: list[Tensor]) -> Any:
         tensors.append(value)
         return _Slot(len(tensors) - 1)
     if type(value) in (list, tuple):
-        return type(value)(take(each, tensors) for each in value)
+        return type(value)([take(each, tensors) for each in value])
     if type(value) is dict:
         return {key: take(each, tensors) for key, each in value.items()}
     if isinstance(value, (*_PLAIN, nn.Module)) or callable(value):
@@ -56,7 +56,7 @@ def put(template: Any, tensors: Sequence[Tensor]) -> Any:
     if isinstance(template, _State):
         return template.fresh()
     if type(template) in (list, tuple):
-        return type(template)(put(each, tensors) for each in template)
+        return type(template)([put(each, tensors) for each in template])
     if type(template) is dict:
         return {key: put(each, tensors) for key, each in template.items()}
     return template

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.storage.leaving import drop_gradient
+from schedlang.runtime.storage.leaving import drop_gradients
 from schedlang.timeline import Kind, Op, Timeline
 from schedlang.timeline.versions import BACKWARD, is_stale, updates
 
@@ -109,8 +109,7 @@ class Versions:
             raise _moved()
         self.newest = self._shown = made
         if self._at < len(self._rows) - 1:
-            for parameter in self.parameters:
-                drop_gradient(parameter)
+            drop_gradients(self.parameters)
 
 
 def versions_of(

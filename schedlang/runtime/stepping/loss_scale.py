@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.runtime.summing.gradient import local_gradient
+from schedlang.runtime.summing.gradient import local_gradients
 
 BACKOFF, GROWTH = 0.5, 2.0
 
@@ -38,8 +38,7 @@ class LossScale:
 
     def unscale(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Divide this rank's gradients, and note whether any of them is infinite or no number."""
-        grads = [g for p in parameters.values() if (g := local_gradient(p)) is not None]
-        grads = [g for g in grads if g.numel()]
+        grads = [g for g in local_gradients(parameters.values()) if g.numel()]
         self.last, self.overflow = self.scale, False
         with torch._C.DisableTorchFunction():  # a power of two: nothing is rounded here
             if grads:

@@ -22,7 +22,7 @@ from schedlang.runtime.device import has_streams, settled
 from schedlang.runtime.storage import copies
 from schedlang.runtime.storage.scratch import Scratch
 
-_SLOT, _AWAY = "_schedlang_gradient", "_schedlang_gradient_leaves"
+_SLOT, AWAY = "_schedlang_gradient", "_schedlang_gradient_leaves"
 _UNDER_WAY = 4  # gradients that lie twice in host memory, at most: they are yet to be added
 
 
@@ -58,9 +58,14 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return parameter.grad if away is None else away.whole()
 
 
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
+    """Theirs; what is on the device is asked without a call of Python."""
+    return [p.grad if _SLOT not in p.__dict__ else gradient_of(p) for p in parameters]
+
+
 def leaves(parameter: Tensor) -> bool:
     """Whether the gradients of a parameter leave."""
-    return _AWAY in vars(parameter)
+    return AWAY in vars(parameter)
 
 
 def set_gradient(parameter: Tensor, value: Tensor) -> None:
@@ -77,12 +82,19 @@ def drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
+def drop_gradients(parameters: Iterable[Tensor]) -> None:
+    """Let there be none of any."""
+    for parameter in parameters:
+        parameter.__dict__.pop(_SLOT, None)
+        parameter.grad = None
+
+
 def let_leave(parameters: Iterable[nn.Parameter], scratch: Scratch | None = None) -> None:
     """From now on gradients of these leave as they are made, with `scratch` to disk."""
     under_way: deque[weakref.ref[_Gone]] = deque()
     for parameter in parameters:
         if parameter.requires_grad and not parameter.is_meta:
-            vars(parameter)[_AWAY] = True
+            vars(parameter)[AWAY] = True
             hook = partial(_leave, scratch, under_way)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 

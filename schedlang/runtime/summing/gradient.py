@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +14,17 @@ from torch.distributed.tensor import DTensor
 from schedlang.runtime.collectives import comm
 from schedlang.runtime.collectives.collective import Group, count
 from schedlang.runtime.device import HOST, on_accelerator, on_host, sent
-from schedlang.runtime.storage.leaving import gradient_device, gradient_of, leaves, set_gradient
+from schedlang.runtime.storage.leaving import (
+    AWAY,
+    gradient_device,
+    gradient_of,
+    gradients_of,
+    leaves,
+    set_gradient,
+)
+from schedlang.runtime.summing.held import Flat, held_of, local_part
 
-BUCKET_BYTES = 25 * 2**20  # as torch's DistributedDataParallel
+Started = tuple["Flat | Bucket", Any]  # a sum that has begun, and what to wait for
 
 
 @dataclass(frozen=True)
@@ -38,59 +46,48 @@ def local_gradient(parameter: nn.Parameter) -> Tensor | None:
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Those of them that have one; plain ones are asked without a call of Python."""
+    found = [
+        p.grad if AWAY not in p.__dict__ and not isinstance(p, DTensor) else local_gradient(p)
+        for p in parameters
+    ]
+    return [grad for grad in found if grad is not None]
+
+
 def sum_gradients(parameters: Mapping[str, nn.Parameter], sums: Sequence[Sum]) -> None:
     """Replace each gradient by its sum over the group, bucket by bucket, in order of the sums.
 
     A parameter that got no gradient on any rank of the group keeps none.
     """
+    held = held_of(parameters)
+    held.settle()
     for one in sums:
-        for bucket, work in begin(parameters, [one]):
+        for bucket, work in begin(held, [one]):
             if work is not None:
                 work.wait()
             bucket.unpack()
 
 
-def begin(parameters: Mapping[str, nn.Parameter], sums: Sequence[Sum]) -> list[tuple[Bucket, Any]]:
+def begin(parameters: Mapping[str, nn.Parameter], sums: Sequence[Sum]) -> list[Started]:
     """Start sums of gradients: each bucket with the work to wait for before it is unpacked."""
+    held = held_of(parameters)
     return [
         begin_one(one.group, members)
         for one in sums
-        for members in in_buckets([parameters[name] for name in one.names], one.bucket)
+        for members in held.buckets(one.names, one.bucket)
     ]
 
 
-def begin_one(group: Group, members: Sequence[nn.Parameter]) -> tuple[Bucket, Any]:
-    """Start the sum of one bucket."""
+def begin_one(group: Group, members: Flat | Sequence[nn.Parameter]) -> Started:
+    """Start the sum of one bucket: of what lies together, or is put together."""
+    if isinstance(members, Flat):
+        flat = members.start()
+        count("all-reduce", group, flat)
+        return members, comm.all_reduce(flat, group.pg, wait=False)
     bucket = Bucket(members, group.device)
     count("all-reduce", group, bucket.flat)
     return bucket, comm.all_reduce(bucket.flat, group.pg, wait=False)
-
-
-def in_buckets(parameters: Sequence[nn.Parameter], most: int | None) -> list[list[nn.Parameter]]:
-    """Parameters whose gradients are summed together: up to so many bytes of one kind."""
-    sizes = [
-        (_local(p).numel() * _local(p).element_size(), (_local(p).dtype, gradient_device(p)))
-        for p in parameters
-    ]
-    return [[parameters[k] for k in bucket] for bucket in buckets(sizes, most)]
-
-
-def buckets(sizes: Sequence[tuple[int, object]], most: int | None = None) -> list[list[int]]:
-    """Which tensors, of these bytes and kinds (dtypes), are summed together: runs of one kind."""
-    limit = BUCKET_BYTES if most is None else most
-    found: list[list[int]] = []
-    room, kind = 0, object()
-    for place, (size, dtype) in enumerate(sizes):
-        if kind != dtype or size > room:
-            found.append([])
-            room, kind = limit, dtype
-        found[-1].append(place)
-        room -= size
-    return found
-
-
-def _local(parameter: nn.Parameter) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class Bucket:
@@ -102,7 +99,7 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device = HOST) -> None:
         self.parameters = parameters
-        self.locals = [_local(parameter) for parameter in parameters]
+        self.locals = [local_part(parameter) for parameter in parameters]
         grads = [local_gradient(parameter) for parameter in parameters]
         self.all_here = all(g is not None for g in grads)
         home = gradient_device(parameters[0])
@@ -149,20 +146,20 @@ def _set_gradient(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def square_sum(
-    parameters: Mapping[str, nn.Parameter], speaks: Callable[[str], bool],
+    parameters: Mapping[str, nn.Parameter], speaks: Container[str],
     device: torch.device = HOST,
 ) -> Tensor:  # fmt: skip
     """The sum of squares of the gradients for which this rank speaks, in float64 or wider.
 
     It lies on `device`, if that is an accelerator's.
     """
-    grads = [local_gradient(p) for name, p in parameters.items() if speaks(name)]
-    present = [g for g in grads if g is not None and g.numel()]
+    spoken = [p for name, p in parameters.items() if name in speaks]
+    present = [g for g in local_gradients(spoken) if g.numel()]
     if not present:
         # without values everything lies on the meta device, wherever the rank is
         home = device if on_accelerator(device) else None
         return torch.zeros((), dtype=torch.float64, device=home)
-    kinds = dict.fromkeys(g.device for g in present)
+    kinds = dict.fromkeys([g.device for g in present])
     apart = [torch._foreach_norm([g for g in present if g.device == kind]) for kind in kinds]
     sums = [torch.stack([n.double() for n in norms]).square().sum() for norms in apart]
     if on_accelerator(device):
@@ -175,8 +172,8 @@ def norm_alone(parameters: Mapping[str, nn.Parameter], clip: float | None) -> Te
 
     By torch's own functions, so that a plain loop gives the same to the last bit.
     """
-    grads = [g for p in parameters.values() if (g := gradient_of(p)) is not None]
-    kinds = list(dict.fromkeys(g.device for g in grads))
+    grads = [g for g in gradients_of(parameters.values()) if g is not None]
+    kinds = list(dict.fromkeys([g.device for g in grads]))
     if len(kinds) < 2:
         norm = nn.utils.get_total_norm(grads)
     else:  # torch would send the norms of the others to the first device one by one
@@ -204,10 +201,10 @@ def clip_factor(norm: Tensor, clip: float) -> float | Tensor | None:
 
 def scale_gradients(parameters: Mapping[str, nn.Parameter], factor: float | Tensor) -> None:
     """Multiply every gradient in place."""
-    grads = [g for p in parameters.values() if (g := local_gradient(p)) is not None]
+    grads = local_gradients(parameters.values())
     if not isinstance(factor, Tensor):
         if grads:
             torch._foreach_mul_(grads, factor)
         return
-    for home in dict.fromkeys(g.device for g in grads):
+    for home in dict.fromkeys([g.device for g in grads]):
         torch._foreach_mul_([g for g in grads if g.device == home], factor.to(home))

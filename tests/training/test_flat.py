@@ -1,0 +1,89 @@
+"""Tests of gradients that lie together from step to step, and of what a step costs beside torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from schedlang.runtime.collectives.collective import Group
+from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.summing.gradient import Sum, sum_gradients
+from schedlang.runtime.summing.held import Flat, Held
+from tests.benchmarks import steps
+from tests.ranks import run_ranks
+
+
+def parameters(*names: str) -> Held:
+    """Each of two numbers."""
+    return Held({name: nn.Parameter(torch.ones(2)) for name in names})
+
+
+def test_who_gets_no_gradient_has_none() -> None:
+    """Zeros to add to are no gradient; a gradient of zeros is one."""
+    held = parameters("used", "zero", "unused")
+    flat = Flat(list(held.values()))
+    for _ in range(2):
+        flat.begin()
+        (3 * held["used"] + 0 * held["zero"]).sum().backward()
+        flat.settle()
+        assert held["used"].grad is not None and held["used"].grad.tolist() == [3, 3]
+        assert held["zero"].grad is not None and held["zero"].grad.tolist() == [0, 0]
+        assert held["unused"].grad is None
+        assert flat.start().tolist() == [3, 3, 0, 0, 0, 0, 1, 1, 0]
+
+
+def test_gradients_lie_where_they_lay() -> None:
+    """A step makes no memory for gradients, and takes over what others put in their place."""
+    held = parameters("a", "b")
+    flat = Flat(list(held.values()))
+    flat.begin()
+    before = flat.start().data_ptr()
+    flat.begin()
+    (held["a"] + held["b"]).sum().backward()
+    held["b"].grad = torch.tensor([5.0, 6.0])
+    assert flat.start().tolist() == [1, 1, 5, 6, 1, 1] and flat.start().data_ptr() == before
+    assert flat.at_home()
+
+
+def test_one_tensor_for_each_sum_of_replicas() -> None:
+    """What is summed over others as well is put together for that; the rest of its sum is not."""
+    held = parameters("a", "b", "c")
+    group = Group(("dp",), (0, 1), 0)
+    sums = [Sum(group, ("b",), "tied"), Sum(group, ("a", "b", "c"), "replicas")]
+    held.flatten(sums)
+    (flat,) = held.buckets(("a", "b", "c"), None)
+    assert isinstance(flat, Flat) and flat.parameters == list(held.values())
+    assert held.buckets(("b",), None) == [[held["b"]]]
+
+
+def _summed(rank: int) -> list[list[float] | None]:
+    """Two steps of parameters that both ranks, the first, the second, and no rank use."""
+    held = parameters("both", "first", "second", "none")
+    group = Group(("dp",), (0, 1), rank, dist.group.WORLD)
+    sums = [Sum(group, tuple(held), "replicas")]
+    held.flatten(sums)
+    for _ in range(2):
+        held.zero()
+        (held["both"] * (rank + 1) + held["second" if rank else "first"] * 10).sum().backward()
+        sum_gradients(held, sums)
+    return [None if p.grad is None else p.grad.tolist() for p in held.values()]
+
+
+def test_sums_of_what_some_ranks_have() -> None:
+    """A gradient of one rank alone comes to all; what no rank has nobody gets."""
+    for found in run_ranks(2, _summed):
+        assert found == [[3, 3], [10, 10], [10, 10], None]
+
+
+@pytest.mark.parametrize("row", ["one", "overlapped", "dp", "1f1b", "overlapped-dropout"])
+def test_a_step_costs_what_it_does_by_hand(pool: Pool, row: str) -> None:
+    """A tenth more calls of Python than hand-written torch at most, and no more collectives."""
+    ranks = 1 if steps.ROWS[row].alone else 2
+    sizes: Any = steps.Sizes(ranks=ranks)
+    (ours, peer), _ = pool.run(steps.measured, ranks, row, sizes, 0, False)[0]
+    assert ours.calls <= 1.1 * peer.calls, (ours, peer)
+    assert ours.collectives <= peer.collectives, (ours, peer)
