@@ -12,7 +12,6 @@ import atexit
 import ctypes
 import hashlib
 import io
-import math
 import os
 import pickle
 import signal
@@ -28,10 +27,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup as ProcessGroup
 
 from schedlang.runtime import device as devices
+from schedlang.runtime.collectives.packing import Pickler, put_back, taken_out
 
 T = TypeVar("T")
 Groups = Sequence[tuple[int, ...]]  # disjoint ones: the global ranks of each
@@ -44,7 +44,6 @@ _HOSTS = "gloo"  # carries tensors of the host, point to point those alone
 _LENGTH, _SHORT = 8, 4096  # bytes of a length; bytes that go with it
 _DIGEST = 16  # bytes by which values are known
 _KINDS = 64  # so many different values are told one by one
-_WIDEST = 16  # bytes of the widest number: where tensors may begin
 
 
 # -- the world -------------------------------------------------------------------------------------
@@ -511,7 +510,7 @@ def handed(value: T, group: ProcessGroup, device: torch.device) -> list[T]:
     """As `gathered`, but tensors on the device that ranks compute on go as they lie, in one
     message, and not by way of the host."""
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        data, flat = _taken_out(value, device)
+        data, flat = taken_out(value, device)
         told = gathered((data, flat.numel()), group)
         most = max(size for _, size in told)
         everyone = flat.new_empty(len(told) * most)
@@ -519,7 +518,7 @@ def handed(value: T, group: ProcessGroup, device: torch.device) -> list[T]:
             mine = torch.nn.functional.pad(flat, (0, most - flat.numel()))
             dist.all_gather_into_tensor(everyone, mine, group=group)
         rows = everyone.view(len(told), most)
-        return [_put_back(data, row) for (data, _), row in zip(told, rows)]
+        return [put_back(data, row) for (data, _), row in zip(told, rows)]
 
 
 def handed_by(source: int, value: T, device: torch.device) -> T:
@@ -528,88 +527,19 @@ def handed_by(source: int, value: T, device: torch.device) -> T:
     if world.size == 1:
         return value
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        data, flat = _taken_out(value if rank() == source else None, device)
+        data, flat = taken_out(value if rank() == source else None, device)
         data, size = told_by(source, (data, flat.numel()))
         flat = flat if rank() == source else flat.new_empty(size)
         if size:
             dist.broadcast(flat, src=source, group=world.group)
-        return value if rank() == source else _put_back(data, flat)
-
-
-def _taken_out(value: object, device: torch.device) -> tuple[bytes, Tensor]:
-    """A value without its tensors on a kind of device, and these as bytes, one behind the other."""
-    data = io.BytesIO()
-    pickler = _Without(data, device.type)
-    pickler.dump(value)
-    none = torch.empty(0, dtype=torch.uint8, device=device)
-    return data.getvalue(), torch.cat([none, *map(_as_bytes, pickler.tensors)])
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return torch.nn.functional.pad(flat, (0, -flat.numel() % _WIDEST))
-
-
-def _put_back(data: bytes, flat: Tensor) -> Any:
-    return _With(io.BytesIO(data), flat).load()
+        return value if rank() == source else put_back(data, flat)
 
 
 def packed(value: object) -> bytes:
     """A value as bytes that any rank can read."""
     data = io.BytesIO()
-    _Pickler(data).dump(value)
+    Pickler(data).dump(value)
     return data.getvalue()
-
-
-class _Pickler(pickle.Pickler):
-    """Leaves no trace of whose device a tensor was on: another rank has another."""
-
-    def reducer_override(self, value: Any) -> Any:
-        """Of a tensor on an accelerator, its values in host memory, and that it was not there."""
-        if type(value) in (Tensor, nn.Parameter) and devices.on_accelerator(value):
-            return _arrived, (value.detach().cpu(),)
-        return NotImplemented
-
-
-class _Without(_Pickler):
-    """Notes tensors on a kind of device in place of writing them."""
-
-    def __init__(self, data: io.BytesIO, kind: str) -> None:
-        super().__init__(data)
-        self.kind = kind
-        self.tensors: list[Tensor] = []
-        self.at = 0
-
-    def persistent_id(self, value: Any) -> Any:
-        """Of such a tensor, where its bytes begin, its dtype and its shape."""
-        if type(value) is not Tensor or value.device.type != self.kind:
-            return None
-        if value.layout != torch.strided or value.is_complex() or value.is_quantized:
-            return None
-        at = self.at
-        self.at += -(-value.numel() * value.element_size() // _WIDEST) * _WIDEST
-        self.tensors.append(value)
-        return at, value.dtype, tuple(value.shape)
-
-
-class _With(pickle.Unpickler):
-    """Finds the tensors that were left out among the bytes that came beside."""
-
-    def __init__(self, data: io.BytesIO, flat: Tensor) -> None:
-        super().__init__(data)
-        self.flat = flat
-
-    def persistent_load(self, pid: Any) -> Tensor:
-        """A tensor in the memory that came."""
-        at, dtype, shape = pid
-        size = math.prod(shape) * dtype.itemsize
-        found = self.flat[at : at + size].view(dtype).view(shape)
-        # what is small must not keep all of it alive
-        return found if 2 * size >= self.flat.numel() else found.clone()
-
-
-def _arrived(value: Tensor) -> Tensor:
-    return value.to(devices.own_device())
 
 
 def _serves_host(group: ProcessGroup | None) -> bool:

@@ -1,0 +1,85 @@
+"""Pickle values for other ranks: tensors of accelerators by way of the host, or apart from it."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.runtime import device as devices
+
+_WIDEST = 16  # bytes of the widest number: where tensors may begin
+
+
+def taken_out(value: object, device: torch.device) -> tuple[bytes, Tensor]:
+    """A value without its tensors on a kind of device, and these as bytes, one behind the other."""
+    data = io.BytesIO()
+    pickler = _Without(data, device.type)
+    pickler.dump(value)
+    none = torch.empty(0, dtype=torch.uint8, device=device)
+    return data.getvalue(), torch.cat([none, *map(_as_bytes, pickler.tensors)])
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % _WIDEST))
+
+
+def put_back(data: bytes, flat: Tensor) -> Any:
+    """The value of `taken_out`, its tensors views of `flat` where that is mostly them."""
+    return _With(io.BytesIO(data), flat).load()
+
+
+class Pickler(pickle.Pickler):
+    """Leaves no trace of whose device a tensor was on: another rank has another."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Of a tensor on an accelerator, its values in host memory, and that it was not there."""
+        if type(value) in (Tensor, nn.Parameter) and devices.on_accelerator(value):
+            return _arrived, (value.detach().cpu(),)
+        return NotImplemented
+
+
+class _Without(Pickler):
+    """Notes tensors on a kind of device in place of writing them."""
+
+    def __init__(self, data: io.BytesIO, kind: str) -> None:
+        super().__init__(data)
+        self.kind = kind
+        self.tensors: list[Tensor] = []
+        self.at = 0
+
+    def persistent_id(self, value: Any) -> Any:
+        """Of such a tensor, where its bytes begin, its dtype and its shape."""
+        if type(value) is not Tensor or value.device.type != self.kind:
+            return None
+        if value.layout != torch.strided or value.is_complex() or value.is_quantized:
+            return None
+        at = self.at
+        self.at += -(-value.numel() * value.element_size() // _WIDEST) * _WIDEST
+        self.tensors.append(value)
+        return at, value.dtype, tuple(value.shape)
+
+
+class _With(pickle.Unpickler):
+    """Finds the tensors that were left out among the bytes that came beside."""
+
+    def __init__(self, data: io.BytesIO, flat: Tensor) -> None:
+        super().__init__(data)
+        self.flat = flat
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        """A tensor in the memory that came."""
+        at, dtype, shape = pid
+        size = math.prod(shape) * dtype.itemsize
+        found = self.flat[at : at + size].view(dtype).view(shape)
+        # what is small must not keep all of it alive
+        return found if 2 * size >= self.flat.numel() else found.clone()
+
+
+def _arrived(value: Tensor) -> Tensor:
+    return value.to(devices.own_device())
