@@ -124,7 +124,6 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
 
 
 def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
-    from schedlang.runtime import parts
     from schedlang.runtime.assembly import Assembly
     from schedlang.runtime.program import Program
 
@@ -132,10 +131,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     _alike(plan, batch, given)
     plan = completed(plan, batch, loss)
     ranks = check_job(plan, given.hollow)
-    prepared = given.prepared
-    if prepared is None:
-        sample = parts.sample(batch, 1 if given.local else plan.shares, plan.micro)
-        prepared = _agreed(prepare(plan, sample, loss, given.weight, trains=False))
+    prepared = given.prepared or _prepared(plan, batch, given)
     traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
     check_build(staged, given.optimizer, given.clip, given.hollow)
     if given.check is not None:
@@ -170,10 +166,24 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     whole = whole_step(assembly, staged, given.optimizer)
     optimizer = _optimizer(assembly, given.optimizer)
     comparing = _steered_alike(found, optimizer, given)
+    scale = loss_scale(plan)
     return Program(
-        assembly, optimizer, given.clip, whole=whole, away=lying, loss_scale=loss_scale(plan),
+        assembly,
+        optimizer,
+        given.clip,
+        whole=whole,
+        away=lying,
+        loss_scale=scale,
         comparing=comparing,
-    )  # fmt: skip
+    )
+
+
+def _prepared(plan: Plan, batch: Mapping[str, Any], given: Options) -> Prepared:
+    """What is known before ranks run, found on each of them alike."""
+    from schedlang.runtime import parts
+
+    sample = parts.sample(batch, 1 if given.local else plan.shares, plan.micro)
+    return _agreed(prepare(plan, sample, given.loss, given.weight, trains=False))
 
 
 def _asked(plan: Plan, batch: Mapping[str, Any], given: Options) -> Asked:
