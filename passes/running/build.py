@@ -125,7 +125,6 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
 
 def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     from schedlang.runtime.assembly import Assembly
-    from schedlang.runtime.program import Program
 
     loss = given.loss
     _alike(plan, batch, given)
@@ -163,18 +162,19 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         ends_early=_ends_early(plan, staged),
         tokens=prepared.tokens, context=plan.context_axes,
     )  # fmt: skip
-    whole = whole_step(assembly, staged, given.optimizer)
-    optimizer = _optimizer(assembly, given.optimizer)
-    comparing = _steered_alike(found, optimizer, given)
+    return _trained(plan, staged, assembly, lying, given)
+
+
+def _trained(plan: Plan, staged: Staged, a: Assembly, lying: Any, given: Options) -> Program:
+    """The program with its optimizer."""
+    from schedlang.runtime.program import Program
+
+    whole = whole_step(a, staged, given.optimizer)
+    optimizer = _optimizer(a, given.optimizer)
+    comparing = _steered_alike(a.parameters, optimizer, given)
     scale = loss_scale(plan)
     return Program(
-        assembly,
-        optimizer,
-        given.clip,
-        whole=whole,
-        away=lying,
-        loss_scale=scale,
-        comparing=comparing,
+        a, optimizer, given.clip, whole=whole, away=lying, loss_scale=scale, comparing=comparing
     )
 
 
