@@ -150,11 +150,11 @@ def test_building_on_too_few_ranks() -> None:
     "model, said",
     [
         ("import no_such_module\n", "No module named 'no_such_module'"),
-        ("def model(:\n", "fails to import"),
+        ("def model(:\n", "importing the model file"),
         ("raise ValueError('not today')\n", "ValueError: not today"),
         ("def modle(): ...\n", "did you mean `modle`?"),
         ("def model(): return 3\n", "returns int, not a module"),
-        ("import torch\ndef model(): return torch.nn.Linear(1, 1)\n", "this schedule is for Net"),
+        ("import torch\ndef model(): return torch.nn.Linear(1, 1)\n", "this schedule is for the model class Net"),
         (MODEL.replace("def batch", "def bach"), "defines no `batch(seed)`"),
         (
             MODEL.replace('return {"ids": ', "return (").replace("(seed))}", "(seed)))"),
@@ -212,7 +212,7 @@ def test_a_truncated_file(tmp_path: Path, part: float) -> None:
 def test_wrong_options(tmp_path: Path) -> None:
     """Unknown axes and knobs, sizes that are none, lines that are none."""
     assert "no axis `pp`" in _refused(tmp_path, _text(TP), "--mesh", "pp=2")
-    assert "cannot be read" in _refused(tmp_path, _text(TP), "--mesh", "tp=0")
+    assert "cannot read `--mesh tp=0`" in _refused(tmp_path, _text(TP), "--mesh", "tp=0")
     assert "knob" in _refused(tmp_path, _text(TP), "--knob", "tpp=2")
     assert "no row is" in _refused(tmp_path, _text(TP), "--only", "900")
     assert "not a working dtype" in _refused(tmp_path, _text(TP), "--dtype", "float3")

@@ -123,7 +123,7 @@ error[S002]: this `{` is never closed
    |                        ^ opened here
 ...
 20 |   verify(forward, backward)
-   |                            - the file ends; expected `}`
+   |                            - end of the file; expected `}`
    |
    = help: close it with `}` on a line of its own"""
     )

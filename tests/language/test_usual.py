@@ -36,11 +36,11 @@ def test_no_name_is_of_two_roles() -> None:
     ({"pp": 2}, (
         "each replica: `zero(stage=2, over=dp)`, with `dp` among the axes of the mesh, which are"
         " `pp`",
-        "hold: `offload(activations, to=peer, over=pp)`",
+        "store: `offload(activations, to=peer, over=pp)`",
     )),
     ({"data": 2, "pipe": 2}, (
         "each replica: `zero(stage=2, over=data)`",
-        "hold: `offload(activations, to=peer, over=pipe)`",
+        "store: `offload(activations, to=peer, over=pipe)`",
     )),
 ])  # fmt: skip
 def test_of_a_peer(mesh: dict[str, int], helps: tuple[str, ...]) -> None:

@@ -20,7 +20,7 @@ TIED = Config((Block(),), width=6, entry="words", vocab=12, tied=True)
 @pytest.mark.parametrize(
     "config, rows, said",
     [
-        (MLP, "blocks.0.down  shard(row, input=R, over=tp)", "is given R"),
+        (MLP, "blocks.0.down  shard(row, input=R, over=tp)", "but gets R"),
         (MLP, "blocks.0.down  shard(row, input=S(seq), over=tp)", "along their last dim"),
         (MLP, "blocks.0.up  shard(col, input=S(0), output=R, over=tp)", "needs a replicated input"),
         (WORDS, "blocks.0.up  shard(vocab, input=S(0), over=tp)", "needs a replicated input"),
@@ -33,7 +33,7 @@ TIED = Config((Block(),), width=6, entry="words", vocab=12, tied=True)
         (
             WORDS,
             "blocks.0.up  shard(vocab, over=tp)\nblocks.0.down  shard(row, over=tp)",
-            "after sharded logits",
+            "gets sharded logits",
         ),
     ],
 )
@@ -87,4 +87,4 @@ def test_a_split_tensor_behind_split_logits() -> None:
     """Behind split logits calls are not followed: what is still split there is refused."""
     rows = "up  shard(col, over=tp)\nhead  shard(vocab, over=tp)"
     batch = {"x": torch.ones(4, 4, dtype=torch.float64), "y": torch.arange(4)}
-    assert "after sharded logits" in refused(Two(), rows, "tp=2", batch)
+    assert "gets sharded logits" in refused(Two(), rows, "tp=2", batch)

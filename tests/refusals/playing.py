@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 from typer.testing import CliRunner
 
+from schedlang import diagnostic
 from schedlang.cli import app
 from schedlang.code_example import MODEL, Example, model
 from schedlang.diagnostic import Refusal
@@ -43,9 +44,21 @@ def said(example: Example, folder: Path, threads: Any) -> str:
     """What the command says to the user, warnings and refusals alike; the folder is `/net`."""
     for name, text in {MODEL: model(), **example.files}.items():
         (folder / name).write_text(text)
-    with _inside(folder):
+    with _inside(folder), _named(folder):
         told = _told(example, threads)
     return told.replace(str(folder), HERE)
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """The folder is called `/net` before lines are broken: they do not hang on where it is."""
+    plain = diagnostic.wrapped
+
+    def wrapped(text: str, *more: Any) -> list[str]:
+        return plain(text.replace(str(folder), HERE), *more)
+
+    with patch.object(diagnostic, "wrapped", wrapped):
+        yield
 
 
 def _told(example: Example, threads: Any) -> str:

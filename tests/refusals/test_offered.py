@@ -17,7 +17,7 @@ from tests.refusals.test_helps import FOLDERS, ROOT, literals
 
 OTHERS = {  # options of other programs that messages name
     "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--standalone",
-    "--rdzv-endpoint", "--rdzv-backend", "--rdzv-id", "--no-build-isolation", "--help",
+    "--rdzv-endpoint", "--rdzv-backend", "--rdzv-id", "--no-build-isolation", "--help", "--query-gpu", "--format",
 }  # fmt: skip
 CODE = re.compile(r"\b[SW]\d{3}\b")
 CALL = re.compile(r"(?<![\w.])([a-z_]+)\(([^()]*)\)")
@@ -55,6 +55,8 @@ def test_options_that_there_are() -> None:
     every = {option for options in verbs.values() for option in options} | OTHERS
     plugin = (ROOT / "schedlang" / "pytest_plugin.py").read_text()
     every |= {"--schedlang", *re.findall(r'\badd\(\s*"(--[\w-]+)"', plugin)}
+    other = (ROOT / "schedlang" / "testing" / "gpu" / "__main__.py").read_text()
+    every |= set(re.findall(r'\badd_argument\(\s*"(--[\w-]+)"', other))
     shown, wrong = set(), []
     for where, text in _texts():
         for verb, options in _commands(text):
