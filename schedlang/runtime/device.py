@@ -187,6 +187,11 @@ def host_empty(shape: Sequence[int], dtype: torch.dtype, *, beside: torch.device
     return torch.empty(tuple(shape), dtype=dtype, device=HOST, pin_memory=pinned)
 
 
+def same_kind(one: torch.device, other: torch.device) -> bool:
+    """Whether two devices are of one type, whatever their numbers."""
+    return one.type == other.type
+
+
 def peak_bytes(device: torch.device) -> int | None:
     """The most bytes of tensors that a device held since `reset_peak`; None: nobody counts them."""
     told = _memory(device, "max_memory_allocated")

@@ -33,10 +33,10 @@ error[S403]: 2 heads of `model.layers.0.self_attn` cannot be split over tp=4
   |
   = note: in the forward of `model.layers.0.self_attn`
   = help: `tp` may be one of 1, 2
-  = help: let several ranks hold one head: `model.layers.0.self_attn.k_proj \
-shard(col, over=tp, heads=2, uneven=replicate)`
-  = help: pad with zeros: `model.layers.0.self_attn.k_proj shard(col, over=tp, heads=2, \
-uneven=pad)`
+  = help: let several ranks hold one head:
+          `model.layers.0.self_attn.k_proj shard(col, over=tp, heads=2, uneven=replicate)`
+  = help: pad with zeros:
+          `model.layers.0.self_attn.k_proj shard(col, over=tp, heads=2, uneven=pad)`
 """
 
 

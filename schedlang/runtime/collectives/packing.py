@@ -18,7 +18,7 @@ _WIDEST = 16  # bytes of the widest number: where tensors may begin
 def taken_out(value: object, device: torch.device) -> tuple[bytes, Tensor]:
     """A value without its tensors on a kind of device, and these as bytes, one behind the other."""
     data = io.BytesIO()
-    pickler = _Without(data, device.type)
+    pickler = _Without(data, device)
     pickler.dump(value)
     none = torch.empty(0, dtype=torch.uint8, device=device)
     return data.getvalue(), torch.cat([none, *map(_as_bytes, pickler.tensors)])
@@ -47,15 +47,15 @@ class Pickler(pickle.Pickler):
 class _Without(Pickler):
     """Notes tensors on a kind of device in place of writing them."""
 
-    def __init__(self, data: io.BytesIO, kind: str) -> None:
+    def __init__(self, data: io.BytesIO, device: torch.device) -> None:
         super().__init__(data)
-        self.kind = kind
+        self.device = device
         self.tensors: list[Tensor] = []
         self.at = 0
 
     def persistent_id(self, value: Any) -> Any:
         """Of such a tensor, where its bytes begin, its dtype and its shape."""
-        if type(value) is not Tensor or value.device.type != self.kind:
+        if type(value) is not Tensor or not devices.same_kind(value.device, self.device):
             return None
         if value.layout != torch.strided or value.is_complex() or value.is_quantized:
             return None
