@@ -167,7 +167,8 @@ def test_saved_and_loaded(threads: Threads, tmp_path: Path, first: str, then: st
     [
         ("offload(gradients, to=peer, over=pp)", "pp=2", "S851", "cannot be sent to a peer"),
         ("offload(optimizer, to=peer)", "pp=2", "S851", "over=pp"),
-        ("offload(optimizer, to=disk, over=pp)", "pp=2", "S851", "`to=peer` and `over` must be given together"),
+        ("offload(optimizer, to=disk, over=pp)", "pp=2", "S851",
+         "`to=peer` and `over` must be given together"),
         (FIRST + "layers[0] offload(optimizer)", "pp=2", "S501", "is offloaded already"),
     ],
 )  # fmt: skip
