@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedlang.passes.running.build import build
-from schedlang.runtime.collectives import agreement
+from schedlang.runtime.collectives import agreement, comm
 from schedlang.runtime.program import Program
 from schedlang.runtime.saving import archive, boxes
 from schedlang.runtime.saving.holding import blocks, take
@@ -192,7 +192,7 @@ def saved(program: Program, folder: Path) -> None:
 
     with (
         mock.patch.object(archive, "write", all_write),
-        mock.patch.object(archive, "at_first", lambda mine, _: [mine, *others]),
+        mock.patch.object(comm, "at_first", lambda mine: [mine, *others]),
     ):
         program.save(folder)
 
