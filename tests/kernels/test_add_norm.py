@@ -108,8 +108,8 @@ def test_what_data_flow_shows():
     found = match(Block(lambda m, x: m.second(x + m.mid(m.first(x)))), "add_norm")
     assert isinstance(found, Sums) and set(found.norms) == {"second"}
     for form, said in [
-        (lambda m, x: m.second((x + m.mid(m.first(x))).relu()), "before `second` stands `relu`"),
-        (lambda m, x: m.second(m.mid(x) + 1.0), "before `second` stands `add`"),
+        (lambda m, x: m.second((x + m.mid(m.first(x))).relu()), "before `second` is `relu`"),
+        (lambda m, x: m.second(m.mid(x) + 1.0), "before `second` is `add`"),
         (lambda m, x: m.mid(x), "calls no norm"),
         (lambda m, x: m.second(x + m.mid(x)) if x.sum() > 0 else x, "cannot be followed"),
     ]:

@@ -123,7 +123,7 @@ def _sized(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda m, x: m.three((F.silu(m.one(x)) * m.two(x)).detach()), "gradients differ"),
         (lambda m, x: m.three(F.silu(m.one(x)) * m.two(x.detach())), "gradients differ"),
         (lambda m, x: m.three(F.silu(m.one(x)) * m.two(x)).clamp(max=0.3), "differs"),
-        (lambda m, x: (m.three(F.silu(m.one(x)) * m.two(x)), None), "gives tuple"),
+        (lambda m, x: (m.three(F.silu(m.one(x)) * m.two(x)), None), "returns tuple, not a tensor"),
         (lambda m, x: F.dropout(m.three(F.silu(m.one(x)) * m.two(x)), 0.5, m.training), "differs"),
         (lambda m, x: m.three(F.silu(m.one(x)) * m.nothing), "does not run"),
         (lambda m, x: m.three(F.silu(m.one(x)) * m.two(x)) * 1.001, "differs"),

@@ -116,7 +116,9 @@ def test_a_program_warns_once() -> None:
         sch.build(batch=BATCH).train_step(BATCH)
     sch["layers.1.norm"].replace_kernel("layer_norm")
     program = sch.build(batch=BATCH)
-    with pytest.warns(UserWarning, match=r"warning\[W703\]: `add_norm` leaves calls") as seen:
+    with pytest.warns(
+        UserWarning, match=r"warning\[W703\]: `add_norm` does not take some calls"
+    ) as seen:
         program.train_step(BATCH)
         program.train_step(BATCH)
     assert len(seen) == 1 and "drop the row `replace_kernel(add_norm)`" in str(seen[0].message)
@@ -139,7 +141,7 @@ def test_sums_that_are_not_of_one_shape_or_too_long() -> None:
     norm = nn.RMSNorm(16400, eps=1e-6)
     replace(norm, match(norm, "rms_norm"))  # type: ignore[arg-type]
     norm(torch.ones(1, 16400))
-    assert left_in(norm)[0].why == "its rows have at most 16384 numbers"
+    assert left_in(norm)[0].why == "its rows have at most 16384 elements"
 
 
 class Seen(nn.Module):

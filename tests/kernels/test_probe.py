@@ -92,7 +92,7 @@ def test_refuses_what_only_resembles(form, said):
     found = probe_norm(Rms(24, form))
     assert isinstance(found, Mismatch)
     assert said in found.reason
-    if "differ" in said:
+    if "differ" in said and "rounds" not in said:
         assert found.error > 1e-5
 
 

@@ -191,7 +191,8 @@ def test_what_matches(pattern: str, body: Any, number: int) -> None:
     ("p(x) { relu(x + 1) }", lambda m, x, y: F.relu(x + 2), "the pattern has 1 where"),
     ("p(a) { a * sigmoid(a) }", lambda m, x, y: torch.sigmoid(x) * y, "`a` is two different"),
     ("p(a, b) { relu(a * b) }", lambda m, x, y: [F.relu(s := x * y), s], "uses what `mul` gives"),
-    ("p(a, b) { relu(tanh(a) + b) }", lambda m, x, y: F.relu(x.exp() + y), "`tanh(a)` stands"),
+    ("p(a, b) { relu(tanh(a) + b) }", lambda m, x, y: F.relu(x.exp() + y),
+     "`tanh(a)` where the model has `exp`"),
     ("p(a, b) { relu(relu(a) + b) }",
      lambda m, x, y: F.relu(F.relu(x) + m.seen.add_(1) * y), "`add_` writes in place between"),
 ])  # fmt: skip

@@ -209,17 +209,17 @@ def broken(old: Any) -> Any:
     (Mine, "transformer.h.*.mlp  replace(others)", ("S880", "`others`", "there are `mine`")),
     (Mine, "replace(mine)", ("S408", "the model itself")),
     (Mine, f"{TP}{MLP}", ("S503", "move `replace` above this `shard`")),
-    (Mine, f"{MLP}{MLP}", ("S501", "replaced twice")),
+    (Mine, f"{MLP}{MLP}", ("S501", "computed by a kernel twice")),
     (Less, MLP, ("S881", "its forward takes no `hidden_states`", "take the same")),
     (Needs, MLP, ("S881", "needs `scale`")),
     (broken, MLP, ("S881", "ValueError: no such width")),
     (lambda old: Plain(16), MLP, ("S881", "has no parameter `c_fc.weight`", "return module, {")),
     (lambda old: Plain(8), MLP, ("S881",)),
     (lambda old: (Plain(8), NAMES), MLP, ("S881", "[16, 64]", "[8, 32]")),
-    (lambda old: (Plain(16), {**NAMES, "b": "c"}), MLP, ("S881", "speak of `c`")),
+    (lambda old: (Plain(16), {**NAMES, "b": "c"}), MLP, ("S881", "its mapping names `c`")),
     (lambda old: (Plain(16), {**NAMES, "b": "c_fc.bias"}), MLP, ("S881", "c_proj.bias")),
     (lambda old: old, MLP, ("S881", "that it should replace")),
-    (lambda old: 3, MLP, ("S881", "gives int")),
+    (lambda old: 3, MLP, ("S881", "returns int, not a module")),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(make: Any, rows: str, said: tuple[str, ...]) -> None:
     """Names, shapes and arguments are compared before anything runs; the message has all of it."""

@@ -184,7 +184,7 @@ def test_inductor_rounds_as_it_is_told() -> None:
     ("layers.*.mid  fuse(backend=rowwise)", ("S887", "Linear (`dense`) is not a row-wise"
                                                      " operator")),
     ("layers.0.out  fuse(add_norm)\nlayers.0.out.norm  fuse(backend=rowwise)",
-     ("S503", "lies inside `layers.0.out`", "move this row above")),
+     ("S503", "is inside `layers.0.out`", "move this row above")),
 ])  # fmt: skip
 def test_what_is_refused(rows: str, said: tuple[str, ...]) -> None:
     """A module that is more than a chain, and one that a row above has looked through."""

@@ -167,7 +167,8 @@ def test_saved_and_loaded(threads: Threads, tmp_path: Path, first: str, then: st
     [
         ("offload(gradients, to=peer, over=pp)", "pp=2", "S851", "cannot be sent to a peer"),
         ("offload(optimizer, to=peer)", "pp=2", "S851", "over=pp"),
-        ("offload(optimizer, to=disk, over=pp)", "pp=2", "S851", "go together"),
+        ("offload(optimizer, to=disk, over=pp)", "pp=2", "S851",
+         "`to=peer` and `over` must be given together"),
         (FIRST + "layers[0] offload(optimizer)", "pp=2", "S501", "is offloaded already"),
     ],
 )  # fmt: skip
@@ -195,11 +196,11 @@ STALE = 'layers pipeline_split(over=pp)\npipeline(order="PipeDream", micro=4)'
         ("offload(optimizer, to=peer, over=dp)\nzero(stage=0, over=dp)", "dp=2", sgd,
          ("S851", "none would hold less", "zero(stage=1, over=dp)")),
         (FIRST + "layers[2] offload(optimizer, to=disk)\n" + PIPE, "pp=2", sgd,
-         ("S851", "on disk", "to=cpu")),
+         ("S851", "another row offloads to disk", "to=cpu")),
         (FIRST + "layers[0] offload(parameters)\n" + PIPE, "pp=2", sgd,
          ("S851", "is in host memory", "on the device")),
         (FIRST + PIPE, "pp=2", adafactor, ("S851", "not elementwise", "AdamW")),
-        (ALL + STALE, "pp=2", sgd, ("S625", "cannot lie on a peer", "to=cpu")),
+        (ALL + STALE, "pp=2", sgd, ("S625", "cannot be kept on a peer", "to=cpu")),
     ],
     ids=["axis", "disk", "streamed", "whole steps", "versions"],
 )  # fmt: skip

@@ -366,8 +366,9 @@ def test_without_an_optimizer_gradients_come_back() -> None:
     for name, parameter in plain.assembly.parameters.items():
         mine = program.assembly.parameters[name].grad
         assert mine is not None and torch.equal(mine, parameter.grad)
-    with pytest.raises(Refusal, match="a loop of your own has none"):
+    with pytest.raises(Refusal, match="S617") as caught:
         _ = program.module
+    assert "leave the device at once: a loop of your own has none" in caught.value.render()
 
 
 # -- files -----------------------------------------------------------------------------------------
