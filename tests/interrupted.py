@@ -329,7 +329,7 @@ def two_jobs(folder: Path, count: int) -> dict[str, int]:
                 program.save(place)
             except Refusal as refusal:
                 assert refusal.diagnostic.code == "S638", refusal
-                assert f"process {os.getpid()}" not in str(refusal)
+                assert f"process {os.getpid()}" not in refusal.render()
                 time.sleep(0.003)
 
     children = {_child(lambda base=base: act(base)) for base in (1000, 2000)}  # type: ignore[misc]
@@ -369,7 +369,7 @@ def flipped(folder: Path, count: int) -> dict[str, int]:
                 other.load(bad)
                 seen[f"{kind}: not found"] += 1
             except Refusal as refusal:
-                named = refusal.diagnostic.code == "S633" and what in str(refusal)
+                named = refusal.diagnostic.code == "S633" and what in refusal.render()
                 unchanged = values(other) == {FIRST}
                 seen[f"{kind}: found" if named and unchanged else f"{kind}: badly told"] += 1
             shutil.rmtree(folder / "bad")

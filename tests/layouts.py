@@ -170,7 +170,7 @@ def refused(act: Callable[[], Any], code: str, *words: str) -> None:
         act()
     assert caught.value.diagnostic.code == code
     for word in words:
-        assert word in str(caught.value)
+        assert word in caught.value.render()
 
 
 def trained() -> Program:

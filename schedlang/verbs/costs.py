@@ -91,7 +91,7 @@ def _value(name: str, part: str, text: str) -> Number:
     except (ValueError, ZeroDivisionError):
         _bad(part, "this is not a number", f"write `{name}=1.5` or `{name}=3/2`")
     if not math.isfinite(value) or value < 0:
-        _bad(part, "a time cannot be below 0", f"write `{name}=1.5`")
+        _bad(part, "a time must be finite, and not below 0", f"write `{name}=1.5`")
     if name in SHARES and value > 1:
         _bad(part, f"`{name}` is a share of a microbatch's activations", f"write `{name}=0.5`")
     return value

@@ -46,7 +46,7 @@ class Speeds:
 
         for name, value in (("tflops", self.tflops), ("bandwidth", self.bandwidth)):
             if not 0 < value < float("inf"):
-                title = f"`--{name}` must be above 0, not {value:g}"
+                title = f"`--{name}` must be finite and above 0, not {value:g}"
                 raise Refusal(Diagnostic("S109", title, helps=(f"for example `--{name} 100`",)))
         return Machine(self.tflops * 1e12, self.bandwidth * 1e9)
 

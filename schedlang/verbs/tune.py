@@ -176,7 +176,8 @@ def _cluster(machine: Machine, device: str | None) -> tuple[Cluster, int]:
     for name in ("gpus", "tflops", "bandwidth", "network", "node"):
         value = getattr(machine, name)
         if value is not None and not 0 < value < float("inf"):
-            _bad(f"`--{name}` must be above 0, not {value:g}", f"for example `--{name} 100`")
+            title = f"`--{name}` must be finite and above 0, not {value:g}"
+            _bad(title, f"for example `--{name} 100`")
     return changed(
         known, speed=_times(machine.tflops, 1e12), link=_times(machine.bandwidth, 1e9),
         network=_times(machine.network, 1e9), node=machine.node, memory=_bytes(machine.memory),

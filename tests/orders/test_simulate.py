@@ -88,8 +88,8 @@ def test_costs() -> None:
     [
         (("--order", "1F1BB"), "did you mean `1F1B`"),
         (("--order", "Interleaved1F1B", "--chunks", 1), "chunks=2"),
-        (("--cost", "F=-1"), "none below zero"),
-        (("--cost", "F=nan"), "none below zero"),
+        (("--cost", "F=-1"), "a time must be finite, and not below 0"),
+        (("--cost", "F=nan"), "a time must be finite, and not below 0"),
         (("--cost", "F=one"), "not a number"),
         (("--cost", "F=1/0"), "not a number"),
         (("--cost", "F="), "not a number"),
@@ -131,7 +131,7 @@ def test_table(tmp_path: Path) -> None:
     (tmp_path / "b.csv").write_text(write_table(order("1F1B", 3, 5)).replace("0B4", "0X4"))
     for words, said in (
         (("--order", tmp_path / "b.csv"), "line 1"),
-        (("--order", tmp_path / "c.csv"), "cannot be read"),
+        (("--order", tmp_path / "c.csv"), "cannot read the table"),
         (("--order", tmp_path / "a.csv", "--chunks", 1), "the table already sets"),
     ):
         found = run(*words)
@@ -188,4 +188,4 @@ def test_estimated(tmp_path: Path) -> None:
     value = answer(tmp_path / "a.sched")
     assert "no batch" in value["estimated"][0] and value["makespan"] == 15
     assert "already sets" in run(tmp_path / "a.sched", "--micro", 4).output
-    assert "must be above 0" in run(tmp_path / "a.sched", "--tflops", 0).output
+    assert "must be finite and above 0" in run(tmp_path / "a.sched", "--tflops", 0).output

@@ -112,7 +112,7 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("loop", "layers.1` is called .* no stage can start at it"),
+        ("loop", r"layers.1` is called more than once in one forward: no stage can\s+start at it"),
         ("reversed", "layers.1` is called after `layers.2`"),
         ("skipped", "layers.2` is not called"),
     ],

@@ -67,7 +67,7 @@ def test_clipping_and_no_optimizer_are_refused() -> None:
     assert "`clip` needs one norm of all gradients" in said(
         plan, series(8, 0), optimizer=sgd, clip=1.0
     )
-    assert "no optimizer" in said(plan, series(8, 0))
+    assert "needs an optimizer" in said(plan, series(8, 0))
     build(plan, series(8, 0), optimizer=sgd)
 
 

@@ -202,7 +202,8 @@ def _table(config: Config, columns: int) -> list[Step]:
 @generator
 def expert_parallel(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     """Stacked experts, where their number divides; an axis of data is left to `zero`."""
-    options = ("", ", chunks=2", ", dispatch=fetch", ", shadow=[1, 2]")
+    options = ("", ", dispatch=all_to_all, chunks=2", ", dispatch=gather", ", dispatch=fetch",
+               ", shadow=[1, 2]")  # fmt: skip
     halves = [
         step("expert_parallel", [f"{_at(place)}.experts  expert_parallel(over={axis}, inner=tp)"],
              [f"shard {_at(place)}"], ["tp"])

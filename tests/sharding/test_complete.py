@@ -143,7 +143,7 @@ def test_what_cannot_follow_is_refused() -> None:
     plan = planned(models.llama(keys=1), rows, "tp=2")
     with pytest.raises(Refusal) as refusal:
         completed(plan, models.tokens())
-    said = str(refusal.value)
+    said = refusal.value.render()
     assert "S427" in said and "k_proj  shard(col" in said and "output=R" in said, said
 
 
@@ -163,6 +163,6 @@ def test_several_ways_are_named() -> None:
     plan = planned(Chain(), "first  shard(col, over=tp)\ncomplete(over=tp)", "tp=2")
     with pytest.raises(Refusal) as refusal:
         completed(plan, {"x": torch.randn(4, 8)})
-    said = str(refusal.value)
+    said = refusal.value.render()
     assert "S426" in said and "`first` can be completed in 2 ways" in said, said
     assert "second  shard(row, over=tp)" in said and "first  shard(col, output=R" in said, said

@@ -186,7 +186,7 @@ def test_fewest() -> None:
 
 def test_unknown_axis() -> None:
     """An axis whose name says nothing is refused with the names that do."""
-    with pytest.raises(Refusal, match=r"S211(.|\n)*`fsdp` split the batch"):
+    with pytest.raises(Refusal, match=r"S211(.|\n)*`dp`, `data` and `fsdp`, which split the batch"):
         propose(nn.Linear(2, 2), {}, {"rows": 2})
 
 

@@ -110,4 +110,4 @@ def test_a_padded_projection_without_its_partner() -> None:
       down_proj       shard(row, over=tp)
     }"""
     said = refused(llama(4, 2, inner=24), rows, "tp=4", models.tokens())
-    assert "S405" in said and "arrives as S(2, pad)" in said
+    assert "S405" in said and "needs its input as S(-1), but gets S(2, pad)" in said

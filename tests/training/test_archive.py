@@ -196,7 +196,7 @@ class Wider(Odd):
     [
         ("more", "S634", ["missing in the checkpoint: `extra`"]),
         ("less", "S634", ["not in the model: `shift`"]),
-        ("shape", "S635", ["`row` was saved as float64[1, 7], and is float64[] here"]),
+        ("shape", "S635", ["`row` was saved as float64[1, 7], but is float64[]"]),
         ("dtype", "S635", ["was saved as float64", "float32"]),
         ("frozen", "S636", ["not in the model: `row`"]),
     ],

@@ -266,7 +266,7 @@ def _full_disk(rank: int, folder: str, real: bool) -> Any:
         program.save(f"{folder}/a")
         return "saved"
     except Refusal as error:
-        return str(error)
+        return error.render()
     finally:
         boxes._item = plain
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
@@ -295,7 +295,7 @@ def _unwritable(rank: int, folder: str) -> str:
     try:
         program.save(f"{folder}/file/a")
     except Refusal as error:
-        return str(error)
+        return error.render()
     return "saved"
 
 

@@ -48,7 +48,7 @@ def unchanged(act: Callable[[Program], None], codes: str = "S633") -> str:
     assert caught.value.diagnostic.code in codes.split(), caught.value
     equal(seen(program), before)
     program.train_step(points(7))  # and works
-    return str(caught.value)
+    return caught.value.render()
 
 
 def pickles(mark: Path) -> list[bytes]:

@@ -184,7 +184,7 @@ class Packed(nn.Module):
         (Packed(), {"x": torch.rand(4, 3, 4), "lengths": torch.tensor([3, 1, 2, 3])},
          r"S612.*`test_taking.py:\d+` reads the value of a tensor"),
         (Packed(), {"x": torch.rand(4, 3, 4), "lengths": [3, 1]},
-         r"S604.*\n.*it raised `.*`, at test_taking.py:\d+"),
+         r"S604.*\n.*it raised\s+`.*`, at\s+test_taking.py:\d+"),
     ],
     ids=["lengths", "too few"],
 )  # fmt: skip

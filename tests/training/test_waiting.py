@@ -142,7 +142,7 @@ def _no_module(rank: int) -> str:
     try:
         _ = program.module
     except Refusal as refusal:
-        return str(refusal)
+        return refusal.render()
     return ""
 
 
