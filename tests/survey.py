@@ -74,6 +74,11 @@ def tiny(kind: str, small: Mapping[str, Any]) -> nn.Module:
     base = made()
     text = base.get_text_config() if hasattr(base, "get_text_config") else base
     settable = {n for n in small if hasattr(text, n) and not _computed(type(text), n)}
+    # a depth that is worked out from another is left to that one (two attentions in a layer)
+    own = [
+        n for n in DEPTH if n in settable and not isinstance(getattr(type(text), n, None), property)
+    ]
+    settable -= {n for n in DEPTH if own and n not in own}
     known = {name: value for name, value in small.items() if name in settable}
     if text is not base:
         config = made(text_config=type(text)(**known))

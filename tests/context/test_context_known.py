@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from schedlang.diagnostic import Refusal
 from schedlang.passes.costs.traffic import collectives
 from schedlang.passes.preparing.prepare import prepare
+from schedlang.passes.proposing.propose import propose
 from schedlang.passes.statics.static import static
 from tests.causal import Causal
 from tests.context.test_context import batches, same
@@ -122,6 +123,17 @@ def test_without_a_mask(threads: Threads) -> None:
     """Bloom counts its keys by shapes where it is given no mask."""
     model = bloom()
     same(threads, planned(model, BLOOM.format(RING), "cp=2"), model, batches(mask=False))
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+def test_a_model_without_values_is_proposed_for(buffer: bool) -> None:
+    """Scores are followed where a proposal is counted: there the model is not tried, for it has
+    no values; its buffers may have none either."""
+    model = bloom().to("meta")
+    if buffer:
+        model.register_buffer("turns", torch.ones(3, device="meta"), persistent=False)
+    text = propose(model, batches(mask=False)[0], {"cp": 2}).text
+    assert "transformer.h.*.self_attention  context_parallel(ring, over=cp)" in text
 
 
 @pytest.mark.parametrize("make, row", [(bloom, BLOOM), (mpt, MPT)])

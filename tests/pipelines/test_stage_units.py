@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
 from schedlang.passes.cutting import stages as cuts
+from schedlang.runtime.collectives import collective, moving
+from schedlang.runtime.collectives.collective import Group
 from schedlang.runtime.recording.calls import calls_of
 from schedlang.runtime.recording.graph import cut, labels
 from schedlang.runtime.recording.meta import hollow_model
@@ -230,3 +233,38 @@ def test_calls_that_were_seen_are_not_asked_for_again() -> None:
     assert seen is not None and seen.order == ("b", "b.0", "b.1")
     assert units_of(model, BATCH, trunks=["b"], calls=seen) == units_of(model, BATCH, trunks=["b"])
     assert once(model, {"b.0": 2}) is None and once(model, {}) is None
+
+
+GROUP = Group(("tp",), (0, 1), 0)
+MOVED: list[Callable[[Tensor], Tensor]] = [
+    lambda x: collective.gather(x, 1, GROUP, consumers_differ=True),
+    lambda x: collective.reduce(x, GROUP),
+    lambda x: collective.scatter_sum(x, 1, GROUP),
+    lambda x: collective.split(x, 1, GROUP),
+    lambda x: moving.exchange(x, GROUP),
+    lambda x: moving.switch(x, 1, 2, GROUP),
+]
+
+
+@pytest.mark.parametrize("move", MOVED, ids=["gather", "reduce", "scatter", "split", "all", "dims"])
+def test_what_a_unit_gets_through_a_collective_alone_is_read(move: Any) -> None:
+    """A collective of a dry run is made of what it is given: its unit needs the value."""
+
+    class Moved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return move(x) * self.weight
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), Moved()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return cast(Tensor, self.second(self.first(x)).sum())
+
+    graph = record(Two(), ("first", "second"), {"x": torch.ones(2, 4, 4)})
+    assert graph.reads[1].tokens == {(0, 0)}

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -65,6 +65,18 @@ def count(kind: str, group: Group, whole: Tensor) -> None:
 # -- plain collectives: new tensor out, input untouched -------------------------------------------
 
 
+def room(x: Tensor, shape: Sequence[int], group: Group) -> Tensor:
+    """A tensor of this shape for what a group makes of `x`.
+
+    In a dry run it is written from `x`: who follows which values are read of which sees that this
+    one is made of that one.
+    """
+    out = x.new_empty(shape)
+    if group.pg is None and x.numel():
+        out.copy_(x.detach().flatten()[:1])
+    return out
+
+
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """The sum over the group, a new tensor."""
     out = x.clone(memory_format=torch.contiguous_format)
@@ -77,7 +89,7 @@ def all_reduce(x: Tensor, group: Group) -> Tensor:
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     """The tensors of all ranks side by side along `dim`, in group order."""
     x = x.contiguous()
-    out = x.new_empty((group.size * x.shape[0], *x.shape[1:]) if x.ndim else (group.size,))
+    out = room(x, (group.size * x.shape[0], *x.shape[1:]) if x.ndim else (group.size,), group)
     count("all-gather", group, out)
     if group.pg is not None:
         dist.all_gather_into_tensor(out, x, group=group.pg)
@@ -94,7 +106,7 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
         pieces = x.chunk(group.size, dim)
         places = [group.order.index(k) for k in range(group.size)] if group.order else ()
         parts = torch.cat([pieces[part] for part in places] if places else pieces)
-    out = x.new_empty((parts.shape[0] // group.size, *parts.shape[1:]))
+    out = room(x, (parts.shape[0] // group.size, *parts.shape[1:]), group)
     count("reduce-scatter", group, x)
     if group.pg is not None:
         dist.reduce_scatter_tensor(out, parts.contiguous(), group=group.pg)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedlang.runtime.collectives.collective import Group, count
+from schedlang.runtime.collectives.collective import Group, count, room
 
 
 def exchanged(
@@ -21,7 +21,7 @@ def exchanged(
     process group (a dry run) only the shape is right.
     """
     rows = sum(take) if take else x.shape[0]
-    out = x.new_empty((rows, *x.shape[1:]))
+    out = room(x, (rows, *x.shape[1:]), group)
     count("all-to-all", group, x)
     if group.pg is not None:
         dist.all_to_all_single(

@@ -74,6 +74,7 @@ def guess(trial: Trial, kind: str, ranks: int) -> Tokens:
     return Tokens(
         kind, ranks, source, "given" if given else "none" if style == "none" else "head",
         along=trial.along, positions=_takes(trial, "position_ids"),
+        products=lines_of(trial, Lines),
     )  # fmt: skip
 
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.recording.constants import on_meta
+from schedlang.runtime.recording.meta import hollow_batch, hollow_model
 from schedlang.runtime.slicing.counting import Watch
 from schedlang.runtime.slicing.slice_faults import fault, refusal
 from schedlang.runtime.slicing.slice_trial import Seen, Trial, forward, sliced, watched
@@ -145,9 +147,19 @@ def lines_of(trial: Trial, watching: Callable[[int], Any]) -> frozenset[Place]:
     for length in (total, total - 1):
         watch = watching(length)
         with ambient(watch):
-            forward(trial, trial.model, _shorter(trial.batch, total, length))
+            _shown(trial, _shorter(trial.batch, total, length))
         found.append(watch.found - watch.others)
     return frozenset(found[0] & found[1])
+
+
+def _shown(trial: Trial, batch: Mapping[str, Any]) -> None:
+    """The model on a batch, to be watched; for shapes only where its buffers have no values."""
+    if not any(buffer.is_meta for buffer in trial.model.buffers()):
+        forward(trial, trial.model, batch)
+        return
+    given = dict(hollow_batch(dict(batch)))
+    with torch.device("meta"), on_meta(batch, given):
+        forward(trial, hollow_model(trial.model, {}), given)
 
 
 def _shorter(batch: Mapping[str, Any], total: int, length: int) -> dict[str, Any]:
