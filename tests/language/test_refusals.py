@@ -154,7 +154,10 @@ def test_building_on_too_few_ranks() -> None:
         ("raise ValueError('not today')\n", "ValueError: not today"),
         ("def modle(): ...\n", "did you mean `modle`?"),
         ("def model(): return 3\n", "returns int, not a module"),
-        ("import torch\ndef model(): return torch.nn.Linear(1, 1)\n", "this schedule is for the model class Net"),
+        (
+            "import torch\ndef model(): return torch.nn.Linear(1, 1)\n",
+            "this schedule is for the model class Net",
+        ),
         (MODEL.replace("def batch", "def bach"), "defines no `batch(seed)`"),
         (
             MODEL.replace('return {"ids": ', "return (").replace("(seed))}", "(seed)))"),

@@ -37,13 +37,7 @@ LIBRARIES = {
     "runtime/summing/compressed.py": {"tensor"},
     "runtime/summing/gathered.py": {"fsdp"},
     "runtime/summing/gradient.py": {"tensor"},
-<<<<<<< HEAD
-    "runtime/summing/held.py": {"tensor"},
-=======
-    "runtime/summing/held.py": {
-        "tensor"
-    },  # DTensor: parameters stored in parts have no flat gradient
->>>>>>> w_pins1
+    "runtime/summing/held.py": {"tensor"},  # DTensor: parts have no flat gradient
     "runtime/summing/replicas.py": {"fsdp", "device_mesh"},  # the mesh that fully_shard is given
     "kernels/sharding.py": {"tensor"},
 }

@@ -119,13 +119,7 @@ def test_a_stage_that_begins_with_tokens_it_gathers(order: str, threads: Threads
 def test_a_residual_of_which_only_some_calls_are_cut(threads: Threads) -> None:
     """A block called again with what it gave is refused where that is a part; the help works."""
     rows = INSIDE.replace("layers.*", "layers.0")
-<<<<<<< HEAD
     with pytest.raises(Refusal) as no:
-=======
-    with pytest.raises(
-        Refusal, match=r"called several times, and its .* arrives\s+differently"
-    ) as no:
->>>>>>> w_last
         propagate(planned(stacked(2), rows, "tp=2"), words(8, 0))
     assert "called several times, and its input arrives differently" in no.value.diagnostic.title
     (said,) = [h for h in no.value.diagnostic.helps if "output=R, over=tp" in h]
