@@ -17,7 +17,8 @@ from tests.refusals.test_helps import FOLDERS, ROOT, literals
 
 OTHERS = {  # options of other programs that messages name
     "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--standalone",
-    "--rdzv-endpoint", "--rdzv-backend", "--rdzv-id", "--no-build-isolation", "--help", "--query-gpu", "--format",
+    "--rdzv-endpoint", "--rdzv-backend", "--rdzv-id", "--no-build-isolation", "--help",
+    "--query-gpu", "--format",
 }  # fmt: skip
 CODE = re.compile(r"\b[SW]\d{3}\b")
 CALL = re.compile(r"(?<![\w.])([a-z_]+)\(([^()]*)\)")
