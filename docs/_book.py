@@ -34,18 +34,20 @@ def on_page_markdown(markdown: str, **more: Any) -> str:
 
 def verbs() -> str:
     """What `explain` says of every primitive."""
-    from schedlang import manual
-    from schedlang.primitive import load_all, registry
+    from schedlang.ir.primitive import load_all, registry
+    from schedlang.language import manual
 
     load_all()
-    pages = [f"## {name}\n\n```text\n{manual.explain(kind)}```\n" for name, kind in
-             sorted(registry().items())]  # fmt: skip
+    pages = [
+        f"## {name}\n\n```text\n{manual.explain(kind)}```\n"
+        for name, kind in sorted(registry().items())
+    ]
     return "# Verbs\n\n" + "\n".join(pages)
 
 
 def codes() -> str:
     """What `explain` says of every code."""
-    from schedlang.codes import CODES, explain
+    from schedlang.diagnostics.codes import CODES, explain
 
     pages = [f"## {code}\n\n```text\n{explain(code).rstrip()}\n```\n" for code in CODES]
     return "# Messages\n\n" + "\n".join(pages)

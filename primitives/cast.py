@@ -6,14 +6,14 @@ from collections.abc import Collection
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from schedlang.facets import Cast
-from schedlang.model import inside
-from schedlang.plan import Plan
-from schedlang.primitive import Primitive, refuse
-from schedlang.spread import near, parts
+from schedlang.ir.facets import Cast
+from schedlang.ir.model import inside
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Primitive, refuse
+from schedlang.ir.sharing import near, parts
 
 if TYPE_CHECKING:
-    from schedlang.model import Site
+    from schedlang.ir.model import Site
 
 HALVES = ("bfloat16", "float16")
 
@@ -57,43 +57,68 @@ class cast(Primitive):  # noqa: N801
         names = plan.model.names_below(site.fqn)
         short = next((n for n in names if plan.model.parameters[n].dtype in HALVES), None)
         if short is not None and self.dtype != "fp32":
-            refuse("S891", f"`{short}` is stored in {plan.model.parameters[short].dtype}",
-                   "there is no float32 master weight to update",
-                   notes=("updates smaller than its rounding would be lost silently",),
-                   helps=("build the model in float32; `cast` chooses the dtype of its computation",
-                          "or drop this row: the model computes in this dtype"
-                          " already"))  # fmt: skip
+            refuse(
+                "S891",
+                f"`{short}` is stored in {plan.model.parameters[short].dtype}",
+                "there is no float32 master weight to update",
+                notes=("updates smaller than its rounding would be lost silently",),
+                helps=(
+                    "build the model in float32; `cast` chooses the dtype of its computation",
+                    "or drop this row: the model computes in this dtype already",
+                ),
+            )
 
     def agree(self, axes: Collection[str]) -> None:
         """Refuse arguments without meaning, for this dtype or for any."""
         if self.dtype == "fp32" and self.params:
-            refuse("S890", "`cast(fp32)` takes no `params`: it uses parameters as they are stored",
-                   helps=("`cast(fp32)`",))  # fmt: skip
+            refuse(
+                "S890",
+                "`cast(fp32)` takes no `params`: it uses parameters as they are stored",
+                helps=("`cast(fp32)`",),
+            )
         if self.dtype != "fp16" and (self.scale, self.growth) != (65536, 2000):
-            refuse("S890", f"`{self.dtype}` takes no loss scaling",
-                   notes=("it has the range of float32: gradients neither underflow nor overflow",),
-                   helps=(f"`cast({self.dtype})`",))  # fmt: skip
+            refuse(
+                "S890",
+                f"`{self.dtype}` takes no loss scaling",
+                notes=("it has the range of float32: gradients neither underflow nor overflow",),
+                helps=(f"`cast({self.dtype})`",),
+            )
         if self.scale < 1 or self.scale & (self.scale - 1) or self.growth < 1:
-            refuse("S890", "`scale` must be a power of two, `growth` a number of steps",
-                   notes=("other scales would round gradients a second time",),
-                   helps=("leave them out: `scale=65536`, `growth=2000`",))  # fmt: skip
+            refuse(
+                "S890",
+                "`scale` must be a power of two, `growth` a number of steps",
+                notes=("other scales would round gradients a second time",),
+                helps=("leave them out: `scale=65536`, `growth=2000`",),
+            )
 
     def _check_others(self, site: Site, plan: Plan) -> None:
         """One row for a module, one level of casts, one loss scale."""
         for other in near(plan.casts, site.fqn):
             if inside(other.fqn, site.fqn):
-                refuse("S892", f"`{other.fqn}`, inside `{site}`, is cast by a row above",
-                       helps=("put the row of the outer module first",))  # fmt: skip
+                refuse(
+                    "S892",
+                    f"`{other.fqn}`, inside `{site}`, is cast by a row above",
+                    helps=("put the row of the outer module first",),
+                )
             if inside(site.fqn, other.fqn) and (self.dtype != "fp32" or other.dtype == "fp32"):
-                refuse("S892", f"`{site}` is inside a module that is cast to {other.dtype} already",
-                       notes=("inside a lower dtype only `cast(fp32)` may stand, once",),
-                       helps=(f"`{site}  cast(fp32)`", "or select modules that do not contain"
-                                                       " each other"))  # fmt: skip
+                refuse(
+                    "S892",
+                    f"`{site}` is inside a module that is cast to {other.dtype} already",
+                    notes=("inside a lower dtype only `cast(fp32)` may stand, once",),
+                    helps=(
+                        f"`{site}  cast(fp32)`",
+                        "or select modules that do not contain each other",
+                    ),
+                )
         for other in (part.value for part in parts(plan.casts)):
             scales = (other.scale, other.growth), (self.scale, self.growth)
             if other.dtype == self.dtype == "fp16" and scales[0] != scales[1]:
-                refuse("S893", "the rows name two loss scales", f"{other.scale} and {self.scale}",
-                       helps=("give all `fp16` rows the same `scale` and `growth`",))  # fmt: skip
+                refuse(
+                    "S893",
+                    "the rows name two loss scales",
+                    f"{other.scale} and {self.scale}",
+                    helps=("give all `fp16` rows the same `scale` and `growth`",),
+                )
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note it."""
@@ -102,6 +127,6 @@ class cast(Primitive):  # noqa: N801
 
     def apply(self, site: Site, build: Any) -> None:
         """Put the casts around the module of the copy."""
-        from schedlang.runtime.casting.cast import cast as put
+        from schedlang.runtime.mixed_precision import cast as put
 
         put(build.module, site.fqn, self.dtype, self.params)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from schedlang.plan import Plan
-from schedlang.primitive import Primitive, refuse
-from schedlang.regions import Tree, groups, places, regions, root, runs
-from schedlang.regions.again import Again
-from schedlang.value import Bytes
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Primitive, refuse
+from schedlang.language.value import Bytes
+from schedlang.remat import Tree, groups, places, regions, root, runs
+from schedlang.remat.again import Again
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from schedlang.model import Site
-    from schedlang.regions.pofo import Mixed
-    from schedlang.regions.rotor import Cost
+    from schedlang.ir.model import Site
+    from schedlang.remat.pofo import Mixed
+    from schedlang.remat.rotor import Cost
 
 TFLOPS = 100.0  # trillion operations per second of a device that nobody said more about
 
@@ -80,29 +80,40 @@ class checkpoint(Primitive):  # noqa: N801
         self._check_plan()
         for word, size in (("group", self.group), ("every", self.every)):
             if size != "sqrt" and size < 1:
-                refuse("S840", f"`{word}` must be 1 or more, not {size}", f"`{word}` is a"
-                                                                          f" number of modules",
-                       helps=(f"use `{word}=1` or more",))  # fmt: skip
+                refuse(
+                    "S840",
+                    f"`{word}` must be 1 or more, not {size}",
+                    f"`{word}` is a number of modules",
+                    helps=(f"use `{word}=1` or more",),
+                )
 
     def check(self, sites: tuple[Site, ...], plan: Plan) -> None:
         """Refuse modules that do not follow each other."""
         names = tuple(site.fqn for site in sites)
         if self.plan in ("rotor", "pofo") and len(runs(names)) > 1:
-            refuse("S842", "a plan needs consecutive modules of one list",
-                   f"`{runs(names)[0][-1]}` and `{runs(names)[1][0]}` are not consecutive",
-                   helps=("write one row for each list, each with its own `memory`",))  # fmt: skip
+            refuse(
+                "S842",
+                "a plan needs consecutive modules of one list",
+                f"`{runs(names)[0][-1]}` and `{runs(names)[1][0]}` are not consecutive",
+                helps=("write one row for each list, each with its own `memory`",),
+            )
         if self.group != 1 and len(names) > 1 and all(len(run) == 1 for run in runs(names)):
-            refuse("S840", f"no two of these {len(names)} modules are consecutive in a list",
-                   f"`{names[0]}` and `{names[1]}` are not consecutive",
-                   notes=("a group is recomputed from the input of its first module",),
-                   helps=("select elements of one list, as in `layers.*  checkpoint(group=4)`",
-                          "or recompute each module by itself: `checkpoint()`"))  # fmt: skip
+            refuse(
+                "S840",
+                f"no two of these {len(names)} modules are consecutive in a list",
+                f"`{names[0]}` and `{names[1]}` are not consecutive",
+                notes=("a group is recomputed from the input of its first module",),
+                helps=(
+                    "select elements of one list, as in `layers.*  checkpoint(group=4)`",
+                    "or recompute each module by itself: `checkpoint()`",
+                ),
+            )
 
     def apply(self, sites: tuple[Site, ...], build: Any) -> None:
         """Recompute modules of the copy."""
-        from schedlang.runtime.keeping.dynamic import dynamic
-        from schedlang.runtime.keeping.recompute import checkpoint as recompute
-        from schedlang.runtime.keeping.region import regions as recompute_as
+        from schedlang.runtime.activation_memory.dynamic import dynamic
+        from schedlang.runtime.activation_memory.recompute import checkpoint as recompute
+        from schedlang.runtime.activation_memory.recompute_region import regions as recompute_as
 
         if self._alone:
             for site in sites:
@@ -147,8 +158,11 @@ class checkpoint(Primitive):  # noqa: N801
             return [Again(names, once=True) for names in chosen]
         if self.plan == "pofo":
             return [Again((name,)) for name, way in zip(run, found.ways) if way == "recompute"]
-        return [Again((name,), chosen=frozenset(choice.kept))
-                for name, choice in zip(run, found) if choice.kept is not None]  # fmt: skip
+        return [
+            Again((name,), chosen=frozenset(choice.kept))
+            for name, choice in zip(run, found)
+            if choice.kept is not None
+        ]
 
     @property
     def cuts(self) -> bool:
@@ -167,8 +181,8 @@ class checkpoint(Primitive):  # noqa: N801
 
     def fit(self, chain: Sequence[Cost], memory: int, play: Callable[[Any], Any]) -> Any:
         """What a plan does with modules of these costs; refuses memory that is too little."""
-        from schedlang.regions.operators import needed, pareto
-        from schedlang.regions.rotor import least, rotor
+        from schedlang.remat.operators import needed, pareto
+        from schedlang.remat.rotor import least, rotor
 
         if self.plan == "dtr":
             return self._budget(len(chain), memory, play)
@@ -178,16 +192,18 @@ class checkpoint(Primitive):  # noqa: N801
         if found is None:
             largest, whole = max(c.saved for c in chain), sum(c.saved for c in chain)
             _too_little(
-                memory, least(chain)[0] if self.plan == "rotor" else needed(chain), len(chain),
+                memory,
+                least(chain)[0] if self.plan == "rotor" else needed(chain),
+                len(chain),
                 f"recomputing the largest module saves {largest} bytes; all modules without"
                 f" recomputation save {whole}",
-            )  # fmt: skip
+            )
         return found
 
     def said(self, found: Any) -> str:
         """What a plan chose, in words."""
-        from schedlang.regions import pofo
-        from schedlang.regions.operators import words
+        from schedlang.remat import pofo
+        from schedlang.remat.operators import words
 
         if self.plan == "dtr":
             return f"at most {found} bytes, dropped and made again while it runs"
@@ -202,28 +218,36 @@ class checkpoint(Primitive):  # noqa: N801
 
     def _mixed(self, chain: Sequence[Cost], memory: int) -> Any:
         """Which modules are kept, recomputed or moved, with copies as quick as the row says."""
-        from schedlang.regions.pofo import needed, pofo
+        from schedlang.remat.pofo import needed, pofo
 
         assert self.bandwidth is not None
         found = pofo(chain, memory, self.tflops * 1e12 / self.bandwidth)
         if found is None:
-            _too_little(memory, needed(chain), len(chain),
-                        f"the backward of the largest module needs {max(c.saved for c in chain)}"
-                        f" bytes; all modules without recomputation save"
-                        f" {sum(c.saved for c in chain)}")  # fmt: skip
+            _too_little(
+                memory,
+                needed(chain),
+                len(chain),
+                f"the backward of the largest module needs {max(c.saved for c in chain)}"
+                f" bytes; all modules without recomputation save"
+                f" {sum(c.saved for c in chain)}",
+            )
         return found
 
     def _budget(self, count: int, memory: int, play: Callable[[Any], Any]) -> int:
         """The bytes that all modules share while they run; tried with a share of them first."""
-        from schedlang.runtime.keeping.dynamic import pools
+        from schedlang.runtime.activation_memory.dynamic import pools
 
         def peak(budget: int) -> int:
             return max(pool.peak for pool in pools(play(budget)))
 
         if peak(memory) > memory:
-            _too_little(memory, peak(0), count,
-                        "the inputs of modules are kept, and so is what one operator needs"
-                        " while it is recomputed")  # fmt: skip
+            _too_little(
+                memory,
+                peak(0),
+                count,
+                "the inputs of modules are kept, and so is what one operator needs"
+                " while it is recomputed",
+            )
         assert self.memory is not None
         return self.memory
 
@@ -231,31 +255,47 @@ class checkpoint(Primitive):  # noqa: N801
         """A plan needs its memory, and chooses groups by itself."""
         if (self.plan is None) != (self.memory is None):
             given, missing = ("plan", "memory") if self.plan else ("memory", "plan")
-            refuse("S842", f"`{given}` needs `{missing}`", f"`{missing}` is not given",
-                   notes=("a plan chooses what to recompute so that it fits into `memory`",),
-                   helps=("write `checkpoint(plan=rotor, memory=2GiB)`",))  # fmt: skip
+            refuse(
+                "S842",
+                f"`{given}` needs `{missing}`",
+                f"`{missing}` is not given",
+                notes=("a plan chooses what to recompute so that it fits into `memory`",),
+                helps=("write `checkpoint(plan=rotor, memory=2GiB)`",),
+            )
         self._check_copies()
         if self.plan is None:
             return
         if self.group != 1 or self.every != 1 or self.save:
-            refuse("S842", "a plan chooses what is recomputed together",
-                   "`group`, `every` and `save` choose it as well",
-                   helps=(MIXED if self.moves else
-                          f"drop them: `checkpoint(plan={self.plan}, memory=2GiB)`",))  # fmt: skip
+            refuse(
+                "S842",
+                "a plan chooses what is recomputed together",
+                "`group`, `every` and `save` choose it as well",
+                helps=(
+                    MIXED
+                    if self.moves
+                    else f"drop them: `checkpoint(plan={self.plan}, memory=2GiB)`",
+                ),
+            )
 
     def _check_copies(self) -> None:
         """What is copied and computed in a second is said to the plan that weighs them."""
         if (self.plan == "pofo") != (self.bandwidth is not None) or (
             self.plan != "pofo" and self.tflops != TFLOPS
         ):
-            refuse("S842", "`plan=pofo` and `bandwidth` must be given together",
-                   "one of them is missing",
-                   notes=("only this plan compares copies with recomputation",),
-                   helps=(MIXED,))  # fmt: skip
+            refuse(
+                "S842",
+                "`plan=pofo` and `bandwidth` must be given together",
+                "one of them is missing",
+                notes=("only this plan compares copies with recomputation",),
+                helps=(MIXED,),
+            )
         if self.tflops <= 0 or (self.bandwidth is not None and self.bandwidth <= 0):
-            refuse("S842", "`bandwidth` and `tflops` must be above 0",
-                   "they are bytes copied and operations computed in a second",
-                   helps=(MIXED,))  # fmt: skip
+            refuse(
+                "S842",
+                "`bandwidth` and `tflops` must be above 0",
+                "they are bytes copied and operations computed in a second",
+                helps=(MIXED,),
+            )
 
     @property
     def _alone(self) -> bool:
@@ -268,8 +308,8 @@ class checkpoint(Primitive):  # noqa: N801
 
 def _mix(modules: Sequence[Any], found: Mixed) -> None:
     """Recompute some modules of a chain, and move to the host what others save."""
-    from schedlang.runtime.keeping.offload import Store, offload
-    from schedlang.runtime.keeping.recompute import checkpoint as recompute
+    from schedlang.runtime.activation_memory.recompute import checkpoint as recompute
+    from schedlang.runtime.offload.saved_tensors import Store, offload
 
     store = Store(paced=True)
     for module, way in zip(modules, found.ways, strict=True):
@@ -280,7 +320,13 @@ def _mix(modules: Sequence[Any], found: Mixed) -> None:
 
 
 def _too_little(memory: int, need: int, count: int, why: str) -> NoReturn:
-    refuse("S841", f"no plan for these {count} modules fits into {memory} bytes",
-           "too little for one microbatch", notes=(why,),
-           helps=(f"each microbatch needs {need} bytes at least",
-                  "or recompute smaller modules, inside these"))  # fmt: skip
+    refuse(
+        "S841",
+        f"no plan for these {count} modules fits into {memory} bytes",
+        "too little for one microbatch",
+        notes=(why,),
+        helps=(
+            f"each microbatch needs {need} bytes at least",
+            "or recompute smaller modules, inside these",
+        ),
+    )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.kinds import Axis
-from schedlang.plan import Plan
-from schedlang.primitive import Primitive, refuse
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Primitive, refuse
+from schedlang.language.kinds import Axis
 
 if TYPE_CHECKING:
-    from schedlang.model import Site
+    from schedlang.ir.model import Site
 
 
 class complete(Primitive):  # noqa: N801
@@ -41,11 +41,18 @@ class complete(Primitive):  # noqa: N801
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse a second row for one axis, and one inside of a module."""
         if site.fqn:
-            refuse("S408", "`complete` is for the whole model", f"this row is inside `{site}`",
-                   helps=("move the row out of its `at`",))  # fmt: skip
+            refuse(
+                "S408",
+                "`complete` is for the whole model",
+                f"this row is inside `{site}`",
+                helps=("move the row out of its `at`",),
+            )
         if str(self.over) in plan.completing:
-            refuse("S501", f"a row above completes `{self.over}` already",
-                   helps=("drop one of the two rows",))  # fmt: skip
+            refuse(
+                "S501",
+                f"a row above completes `{self.over}` already",
+                helps=("drop one of the two rows",),
+            )
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note the axis; rows are added when there is a batch to follow the model with."""

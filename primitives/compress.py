@@ -6,14 +6,14 @@ from collections.abc import Collection
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from schedlang.facets import Compression, Kept
-from schedlang.kinds import Axes
-from schedlang.plan import Plan
-from schedlang.primitive import Primitive, refuse
-from schedlang.usual import offered
+from schedlang.ir.facets import Compression, Kept
+from schedlang.ir.mesh import offered
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Primitive, refuse
+from schedlang.language.kinds import Axes
 
 if TYPE_CHECKING:
-    from schedlang.model import Site
+    from schedlang.ir.model import Site
 
 
 BITS = {"int8": 8, "int4": 4, "int2": 2}
@@ -84,20 +84,32 @@ class compress(Primitive):  # noqa: N801
         sums = self.what == "gradients"
         if self.how not in (SUMS if sums else (*BITS, "adaptive")):
             words = ", ".join(SUMS if sums else (*BITS, "adaptive"))
-            refuse("S856", f"{self.what} cannot be compressed as `{self.how}`",
-                   helps=(f"choose one of {words}",))  # fmt: skip
+            refuse(
+                "S856",
+                f"{self.what} cannot be compressed as `{self.how}`",
+                helps=(f"choose one of {words}",),
+            )
         if self.rank < 1 or self.block < 8 or self.block % 8:
-            refuse("S304", "`rank` must be 1 or more, `block` a multiple of 8 elements",
-                   helps=("leave them out: `rank=4`, `block=256`",))  # fmt: skip
+            refuse(
+                "S304",
+                "`rank` must be 1 or more, `block` a multiple of 8 elements",
+                helps=("leave them out: `rank=4`, `block=256`",),
+            )
         self._check_budget()
         if sums and self.over is None:
             row = offered(f"compress(gradients, {self.how}, over={{}})", axes, "replicas")
-            refuse("S856", "`compress(gradients)` needs the axes over which gradients are"
-                           " summed", "`over` is missing",
-                   helps=(f"name them: {row}",))  # fmt: skip
+            refuse(
+                "S856",
+                "`compress(gradients)` needs the axes over which gradients are summed",
+                "`over` is missing",
+                helps=(f"name them: {row}",),
+            )
         if not sums and (self.over is not None or self.rank != 4 or not self.error_feedback):
-            refuse("S856", "`over`, `rank` and `error_feedback` are for gradients only",
-                   helps=(f"leave them out: `compress(activations, {self.how})`",))  # fmt: skip
+            refuse(
+                "S856",
+                "`over`, `rank` and `error_feedback` are for gradients only",
+                helps=(f"leave them out: `compress(activations, {self.how})`",),
+            )
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse sums of what is not whole, and modules that are not named."""
@@ -105,41 +117,62 @@ class compress(Primitive):  # noqa: N801
             self._check_sums(site, plan)
         elif not site.fqn:
             row = f"layers.*  compress(activations, {self.how})"
-            refuse("S856", "activations are saved by modules, and this row selects none",
-                   helps=(f"select modules: `{row}`",))  # fmt: skip
+            refuse(
+                "S856",
+                "activations are saved by modules, and this row selects none",
+                helps=(f"select modules: `{row}`",),
+            )
 
     def _check_budget(self) -> None:
         """A budget is about tensors that share it, and lies between what each may have."""
         if self.bits != 4.0 and self.how != "adaptive":
-            refuse("S856", f"`{self.how}` takes no `bits`: it has a fixed number",
-                   helps=("leave `bits` out", f"or `compress(activations, adaptive,"
-                          f" bits={self.bits:g})`"))  # fmt: skip
+            refuse(
+                "S856",
+                f"`{self.how}` takes no `bits`: it has a fixed number",
+                helps=(
+                    "leave `bits` out",
+                    f"or `compress(activations, adaptive, bits={self.bits:g})`",
+                ),
+            )
         if not LEAST <= self.bits <= MOST:
-            refuse("S304", f"`bits` must be {LEAST:g} to {MOST:g}, not {self.bits:g}",
-                   "each tensor is compressed to 2, 4 or 8 bits",
-                   helps=("write `compress(activations, adaptive, bits=4)`",))  # fmt: skip
+            refuse(
+                "S304",
+                f"`bits` must be {LEAST:g} to {MOST:g}, not {self.bits:g}",
+                "each tensor is compressed to 2, 4 or 8 bits",
+                helps=("write `compress(activations, adaptive, bits=4)`",),
+            )
 
     def _check_sums(self, site: Site, plan: Plan) -> None:
         """Sums are the whole model's, over axes whose ranks hold whole gradients."""
         if site.fqn:
-            refuse("S408", "`compress(gradients)` is for the whole model",
-                   f"this row is inside `{site}`",
-                   helps=("move the row out of its `at`",))  # fmt: skip
+            refuse(
+                "S408",
+                "`compress(gradients)` is for the whole model",
+                f"this row is inside `{site}`",
+                helps=("move the row out of its `at`",),
+            )
         if plan.compression is not None:
             refuse("S509", "gradients are compressed already", helps=("drop one of the two rows",))
         if plan.scaled is not None:
-            refuse("S894", "gradients of a scaled loss cannot be compressed",
-                   notes=("the error feedback kept for the next step would have a different loss"
-                          " scale, and an infinite gradient would stay in it",),
-                   helps=("use `cast(bf16)`, which needs no loss scale", "or drop this row"),
-                   )  # fmt: skip
+            refuse(
+                "S894",
+                "gradients of a scaled loss cannot be compressed",
+                notes=(
+                    "the error feedback kept for the next step would have a different loss"
+                    " scale, and an infinite gradient would stay in it",
+                ),
+                helps=("use `cast(bf16)`, which needs no loss scale", "or drop this row"),
+            )
         whole = {a for r in plan.replicas if r.stage == 0 for a in plan.mesh.fold(r.axes)}
         for axis in plan.mesh.fold(self.over or ()):
             if axis not in whole:
                 help_ = f"replicate over it, in a row above: `zero(stage=0, over={axis})`"
-                refuse("S417", f"no all-reduce of gradients over `{axis}` to compress",
-                       notes=("with `zero(stage=1)` to `3` each rank sums a shard only",),
-                       helps=(help_,))  # fmt: skip
+                refuse(
+                    "S417",
+                    f"no all-reduce of gradients over `{axis}` to compress",
+                    notes=("with `zero(stage=1)` to `3` each rank sums a shard only",),
+                    helps=(help_,),
+                )
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note it."""
@@ -152,8 +185,7 @@ class compress(Primitive):  # noqa: N801
     def apply(self, site: Site, build: Any) -> None:
         """Code what a module saves; of sums nothing: `build` makes those of the plan."""
         if self.what == "activations" and build.plan.kept:
-            from schedlang.runtime.keeping.coded import code
-            from schedlang.runtime.keeping.rounded import Coding
+            from schedlang.runtime.activation_memory.quantized import Coding, code
 
             row = self._kept(site.fqn)
             table = {one.number: one.bits for one in build.bits.get(site.fqn, ())}

@@ -6,13 +6,13 @@ from collections.abc import Collection
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
-from schedlang.facets import Context
-from schedlang.kinds import Axes
-from schedlang.plan import Plan
-from schedlang.primitive import Primitive, refuse
+from schedlang.ir.facets import Context
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Primitive, refuse
+from schedlang.language.kinds import Axes
 
 if TYPE_CHECKING:
-    from schedlang.model import Site
+    from schedlang.ir.model import Site
 
 TWO = ("double_ring", "usp", "nbody")
 
@@ -56,26 +56,39 @@ class context_parallel(Primitive):  # noqa: N801
     def agree(self, axes: Collection[str]) -> None:
         """Refuse one axis for two levels."""
         if self.method in TWO and len(self.over) != 2:
-            refuse("S303", f"`{self.method}` needs two axes", "`over` names one axis",
-                   helps=(f"name both, the outer one first: `{self.method}, over=(nodes, gpus)`",
-                          "or use one axis: `ring`, `ulysses`"))  # fmt: skip
+            refuse(
+                "S303",
+                f"`{self.method}` needs two axes",
+                "`over` names one axis",
+                helps=(
+                    f"name both, the outer one first: `{self.method}, over=(nodes, gpus)`",
+                    "or use one axis: `ring`, `ulysses`",
+                ),
+            )
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse axes with other work, and sequences that would be split in two ways."""
         order = list(plan.mesh.sizes)
         places = [order.index(plan.mesh.fold(axis)[0]) for axis in self.over]
         if self.method in TWO and places != sorted(places):
-            refuse("S504", "the second axis must be the one that varies fastest",
-                   "not in the order of the mesh",
-                   helps=("name them in the order of the mesh",))  # fmt: skip
-        split = {a for layout in plan.layouts.values() for n in layout.axes
-                 for a in plan.mesh.fold(n)}  # fmt: skip
+            refuse(
+                "S504",
+                "the second axis must be the one that varies fastest",
+                "not in the order of the mesh",
+                helps=("name them in the order of the mesh",),
+            )
+        split = {
+            a for layout in plan.layouts.values() for n in layout.axes for a in plan.mesh.fold(n)
+        }
         staged = {a for cut in plan.cuts for a in plan.mesh.fold(cut.axis)}
         mine = plan.mesh.fold(self.over)
         for axis in sorted(set(mine) & (split | staged)):
             use = "splits parameters" if axis in split else "holds pipeline stages"
-            refuse("S504", f"`{axis}` cannot split sequences: it already {use}",
-                   helps=("name another axis of the mesh",))  # fmt: skip
+            refuse(
+                "S504",
+                f"`{axis}` cannot split sequences: it already {use}",
+                helps=("name another axis of the mesh",),
+            )
         self._check_again(site, plan)
 
     def _check_again(self, site: Site, plan: Plan) -> None:
@@ -84,17 +97,24 @@ class context_parallel(Primitive):  # noqa: N801
         both = {self.method, *(one.method for one in here)}
         fits = len(here) == 1 and both == {"ulysses", "ring"}
         if here and (not fits or mine & set(plan.mesh.fold(here[0].axes))):
-            refuse("S501", f"`{site}` has a `context_parallel` row already",
-                   f"by `{here[0].method}` over {', '.join(here[0].axes)}",
-                   helps=("write one row for each module, or `ulysses` over one axis and `ring`"
-                          " over"
-                          " another",))  # fmt: skip
+            refuse(
+                "S501",
+                f"`{site}` has a `context_parallel` row already",
+                f"by `{here[0].method}` over {', '.join(here[0].axes)}",
+                helps=(
+                    "write one row for each module, or `ulysses` over one axis and `ring`"
+                    " over"
+                    " another",
+                ),
+            )
         layouts = {one.layout for rows in plan.contexts.values() for one in rows} - {None}
         if self.layout and layouts - {self.layout}:
             known = next(iter(layouts))
-            refuse("S504", f"two layouts of the sequence: `{known}` in a row above,"
-                           f" `{self.layout}` here",
-                   helps=(f"write `layout={known}` in all rows, or leave it out",))  # fmt: skip
+            refuse(
+                "S504",
+                f"two layouts of the sequence: `{known}` in a row above, `{self.layout}` here",
+                helps=(f"write `layout={known}` in all rows, or leave it out",),
+            )
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note how this module attends."""

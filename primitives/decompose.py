@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from schedlang.plan import Plan
-from schedlang.primitive import Primitive, refuse
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Primitive, refuse
 
 if TYPE_CHECKING:
-    from schedlang.model import Site
+    from schedlang.ir.model import Site
 
 
 class decompose(Primitive):  # noqa: N801
@@ -34,19 +34,26 @@ class decompose(Primitive):  # noqa: N801
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse what is no linear layer with a bias, and one whose result hooks look at."""
         if kind_of(site, plan) is None:
-            refuse("S886", f"`{site}` is not a linear layer", f"it is a {site.class_name}",
-                   helps=("name one: `layers.*.mlp.up  decompose(bias)`",))  # fmt: skip
+            refuse(
+                "S886",
+                f"`{site}` is not a linear layer",
+                f"it is a {site.class_name}",
+                helps=("name one: `layers.*.mlp.up  decompose(bias)`",),
+            )
         if "bias" not in site.parameters:
             refuse("S886", f"`{site}` has no bias", helps=("drop the row",))
         module: Any = plan.model.model.get_submodule(site.fqn)
         if module._forward_hooks or module._backward_hooks:
-            refuse("S886", f"a forward hook reads the output of `{site}`",
-                   notes=("it would get the output without the bias",),
-                   helps=("drop the row, or remove the hook",))  # fmt: skip
+            refuse(
+                "S886",
+                f"a forward hook reads the output of `{site}`",
+                notes=("it would get the output without the bias",),
+                helps=("drop the row, or remove the hook",),
+            )
 
     def apply(self, site: Site, build: Any) -> None:
         """Change the module of the copy."""
-        from schedlang.runtime.regions.decomposed import decompose as apart
+        from schedlang.runtime.fusion.decomposed import decompose as apart
 
         apart(build.at(site.fqn), kind_of(site, build.plan) or "")
 

@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterator
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
-from schedlang.facets import Boundary
-from schedlang.kinds import Axis
-from schedlang.placement import Layout, R
-from schedlang.plan import Plan
-from schedlang.primitive import Primitive, refuse
+from schedlang.ir.facets import Boundary
+from schedlang.ir.placement import Layout, R
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Primitive, refuse
+from schedlang.language.kinds import Axis
 
 if TYPE_CHECKING:
-    from schedlang.model import Site
+    from schedlang.ir.model import Site
 
 
 class expert_parallel(Primitive):  # noqa: N801
@@ -65,20 +65,29 @@ class expert_parallel(Primitive):  # noqa: N801
         if self.capacity is not None and self.capacity <= 0:
             refuse("S422", "`capacity` must be above 0", helps=("`capacity=1.25`",))
         if self.dispatch == "fetch" and (self.shadow or self.chunks > 1):
-            refuse("S422", "`dispatch=fetch` sends expert weights to the tokens, not tokens to"
-                           " experts",
-                   helps=("leave out `shadow=` and `chunks=`",))  # fmt: skip
+            refuse(
+                "S422",
+                "`dispatch=fetch` sends expert weights to the tokens, not tokens to experts",
+                helps=("leave out `shadow=` and `chunks=`",),
+            )
         if self.dispatch == "gather" and (self.shadow or self.chunks > 1):
-            refuse("S422", "`dispatch=gather` brings all tokens to all experts at once",
-                   helps=("leave out `shadow=` and `chunks=`",))  # fmt: skip
+            refuse(
+                "S422",
+                "`dispatch=gather` brings all tokens to all experts at once",
+                helps=("leave out `shadow=` and `chunks=`",),
+            )
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse what is not a module of experts, and numbers of experts that do not divide."""
         found = self._experts(site, plan)
         if hasattr(found, "reason"):
             said, helps = (found.said,), found.helps
-            refuse("S421", f"`{site}` does not have the form of an experts module",
-                   notes=said, helps=helps)  # fmt: skip
+            refuse(
+                "S421",
+                f"`{site}` does not have the form of an experts module",
+                notes=said,
+                helps=helps,
+            )
         self._check_options(site, found.count)
         self._check_inner(site, plan)
         ranks = plan.mesh.size(self.over)
@@ -91,17 +100,24 @@ class expert_parallel(Primitive):  # noqa: N801
             refuse("S501", f"`{site}` is sharded already", helps=("drop one of the rows",))
         for name, layout in self._layouts(site, plan):
             if plan.layout(name).splits and plan.layout(name) != layout:
-                refuse("S504", f"`{name}` is sharded already, in another way than by this row",
-                       helps=("tied experts must be sharded over the same axes, by one row for"
-                              " all of them",),
-                       )  # fmt: skip
+                refuse(
+                    "S504",
+                    f"`{name}` is sharded already, in another way than by this row",
+                    helps=(
+                        "tied experts must be sharded over the same axes, by one row for"
+                        " all of them",
+                    ),
+                )
 
     def _check_options(self, site: Site, count: int) -> None:
         """Refuse experts that there are not."""
         beyond = [number for number in self.shadow if not 0 <= number < count]
         if beyond:
-            refuse("S422", f"`{site}` has no expert {beyond[0]}",
-                   helps=(f"its experts are 0 to {count - 1}",))  # fmt: skip
+            refuse(
+                "S422",
+                f"`{site}` has no expert {beyond[0]}",
+                helps=(f"its experts are 0 to {count - 1}",),
+            )
 
     def _check_inner(self, site: Site, plan: Plan) -> None:
         """Refuse experts that cannot be sharded inside, or not over this axis (S428)."""
@@ -115,22 +131,30 @@ class expert_parallel(Primitive):  # noqa: N801
             refuse("S428", f"`{sorted(shared)[0]}` cannot {both}", helps=(other,))
         found = self._inner(site, plan)
         if found is None:
-            refuse("S428", f"the experts of `{site}` cannot be sharded inside",
-                   notes=("a small copy was tried: no way to split it in two gives outputs that"
-                          " sum to its own",),
-                   helps=("leave out `inner=`",))  # fmt: skip
+            refuse(
+                "S428",
+                f"the experts of `{site}` cannot be sharded inside",
+                notes=(
+                    "a small copy was tried: no way to split it in two gives outputs that"
+                    " sum to its own",
+                ),
+                helps=("leave out `inner=`",),
+            )
         ranks = plan.mesh.size(self.inner)
         for name, dim, blocks in found.cuts:
             size = site.parameters[name].shape[dim] // blocks
             if size % ranks:
                 legal = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-                refuse("S428", f"cannot split an inner dim of {size} evenly over {ranks} ranks",
-                       notes=(f"of `{site}.{name}`",),
-                       helps=(f"`{self.inner}` may be {legal}",))  # fmt: skip
+                refuse(
+                    "S428",
+                    f"cannot split an inner dim of {size} evenly over {ranks} ranks",
+                    notes=(f"of `{site}.{name}`",),
+                    helps=(f"`{self.inner}` may be {legal}",),
+                )
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Split the experts over every plain axis of `over`."""
-        from schedlang.runtime.routing.experts import Routing
+        from schedlang.runtime.moe.experts import Routing
 
         found = self._experts(site, plan)
         axes = plan.mesh.fold(self.over)
@@ -171,24 +195,24 @@ class expert_parallel(Primitive):  # noqa: N801
 
     def _inner(self, site: Site, plan: Plan) -> Any:
         """How every expert of the module is cut inside, or None; tried once for all equal ones."""
-        from schedlang.runtime.replacing.judged import seen
+        from schedlang.runtime.kernel_injection.probe_cache import seen
 
         module = plan.model.model.get_submodule(site.fqn)
         key = ("inner of experts", seen(module))
         if key not in plan.model.cache:
-            from schedlang.runtime.routing.expert_inner import probe_inner
+            from schedlang.runtime.moe.probe import probe_inner
 
             plan.model.cache[key] = probe_inner(module, self._experts(site, plan))
         return plan.model.cache[key]
 
     def _experts(self, site: Site, plan: Plan) -> Any:
         """The experts of the module, or why it has none; tried once for all that are equal."""
-        from schedlang.runtime.replacing.judged import seen
+        from schedlang.runtime.kernel_injection.probe_cache import seen
 
         module = plan.model.model.get_submodule(site.fqn)
         key = ("experts", seen(module))
         if key not in plan.model.cache:
-            from schedlang.runtime.routing.expert_probe import probe_experts
+            from schedlang.runtime.moe.probe import probe_experts
 
             plan.model.cache[key] = probe_experts(module)
         return plan.model.cache[key]

@@ -6,12 +6,12 @@ from dataclasses import field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from schedlang.kinds import Many
-from schedlang.plan import Plan
-from schedlang.primitive import Primitive, refuse
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Primitive, refuse
+from schedlang.language.kinds import Many
 
 if TYPE_CHECKING:
-    from schedlang.model import ParameterFact, Site
+    from schedlang.ir.model import ParameterFact, Site
 
 
 class freeze(Primitive):  # noqa: N801
@@ -44,17 +44,26 @@ class freeze(Primitive):  # noqa: N801
             for pattern in (*self.names, *self._kept):
                 if not any(_matches(name, pattern) for name, _ in _below(site, plan)):
                     some = ", ".join(f"`{name}`" for name, _ in _below(site, plan)[:4])
-                    refuse("S305", f"`{site}` has no parameter `{pattern}`",
-                           helps=(f"it has {some or 'none'}, ...",))  # fmt: skip
+                    refuse(
+                        "S305",
+                        f"`{site}` has no parameter `{pattern}`",
+                        helps=(f"it has {some or 'none'}, ...",),
+                    )
         chosen = self._chosen(sites, plan)
         trained = {name for name, fact in plan.model.unique.items() if fact.requires_grad}
         if not chosen & trained:
-            refuse("S413", "nothing is left to freeze",
-                   notes=("the selected parameters are all frozen already",),
-                   helps=("drop the row, or select other modules",))  # fmt: skip
+            refuse(
+                "S413",
+                "nothing is left to freeze",
+                notes=("the selected parameters are all frozen already",),
+                helps=("drop the row, or select other modules",),
+            )
         if not trained - chosen:
-            refuse("S413", "this row freezes every parameter: none is left to train",
-                   helps=('except some: `freeze(keep="*bias")`',))  # fmt: skip
+            refuse(
+                "S413",
+                "this row freezes every parameter: none is left to train",
+                helps=('except some: `freeze(keep="*bias")`',),
+            )
 
     def effect(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
         """Go on with a copy of the model, on the same storage, in which they take no gradient."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from schedlang.diagnostic import Refusal, closest
-from schedlang.other_arguments import ARGUMENTS
-from schedlang.patterns import read as _read
-from schedlang.plan import Plan
-from schedlang.primitive import Gain, Primitive, Trial, refuse
+from schedlang.diagnostics.diagnostic import Refusal, closest
+from schedlang.diagnostics.other_systems import ARGUMENTS
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Gain, Primitive, Trial, refuse
+from schedlang.language.patterns import read as _read
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from schedlang.model import Site
-    from schedlang.patterns import Pattern
-    from schedlang.runtime.regions.layer import Told
+    from schedlang.ir.model import Site
+    from schedlang.language.patterns import Pattern
+    from schedlang.runtime.fusion.fuse import Told
 
 
 class fuse(Primitive):  # noqa: N801
@@ -71,12 +71,18 @@ class fuse(Primitive):  # noqa: N801
             return replace(self, pattern=_read(self.pattern).text)
         how = ARGUMENTS["fuse"].get(f"with={self.pattern}")
         if how is not None:
-            refuse("S885", f"there is no pattern `{self.pattern}`", "this is a backend, not a"
-                                                                    " pattern",
-                   helps=(f"write `fuse({how.here})`",))  # fmt: skip
+            refuse(
+                "S885",
+                f"there is no pattern `{self.pattern}`",
+                "this is a backend, not a pattern",
+                helps=(f"write `fuse({how.here})`",),
+            )
         near = closest(self.pattern, patterns)
-        help_ = f"did you mean `{near}`?" if near else f"declare it: `pattern {self.pattern}(x) " \
-            "{ ... }`, above the step"  # fmt: skip
+        help_ = (
+            f"did you mean `{near}`?"
+            if near
+            else f"declare it: `pattern {self.pattern}(x) {{ ... }}`, above the step"
+        )
         refuse("S885", f"there is no pattern `{self.pattern}`", helps=(help_,))
 
     def check(self, site: Site, plan: Plan) -> None:
@@ -91,16 +97,20 @@ class fuse(Primitive):  # noqa: N801
         if self.pattern or self.backend == "rowwise":
             _matched(site, plan, self)
         elif _kernels(site, plan) == 1:
-            refuse("S884", f"`{site}` is one kernel already", "nothing is there to fuse it with",
-                   helps=("select a module around it",))  # fmt: skip
+            refuse(
+                "S884",
+                f"`{site}` is one kernel already",
+                "nothing is there to fuse it with",
+                helps=("select a module around it",),
+            )
 
     def apply(self, site: Site, build: Any) -> None:
         """Compile the module of the copy."""
         self._compile(build.at(site.fqn), site, build.plan)
 
     def _compile(self, module: Any, site: Site, plan: Plan) -> None:
-        from schedlang.runtime.regions.fuse import fuse as compiled
-        from schedlang.runtime.regions.layer import fuse_pattern
+        from schedlang.runtime.fusion.fuse import fuse as compiled
+        from schedlang.runtime.fusion.fuse import fuse_pattern
 
         if self.pattern or self.backend == "rowwise":
             fuse_pattern(module, _told(site, plan, self))
@@ -113,8 +123,8 @@ class fuse(Primitive):  # noqa: N801
         from contextlib import nullcontext
 
         from schedlang.runtime.device import device_of
-        from schedlang.runtime.regions.checked import check_fused
-        from schedlang.runtime.rowwise.child import interpreted
+        from schedlang.runtime.fusion.checked import check_fused
+        from schedlang.runtime.rowwise_kernels.child import interpreted
 
         module = copy.deepcopy(plan.model.model.get_submodule(site.fqn))
         self._compile(module, site, plan)
@@ -129,8 +139,8 @@ class fuse(Primitive):  # noqa: N801
 
     def gain(self, site: Site, plan: Plan, call: tuple[Any, Any]) -> Gain:
         """Of the regions of one module, or of all of it."""
-        from schedlang.runtime.recording.meta import hollow_model
-        from schedlang.runtime.replacing.gained import of_module, of_regions
+        from schedlang.runtime.kernel_injection.gains import of_module, of_regions
+        from schedlang.runtime.tracing.meta import hollow_model
 
         module = hollow_model(plan.model.model.get_submodule(site.fqn), {})
         if self.pattern or self.backend == "rowwise":
@@ -146,9 +156,9 @@ class fuse(Primitive):  # noqa: N801
 
 def _told(site: Site, plan: Plan, row: fuse) -> Told:
     """The pattern, and what rows above have done to children."""
-    from schedlang.runtime.regions.flow import Looked
-    from schedlang.runtime.regions.layer import Told
-    from schedlang.runtime.regions.rewrite import How
+    from schedlang.runtime.fusion.dataflow import Looked
+    from schedlang.runtime.fusion.fuse import Told
+    from schedlang.runtime.fusion.rewrite import How
 
     found = _read(row.pattern) if row.pattern else None
     inside: dict[str, set[str]] = {"decompose": set(), "": set()}
@@ -172,28 +182,31 @@ def _outside(site: Site, plan: Plan) -> None:
         around = next((s for s in action.sites if site.fqn.startswith(f"{s}.")), None)
         if looked and around is not None:
             refuse(
-                "S503", f"`{site}` is inside `{around}`, which the row `{row}` above fuses",
+                "S503",
+                f"`{site}` is inside `{around}`, which the row `{row}` above fuses",
                 helps=(f"move this row above `{row}`, or drop it",),
-            )  # fmt: skip
+            )
 
 
 def _matched(site: Site, plan: Plan, row: fuse) -> None:
     """Refuse where the pattern is nowhere (S882) or one call (S884); asked once for a kind."""
-    from schedlang.runtime.regions.flow import imagined
-    from schedlang.runtime.regions.layer import found_in
+    from schedlang.runtime.fusion.dataflow import imagined
+    from schedlang.runtime.fusion.fuse import found_in
 
     told = _told(site, plan, row)
     if told.pattern is not None and told.pattern.body.size == 1:
-        refuse("S884", f"`{told.pattern.name}` is one kernel already",
-               helps=("name the module before or after it",))  # fmt: skip
+        refuse(
+            "S884",
+            f"`{told.pattern.name}` is one kernel already",
+            helps=("name the module before or after it",),
+        )
     module = plan.model.model.get_submodule(site.fqn)
     found_in(module, told, imagined(module))
 
 
 def _kernels(site: Site, plan: Plan) -> int:
     """How many kernels a module is, if that can be seen; 0 if not."""
-    from schedlang.runtime.regions.flow import Looked, flow, imagined
-    from schedlang.runtime.regions.ops import kernels
+    from schedlang.runtime.fusion.dataflow import Looked, flow, imagined, kernels
 
     module = plan.model.model.get_submodule(site.fqn)
     try:

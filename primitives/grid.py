@@ -7,15 +7,15 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from schedlang.facets import Boundary
-from schedlang.kinds import Axes
-from schedlang.placement import Layout, R, Replicate, S
-from schedlang.plan import Plan
-from schedlang.primitive import Primitive, refuse
+from schedlang.ir.facets import Boundary
+from schedlang.ir.placement import Layout, R, Replicate, S
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Primitive, refuse
+from schedlang.language.kinds import Axes
 from schedlang.primitives.shard import KINDS, plain
 
 if TYPE_CHECKING:
-    from schedlang.model import ParameterFact, Site
+    from schedlang.ir.model import ParameterFact, Site
 
 AXES = {"summa": 2, "cube": 3}
 LAST = (S(-1), S("hidden"), S("out"))
@@ -58,8 +58,11 @@ class grid(Primitive):  # noqa: N801
         wanted = AXES[self.style]
         if len(self.over) != wanted or len(set(self.over)) != wanted:
             example = {"summa": "over=(r, c)", "cube": "over=(x, y, z)"}[self.style]
-            refuse("S304", f"`{self.style}` needs {wanted} axes, not {len(self.over)}",
-                   helps=(f"name them all: `{example}`",))  # fmt: skip
+            refuse(
+                "S304",
+                f"`{self.style}` needs {wanted} axes, not {len(self.over)}",
+                helps=(f"name them all: `{example}`",),
+            )
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse other modules, and sizes that the grid does not divide."""
@@ -71,8 +74,11 @@ class grid(Primitive):  # noqa: N801
             _check_plain(site, kind, plan)
         self._check_output(site, kind, plan)
         if sum(self._blocks(site, plan)) != self._outer(site, plan):
-            refuse("S406", f"blocks of {self.blocks} do not add up to {self._outer(site, plan)}",
-                   f"of `{site}`")  # fmt: skip
+            refuse(
+                "S406",
+                f"blocks of {self.blocks} do not add up to {self._outer(site, plan)}",
+                f"of `{site}`",
+            )
         sides = Sides(*(plan.mesh.size(axis) for axis in self.over))
         for size, ways in self._needs(site, plan, sides):
             if size % ways:
@@ -80,8 +86,11 @@ class grid(Primitive):  # noqa: N801
         for name, layout in self._layouts(site, plan).items():
             known = plan.layout(name)
             if known.splits and known != layout:
-                refuse("S504", f"`{name}` is sharded already, in another way than by this row",
-                       helps=("drop one of the two rows",))  # fmt: skip
+                refuse(
+                    "S504",
+                    f"`{name}` is sharded already, in another way than by this row",
+                    helps=("drop one of the two rows",),
+                )
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Split the parameters, and note what comes and goes over which axes."""
@@ -178,8 +187,11 @@ class grid(Primitive):  # noqa: N801
         view = next((a for a in self.over if a not in plan.mesh.sizes), None)
         if view is not None:
             known = ", ".join(f"`{axis}`" for axis in plan.mesh.sizes)
-            refuse("S304", f"`{view}` is a view of several axes: a grid needs axes of the mesh",
-                   helps=(f"choose from {known}",))  # fmt: skip
+            refuse(
+                "S304",
+                f"`{view}` is a view of several axes: a grid needs axes of the mesh",
+                helps=(f"choose from {known}",),
+            )
 
     def _check_norm(self, site: Site, plan: Plan) -> None:
         """Only what runs along the hidden dim can be computed in parts of it."""
@@ -192,23 +204,34 @@ class grid(Primitive):  # noqa: N801
             )
         replaced = [a for a in plan.actions if "structure" in a.primitive.writes]
         if any(site.fqn in action.sites for action in replaced):
-            refuse("S404", f"`{site}` is computed by a kernel, which `grid` cannot shard",
-                   helps=("leave out one of the two rows",))  # fmt: skip
+            refuse(
+                "S404",
+                f"`{site}` is computed by a kernel, which `grid` cannot shard",
+                helps=("leave out one of the two rows",),
+            )
 
     def _check_output(self, site: Site, kind: str, plan: Plan) -> None:
         if self.output == S("vocab"):
             if kind not in ("Linear", "Conv1D") or self.blocks != 1:
-                refuse("S306", f"only logits may be sharded over classes, and `{site}` does not"
-                               f" return logits",
-                       helps=("leave out `output=`",))  # fmt: skip
+                refuse(
+                    "S306",
+                    f"only logits may be sharded over classes, and `{site}` does not return logits",
+                    helps=("leave out `output=`",),
+                )
         elif self.output not in (None, R, *LAST):
-            refuse("S307", f"a grid shards the hidden dim: its output cannot be {self.output}",
-                   helps=("use `output=R`, or leave it out",))  # fmt: skip
+            refuse(
+                "S307",
+                f"a grid shards the hidden dim: its output cannot be {self.output}",
+                helps=("use `output=R`, or leave it out",),
+            )
         elif kind in ("Linear", "Conv1D"):
             layout = plan.layout(site.parameters["weight"].name)
             if layout.padded != layout.shape:
-                refuse("S306", f"`{site}` is padded: its output would include the padding",
-                       helps=("use `output=S(vocab)`: padding is cut off logits",))  # fmt: skip
+                refuse(
+                    "S306",
+                    f"`{site}` is padded: its output would include the padding",
+                    helps=("use `output=S(vocab)`: padding is cut off logits",),
+                )
 
     def _refuse_size(self, site: Site, plan: Plan, size: int, ways: int) -> None:
         fits = [
@@ -217,16 +240,22 @@ class grid(Primitive):  # noqa: N801
             if all(s % n == 0 for s, n in self._needs(site, plan, Sides(*(side,) * len(self.over))))
         ]
         names = " and ".join(f"`{axis}`" for axis in self.over)
-        helps = [f"{names} may each be {' or '.join(map(str, fits))}"] if fits else [
-            "no grid with equal sides divides it: keep it replicated"
-        ]  # fmt: skip
+        helps = (
+            [f"{names} may each be {' or '.join(map(str, fits))}"]
+            if fits
+            else ["no grid with equal sides divides it: keep it replicated"]
+        )
         words = self._kind(site) == "Embedding"
         if size == self._outer(site, plan) and (words or self.output == S("vocab")):
             dim = "vocab" if words else "out"
             helps.append(f"or pad it first: `{site} pad({dim}, multiple=128)`")
         mesh = ", ".join(f"{axis}={plan.mesh.size(axis)}" for axis in self.over)
-        refuse("S402", f"cannot split {size} evenly {ways} ways", f"of `{site}`, over {mesh}",
-               helps=helps)  # fmt: skip
+        refuse(
+            "S402",
+            f"cannot split {size} evenly {ways} ways",
+            f"of `{site}`, over {mesh}",
+            helps=helps,
+        )
 
 
 @dataclass(frozen=True)
@@ -265,5 +294,8 @@ def _check_plain(site: Site, kind: str, plan: Plan) -> None:
     odd = [n for n in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, n, None)]
     if odd or not plain(site, kind, plan):
         what = f"with `{odd[0]}`" if odd else "that computes something else"
-        refuse("S404", f"`{site}` is a `{kind}` {what}",
-               helps=("select the modules inside it, or keep it replicated",))  # fmt: skip
+        refuse(
+            "S404",
+            f"`{site}` is a `{kind}` {what}",
+            helps=("select the modules inside it, or keep it replicated",),
+        )

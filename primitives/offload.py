@@ -7,17 +7,17 @@ from dataclasses import field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
-from schedlang.amounts import size
-from schedlang.diagnostic import Label
-from schedlang.facets import Stored
-from schedlang.kinds import Axis
-from schedlang.plan import Plan
-from schedlang.primitive import Primitive, refuse
-from schedlang.source import NOWHERE
-from schedlang.usual import offered
+from schedlang.diagnostics.diagnostic import Label
+from schedlang.diagnostics.source import NOWHERE
+from schedlang.diagnostics.tables import size
+from schedlang.ir.facets import Stored
+from schedlang.ir.mesh import offered
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Primitive, refuse
+from schedlang.language.kinds import Axis
 
 if TYPE_CHECKING:
-    from schedlang.model import Site
+    from schedlang.ir.model import Site
 
 MOVES = ("activations", "parameters")  # what comes back module by module
 SENT = "offload(activations, to=peer, over={})"
@@ -77,12 +77,17 @@ class offload(Primitive):  # noqa: N801
     def agree(self, axes: Collection[str]) -> None:
         """Refuse a distance that means nothing, and half of a peer."""
         if self.prefetch < 0:
-            refuse("S304", f"`prefetch` must be 0 or more, not {self.prefetch}",
-                   helps=("use 0 to reload on demand, 1 to reload one module ahead",))  # fmt: skip
+            refuse(
+                "S304",
+                f"`prefetch` must be 0 or more, not {self.prefetch}",
+                helps=("use 0 to reload on demand, 1 to reload one module ahead",),
+            )
         if self.what not in MOVES and self.prefetch != 1:
-            refuse("S306", f"{self.what} are not reloaded module by module: `prefetch` has no"
-                           f" effect",
-                   helps=("leave out `prefetch`",))  # fmt: skip
+            refuse(
+                "S306",
+                f"{self.what} are not reloaded module by module: `prefetch` has no effect",
+                helps=("leave out `prefetch`",),
+            )
         if (self.to == "peer") != (self.over is not None):
             self._refuse_half(axes)
 
@@ -91,10 +96,14 @@ class offload(Primitive):  # noqa: N801
         row = offered(f"offload({self.what}, to=peer, over={{}})", axes, "stages")
         both, none = f"name both: {row}", f"`offload({self.what})`"
         if self.what not in STAY or self.over is not None:
-            refuse("S851", "`to=peer` and `over` must be given together: a peer is the next"
-                           " rank along an axis",
-                   helps=(f"leave `over` out: {none}",) if self.what in STAY
-                   else (both, f"or neither: {none}"))  # fmt: skip
+            refuse(
+                "S851",
+                "`to=peer` and `over` must be given together: a peer is the next"
+                " rank along an axis",
+                helps=(f"leave `over` out: {none}",)
+                if self.what in STAY
+                else (both, f"or neither: {none}"),
+            )
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse what no peer holds, and what another row decides."""
@@ -107,22 +116,29 @@ class offload(Primitive):  # noqa: N801
         met = [a for a in near if _meet(a.sites, site.fqn)]
         row = next((a for a in met if a.primitive.keeps), None)
         if row is not None and self.what in MOVES:
-            refuse("S844", f"`{row.name}` decides while it runs what these modules save",
-                   "nothing is left to offload",
-                   helps=("drop one of the two",
-                          "or use a plan that is made before the run:"
-                          " `checkpoint(plan=rotor, ...)`"),
-                   also=(Label(row.span or NOWHERE, "drops and recomputes activations"),),
-                   )  # fmt: skip
+            refuse(
+                "S844",
+                f"`{row.name}` decides while it runs what these modules save",
+                "nothing is left to offload",
+                helps=(
+                    "drop one of the two",
+                    "or use a plan that is made before the run: `checkpoint(plan=rotor, ...)`",
+                ),
+                also=(Label(row.span or NOWHERE, "drops and recomputes activations"),),
+            )
 
         row = next((a for a in met if a.primitive.moves), None)
         if row is not None and self.what == "activations":
-            refuse("S847", f"the plan of `{row.name}` already chooses which modules to offload",
-                   "would offload the same activations",
-                   helps=("drop this row",
-                          "or use a plan that offloads nothing: `checkpoint(plan=rotor, ...)`"),
-                   also=(Label(row.span or NOWHERE, "offloads activations of these modules"),),
-                   )  # fmt: skip
+            refuse(
+                "S847",
+                f"the plan of `{row.name}` already chooses which modules to offload",
+                "would offload the same activations",
+                helps=(
+                    "drop this row",
+                    "or use a plan that offloads nothing: `checkpoint(plan=rotor, ...)`",
+                ),
+                also=(Label(row.span or NOWHERE, "offloads activations of these modules"),),
+            )
 
     def _check_peer(self, site: Site, plan: Plan) -> None:
         """Refuse what cannot lie on a peer."""
@@ -131,12 +147,17 @@ class offload(Primitive):  # noqa: N801
             over = plan.mesh.names if self.over is None else (self.over,)
             found = {fact.name: fact for fact in plan.model.below(site.fqn)}.values()
             held = size(sum(prod(fact.shape) * fact.itemsize for fact in found))
-            refuse("S851", f"{self.what} cannot be sent to a peer", notes=(why.format(held),),
-                   helps=(f"keep them in host memory: `offload({self.what}, to=cpu)`",
-                          f"or keep a shard of them on each replica:"
-                          f" {offered(slices, plan.mesh.names, 'replicas')}",
-                          f"or send what a peer can store: {offered(SENT, over, 'stages')}"),
-                   )  # fmt: skip
+            refuse(
+                "S851",
+                f"{self.what} cannot be sent to a peer",
+                notes=(why.format(held),),
+                helps=(
+                    f"keep them in host memory: `offload({self.what}, to=cpu)`",
+                    f"or keep a shard of them on each replica:"
+                    f" {offered(slices, plan.mesh.names, 'replicas')}",
+                    f"or send what a peer can store: {offered(SENT, over, 'stages')}",
+                ),
+            )
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note what lies where."""
@@ -147,9 +168,8 @@ class offload(Primitive):  # noqa: N801
 
     def apply(self, site: Site, build: Any) -> None:
         """Put the module's saved tensors into a store; `build` moves what is parameters'."""
-        from schedlang.runtime.keeping.lodged import lodge
-        from schedlang.runtime.keeping.offload import Store
-        from schedlang.runtime.keeping.offload import offload as move
+        from schedlang.runtime.offload.saved_tensors import Store, lodge
+        from schedlang.runtime.offload.saved_tensors import offload as move
         from schedlang.runtime.storage.scratch import Scratch
 
         if self.what == "activations" and self.over is not None:

@@ -6,13 +6,13 @@ from collections.abc import Collection
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from schedlang.kinds import Many
-from schedlang.plan import Plan
-from schedlang.primitive import Primitive, refuse
-from schedlang.usual import offered
+from schedlang.ir.mesh import offered
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Primitive, refuse
+from schedlang.language.kinds import Many
 
 if TYPE_CHECKING:
-    from schedlang.model import Site
+    from schedlang.ir.model import Site
 
 
 class overlap(Primitive):  # noqa: N801
@@ -36,22 +36,30 @@ class overlap(Primitive):  # noqa: N801
     def agree(self, axes: Collection[str]) -> None:
         """Refuse nothing to overlap, and a distance that means nothing."""
         if not self.what:
-            refuse("S304", "`overlap` needs what to overlap",
-                   helps=("for example `overlap(transfers)`, `overlap(gradients)`",))  # fmt: skip
+            refuse(
+                "S304",
+                "`overlap` needs what to overlap",
+                helps=("for example `overlap(transfers)`, `overlap(gradients)`",),
+            )
         if self.ahead < 0:
-            refuse("S304", "`ahead` must be 0 or more",
-                   helps=("`ahead=0` or more",))  # fmt: skip
+            refuse("S304", "`ahead` must be 0 or more", helps=("`ahead=0` or more",))
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse what has no stages, and a second row about the same."""
         if site.fqn:
-            refuse("S408", "`overlap` is for the whole model",
-                   f"this row is inside `{site}`",
-                   helps=("move the row out of its `at`",))  # fmt: skip
+            refuse(
+                "S408",
+                "`overlap` is for the whole model",
+                f"this row is inside `{site}`",
+                helps=("move the row out of its `at`",),
+            )
         if "transfers" in self.what and not plan.cuts:
             row = offered("layers  pipeline_split(over={})", plan.mesh.names, "stages")
-            refuse("S412", "`overlap(transfers)` needs pipeline stages, and there are none",
-                   helps=(f"cut the model above: {row}",))  # fmt: skip
+            refuse(
+                "S412",
+                "`overlap(transfers)` needs pipeline stages, and there are none",
+                helps=(f"cut the model above: {row}",),
+            )
         twice = set(self.what) & set(plan.overlaps)
         if twice:
             refuse(

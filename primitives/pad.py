@@ -6,11 +6,11 @@ from collections.abc import Collection
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
-from schedlang.plan import Plan
-from schedlang.primitive import Primitive, refuse
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Primitive, refuse
 
 if TYPE_CHECKING:
-    from schedlang.model import Site
+    from schedlang.ir.model import Site
 
 
 class pad(Primitive):  # noqa: N801

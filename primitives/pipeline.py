@@ -7,17 +7,17 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from schedlang.facets import Order
-from schedlang.other_words import ORDER_NAMES
-from schedlang.plan import Plan
-from schedlang.primitive import Primitive, refuse
-from schedlang.texts import text_of
+from schedlang.diagnostics.other_systems import ORDER_NAMES
+from schedlang.diagnostics.source import text_of
+from schedlang.ir.facets import Order
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Primitive, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from schedlang.model import Site
-    from schedlang.patterns import Pattern
+    from schedlang.ir.model import Site
+    from schedlang.language.patterns import Pattern
 
 TABLES = (".csv",)
 
@@ -57,7 +57,7 @@ class pipeline(Primitive):  # noqa: N801
     @property
     def gives_up(self) -> frozenset[str]:
         """Sums over microbatches round in another order; stale weights give up more."""
-        from schedlang.orders import OrderError, find
+        from schedlang.pipeline.schedules import OrderError, find
 
         try:
             relaxed = frozenset() if self.is_table else find(self.order).relaxed
@@ -74,7 +74,7 @@ class pipeline(Primitive):  # noqa: N801
         """The same call; refuses an order that nobody knows, which needs no model to be seen."""
         if self.is_table or self.order.lower() in ORDER_NAMES:
             return self
-        from schedlang.orders import OrderError, find
+        from schedlang.pipeline.schedules import OrderError, find
 
         try:
             find(self.order)
@@ -91,10 +91,15 @@ class pipeline(Primitive):  # noqa: N801
             text = text_of(path)
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not text"
-            refuse("S303", f"cannot read the table `{self.order}`: {reason}",
-                   notes=(f"looked for {path}",),
-                   helps=("put a table next to the schedule that names it",
-                          'or name an order: `order="1F1B"`'))  # fmt: skip
+            refuse(
+                "S303",
+                f"cannot read the table `{self.order}`: {reason}",
+                notes=(f"looked for {path}",),
+                helps=(
+                    "put a table next to the schedule that names it",
+                    'or name an order: `order="1F1B"`',
+                ),
+            )
         made = copy(self)
         object.__setattr__(made, "table", text)
         return made
@@ -103,26 +108,35 @@ class pipeline(Primitive):  # noqa: N801
         """Refuse numbers of parts that no step has."""
         if min(self.micro, self.chunks or 1, self.slices) < 1:
             refuse(
-                "S304", "`micro`, `chunks` and `slices` must be 1 or more",
+                "S304",
+                "`micro`, `chunks` and `slices` must be 1 or more",
                 helps=("use 1 or more",),
-            )  # fmt: skip
+            )
         parts = self.micro * (self.chunks or 1) * self.slices
         if parts > MOST:
-            refuse("S304", f"a step may have at most {MOST} parts", f"these are {parts}",
-                   helps=("make `micro`, `chunks` or `slices` smaller",))  # fmt: skip
+            refuse(
+                "S304",
+                f"a step may have at most {MOST} parts",
+                f"these are {parts}",
+                helps=("make `micro`, `chunks` or `slices` smaller",),
+            )
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse a second order, and sizes that an order does not run."""
         if site.fqn:
-            refuse("S408", "`pipeline` is for the whole model", f"this row is inside `{site}`",
-                   helps=("move the row out of its `at`",))  # fmt: skip
+            refuse(
+                "S408",
+                "`pipeline` is for the whole model",
+                f"this row is inside `{site}`",
+                helps=("move the row out of its `at`",),
+            )
         if plan.order is not None:
             refuse("S509", "the pipeline already has an order", helps=("drop one of the two rows",))
         self._check_order(plan)
 
     def _check_order(self, plan: Plan) -> None:
         self.resolved({})
-        from schedlang.orders import OrderError
+        from schedlang.pipeline.schedules import OrderError
 
         ranks = plan.mesh.size(plan.cuts[0].axis) if plan.cuts else 1
         if ranks == 1 and (self.chunks or 1) == 1 and not plan.cuts:
@@ -137,7 +151,7 @@ class pipeline(Primitive):  # noqa: N801
         return replace(plan, order=self._order(plan))
 
     def _order(self, plan: Plan) -> Order:
-        from schedlang.orders import chunks_of
+        from schedlang.pipeline.schedules import chunks_of
 
         axis = plan.cuts[0].axis if plan.cuts else None
         chunks = self.chunks or (1 if self.is_table else chunks_of(self.order))

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from schedlang.diagnostic import Label
-from schedlang.facets import Cut
-from schedlang.kinds import Axis
-from schedlang.plan import Plan
-from schedlang.primitive import Primitive, refuse
-from schedlang.source import NOWHERE
+from schedlang.diagnostics.diagnostic import Label
+from schedlang.diagnostics.source import NOWHERE
+from schedlang.ir.facets import Cut
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Primitive, refuse
+from schedlang.language.kinds import Axis
 
 if TYPE_CHECKING:
-    from schedlang.model import Site
+    from schedlang.ir.model import Site
 
 LISTS = ("ModuleList", "Sequential", "ModuleDict")
 
@@ -74,12 +74,15 @@ class pipeline_split(Primitive):  # noqa: N801
         row = next((a for a in plan.actions if a.primitive.cuts), None)
         if row is not None and (not lists or self.balance != "even"):
             refuse(
-                "S845", "two rows choose where stages start",
+                "S845",
+                "two rows choose where stages start",
                 "cuts the model, too",
-                helps=("leave out `balance`, and select the list of modules to cut",
-                       "or use a plan that keeps the cuts: `checkpoint(plan=pareto, memory=...)`"),
+                helps=(
+                    "leave out `balance`, and select the list of modules to cut",
+                    "or use a plan that keeps the cuts: `checkpoint(plan=pareto, memory=...)`",
+                ),
                 also=(Label(row.span or NOWHERE, "balances the stages by their recomputation"),),
-            )  # fmt: skip
+            )
         if plan.cuts and (lists or plan.cuts[0].trunks):
             refuse("S509", "the model is already cut", helps=("only one row may cut a list",))
         self._check_enough(lists, plan)
@@ -98,13 +101,18 @@ class pipeline_split(Primitive):  # noqa: N801
         parts = sum(times.get(one.fqn) or len(plan.model.children(one.fqn)) for one in lists)
         if lists and parts < ranks:
             held = ", ".join(f"`{one.fqn}`" for one in lists)
-            refuse("S613", f"{parts} module{'s' * (parts != 1)} cannot be cut into {ranks} stages",
-                   f"`{self.over}` has {ranks} ranks", notes=(f"these are all modules of {held}",),
-                   helps=(f"`{self.over}` may be 1 to {parts}",
-                          "or, for modules called in a loop, make each call a module: `unroll`,"
-                          " in a"
-                          " row above"),
-                   )  # fmt: skip
+            refuse(
+                "S613",
+                f"{parts} module{'s' * (parts != 1)} cannot be cut into {ranks} stages",
+                f"`{self.over}` has {ranks} ranks",
+                notes=(f"these are all modules of {held}",),
+                helps=(
+                    f"`{self.over}` may be 1 to {parts}",
+                    "or, for modules called in a loop, make each call a module: `unroll`,"
+                    " in a"
+                    " row above",
+                ),
+            )
 
     def effect(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
         """Note the cuts; stages are numbered when the number of chunks is known."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace as changed
 from typing import TYPE_CHECKING, Any
 
-from schedlang.plan import Plan
-from schedlang.primitive import Primitive, refuse
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Primitive, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from schedlang.model import Site
+    from schedlang.ir.model import Site
 
 
 class replace(Primitive):  # noqa: N801
@@ -50,12 +50,14 @@ class replace(Primitive):  # noqa: N801
             there = ", ".join(f"`{name}`" for name in known)
             notes = (f"there are {there}",) if known else ("no replacements are known",)
             help_ = f'define it in the model file: `replacements = {{"{self.module}": ...}}`'
-            refuse("S880", f"no replacement is called `{self.module}`",
-                   notes=notes, helps=(help_,))  # fmt: skip
+            refuse("S880", f"no replacement is called `{self.module}`", notes=notes, helps=(help_,))
         for one in site:
             if not one.fqn:
-                refuse("S408", "the model itself cannot be replaced",
-                       helps=("select a module: `layers.*.mlp  replace(my_mlp)`",))  # fmt: skip
+                refuse(
+                    "S408",
+                    "the model itself cannot be replaced",
+                    helps=("select a module: `layers.*.mlp  replace(my_mlp)`",),
+                )
             self._above(one, plan)
 
     def _above(self, site: Site, plan: Plan) -> None:
@@ -71,7 +73,7 @@ class replace(Primitive):  # noqa: N801
 
     def effect(self, site: tuple[Site, ...], plan: Plan) -> Plan:
         """Go on with a copy of the model in which the modules are replaced."""
-        from schedlang.runtime.replacing.replaced import Replace
+        from schedlang.runtime.kernel_injection.replaced_module import Replace
 
         known: Mapping[str, Any] = plan.model.replacements
         sites = tuple(one.fqn for one in site)

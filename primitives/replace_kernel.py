@@ -6,15 +6,15 @@ from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from schedlang.diagnostic import Diagnostic, Label, Refusal
-from schedlang.plan import Plan
-from schedlang.primitive import Primitive, Trial, refuse
-from schedlang.value import Bytes
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Primitive, Trial, refuse
+from schedlang.language.value import Bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from schedlang.model import Site
+    from schedlang.ir.model import Site
 
 
 # kernel -> its package, how to install it, what does without
@@ -65,10 +65,20 @@ class replace_kernel(Primitive):  # noqa: N801
     """
 
     kernel: Literal[
-        "rms_norm", "layer_norm", "add_norm", "gated", "rope", "cross_entropy",
-        "linear_cross_entropy", "sdpa", "flex_attention", "flash_attention", "grouped",
-        "liger.rms_norm", "liger.layer_norm",
-    ]  # fmt: skip
+        "rms_norm",
+        "layer_norm",
+        "add_norm",
+        "gated",
+        "rope",
+        "cross_entropy",
+        "linear_cross_entropy",
+        "sdpa",
+        "flex_attention",
+        "flash_attention",
+        "grouped",
+        "liger.rms_norm",
+        "liger.layer_norm",
+    ]
     chunk: Bytes | None = None
 
     example = "layers.*.norm  replace_kernel(rms_norm)"
@@ -139,23 +149,27 @@ class replace_kernel(Primitive):  # noqa: N801
             "S875",
             f"`{site}` is sharded in a way that computes its logits before the loss",
             also=tuple(Label(a.span, f"by `{a.primitive}`") for a in rows if a.span is not None),
-            notes=("the kernel needs a head that is replicated, or sharded along `vocab` over one"
-                   " axis",),
-            helps=(f"shard it along `vocab`: `{site} shard(vocab, over={axis})`",
-                   f"or drop the row `{site} replace_kernel({self.kernel})`"),
-        )  # fmt: skip
+            notes=(
+                "the kernel needs a head that is replicated, or sharded along `vocab` over one"
+                " axis",
+            ),
+            helps=(
+                f"shard it along `vocab`: `{site} shard(vocab, over={axis})`",
+                f"or drop the row `{site} replace_kernel({self.kernel})`",
+            ),
+        )
         raise Refusal(diagnostic)
 
     def apply(self, site: Site, build: Any) -> None:
         """Put the kernel into the module of the copy."""
-        from schedlang.runtime.replacing.kernel import replace
+        from schedlang.runtime.kernel_injection.kernel import replace
 
         replace(build.at(site.fqn), self._found(site, build.plan), int(self.chunk or 0))
 
     def trial(self, site: Site, plan: Plan, calls: Mapping[str, Any]) -> list[Trial]:
         """Run the Triton kernel itself, on a GPU or in Triton's interpreter, beside the module."""
         from schedlang.kernels.check import run_kernel_check
-        from schedlang.runtime.replacing.kernel import cases_of
+        from schedlang.runtime.kernel_injection.kernel import cases_of
 
         cases = cases_of(self._found(site, plan))
         return [
@@ -172,8 +186,8 @@ class replace_kernel(Primitive):  # noqa: N801
 
     def _found(self, site: Site, plan: Plan) -> Any:
         """What probing says of a module, asked once for all that are equal."""
-        from schedlang.runtime.replacing.judged import judged
-        from schedlang.runtime.replacing.kernel import match
+        from schedlang.runtime.kernel_injection.kernel import match
+        from schedlang.runtime.kernel_injection.probe_cache import judged
 
         module = plan.model.model.get_submodule(site.fqn)
         probe = partial(match, kernel=self.kernel)

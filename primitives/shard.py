@@ -7,15 +7,15 @@ from dataclasses import field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
-from schedlang.facets import Boundary
-from schedlang.fitting import Cut, blocks_of, remedies, some
-from schedlang.kinds import Axis, Rest
-from schedlang.placement import EVEN, P, Placement, R, Replicate, S
-from schedlang.plan import Plan
-from schedlang.primitive import Primitive, refuse
+from schedlang.ir.facets import Boundary
+from schedlang.ir.fitting import Cut, blocks_of, remedies, some
+from schedlang.ir.placement import EVEN, P, Placement, R, Replicate, S
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Primitive, refuse
+from schedlang.language.kinds import Axis, Rest
 
 if TYPE_CHECKING:
-    from schedlang.model import ParameterFact, Site
+    from schedlang.ir.model import ParameterFact, Site
 
 STYLES = {"col": "out", "row": "in", "vocab": "vocab"}
 TABLES = {"col": "hidden", "row": "vocab", "vocab": "vocab"}  # a lookup is a product with one-hots
@@ -69,18 +69,25 @@ class shard(Primitive):  # noqa: N801
     def agree(self, axes: Collection[str]) -> None:
         """Refuse two ways of saying what is split, and what is no count of blocks."""
         if self.style is not None and self.tensors:
-            refuse("S306", "a style already defines how each parameter is sharded",
-                   helps=("leave out the style, or the placements of parameters",))  # fmt: skip
+            refuse(
+                "S306",
+                "a style already defines how each parameter is sharded",
+                helps=("leave out the style, or the placements of parameters",),
+            )
         if (self.style, self.input, self.output) == (None,) * 3 and not self.tensors:
             over = f"over={self.over}"
             refuse(
-                "S305", "`shard` needs a style or a placement", "neither is given",
-                helps=(f"for projections: `shard(col, {over})` shards outputs, `shard(row, {over})`"
-                       " inputs",
-                       f"for embeddings and output layers: `shard(vocab, {over})`",
-                       f"for parameters by name, or activations: `shard(weight=S(0), {over})`,"
-                       f" `shard(input=S(1), {over})`"),
-            )  # fmt: skip
+                "S305",
+                "`shard` needs a style or a placement",
+                "neither is given",
+                helps=(
+                    f"for projections: `shard(col, {over})` shards outputs, `shard(row, {over})`"
+                    " inputs",
+                    f"for embeddings and output layers: `shard(vocab, {over})`",
+                    f"for parameters by name, or activations: `shard(weight=S(0), {over})`,"
+                    f" `shard(input=S(1), {over})`",
+                ),
+            )
         self._check_blocks()
 
     def check(self, site: Site, plan: Plan) -> None:
@@ -96,12 +103,18 @@ class shard(Primitive):  # noqa: N801
                 helps=("select the modules inside it, or keep it replicated",),
             )
         if kind in CONVOLUTIONS and (self.heads or self.uneven):
-            refuse("S401", f"`{site}` is a `{site.class_name}`: its channels are sharded evenly",
-                   helps=("leave out `heads=` and `uneven=`",))  # fmt: skip
+            refuse(
+                "S401",
+                f"`{site}` is a `{site.class_name}`: its channels are sharded evenly",
+                helps=("leave out `heads=` and `uneven=`",),
+            )
         module = plan.model.model.get_submodule(site.fqn)
         if getattr(module, "max_norm", None) is not None and self._named(site):
-            refuse("S404", f"`{site}` changes its weight during lookup (`max_norm`)",
-                   helps=("keep it replicated", "or build it without `max_norm`"))  # fmt: skip
+            refuse(
+                "S404",
+                f"`{site}` changes its weight during lookup (`max_norm`)",
+                helps=("keep it replicated", "or build it without `max_norm`"),
+            )
         if self._named(site):
             self._check_table(site, module)
         for name, fact, dim in self._splits(site):
@@ -170,8 +183,11 @@ class shard(Primitive):  # noqa: N801
                 "S307", f"`{site}.{name}` has no dim `{placement.dim}`", helps=(f"it has {known}",)
             )
         if not -len(fact.shape) <= placement.dim < len(fact.shape):
-            refuse("S307", f"`{site}.{name}` has no dim {placement.dim}",
-                   helps=(f"its shape is {list(fact.shape)}",))  # fmt: skip
+            refuse(
+                "S307",
+                f"`{site}.{name}` has no dim {placement.dim}",
+                helps=(f"its shape is {list(fact.shape)}",),
+            )
         return placement.dim % len(fact.shape)
 
     def _cut(self, size: int) -> Cut:
@@ -216,9 +232,11 @@ class shard(Primitive):  # noqa: N801
             for style, dim in STYLES.items()
             if dim in dims or (style == "vocab" and "out" in dims)
         ]
-        helps = [f"choose one of {', '.join(f'`{s}`' for s in legal)}"] if legal else [
-            "select the projections inside it, or give only `input=` and `output=`"
-        ]  # fmt: skip
+        helps = (
+            [f"choose one of {', '.join(f'`{s}`' for s in legal)}"]
+            if legal
+            else ["select the projections inside it, or give only `input=` and `output=`"]
+        )
         refuse(
             "S401",
             f"`{site}` is a `{site.class_name}`, which the style `{self.style}` does not fit",
@@ -228,23 +246,30 @@ class shard(Primitive):  # noqa: N801
     def _check_table(self, site: Site, module: Any) -> None:
         """Refuse tables of which a part does not do what the whole does."""
         if getattr(module, "scale_grad_by_freq", False):
-            refuse("S404", f"`{site}` scales gradients by row counts (`scale_grad_by_freq`)",
-                   helps=("keep it replicated", "or build it without `scale_grad_by_freq`"),
-                   )  # fmt: skip
+            refuse(
+                "S404",
+                f"`{site}` scales gradients by row counts (`scale_grad_by_freq`)",
+                helps=("keep it replicated", "or build it without `scale_grad_by_freq`"),
+            )
         rows = any(site.dims.get(n, ())[d : d + 1] == ("vocab",) for n, _, d in self._splits(site))
         if rows and getattr(module, "mode", "") == "max" and site.is_a("EmbeddingBag"):
             better = f"shard the embedding dim instead: `{site} shard(col, over={self.over})`"
-            refuse("S404", f"`{site}` takes the max of each bag, and a shard has only some of"
-                           f" its rows",
-                   helps=(better,))  # fmt: skip
+            refuse(
+                "S404",
+                f"`{site}` takes the max of each bag, and a shard has only some of its rows",
+                helps=(better,),
+            )
 
     def _check_blocks(self) -> None:
         """Refuse what is no count of blocks, and no list of their sizes."""
         sizes = (self.blocks,) if isinstance(self.blocks, int) else self.blocks
         if not sizes or min(sizes) < 1:
-            refuse("S304", "`blocks` must be the number of blocks, or a list of their sizes",
-                   f"this is {self.blocks}",
-                   helps=("`blocks=3`", "`blocks=[8, 4, 4]`"))  # fmt: skip
+            refuse(
+                "S304",
+                "`blocks` must be the number of blocks, or a list of their sizes",
+                f"this is {self.blocks}",
+                helps=("`blocks=3`", "`blocks=[8, 4, 4]`"),
+            )
 
     def _check_together(self, site: Site) -> None:
         """Refuse a bias that does not lie as the outputs do, and classes in several blocks."""
@@ -252,13 +277,19 @@ class shard(Primitive):  # noqa: N801
         if "bias" in site.parameters and (("weight", "out") in splits) != (
             ("bias", "out") in splits
         ):
-            refuse("S407", f"only one of weight and bias of `{site}` is sharded along `out`",
-                   "shard both along `out`, or neither",
-                   helps=("use a style: it shards both",))  # fmt: skip
+            refuse(
+                "S407",
+                f"only one of weight and bias of `{site}` is sharded along `out`",
+                "shard both along `out`, or neither",
+                helps=("use a style: it shards both",),
+            )
         head = isinstance(self._edges(site)[1], S) and self._edges(site)[1] == S("vocab")
         if head and ("weight", "out") in splits and self.blocks != 1:
-            refuse("S406", f"the classes of `{site}` cannot be split into blocks",
-                   helps=("leave out `blocks=`", "or use the style `col`"))  # fmt: skip
+            refuse(
+                "S406",
+                f"the classes of `{site}` cannot be split into blocks",
+                helps=("leave out `blocks=`", "or use the style `col`"),
+            )
 
     def _check_groups(self, site: Site, plan: Plan) -> None:
         """Refuse groups of channels that ranks would cut."""
@@ -267,13 +298,19 @@ class shard(Primitive):  # noqa: N801
         assert isinstance(groups, int)
         if groups > 1 and "in" in splits:
             better = f"shard its outputs: `{site} shard(col, over={self.over})`"
-            refuse("S402", f"`{site}` has {groups} groups: each reads only its own inputs",
-                   helps=(better,))  # fmt: skip
+            refuse(
+                "S402",
+                f"`{site}` has {groups} groups: each reads only its own inputs",
+                helps=(better,),
+            )
         if groups > 1 and splits and groups % ranks:
             legal = [n for n in range(2, groups + 1) if groups % n == 0]
-            refuse("S402", f"cannot split {groups} groups evenly {ranks} ways",
-                   f"`{self.over}` has {ranks} ranks",
-                   helps=(f"`{self.over}` may be {some(legal)}",))  # fmt: skip
+            refuse(
+                "S402",
+                f"cannot split {groups} groups evenly {ranks} ways",
+                f"`{self.over}` has {ranks} ranks",
+                helps=(f"`{self.over}` may be {some(legal)}",),
+            )
 
     def _check_split(
         self, site: Site, plan: Plan, name: str, fact: ParameterFact, dim: int
@@ -281,15 +318,21 @@ class shard(Primitive):  # noqa: N801
         layout, ranks = plan.layout(fact.name), plan.mesh.size(self.over)
         size, cut = layout.shape[dim], self._cut(layout.shape[dim])
         if sum(cut.blocks) != size:
-            refuse("S406", f"blocks {list(cut.blocks)} add up to {sum(cut.blocks)}, not to {size}",
-                   notes=(f"`{site}.{name}` is {_shape(fact)}",),
-                   helps=blocks_of(self.blocks, size))  # fmt: skip
+            refuse(
+                "S406",
+                f"blocks {list(cut.blocks)} add up to {sum(cut.blocks)}, not to {size}",
+                notes=(f"`{site}.{name}` is {_shape(fact)}",),
+                helps=blocks_of(self.blocks, size),
+            )
         odd = [block for block in cut.blocks if self.heads and block % self.heads]
         if odd or (self.heads is not None and self.heads < 1):
             divide = [n for n in range(1, (odd or [size])[0] + 1) if (odd or [size])[0] % n == 0]
-            refuse("S406", f"{(odd or [size])[0]} cannot be divided into {self.heads} equal heads",
-                   notes=(f"`{site}.{name}` is {_shape(fact)}",),
-                   helps=(f"`heads` may be {some(divide)}",))  # fmt: skip
+            refuse(
+                "S406",
+                f"{(odd or [size])[0]} cannot be divided into {self.heads} equal heads",
+                notes=(f"`{site}.{name}` is {_shape(fact)}",),
+                helps=(f"`heads` may be {some(divide)}",),
+            )
         if self.uneven == "replicate":
             self._check_replicate(site, plan, name, dim, cut)
         padded = Fraction(layout.padded[dim], size)
@@ -318,11 +361,15 @@ class shard(Primitive):  # noqa: N801
         count = f"{len(cut.blocks)} blocks of {bad}" if len(cut.blocks) > 1 else f"{bad}"
         if self.heads:
             count = f"{self.heads} heads"
-        refuse("S402", f"cannot split {count} evenly {ranks} ways",
-               f"`{self.over}` has {ranks} ranks",
-               notes=(f"`{site}.{name}` is {_shape(fact)}; {style} splits {what} ="
-                      f" {fact.shape[dim]}",),
-               helps=helps)  # fmt: skip
+        refuse(
+            "S402",
+            f"cannot split {count} evenly {ranks} ways",
+            f"`{self.over}` has {ranks} ranks",
+            notes=(
+                f"`{site}.{name}` is {_shape(fact)}; {style} splits {what} = {fact.shape[dim]}",
+            ),
+            helps=helps,
+        )
 
     @property
     def call(self) -> str:
@@ -338,34 +385,49 @@ class shard(Primitive):  # noqa: N801
         if cut.even(ranks):
             return
         if self.heads is None:
-            refuse("S402", "`uneven=replicate` needs the number of heads",
-                   notes=(f"dim {dim} of `{site}.{name}` is {sum(cut.blocks)}",),
-                   helps=("give it: `heads=2`",))  # fmt: skip
+            refuse(
+                "S402",
+                "`uneven=replicate` needs the number of heads",
+                notes=(f"dim {dim} of `{site}.{name}` is {sum(cut.blocks)}",),
+                helps=("give it: `heads=2`",),
+            )
         if names[dim : dim + 1] != ("out",):
-            refuse("S402", f"the shards of `{site}.{name}` that several ranks hold would be"
-                           f" summed twice",
-                   helps=("replicate outputs only, for example key/value heads",
-                          "or pad: `uneven=pad`"))  # fmt: skip
+            refuse(
+                "S402",
+                f"the shards of `{site}.{name}` that several ranks hold would be summed twice",
+                helps=(
+                    "replicate outputs only, for example key/value heads",
+                    "or pad: `uneven=pad`",
+                ),
+            )
         if ranks % self.heads:
-            refuse("S402", f"{ranks} ranks cannot share {self.heads} heads evenly",
-                   f"`{self.over}` has {ranks} ranks",
-                   helps=(f"`{self.over}` may be a multiple or a divisor of {self.heads}",
-                          "or pad: `uneven=pad`, on all rows of the attention"))  # fmt: skip
+            refuse(
+                "S402",
+                f"{ranks} ranks cannot share {self.heads} heads evenly",
+                f"`{self.over}` has {ranks} ranks",
+                helps=(
+                    f"`{self.over}` may be a multiple or a divisor of {self.heads}",
+                    "or pad: `uneven=pad`, on all rows of the attention",
+                ),
+            )
         if str(self.over) not in plan.mesh.sizes and self.heads > 1:
-            refuse("S402", f"`{self.over}` is a view: its ranks cannot share heads",
-                   helps=("use an axis of the mesh", "or pad: `uneven=pad`"))  # fmt: skip
+            refuse(
+                "S402",
+                f"`{self.over}` is a view: its ranks cannot share heads",
+                helps=("use an axis of the mesh", "or pad: `uneven=pad`"),
+            )
 
 
 def plain(site: Site, kind: str, plan: Plan) -> bool:
     """Does the module compute what its class says?  Tried once for all that are equal."""
     if plan.model.computes_as(site.fqn, kind):
         return True
-    from schedlang.runtime.replacing.judged import seen
+    from schedlang.runtime.kernel_injection.probe_cache import seen
 
     module = plan.model.model.get_submodule(site.fqn)
     key = ("plain", kind, seen(module))
     if key not in plan.model.cache:
-        from schedlang.runtime.following.likeness import computes_like
+        from schedlang.runtime.propagation.likeness import computes_like
 
         plan.model.cache[key] = computes_like(module, kind)
     return bool(plan.model.cache[key])

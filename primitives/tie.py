@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.kinds import Many
-from schedlang.plan import Plan
-from schedlang.primitive import Primitive, refuse
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Primitive, refuse
+from schedlang.language.kinds import Many
 
 if TYPE_CHECKING:
-    from schedlang.model import ParameterFact, Site
+    from schedlang.ir.model import ParameterFact, Site
 
 
 class tie(Primitive):  # noqa: N801
@@ -40,17 +40,23 @@ class tie(Primitive):  # noqa: N801
     def check(self, sites: tuple[Site, ...], plan: Plan) -> None:
         """Refuse modules that are not alike, and what is one parameter already."""
         if len(sites) < 2:
-            refuse("S416", "`tie` needs at least two modules", f"`{sites[0]}` is selected",
-                   helps=("select the modules that share parameters: `layers.* "
-                          " tie()`",))  # fmt: skip
+            refuse(
+                "S416",
+                "`tie` needs at least two modules",
+                f"`{sites[0]}` is selected",
+                helps=("select the modules that share parameters: `layers.*  tie()`",),
+            )
         first = self._chosen(sites[0], plan)
         for site in sites[1:]:
             _check_alike(sites[0], first, site, self._chosen(site, plan))
         groups = self._groups(sites, plan)
         if all(len({plan.model.parameters[n].name for n in group}) == 1 for group in groups):
-            refuse("S416", "nothing is left to tie",
-                   notes=("the selected parameters are tied already, or there are none",),
-                   helps=("drop the row, or select other modules",))  # fmt: skip
+            refuse(
+                "S416",
+                "nothing is left to tie",
+                notes=("the selected parameters are tied already, or there are none",),
+                helps=("drop the row, or select other modules",),
+            )
 
     def effect(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
         """Go on with a copy of the model, on the same storage, in which they are one."""
@@ -64,8 +70,11 @@ class tie(Primitive):  # noqa: N801
     def _chosen(self, site: Site, plan: Plan) -> dict[str, ParameterFact]:
         """The parameters of a module that are to be shared, by their names there."""
         prefix = f"{site.fqn}." if site.fqn else ""
-        own = {n.removeprefix(prefix): fact for n, fact in plan.model.parameters.items()
-               if n.startswith(prefix)}  # fmt: skip
+        own = {
+            n.removeprefix(prefix): fact
+            for n, fact in plan.model.parameters.items()
+            if n.startswith(prefix)
+        }
         for name in self.names:
             if name not in own:
                 some = ", ".join(f"`{n}`" for n in list(own)[:4]) or "none"
@@ -86,10 +95,12 @@ def _check_alike(
     for name in (*first, *other):
         shapes = [_shape(found.get(name)) for found in (first, other)]
         if shapes[0] != shapes[1]:
-            refuse("S416", f"the parameters of `{one}` and `{site}` differ in shape or dtype",
-                   notes=(f"`{name}` is {shapes[0]} in the one and {shapes[1]} in the other",),
-                   helps=("tie modules of one class, or only some parameters:"
-                          " `tie(weight)`",))  # fmt: skip
+            refuse(
+                "S416",
+                f"the parameters of `{one}` and `{site}` differ in shape or dtype",
+                notes=(f"`{name}` is {shapes[0]} in the one and {shapes[1]} in the other",),
+                helps=("tie modules of one class, or only some parameters: `tie(weight)`",),
+            )
 
 
 def _shape(fact: ParameterFact | None) -> str:

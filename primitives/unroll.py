@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.plan import Plan
-from schedlang.primitive import Primitive, refuse
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Primitive, refuse
 
 if TYPE_CHECKING:
-    from schedlang.model import Site
+    from schedlang.ir.model import Site
 
 
 class unroll(Primitive):  # noqa: N801
@@ -52,8 +52,11 @@ class unroll(Primitive):  # noqa: N801
             )
         for other, times in plan.unrolled:
             if other == site.fqn:
-                refuse("S501", f"`{site}` is unrolled already, {times} times",
-                       helps=("drop one of the two rows",))  # fmt: skip
+                refuse(
+                    "S501",
+                    f"`{site}` is unrolled already, {times} times",
+                    helps=("drop one of the two rows",),
+                )
             inner, outer = sorted((other, site.fqn), key=len, reverse=True)
             if inner.startswith(f"{outer}."):
                 refuse(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.kinds import Many
-from schedlang.plan import Plan
-from schedlang.primitive import Primitive, refuse
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Primitive, refuse
+from schedlang.language.kinds import Many
 
 if TYPE_CHECKING:
-    from schedlang.model import Site
+    from schedlang.ir.model import Site
 
 
 class untie(Primitive):  # noqa: N801
@@ -41,17 +41,26 @@ class untie(Primitive):  # noqa: N801
                 known = ", ".join(f"`{n}`" for n in site.parameters) or "none"
                 refuse("S305", f"`{site}` has no parameter `{name}`", helps=(f"it has {known}",))
         if not self._shared(site, plan):
-            refuse("S416", f"`{site}` shares no parameter with another module",
-                   notes=("the selected parameters are not tied",),
-                   helps=("drop the row; `schedlang tree` shows tied parameters",))  # fmt: skip
+            refuse(
+                "S416",
+                f"`{site}` shares no parameter with another module",
+                notes=("the selected parameters are not tied",),
+                helps=("drop the row; `schedlang tree` shows tied parameters",),
+            )
         module = plan.model.model.get_submodule(site.fqn)
-        twice = [n for n, m in plan.model.model.named_modules(remove_duplicate=False)
-                 if m is module and n != site.fqn]  # fmt: skip
+        twice = [
+            n
+            for n, m in plan.model.model.named_modules(remove_duplicate=False)
+            if m is module and n != site.fqn
+        ]
         if twice:
-            refuse("S416", f"`{site}` is one module under two names",
-                   f"it is `{twice[0]}` as well",
-                   notes=("its own parameter would still be shared by both names",),
-                   helps=("build the model with two modules",))  # fmt: skip
+            refuse(
+                "S416",
+                f"`{site}` is one module under two names",
+                f"it is `{twice[0]}` as well",
+                notes=("its own parameter would still be shared by both names",),
+                helps=("build the model with two modules",),
+            )
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Go on with a copy of the model in which the module has its own."""

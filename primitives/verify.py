@@ -6,12 +6,12 @@ from collections.abc import Collection
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
-from schedlang.kinds import Many
-from schedlang.primitive import Primitive, refuse
+from schedlang.ir.primitive import Primitive, refuse
+from schedlang.language.kinds import Many
 
 if TYPE_CHECKING:
-    from schedlang.model import Site
-    from schedlang.plan import Plan
+    from schedlang.ir.model import Site
+    from schedlang.ir.plan import Plan
 
 What = Literal["forward", "backward", "train", "loss", "exact"]
 
@@ -53,8 +53,7 @@ class verify(Primitive):
         if self.rtol is not None and "exact" in self.what:
             refuse("S304", "`exact` asks for equal bits, and `rtol` allows a difference")
         if self.steps is not None and self.what and not {"train", "loss"} & set(self.what):
-            refuse("S305", "`steps` needs `train`",
-                   helps=["write `verify(train, steps=5)`"])  # fmt: skip
+            refuse("S305", "`steps` needs `train`", helps=["write `verify(train, steps=5)`"])
         if self.within is not None and "loss" not in self.what:
             refuse("S305", "`within` needs `loss`", helps=["write `verify(loss, within=0.01)`"])
 

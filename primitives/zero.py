@@ -6,14 +6,14 @@ from collections.abc import Collection
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
-from schedlang.facets import Replicas
-from schedlang.kinds import Axes
-from schedlang.plan import Plan
-from schedlang.primitive import Primitive, refuse
-from schedlang.value import Bytes
+from schedlang.ir.facets import Replicas
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Primitive, refuse
+from schedlang.language.kinds import Axes
+from schedlang.language.value import Bytes
 
 if TYPE_CHECKING:
-    from schedlang.model import Site
+    from schedlang.ir.model import Site
 
 
 class zero(Primitive):  # noqa: N801
@@ -62,11 +62,17 @@ class zero(Primitive):  # noqa: N801
                 "S303", f"there is no ZeRO stage {self.stage}", helps=("choose one of 0, 1, 2, 3",)
             )
         if self.stage < 3 and (self.prefetch or not self.reshard):
-            refuse("S306", f"ZeRO stage {self.stage} gathers no parameters",
-                   helps=("leave out `prefetch` and `reshard`, or use `stage=3`",))  # fmt: skip
+            refuse(
+                "S306",
+                f"ZeRO stage {self.stage} gathers no parameters",
+                helps=("leave out `prefetch` and `reshard`, or use `stage=3`",),
+            )
         if self.stage and self.bucket is not None:
-            refuse("S306", f"ZeRO stage {self.stage} sums shards module by module, not in buckets",
-                   helps=("leave out `bucket`, or use `stage=0`",))  # fmt: skip
+            refuse(
+                "S306",
+                f"ZeRO stage {self.stage} sums shards module by module, not in buckets",
+                helps=("leave out `bucket`, or use `stage=0`",),
+            )
         if self.bucket is not None and self.bucket < 1:
             refuse(
                 "S304",
@@ -74,15 +80,21 @@ class zero(Primitive):  # noqa: N801
                 helps=("for example `bucket=25MiB`, the default of DDP",),
             )
         if self.prefetch < 0:
-            refuse("S304", f"`prefetch` must be 0 or more, not {self.prefetch}",
-                   helps=("use 0 for torch's own order, 1 to gather one module"
-                          " ahead",))  # fmt: skip
+            refuse(
+                "S304",
+                f"`prefetch` must be 0 or more, not {self.prefetch}",
+                helps=("use 0 for torch's own order, 1 to gather one module ahead",),
+            )
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse axes that already have other work."""
         if site.fqn:
-            refuse("S408", "`zero` is for the whole model", f"this row is inside `{site}`",
-                   helps=("move the row out of its `at`",))  # fmt: skip
+            refuse(
+                "S408",
+                "`zero` is for the whole model",
+                f"this row is inside `{site}`",
+                helps=("move the row out of its `at`",),
+            )
         mine = set(plan.mesh.fold(self.over))
         for other in plan.replicas:
             for axis in sorted(mine & set(plan.mesh.fold(other.axes))):
@@ -93,9 +105,14 @@ class zero(Primitive):  # noqa: N801
                     helps=("write one `zero` row for each axis",),
                 )
             if self.stage and other.stage:
-                refuse("S508", "two `zero` rows shard the optimizer state",
-                       helps=("name both axes in one row: `over=(a, b)`",
-                              "or replicate over one of them: `stage=0`"))  # fmt: skip
+                refuse(
+                    "S508",
+                    "two `zero` rows shard the optimizer state",
+                    helps=(
+                        "name both axes in one row: `over=(a, b)`",
+                        "or replicate over one of them: `stage=0`",
+                    ),
+                )
         split = {
             a
             for parameter, layout in plan.layouts.items()
@@ -106,8 +123,11 @@ class zero(Primitive):  # noqa: N801
         staged = {a for cut in plan.cuts for a in plan.mesh.fold(cut.axis)}
         for axis in sorted(mine & (split | staged)):
             use = "splits parameters" if axis in split else "holds pipeline stages"
-            refuse("S508", f"`{axis}` cannot split the batch: it already {use}",
-                   helps=("name another axis of the mesh",))  # fmt: skip
+            refuse(
+                "S508",
+                f"`{axis}` cannot split the batch: it already {use}",
+                helps=("name another axis of the mesh",),
+            )
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note what the ranks along these axes keep whole or sliced."""

@@ -6,11 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from schedlang.diagnostic import Diagnostic, Refusal
+    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
     from schedlang.equivalence import assert_equivalent, verify
-    from schedlang.placement import P, R, S
+    from schedlang.ir.placement import P, R, S
     from schedlang.report import Report
-    from schedlang.runtime.saving.steps import last_checkpoint
+    from schedlang.runtime.checkpointing.steps import last_checkpoint
     from schedlang.schedule import create_schedule, load
 
 __version__ = "0.1.0"
@@ -31,15 +31,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Diagnostic": "diagnostic",
-    "P": "placement",
-    "R": "placement",
-    "Refusal": "diagnostic",
+    "Diagnostic": "diagnostics.diagnostic",
+    "P": "ir.placement",
+    "R": "ir.placement",
+    "Refusal": "diagnostics.diagnostic",
     "Report": "report",
-    "S": "placement",
+    "S": "ir.placement",
     "assert_equivalent": "equivalence",
     "create_schedule": "schedule",
-    "last_checkpoint": "runtime.saving.steps",
+    "last_checkpoint": "runtime.checkpointing.steps",
     "load": "schedule",
     "verify": "equivalence",
 }

@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from schedlang import lift, spelling
-from schedlang import nodes as n
-from schedlang.diagnostic import Diagnostic, Label, Refusal, at_their_callers_lines, closest
-from schedlang.primitive import Primitive
-from schedlang.source import python_span
-from schedlang.syntax import parse_path
+from schedlang.diagnostics.diagnostic import (
+    Diagnostic,
+    Label,
+    Refusal,
+    at_their_callers_lines,
+    closest,
+)
+from schedlang.diagnostics.source import python_span
+from schedlang.ir.primitive import Primitive
+from schedlang.language import lift, spelling
+from schedlang.language import nodes as n
+from schedlang.language.syntax import parse_path
 
 if TYPE_CHECKING:
     from schedlang.schedule import Schedule

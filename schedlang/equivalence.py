@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostic import Diagnostic, Label, Refusal, at_the_callers_line
-from schedlang.source import python_span
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, at_the_callers_line
+from schedlang.diagnostics.source import python_span
 
 if TYPE_CHECKING:
     from schedlang.report import Report
@@ -41,7 +41,7 @@ def verify(
     Models, losses and batches may be defined anywhere: a notebook, `__main__`, a closure.  Raises
     Refusal for what cannot be run, RankDied or Hang for a run that failed.
     """
-    from schedlang.runtime.launching.limit import limited
+    from schedlang.runtime.launch.limit import limited
 
     with limited(timeout):
         return _verified(sch, batch, loss, weight, seed, dtype, shrink)
@@ -50,11 +50,11 @@ def verify(
 def _verified(
     sch: Schedule, batch: Batches, loss: Any, weight: Any, seed: int, dtype: str | None, shrink: Any
 ) -> Report:
-    from schedlang.passes.proving.asked import steps_of
-    from schedlang.passes.proving.sides import Case
-    from schedlang.passes.shrinking.shrink import lies_on_meta, remarked
-    from schedlang.passes.shrinking.shrink import shrink as reduce
-    from schedlang.passes.verifying.prove import prove
+    from schedlang.passes.prove import prove
+    from schedlang.passes.reduce_model.shrink import lies_on_meta, remarked
+    from schedlang.passes.reduce_model.shrink import shrink as reduce
+    from schedlang.passes.verify.asked import steps_of
+    from schedlang.passes.verify.sides import Case
 
     plan, small, meant = sch.plan(), None, None
     batches: tuple[Mapping[str, Any], ...] = _batches(batch, seed, steps_of(plan))

@@ -45,24 +45,48 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("schedlang", "schedules, proven equal to their models")
     add = group.addoption
     add("--schedlang", action="store_true", help="collect *.sched files")
-    add("--schedlang-level", choices=LEVELS, default="step3",
-        help="static: prove without a run; step3: compare three steps too (default)")  # fmt: skip
+    add(
+        "--schedlang-level",
+        choices=LEVELS,
+        default="step3",
+        help="static: prove without a run; step3: compare three steps too (default)",
+    )
     add("--schedlang-dtype", metavar="DTYPE", help="working dtype that is checked beside float64")
-    add("--schedlang-world", type=int, default=8, metavar="N",
-        help="most ranks to start; a schedule with more is skipped (default 8)")  # fmt: skip
-    add("--schedlang-shrink", action="store_true",
-        help="reduce model and mesh of a schedule with more, instead")  # fmt: skip
-    add("--schedlang-seed", type=int, default=0, metavar="N",
-        help="of weights, batches and dropout")  # fmt: skip
-    add("--schedlang-timeout", type=float, metavar="SECONDS",
-        help="for each proof that runs; one that takes longer is an error")  # fmt: skip
+    add(
+        "--schedlang-world",
+        type=int,
+        default=8,
+        metavar="N",
+        help="most ranks to start; a schedule with more is skipped (default 8)",
+    )
+    add(
+        "--schedlang-shrink",
+        action="store_true",
+        help="reduce model and mesh of a schedule with more, instead",
+    )
+    add(
+        "--schedlang-seed", type=int, default=0, metavar="N", help="of weights, batches and dropout"
+    )
+    add(
+        "--schedlang-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="for each proof that runs; one that takes longer is an error",
+    )
     add("--schedlang-locked", action="store_true", help="every schedule with rows needs its lock")
-    parser.addini("schedlang_model_paths", "model files, or folders with a model.py, for schedules "
-                  "that have none beside them", type="paths")  # fmt: skip
-    parser.addini("schedlang_refused", "FILE: CODE, for schedules that are meant to be refused",
-                  type="linelist")  # fmt: skip
-    parser.addini("schedlang_mesh", "FILE: dp=2,tp=2, the mesh to verify a schedule on",
-                  type="linelist")  # fmt: skip
+    parser.addini(
+        "schedlang_model_paths",
+        "model files, or folders with a model.py, for schedules that have none beside them",
+        type="paths",
+    )
+    parser.addini(
+        "schedlang_refused",
+        "FILE: CODE, for schedules that are meant to be refused",
+        type="linelist",
+    )
+    parser.addini(
+        "schedlang_mesh", "FILE: dp=2,tp=2, the mesh to verify a schedule on", type="linelist"
+    )
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
@@ -80,7 +104,7 @@ class SchedFile(pytest.File):
 
     def collect(self) -> Iterator[pytest.Item]:
         """`check` for every file; `lock`, `static` and `verify` for what has rows."""
-        from schedlang.diagnostic import Refusal
+        from schedlang.diagnostics.diagnostic import Refusal
         from schedlang.verbs import answers, examine
         from schedlang.verbs.lockfile import lock_path
 
@@ -105,11 +129,15 @@ class SchedFile(pytest.File):
 
         option = self.config.getoption
         return Wish(
-            model=self._model(), mesh=self._said("schedlang_mesh") or None,
-            seed=option("schedlang_seed"), dtype=option("schedlang_dtype"),
-            world=option("schedlang_world"), shrink=option("schedlang_shrink"),
-            refused=self._said("schedlang_refused"), timeout=option("schedlang_timeout"),
-        )  # fmt: skip
+            model=self._model(),
+            mesh=self._said("schedlang_mesh") or None,
+            seed=option("schedlang_seed"),
+            dtype=option("schedlang_dtype"),
+            world=option("schedlang_world"),
+            shrink=option("schedlang_shrink"),
+            refused=self._said("schedlang_refused"),
+            timeout=option("schedlang_timeout"),
+        )
 
     def _model(self) -> str | None:
         """None where a model.py stands beside the schedule; else the first of the ini value."""
@@ -233,7 +261,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     found = [report.schedlang for report in reports if hasattr(report, "schedlang")]
     if not found:
         return
-    from schedlang.annotate import Note, annotation, on_github, summarize
+    from schedlang.diagnostics.annotate import Note, annotation, on_github, summarize
     from schedlang.verbs.answers import summary
 
     if not on_github():

@@ -1,17 +1,137 @@
-"""Report: what `verify` found, as a value, as JSON and as a table for the terminal."""
+"""Report: what `verify` found, as a value, as JSON, as text for a terminal and as a picture."""
 
 from __future__ import annotations
 
+import html
 import json
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from schedlang.diagnostics.tables import GAP, wrapped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from rich.console import Console, ConsoleOptions
     from rich.text import Text
+
+# ---- A report of equivalence as text for a terminal; names are never cut, however narrow it is.
+
+
+WIDTH = 100
+_SHORT = 36  # characters of a fact that stands beside others
+_HEADS = ("vs the original", "compared", "worst", "gate", "verdict")
+Line: TypeAlias = tuple[str, str]  # a style of rich, and the text
+EQUAL = {"exact": "bit by bit", "algebraic": "up to floating-point rounding"}
+WORDS = {0: "PASS", 1: "FAIL", 3: "NOT FULLY CHECKED"}
+
+
+def lines(
+    report: Report, width: int = WIDTH, *, verbose: bool = False, more: str = "--verbose"
+) -> Iterator[Line]:
+    """All lines; `verbose`: also what each condition that was not exercised could hide.
+
+    `more` is where a reader finds that otherwise.
+    """
+    if report.title:
+        yield "bold", report.title
+    for text in _facts(report.facts):
+        yield from (("", line) for line in wrapped(text, width, "  "))
+    yield "", ""
+    yield from _table(report, width)
+    yield "", ""
+    yield from _failure(report)
+    styles = {True: "green", False: "red", None: "yellow"}
+    for bound in report.bounds:
+        yield styles[bound.holds], f" expected           {bound}"
+        yield from ((styles[bound.holds], f"   {text}") for text in bound.why)
+    for what in report.unchecked:
+        yield from (("yellow", line) for line in wrapped(f"not checked: {what}", width, " "))
+    yield "bold green" if report.ok else "bold red", f" {verdict(report)}"
+    yield from (("yellow", text) for text in _unexercised(report, width, "" if verbose else more))
+
+
+def verdict(report: Report) -> str:
+    """PASS in 3.2 s · equal up to floating-point rounding"""
+    how = equal(report.equivalence)
+    word = "equal" if report.ok else "compared"
+    return f"{WORDS[report.exit_code]} in {report.seconds:.1f} s · {word} {how}"
+
+
+def equal(equivalence: str) -> str:
+    """How far the two sides may be apart, in words; what is relaxed is named behind."""
+    kind, _, names = equivalence.partition(" ")
+    if names:
+        return f"to the original under the same relaxed rules {names}"
+    return EQUAL.get(kind, kind)
+
+
+def _facts(facts: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Short facts side by side, then each that is a sentence on a line of its own."""
+    said = [f"{name} {value}".strip() for name, value in facts]
+    short = [one for one in said if len(one) <= _SHORT]
+    if short:
+        yield " · ".join(short)
+    yield from (one for one in said if len(one) > _SHORT)
+
+
+def _table(report: Report, width: int) -> Iterator[Line]:
+    """A line for each kind; where names do not fit beside the numbers, they stand below."""
+    rows = [(one, _cells(one)) for one in report.summary]
+    widths = [max(map(len, column)) for column in zip(_HEADS, *(cells for _, cells in rows))]
+    others = sum(widths) - widths[1] + len(GAP) * (len(widths) - 1) + 1
+    fits = others + widths[1] <= width
+    if not fits:
+        shorts = [cells[1].partition("   ")[0] for _, cells in rows]
+        room = max(len(_HEADS[1]), width - others)
+        widths[1] = max([len(_HEADS[1]), *(len(s) for s in shorts if len(s) <= room)])
+    yield "bold", _row(_HEADS, widths)
+    yield "", " " + "─" * (sum(widths) + len(GAP) * (len(widths) - 1))
+    for one, cells in rows:
+        style = "" if one.ok else "red"
+        beside, below = cells[1], ""
+        if len(beside) > widths[1]:
+            beside, _, below = beside.partition("   ")
+        if len(beside) > widths[1]:
+            beside, below = "", f"{beside}   {below}".strip()
+        yield style, _row((cells[0], beside, *cells[2:]), widths)
+        if below:
+            yield from ((style, line) for line in wrapped(below, width, "     "))
+
+
+def _cells(one: Summary) -> tuple[str, ...]:
+    gate = f"{one.worst.gate:.0e}" if one.worst.gate else "exact"
+    verdict = "equal" if one.ok else "DIFFERENT"
+    return one.kind, one.compared, f"{one.worst.error:.1e}", gate, verdict
+
+
+def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
+    left, compared, *numbers, verdict = cells
+    shown = [left.ljust(widths[0]), compared.ljust(widths[1])]
+    shown += [text.rjust(wide) for text, wide in zip(numbers, widths[2:])]
+    return " " + GAP.join([*shown, verdict]).rstrip()
+
+
+def _failure(report: Report) -> Iterator[Line]:
+    yield from (("red", f" {head:17}  {text}") for head, text in report.account)
+
+
+def _unexercised(report: Report, width: int, hint: str) -> Iterator[str]:
+    """One line with a hint, or without one a line for each condition with what it could hide."""
+    said = [gap.condition for gap in report.gaps]
+    if not hint:
+        yield from (f" not exercised: {g.condition} (could hide {g.hides})" for g in report.gaps)
+        return
+    for count in range(len(said), 0, -1):
+        rest = len(said) - count
+        more = f" and {rest} more" if rest else ""
+        line = f" not exercised: {', '.join(said[:count])}{more} ({hint})"
+        if len(line) <= width or count == 1:
+            yield line
+            return
+
+
+# ---- Report: what `verify` found, as a value, as JSON and as a table for the terminal.
 
 
 @dataclass(frozen=True)
@@ -127,10 +247,13 @@ class Report:
         if first is None:
             return ()
         told = (
-            ("first difference", f"{first.place}   error {first.error:.1e}"), ("what", first.note),
-            ("pattern", self.diagnosis), *self.localised,
-            *(("to blame", row) for row in self.blamed), ("repeat", self.command),
-        )  # fmt: skip
+            ("first difference", f"{first.place}   error {first.error:.1e}"),
+            ("what", first.note),
+            ("pattern", self.diagnosis),
+            *self.localised,
+            *(("to blame", row) for row in self.blamed),
+            ("repeat", self.command),
+        )
         return tuple((head, text) for head, text in told if text)
 
     def blame(self, *rows: str, diagnosis: str = "") -> Report:
@@ -147,7 +270,6 @@ class Report:
 
     def text(self, width: int = 100, *, verbose: bool = False) -> str:
         """The table and the verdict; `verbose`: also what was not exercised, line by line."""
-        from schedlang.report_text import lines
 
         told = lines(self, width, verbose=verbose, more="report.gaps")
         return "\n".join(text for _, text in told).rstrip()
@@ -156,7 +278,6 @@ class Report:
         return self.text()
 
     def __repr__(self) -> str:
-        from schedlang.report_text import verdict
 
         of = f" of {self.title}" if self.title else ""
         failed = f", first: {self.first.place}" if self.first is not None else ""
@@ -164,14 +285,11 @@ class Report:
 
     def _repr_html_(self) -> str:
         """The table with its errors on a scale, for notebooks."""
-        from schedlang.report_page import fragment
 
         return fragment(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         from rich.text import Text
-
-        from schedlang.report_text import lines
 
         yield from (Text(text, style=style) for style, text in lines(self, options.max_width))
 
@@ -214,3 +332,131 @@ def _summed(kind: str, rows: list[Row]) -> Summary:
 
 def _single(row: Row) -> str:
     return "×".join(map(str, row.shape)) if row.shape else row.name
+
+
+# ---- A report of equivalence as a picture: how far each comparison is from its gate, and the
+# verdict.
+# A fragment for notebooks and a page of its own; both need nothing else, in the light and the
+# dark.
+
+
+pass
+
+
+LOW, HIGH, WIDE = -18.0, 1.0, 228.0  # decades that a scale shows, and its points
+HOLDS: dict[bool | None, str] = {True: "equal", False: "different", None: "open"}
+# Okabe and Ito's blue and vermilion; what fails has another mark, and a word
+STYLE = (
+    ".eq{font:14px system-ui,sans-serif;color:#1f2328;background:#fff;padding:1px 0}"
+    ".eq h1{font-size:20px;font-weight:600;margin:.6em 0 .3em}"
+    ".eq p{margin:.3em 0}.eq .s{color:#59636e}.eq .equal{color:#0067a5}"
+    ".eq .different{color:#b34700;font-weight:600}.eq .open{color:#7a5a00}"
+    ".eq .verdict{font-size:16px;font-weight:600}"
+    ".eq .frame{overflow-x:auto}.eq table{border-collapse:collapse;margin:1em 0;color:inherit}"
+    ".eq td,.eq th{padding:3px 14px 3px 0;text-align:left;vertical-align:top;background:none;"
+    "border:0;border-bottom:1px solid #d1d9e0;font-variant-numeric:tabular-nums}"
+    ".eq tr{background:none}.eq .n{text-align:right}.eq code,.eq pre{font:12px ui-monospace,Menlo,"
+    "Consolas,monospace;white-space:pre-wrap;overflow-wrap:anywhere;color:inherit;background:none}"
+    ".eq svg{display:block}.eq .axis{stroke:#8c959f}.eq .free{fill:#eef1f4}"
+    ".eq .gate{stroke:#1f2328;stroke-width:2}.eq .dot{fill:#0072b2}"
+    ".eq .cross{stroke:#d55e00;stroke-width:2.5}"
+    "@media(prefers-color-scheme:dark){.eq{color:#e6edf3;background:#0d1117}.eq .s{color:#9198a1}"
+    ".eq .equal{color:#56b4e9}.eq .different{color:#ff9d5c}.eq .open{color:#f0e442}"
+    ".eq td,.eq th{border-color:#3d444d}.eq .free{fill:#22272e}.eq .gate{stroke:#e6edf3}"
+    ".eq .dot{fill:#56b4e9}.eq .cross{stroke:#ff9d5c}}"
+)
+
+
+def fragment(report: Report) -> str:
+    """The report as HTML inside of another page."""
+    parts = [*_head(report), *_table_picture(report), *_failure_picture(report), *_rest(report)]
+    return f'<div class="eq"><style>{STYLE}</style>\n' + "\n".join(parts) + "\n</div>"
+
+
+def page(report: Report) -> str:
+    """The report as one self-contained page."""
+    title = html.escape(report.title or "equivalence")
+    style = (
+        "body{margin:2em auto;max-width:1100px;padding:0 1em;background:#fff}"
+        "@media(prefers-color-scheme:dark){body{background:#0d1117}}"
+    )
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
+        '<meta name="viewport" content="width=device-width"><meta name="color-scheme" '
+        f'content="light dark"><style>{style}</style>\n{fragment(report)}\n</html>\n'
+    )
+
+
+def _head(report: Report) -> Iterator[str]:
+    if report.title:
+        yield f"<h1>{html.escape(report.title)}</h1>"
+    kind = {0: "equal", 1: "different"}.get(report.exit_code, "open")
+    yield f'<p class="verdict {kind}">{html.escape(verdict(report))}</p>'
+    said = " · ".join(f"{name} {value}".strip() for name, value in report.facts)
+    if said:
+        yield f'<p class="s">{html.escape(said)}</p>'
+
+
+def _table_picture(report: Report) -> Iterator[str]:
+    heads = ("", "compared", "worst", "gate", "error and its gate, by decades", "verdict")
+    numbers = ("worst", "gate")
+    cells = "".join(f"<th{' class=n' * (h in numbers)}>{html.escape(h)}</th>" for h in heads)
+    yield f'<div class="frame"><table><tr>{cells}</tr>'
+    for one in report.summary:
+        kind, word = ("equal", "equal") if one.ok else ("different", "DIFFERENT")
+        gate = f"{one.worst.gate:.0e}" if one.worst.gate else "exact"
+        yield (
+            f"<tr><td>{html.escape(one.kind)}</td><td>{html.escape(one.compared)}</td>"
+            f'<td class="n">{one.worst.error:.1e}</td><td class="n">{gate}</td>'
+            f'<td>{_scale(one)}</td><td class="{kind}">{word}</td></tr>'
+        )
+    yield "</table></div>"
+
+
+def _scale(one: Summary) -> str:
+    """Where the error lies: a dot, or a cross beyond the gate; no error is the left end."""
+    x, gate = _at(one.worst.error), _at(one.worst.gate)
+    said = f"error {one.worst.error:.1e}, gate {one.worst.gate:.0e}"
+    mark = f'<circle class="dot" cx="{x:.1f}" cy="8" r="4.5"/>'
+    if not one.ok:
+        mark = f'<path class="cross" d="M{x - 4:.1f} 4l8 8m0 -8l-8 8"/>'
+    return (
+        f'<svg width="{WIDE + 12:.0f}" height="16" viewBox="-6 0 {WIDE + 12:.0f} 16" role="img" '
+        f'aria-label="{said}"><title>{said}</title>'
+        f'<rect class="free" y="5" width="{max(gate, 1.0):.1f}" height="6"/>'
+        f'<path class="axis" d="M0 8H{WIDE:.0f}"/><path class="gate" d="M{gate:.1f} 1v14"/>'
+        f"{mark}</svg>"
+    )
+
+
+def _at(error: float) -> float:
+    """The place of a relative error; what is no number lies at the right end."""
+    if not error:
+        return 0.0
+    decade = math.log10(error) if 0 < error < math.inf else HIGH
+    return WIDE * (min(max(decade, LOW), HIGH) - LOW) / (HIGH - LOW)
+
+
+def _failure_picture(report: Report) -> Iterator[str]:
+    rows = "".join(
+        f'<tr><td class="different">{html.escape(name)}</td>'
+        f"<td><code>{html.escape(text)}</code></td></tr>"
+        for name, text in report.account
+    )
+    if rows:
+        yield f"<table>{rows}</table>"
+
+
+def _rest(report: Report) -> Iterator[str]:
+    for bound in report.bounds:
+        yield _bound(bound)
+    for what in report.unchecked:
+        yield f'<p class="open">not checked: {html.escape(what)}</p>'
+    for gap in report.gaps:
+        words = f"not exercised: {gap.condition} (could hide {gap.hides})"
+        yield f'<p class="s">{html.escape(words)}</p>'
+
+
+def _bound(bound: Bound) -> str:
+    why = "".join(f"<br>{html.escape(text)}" for text in bound.why)
+    return f'<p class="{HOLDS[bound.holds]}">expected: {html.escape(str(bound))}{why}</p>'

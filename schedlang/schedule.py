@@ -9,15 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from schedlang import (
-    in_python,  # noqa: F401  (helps are spelled by it)
-    lift,
-    patterns,
-    printer,
-)
-from schedlang import nodes as n
 from schedlang.cursor import Caller, Cursor, called
-from schedlang.diagnostic import (
+from schedlang.diagnostics.diagnostic import (
     Diagnostic,
     Label,
     Refusal,
@@ -25,25 +18,26 @@ from schedlang.diagnostic import (
     at_their_callers_lines,
     closest,
 )
-from schedlang.edits import folded, without_last
-from schedlang.passes.reading.expand import Expander, expand
-from schedlang.passes.reading.lint import lint
-from schedlang.passes.reading.same_plan import comes_to
-from schedlang.passes.reading.state import Settings, State, current, job_size, start
-from schedlang.passes.reading.steps import open_step
-from schedlang.passes.showing import printed  # noqa: F401  (a plan is printed by it)
-from schedlang.passes.showing.diff import Difference, compare
-from schedlang.passes.showing.why import why
-from schedlang.primitive import Primitive, load_all, registry
-from schedlang.selector import Selector
-from schedlang.source import NOWHERE, Source, Span, python_span
-from schedlang.syntax import parse, parse_expr, parse_path, read
+from schedlang.diagnostics.source import NOWHERE, Source, Span, python_span
+from schedlang.ir.primitive import Primitive, load_all, registry
+from schedlang.language import lift, patterns, printer
+from schedlang.language import nodes as n
+from schedlang.language.edits import folded, without_last
+from schedlang.language.selector import Selector
+from schedlang.language.syntax import parse, parse_expr, parse_path, read
+from schedlang.passes.elaborate.expand import Expander, expand, open_step
+from schedlang.passes.elaborate.lint import lint
+from schedlang.passes.elaborate.rows import comes_to
+from schedlang.passes.elaborate.state import Settings, State, current, job_size, start
+from schedlang.viz import picture  # noqa: F401  (a plan is printed by it)
+from schedlang.viz.diff import Difference, compare
+from schedlang.viz.why import why
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from schedlang.model import ModelFacts
-    from schedlang.plan import Plan
+    from schedlang.ir.model import ModelFacts
+    from schedlang.ir.plan import Plan
     from schedlang.report import Report
     from schedlang.runtime.program import Program
     from schedlang.runtime.waiting import Waiting
@@ -120,7 +114,7 @@ class Schedule(Scope):
     def __init__(
         self, model: nn.Module, file: n.File | None = None, settings: Settings | None = None
     ) -> None:
-        from schedlang.model import ModelFacts
+        from schedlang.ir.model import ModelFacts
 
         load_all()
         self._facts: ModelFacts = ModelFacts(model)
@@ -162,13 +156,16 @@ class Schedule(Scope):
             said = ", ".join(["'verify'", *map(repr, what)]).replace("'", '"')
             raise Refusal(
                 Diagnostic(
-                    "S618", "`verify` needs a batch to compare the program with the model",
+                    "S618",
+                    "`verify` needs a batch to compare the program with the model",
                     Label(python_span()),
-                    helps=("give one: `sch.verify(batch=batch)`, and `loss=loss` if the model "
-                           "returns none",
-                           f"or add the row: `sch.row({said})`"),
+                    helps=(
+                        "give one: `sch.verify(batch=batch)`, and `loss=loss` if the model "
+                        "returns none",
+                        f"or add the row: `sch.row({said})`",
+                    ),
                 )
-            )  # fmt: skip
+            )
         return verify(self, batch=batch, **options)
 
     def __repr__(self) -> str:
@@ -205,7 +202,7 @@ class Schedule(Scope):
 
     def to_json(self) -> dict[str, object]:
         """Decisions and actions, for machines."""
-        from schedlang.passes.reading.record import record
+        from schedlang.passes.elaborate.record import record
 
         return record(self.plan())
 
@@ -259,20 +256,26 @@ class Schedule(Scope):
         refused as `verify` refuses it, where that is found out in about a second: a larger one is
         verified before it is trained
         """
-        from schedlang.passes.costs.expected import demand
-        from schedlang.passes.costs.gains import gained
-        from schedlang.passes.laying.options import check_options
-        from schedlang.passes.proving.sound import cheaply
-        from schedlang.passes.running.build import build, check_job
-        from schedlang.passes.statics.roles import repeated
+        from schedlang.passes.lower.build import build, check_job
+        from schedlang.passes.propagate.options import check_options
+        from schedlang.passes.simulate.expected import demand
+        from schedlang.passes.simulate.gains import gained
+        from schedlang.passes.static_checks.roles import repeated
+        from schedlang.passes.verify.sound import cheaply
         from schedlang.runtime.left import telling
         from schedlang.runtime.waiting import Waiting
 
         plan = self.plan()
         options: dict[str, Any] = dict(
-            loss=loss, optimizer=optimizer, clip=clip, weight=weight, seed=seed,
-            dropout=dropout, compare=compare, wait=wait,
-        )  # fmt: skip
+            loss=loss,
+            optimizer=optimizer,
+            clip=clip,
+            weight=weight,
+            seed=seed,
+            dropout=dropout,
+            compare=compare,
+            wait=wait,
+        )
         check_options(args, unknown, {"batch": batch, **options})
         check = partial(cheaply, loss=loss, weight=weight)
 

@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from schedlang.orders import order
-from schedlang.passes.cutting import stages as cuts
+from schedlang.passes.partition import stages as cuts
+from schedlang.pipeline.schedules import order
+from schedlang.pipeline.timeline import Op, Timeline, timeline
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.recording.graph import Cut, cut
-from schedlang.runtime.recording.meta import hollow_model
-from schedlang.runtime.recording.record import loss_of, record
-from schedlang.runtime.recording.units import Switch, in_trunk, units_of
-from schedlang.runtime.staging.pipeline import Pipeline
-from schedlang.runtime.staging.stage import Stage, Stub
-from schedlang.timeline import Op, Timeline, timeline
+from schedlang.runtime.pipeline.executor import Pipeline
+from schedlang.runtime.pipeline.stage import Stage, Stub
+from schedlang.runtime.tracing.graph import Cut, cut
+from schedlang.runtime.tracing.meta import hollow_model
+from schedlang.runtime.tracing.record import loss_of, record
+from schedlang.runtime.tracing.units import Switch, in_trunk, units_of
 
 GATE = 1e-9
 

@@ -9,21 +9,39 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+from schedlang.doors import SIDE, WAY
 from tests.figures import parsed, table
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 HEAD = """# Architecture
 
-The floors of the house, from the top down. A file imports only from its own floor and from those
-below; `runtime` and `passes` have floors of their own. import-linter holds the code to these
-tables, and `python -m tests.architecture_page` draws them from the imports: what each room uses is
-what its files import, inside functions too.
+A schedule goes one way, through a few doors; each gives one immutable value, and the next doors
+read that. `schedlang/doors.py` is the list: open it first.
 
-Why it is so: the language (text, names, plan) can be read and tested without torch; a primitive is
-one file that no pass knows by name; what runs on ranks (`runtime`, `kernels`) knows nothing of
-schedules. [How it works](how_it_works.md) follows one schedule through the floors. The command
+<!-- not played: a picture -->
+
+```
+text --read, parse--> File --expand--> Plan --propagate--> layouts --stages_of--> stages, timeline
+                                         |                     (prepare: both, and what follows)
+                                         |                                  |
+                          account, rehearse, static              build, on each rank
+                    (costs, memory, proofs: no ranks)                       |
+                                                            Program --prove--> Report
+```
+
+"""
+ROOMS = """
+The language (text, names, plans) is read and tested without torch; a primitive is one file that no
+pass knows by name; what runs on ranks (`runtime`, `kernels`) knows nothing of schedules. [How it
+works](how_it_works.md) follows one schedule through the doors. The command
 `python -m schedlang.testing.gpu` stands beside them: it uses any of them, and none uses it.
+
+## Rooms
+
+A file imports only from its own floor and from those below; `runtime` and `passes` have floors of
+their own. import-linter holds the code to them, and `python -m tests.architecture_page` draws these
+tables from the files.
 
 """
 
@@ -42,8 +60,11 @@ def floors(room: str = "") -> list[list[str]]:
 def apart() -> tuple[Path, ...]:
     """Folders of commands that use any room and that none uses: import-linter leaves them out."""
     told = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    found = (line for c in told["tool"]["importlinter"]["contracts"]
-             for line in c.get("ignore_imports", ()))  # fmt: skip
+    found = (
+        line
+        for c in told["tool"]["importlinter"]["contracts"]
+        for line in c.get("ignore_imports", ())
+    )
     return tuple(ROOT / line.partition(".*")[0].replace(".", "/") for line in found)
 
 
@@ -87,38 +108,31 @@ def uses() -> Mapping[str, frozenset[str]]:
     return found
 
 
-def inner(room: str) -> str:
-    """The rooms inside a room by floors, and which of the others each imports."""
-    inside = floors(room)
-    if not inside:
-        return ""
-    every = {name for floor in inside for name in floor}
-    text = f"Inside `{room}`, from the top down:\n\n"
-    text += "| floor | room | does | uses |\n|---|---|---|---|\n"
+def doors() -> str:
+    """The table of doors, in their order."""
+    text = "| door | takes | gives | |\n|---|---|---|---|\n"
+    for door in (*WAY, *SIDE):
+        takes = ", ".join(door.takes)
+        text += f"| `{door.module}.{door.name}` | {takes} | `{door.gives}` | {door.about} |\n"
+    return text
+
+
+def rooms(within: str = "") -> str:
+    """A table of rooms, the top floor first."""
+    inside = floors(within)
+    text = "| floor | room | files | does |\n|---|---|---|---|\n"
     for number, floor in enumerate(inside):
-        for part in floor:
-            paths = files(f"{room}/{part}")
-            named = {n for p in paths for n in imported(parsed(p.resolve()), f"schedlang.{room}")}
-            below = ", ".join(f"`{name}`" for name in sorted(named & every - {part}))
-            name = f"`{part}`" + (f", {len(paths)} files" if len(paths) > 1 else "")
-            row = (str(len(inside) - number - 1), name, said(f"{room}/{part}"), below)
+        for part in sorted(floor):
+            path = f"{within}/{part}" if within else part
+            row = (str(len(inside) - number - 1), f"`{part}`", str(len(files(path))), said(path))
             text += f"| {' | '.join(row)} |\n"
     return text + "\n"
 
 
 def page() -> str:
     """The text of docs/architecture.md."""
-    text = HEAD
-    for number, floor in enumerate(floors()):
-        text += f"## Floor {len(floors()) - number - 1}\n\n"
-        text += "| room | does | uses |\n|---|---|---|\n"
-        for room in sorted(floor):
-            below = ", ".join(f"`{name}`" for name in sorted(uses()[room]))
-            count = len(files(room))
-            name = f"`{room}`" + (f", {count} files" if count > 1 else "")
-            text += f"| {name} | {said(room)} | {below} |\n"
-        text += "\n" + "".join(inner(room) for room in sorted(floor))
-    return text + table()
+    inside = "".join(f"Inside `{room}`:\n\n{rooms(room)}" for room in ("passes", "runtime"))
+    return HEAD + doors() + ROOMS + rooms() + inside + table()
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor
 
-from schedlang.runtime.attend import Layout, Mask, Way, attend, place_of, ranks_of
-from schedlang.runtime.collectives.collective import Group
+from schedlang.runtime.comm.collectives import Group
+from schedlang.runtime.context_parallel import Layout, Mask, Way, attend, place_of, ranks_of
 
 SIZES = {
     "gather": [(1,), (2,), (3,)],
@@ -65,12 +65,23 @@ def cases(draw: Any, methods: Sequence[str] = tuple(SIZES)) -> Case:
     near = st.none() | st.integers(0, 6)
     extras = ["documents", "present", "counted", "slopes", "sinks", "bias", "dense"]
     return Case(
-        method, sizes, draw(st.sampled_from(KINDS)), draw(st.integers(ranks, ranks + 14)),
-        draw(st.integers(1, 2)), heads, kv_heads, draw(st.sampled_from([(4, 4), (5, 3)])),
-        draw(st.booleans()), draw(near), draw(near), draw(st.none() | st.integers(2, 6)),
-        draw(st.none() | st.just(2.0)), draw(st.none() | st.just(0.7)),
-        frozenset(draw(st.sets(st.sampled_from(extras), max_size=4))), draw(st.integers(0, 99)),
-    )  # fmt: skip
+        method,
+        sizes,
+        draw(st.sampled_from(KINDS)),
+        draw(st.integers(ranks, ranks + 14)),
+        draw(st.integers(1, 2)),
+        heads,
+        kv_heads,
+        draw(st.sampled_from([(4, 4), (5, 3)])),
+        draw(st.booleans()),
+        draw(near),
+        draw(near),
+        draw(st.none() | st.integers(2, 6)),
+        draw(st.none() | st.just(2.0)),
+        draw(st.none() | st.just(0.7)),
+        frozenset(draw(st.sets(st.sampled_from(extras), max_size=4))),
+        draw(st.integers(0, 99)),
+    )
 
 
 def groups_of(sizes: tuple[int, ...]) -> tuple[Group, ...]:
@@ -132,10 +143,14 @@ def attended(
 ) -> Tensor:
     """The call itself."""
     mask = Mask(
-        case.causal, case.back, case.ahead, case.chunk, cap=case.cap,
+        case.causal,
+        case.back,
+        case.ahead,
+        case.chunk,
+        cap=case.cap,
         rows=mine.get("bias", mine.get("dense")),
         **{name: mine.get(name) for name in (*TAGS, "slopes", "sinks")},
-    )  # fmt: skip
+    )
     way = Way(case.method, groups, layout, case.scale, block=block)
     return attend(mine["q"], mine["k"], mine["v"], mask, way)
 

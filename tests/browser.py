@@ -22,10 +22,17 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 WORDS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run",
-    "--disable-extensions", "--disable-background-networking", "--disable-component-update",
-    "--remote-debugging-pipe", "--force-color-profile=srgb",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--hide-scrollbars",
+    "--no-first-run",
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--remote-debugging-pipe",
+    "--force-color-profile=srgb",
+)
 PATIENCE = 60.0  # seconds for one answer
 
 
@@ -79,8 +86,11 @@ class Browser:
         self.ask("Emulation.setEmulatedMedia", features=[shade])
         self.ask(
             "Emulation.setDeviceMetricsOverride",
-            width=width, height=900, deviceScaleFactor=1, mobile=False,
-        )  # fmt: skip
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         self.events.clear()
         self.ask("Page.navigate", url=file.resolve().as_uri())
         while not any(one.get("method") == "Page.loadEventFired" for one in self.events):

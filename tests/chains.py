@@ -24,6 +24,5 @@ CHAINS: Chains = {  # "m": rows of numbers, "n": one row
     "geglu": (lambda a, b: F.gelu(a) * b, ("m", "m")),
     "softmax": (lambda x: torch.softmax(x, -1), ("m",)),
     "log_softmax": (lambda x, b: torch.log_softmax(x * 0.3 + b, -1), ("m", "n")),
-    "layernorm": (
-        lambda x, r, w, b: r + F.layer_norm(x, x.shape[-1:], w, b), ("m", "m", "n", "n")),
-}  # fmt: skip
+    "layernorm": (lambda x, r, w, b: r + F.layer_norm(x, x.shape[-1:], w, b), ("m", "m", "n", "n")),
+}

@@ -16,15 +16,21 @@ from tests.coverage_page import DOCS, entries
 
 TESTS = Path(__file__).parent
 OTHERS = {
-    "torchtitan": "torchtitan", "transformers": "transformers", "deepspeed": "DeepSpeed",
-    "megatron": "Megatron-LM", "slapo": "Slapo",
-}  # fmt: skip
+    "torchtitan": "torchtitan",
+    "transformers": "transformers",
+    "deepspeed": "DeepSpeed",
+    "megatron": "Megatron-LM",
+    "slapo": "Slapo",
+}
 PARTS = {
-    "ahead": ("Where they are ahead", "Years of use on clusters are in none of these cells, and "
-              "count for more than most of them."),
+    "ahead": (
+        "Where they are ahead",
+        "Years of use on clusters are in none of these cells, and "
+        "count for more than most of them.",
+    ),
     "technique": ("Techniques", "What can be asked for, and for which models."),
     "expected": ("What users expect", "Apart from techniques."),
-}  # fmt: skip
+}
 UNCHECKED = "not checked"
 
 

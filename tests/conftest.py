@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from schedlang.diagnostic import Refusal
-from schedlang.runtime.launching.launch import Pool
-from schedlang.runtime.regions.fuse import unavailable
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.fusion.fuse import unavailable
+from schedlang.runtime.launch.pool import Pool
 from tests.engine import Threads
 from tests.properties.profiles import register
 from tests.tiers import in_part, part, spread
@@ -17,7 +17,7 @@ register()
 
 # imported once, before the ranks are forked
 PRELOAD = (
-    *("torch", "torch.distributed", "cloudpickle", "schedlang.passes.verifying.prove"),
+    *("torch", "torch.distributed", "cloudpickle", "schedlang.passes.prove"),
     *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
 )
 

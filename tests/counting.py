@@ -13,9 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from schedlang.passes.running.build import build
-from schedlang.plan import Plan
-from schedlang.runtime.keeping.offload import watched
+from schedlang.ir.plan import Plan
+from schedlang.passes.lower.build import build
+from schedlang.runtime.offload.saved_tensors import watched
 
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]

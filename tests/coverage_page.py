@@ -11,11 +11,19 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 DOCS = TESTS.parent / "docs"
 FAMILIES = {
-    "DP": "Data parallelism", "TP": "Tensor parallelism", "PP": "Pipelines", "SP": "Long sequences",
-    "EP": "Experts", "ME": "Memory and precision", "AU": "Planners", "CO": "Communication",
-    "KE": "Kernels and compilers", "FW": "Frameworks and recipes", "RE": "Resilience",
+    "DP": "Data parallelism",
+    "TP": "Tensor parallelism",
+    "PP": "Pipelines",
+    "SP": "Long sequences",
+    "EP": "Experts",
+    "ME": "Memory and precision",
+    "AU": "Planners",
+    "CO": "Communication",
+    "KE": "Kernels and compilers",
+    "FW": "Frameworks and recipes",
+    "RE": "Resilience",
     "OT": "Others",
-}  # fmt: skip
+}
 HEAD = """# Coverage
 
 What schedlang means to do: every system and technique of the field, as rows of one file. Each line
@@ -92,8 +100,9 @@ def found_tests() -> dict[str, bool]:
 def page() -> str:
     """The text of docs/coverage.md."""
     every = entries()
-    counted = {state: sum(one.state == state for one in every) for state in
-               ("shown", "in part", "not yet")}  # fmt: skip
+    counted = {
+        state: sum(one.state == state for one in every) for state in ("shown", "in part", "not yet")
+    }
     text = HEAD + ", ".join(f"{number} {state}" for state, number in counted.items())
     text += f", of {len(every)}.\n"
     for family, title in FAMILIES.items():

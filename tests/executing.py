@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from schedlang.passes.cutting import stages as cuts
+from schedlang.passes.partition import stages as cuts
+from schedlang.pipeline.timeline import Kind, Op, Timeline, timeline
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.recording.graph import Cut, cut
-from schedlang.runtime.recording.meta import hollow_model
-from schedlang.runtime.recording.record import record
-from schedlang.runtime.recording.units import Switch, in_trunk, units_of
-from schedlang.runtime.staging.pipeline import Pipeline
-from schedlang.runtime.staging.stage import Stage, Stub
-from schedlang.timeline import Kind, Op, Timeline, timeline
+from schedlang.runtime.pipeline.executor import Pipeline
+from schedlang.runtime.pipeline.stage import Stage, Stub
+from schedlang.runtime.tracing.graph import Cut, cut
+from schedlang.runtime.tracing.meta import hollow_model
+from schedlang.runtime.tracing.record import record
+from schedlang.runtime.tracing.units import Switch, in_trunk, units_of
 from tests.models import split, weight
 
 GATE = 1e-12

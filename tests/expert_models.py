@@ -151,10 +151,18 @@ def transformers_model(kind: str, **more: Any) -> tuple[nn.Module, dict[str, Ten
     import transformers
 
     sizes: dict[str, Any] = {
-        "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
-        "num_experts_per_tok": 2, "pad_token_id": 0, "use_cache": False, **more,
-    }  # fmt: skip
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+        "num_experts_per_tok": 2,
+        "pad_token_id": 0,
+        "use_cache": False,
+        **more,
+    }
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**sizes)
     model: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config).double()

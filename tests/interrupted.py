@@ -26,11 +26,11 @@ import torch
 from safetensors.torch import load_file
 
 import schedlang
-from schedlang.diagnostic import Refusal
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.checkpointing import boxes, export
+from schedlang.runtime.checkpointing.export import MARK
 from schedlang.runtime.program import Program
-from schedlang.runtime.saving import boxes, export
-from schedlang.runtime.saving.export import MARK
-from schedlang.runtime.storage import exchange
+from schedlang.runtime.storage import folder as exchange
 from tests.layouts import Odd, odd_program, points
 
 CALLS = ("open", "mkdir", "rename", "replace", "fsync", "unlink", "rmdir", "ftruncate")
@@ -381,9 +381,11 @@ def apart(folder: Path, **counts: int) -> dict[str, dict[str, int]]:
     given = [word for name, count in counts.items() for word in (f"--{name}", str(count))]
     done = subprocess.run(
         [sys.executable, "-m", "tests.interrupted", str(folder), *given],
-        capture_output=True, text=True, cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert not done.returncode, done.stderr
     found: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from schedlang.kernels.probe import Mismatch
 from schedlang.runtime.float64 import Float64
+from schedlang.runtime.kernel_injection.attention import implementation
+from schedlang.runtime.kernel_injection.kernel import match, replace
+from schedlang.runtime.lazy_logits.lazy import LazyLogits
 from schedlang.runtime.left import left_in
-from schedlang.runtime.logits.lazy_logits import LazyLogits
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.replacing.attention import implementation
-from schedlang.runtime.replacing.kernel import match, replace
 from tests import survey as causal
 from tests.zoo_models.others import OTHERS
 
@@ -64,8 +64,9 @@ def difference(found: Results, expected: Results) -> float:
     top = max(float(e.norm()) for n, e in expected.items() if "logits" not in n)
     return max(
         float((found[n] - e).norm()) / (float(e.norm()) + 1e-3 * top)
-        for n, e in expected.items() if n in found
-    )  # fmt: skip
+        for n, e in expected.items()
+        if n in found
+    )
 
 
 class Fits:

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from schedlang import last_checkpoint
-from schedlang.diagnostic import Refusal
-from schedlang.mesh import Mesh
-from schedlang.model import ModelFacts
-from schedlang.passes.running.build import build
-from schedlang.plan import Plan
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.mesh import Mesh
+from schedlang.ir.model import ModelFacts
+from schedlang.ir.plan import Plan
+from schedlang.passes.lower.build import build
 from schedlang.primitives.pad import pad
 from schedlang.primitives.pipeline import pipeline
 from schedlang.primitives.pipeline_split import pipeline_split

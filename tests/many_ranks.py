@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedlang.passes.running.build import build
-from schedlang.runtime.collectives import agreement, comm
+from schedlang.passes.lower.build import build
+from schedlang.runtime.checkpointing import archive, boxes
+from schedlang.runtime.checkpointing.holding import blocks, take
+from schedlang.runtime.comm import agreement
+from schedlang.runtime.comm import world as comm
 from schedlang.runtime.program import Program
-from schedlang.runtime.saving import archive, boxes
-from schedlang.runtime.saving.holding import blocks, take
 from tests import models
 from tests.proofs import planned, sgd
 
@@ -40,9 +41,20 @@ pipeline(order="1F1B", micro=2)
 # the same part of the model on a rank of any world; and one that shrinks with the world
 ALIKE = "zero(stage=3, over=fs)\nzero(stage=0, over=dp)"
 SLICED = "zero(stage=3, over=(dp, fs))"
-COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "gather",
-               "broadcast", "broadcast_object_list", "reduce_scatter_tensor", "all_to_all_single",
-               "barrier", "isend", "irecv")  # fmt: skip
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "gather",
+    "broadcast",
+    "broadcast_object_list",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+    "barrier",
+    "isend",
+    "irecv",
+)
 
 
 @dataclass

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from schedlang.diagnostic import Refusal
-from schedlang.orders import ORDERS, Order, OrderError, Size, find, sized
-from schedlang.passes.verifying.prove import Case, prove
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.language.syntax import parse
+from schedlang.passes.prove import Case, prove
+from schedlang.pipeline.schedules import ORDERS, Order, OrderError, Size, find, sized
 from schedlang.schedule import Schedule
-from schedlang.source import Source
-from schedlang.syntax import parse
 from tests.engine import Threads
 from tests.proofs import assert_near, sequential, trained
 from tests.small_models import SMALL, Small, small, states
@@ -186,8 +186,10 @@ def run(orders: Iterable[Order], tell: Any = lambda *words: None) -> Cells:
             start = time.perf_counter()
             with Threads() as threads:
                 one = cells[known.name, model.name] = cell(known, model, threads)
-            tell(f"{known.name:<20}{model.name:<14}{time.perf_counter() - start:6.1f} s  "
-                 f"{one.mark} {one.reason}")  # fmt: skip
+            tell(
+                f"{known.name:<20}{model.name:<14}{time.perf_counter() - start:6.1f} s  "
+                f"{one.mark} {one.reason}"
+            )
     return cells
 
 

@@ -19,10 +19,17 @@ def gpt2(
 
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        n_embd=16, n_layer=layers, n_head=2, n_positions=16,
-        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
-        scale_attn_by_inverse_layer_idx=by_layer, tie_word_embeddings=tied, **SIZES,
-    )  # fmt: skip
+        n_embd=16,
+        n_layer=layers,
+        n_head=2,
+        n_positions=16,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        scale_attn_by_inverse_layer_idx=by_layer,
+        tie_word_embeddings=tied,
+        **SIZES,
+    )
     return transformers.GPT2LMHeadModel(config).double()
 
 
@@ -32,10 +39,17 @@ def llama(layers: int = 4, keys: int = 2, bias: bool = False, attend: str = "sdp
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=16, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=keys,
-        intermediate_size=24, max_position_embeddings=16, attention_bias=bias, mlp_bias=bias,
-        attn_implementation=attend, **SIZES,
-    )  # fmt: skip
+        hidden_size=16,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=keys,
+        intermediate_size=24,
+        max_position_embeddings=16,
+        attention_bias=bias,
+        mlp_bias=bias,
+        attn_implementation=attend,
+        **SIZES,
+    )
     return transformers.LlamaForCausalLM(config).double()
 
 
@@ -45,10 +59,15 @@ def phi3(layers: int = 2) -> nn.Module:
 
     torch.manual_seed(0)
     config = transformers.Phi3Config(
-        hidden_size=16, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=24, max_position_embeddings=16, original_max_position_embeddings=16,
+        hidden_size=16,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=16,
+        original_max_position_embeddings=16,
         **SIZES,
-    )  # fmt: skip
+    )
     return transformers.Phi3ForCausalLM(config).double()
 
 
@@ -58,9 +77,16 @@ def gemma2(layers: int = 1) -> nn.Module:
 
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
-        hidden_size=16, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=24, max_position_embeddings=16, head_dim=4, sliding_window=4, **SIZES,
-    )  # fmt: skip
+        hidden_size=16,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=16,
+        head_dim=4,
+        sliding_window=4,
+        **SIZES,
+    )
     return transformers.Gemma2ForCausalLM(config).double()
 
 
@@ -70,9 +96,15 @@ def qwen3(layers: int = 2) -> nn.Module:
 
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
-        hidden_size=16, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=24, max_position_embeddings=16, head_dim=4, **SIZES,
-    )  # fmt: skip
+        hidden_size=16,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=16,
+        head_dim=4,
+        **SIZES,
+    )
     return transformers.Qwen3ForCausalLM(config).double()
 
 
@@ -82,10 +114,15 @@ def bert() -> nn.Module:
 
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=4, num_attention_heads=2,
-        intermediate_size=24, max_position_embeddings=16,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     return transformers.BertForMaskedLM(config).double()
 
 
@@ -95,9 +132,13 @@ def bloom(layers: int = 2, dropout: float = 0.0) -> nn.Module:
 
     torch.manual_seed(0)
     config = transformers.BloomConfig(
-        vocab_size=VOCAB, hidden_size=16, n_layer=layers, n_head=4,
-        hidden_dropout=dropout, attention_dropout=dropout,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=16,
+        n_layer=layers,
+        n_head=4,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+    )
     return transformers.BloomForCausalLM(config).double()
 
 
@@ -107,10 +148,17 @@ def bart() -> nn.Module:
 
     torch.manual_seed(0)
     config = transformers.BartConfig(
-        d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24,
-        max_position_embeddings=16, dropout=0.0, **{**SIZES, "eos_token_id": 2},
-    )  # fmt: skip
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        max_position_embeddings=16,
+        dropout=0.0,
+        **{**SIZES, "eos_token_id": 2},
+    )
     return transformers.BartForConditionalGeneration(config).double()
 
 

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from schedlang.cost import Cost
-from schedlang.orders import ORDERS, Order, OrderError, Size, sized
-from schedlang.timeline import peak, timing
-from schedlang.timeline.bars import bars
+from schedlang.pipeline.cost import Cost
+from schedlang.pipeline.schedules import ORDERS, Order, OrderError, Size, sized
+from schedlang.pipeline.timeline import peak, timing
+from schedlang.pipeline.timeline.pictures import bars
 
 PAGE = Path(__file__).parent.parent / "docs" / "pipelines.md"
 BEGIN, END = "<!-- orders -->\n", "<!-- end of orders -->\n"

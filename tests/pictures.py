@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from schedlang.orders import order
+from schedlang.pipeline.schedules import order
 
 if TYPE_CHECKING:
-    from schedlang.passes.showing.show import View
     from schedlang.report import Report
+    from schedlang.viz.show import View
 
 Drawn = Iterator[tuple[str, str]]  # file name, text
 BLAMED = "3d.sched:14   attn.c_attn  shard(col, blocks=3, over=tp)"
@@ -31,9 +31,8 @@ def every() -> Drawn:
 
 def timelines() -> Drawn:
     """`simulate --svg` and `--html`, `run --timeline`."""
-    from schedlang.passes.showing.measured_page import measured_page, measured_svg
-    from schedlang.passes.showing.timeline_page import Shown, timeline_page
-    from schedlang.timeline.svg import svg
+    from schedlang.pipeline.timeline.pictures import svg
+    from schedlang.viz.timeline_page import Shown, measured_page, measured_svg, timeline_page
     from tests.pipelines.test_measured import example
 
     for name, ranks, micro, chunks in ORDERS:
@@ -48,7 +47,7 @@ def timelines() -> Drawn:
 
 def reports() -> Drawn:
     """`verify --html`, of what is equal and of what is not; the fragment that notebooks show."""
-    from schedlang.report_page import page
+    from schedlang.report import page
 
     good, bad = equal(), different()
     yield "report_equal.html", page(good)
@@ -64,16 +63,22 @@ def equal() -> Report:
     rows = (
         Row("", "trainable set", "52 = 52", 0.0, 0.0, ok=True),
         Row("", "outputs", "logits", 7.3e-16, 1e-9, ok=True, shape=(2, 8, 257)),
-        *(Row("", "gradients", f"h.{k}.attn.c_attn.weight", 1e-16 * k, 1e-9, ok=True)
-          for k in range(12)),
+        *(
+            Row("", "gradients", f"h.{k}.attn.c_attn.weight", 1e-16 * k, 1e-9, ok=True)
+            for k in range(12)
+        ),
         Row("SGD", "parameters", "h.0.attn.c_attn.bias", 2.5e-13, 1e-9, ok=True, step=2),
         Row("SGD", word, "h.0.attn.c_attn.bias", 6.5e-2, 1.0, ok=True, step=2),
-    )  # fmt: skip
+    )
     facts = (("mesh", "dp=2, pp=2, tp=2 (8 ranks)"), ("seed", "0"), ("torch", "2.13.0+cpu"))
     return Report(
-        rows, "3d.sched", facts, seconds=28.4, bounds=(Bound("memory(rank) <= 2MiB", holds=True),),
+        rows,
+        "3d.sched",
+        facts,
+        seconds=28.4,
+        bounds=(Bound("memory(rank) <= 2MiB", holds=True),),
         gaps=(Gap("no float inputs", "wrong gradients of inputs"),),
-    )  # fmt: skip
+    )
 
 
 def different() -> Report:
@@ -84,19 +89,23 @@ def different() -> Report:
     wrong = Row("SGD", "gradients", "h.3.attn.c_attn.weight", 0.5, 1e-9, ok=False, step=0)
     nothing = Row("", "loss", "loss", float("nan"), 1e-9, ok=False, note="it is not finite")
     return replace(
-        one, rows=(*one.rows[:-2], nothing, wrong), unchecked=("kernel rms_norm was not run",),
-        bounds=(Bound("bubble <= 20%", holds=False, found="33.3%", why=("pipeline: 2 stages",)),
-                Bound("time(step) < 1s", holds=None)),
+        one,
+        rows=(*one.rows[:-2], nothing, wrong),
+        unchecked=("kernel rms_norm was not run",),
+        bounds=(
+            Bound("bubble <= 20%", holds=False, found="33.3%", why=("pipeline: 2 stages",)),
+            Bound("time(step) < 1s", holds=None),
+        ),
         command="schedlang verify 3d.sched --seed 0 --mesh tp=2",
-    ).blame(BLAMED, diagnosis="tp = 2 times what is right")  # fmt: skip
+    ).blame(BLAMED, diagnosis="tp = 2 times what is right")
 
 
 def plans() -> Drawn:
     """`plan --svg` and `--html`, `diff --html`; also of a mesh too large for a row a rank."""
-    from schedlang.passes.costs.delta import delta
-    from schedlang.passes.showing import diff_page
-    from schedlang.passes.showing.diff import compare
-    from schedlang.passes.showing.picture import page, picture
+    from schedlang.passes.simulate.account import delta
+    from schedlang.viz import diff
+    from schedlang.viz.diff import compare
+    from schedlang.viz.picture import page, picture
 
     one, other = plan("dp=2, pp=2, tp=2"), plan("pp=2, tp=2", zero=False)
     yield "plan.svg", picture(one)
@@ -104,13 +113,13 @@ def plans() -> Drawn:
     yield "plan_many.svg", picture(many(one))
     found = compare(one.plan, other.plan)
     costs = delta(one.account, other.account)
-    yield "diff.html", diff_page.page(("3d.sched", "2d.sched"), found, costs)
+    yield "diff.html", diff.page(("3d.sched", "2d.sched"), found, costs)
 
 
 def plan(mesh: str, *, zero: bool = True) -> View:
     """A small GPT-2 on a mesh, with memory and collectives."""
-    from schedlang.passes.costs.account import account
-    from schedlang.passes.showing.show import view
+    from schedlang.passes.simulate.account import account
+    from schedlang.viz.show import view
     from tests.models import gpt2, tokens
     from tests.proofs import planned
     from tests.verifying.test_account import CHECKPOINT, PIPE, TENSOR

@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.proving.original import Sequential
-from schedlang.passes.reading.state import Settings
-from schedlang.passes.running.build import build
-from schedlang.passes.verifying.prove import Case, prove
-from schedlang.plan import Plan
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.ir.plan import Plan
+from schedlang.language.syntax import parse
+from schedlang.passes.elaborate.state import Settings
+from schedlang.passes.lower.build import build
+from schedlang.passes.prove import Case, prove
+from schedlang.passes.verify.original import Sequential
 from schedlang.report import Report
-from schedlang.runtime.drawing.random import LogicalDropout
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.schedule import Schedule
-from schedlang.source import Source
-from schedlang.syntax import parse
 
 Batch = Mapping[str, Any]
 
@@ -37,7 +37,7 @@ def planned(model: nn.Module, rows: str, mesh: str = "", relax: str = "") -> Pla
 
 def refused(model: nn.Module, rows: str, mesh: str = "", batch: Batch | None = None) -> str:
     """The message of the refusal that rows end in, when planned or, with a batch, when traced."""
-    from schedlang.passes.laying.propagate import propagate
+    from schedlang.passes.propagate.propagate import propagate
 
     try:
         plan = planned(model, rows, mesh)
@@ -49,9 +49,14 @@ def refused(model: nn.Module, rows: str, mesh: str = "", batch: Batch | None = N
 
 
 def proven(
-    pool: Pool, plan: Plan, batches: Sequence[Batch], *, loss: Any = None, weight: Any = None,
+    pool: Pool,
+    plan: Plan,
+    batches: Sequence[Batch],
+    *,
+    loss: Any = None,
+    weight: Any = None,
     seed: int = 0,
-) -> Report:  # fmt: skip
+) -> Report:
     """The report of a proof that must hold; the failing rows are shown if it does not."""
     report = prove(Case(plan, tuple(batches), loss, weight, seed, "none"), pool=pool)
     bad = [(r.condition, r.kind, r.step, r.name, r.error, r.note) for r in report.rows if not r.ok]
@@ -108,18 +113,28 @@ def steps(
 
 
 def trained(
-    pool: Pool, plan: Plan, batches: Sequence[Batch], optimizer: Any = sgd, *,
-    clip: float | None = None, **options: Any,
-) -> Seen:  # fmt: skip
+    pool: Pool,
+    plan: Plan,
+    batches: Sequence[Batch],
+    optimizer: Any = sgd,
+    *,
+    clip: float | None = None,
+    **options: Any,
+) -> Seen:
     """What rank 0 sees after a step for each batch; options are those of `build`."""
     seen: Seen = pool.run(steps, plan.mesh.world, plan, tuple(batches), optimizer, clip, options)[0]
     return seen
 
 
 def sequential(
-    model: nn.Module, batches: Sequence[Batch], optimizer: Any = sgd, *,
-    clip: float | None = None, loss: Any = None, seed: int | None = None,
-) -> Seen:  # fmt: skip
+    model: nn.Module,
+    batches: Sequence[Batch],
+    optimizer: Any = sgd,
+    *,
+    clip: float | None = None,
+    loss: Any = None,
+    seed: int | None = None,
+) -> Seen:
     """The same of a plain loop around a copy; dropout as a program's with this seed."""
     subject = Sequential(copy.deepcopy(model), optimizer, loss=loss, clip=clip)
     drawn = () if seed is None else (LogicalDropout(seed),)

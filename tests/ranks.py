@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from schedlang.runtime.launching import launch
+from schedlang.runtime.launch import pool
 
 
 def run_ranks(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
@@ -16,7 +16,7 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     They come from the fork server: to fork a process that has threads, as that of the tests has by
     then, can leave a rank waiting for a lock that nobody holds.
     """
-    return launch.shared().run(_rank, world, work, args)
+    return pool.shared().run(_rank, world, work, args)
 
 
 def _rank(work: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from schedlang.passes.laying.propagate import Traced, propagate
-from schedlang.passes.laying.weigh import weight_of
-from schedlang.runtime.following.trace import LabelRule
-from schedlang.runtime.slicing.slice_probe import probe
-from schedlang.runtime.slicing.slice_trial import trial_of
-from schedlang.runtime.slicing.slices import Slicing
+from schedlang.passes.propagate.batch_weights import weight_of
+from schedlang.passes.propagate.propagate import Traced, propagate
+from schedlang.runtime.propagation.trace import LabelRule
+from schedlang.runtime.sequence_pipelining.probe import probe
+from schedlang.runtime.sequence_pipelining.slices import Slicing
+from schedlang.runtime.sequence_pipelining.trial import trial_of
 from tests.proofs import planned
 
 

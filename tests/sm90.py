@@ -25,9 +25,8 @@ from schedlang.kernels import (
     rope,
 )
 from schedlang.kernels.device import LONGEST, tile
-from schedlang.runtime.rowwise import launch
-from schedlang.runtime.rowwise.graphs import Sort
-from schedlang.runtime.rowwise.operator import pair_of
+from schedlang.runtime.rowwise_kernels import launch
+from schedlang.runtime.rowwise_kernels.operator import Sort, pair_of
 from tests.chains import CHAINS
 
 
@@ -146,8 +145,11 @@ def gated_kernels() -> Made:
             x, size = torch.zeros(16, 2 * 14336, dtype=dtype), 14336
             block, warps = gated.tile(size)
             options: dict[str, Any] = {
-                "ACT": act, "BLOCK": block, "num_warps": warps, "grid": (1, 1),
-            }  # fmt: skip
+                "ACT": act,
+                "BLOCK": block,
+                "num_warps": warps,
+                "grid": (1, 1),
+            }
             named = {"size": size, "dtype": str(dtype), "act": act}
             forward = (x, x, x, size, 2 * size, 2 * size)
             yield {"kernel": "forward"} | named, gated.forward_kernel.warmup(*forward, **options)
@@ -163,8 +165,11 @@ def cross_entropy_kernels() -> Made:
         block, warps = cross_entropy._tile(z)
         for capped in (False, True):
             options: dict[str, Any] = {
-                "CAPPED": capped, "BLOCK": block, "num_warps": warps, "grid": (1,),
-            }  # fmt: skip
+                "CAPPED": capped,
+                "BLOCK": block,
+                "num_warps": warps,
+                "grid": (1,),
+            }
             named = {"size": 32000, "dtype": str(dtype), "capped": capped}
             forward = (z, target, row, row, row, 32000, 32000, 0.5, 3.0)
             made = cross_entropy.statistics_kernel.warmup(*forward, **options)
@@ -223,11 +228,20 @@ def rope_kernels() -> Made:
             given = (*[x] * 6, tokens, *heads, half, size, *strides, 0, width, 0, width)
             for back in (False, True):
                 options: dict[str, Any] = {
-                    "SOURCE": pairs, "TARGET": pairs, "OWN": True, "PAIRED": pairs, "EARLY": True,
-                    "BACK": back, "KEYS": True, "HALF": half, "num_warps": 4, "grid": (1,),
-                    "Q_LINES": rope.lines(heads[0], half), "K_LINES": rope.lines(heads[1], half),
+                    "SOURCE": pairs,
+                    "TARGET": pairs,
+                    "OWN": True,
+                    "PAIRED": pairs,
+                    "EARLY": True,
+                    "BACK": back,
+                    "KEYS": True,
+                    "HALF": half,
+                    "num_warps": 4,
+                    "grid": (1,),
+                    "Q_LINES": rope.lines(heads[0], half),
+                    "K_LINES": rope.lines(heads[1], half),
                     "REST": size - width,
-                }  # fmt: skip
+                }
                 named = {"pairs": pairs, "width": width, "dtype": str(dtype)}
                 made = rope.turn_kernel.warmup(*given, **options)
                 yield {"kernel": "back" if back else "forward"} | named, made
@@ -257,16 +271,27 @@ def _warm(made: launch.Kernel) -> Any:
     strides = [chain.grid.size for v in chain.given if v.rows and v.cols]
     numbers = [chain.grid.rows, chain.grid.size, *strides, shape.tiles]
     return launch.jitted(made.text).warmup(
-        *given, *stored, *sums, *numbers, ROWS=shape.rows, BLOCK=shape.block,
-        num_warps=shape.warps, grid=(1,),
-    )  # fmt: skip
+        *given,
+        *stored,
+        *sums,
+        *numbers,
+        ROWS=shape.rows,
+        BLOCK=shape.block,
+        num_warps=shape.warps,
+        grid=(1,),
+    )
 
 
 KERNELS = {
-    "rms_norm": rms_norm_kernels, "layer_norm": layer_norm_kernels, "gated": gated_kernels,
-    "cross_entropy": cross_entropy_kernels, "add_norm": add_norm_kernels, "rope": rope_kernels,
-    "rowwise": rowwise_kernels, "gated_norm": gated_norm_kernels,
-}  # fmt: skip
+    "rms_norm": rms_norm_kernels,
+    "layer_norm": layer_norm_kernels,
+    "gated": gated_kernels,
+    "cross_entropy": cross_entropy_kernels,
+    "add_norm": add_norm_kernels,
+    "rope": rope_kernels,
+    "rowwise": rowwise_kernels,
+    "gated_norm": gated_norm_kernels,
+}
 
 
 def main() -> None:

@@ -86,10 +86,18 @@ def t5(layers: int) -> nn.Module:
 
     torch.manual_seed(0)
     config = transformers.T5Config(
-        vocab_size=models.VOCAB, d_model=16, d_kv=4, d_ff=24, num_layers=layers // 2,
-        num_decoder_layers=layers // 2, num_heads=2, dropout_rate=0.0, use_cache=False,
-        decoder_start_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=models.VOCAB,
+        d_model=16,
+        d_kv=4,
+        d_ff=24,
+        num_layers=layers // 2,
+        num_decoder_layers=layers // 2,
+        num_heads=2,
+        dropout_rate=0.0,
+        use_cache=False,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
     return transformers.T5ForConditionalGeneration(config).double()
 
 
@@ -99,9 +107,15 @@ def vit(layers: int) -> nn.Module:
 
     torch.manual_seed(0)
     config = transformers.ViTConfig(
-        hidden_size=16, num_hidden_layers=layers, num_attention_heads=2, intermediate_size=24,
-        image_size=8, patch_size=4, num_channels=2, num_labels=3,
-    )  # fmt: skip
+        hidden_size=16,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        intermediate_size=24,
+        image_size=8,
+        patch_size=4,
+        num_channels=2,
+        num_labels=3,
+    )
     return transformers.ViTForImageClassification(config).double()
 
 
@@ -111,10 +125,16 @@ def mixtral(layers: int) -> nn.Module:
 
     torch.manual_seed(0)
     config = transformers.MixtralConfig(
-        hidden_size=16, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=24, num_local_experts=4, max_position_embeddings=16,
-        experts_implementation="batched_mm", **models.SIZES,
-    )  # fmt: skip
+        hidden_size=16,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=24,
+        num_local_experts=4,
+        max_position_embeddings=16,
+        experts_implementation="batched_mm",
+        **models.SIZES,
+    )
     return transformers.MixtralForCausalLM(config).double()
 
 

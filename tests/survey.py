@@ -38,9 +38,14 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout"), 0.0),
     **dict.fromkeys(("attention_dropout", "activation_dropout", "hidden_dropout_prob"), 0.0),
     **dict.fromkeys(("attention_probs_dropout_prob", "attn_dropout", "residual_dropout"), 0.0),
-    "vocab_size": 256, "num_experts_per_tok": 2, "attention_window_size": 16,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False,
-}  # fmt: skip
+    "vocab_size": 256,
+    "num_experts_per_tok": 2,
+    "attention_window_size": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+}
 # models that are told why they cannot be cut so
 REFUSED = {"hrm_text": "called in a loop", "jetmoe": "while it is recorded without data"}
 DEPTH = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from schedlang.timeline import Edge, Kind, Op, Timeline, chain, timeline
+from schedlang.pipeline.timeline import Edge, Kind, Op, Timeline, chain, timeline
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
 PARK = (Kind.EVICT, Kind.LOAD)
@@ -45,8 +45,9 @@ class Shape:
                 found.setdefault(op, set())
             for before, after in zip(ops, ops[1:]):
                 found[after].add(before)
-        back = {place: next((k for k in way if k in (B, I)), None)
-                for place, way in self.ways.items()}  # fmt: skip
+        back = {
+            place: next((k for k in way if k in (B, I)), None) for place, way in self.ways.items()
+        }
         for (s, m, j), kind in back.items():
             for x, y in self.edges:
                 if y == s:
@@ -122,10 +123,14 @@ def shapes(
         aside = tuple(way for way in aside if not set(way) & set(PARK))
     ways = {
         (s, mb, j): (
-            F, *(chance.choice([(), *aside])), *(chance.choice(modes) if mixed else pure),
+            F,
+            *(chance.choice([(), *aside])),
+            *(chance.choice(modes) if mixed else pure),
         )
-        for s in range(count) for mb in range(m) for j in range(k)
-    }  # fmt: skip
+        for s in range(count)
+        for mb in range(m)
+        for j in range(k)
+    }
     return Shape(p, tuple(sorted(edges)), homes, replica, k, ways)
 
 

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from schedlang.kinds import Axis, Rest
-from schedlang.placement import Placement
-from schedlang.primitive import Primitive, load_all, refuse, scratch
+from schedlang.ir.placement import Placement
+from schedlang.ir.primitive import Primitive, load_all, refuse, scratch
+from schedlang.language.kinds import Axis, Rest
 
 
 def define() -> None:

@@ -7,9 +7,14 @@ from transformers import BertConfig, BertForMaskedLM
 def model() -> BertForMaskedLM:
     """Three layers with dropout; embedding and decoder tied."""
     config = BertConfig(
-        vocab_size=120, hidden_size=48, num_hidden_layers=3, num_attention_heads=4,
-        intermediate_size=96, max_position_embeddings=48, attn_implementation="eager",
-    )  # fmt: skip
+        vocab_size=120,
+        hidden_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=96,
+        max_position_embeddings=48,
+        attn_implementation="eager",
+    )
     return BertForMaskedLM(config)
 
 

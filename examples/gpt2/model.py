@@ -11,9 +11,16 @@ END = 256  # ends a text; padding after it
 def model() -> GPT2LMHeadModel:
     """Four blocks, dropout on, embedding and head tied; 257 tokens divide by nothing useful."""
     config = GPT2Config(
-        vocab_size=257, n_positions=64, n_embd=64, n_layer=4, n_head=4,
-        bos_token_id=END, eos_token_id=END, pad_token_id=END, use_cache=False,
-    )  # fmt: skip
+        vocab_size=257,
+        n_positions=64,
+        n_embd=64,
+        n_layer=4,
+        n_head=4,
+        bos_token_id=END,
+        eos_token_id=END,
+        pad_token_id=END,
+        use_cache=False,
+    )
     return GPT2LMHeadModel(config)
 
 

@@ -7,9 +7,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 def model() -> LlamaForCausalLM:
     """Four blocks, four query heads on two key/value heads."""
     config = LlamaConfig(
-        vocab_size=160, hidden_size=64, intermediate_size=176, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, use_cache=False,
-    )  # fmt: skip
+        vocab_size=160,
+        hidden_size=64,
+        intermediate_size=176,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        use_cache=False,
+    )
     return LlamaForCausalLM(config)
 
 

@@ -7,10 +7,17 @@ from transformers import MixtralConfig, MixtralForCausalLM
 def model() -> MixtralForCausalLM:
     """Two blocks of eight experts each, of which a token meets two."""
     config = MixtralConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        num_local_experts=8, num_experts_per_tok=2, use_cache=False,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        use_cache=False,
+    )
     return MixtralForCausalLM(config)
 
 

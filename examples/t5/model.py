@@ -7,9 +7,16 @@ from transformers import T5Config, T5ForConditionalGeneration
 def model() -> T5ForConditionalGeneration:
     """Two encoder and two decoder blocks; one embedding for both sides and the head."""
     config = T5Config(
-        vocab_size=160, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2,
-        num_heads=4, decoder_start_token_id=0, use_cache=False,
-    )  # fmt: skip
+        vocab_size=160,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
     return T5ForConditionalGeneration(config)
 
 

@@ -7,9 +7,15 @@ from transformers import ViTConfig, ViTForImageClassification
 def model() -> ViTForImageClassification:
     """Four blocks on 16 patches of 4 x 4 pixels and a class token; dropout on; five classes."""
     config = ViTConfig(
-        hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=64,
-        image_size=16, patch_size=4, num_labels=5, hidden_dropout_prob=0.1,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=64,
+        image_size=16,
+        patch_size=4,
+        num_labels=5,
+        hidden_dropout_prob=0.1,
+    )
     return ViTForImageClassification(config)
 
 

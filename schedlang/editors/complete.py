@@ -8,18 +8,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from schedlang import manual
-from schedlang.binding import surface
-from schedlang.diagnostic import Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.editors import words
-from schedlang.editors.declared import Declared, declared
 from schedlang.editors.outline import Outline
-from schedlang.editors.place import PATH, Place, place
-from schedlang.kinds import Axes, Axis
-from schedlang.primitive import load_all, registry
+from schedlang.editors.place import PATH, Declared, Place, declared, place
+from schedlang.ir.primitive import load_all, registry
+from schedlang.language import manual
+from schedlang.language.binding import surface
+from schedlang.language.kinds import Axes, Axis
 
-TOP = ("schedule", "use", "mesh", "view", "knob", "require", "pattern", "def", "step", "override",
-       "drop", "at", "when", "expect")  # fmt: skip
+TOP = (
+    "schedule",
+    "use",
+    "mesh",
+    "view",
+    "knob",
+    "require",
+    "pattern",
+    "def",
+    "step",
+    "override",
+    "drop",
+    "at",
+    "when",
+    "expect",
+)
 INSIDE = ("at", "when", "expect")
 
 

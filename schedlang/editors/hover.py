@@ -1,18 +1,67 @@
-"""Hover: a verb's manual, a declaration's line, the modules of a selector and how they lie."""
+"""Hover and definition: a verb's manual, a declaration and its line, the modules of a selector."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from schedlang import codes, manual
-from schedlang.diagnostic import Refusal
+from schedlang.diagnostics import codes
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import text_of
 from schedlang.editors.complete import roots_of
-from schedlang.editors.declared import declared
 from schedlang.editors.outline import Outline
-from schedlang.editors.place import PATH, Place, place
-from schedlang.primitive import load_all, registry
+from schedlang.editors.place import PATH, Place, declared, place, used_file
+from schedlang.ir.primitive import load_all, registry
+from schedlang.language import manual
+
+# ---- Definition: where the name at a cursor is declared, also in a file that the schedule uses.
+
+
+@dataclass(frozen=True)
+class Target:
+    """A place in a file: its path (None: the same file), its offset and the text it lies in."""
+
+    file: Path | None
+    offset: int
+    text: str
+
+
+def definition(text: str, offset: int, file: Path) -> Target | None:
+    """Where what stands at `offset` of `file` is declared; None if nowhere."""
+    line = text[text.rfind("\n", 0, offset) + 1 :].split("\n", 1)[0]
+    used = re.match(r'\s*use\s+"([^"]*)"', line)
+    if used:
+        return _in_file(file.parent / used[1], "")
+    before = re.search(r"[\w.]*$", text[:offset])
+    after = re.match(r"\w*", text[offset:])
+    word = (before[0] if before else "") + (after[0] if after else "")
+    alias, dot, name = word.rpartition(".")
+    path = used_file(text, alias) if dot else None
+    if path is not None:
+        return _in_file(file.parent / path, name)
+    for one in declared(text):
+        if one.name == word and one.kind != "step":
+            return Target(None, one.offset, text)
+    return None
+
+
+def _in_file(path: Path, name: str) -> Target | None:
+    """A declaration in another file; its start where no name is asked for."""
+    try:
+        text = text_of(path)
+    except (OSError, UnicodeDecodeError):
+        return None
+    if not name:
+        return Target(path, 0, text)
+    found = next((one for one in declared(text) if one.name == name), None)
+    return Target(path, found.offset, text) if found else None
+
+
+# ---- Hover: a verb's manual, a declaration's line, the modules of a selector and how they lie.
+
 
 MOST = 6  # modules that are listed one by one
 Rows = Sequence[Mapping[str, Any]]  # the lines of `plan --json` that stand on the cursor's line
@@ -71,8 +120,10 @@ def _placed(rows: Rows) -> str:
     """How the plan lays out what a row names, and what it sends."""
     said = []
     for row in rows:
-        sent = [f"{c['count']} {c['kind']} over {', '.join(c['axes'])} ({c['what']})"
-                for c in row["collectives"]]  # fmt: skip
+        sent = [
+            f"{c['count']} {c['kind']} over {', '.join(c['axes'])} ({c['what']})"
+            for c in row["collectives"]
+        ]
         told = "; ".join([*([f"`{row['said']}`"] if row["said"] else []), *sent])
         said.append(f"- `{row['pattern']}` {row['do']}: {told or 'planned'}")
     return "\n\n**In the plan**\n\n" + "\n".join(said) if said else ""

@@ -35,9 +35,10 @@ def textmate() -> dict[str, Any]:
         "name": "schedlang",
         "scopeName": "source.sched",
         "fileTypes": ["sched"],
-        "patterns": [{"match": pattern, "name": f"{SCOPES[kind]}.sched"} for pattern, kind in
-                     rules()],
-    }  # fmt: skip
+        "patterns": [
+            {"match": pattern, "name": f"{SCOPES[kind]}.sched"} for pattern, kind in rules()
+        ],
+    }
 
 
 def text() -> str:

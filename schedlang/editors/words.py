@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from schedlang.grammar import parser
-from schedlang.primitive import load_all, registry
+from schedlang.ir.primitive import load_all, registry
+from schedlang.language.grammar import parser
 
 LOGIC = frozenset({"and", "or", "not", "in"})
 VALUES = frozenset({"true", "false"})

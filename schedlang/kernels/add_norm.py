@@ -90,10 +90,26 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def forward_kernel(  # type: ignore[no-untyped-def]
-        a, b, weight, bias, total, y, mean, rstd, rows, size, a_stride, b_stride, eps, offset,
-        CENTRED: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr,
+        a,
+        b,
+        weight,
+        bias,
+        total,
+        y,
+        mean,
+        rstd,
+        rows,
+        size,
+        a_stride,
+        b_stride,
+        eps,
+        offset,
+        CENTRED: tl.constexpr,
+        BIAS: tl.constexpr,
+        EARLY: tl.constexpr,
+        ROWS: tl.constexpr,
         BLOCK: tl.constexpr,
-    ):  # fmt: skip
+    ):
         """Write total, y, the mean and 1/deviation of ROWS rows."""
         number = tl.program_id(0).to(tl.int64)
         row, column, inside = tile_of(number, rows, size, ROWS, BLOCK)
@@ -120,10 +136,26 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def backward_kernel(  # type: ignore[no-untyped-def]
-        dtotal, dy, total, weight, mean, rstd, dx, partial, rows, size, dtotal_stride, dy_stride,
-        total_stride, tiles, offset, CENTRED: tl.constexpr, EARLY: tl.constexpr,
-        ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
+        dtotal,
+        dy,
+        total,
+        weight,
+        mean,
+        rstd,
+        dx,
+        partial,
+        rows,
+        size,
+        dtotal_stride,
+        dy_stride,
+        total_stride,
+        tiles,
+        offset,
+        CENTRED: tl.constexpr,
+        EARLY: tl.constexpr,
+        ROWS: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
         """Write the gradient of the sum of some tiles of rows, and their part of the others."""
         program = tl.program_id(0).to(tl.int64)
         columns = tl.arange(0, BLOCK)
@@ -160,9 +192,15 @@ if triton is not None:
 
 @torch.library.custom_op("schedlang::add_norm_forward", mutates_args=())
 def add_norm_forward(
-    a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, centred: bool, eps: float,
-    offset: float, rounding: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    a: Tensor,
+    b: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    centred: bool,
+    eps: float,
+    offset: float,
+    rounding: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(a + b, its norm, mean, 1 / deviation); contiguous, the last two in float32 at least."""
     form = Form(centred, eps, offset, rounding)
     if not runs_kernel(a, b, weight, bias, longest=LONGEST):
@@ -174,17 +212,32 @@ def add_norm_forward(
     given = scale, scale if bias is None else bias.contiguous()
     kinds = a.dtype, _result(a, weight, bias, form)
     total, y, mean, rstd = forward(
-        forward_kernel, (a, b), given, kinds, 2, eps, offset,
-        CENTRED=centred, BIAS=bias is not None, EARLY=rounding == "early",
-    )  # fmt: skip
+        forward_kernel,
+        (a, b),
+        given,
+        kinds,
+        2,
+        eps,
+        offset,
+        CENTRED=centred,
+        BIAS=bias is not None,
+        EARLY=rounding == "early",
+    )
     return total, y, mean, rstd
 
 
 @torch.library.custom_op("schedlang::add_norm_backward", mutates_args=())
 def add_norm_backward(
-    dtotal: Tensor, dy: Tensor, total: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor,
-    centred: bool, offset: float, rounding: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dtotal: Tensor,
+    dy: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    centred: bool,
+    offset: float,
+    rounding: str,
+) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of the sum, of the weight, of the bias); the last is empty without a mean."""
     if not runs_kernel(total, dtotal, dy, weight, rstd, longest=LONGEST):
         count(False)
@@ -198,18 +251,30 @@ def add_norm_backward(
         return (dx + dtotal).contiguous(), dweight.contiguous(), dbias.contiguous()
     given = (weight.contiguous(), mean.contiguous(), rstd.contiguous())
     dx, dweight, *more = backward(
-        backward_kernel, (dtotal, dy, total), given, (total.dtype,), 1 + centred, offset,
-        CENTRED=centred, EARLY=rounding == "early",
-    )  # fmt: skip
+        backward_kernel,
+        (dtotal, dy, total),
+        given,
+        (total.dtype,),
+        1 + centred,
+        offset,
+        CENTRED=centred,
+        EARLY=rounding == "early",
+    )
     dbias = more[0].to(weight.dtype) if more else weight.new_empty(0)
     return dx, dweight.to(weight.dtype), dbias
 
 
 @add_norm_forward.register_fake
 def _(
-    a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, centred: bool, eps: float,
-    offset: float, rounding: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    a: Tensor,
+    b: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    centred: bool,
+    eps: float,
+    offset: float,
+    rounding: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     form = Form(centred, eps, offset, rounding)
     y = a.new_empty(a.shape, dtype=_result(a, weight, bias, form))
     mean = a.new_empty(a.shape[:-1], dtype=wide(a, weight, bias))
@@ -218,9 +283,16 @@ def _(
 
 @add_norm_backward.register_fake
 def _(
-    dtotal: Tensor, dy: Tensor, total: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor,
-    centred: bool, offset: float, rounding: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dtotal: Tensor,
+    dy: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    centred: bool,
+    offset: float,
+    rounding: str,
+) -> tuple[Tensor, Tensor, Tensor]:
     dbias = weight.new_empty(weight.shape if centred else (0,))
     return total.new_empty(total.shape), weight.new_empty(weight.shape), dbias
 

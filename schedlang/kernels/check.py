@@ -91,7 +91,7 @@ def compare(
     """Judge `out` by its own type's rule; `eager` is of the same type, `exact` in float64.
 
     `times` is how much larger than eager's the error may be: 2 for one kernel, whose sums run in
-    one order; more for a region, whose gradients pass through several (passes/proving/rounding.py).
+    one order; more for a region, whose gradients pass through several (`passes.verify`).
 
     Elements that are not finite in `exact` must be the same kind of not finite in `out`.
     """

@@ -39,9 +39,13 @@ def statistics(
 
 
 def gradient_(
-    z: Tensor, target: Tensor, lse: Tensor, by: tuple[Tensor, Tensor, Tensor], scale: float,
+    z: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    by: tuple[Tensor, Tensor, Tensor],
+    scale: float,
     cap: float,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The gradient of rows, written over `z`; `by` are the gradients of the three statistics."""
     if not _fits(z):
         for part in _parts(z):
@@ -56,9 +60,18 @@ def _launch(kernel: Any, z: Tensor, rows: Sequence[Tensor], scale: float, cap: f
     """One program for each row of `z`, with the numbers of its row."""
     block, warps = _tile(z)
     launch(
-        kernel, (z.shape[0],), z, *rows, z.shape[1], z.stride(0), scale, cap, CAPPED=cap != 0,
-        BLOCK=block, warps=warps,
-    )  # fmt: skip
+        kernel,
+        (z.shape[0],),
+        z,
+        *rows,
+        z.shape[1],
+        z.stride(0),
+        scale,
+        cap,
+        CAPPED=cap != 0,
+        BLOCK=block,
+        warps=warps,
+    )
 
 
 def _fits(z: Tensor) -> bool:
@@ -87,9 +100,13 @@ def _statistics(
 
 
 def _gradient(
-    z: Tensor, target: Tensor, lse: Tensor, by: tuple[Tensor, Tensor, Tensor], scale: float,
+    z: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    by: tuple[Tensor, Tensor, Tensor],
+    scale: float,
     cap: float,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     value = z.to(wide(z))  # `z` itself if it is wide enough: its place is to be written over
     value = value.mul_(scale) if scale != 1 else value
     slope: Tensor | float = scale
@@ -124,9 +141,18 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def statistics_kernel(  # type: ignore[no-untyped-def]
-        z, target, lse, picked, total, size, stride, scale, cap,
-        CAPPED: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
+        z,
+        target,
+        lse,
+        picked,
+        total,
+        size,
+        stride,
+        scale,
+        cap,
+        CAPPED: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
         """Read one row, block by block, and write its three numbers."""
         row = tl.program_id(0).to(tl.int64)
         wanted = tl.load(target + row)
@@ -150,9 +176,19 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def gradient_kernel(  # type: ignore[no-untyped-def]
-        z, target, lse, by_lse, by_picked, by_total, size, stride, scale, cap,
-        CAPPED: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
+        z,
+        target,
+        lse,
+        by_lse,
+        by_picked,
+        by_total,
+        size,
+        stride,
+        scale,
+        cap,
+        CAPPED: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
         """Write the gradient of one row over it."""
         row = tl.program_id(0).to(tl.int64)
         wanted = tl.load(target + row)

@@ -21,9 +21,25 @@ try:
 except ImportError:  # triton is published for Linux on x86-64 only
     triton = tl = None
 
-__all__ = ["INTERPRETED", "KIND", "LONGEST", "autocast_to", "capability", "count", "gpu_here",
-           "matrix", "note", "on_gpu", "programs", "runs", "runs_kernel", "tile", "tl", "triton",
-           "wide"]  # fmt: skip
+__all__ = [
+    "INTERPRETED",
+    "KIND",
+    "LONGEST",
+    "autocast_to",
+    "capability",
+    "count",
+    "gpu_here",
+    "matrix",
+    "note",
+    "on_gpu",
+    "programs",
+    "runs",
+    "runs_kernel",
+    "tile",
+    "tl",
+    "triton",
+    "wide",
+]
 
 LONGEST = 16384  # elements of a row that one program holds in registers; twice as many spill
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"

@@ -25,9 +25,14 @@ Window = tuple[int, int] | None  # keys seen before and behind one's own, -1: al
 
 
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, mask: Tensor | None = None,
-    bias: Tensor | None = None, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: Rule,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention of [rows, heads, length, size], as `flex_attention` takes it."""
     window = window_of(q, k, rule, mask) if runs_flash(q) else None
     if window is None or bias is not None or sinks is not None:
@@ -39,9 +44,12 @@ def flash_attention(
     more: dict[str, Any] = {"softcap": rule.cap} if rule.cap else {}
     causal = window == (-1, 0)
     out: Tensor = attend(
-        *lines, softmax_scale=rule.scale, causal=causal,
-        window_size=(-1, -1) if causal else window, **more,
-    )  # fmt: skip
+        *lines,
+        softmax_scale=rule.scale,
+        causal=causal,
+        window_size=(-1, -1) if causal else window,
+        **more,
+    )
     return out.transpose(1, 2)
 
 
@@ -51,9 +59,13 @@ def runs_flash(q: Tensor) -> bool:
 
 
 def unfit(
-    q: Tensor, k: Tensor, rule: Rule, mask: Tensor | None = None, bias: Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    rule: Rule,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
     sinks: Tensor | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """Why the package would not compute this attention on a GPU; empty where it would.
 
     A mask without values (of a graph, of the meta device) is taken for a window.
@@ -66,9 +78,11 @@ def unfit(
         return "it takes bfloat16 and float16"
     known = mask is None or (type(mask) is Tensor and not mask.is_meta)
     if known and window_of(q, k, rule, mask) is None:
-        return "its mask is not a window (padding is not one)" if mask is not None else (
-            "a causal mask needs as many queries as keys"
-        )  # fmt: skip
+        return (
+            "its mask is not a window (padding is not one)"
+            if mask is not None
+            else ("a causal mask needs as many queries as keys")
+        )
     return ""
 
 

@@ -32,9 +32,14 @@ class Rule:
 
 
 def flex_attention(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, mask: Tensor | None = None,
-    bias: Tensor | None = None, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: Rule,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention of [rows, heads, length, size]; keys and values may have fewer heads.
 
     mask   [rows or 1, heads or 1, queries, keys]: True where a key is seen, or added to scores
@@ -55,9 +60,14 @@ def runs_flex(q: Tensor) -> bool:
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, mask: Tensor | None = None,
-    bias: Tensor | None = None, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: Rule,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """The same by plain products, the softmax in float32 at least."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -89,9 +99,14 @@ def _weights(scores: Tensor, seen: Tensor | None, sinks: Tensor | None) -> Tenso
 
 
 def _flex(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, mask: Tensor | None, bias: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: Rule,
+    mask: Tensor | None,
+    bias: Tensor | None,
     sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     added = mask if mask is not None and mask.dtype != torch.bool else None
 
     def score(value: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -106,9 +121,15 @@ def _flex(
 
     plain = not rule.cap and bias is None and added is None
     out, lse = compiled()(
-        q, k, v, score_mod=None if plain else score, block_mask=_blocks(q, k, rule, mask),
-        scale=rule.scale, enable_gqa=q.shape[1] != k.shape[1], return_lse=True,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        score_mod=None if plain else score,
+        block_mask=_blocks(q, k, rule, mask),
+        scale=rule.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_lse=True,
+    )
     if sinks is None:
         return out  # type: ignore[no-any-return]
     # weights that the sinks take: exp(lse) / (exp(lse) + exp(sink)) is left for the keys

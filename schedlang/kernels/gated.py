@@ -121,9 +121,20 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def backward_kernel(  # type: ignore[no-untyped-def]
-        dy, gate, up, dgate, dup, size, dy_stride, gate_stride, up_stride, dgate_stride, dup_stride,
-        ACT: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
+        dy,
+        gate,
+        up,
+        dgate,
+        dup,
+        size,
+        dy_stride,
+        gate_stride,
+        up_stride,
+        dgate_stride,
+        dup_stride,
+        ACT: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
         """Write a block of one row of both gradients."""
         row, column, inside, right, value, slope = _block(
             gate, up, size, gate_stride, up_stride, ACT, BLOCK

@@ -135,10 +135,24 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def forward_kernel(  # type: ignore[no-untyped-def]
-        x, gate, weight, y, rstd, rows, size, x_stride, gate_stride, eps, offset,
-        ACT: tl.constexpr, FIRST: tl.constexpr, EARLY: tl.constexpr, SAME: tl.constexpr,
-        ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
+        x,
+        gate,
+        weight,
+        y,
+        rstd,
+        rows,
+        size,
+        x_stride,
+        gate_stride,
+        eps,
+        offset,
+        ACT: tl.constexpr,
+        FIRST: tl.constexpr,
+        EARLY: tl.constexpr,
+        SAME: tl.constexpr,
+        ROWS: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
         """Write y and 1/rms of one group of ROWS rows."""
         number = tl.program_id(0).to(tl.int64)
         group, groups = tl.program_id(1), tl.num_programs(1)
@@ -162,10 +176,28 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def backward_kernel(  # type: ignore[no-untyped-def]
-        dy, x, gate, weight, rstd, dx, dgate, partial, rows, size, dy_stride, x_stride,
-        gate_stride, tiles, offset, ACT: tl.constexpr, FIRST: tl.constexpr, EARLY: tl.constexpr,
-        SAME: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
+        dy,
+        x,
+        gate,
+        weight,
+        rstd,
+        dx,
+        dgate,
+        partial,
+        rows,
+        size,
+        dy_stride,
+        x_stride,
+        gate_stride,
+        tiles,
+        offset,
+        ACT: tl.constexpr,
+        FIRST: tl.constexpr,
+        EARLY: tl.constexpr,
+        SAME: tl.constexpr,
+        ROWS: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
         """Write both gradients of one group of some tiles of rows, and their part of the
         weight's."""
         program = tl.program_id(0).to(tl.int64)
@@ -224,16 +256,26 @@ def _runs(form: Form, *tensors: Tensor) -> bool:
 
 def _constants(x: Tensor, weight: Tensor, form: Form) -> dict[str, Any]:
     return {
-        "groups": form.groups, "ACT": form.act, "FIRST": form.first,
-        "EARLY": form.rounding == "early", "SAME": x.dtype == weight.dtype,
-    }  # fmt: skip
+        "groups": form.groups,
+        "ACT": form.act,
+        "FIRST": form.first,
+        "EARLY": form.rounding == "early",
+        "SAME": x.dtype == weight.dtype,
+    }
 
 
 @torch.library.custom_op("schedlang::gated_norm_forward", mutates_args=())
 def gated_norm_forward(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, offset: float, rounding: str, act: str,
-    first: bool, groups: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    rounding: str,
+    act: str,
+    first: bool,
+    groups: int,
+) -> tuple[Tensor, Tensor]:
     """(y, 1 / root mean square of each group); contiguous, the second in float32 at least."""
     form = Form(eps, offset, rounding, act, first, groups)
     if not _runs(form, x, gate, weight):
@@ -241,17 +283,31 @@ def gated_norm_forward(
         y, rstd = forward_of(x, gate, weight, form)
         return y.contiguous(), rstd.contiguous()
     y, rstd = forward(
-        forward_kernel, (x, gate), (weight.contiguous(),), (result_of(x, weight, form),), 1,
-        eps, offset, **_constants(x, weight, form),
-    )  # fmt: skip
+        forward_kernel,
+        (x, gate),
+        (weight.contiguous(),),
+        (result_of(x, weight, form),),
+        1,
+        eps,
+        offset,
+        **_constants(x, weight, form),
+    )
     return y, rstd.view(*x.shape[:-1], groups)
 
 
 @torch.library.custom_op("schedlang::gated_norm_backward", mutates_args=())
 def gated_norm_backward(
-    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd: Tensor, offset: float,
-    rounding: str, act: str, first: bool, groups: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    offset: float,
+    rounding: str,
+    act: str,
+    first: bool,
+    groups: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of x, of the gate, of the weight), contiguous, in their types."""
     form = Form(0.0, offset, rounding, act, first, groups)
     if not _runs(form, x, gate, weight, dy):
@@ -260,17 +316,29 @@ def gated_norm_backward(
         return dx.contiguous(), dgate.contiguous(), dweight.contiguous()
     given = (weight.contiguous(), rstd.contiguous())
     dx, dgate, dweight = backward(
-        backward_kernel, (dy, x, gate), given, (x.dtype, gate.dtype), 1, offset,
+        backward_kernel,
+        (dy, x, gate),
+        given,
+        (x.dtype, gate.dtype),
+        1,
+        offset,
         **_constants(x, weight, form),
-    )  # fmt: skip
+    )
     return dx, dgate, dweight.to(weight.dtype)
 
 
 @gated_norm_forward.register_fake
 def _(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, offset: float, rounding: str, act: str,
-    first: bool, groups: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    rounding: str,
+    act: str,
+    first: bool,
+    groups: int,
+) -> tuple[Tensor, Tensor]:
     form = Form(eps, offset, rounding, act, first, groups)
     y = x.new_empty(x.shape, dtype=result_of(x, weight, form))
     return y, x.new_empty((*x.shape[:-1], groups), dtype=wide(x, gate, weight))
@@ -278,9 +346,17 @@ def _(
 
 @gated_norm_backward.register_fake
 def _(
-    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd: Tensor, offset: float,
-    rounding: str, act: str, first: bool, groups: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    offset: float,
+    rounding: str,
+    act: str,
+    first: bool,
+    groups: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), gate.new_empty(gate.shape), weight.new_empty(weight.shape)
 
 

@@ -49,10 +49,20 @@ def held_forward(
 
 @torch.library.custom_op("schedlang::held_cross_entropy_backward", mutates_args=("z",))
 def held_backward(
-    z: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor,
-    by_lse: Tensor, by_picked: Tensor, by_total: Tensor, scale: float, cap: float, inputs: bool,
+    z: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    lse: Tensor,
+    by_lse: Tensor,
+    by_picked: Tensor,
+    by_total: Tensor,
+    scale: float,
+    cap: float,
+    inputs: bool,
     own: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of x, of weight, of bias), empty where not asked for; `z` becomes its gradient."""
     count(runs_kernel(x, weight, longest=None))
     sums = Sums(x, weight, bias, inputs, own)
@@ -72,10 +82,20 @@ def _(
 
 @held_backward.register_fake
 def _(
-    z: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor,
-    by_lse: Tensor, by_picked: Tensor, by_total: Tensor, scale: float, cap: float, inputs: bool,
+    z: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    lse: Tensor,
+    by_lse: Tensor,
+    by_picked: Tensor,
+    by_total: Tensor,
+    scale: float,
+    cap: float,
+    inputs: bool,
     own: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     return fake_gradients(x, weight, bias, inputs, own)
 
 

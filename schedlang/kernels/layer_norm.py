@@ -26,9 +26,13 @@ LONGEST = 8192  # elements of a row; of twice as many in float32 some spill in b
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    offset: float = 0.0,
     rounding: str = "late",
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """LayerNorm over the last dim of `x` (any leading shape), which `weight` and `bias` have.
 
     Differentiable once, in `x`, `weight` and `bias`.
@@ -38,9 +42,13 @@ def layer_norm(
 
 
 def reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    offset: float = 0.0,
     rounding: str = "late",
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The same in plain torch operations, in the input's own precision or float32 at least."""
     y, _, _ = forward_of(x, weight, bias, eps, offset, rounding)
     return y
@@ -118,9 +126,22 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def forward_kernel(  # type: ignore[no-untyped-def]
-        x, weight, bias, y, mean, rstd, rows, size, stride, eps, offset,
-        BIAS: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
+        x,
+        weight,
+        bias,
+        y,
+        mean,
+        rstd,
+        rows,
+        size,
+        stride,
+        eps,
+        offset,
+        BIAS: tl.constexpr,
+        EARLY: tl.constexpr,
+        ROWS: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
         """Write y, the mean and 1/deviation of ROWS rows."""
         number = tl.program_id(0).to(tl.int64)
         row, column, inside = tile_of(number, rows, size, ROWS, BLOCK)
@@ -135,9 +156,23 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def backward_kernel(  # type: ignore[no-untyped-def]
-        dy, x, weight, mean, rstd, dx, partial, rows, size, dy_stride, x_stride, tiles, offset,
-        EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
+        dy,
+        x,
+        weight,
+        mean,
+        rstd,
+        dx,
+        partial,
+        rows,
+        size,
+        dy_stride,
+        x_stride,
+        tiles,
+        offset,
+        EARLY: tl.constexpr,
+        ROWS: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
         """Write dx of some tiles of rows, and their part of the gradients of weight and bias."""
         program = tl.program_id(0).to(tl.int64)
         columns = tl.arange(0, BLOCK)
@@ -175,9 +210,16 @@ def layer_norm_forward(
     given = scale, scale if bias is None else bias.contiguous()
     kinds = (result_of(x, weight, bias, rounding),)
     y, mean, rstd = forward(
-        forward_kernel, (x,), given, kinds, 2, eps, offset,
-        BIAS=bias is not None, EARLY=rounding == "early",
-    )  # fmt: skip
+        forward_kernel,
+        (x,),
+        given,
+        kinds,
+        2,
+        eps,
+        offset,
+        BIAS=bias is not None,
+        EARLY=rounding == "early",
+    )
     return y, mean, rstd
 
 

@@ -64,9 +64,14 @@ def statistics(
 
 
 def weighed(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, by: Tensor, smoothing: float,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    by: Tensor,
+    smoothing: float,
     form: Form,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The sum over tokens of `by` times their cross-entropy, with labels smoothed; a scalar.
 
     `by` [tokens] is a constant.  Differentiable once, in `x`, `weight` and `bias`, by a gradient
@@ -75,16 +80,30 @@ def weighed(
     rows = form.rows(x.shape[0], weight.shape[0], x.dtype)
     asked = [t is not None and t.requires_grad for t in (x, weight, bias)]
     loss: Tensor = linear_weighed(
-        x, weight, bias, target, by, smoothing, form.scale, form.cap, rows,
-        asked[0], asked[1] or asked[2],
-    )[0]  # fmt: skip
+        x,
+        weight,
+        bias,
+        target,
+        by,
+        smoothing,
+        form.scale,
+        form.cap,
+        rows,
+        asked[0],
+        asked[1] or asked[2],
+    )[0]
     return loss
 
 
 def reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, by: Tensor, smoothing: float,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    by: Tensor,
+    smoothing: float,
     form: Form,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`weighed` in plain torch operations, all logits at once."""
     z = F.linear(x, weight, bias).to(wide(x, weight)) * form.scale
     z = torch.tanh(z) * form.cap if form.cap else z
@@ -134,9 +153,14 @@ class Sums:
 
 @torch.library.custom_op("schedlang::linear_statistics_forward", mutates_args=())
 def linear_statistics_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: float, cap: float,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    scale: float,
+    cap: float,
     rows: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """The three statistics of each row, `rows` of them at a time."""
     kind = wide(x, weight)
     lse, picked, total = (torch.empty(len(x), dtype=kind, device=x.device) for _ in range(3))
@@ -150,10 +174,20 @@ def linear_statistics_forward(
 
 @torch.library.custom_op("schedlang::linear_statistics_backward", mutates_args=())
 def linear_statistics_backward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor, by_lse: Tensor,
-    by_picked: Tensor, by_total: Tensor, scale: float, cap: float, rows: int, inputs: bool,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    lse: Tensor,
+    by_lse: Tensor,
+    by_picked: Tensor,
+    by_total: Tensor,
+    scale: float,
+    cap: float,
+    rows: int,
+    inputs: bool,
     own: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of x, of weight, of bias); empty where they are not asked for."""
     sums = Sums(x, weight, bias, inputs, own)
     count(runs_kernel(x, weight, longest=None))
@@ -167,9 +201,18 @@ def linear_statistics_backward(
 
 @torch.library.custom_op("schedlang::linear_weighed", mutates_args=())
 def linear_weighed(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, by: Tensor, smoothing: float,
-    scale: float, cap: float, rows: int, inputs: bool, own: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    by: Tensor,
+    smoothing: float,
+    scale: float,
+    cap: float,
+    rows: int,
+    inputs: bool,
+    own: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, gradients of x, of weight and of bias), each chunk of logits made once."""
     classes = weight.shape[0]
     sums = Sums(x, weight, bias, inputs, own)
@@ -191,9 +234,14 @@ def linear_weighed(
 
 @linear_statistics_forward.register_fake
 def _(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: float, cap: float,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    scale: float,
+    cap: float,
     rows: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     found = x.new_empty(x.shape[:1], dtype=wide(x, weight))
     return found, torch.empty_like(found), torch.empty_like(found)
 
@@ -212,18 +260,37 @@ def fake_gradients(
 
 @linear_statistics_backward.register_fake
 def _(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor, by_lse: Tensor,
-    by_picked: Tensor, by_total: Tensor, scale: float, cap: float, rows: int, inputs: bool,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    lse: Tensor,
+    by_lse: Tensor,
+    by_picked: Tensor,
+    by_total: Tensor,
+    scale: float,
+    cap: float,
+    rows: int,
+    inputs: bool,
     own: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     return fake_gradients(x, weight, bias, inputs, own)
 
 
 @linear_weighed.register_fake
 def _(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, by: Tensor, smoothing: float,
-    scale: float, cap: float, rows: int, inputs: bool, own: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    by: Tensor,
+    smoothing: float,
+    scale: float,
+    cap: float,
+    rows: int,
+    inputs: bool,
+    own: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     loss = x.new_empty((), dtype=wide(x, weight))
     return loss, *fake_gradients(x, weight, bias, inputs, own)
 

@@ -58,10 +58,16 @@ class Norm:
                 for dtype, rows in runs
             ]
         return [
-            layer_norm.Case((rows, self.size), dtype, eps, self.offset, self.rounding,
-                            bias=self.bias is not None)
+            layer_norm.Case(
+                (rows, self.size),
+                dtype,
+                eps,
+                self.offset,
+                self.rounding,
+                bias=self.bias is not None,
+            )
             for dtype, rows in runs
-        ]  # fmt: skip
+        ]
 
 
 @dataclass(frozen=True)

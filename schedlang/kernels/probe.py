@@ -40,9 +40,11 @@ class Mismatch:
 
 
 def bare_copy(
-    module: nn.Module, dtype: torch.dtype, seed: int = 0,
+    module: nn.Module,
+    dtype: torch.dtype,
+    seed: int = 0,
     spread: Callable[[torch.Size], float] | None = None,
-) -> nn.Module:  # fmt: skip
+) -> nn.Module:
     """A copy without hooks, with random parameters in [0.5, 1.5) of `dtype` on the CPU.
 
     With `spread` they lie around zero, over as much as it says for a shape.  Submodules are copied
@@ -79,9 +81,11 @@ def bare_copy(
 
 
 def _drawn(
-    shape: torch.Size, dtype: torch.dtype, generator: torch.Generator,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    generator: torch.Generator,
     spread: Callable[[torch.Size], float] | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Random numbers; very many are some of them again and again, which no two rows begin alike.
 
     Drawing each number of wide weights takes longer than computing with them.

@@ -98,9 +98,19 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def forward_kernel(  # type: ignore[no-untyped-def]
-        x, weight, y, rstd, rows, size, stride, eps, offset,
-        EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
+        x,
+        weight,
+        y,
+        rstd,
+        rows,
+        size,
+        stride,
+        eps,
+        offset,
+        EARLY: tl.constexpr,
+        ROWS: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
         """Write y and 1/rms of ROWS rows."""
         number = tl.program_id(0).to(tl.int64)
         row, column, inside = tile_of(number, rows, size, ROWS, BLOCK)
@@ -114,9 +124,22 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def backward_kernel(  # type: ignore[no-untyped-def]
-        dy, x, weight, rstd, dx, partial, rows, size, dy_stride, x_stride, tiles, offset,
-        EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
+        dy,
+        x,
+        weight,
+        rstd,
+        dx,
+        partial,
+        rows,
+        size,
+        dy_stride,
+        x_stride,
+        tiles,
+        offset,
+        EARLY: tl.constexpr,
+        ROWS: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
         """Write dx of some tiles of rows, and their part of the gradient of the weight."""
         program = tl.program_id(0).to(tl.int64)
         columns = tl.arange(0, BLOCK)
@@ -147,9 +170,15 @@ def rms_norm_forward(
         return y.contiguous(), rstd.contiguous()
     kinds = (result_of(x, weight, rounding),)
     y, rstd = forward(
-        forward_kernel, (x,), (weight.contiguous(),), kinds, 1, eps, offset,
+        forward_kernel,
+        (x,),
+        (weight.contiguous(),),
+        kinds,
+        1,
+        eps,
+        offset,
         EARLY=rounding == "early",
-    )  # fmt: skip
+    )
     return y, rstd
 
 

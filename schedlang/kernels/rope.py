@@ -47,9 +47,19 @@ def rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, width: int, form
     Differentiable in `q` and `k`, as often as one likes.
     """
     turned, other = rope_turn(
-        q, k, cos, sin, width, form.pairs, form.paired, form.own, form.heads, form.early,
-        form.keeps, False,
-    )  # fmt: skip
+        q,
+        k,
+        cos,
+        sin,
+        width,
+        form.pairs,
+        form.paired,
+        form.own,
+        form.heads,
+        form.early,
+        form.keeps,
+        False,
+    )
     return turned if k is None else (turned, other)
 
 
@@ -127,9 +137,25 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _turn(  # type: ignore[no-untyped-def]
-        x, y, heads, half, size, x_head, y_head, c, d, s, t,
-        SOURCE, TARGET, EARLY, BACK, LINES: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    ):  # fmt: skip
+        x,
+        y,
+        heads,
+        half,
+        size,
+        x_head,
+        y_head,
+        c,
+        d,
+        s,
+        t,
+        SOURCE,
+        TARGET,
+        EARLY,
+        BACK,
+        LINES: tl.constexpr,
+        HALF: tl.constexpr,
+        REST: tl.constexpr,
+    ):
         """Turn all heads of one token."""
         for start in range(0, heads, LINES):
             head = (start + tl.arange(0, LINES)[:, None]).to(tl.int64)
@@ -152,14 +178,45 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def turn_kernel(  # type: ignore[no-untyped-def]
-        q, k, yq, yk, cos, sin, tokens, q_heads, k_heads, half, size,
-        q_row, q_token, q_head, k_row, k_token, k_head,
-        yq_row, yq_token, yq_head, yk_row, yk_token, yk_head,
-        cos_row, cos_token, sin_row, sin_token,
-        SOURCE: tl.constexpr, TARGET: tl.constexpr, OWN: tl.constexpr, PAIRED: tl.constexpr,
-        EARLY: tl.constexpr, BACK: tl.constexpr, KEYS: tl.constexpr, Q_LINES: tl.constexpr,
-        K_LINES: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    ):  # fmt: skip
+        q,
+        k,
+        yq,
+        yk,
+        cos,
+        sin,
+        tokens,
+        q_heads,
+        k_heads,
+        half,
+        size,
+        q_row,
+        q_token,
+        q_head,
+        k_row,
+        k_token,
+        k_head,
+        yq_row,
+        yq_token,
+        yq_head,
+        yk_row,
+        yk_token,
+        yk_head,
+        cos_row,
+        cos_token,
+        sin_row,
+        sin_token,
+        SOURCE: tl.constexpr,
+        TARGET: tl.constexpr,
+        OWN: tl.constexpr,
+        PAIRED: tl.constexpr,
+        EARLY: tl.constexpr,
+        BACK: tl.constexpr,
+        KEYS: tl.constexpr,
+        Q_LINES: tl.constexpr,
+        K_LINES: tl.constexpr,
+        HALF: tl.constexpr,
+        REST: tl.constexpr,
+    ):
         """Turn the query and the key of one token."""
         number = tl.program_id(0).to(tl.int64)
         row = number // tokens
@@ -178,13 +235,49 @@ if triton is not None:
             t = s
         x = q + row * q_row + token * q_token
         y = yq + row * yq_row + token * yq_token
-        _turn(x, y, q_heads, half, size, q_head, yq_head, c, d, s, t,
-              SOURCE, TARGET, EARLY, BACK, Q_LINES, HALF, REST)  # fmt: skip
+        _turn(
+            x,
+            y,
+            q_heads,
+            half,
+            size,
+            q_head,
+            yq_head,
+            c,
+            d,
+            s,
+            t,
+            SOURCE,
+            TARGET,
+            EARLY,
+            BACK,
+            Q_LINES,
+            HALF,
+            REST,
+        )
         if KEYS:
             x = k + row * k_row + token * k_token
             y = yk + row * yk_row + token * yk_token
-            _turn(x, y, k_heads, half, size, k_head, yk_head, c, d, s, t,
-                  SOURCE, TARGET, EARLY, BACK, K_LINES, HALF, REST)  # fmt: skip
+            _turn(
+                x,
+                y,
+                k_heads,
+                half,
+                size,
+                k_head,
+                yk_head,
+                c,
+                d,
+                s,
+                t,
+                SOURCE,
+                TARGET,
+                EARLY,
+                BACK,
+                K_LINES,
+                HALF,
+                REST,
+            )
 
 
 def lines(heads: int, half: int) -> int:
@@ -219,21 +312,50 @@ def _launch(
     strides = [s for x in (first, last, made[0], made[-1]) for s in _strides(x, form.heads)]
     angles = [s for t in tables for s in (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1))]
     launch(
-        turn_kernel, (rows * tokens,), first, last, made[0], made[-1], *tables, tokens, *heads,
-        half, size, *strides, *angles,
-        SOURCE=form.paired if back else form.pairs, TARGET=form.pairs if back else form.paired,
-        OWN=form.own, PAIRED=form.paired, EARLY=early, BACK=back, KEYS=k is not None,
-        Q_LINES=lines(heads[0], half), K_LINES=lines(heads[1], half), HALF=_power(half),
-        REST=_power(size - width) if size > width else 0, warps=4,
-    )  # fmt: skip
+        turn_kernel,
+        (rows * tokens,),
+        first,
+        last,
+        made[0],
+        made[-1],
+        *tables,
+        tokens,
+        *heads,
+        half,
+        size,
+        *strides,
+        *angles,
+        SOURCE=form.paired if back else form.pairs,
+        TARGET=form.pairs if back else form.paired,
+        OWN=form.own,
+        PAIRED=form.paired,
+        EARLY=early,
+        BACK=back,
+        KEYS=k is not None,
+        Q_LINES=lines(heads[0], half),
+        K_LINES=lines(heads[1], half),
+        HALF=_power(half),
+        REST=_power(size - width) if size > width else 0,
+        warps=4,
+    )
     return made[0], q.new_empty(0) if k is None else made[1]
 
 
 @torch.library.custom_op("schedlang::rope_turn", mutates_args=())
 def rope_turn(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, width: int, pairs: bool, paired: bool,
-    own: bool, heads: int, early: bool, keeps: bool, back: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    width: int,
+    pairs: bool,
+    paired: bool,
+    own: bool,
+    heads: int,
+    early: bool,
+    keeps: bool,
+    back: bool,
+) -> tuple[Tensor, Tensor]:
     """(q, k) turned, or turned back; the second is empty where there is no `k`."""
     form = Form(pairs, paired, own, heads, early, keeps)
     kernel = runs_kernel(q, k, cos, sin, longest=None)
@@ -249,9 +371,19 @@ def rope_turn(
 
 @rope_turn.register_fake
 def _(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, width: int, pairs: bool, paired: bool,
-    own: bool, heads: int, early: bool, keeps: bool, back: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    width: int,
+    pairs: bool,
+    paired: bool,
+    own: bool,
+    heads: int,
+    early: bool,
+    keeps: bool,
+    back: bool,
+) -> tuple[Tensor, Tensor]:
     form = Form(pairs, paired, own, heads, early, keeps)
     made = torch.empty_like(_dense(q), dtype=_result(q, cos, form))
     if k is None:

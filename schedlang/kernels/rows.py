@@ -20,10 +20,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, warps: int, **consta
 
 
 def forward(
-    kernel: Any, inputs: tuple[Tensor, ...], given: tuple[Tensor, ...],
-    made: tuple[torch.dtype, ...], numbers: int, *scalars: float, groups: int = 1,
+    kernel: Any,
+    inputs: tuple[Tensor, ...],
+    given: tuple[Tensor, ...],
+    made: tuple[torch.dtype, ...],
+    numbers: int,
+    *scalars: float,
+    groups: int = 1,
     **constants: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """Results of the inputs' shape, of the types `made`, and `numbers` float32 for each row.
 
     The kernel takes inputs, given, results, numbers, how many rows, their size, the inputs' strides
@@ -39,18 +44,34 @@ def forward(
     results += [torch.empty(lines, dtype=torch.float32, device=x.device) for _ in range(numbers)]
     strides = (each.stride(0) for each in rows)
     launch(
-        kernel, (triton.cdiv(length, height), groups), *rows, *given, *results, length, size,
-        *strides, *scalars, ROWS=height, BLOCK=block, warps=warps, **constants,
-    )  # fmt: skip
+        kernel,
+        (triton.cdiv(length, height), groups),
+        *rows,
+        *given,
+        *results,
+        length,
+        size,
+        *strides,
+        *scalars,
+        ROWS=height,
+        BLOCK=block,
+        warps=warps,
+        **constants,
+    )
     count(True)
     return tuple(results)
 
 
 def backward(
-    kernel: Any, inputs: tuple[Tensor, ...], given: tuple[Tensor, ...],
-    made: tuple[torch.dtype, ...], sums: int, *scalars: float, groups: int = 1,
+    kernel: Any,
+    inputs: tuple[Tensor, ...],
+    given: tuple[Tensor, ...],
+    made: tuple[torch.dtype, ...],
+    sums: int,
+    *scalars: float,
+    groups: int = 1,
     **constants: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """Gradients of the inputs' shape in the types `made`, and so many float32 sums over rows.
 
     The kernel takes inputs, given, the gradients, the sums of each program, how many rows, their
@@ -66,9 +87,22 @@ def backward(
     partial = torch.empty((parts, sums, width), dtype=torch.float32, device=x.device)
     strides = (each.stride(0) for each in rows)
     launch(
-        kernel, (parts, groups), *rows, *given, *grads, partial, length, size, *strides,
-        triton.cdiv(tiles, parts), *scalars, ROWS=height, BLOCK=block, warps=warps, **constants,
-    )  # fmt: skip
+        kernel,
+        (parts, groups),
+        *rows,
+        *given,
+        *grads,
+        partial,
+        length,
+        size,
+        *strides,
+        triton.cdiv(tiles, parts),
+        *scalars,
+        ROWS=height,
+        BLOCK=block,
+        warps=warps,
+        **constants,
+    )
     count(True)
     return *grads, *(partial[:, i].sum(0) for i in range(sums))  # each its own: no views of one
 

@@ -9,22 +9,22 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Diagnostic
-from schedlang.runtime.collectives.ranks import Ranks
-from schedlang.runtime.context.install import Exchanging
-from schedlang.runtime.context.tokens import Tokens
-from schedlang.runtime.drawing.native import NativeDropout
-from schedlang.runtime.drawing.random import LogicalDropout
-from schedlang.runtime.parts import Batch, Part
-from schedlang.runtime.saving.holding import Holding
-from schedlang.runtime.staging.early import EarlySums
-from schedlang.runtime.staging.pipeline import Pipeline
-from schedlang.runtime.summing.compressed import Compressor
-from schedlang.runtime.summing.gradient import Sum
-from schedlang.runtime.summing.held import Held, held_of
-from schedlang.runtime.summing.replicas import Sliced
+from schedlang.diagnostics.diagnostic import Diagnostic
+from schedlang.pipeline.timeline.versions import is_stale
+from schedlang.runtime.batch import Batch, Part
+from schedlang.runtime.checkpointing.holding import Holding
+from schedlang.runtime.comm.ranks import Ranks
+from schedlang.runtime.context_parallel.install import Exchanging
+from schedlang.runtime.context_parallel.local_tokens import Tokens
+from schedlang.runtime.grad_reduction.compressed import Compressor
+from schedlang.runtime.grad_reduction.flat import Held, held_of
+from schedlang.runtime.grad_reduction.gradient import Sum
+from schedlang.runtime.grad_reduction.zero import Sliced
+from schedlang.runtime.pipeline.executor import Pipeline
+from schedlang.runtime.pipeline.overlapped_sums import EarlySums
+from schedlang.runtime.rng.logical_dropout import LogicalDropout
+from schedlang.runtime.rng.native import NativeDropout
 from schedlang.runtime.weights import Number, counted
-from schedlang.timeline.versions import is_stale
 
 Weight = Callable[[Batch], float]
 

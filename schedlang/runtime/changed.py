@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from schedlang.runtime.recording.meta import copy_with
+from schedlang.runtime.tracing.meta import copy_with
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.runtime import nests as pytree
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir import nests as pytree
 from schedlang.runtime.modes import Ambient
 
 WIDE: dict[Any, torch.dtype] = {

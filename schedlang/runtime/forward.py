@@ -1,13 +1,4 @@
-"""Put layers around the forward of one module instance; the module itself stays what it is.
-
-The layers become the instance's `forward`, inside `__call__`: the module's own hooks see each call
-once, and its class, parameters, children, names and state_dict do not change.  Layers keep a fixed
-order, whichever was put on first: from the inside out as in `ORDER`.
-
-The new forward is a bound method of a function that all instances of a class share, and everything
-else lies in the instance.  A deep copy then has layers bound to the copy, where closures would go
-on calling the original with its parameters; and torch.compile takes equal modules for equal.
-"""
+"""Put layers around the forward of one module instance; copy a forward with other names in it."""
 
 from __future__ import annotations
 
@@ -15,12 +6,23 @@ import copy
 import functools
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+
+# ---- Put layers around the forward of one module instance; the module itself stays what it is.
+# The layers become the instance's `forward`, inside `__call__`: the module's own hooks see each
+# call once, and its class, parameters, children, names and state_dict do not change.  Layers keep
+# a fixed order, whichever was put on first: from the inside out as in `ORDER`.
+#
+# The new forward is a bound method of a function that all instances of a class share, and
+# everything else lies in the instance.  A deep copy then has layers bound to the copy, where
+# closures would go on calling the original with its parameters; and torch.compile takes equal
+# modules for equal.
+
 
 ORDER = (
     *("kernel", "attend", "context", "fuse", "draws", "cast", "stream"),
@@ -131,3 +133,43 @@ def _layered(owner: Any) -> Callable[..., Any]:
     forward.__code__ = forward.__code__.replace()
     forward.__wrapped__ = owner.forward  # type: ignore[attr-defined]  # for inspect.signature
     return forward
+
+
+# ---- Copies of a forward in which something else is found: other names, or another innermost
+# function.
+# A class's own function is never changed: what is copied belongs to the modules that run it.
+
+
+def decorated(function: Any, change: Callable[[Any], Any]) -> Any:
+    """What `change` makes of the innermost function, in copies of the decorators around it."""
+    inner = getattr(function, "__wrapped__", None)
+    if inner is None:
+        return change(function)
+    made = decorated(inner, change)
+    cells = tuple(CellType(made) if _holds(cell, inner) else cell for cell in function.__closure__)
+    copied = _copied(function, function.__globals__, cells)
+    copied.__wrapped__ = made
+    return copied
+
+
+def other_names(function: Any, named: Mapping[str, Any]) -> Any:
+    """A copy that finds other values under some of its file's names."""
+    # torch.compile would look the names up in the file, if it knew which file that is
+    space = {n: v for n, v in function.__globals__.items() if n != "__name__"} | dict(named)
+    return _copied(function, space, function.__closure__)
+
+
+def _copied(function: FunctionType, space: dict[str, Any], cells: Any) -> Any:
+    made: Any = FunctionType(
+        function.__code__, space, function.__name__, function.__defaults__, cells
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update(function.__dict__)
+    return made
+
+
+def _holds(cell: CellType, value: Any) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # empty
+        return False

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Diagnostic
-from schedlang.tables import PLAIN
+from schedlang.diagnostics.diagnostic import Diagnostic
+from schedlang.diagnostics.tables import PLAIN
 
 _NOTED = "_schedlang_left"  # of a module: (kernel, reason) -> how often, what the first was given
 _TOLD = "_schedlang_told"  # of a module: its name, and the reasons that all have told

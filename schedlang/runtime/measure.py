@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from schedlang.runtime.batch import rows_of
 from schedlang.runtime.device import device_of, peak_bytes
-from schedlang.runtime.parts import rows_of
+from schedlang.runtime.grad_reduction.gradient import local_gradients
 from schedlang.runtime.program import Program
-from schedlang.runtime.summing.gradient import local_gradients
 
 
 @dataclass(frozen=True)

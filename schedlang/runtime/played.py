@@ -12,26 +12,29 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from schedlang.runtime.following.fused_meta import Fused
+from schedlang.runtime.batch import Batch, Part
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.parts import Batch, Part
+from schedlang.runtime.pipeline.executor import Event, Pipeline
+from schedlang.runtime.pipeline.flight import Message
+from schedlang.runtime.pipeline.p2p import Mail
+from schedlang.runtime.pipeline.step import Result
 from schedlang.runtime.program import Program
-from schedlang.runtime.recording.constants import OnMeta
-from schedlang.runtime.recording.graph import Cut
-from schedlang.runtime.recording.meta import hollow_batch
-from schedlang.runtime.recording.torch_calls import tensors_in
-from schedlang.runtime.slicing.carry import Span
-from schedlang.runtime.staging.flight import Message
-from schedlang.runtime.staging.mail import Mail
-from schedlang.runtime.staging.pipeline import Event, Pipeline
-from schedlang.runtime.staging.step import Result
+from schedlang.runtime.propagation.stand_ins import Fused
+from schedlang.runtime.sequence_pipelining.carry import Span
 from schedlang.runtime.storage.footprint import Footprint
+from schedlang.runtime.tracing.constants import OnMeta
+from schedlang.runtime.tracing.graph import Cut
+from schedlang.runtime.tracing.meta import hollow_batch
+from schedlang.runtime.tracing.torch_calls import tensors_in
 from schedlang.runtime.weights import Number
 
 # what multiplies (True) or divides in place
 SCALES: dict[Any, bool] = {
-    Tensor.mul_: True, Tensor.__imul__: True, Tensor.div_: False, Tensor.__itruediv__: False
-}  # fmt: skip
+    Tensor.mul_: True,
+    Tensor.__imul__: True,
+    Tensor.div_: False,
+    Tensor.__itruediv__: False,
+}
 
 
 class Answers(TorchFunctionMode):
@@ -150,7 +153,7 @@ def play(program: Program, cut: Cut, batch: Batch, footprint: Footprint | None =
 
     With a footprint also the step of the program's optimizer.
     """
-    from schedlang.runtime.staging.stage import signature
+    from schedlang.runtime.pipeline.stage import signature
 
     assembly = replace(program.assembly, dropout=None)
     optimizer = program.optimizer if footprint is not None else None

@@ -11,43 +11,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.amounts import number
-from schedlang.diagnostic import Diagnostic, Refusal, at_their_callers_lines
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, at_their_callers_lines
+from schedlang.diagnostics.tables import number
+from schedlang.pipeline.timeline import Op
 from schedlang.runtime import whole
 from schedlang.runtime.assembly import Assembly
-from schedlang.runtime.collectives import comm
-from schedlang.runtime.comparing import Comparing
-from schedlang.runtime.context.install import At
-from schedlang.runtime.dealt import dealt
+from schedlang.runtime.batch import Batch, Part, followed, moved
+from schedlang.runtime.checkpointing import archive, export
+from schedlang.runtime.comm import world
+from schedlang.runtime.context_parallel.install import At
 from schedlang.runtime.device import numbers, on_accelerator
-from schedlang.runtime.keeping.away import Away, at_home
-from schedlang.runtime.launching.heart import inside
-from schedlang.runtime.no_labels import weighing
-from schedlang.runtime.outputs import whole_output
-from schedlang.runtime.parts import Batch, Part, followed, moved
-from schedlang.runtime.saving import archive, export
-from schedlang.runtime.scope import Scope, entered
-from schedlang.runtime.sharding import crossing
-from schedlang.runtime.staging.pipeline import BACKWARD, Event
-from schedlang.runtime.staging.step import Result
-from schedlang.runtime.staging.versions import Versions, totals, versions_of
-from schedlang.runtime.staging.watch import Watch
-from schedlang.runtime.stepping.loss_scale import LossScale
-from schedlang.runtime.stepping.one_kind import step_by_kinds
-from schedlang.runtime.stepping.whole_step import WholeStep
-from schedlang.runtime.storage.leaving import drop_gradient
-from schedlang.runtime.storage.tiers import DEVICE
-from schedlang.runtime.summing.gradient import (
+from schedlang.runtime.grad_reduction.gradient import (
     clip_factor,
     norm_alone,
     scale_gradients,
     square_sum,
     sum_gradients,
 )
-from schedlang.runtime.summing.replicas import reshard, used_anywhere
+from schedlang.runtime.grad_reduction.zero import reshard, used_anywhere
+from schedlang.runtime.launch.heart import inside
+from schedlang.runtime.no_labels import weighing
+from schedlang.runtime.offload.step import Away, at_home
+from schedlang.runtime.optim.loss_scale import LossScale
+from schedlang.runtime.optim.whole_step import WholeStep, step_by_kinds
+from schedlang.runtime.pipeline.executor import BACKWARD, Event
+from schedlang.runtime.pipeline.measured import Watch
+from schedlang.runtime.pipeline.step import Result
+from schedlang.runtime.pipeline.weight_versions import Versions, totals, versions_of
+from schedlang.runtime.scope import Scope, entered
+from schedlang.runtime.sharding import redistribute
+from schedlang.runtime.step_batch import Comparing, dealt
+from schedlang.runtime.storage.leaving import drop_gradient
+from schedlang.runtime.storage.tiers import DEVICE
 from schedlang.runtime.training import Training
 from schedlang.runtime.weights import Number, positive
-from schedlang.timeline import Op
+from schedlang.runtime.whole import whole_output
 
 
 @at_their_callers_lines
@@ -242,12 +240,15 @@ class Program:
         if new and known:
             raise Refusal(
                 Diagnostic(
-                    "S619", f"the key `{new[0]}` of the batch was not in the batch of `build`",
+                    "S619",
+                    f"the key `{new[0]}` of the batch was not in the batch of `build`",
                     notes=(f"the program was built from a batch of {', '.join(sorted(known))}",),
-                    helps=("build with a batch that has all keys of training:"
-                           " `sch.build(batch=batch)`",),
+                    helps=(
+                        "build with a batch that has all keys of training:"
+                        " `sch.build(batch=batch)`",
+                    ),
                 )
-            )  # fmt: skip
+            )
 
     def _zero(self) -> None:
         self.assembly.held.zero()
@@ -292,10 +293,14 @@ class Program:
         drawing = a.dropout.drawn_in(moment) if a.dropout is not None else None
         with drawing or contextlib.nullcontext():
             results = a.pipeline.run(
-                [part.inputs for part in parts], scale, train=train, around=around, on_op=on_op,
+                [part.inputs for part in parts],
+                scale,
+                train=train,
+                around=around,
+                on_op=on_op,
                 keep_outputs=self.keep_output or not train,
-            )  # fmt: skip
-        crossing.forget()
+            )
+        redistribute.forget()
         for one in a.sliced.values():
             one.settle()
         return results
@@ -336,7 +341,7 @@ class Program:
         used = used_anywhere(a.sliced, a.parameters, names)
         both = torch.stack([squares, value])
         both = torch.cat([both, self._told(used, both), scale.told(both)])
-        comm.all_reduce(both, a.ranks.world.group)
+        world.all_reduce(both, a.ranks.world.group)
         scale.hear(both[2 + len(used) :])
         if any(not here and name in a.parameters for name, here in zip(names, used)):
             for name, count in zip(names, both[2 : 2 + len(used)].tolist()):

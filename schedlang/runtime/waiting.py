@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from schedlang.diagnostic import Diagnostic, Label, Refusal, at_their_callers_lines
-from schedlang.runtime.collectives.ranks import Ranks
-from schedlang.runtime.parts import Batch
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, at_their_callers_lines
+from schedlang.diagnostics.source import python_span
+from schedlang.runtime.batch import Batch
+from schedlang.runtime.comm.ranks import Ranks
 from schedlang.runtime.program import Program
-from schedlang.source import python_span
 
 Make = Callable[[Batch, bool], Program]  # from a batch, and whether it is this rank's own rows
 _OWN = ("_make", "_program", "_ranks", "_row_axes")
@@ -90,12 +90,17 @@ class Waiting:
             raise AttributeError(f"a program has no `{name}`")
         raise Refusal(
             Diagnostic(
-                "S616", f"no `{name}` yet: the program is built at its first batch",
+                "S616",
+                f"no `{name}` yet: the program is built at its first batch",
                 Label(python_span()),
-                notes=("shapes are known from a batch, and `build` got none",
-                       *([_NEEDS[name]] if name in _NEEDS else [])),
-                helps=("give a batch, of which only the shapes are used:"
-                       " `sch.build(batch=batch, ...)`",
-                       f"or use `{name}` after the first `train_step` or `eval_step`"),
+                notes=(
+                    "shapes are known from a batch, and `build` got none",
+                    *([_NEEDS[name]] if name in _NEEDS else []),
+                ),
+                helps=(
+                    "give a batch, of which only the shapes are used:"
+                    " `sch.build(batch=batch, ...)`",
+                    f"or use `{name}` after the first `train_step` or `eval_step`",
+                ),
             )
-        )  # fmt: skip
+        )

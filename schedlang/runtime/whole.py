@@ -1,26 +1,183 @@
-"""Whole tensors of a program under the original's names, from what each rank holds of them.
-
-Every function here is called by all ranks alike.
-"""
+"""Whole outputs and whole tensors of a program, put together from what each rank holds of them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir import nests as pytree
 from schedlang.runtime.assembly import Assembly
-from schedlang.runtime.attend import Layout
-from schedlang.runtime.collectives import comm
-from schedlang.runtime.context.rejoin import input_gradient
-from schedlang.runtime.parts import Part, named_tensors
-from schedlang.runtime.saving.holding import assemble, take
-from schedlang.runtime.saving.moments import local
-from schedlang.runtime.summing.gradient import local_gradient
-from schedlang.runtime.summing.replicas import reshard
+from schedlang.runtime.batch import Absent, Part, dotted, named_tensors, stack
+from schedlang.runtime.checkpointing.holding import assemble, take
+from schedlang.runtime.checkpointing.moments import local
+from schedlang.runtime.comm import world
+from schedlang.runtime.context_parallel import Layout
+from schedlang.runtime.grad_reduction.gradient import local_gradient
+from schedlang.runtime.grad_reduction.zero import reshard
+from schedlang.runtime.lazy_logits.vocab_parallel import ShardedLogits
+
+# ---- Outputs, and gradients of inputs, of ranks with different tokens put back in order.
+
+
+Weighed = tuple[Any, int, float]  # an output, its rows, and what it weighs in a mean
+
+
+def across_tokens(a: Assembly, mine: Weighed, layout: Layout) -> Weighed:
+    """The output of the rows of this rank, from those of all ranks that have tokens of them."""
+    assert a.tokens is not None
+    group = a.ranks.group(a.context)
+    found: list[Any] = [mine]
+    if group.pg is not None:
+        found = world.handed(mine, group.pg, a.ranks.device)
+    outputs, rows, weights = zip(*found)
+    return rejoined(outputs, weights, layout, a.tokens.outputs), rows[0], sum(weights)
+
+
+def rejoined(outputs: Sequence[Any], weights: Sequence[float], layout: Layout, along: Any) -> Any:
+    """The output for whole sequences; `along` has the dim of tokens of what runs along them."""
+    flat = [pytree.tree_flatten_with_path(output) for output in outputs]
+    made: list[Any] = []
+    for leaves in zip(*(leaves for leaves, _ in flat)):
+        name, values = dotted(leaves[0][0]), [value for _, value in leaves]
+        dim = along.get(name)
+        if dim is not None and all(isinstance(value, Tensor) for value in values):
+            own = [v.narrow(dim, 0, n) for v, n in zip(values, layout.counts)]
+            made.append(layout.whole(own, dim))
+            continue
+        plain = all(_plain(value) for value in values)
+        whole = stack(values, [1] * len(values), weights) if plain else None
+        scattered = isinstance(whole, Tensor) and whole.dim() > 0 and values[0].dim() > 0
+        made.append(
+            Absent("its parts by tokens cannot be concatenated")
+            if not plain or scattered
+            else whole
+        )
+    return pytree.tree_unflatten(made, flat[0][1])
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, (Tensor, Absent, bool, int, float, str, type(None)))
+
+
+def input_gradient(grads: Sequence[Tensor | None], layout: Layout, along: bool) -> Tensor | None:
+    """Of an input of the same rows on ranks with different tokens: in order, or added up."""
+    there = [grad for grad in grads if grad is not None]
+    if not there:
+        return None
+    if along and len(there) == len(grads):
+        return layout.whole(there, 1)
+    return torch.stack(there).sum(0)
+
+
+# ---- The model's output for the whole batch, on every rank, from those of parts, replicas,
+# stages.
+
+
+_EARLIER = "an earlier stage of the pipeline has it"
+_LIST = re.compile(r"\[\d+\]")  # a place in a list, as pytree writes it
+
+
+def whole_output(
+    a: Assembly, parts: Mapping[int, Weighed], layout: Layout | None = None
+) -> tuple[Any, dict[str, str]]:
+    """The whole output, and by path what is left out of it (None stands there), and why.
+
+    `layout` says which tokens each rank had, where ranks split sequences.
+
+    `parts` are those of the microbatches whose last stage is on this rank; every rank calls this.
+    """
+    output = None
+    with torch.no_grad():
+        own = {k: (_gathered(_own(a, out)), *rest) for k, (out, *rest) in parts.items()}
+    if made := _of_all_copies(a, own):
+        mine = (stack(*zip(*made)), *map(sum, list(zip(*made))[1:]))
+        if layout is not None:
+            mine = across_tokens(a, mine, layout)
+        output = _across_replicas(a, mine)
+    return cleaned(_from_last(a, output))
+
+
+def _of_all_copies(a: Assembly, own: Mapping[int, Any]) -> list[Any]:
+    """All microbatches in order, on the ranks of the last stage's first copy; nothing elsewhere."""
+    pipe = a.pipeline
+    last = pipe.timeline.stages - 1
+    places = {pipe.home(last, replica) for replica in range(pipe.timeline.replicas)}
+    if a.stage_axis is not None and len(places) > 1:
+        line = a.ranks.group(a.stage_axis)
+        assert line.pg is not None
+        everyone = world.handed(own, line.pg, a.ranks.device)
+        own = {k: one for part in everyone for k, one in part.items()}
+    return [own[k] for k in sorted(own)] if pipe.place == pipe.home(last) else []
+
+
+def cleaned(output: Any) -> tuple[Any, dict[str, str]]:
+    """An output with None for what is Absent, and what that is, by path."""
+    leaves, spec = pytree.tree_flatten_with_path(output)
+    left = {
+        leaf.place or place_text(path): leaf.reason
+        for path, leaf in leaves
+        if isinstance(leaf, Absent)
+    }
+    there = [None if isinstance(leaf, Absent) else leaf for _, leaf in leaves]
+    return pytree.tree_unflatten(there, spec), left
+
+
+def place_text(path: Sequence[Any]) -> str:
+    """A place in a nest as `name.0.name`."""
+    steps = [
+        next(str(getattr(key, kind)) for kind in ("key", "idx", "name") if hasattr(key, kind))
+        for key in path
+    ]
+    return ".".join(steps) or "output"
+
+
+def _own(a: Assembly, output: Any) -> Any:
+    """A part's output without what the last stage does not have: values inside earlier stages."""
+    if a.stage_axis is None:
+        return output
+    plain = (Tensor, ShardedLogits, bool, int, float, str, type(None))
+    shorter = tuple(name for m in a.outputs_missing if (name := _LIST.split(m)[0]) != m and name)
+
+    def kept(path: Any, leaf: Any) -> Any:
+        place = pytree.keystr(path)
+        if place.startswith(shorter):  # a list that earlier stages have put into is another one
+            upto = next(k for k, key in enumerate(path) if isinstance(key, pytree.SequenceKey))
+            return Absent(_EARLIER, place_text(path[:upto]))
+        if place in a.outputs_missing or not isinstance(leaf, plain):
+            return Absent(_EARLIER)
+        return leaf
+
+    split = lambda leaf: isinstance(leaf, ShardedLogits)  # noqa: E731
+    return pytree.tree_map_with_path(kept, output, is_leaf=split)
+
+
+def _gathered(output: Any) -> Any:
+    """The output with split logits made whole; all ranks of their group do this together."""
+    made = lambda v: v.gathered() if isinstance(v, ShardedLogits) else v  # noqa: E731
+    is_split = lambda value: isinstance(value, ShardedLogits)  # noqa: E731
+    return pytree.tree_map(made, output, is_leaf=is_split)
+
+
+def _across_replicas(a: Assembly, mine: Weighed) -> Any:
+    group = a.ranks.group(a.row_axes)
+    if group.pg is None:
+        return mine[0]
+    return stack(*zip(*world.handed(mine, group.pg, a.ranks.device)))
+
+
+def _from_last(a: Assembly, output: Any) -> Any:
+    if a.stage_axis is None:
+        return output
+    return world.handed_by(a.last_rank, output, a.ranks.device)
+
+
+# ---- Whole tensors of a program under the original's names, from what each rank holds of them.
+# Every function here is called by all ranks alike.
 
 
 def _assembled(a: Assembly, part: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
@@ -40,7 +197,7 @@ def gradients(a: Assembly) -> dict[str, Tensor]:
 def trained(a: Assembly) -> list[str]:
     """The names of the parameters that some rank trains, in model order."""
     mine = [name for name, p in a.parameters.items() if p.requires_grad]
-    union = {name for names in comm.distinct(mine) for name in names}
+    union = {name for names in world.distinct(mine) for name in names}
     return [name for name in a.holdings if name in union]
 
 
@@ -65,7 +222,7 @@ def buffers(a: Assembly) -> dict[str, Tensor]:
     place = a.ranks.mesh.index(a.ranks.rank, a.stage_axis)
     mine = {n: v for n, v in own.items() if place == a.buffer_homes.get(n, place)}
     merged: dict[str, Tensor] = {}
-    for values in reversed(comm.distinct(mine)):
+    for values in reversed(world.distinct(mine)):
         merged.update(values)
     return merged
 
@@ -79,7 +236,7 @@ def buffer_errors(a: Assembly) -> dict[str, float]:
         for name, value in a.buffers.items()
         if a.stage_axis is None or stages.get(name) is None or place in (stages[name] or ())
     }
-    everyone = comm.distinct(mine)
+    everyone = world.distinct(mine)
     out = {}
     for name in dict.fromkeys(name for found in everyone for name in found):
         first, *others = [found[name] for found in everyone if name in found]
@@ -124,7 +281,7 @@ def replica_errors(a: Assembly) -> dict[str, float]:
             scale = float(part.abs().max())
             error = float((local(parameter).cpu().double() - part).abs().max())
             mine[name] = error / scale if scale else error
-    everyone = comm.gathered(mine)
+    everyone = world.gathered(mine)
     return {name: max(found.get(name, 0.0) for found in everyone) for name in a.holdings}
 
 
@@ -137,7 +294,7 @@ def optimizer_state(
         own = {name: optimizer.state.get(p, {}) for name, p in a.parameters.items()}
     keys = sorted({key for state in own.values() for key in state})
     out: dict[str, dict[str, Any]] = {}
-    for key in sorted({key for keys in comm.distinct(keys) for key in keys}):
+    for key in sorted({key for keys in world.distinct(keys) for key in keys}):
         for name, value in _slot(a, own, key).items():
             out.setdefault(name, {})[key] = value
     return out
@@ -157,7 +314,7 @@ def _slot(a: Assembly, own: Mapping[str, Mapping[str, Any]], key: str) -> dict[s
         for name, state in own.items()
         if key in state and part(name) is None
     }
-    for values in reversed(comm.distinct(plain)):
+    for values in reversed(world.distinct(plain)):
         found.update(values)
     return found
 
@@ -177,7 +334,7 @@ def input_gradients(
         }
         for part in parts
     ]
-    everyone = comm.gathered(mine)
+    everyone = world.gathered(mine)
     places = range(a.ranks.mesh.size(a.row_axes))
     names = mine[0] if mine else {}
     layout = parts[0].seat.layout if parts and parts[0].seat is not None else None

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from schedlang.annotate import Note, table
+from schedlang.diagnostics.annotate import Note, table
 from schedlang.verbs.ending import FAILS, HOLDS, REFUSED, UNCHECKED
 
 if TYPE_CHECKING:
@@ -79,12 +79,16 @@ class Outcome:
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
         return {
-            "file": str(self.file), "question": self.question, "outcome": self.word,
-            "exit": UNCHECKED if self.skipped else self.code, "where": self.where,
-            "text": self.skipped or self.text, "seconds": round(self.seconds, 2),
+            "file": str(self.file),
+            "question": self.question,
+            "outcome": self.word,
+            "exit": UNCHECKED if self.skipped else self.code,
+            "where": self.where,
+            "text": self.skipped or self.text,
+            "seconds": round(self.seconds, 2),
             "note": None if self.note is None else asdict(self.note),
             **dict(self.facts),
-        }  # fmt: skip
+        }
 
 
 def summary(found: Sequence[Mapping[str, Any]]) -> str:
@@ -92,10 +96,14 @@ def summary(found: Sequence[Mapping[str, Any]]) -> str:
     head = ("schedule", "", "outcome", "largest relative error", "mesh", "where", "seconds")
     rows = [
         (
-            f"`{one['file']}`", one["question"], _MARKS[one["exit"]] + one["outcome"],
-            one.get("max_rel_err", ""), one.get("mesh", ""),
-            "" if one["exit"] == HOLDS else f"`{one['where']}`", f"{one['seconds']:.1f}",
+            f"`{one['file']}`",
+            one["question"],
+            _MARKS[one["exit"]] + one["outcome"],
+            one.get("max_rel_err", ""),
+            one.get("mesh", ""),
+            "" if one["exit"] == HOLDS else f"`{one['where']}`",
+            f"{one['seconds']:.1f}",
         )
         for one in found
-    ]  # fmt: skip
+    ]
     return f"### schedlang\n\n{table(head, rows)}\n"

@@ -12,7 +12,7 @@ from schedlang.verbs.ending import FAILS, HOLDS, REFUSED, UNCHECKED, show_json
 from schedlang.verbs.outcome import AsJson, Common, verb
 
 if TYPE_CHECKING:
-    from schedlang.passes.statics.static import Static
+    from schedlang.passes.static_checks.static import Static
     from schedlang.verbs.lockfile import Compared
 
 
@@ -32,7 +32,7 @@ def check(
     axes, that only pending sums are summed, that ranks agree on collectives, and who owns what.
     """
     from schedlang.verbs.checking import show_warnings, warnings_of
-    from schedlang.verbs.settings import settings
+    from schedlang.verbs.inputs import settings
 
     warnings = warnings_of(files, settings(common.knob, common.mesh))
     proven = _proven(files, common) if common.model is not None else {}
@@ -41,12 +41,14 @@ def check(
     changed = _changed(files, common.model) if locked else []
     code = REFUSED if wrong else FAILS if changed else UNCHECKED if unchecked else HOLDS
     if as_json:
-        show_json({
-            "exit": code,
-            "diagnostics": [d.to_json() for d in (*wrong, *warnings)],
-            **({"static": {str(f): p.to_json() for f, p in proven.items()}} if proven else {}),
-            **({"locks": [one.to_json() for one in changed]} if locked else {}),
-        })  # fmt: skip
+        show_json(
+            {
+                "exit": code,
+                "diagnostics": [d.to_json() for d in (*wrong, *warnings)],
+                **({"static": {str(f): p.to_json() for f, p in proven.items()}} if proven else {}),
+                **({"locks": [one.to_json() for one in changed]} if locked else {}),
+            }
+        )
     else:
         show_warnings([*wrong, *warnings])
         for file in files:
@@ -59,9 +61,9 @@ def check(
 
 def _proven(files: Sequence[Path], common: Common) -> dict[Path, Static]:
     """The static proofs of each schedule, with the model file's batch."""
-    from schedlang.passes.costs.gains import gained
-    from schedlang.passes.statics.static import static
-    from schedlang.verbs.files import planned
+    from schedlang.passes.simulate.gains import gained
+    from schedlang.passes.static_checks.static import static
+    from schedlang.verbs.inputs import planned
 
     proven = {}
     for file in files:

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from schedlang.tables import for_messages
+from schedlang.diagnostics.tables import for_messages
 from schedlang.verbs.ending import HOLDS, ended, show_json
 
 if TYPE_CHECKING:
-    from schedlang.diagnostic import Diagnostic
-    from schedlang.passes.reading.state import Settings
+    from schedlang.diagnostics.diagnostic import Diagnostic
+    from schedlang.passes.elaborate.state import Settings
 
 
 def warnings_of(files: Sequence[Path], given: Settings) -> list[Diagnostic]:
     """The warnings about some schedules; refuses all that is wrong in them, of all files."""
-    from schedlang.diagnostic import Refusal
-    from schedlang.passes.reading.expand import expand
-    from schedlang.passes.reading.lint import lint
-    from schedlang.syntax import parse, read
+    from schedlang.diagnostics.diagnostic import Refusal
+    from schedlang.language.syntax import parse, read
+    from schedlang.passes.elaborate.expand import expand
+    from schedlang.passes.elaborate.lint import lint
 
     problems: list[Diagnostic] = []
     warnings: list[Diagnostic] = []
@@ -53,7 +53,7 @@ def plain(words: Sequence[str]) -> int | None:
         return None
 
     def run() -> int:
-        from schedlang.verbs.settings import settings
+        from schedlang.verbs.inputs import settings
 
         warnings = warnings_of(files, settings(None, None))
         if as_json:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from schedlang.tables import columns, fitted
+from schedlang.diagnostics.tables import columns, fitted
 from schedlang.verbs.ending import FAILS, HOLDS, REFUSED, UNCHECKED, show_json
 from schedlang.verbs.outcome import AsJson, Common, verb
 
@@ -82,9 +82,15 @@ def ci(
     files = list(_schedules(paths))
     meant = _meant(terms.refused or (), files)
     wish = Wish(
-        common.model, tuple(common.knob or ()), common.mesh, terms.seed, terms.dtype, terms.world,
-        asks.shrink, timeout=terms.timeout,
-    )  # fmt: skip
+        common.model,
+        tuple(common.knob or ()),
+        common.mesh,
+        terms.seed,
+        terms.dtype,
+        terms.world,
+        asks.shrink,
+        timeout=terms.timeout,
+    )
     found: list[Outcome] = []
     with Ranks() as ranks:
         for file in files:
@@ -122,7 +128,7 @@ def _asked(file: Path, wish: Wish, asks: Asks, ranks: object) -> Iterator[Outcom
 
 def _schedules(paths: Sequence[Path]) -> Iterator[Path]:
     """The files named, and those below the folders named, in order (S000)."""
-    from schedlang.diagnostic import Diagnostic, Refusal
+    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 
     for path in paths:
         if not path.is_dir():
@@ -138,7 +144,7 @@ def _schedules(paths: Sequence[Path]) -> Iterator[Path]:
 
 def _meant(said: Sequence[str], files: Sequence[Path]) -> dict[Path, str]:
     """Which schedules are meant to be refused, and with which code (S109)."""
-    from schedlang.diagnostic import Diagnostic, Refusal
+    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 
     known, found = {file.resolve() for file in files}, {}
     for text in said:
@@ -162,7 +168,7 @@ def _say(outcome: Outcome) -> None:
 
 def _tell_github(found: Sequence[Outcome], out: TextIO) -> None:
     """The runner reads commands from both streams; JSON stays alone on its own."""
-    from schedlang.annotate import annotation, on_github, summarize
+    from schedlang.diagnostics.annotate import annotation, on_github, summarize
     from schedlang.verbs.answers import summary
 
     if not on_github():
@@ -181,10 +187,10 @@ def _exit(found: Sequence[Outcome]) -> int:
 
 def _draw(file: Path, wish: Wish, folder: Path) -> None:
     """The picture of a plan, named after the schedule's path."""
-    from schedlang.passes.showing.picture import picture
-    from schedlang.passes.showing.show import view
     from schedlang.verbs.examine import is_library
-    from schedlang.verbs.files import accounted, planned, write_text
+    from schedlang.verbs.inputs import accounted, planned, write_text
+    from schedlang.viz.picture import picture
+    from schedlang.viz.show import view
 
     if is_library(file):
         return

@@ -8,21 +8,35 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from schedlang.cost import Cost, Number
-from schedlang.diagnostic import Diagnostic, Refusal, guess
-from schedlang.texts import text_of
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, guess
+from schedlang.diagnostics.source import text_of
+from schedlang.pipeline.cost import Cost, Number
 
 if TYPE_CHECKING:
-    from schedlang.passes.costs.step_time import Measurement
+    from schedlang.passes.simulate.step_time import Measurement
 
 # as they are written, and the fields of a Cost that they are; B stands for I and W together
 FIELDS = {
     name if name in ("F", "I", "W") else name.lower(): name.lower()
     for name in (
-        "F", "I", "W", "comm", "kept", "inputs", "recompute", "evict", "load", "offload", "reload",
-        "unshard", "reshard", "reduce", "step", "barrier",
+        "F",
+        "I",
+        "W",
+        "comm",
+        "kept",
+        "inputs",
+        "recompute",
+        "evict",
+        "load",
+        "offload",
+        "reload",
+        "unshard",
+        "reshard",
+        "reduce",
+        "step",
+        "barrier",
     )
-}  # fmt: skip
+}
 SHARES = ("kept", "inputs")  # of a microbatch's activations, none above one
 NAMES = ("F", "I", "W", "B", *list(FIELDS)[3:])
 
@@ -50,7 +64,7 @@ def costs(text: str | None) -> Cost:
 
 def times(text: str) -> Cost | Measurement:
     """Times as they are written, in milliseconds, or of a file that `run` wrote (S109, S915)."""
-    from schedlang.passes.costs.step_time import MEASURE, measurement
+    from schedlang.passes.simulate.step_time import MEASURE, measurement
 
     if not text.strip().lower().endswith(".json"):
         return costs(text)

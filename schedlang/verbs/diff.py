@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schedlang.tables import columns, fitted
+from schedlang.diagnostics.tables import columns, fitted
 from schedlang.verbs.ending import show_json
 from schedlang.verbs.outcome import AsJson, Common, verb
 
 if TYPE_CHECKING:
-    from schedlang.verbs.files import Planned
+    from schedlang.verbs.inputs import Planned
 
 
 @verb
@@ -37,10 +37,10 @@ def diff(
     that `plan --out` saved: what was agreed on, beside what the schedule says now.  Knobs and axis
     sizes are set in the schedules.
     """
-    from schedlang.passes.costs.delta import delta
-    from schedlang.passes.showing import diff_page
-    from schedlang.passes.showing.diff import compare
-    from schedlang.verbs.files import accounted, check_folders, write_asked
+    from schedlang.passes.simulate.account import delta
+    from schedlang.verbs.inputs import accounted, check_folders, write_asked
+    from schedlang.viz import diff as diff_page
+    from schedlang.viz.diff import compare
 
     check_folders(html=html)
     first, second = _sides((old, new), common)
@@ -60,9 +60,8 @@ def diff(
 
 def _sides(files: tuple[Path, Path], common: Common) -> list[Planned]:
     """Both plans; refuses (S109) settings that neither side can take."""
-    from schedlang.diagnostic import Diagnostic, Refusal
-    from schedlang.verbs.files import planned
-    from schedlang.verbs.saved import is_saved, saved
+    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+    from schedlang.verbs.inputs import is_saved, planned, saved
 
     kept = [is_saved(file) for file in files]
     if all(kept) and (common.knob or common.mesh):

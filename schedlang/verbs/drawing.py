@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from schedlang.cost import Cost
-    from schedlang.passes.running.measured import Measured
-    from schedlang.plan import Plan
-    from schedlang.timeline import Timing
+    from schedlang.ir.plan import Plan
+    from schedlang.passes.lower.train import Measured
+    from schedlang.pipeline.cost import Cost
+    from schedlang.pipeline.timeline import Timing
 
 Width = Annotated[
     int | None, typer.Option(help="Columns of the bars; as wide as the terminal, or 100.")
@@ -55,10 +55,10 @@ class Pictures:
 
         `axis` is that of the pipeline where a schedule has one, `unit` that of the costs (ms).
         """
-        from schedlang.passes.showing.timeline_page import Shown, timeline_page
-        from schedlang.passes.showing.trace import trace
-        from schedlang.timeline.svg import drawn
-        from schedlang.verbs.files import write_asked
+        from schedlang.pipeline.timeline.pictures import drawn
+        from schedlang.verbs.inputs import write_asked
+        from schedlang.viz.timeline_page import Shown, timeline_page
+        from schedlang.viz.trace import trace
 
         if self.svg is not None:
             who = f"{axis}=" if axis else "rank "
@@ -72,7 +72,7 @@ class Pictures:
 
 def in_bars(times: Timing, width: int | None = None) -> str:
     """A bar for each rank, in colour where a terminal shows it (and NO_COLOR is not set)."""
-    from schedlang.timeline.bars import bars
+    from schedlang.pipeline.timeline.pictures import bars
 
     live = sys.stdout.isatty()
     if width is None:
@@ -82,7 +82,7 @@ def in_bars(times: Timing, width: int | None = None) -> str:
 
 def check_timeline(path: Path | None, plan: Plan) -> None:
     """Refuse a picture of a run that has no pipeline (S609), or of another form (S109)."""
-    from schedlang.diagnostic import Diagnostic, Refusal
+    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 
     if path is None:
         return
@@ -99,8 +99,8 @@ def write_measured(path: Path, found: Measured, title: str, axis: str) -> None:
 
     `axis` is that of the pipeline, whose places the lanes are.
     """
-    from schedlang.passes.showing.measured_page import measured_page, measured_svg, measured_trace
-    from schedlang.verbs.files import write_asked
+    from schedlang.verbs.inputs import write_asked
+    from schedlang.viz.timeline_page import measured_page, measured_svg, measured_trace
 
     if path.suffix == ".json":
         write_asked(path, measured_trace(found))

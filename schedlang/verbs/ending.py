@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Callable
 
-from schedlang.diagnostic import Refusal
-from schedlang.tables import for_messages
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.tables import for_messages
 
 HOLDS, FAILS, REFUSED, UNCHECKED = 0, 1, 2, 3
 

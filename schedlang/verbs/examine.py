@@ -12,15 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.tables import PLAIN
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.tables import PLAIN
 from schedlang.verbs.answers import CHECK, LOCK, STATIC, VERIFY, Outcome, Wish
 from schedlang.verbs.ending import FAILS, HOLDS, REFUSED, UNCHECKED
 
 if TYPE_CHECKING:
-    from schedlang.modelfile import ModelFile
+    from schedlang.ir.modelfile import ModelFile
     from schedlang.report import Report
-    from schedlang.runtime.launching.launch import Pool
+    from schedlang.runtime.launch.pool import Pool
     from schedlang.verbs.lockfile import Compared
 
 _PLACE = re.compile(r"(.+?):(\d+): ")
@@ -36,7 +36,7 @@ class Ranks:
 
     def model_file(self, named: str | None, beside: Path) -> ModelFile:
         """The model file of a schedule, imported anew unless it was the last one."""
-        from schedlang.modelfile import load_model_file
+        from schedlang.ir.modelfile import load_model_file
 
         key = named or str((beside.parent / "model.py").resolve())
         if key != self._key or self._found is None:
@@ -48,8 +48,8 @@ class Ranks:
 
     def pool(self) -> Pool:
         """Ranks that know the model file."""
-        from schedlang.runtime.launching.launch import Pool
-        from schedlang.runtime.launching.preload import BASE, PROGRAMS
+        from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
+        from schedlang.runtime.launch.pool import Pool
 
         assert self._found is not None, "the ranks belong to a model file"
         if self._pool is None:
@@ -81,15 +81,16 @@ def is_library(file: Path) -> bool:
 
 def first_row(file: Path) -> int:
     """The line of the first step or row of a schedule, 0 if it has none.  May refuse."""
-    from schedlang import nodes as n
-    from schedlang.passes.reading.bases import is_base
-    from schedlang.syntax import parse, read
+    from schedlang.language import nodes as n
+    from schedlang.language.syntax import parse, read
+    from schedlang.passes.elaborate.bases import is_base
 
     rows = (n.Step, n.At, n.When, n.Rule, n.Do)
     found = (
-        item.span.line for item in parse(read(file)).items
+        item.span.line
+        for item in parse(read(file)).items
         if isinstance(item, rows) or isinstance(item, n.Use) and is_base(item)
-    )  # fmt: skip
+    )
     return next(found, 0)
 
 
@@ -97,10 +98,10 @@ def check(file: Path, wish: Wish) -> Outcome:
     """Syntax, names, domains and arguments, without a model; warnings are in the text."""
 
     def ask(outcome: Outcome) -> Outcome:
-        from schedlang.passes.reading.expand import expand
-        from schedlang.passes.reading.lint import lint
-        from schedlang.syntax import parse, read
-        from schedlang.verbs.settings import settings
+        from schedlang.language.syntax import parse, read
+        from schedlang.passes.elaborate.expand import expand
+        from schedlang.passes.elaborate.lint import lint
+        from schedlang.verbs.inputs import settings
 
         tree = parse(read(file))
         state = expand(tree, None, settings(wish.knobs, wish.mesh))
@@ -128,8 +129,8 @@ def static(file: Path, wish: Wish) -> Outcome:
     """Whether the plan can be built for the model, and what is proven of it without running."""
 
     def ask(outcome: Outcome) -> Outcome:
-        from schedlang.passes.statics.static import static as proofs
-        from schedlang.verbs.files import planned
+        from schedlang.passes.static_checks.static import static as proofs
+        from schedlang.verbs.inputs import planned
 
         found = planned(file, wish.model, wish.knobs, wish.mesh)
         batch = found.model.batch(wish.seed)
@@ -148,8 +149,8 @@ def verify(file: Path, wish: Wish, ranks: Ranks) -> Outcome:
     """Whether the schedule computes what its model computes, or is refused as it is meant to be."""
 
     def ask(outcome: Outcome) -> Outcome:
-        from schedlang.runtime.launching.launch import Hang, RankDied
-        from schedlang.runtime.launching.limit import limited
+        from schedlang.runtime.launch.limit import limited
+        from schedlang.runtime.launch.pool import Hang, RankDied
 
         try:
             with limited(wish.timeout):
@@ -162,10 +163,9 @@ def verify(file: Path, wish: Wish, ranks: Ranks) -> Outcome:
 
 
 def _verified(outcome: Outcome, wish: Wish, ranks: Ranks) -> Outcome:
-    from schedlang.passes.shrinking.shrink import remarked
-    from schedlang.passes.verifying.prove import prove
-    from schedlang.verbs.posed import posed
-    from schedlang.verbs.settings import settings
+    from schedlang.passes.prove import prove
+    from schedlang.passes.reduce_model.shrink import remarked
+    from schedlang.verbs.inputs import posed, settings
 
     file, given = outcome.file, settings(wish.knobs, wish.mesh)
     found = ranks.model_file(wish.model, file)
@@ -182,9 +182,14 @@ def _verified(outcome: Outcome, wish: Wish, ranks: Ranks) -> Outcome:
     place, line = _blamed(report)
     reduced = (("reduced", one.small.said),) if one.small is not None else ()
     return replace(
-        outcome, code=report.exit_code, text=str(report), report=report, line=line, place=place,
+        outcome,
+        code=report.exit_code,
+        text=str(report),
+        report=report,
+        line=line,
+        place=place,
         facts=(*_facts(report, wish, str(mesh)), *reduced),
-    )  # fmt: skip
+    )
 
 
 def _blamed(report: Report) -> tuple[str, int]:

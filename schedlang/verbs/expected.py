@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from schedlang.tables import for_messages
+from schedlang.diagnostics.tables import for_messages
 from schedlang.verbs.ending import FAILS
 
 if TYPE_CHECKING:
-    from schedlang.diagnostic import Diagnostic
-    from schedlang.passes.costs.account import Account
-    from schedlang.passes.costs.step_time import Took
-    from schedlang.plan import Plan
+    from schedlang.diagnostics.diagnostic import Diagnostic
+    from schedlang.ir.plan import Plan
+    from schedlang.passes.simulate.account import Account
+    from schedlang.passes.simulate.step_time import Took
 
 
 def step_of(plan: Plan, cost: str | None) -> Took | None:
     """What a step takes by the times of `--cost`; None without them."""
     if cost is None:
         return None
-    from schedlang.passes.costs.step_time import simulated_step
+    from schedlang.passes.simulate.step_time import simulated_step
     from schedlang.verbs.costs import times
 
     return simulated_step(plan, times(cost))
@@ -33,8 +33,7 @@ def demand_expected(plan: Plan, account: Account, took: Took | None = None) -> N
 
     Times are held where a step has one; else it is said that they are not.
     """
-    from schedlang.passes.costs.expected import unmet
-    from schedlang.passes.costs.expected_time import late
+    from schedlang.passes.simulate.expected import late, unmet
 
     _say_left(plan, took)
     _fail([*unmet(plan, account), *(late(plan, took) if took is not None else ())])
@@ -42,21 +41,21 @@ def demand_expected(plan: Plan, account: Account, took: Took | None = None) -> N
 
 def demand_costs(plan: Plan, account: Account) -> None:
     """The same before times are known."""
-    from schedlang.passes.costs.expected import unmet
+    from schedlang.passes.simulate.expected import unmet
 
     _fail(unmet(plan, account))
 
 
 def demand_time(plan: Plan, took: Took) -> None:
     """The same of times alone."""
-    from schedlang.passes.costs.expected_time import late
+    from schedlang.passes.simulate.expected import late
 
     _fail(late(plan, took))
 
 
 def _say_left(plan: Plan, took: Took | None) -> None:
     """Name the times that nothing here can be held against."""
-    from schedlang.passes.costs.expected_time import LEFT, timed
+    from schedlang.passes.simulate.expected import LEFT, timed
 
     for one in timed(plan) if took is None else ():
         print(f"`{one.said}` is not compared here: {LEFT}", file=sys.stderr)

@@ -21,15 +21,17 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Explain a primitive or the code of a message; without a name list all of them."""
-    from schedlang import codes, conflict_table, manual
-    from schedlang.diagnostic import Diagnostic, Refusal, closest
-    from schedlang.other_words import VERBS
-    from schedlang.primitive import load_all, registry
+    from schedlang.diagnostics import codes
+    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, closest
+    from schedlang.diagnostics.other_systems import VERBS
+    from schedlang.ir import primitive
+    from schedlang.ir.primitive import load_all, registry
+    from schedlang.language import manual
 
     load_all()
     known = registry()
     if conflicts:
-        _show(conflict_table.table(known) if as_json else conflict_table.text(known), as_json)
+        _show(primitive.table(known) if as_json else primitive.text(known), as_json)
     elif name is None:
         _list_all(as_json)
     elif name in known:
@@ -55,8 +57,8 @@ def _show(page: object, as_json: bool) -> None:
 
 
 def _list_all(as_json: bool) -> None:
-    from schedlang import codes
-    from schedlang.primitive import registry
+    from schedlang.diagnostics import codes
+    from schedlang.ir.primitive import registry
 
     verbs = {name: (kind.__doc__ or "").strip().split("\n")[0] for name, kind in registry().items()}
     if as_json:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from schedlang.texts import bytes_of
+from schedlang.diagnostics.source import bytes_of
 from schedlang.verbs.ending import FAILS, show_json
 from schedlang.verbs.outcome import AsJson, verb
 
@@ -31,10 +31,10 @@ def fmt(
     Nothing is written unless every file can be read.  `--upgrade` first brings files of an older
     edition (`schedule 1` names it) to the edition of this schedlang, and says what it changed.
     """
-    from schedlang.diagnostic import Diagnostic, Refusal
-    from schedlang.editions import Upgraded, upgraded
-    from schedlang.printer import fmt as canonical
-    from schedlang.syntax import read
+    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+    from schedlang.language.editions import Upgraded, upgraded
+    from schedlang.language.printer import fmt as canonical
+    from schedlang.language.syntax import read
 
     made: dict[Path, tuple[str, str]] = {}
     told: dict[Path, list[str]] = {}  # what was upgraded

@@ -16,7 +16,7 @@ from schedlang.verbs.outcome import AsJson, verb
 if TYPE_CHECKING:
     from torch import nn
 
-    from schedlang.modelfile import ModelFile
+    from schedlang.ir.modelfile import ModelFile
 
 TRIED = 1 << 24  # parameters: a model of so many is made with its values in a moment
 
@@ -37,8 +37,8 @@ def init(
     stages, tp and model the tensors.  What can be split is found by following one forward without
     values and by trying what is legal; modules that stay replicated are listed with the reason.
     """
-    from schedlang.passes.proposing.propose import check_mesh, propose
-    from schedlang.verbs.settings import settings
+    from schedlang.passes.autoshard.propose import check_mesh, propose
+    from schedlang.verbs.inputs import settings
 
     sizes = settings((), mesh).mesh
     check_mesh(sizes)
@@ -60,7 +60,7 @@ def init(
 def _model(found: ModelFile, sizes: Mapping[str, int]) -> nn.Module:
     """The model on the meta device; a small one whose sequences are to be split with its values:
     whether it can run on some of its tokens is tried, as it is before it trains."""
-    from schedlang.passes.proposing.propose import ROLES
+    from schedlang.passes.autoshard.propose import ROLES
 
     module = found.model(meta=True)
     split = any(size > 1 and ROLES[axis] == "tokens" for axis, size in sizes.items())
@@ -70,7 +70,7 @@ def _model(found: ModelFile, sizes: Mapping[str, int]) -> nn.Module:
 
 def _file(named: str) -> ModelFile:
     """The model file of a path, of a folder that holds a `model.py`, or of a dotted name."""
-    from schedlang.modelfile import load_model_file
+    from schedlang.ir.modelfile import load_model_file
 
     if Path(named).is_dir():
         named = str(Path(named) / "model.py")

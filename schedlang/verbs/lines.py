@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from schedlang.cost import Cost
-from schedlang.diagnostic import Diagnostic, Refusal, closest
-from schedlang.texts import text_of
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, closest
+from schedlang.diagnostics.source import text_of
+from schedlang.pipeline.cost import Cost
 
 if TYPE_CHECKING:
-    from schedlang.orders import Order
-    from schedlang.timeline import Timeline
+    from schedlang.pipeline.schedules import Order
+    from schedlang.pipeline.timeline import Timeline
     from schedlang.verbs.simulated import Simulated
 
 TABLE = ".csv"
@@ -48,8 +48,8 @@ class Asked:
 
 def named(asked: Asked, cost: Cost) -> Simulated:
     """An order of the registry or a table, or a refusal that says what it needs."""
-    from schedlang.orders import chunks_of
-    from schedlang.orders import order as ordered
+    from schedlang.pipeline.schedules import chunks_of
+    from schedlang.pipeline.schedules import order as ordered
     from schedlang.verbs.simulated import simulated
 
     order = asked.order or "1F1B"
@@ -65,16 +65,22 @@ def named(asked: Asked, cost: Cost) -> Simulated:
         cost = replace(cost, kept=known.kept)
     line = legal(
         lambda: ordered(
-            order, ranks, micro, chunks, slices=slices, cost=cost, memory=asked.memory,
+            order,
+            ranks,
+            micro,
+            chunks,
+            slices=slices,
+            cost=cost,
+            memory=asked.memory,
             every=asked.every,
         )
-    )  # fmt: skip
+    )
     return simulated(line, cost, known.name, micro, chunks, slices, asked.memory)
 
 
 def _known(order: str) -> Order:
     """The order of a name, or a refusal that guesses which was meant."""
-    from schedlang.orders import ORDERS, OrderError, find
+    from schedlang.pipeline.schedules import ORDERS, OrderError, find
 
     try:
         return find(order)
@@ -86,7 +92,7 @@ def _known(order: str) -> Order:
 
 def _table(path: str, asked: Asked, cost: Cost) -> Simulated:
     """A table of an order; it says its sizes itself."""
-    from schedlang.orders import read_table
+    from schedlang.pipeline.schedules import read_table
     from schedlang.verbs.simulated import simulated
 
     _not_beside(asked, ("chunks", "slices", "every"), "the table")
@@ -103,7 +109,7 @@ def _table(path: str, asked: Asked, cost: Cost) -> Simulated:
 
 def of_schedule(file: Path, asked: Asked, found: Any, cost: Cost | None, machine: Any) -> Simulated:
     """The order of a schedule's plan (`found`: Planned); without `cost` with estimated costs."""
-    from schedlang.passes.costs.estimated import Estimate, estimated
+    from schedlang.passes.simulate.estimated import Estimate, estimated
     from schedlang.verbs.simulated import simulated
 
     _not_beside(asked, tuple(vars(asked)), "the plan of the schedule")
@@ -119,9 +125,15 @@ def of_schedule(file: Path, asked: Asked, found: Any, cost: Cost | None, machine
     else:
         made = Estimate(legal(lambda: order.timeline(plan.mesh.size(plan.cuts[0].axis))), cost, ())
     return simulated(
-        made.timeline, made.cost, order.name, order.micro, order.chunks, order.slices,
-        order.memory, made.notes,
-    )  # fmt: skip
+        made.timeline,
+        made.cost,
+        order.name,
+        order.micro,
+        order.chunks,
+        order.slices,
+        order.memory,
+        made.notes,
+    )
 
 
 def _not_beside(asked: Asked, names: tuple[str, ...], who: str) -> None:
@@ -137,7 +149,7 @@ def _not_beside(asked: Asked, names: tuple[str, ...], who: str) -> None:
 
 def legal(make: Callable[[], Timeline]) -> Timeline:
     """What an order makes, or a refusal with sizes that it has."""
-    from schedlang.orders import OrderError
+    from schedlang.pipeline.schedules import OrderError
 
     try:
         return make()

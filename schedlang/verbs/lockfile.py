@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from schedlang.texts import text_of
+from schedlang.diagnostics.source import text_of
 from schedlang.verbs.ending import FAILS, show_json
 
 if TYPE_CHECKING:
-    from schedlang.passes.costs.account import Account
-    from schedlang.passes.locking.lock import Lock
-    from schedlang.passes.locking.lock_diff import Change
-    from schedlang.verbs.files import Planned
+    from schedlang.passes.lock import Change, Lock
+    from schedlang.passes.simulate.account import Account
+    from schedlang.verbs.inputs import Planned
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def lock_of(
     found: Planned, account: Account, knobs: Sequence[str] | None, mesh: str | None
 ) -> Lock:
     """The lock of a planned schedule, with the settings that it was planned with."""
-    from schedlang.passes.locking.lock import lock
+    from schedlang.passes.lock import lock
 
     settings = [("--knob", text) for text in sorted(knobs or ())]
     settings += [("--mesh", mesh)] if mesh else []
@@ -71,8 +70,8 @@ def write_lock(
     found: Planned, account: Account, knobs: Sequence[str] | None, mesh: str | None
 ) -> Path:
     """Write the lock whole or not at all, over the one that is there."""
-    from schedlang.passes.locking.lock_text import to_text
-    from schedlang.verbs.files import write_text
+    from schedlang.passes.lock import to_text
+    from schedlang.verbs.inputs import write_text
 
     path = lock_path(found.file)
     write_text(path, to_text(lock_of(found, account, knobs, mesh)))
@@ -84,10 +83,9 @@ def compare_lock(schedule: Path, model: str | None) -> Compared:
 
     Raises Refusal where there is no lock or none that can be read (S721), or nothing to plan.
     """
-    from schedlang.diagnostic import Diagnostic, Refusal
-    from schedlang.passes.locking.lock_diff import changes, versions
-    from schedlang.passes.locking.lock_text import read_lock
-    from schedlang.verbs.files import accounted, planned
+    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+    from schedlang.passes.lock import changes, read_lock, versions
+    from schedlang.verbs.inputs import accounted, planned
 
     path = lock_path(schedule)
     try:

@@ -18,10 +18,10 @@ def lsp(
     """Serve editors over standard input and output: diagnostics, completion, hover, formatting."""
     from importlib.metadata import version
 
-    from schedlang.diagnostic import Diagnostic, Refusal
+    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 
     try:
-        from schedlang.editors.features import server
+        from schedlang.editors.server import server
     except ImportError:
         title = "the language server needs the package `pygls`, which is not installed"
         raise Refusal(

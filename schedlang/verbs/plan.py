@@ -14,8 +14,8 @@ from schedlang.verbs.ending import show_json
 from schedlang.verbs.outcome import AsJson, Common, verb
 
 if TYPE_CHECKING:
-    from schedlang.passes.showing.show import View
-    from schedlang.verbs.files import Planned
+    from schedlang.verbs.inputs import Planned
+    from schedlang.viz.show import View
 
 Cost = Annotated[
     str | None,
@@ -70,12 +70,11 @@ def plan(
     Bytes per rank by class at the peak of a step, collectives of one step, and the timeline at
     unit cost.  Exit 1 where an `expect` does not hold.
     """
-    from schedlang.passes.showing.show import view
-    from schedlang.passes.showing.show_text import text
-    from schedlang.tables import columns, for_messages
+    from schedlang.diagnostics.tables import columns, for_messages
     from schedlang.verbs.expected import demand_expected, step_of
-    from schedlang.verbs.files import accounted, check_folders, planned
+    from schedlang.verbs.inputs import accounted, check_folders, planned
     from schedlang.verbs.lockfile import demand_lock, write_lock
+    from schedlang.viz.show import text, view
 
     start = time.perf_counter()
     check_folders(**vars(written))
@@ -107,7 +106,7 @@ def plan(
 
 def _check_lock_alone(common: Common, locks: Locks) -> None:
     """Refuse settings beside `--locked`: what is compared is planned with the lock's own (S109)."""
-    from schedlang.diagnostic import Diagnostic, Refusal
+    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 
     if common.knob or common.mesh or locks.lock:
         title = (
@@ -119,11 +118,11 @@ def _check_lock_alone(common: Common, locks: Locks) -> None:
 
 def _draw(shown: View, asked: Written) -> None:
     """The pictures that were asked for."""
-    from schedlang.diagnostic import Diagnostic, Refusal
-    from schedlang.passes.showing.picture import page, picture
-    from schedlang.passes.showing.trace import trace as traced
-    from schedlang.timeline import timing
-    from schedlang.verbs.files import write_asked
+    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+    from schedlang.pipeline.timeline import timing
+    from schedlang.verbs.inputs import write_asked
+    from schedlang.viz.picture import page, picture
+    from schedlang.viz.trace import trace as traced
 
     if asked.svg is not None:
         write_asked(asked.svg, picture(shown))
@@ -141,9 +140,9 @@ def _save(out: Path, found: Planned) -> None:
     """All that running it again needs: text, model, decisions, mesh and actions."""
     import json
 
-    from schedlang import printer
-    from schedlang.passes.reading.record import record
-    from schedlang.verbs.files import write_asked
+    from schedlang.language import printer
+    from schedlang.passes.elaborate.record import record
+    from schedlang.verbs.inputs import write_asked
 
     path = found.model.path
     saved = {

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from schedlang.tables import for_messages
+from schedlang.diagnostics.tables import for_messages
 from schedlang.verbs.drawing import WATCHED, Run, check_timeline, write_measured
 from schedlang.verbs.ending import FAILS, REFUSED, show_json
 from schedlang.verbs.outcome import AsJson, Common, Timeout, unchecked, verb
 
 if TYPE_CHECKING:
-    from schedlang.modelfile import ModelFile
-    from schedlang.passes.costs.step_time import Took
-    from schedlang.passes.running.train import Course, Trained
+    from schedlang.ir.modelfile import ModelFile
+    from schedlang.passes.lower.train import Course, Trained
+    from schedlang.passes.simulate.step_time import Took
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ def run(
     Starts local ranks, or joins the job under torchrun.  Tokens are those of a whole batch, padding
     included.
     """
-    from schedlang.diagnostic import Refusal
-    from schedlang.passes.running.train import Course, check
-    from schedlang.told_once import in_a_job, tell
-    from schedlang.verbs.files import check_folders
+    from schedlang.diagnostics.diagnostic import Refusal
+    from schedlang.diagnostics.told_once import in_a_job, tell
+    from schedlang.passes.lower.train import Course, check
+    from schedlang.verbs.inputs import check_folders
 
     first = os.environ.get("RANK", "0") == "0"
     shown = _Shown(training.steps, quiet=as_json or not first)
@@ -64,10 +64,16 @@ def run(
             found, planned = _planned(file, plan, common, training.seed)
             check_timeline(timeline, planned)
             course = Course(
-                planned, found.batch, found.loss, found.weight, training.steps,
-                training.optimizer.lower(), training.lr, training.seed,
+                planned,
+                found.batch,
+                found.loss,
+                found.weight,
+                training.steps,
+                training.optimizer.lower(),
+                training.lr,
+                training.seed,
                 WATCHED if timeline is not None else 0,
-            )  # fmt: skip
+            )
             check(course)
             _demand(course)
             title = file or plan
@@ -88,7 +94,7 @@ def run(
 
 def _show(name: str, course: Course, trained: Trained, as_json: bool) -> None:
     """What a training has shown; exit 1 where it took longer than the schedule expects."""
-    from schedlang.passes.costs.expected_time import late
+    from schedlang.passes.simulate.expected import late
     from schedlang.verbs.expected import demand_time
 
     plan, took = course.plan, _took(trained)
@@ -103,16 +109,22 @@ def _show(name: str, course: Course, trained: Trained, as_json: bool) -> None:
 
 def _facts(course: Course, trained: Trained, code: int) -> dict[str, Any]:
     mesh = course.plan.mesh
-    facts = {"exit": code, "mesh": dict(mesh.sizes), "world": mesh.world, "steps": course.steps,
-             "optimizer": course.optimizer, "lr": course.lr}  # fmt: skip
+    facts = {
+        "exit": code,
+        "mesh": dict(mesh.sizes),
+        "world": mesh.world,
+        "steps": course.steps,
+        "optimizer": course.optimizer,
+        "lr": course.lr,
+    }
     return facts | trained.to_json()
 
 
 def _demand(course: Course) -> None:
     """Before any rank starts: refuse what gains nothing (S888), and exit 1 where the plan costs
     more than the schedule expects."""
-    from schedlang.passes.costs.expected import counted, counting
-    from schedlang.passes.costs.gains import gained
+    from schedlang.passes.simulate.expected import counted, counting
+    from schedlang.passes.simulate.gains import gained
     from schedlang.verbs.expected import demand_costs
 
     gained(course.plan, course.batch(course.seed))
@@ -123,7 +135,7 @@ def _demand(course: Course) -> None:
 
 def _took(trained: Trained) -> Took:
     """The median step, as rank 0 saw it."""
-    from schedlang.passes.costs.step_time import Took
+    from schedlang.passes.simulate.step_time import Took
 
     count = len(trained.settled)
     return Took(trained.median, (f"measured: the median of {count} steps on this machine",))
@@ -137,14 +149,13 @@ def _planned(
     file: Path | None, record: Path | None, common: Common, seed: int
 ) -> tuple[ModelFile, Any]:
     """The model file and the plan, from a schedule or from a saved plan."""
-    from schedlang.diagnostic import Diagnostic, Refusal
-    from schedlang.model import ModelFacts
-    from schedlang.modelfile import load_model_file
-    from schedlang.passes.reading.restore import restored
+    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+    from schedlang.ir.model import ModelFacts
+    from schedlang.ir.modelfile import load_model_file
+    from schedlang.language.syntax import parse, read
+    from schedlang.passes.elaborate.record import restored
     from schedlang.schedule import Schedule
-    from schedlang.syntax import parse, read
-    from schedlang.verbs.saved import recorded
-    from schedlang.verbs.settings import settings
+    from schedlang.verbs.inputs import recorded, settings
 
     given = settings(common.knob, common.mesh)
     if (file is None) == (record is None):
@@ -170,23 +181,23 @@ def _here(course: Course, shown: _Shown) -> Trained:
     """As one rank of the job that torchrun started."""
     from functools import partial
 
-    from schedlang.passes.proving.sound import cheaply
-    from schedlang.passes.running.train import train
-    from schedlang.runtime.collectives import comm
-    from schedlang.runtime.launching.heart import inside
+    from schedlang.passes.lower.train import train
+    from schedlang.passes.verify.sound import cheaply
+    from schedlang.runtime.comm import world
+    from schedlang.runtime.launch.heart import inside
 
     check = partial(cheaply, loss=course.loss, weight=course.weight)
     with inside(), shown:
         trained = train(replace(course, check=check), shown.step)
-    comm.leave()
+    world.leave()
     return trained
 
 
 def _local(course: Course, found: ModelFile, shown: _Shown) -> Trained:
     """On ranks started here."""
-    from schedlang.passes.running.train import train
-    from schedlang.passes.verifying.prove import check_world
-    from schedlang.runtime.launching.launch import Pool
+    from schedlang.passes.lower.train import train
+    from schedlang.passes.prove import check_world
+    from schedlang.runtime.launch.pool import Pool
 
     check_world(course.plan, "run")
     course = sound(course)
@@ -196,8 +207,8 @@ def _local(course: Course, found: ModelFile, shown: _Shown) -> Trained:
 
 def sound(course: Course) -> Course:
     """The course with its plan traced once, for all ranks; refuses whatever `verify` refuses."""
-    from schedlang.passes.proving import sound as proving
-    from schedlang.passes.proving.sides import Case
+    from schedlang.passes.verify import sound as proving
+    from schedlang.passes.verify.sides import Case
 
     batch = course.batch(course.seed)
     case = proving.sound(Case(course.plan, (batch,), course.loss, course.weight, course.seed))

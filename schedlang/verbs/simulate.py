@@ -14,7 +14,7 @@ from schedlang.verbs.lines import Asked
 from schedlang.verbs.outcome import AsJson, Common, verb
 
 if TYPE_CHECKING:
-    from schedlang.passes.costs.estimated import Machine
+    from schedlang.passes.simulate.estimated import Machine
 
 File = Annotated[Path | None, typer.Argument(help="A schedule with a pipeline.", metavar="FILE")]
 Costs = Annotated[
@@ -41,8 +41,8 @@ class Speeds:
 
     def machine(self) -> Machine:
         """In units; refuses what is not a speed (S109)."""
-        from schedlang.diagnostic import Diagnostic, Refusal
-        from schedlang.passes.costs.estimated import Machine
+        from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+        from schedlang.passes.simulate.estimated import Machine
 
         for name, value in (("tflops", self.tflops), ("bandwidth", self.bandwidth)):
             if not 0 < value < float("inf"):
@@ -68,10 +68,10 @@ def simulate(
     A schedule's order, ranks, microbatches and chunks are those of its plan.  `--cost` counts
     milliseconds where the schedule expects something of `time(step)`: exit 1 if it does not hold.
     """
-    from schedlang.tables import columns
+    from schedlang.diagnostics.tables import columns
     from schedlang.verbs.costs import costs
     from schedlang.verbs.expected import demand_time, step_of
-    from schedlang.verbs.files import check_folders, planned
+    from schedlang.verbs.inputs import check_folders, planned
     from schedlang.verbs.lines import named, of_schedule
 
     axis = unit = ""

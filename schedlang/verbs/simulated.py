@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any
 
-from schedlang.cost import Cost
-from schedlang.tables import fitted
-from schedlang.timeline import Timeline, Timing, peak, peak_live, timing
-from schedlang.timeline.versions import is_stale, weight_copies
+from schedlang.diagnostics.tables import fitted
+from schedlang.pipeline.cost import Cost
+from schedlang.pipeline.timeline import Timeline, Timing, peak, peak_live, timing
+from schedlang.pipeline.timeline.versions import is_stale, weight_copies
 
 WIDE = 100 + len("rank 0: ")  # columns where there is no terminal
 LONGEST = 20_000  # operations that are listed in JSON
@@ -46,8 +46,8 @@ class Simulated:
         """Interleaved 1F1B as Zero Bubble's Table 5 counts it: less p transfers (2401.10241)."""
         if self.order != "Interleaved1F1B":
             return None
-        from schedlang.orders import Size
-        from schedlang.orders.interleaved import accounted
+        from schedlang.pipeline.schedules import Size
+        from schedlang.pipeline.schedules.interleaved import accounted
 
         size = Size(self.timeline.ranks, self.micro, self.chunks, cost=self.cost)
         span = float(accounted(self.times.rank_span, size))
@@ -58,21 +58,33 @@ class Simulated:
         t, times = self.timeline, self.times
         top = _plain(peak(t, self.cost))
         return {
-            "order": self.order, "stages": t.ranks, "ranks": t.ranks, "micro": self.micro,
-            "chunks": self.chunks, "slices": self.slices, "replicas": t.replicas,
-            "cost": _cost(self.cost), "estimated": list(self.estimated),
-            "rank_span": float(times.rank_span), "makespan": float(times.makespan),
-            "bubble": float(times.span_bubble), "makespan_bubble": float(times.bubble),
-            "busy": _plain(times.busy), "peak": top, "live": peak_live(t).tolist(),
-            "weights": weight_copies(t).tolist(), "memory": self.memory,
+            "order": self.order,
+            "stages": t.ranks,
+            "ranks": t.ranks,
+            "micro": self.micro,
+            "chunks": self.chunks,
+            "slices": self.slices,
+            "replicas": t.replicas,
+            "cost": _cost(self.cost),
+            "estimated": list(self.estimated),
+            "rank_span": float(times.rank_span),
+            "makespan": float(times.makespan),
+            "bubble": float(times.span_bubble),
+            "makespan_bubble": float(times.bubble),
+            "busy": _plain(times.busy),
+            "peak": top,
+            "live": peak_live(t).tolist(),
+            "weights": weight_copies(t).tolist(),
+            "memory": self.memory,
             "fits": self.memory is None or max(top) <= self.memory + 1e-9,
             "communication": {
-                "messages": times.messages, "sent": times.sent.tolist(),
+                "messages": times.messages,
+                "sent": times.sent.tolist(),
                 "time": _plain(times.sending),
             },
             "paper": self.paper,
             "timeline": t.text().split("\n") if len(t) <= LONGEST else None,
-        }  # fmt: skip
+        }
 
     def text(self, width: int | None = None) -> str:
         """For people, in so many columns."""
@@ -102,9 +114,15 @@ class Simulated:
 
 
 def simulated(
-    line: Timeline, cost: Cost, order: str, micro: int, chunks: int, slices: int,
-    memory: float | None, estimated: tuple[str, ...] = (),
-) -> Simulated:  # fmt: skip
+    line: Timeline,
+    cost: Cost,
+    order: str,
+    micro: int,
+    chunks: int,
+    slices: int,
+    memory: float | None,
+    estimated: tuple[str, ...] = (),
+) -> Simulated:
     """Time a timeline."""
     times = timing(line, cost)
     return Simulated(order, micro, chunks, slices, memory, line, cost, times, estimated)

@@ -24,11 +24,11 @@ def tree(
     as_json: AsJson = False,
 ) -> None:
     """Show the model as a schedule sees it: paths, classes, parameters with named dims, ties."""
-    from schedlang.model import ModelFacts
-    from schedlang.modelfile import load_model_file
-    from schedlang.passes.showing.tree import text
-    from schedlang.passes.showing.tree import tree as tree_of
-    from schedlang.tables import columns
+    from schedlang.diagnostics.tables import columns
+    from schedlang.ir.model import ModelFacts
+    from schedlang.ir.modelfile import load_model_file
+    from schedlang.viz.tree import text
+    from schedlang.viz.tree import tree as tree_of
 
     if file is not None and file.suffix == ".py" and model is None:
         model = str(file)

@@ -15,10 +15,10 @@ from schedlang.verbs.ending import FAILS, show_json
 from schedlang.verbs.outcome import AsJson, Knobs, Model, verb
 
 if TYPE_CHECKING:
-    from schedlang.modelfile import ModelFile
-    from schedlang.nodes import File
-    from schedlang.passes.costs.cluster import Cluster
-    from schedlang.passes.tuning.tune import Job, Tried
+    from schedlang.ir.modelfile import ModelFile
+    from schedlang.language.nodes import File
+    from schedlang.passes.autoshard.tune import Job, Tried
+    from schedlang.passes.simulate.cluster import Cluster
 
 PYTHON = ".py"
 
@@ -82,9 +82,9 @@ def tune(
     meta device and timed on a cluster by its data sheet; what needs more than `--memory` is left
     out.  Exit 1 where nothing fits.
     """
-    from schedlang.passes.tuning.tune import ranked
-    from schedlang.passes.tuning.tune_text import text, to_json
-    from schedlang.tables import columns
+    from schedlang.diagnostics.tables import columns
+    from schedlang.passes.autoshard.tune import ranked
+    from schedlang.passes.autoshard.tune_text import text, to_json
 
     start = time.perf_counter()
     asked = _asked(file, machine, wanted, model, knob or ())
@@ -118,13 +118,12 @@ class _Asked:
 def _asked(
     file: Path, machine: Machine, wanted: Wanted, model: str | None, knob: Sequence[str]
 ) -> _Asked:
-    from schedlang.model import ModelFacts
-    from schedlang.modelfile import load_model_file
-    from schedlang.passes.tuning.grid import meshes, settings_of
-    from schedlang.passes.tuning.tune import Job, tune, tune_meshes
-    from schedlang.primitive import load_all
-    from schedlang.syntax import parse, read
-    from schedlang.verbs.settings import settings
+    from schedlang.ir.model import ModelFacts
+    from schedlang.ir.modelfile import load_model_file
+    from schedlang.ir.primitive import load_all
+    from schedlang.language.syntax import parse, read
+    from schedlang.passes.autoshard.tune import Job, meshes, settings_of, tune, tune_meshes
+    from schedlang.verbs.inputs import settings
 
     load_all()
     alone = file.suffix == PYTHON
@@ -155,7 +154,7 @@ def _batch(found: ModelFile) -> Mapping[str, Any]:
 
 def _device(tree: File) -> str | None:
     """What the mesh of the file stands on."""
-    from schedlang import nodes
+    from schedlang.language import nodes
 
     found = [one.on for one in tree.items if isinstance(one, nodes.Mesh)]
     return found[0] if found else None
@@ -163,7 +162,7 @@ def _device(tree: File) -> str | None:
 
 def _cluster(machine: Machine, device: str | None) -> tuple[Cluster, int]:
     """The cluster and its ranks, as options and the schedule's `on` have it (S109)."""
-    from schedlang.passes.costs.cluster import CLUSTERS, changed, named
+    from schedlang.passes.simulate.cluster import CLUSTERS, changed, named
 
     known, told = named(machine.on or device)
     ranks = machine.gpus or told or named(device)[1]
@@ -179,9 +178,13 @@ def _cluster(machine: Machine, device: str | None) -> tuple[Cluster, int]:
             title = f"`--{name}` must be finite and above 0, not {value:g}"
             _bad(title, f"for example `--{name} 100`")
     return changed(
-        known, speed=_times(machine.tflops, 1e12), link=_times(machine.bandwidth, 1e9),
-        network=_times(machine.network, 1e9), node=machine.node, memory=_bytes(machine.memory),
-    ), ranks  # fmt: skip
+        known,
+        speed=_times(machine.tflops, 1e12),
+        link=_times(machine.bandwidth, 1e9),
+        network=_times(machine.network, 1e9),
+        node=machine.node,
+        memory=_bytes(machine.memory),
+    ), ranks
 
 
 def _times(value: float | None, unit: float) -> float | None:
@@ -189,7 +192,7 @@ def _times(value: float | None, unit: float) -> float | None:
 
 
 def _bytes(text: str | None) -> int | None:
-    from schedlang.value import Bytes, literal
+    from schedlang.language.value import Bytes, literal
 
     if text is None:
         return None
@@ -214,7 +217,7 @@ def _values(wanted: Wanted) -> dict[str, list[str]]:
 
 
 def _bad(title: str, help_: str) -> NoReturn:
-    from schedlang.diagnostic import Diagnostic, Refusal
+    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 
     raise Refusal(Diagnostic("S109", title, helps=(help_,)))
 

@@ -50,15 +50,13 @@ def verify(
     Outputs, loss, every gradient, the gradient norm, parameters and optimizer state after three
     steps of two optimizers, buffers, ties and a saved state, in float64 with dropout on.
     """
-    from schedlang.modelfile import load_model_file
-    from schedlang.passes.shrinking.shrink import remarked
-    from schedlang.passes.verifying.prove import prove
-    from schedlang.runtime.launching.launch import Pool
-    from schedlang.runtime.launching.preload import BASE, PROGRAMS
-    from schedlang.verbs.files import check_folders
+    from schedlang.ir.modelfile import load_model_file
+    from schedlang.passes.prove import prove
+    from schedlang.passes.reduce_model.shrink import remarked
+    from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
+    from schedlang.runtime.launch.pool import Pool
+    from schedlang.verbs.inputs import check_folders, posed, settings
     from schedlang.verbs.lockfile import demand_lock
-    from schedlang.verbs.posed import posed
-    from schedlang.verbs.settings import settings
     from schedlang.verbs.telling import Telling
 
     check_folders(html=html)
@@ -68,9 +66,15 @@ def verify(
     with Telling(quiet=as_json) as said, unchecked(timeout, as_json, said.close):
         found = load_model_file(common.model, file)
         one = posed(
-            file, found, given, model=common.model,
-            seed=seed, only=only, dtype=dtype, shrink=shrink,
-        )  # fmt: skip
+            file,
+            found,
+            given,
+            model=common.model,
+            seed=seed,
+            only=only,
+            dtype=dtype,
+            shrink=shrink,
+        )
         with Pool(preload=(*BASE, *PROGRAMS), files=found.files) as pool:
             report = prove(one.case, pool=pool, title=file.name, command=one.command, progress=said)
     _show(remarked(report, one.small), as_json, html, verbose)
@@ -78,9 +82,8 @@ def verify(
 
 
 def _show(report: Report, as_json: bool, html: Path | None, verbose: bool) -> None:
-    from schedlang.report_page import page
-    from schedlang.report_text import WIDTH, lines
-    from schedlang.verbs.files import write_asked
+    from schedlang.report import WIDTH, lines, page
+    from schedlang.verbs.inputs import write_asked
 
     if html is not None:
         write_asked(html, page(report))

@@ -31,10 +31,10 @@ def why(
     as_json: AsJson = False,
 ) -> None:
     """Say which rows act on a module or a parameter, or why ranks send something to each other."""
-    from schedlang.diagnostic import Diagnostic, Refusal
-    from schedlang.passes.showing.why import why as rows
-    from schedlang.passes.showing.why_collective import listed, why_collective
-    from schedlang.verbs.files import accounted, planned
+    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+    from schedlang.verbs.inputs import accounted, planned
+    from schedlang.viz.why import listed, why_collective
+    from schedlang.viz.why import why as rows
 
     if (name is not None) + (collective is not None) + collectives != 1:
         title = "`why` needs either a module or a collective"

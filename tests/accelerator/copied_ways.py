@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.passes.running.build import build
-from schedlang.runtime.keeping.offload import Store, everything_moves
-from schedlang.runtime.keeping.offload import offload as offloaded
-from schedlang.runtime.staging.parking import offload, reload
+from schedlang.passes.lower.build import build
+from schedlang.runtime.offload.saved_tensors import Store, everything_moves
+from schedlang.runtime.offload.saved_tensors import offload as offloaded
+from schedlang.runtime.pipeline.parking import offload, reload
 from schedlang.runtime.storage import copies
 from schedlang.runtime.storage.leaving import all_arrived, gradient_of, let_leave
 from tests.accelerator.parked import parked as stage
@@ -220,7 +220,7 @@ def lent() -> float:
 
 def gradients_in_turns() -> float:
     """Gradients of one parameter after the other come back for a step on the device."""
-    from schedlang.runtime.keeping import away
+    from schedlang.runtime.offload import step as away
 
     before, away.buckets = away.buckets, lambda sizes: [[place] for place in range(len(sizes))]
     try:

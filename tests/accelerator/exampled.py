@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import schedlang
-from schedlang.modelfile import load_model_file
-from schedlang.passes.running.build import build
+from schedlang.ir.modelfile import load_model_file
+from schedlang.passes.lower.build import build
 from schedlang.testing.accelerator import current, spawn
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -85,10 +85,15 @@ def built(
     batches = [{k: change(v) for k, v in file.batch(step).items()} for step in range(2 * STEPS)]
     drawn: dict[str, Any] = {"seed": 1} if exact else {}
     program = build(
-        sch.plan(), batches[0], loss=file.loss, weight=file.weight, clip=1.0,
+        sch.plan(),
+        batches[0],
+        loss=file.loss,
+        weight=file.weight,
+        clip=1.0,
         optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9),
-        wait=120, **drawn,
-    )  # fmt: skip
+        wait=120,
+        **drawn,
+    )
     return program, [{k: v.to(given or device) for k, v in one.items()} for one in batches]
 
 

@@ -19,11 +19,15 @@ CALLS += ("synchronize", "block_current_stream")
 EVENT, FIRST, NOTHING = "a new event", "the first argument", "nothing"
 ORDERS = {
     "schedlang.runtime.device": {
-        "follow": NOTHING, "wait": NOTHING, "settled": NOTHING, "synchronize": NOTHING,
-        "record": EVENT, "used_on": FIRST,
+        "follow": NOTHING,
+        "wait": NOTHING,
+        "settled": NOTHING,
+        "synchronize": NOTHING,
+        "record": EVENT,
+        "used_on": FIRST,
     },
     "schedlang.runtime.storage.copies": {"settle": NOTHING, "mark": EVENT, "ready": FIRST},
-}  # fmt: skip
+}
 PACKAGE = "schedlang"
 Chosen = Callable[[types.ModuleType, ast.Call], bool]
 
@@ -90,8 +94,11 @@ def sites(*modules: str, chosen: Chosen = by_name) -> list[Site]:
 def users() -> list[str]:
     """The modules of schedlang that could call a function of `ORDERS`, by looking at their text."""
     root = Path(inspect.getfile(importlib.import_module(PACKAGE))).parent
-    ways = [f"from {one} import|from {home} import .*\\b{name}\\b"
-            for one in ORDERS for home, _, name in [one.rpartition(".")]]  # fmt: skip
+    ways = [
+        f"from {one} import|from {home} import .*\\b{name}\\b"
+        for one in ORDERS
+        for home, _, name in [one.rpartition(".")]
+    ]
     mentions = re.compile("|".join(ways))
     found = [
         ".".join((PACKAGE, *path.relative_to(root).with_suffix("").parts))
@@ -198,8 +205,9 @@ def left_out(site: Mutation) -> Iterator[Watch]:
     source = inspect.getsource(module)
     tree = ast.parse(source)
     changed = _Drop(module, _calls(tree)[site.number]).visit(tree)
-    whole = compile(ast.fix_missing_locations(changed), module.__file__ or "?", "exec",
-                    dont_inherit=True)  # fmt: skip
+    whole = compile(
+        ast.fix_missing_locations(changed), module.__file__ or "?", "exec", dont_inherit=True
+    )
     codes = {code.co_firstlineno: code for code in _codes(whole, site.function)}  # overloads too
     functions = [
         one

@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from schedlang.runtime.staging.bag import Bag, address
-from schedlang.runtime.staging.flight import work_of
+from schedlang.pipeline.timeline import Kind, Op
+from schedlang.runtime.pipeline.flight import Bag, address, work_of
 from schedlang.runtime.storage.own import Addresses
-from schedlang.timeline import Kind, Op
 
 
 def parked(model: nn.Module, x: Tensor) -> tuple[Tensor, Bag, Any, Op]:

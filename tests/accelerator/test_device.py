@@ -284,14 +284,23 @@ def test_copies_through_pinned_memory_end_late() -> None:
             torch.accelerator.synchronize()
         host.zero_()
 
-    uses = [lambda x: x.isnan().all(), lambda x: x[1:2].item(), lambda x: x.view(2, 2).add_(1),
-            lambda x: torch.stack([x, x]), lambda x: x.clone()]  # fmt: skip
+    uses = [
+        lambda x: x.isnan().all(),
+        lambda x: x[1:2].item(),
+        lambda x: x.view(2, 2).add_(1),
+        lambda x: torch.stack([x, x]),
+        lambda x: x.clone(),
+    ]
     for use in uses:
         found = reports(partial(out, use))
         assert found and all(one.startswith("early use: copy to the host") for one in found)
-    looks = [lambda x: (x.shape, x.view(2, 2)[1], x.detach().numpy()), torch.empty_like,
-             lambda x: torch.ones_like(x), lambda x: x.to("sim", non_blocking=True) + 1,
-             lambda x: torch.empty(4, pin_memory=True).zero_()]  # fmt: skip
+    looks = [
+        lambda x: (x.shape, x.view(2, 2)[1], x.detach().numpy()),
+        torch.empty_like,
+        lambda x: torch.ones_like(x),
+        lambda x: x.to("sim", non_blocking=True) + 1,
+        lambda x: torch.empty(4, pin_memory=True).zero_(),
+    ]
     for look in looks:
         assert reports(partial(out, look)) == []
     assert reports(lambda: back(False)) == []
@@ -299,18 +308,29 @@ def test_copies_through_pinned_memory_end_late() -> None:
 
 
 WAITING = (
-    lambda x: x.sum().item(), lambda x: x.tolist(), lambda x: x.cpu(), lambda x: x.nonzero(),
-    lambda x: bool(x[0] > 0), lambda x: x[x > 0], lambda x: torch.equal(x, x),
-    lambda x: x.unique(), lambda x: torch.tensor([1.0], device="sim"),
-    lambda x: torch.accelerator.synchronize(), lambda x: now().synchronize(),
+    lambda x: x.sum().item(),
+    lambda x: x.tolist(),
+    lambda x: x.cpu(),
+    lambda x: x.nonzero(),
+    lambda x: bool(x[0] > 0),
+    lambda x: x[x > 0],
+    lambda x: torch.equal(x, x),
+    lambda x: x.unique(),
+    lambda x: torch.tensor([1.0], device="sim"),
+    lambda x: torch.accelerator.synchronize(),
+    lambda x: now().synchronize(),
     lambda x: x.repeat_interleave(torch.ones(4, device="sim", dtype=torch.long)),
-)  # fmt: skip
+)
 FREE = (
-    lambda x: x + 1, lambda x: x.sum(), lambda x: x[1:3] * 2.0,
-    lambda x: torch.zeros(3, device="sim"), lambda x: x.to("cpu", non_blocking=True),
-    lambda x: x.masked_fill(x > 0, 1.0), lambda x: F.dropout(x, 0.5),
+    lambda x: x + 1,
+    lambda x: x.sum(),
+    lambda x: x[1:3] * 2.0,
+    lambda x: torch.zeros(3, device="sim"),
+    lambda x: x.to("cpu", non_blocking=True),
+    lambda x: x.masked_fill(x > 0, 1.0),
+    lambda x: F.dropout(x, 0.5),
     lambda x: torch._foreach_norm([x, x]),
-)  # fmt: skip
+)
 
 
 def test_synchronisations_are_counted_with_their_line_or_forbidden() -> None:

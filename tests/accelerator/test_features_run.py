@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from schedlang.passes.running.build import build
-from schedlang.runtime.collectives import comm
+from schedlang.passes.lower.build import build
+from schedlang.runtime.comm import world
 from schedlang.testing.accelerator import current, spawn, unavailable
 from tests.expert_models import WORDS as MIXED
 from tests.expert_models import tiny
@@ -118,7 +118,8 @@ EXACT = {
     "activations on disk": ("dp=2", SUM + "blocks.*  offload(activations, to=disk)"),
     "parameters on the host": ("dp=2", SUM + "blocks.*  offload(parameters)"),
     "parameters on disk": (
-        "dp=2", "zero(stage=3, over=dp)\nblocks.*  offload(parameters, to=disk)",
+        "dp=2",
+        "zero(stage=3, over=dp)\nblocks.*  offload(parameters, to=disk)",
     ),
     "optimizer on disk": ("dp=2", "zero(stage=2, over=dp)\noffload(optimizer, to=disk)"),
     "parked on the host": ("pp=2", "blocks.*  offload(activations)\n" + PIPE),
@@ -137,21 +138,30 @@ EXACT = {
     **{
         order: ("pp=2", CUT + f'pipeline(order="{order}", micro=4{more})')
         for order, more in {
-            "GPipe": "", "Interleaved1F1B": ", chunks=2", "ZB-H1": "", "ZB-V": "", "V-Half": "",
-            "Varuna": "", "Chimera": "", "DualPipe": "", "Hanayo": ", chunks=2",
+            "GPipe": "",
+            "Interleaved1F1B": ", chunks=2",
+            "ZB-H1": "",
+            "ZB-V": "",
+            "V-Half": "",
+            "Varuna": "",
+            "Chimera": "",
+            "DualPipe": "",
+            "Hanayo": ", chunks=2",
             "BFS": ", chunks=2",
         }.items()
     },
     "Varuna with slices": (
-        "dp=2, pp=2", CUT + 'zero(stage=2, over=dp)\npipeline(order="Varuna", micro=4)',
+        "dp=2, pp=2",
+        CUT + 'zero(stage=2, over=dp)\npipeline(order="Varuna", micro=4)',
     ),
     "Chimera with sums": (
-        "dp=2, pp=2", CUT + 'zero(stage=1, over=dp)\npipeline(order="Chimera", micro=4)',
+        "dp=2, pp=2",
+        CUT + 'zero(stage=1, over=dp)\npipeline(order="Chimera", micro=4)',
     ),
     "checkpoint in stages": ("pp=2", "blocks.*  checkpoint()\n" + PIPE),
     "sequence slices": ("pp=2", CUT + 'pipeline(order="Seq1F1B", micro=2, slices=2)'),
     "vocabulary": ("tp=2", "embed  shard(vocab, over=tp)\nhead  shard(vocab, over=tp)"),
-}  # fmt: skip
+}
 SPREAD = "layers.*.experts  expert_parallel(over={})\n"
 EP = SPREAD.format("ep{}") + "zero(stage=0, over=ep)"
 BOTH = "dp=2, tp=2)\nview ep of (dp, tp"
@@ -162,10 +172,14 @@ EXPERTS = {
     "room for some, sent": ("ep=2", EP.format(", capacity=1.0, dispatch=all_to_all"), 2),
     "room for some, fetched": ("ep=2", EP.format(", capacity=1.0, dispatch=fetch"), 0),
     "room for some where tokens are alike": (
-        BOTH, SPREAD.format("ep, capacity=1.0") + "zero(stage=0, over=dp)", 0,
+        BOTH,
+        SPREAD.format("ep, capacity=1.0") + "zero(stage=0, over=dp)",
+        0,
     ),
     "experts over two axes": (
-        "a=2, b=2)\nview ep of (a, b", SPREAD.format("ep") + "zero(stage=0, over=(a, b))", 2,
+        "a=2, b=2)\nview ep of (a, b",
+        SPREAD.format("ep") + "zero(stage=0, over=(a, b))",
+        2,
     ),
     "where tokens are alike": (BOTH, SPREAD.format("ep") + "zero(stage=0, over=dp)", 2),
     "in chunks, of which some stay": ("ep=2", EP.format(", chunks=2, shadow=[0, 3]"), 2),
@@ -173,10 +187,12 @@ EXPERTS = {
     "fetched": ("ep=2", EP.format(", dispatch=fetch"), 0),
     "experts that run again": ("ep=2", EP.format("") + "\nlayers.*  checkpoint()", 2),
     "experts made again in stages": (
-        "ep=2, pp=2", SPREAD.format("ep") + "layers  pipeline_split(over=pp)\n"
-        'zero(stage=0, over=ep)\npipeline(order="Varuna", micro=2)', 2,  # two microbatches of one
+        "ep=2, pp=2",
+        SPREAD.format("ep") + "layers  pipeline_split(over=pp)\n"
+        'zero(stage=0, over=ep)\npipeline(order="Varuna", micro=2)',
+        2,  # two microbatches of one
     ),
-}  # fmt: skip
+}
 CODES = {
     name: ("dp=2", SUM + f"compress(gradients, {name}, over=dp)")
     for name in ("int8", "onebit", "powersgd")
@@ -244,9 +260,13 @@ def test_as_the_model_alone(feature: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "feature", ["experts", "experts with room for some",
-                *(pytest.param(one, marks=pytest.mark.deep) for one in list(EXPERTS)[2:])],
-)  # fmt: skip
+    "feature",
+    [
+        "experts",
+        "experts with room for some",
+        *(pytest.param(one, marks=pytest.mark.deep) for one in list(EXPERTS)[2:]),
+    ],
+)
 def test_experts(feature: str) -> None:
     """Rows on their way to experts and home; how often the host waits to know how many."""
     mesh, rows, most = EXPERTS[feature]
@@ -331,10 +351,11 @@ STATE = {
     "stages": ("pp=2", PIPE),
     "tensor": ("tp=2", "blocks.*.up  shard(col, over=tp)\nblocks.*.down  shard(row, over=tp)"),
     "on disk": (
-        "dp=2", SUM + "blocks.*  offload(parameters, to=disk)\noffload(optimizer, to=disk)",
+        "dp=2",
+        SUM + "blocks.*  offload(parameters, to=disk)\noffload(optimizer, to=disk)",
     ),
     "context": ("cp=2", RING.format("ring", "cp", "cp")),
-}  # fmt: skip
+}
 
 
 def kept(mesh: str, rows: str, folder: str) -> Any:
@@ -360,7 +381,7 @@ def kept(mesh: str, rows: str, folder: str) -> Any:
     inner = program.optimizer_state()
     gradients = program.gradients()
     assert all(v.device.type == "cpu" for v in gradients.values())
-    return output["logits"].cpu(), ahead, again, told, sorted(inner), comm.rank()
+    return output["logits"].cpu(), ahead, again, told, sorted(inner), world.rank()
 
 
 @pytest.mark.parametrize("layout", STATE)
@@ -386,9 +407,16 @@ def test_kept_and_taken_up(layout: str, tmp_path: Path) -> None:
 
 # features in whose steps the host waits for nothing, wherever labels lie
 QUIET = (
-    "ulysses", "zigzag", "a ring around ulysses", "zero 2", "checkpoint", "parked on the host",
-    "Varuna", "Chimera", "sequence slices",
-)  # fmt: skip
+    "ulysses",
+    "zigzag",
+    "a ring around ulysses",
+    "zero 2",
+    "checkpoint",
+    "parked on the host",
+    "Varuna",
+    "Chimera",
+    "sequence slices",
+)
 
 
 def waits(rows: str, mesh: str, there: bool) -> int:
@@ -405,10 +433,17 @@ def waits(rows: str, mesh: str, there: bool) -> int:
 
 
 @pytest.mark.parametrize(
-    "feature", [*QUIET, "int8", "activations",
-                *(pytest.param(one, marks=pytest.mark.deep)
-                  for one in ("zero 1", "ring", "GPipe", "DualPipe", "vocabulary", "powersgd"))],
-)  # fmt: skip
+    "feature",
+    [
+        *QUIET,
+        "int8",
+        "activations",
+        *(
+            pytest.param(one, marks=pytest.mark.deep)
+            for one in ("zero 1", "ring", "GPipe", "DualPipe", "vocabulary", "powersgd")
+        ),
+    ],
+)
 def test_nothing_waits(feature: str) -> None:
     """Labels of the device are counted there, of parts and of slices of sequences alike; what is
     coded is judged in the first step."""
@@ -459,10 +494,15 @@ def parts_without_labels(mesh: str, rows: str, local: bool) -> Any:
     return [float(loss) for loss in losses], program.state_dict(), waits
 
 
-@pytest.mark.parametrize("mesh, rows, local", [
-    ("dp=2", SUM, False), ("dp=2", SUM, True), ("pp=2", PIPE, False),
-    ("pp=2", CUT + 'pipeline(order="Seq1F1B", micro=2, slices=2)', False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mesh, rows, local",
+    [
+        ("dp=2", SUM, False),
+        ("dp=2", SUM, True),
+        ("pp=2", PIPE, False),
+        ("pp=2", CUT + 'pipeline(order="Seq1F1B", micro=2, slices=2)', False),
+    ],
+)
 def test_parts_without_labels(mesh: str, rows: str, local: bool) -> None:
     """Parts that weigh nothing are known to the device alone, and give no gradient that is no
     number, also where what is computed from their loss would have one."""

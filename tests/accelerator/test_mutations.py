@@ -30,53 +30,80 @@ _KEPT = (
 )
 # calls that nothing needs, by their function and text: why that is so
 REDUNDANT = {
-    ("FSDPParamGroup._wait_all_gather_streams_on_event",
-     "self.comm_ctx.all_gather_stream.wait_event(event)"): _GATHER,
-    ("FSDPState._root_pre_forward",
-     "self._comm_ctx.all_gather_stream.wait_event(event)"): _GATHER,
-    ("FSDPState._root_pre_forward",
-     "self._comm_ctx.all_gather_stream.wait_stream(current_stream)"): _GATHER,
-    ("FSDPState._post_forward",
-     "self._comm_ctx.all_gather_stream.wait_event(all_gather_state.event)"): _GATHER,
-    ("FSDPState._root_post_backward_final_callback",
-     "self._device_handle.current_stream().wait_event(rs_state.event)"):
-        "finalize_backward, called just before, waits for the last event of the same stream",
-    ("FSDPState._reset_iter_state", "current_stream.wait_event(ag_state.event)"):
-        "the event is one of the current stream: of its own copy out of the gathered tensor",
+    (
+        "FSDPParamGroup._wait_all_gather_streams_on_event",
+        "self.comm_ctx.all_gather_stream.wait_event(event)",
+    ): _GATHER,
+    ("FSDPState._root_pre_forward", "self._comm_ctx.all_gather_stream.wait_event(event)"): _GATHER,
+    (
+        "FSDPState._root_pre_forward",
+        "self._comm_ctx.all_gather_stream.wait_stream(current_stream)",
+    ): _GATHER,
+    (
+        "FSDPState._post_forward",
+        "self._comm_ctx.all_gather_stream.wait_event(all_gather_state.event)",
+    ): _GATHER,
+    (
+        "FSDPState._root_post_backward_final_callback",
+        "self._device_handle.current_stream().wait_event(rs_state.event)",
+    ): "finalize_backward, called just before, waits for the last event of the same stream",
+    (
+        "FSDPState._reset_iter_state",
+        "current_stream.wait_event(ag_state.event)",
+    ): "the event is one of the current stream: of its own copy out of the gathered tensor",
     ("FSDPState._reset_iter_state", "current_stream.wait_event(rs_state.event)"): _GIVEN_UP,
     ("FSDPState._reset_iter_state", "current_stream.wait_event(event)"): _GIVEN_UP,
-    ("FSDPParamGroup._reset_iter_state",
-     "current_stream.wait_event(self._post_reduce_event)"): _GIVEN_UP,
-    ("FSDPParamGroup._reset_iter_state",
-     "current_stream.wait_event(self._all_reduce_state.event)"): _GIVEN_UP,
-    ("foreach_reduce", "post_reduce_stream.record_event()"):
-        "gradients that wait for their all-reduce are used on the stream that made them, and the "
-        "memory of their inputs is ordered by the event of the reduce-scatter before",
-    ("foreach_reduce", "all_reduce_stream.record_event()"):
-        "finalize_backward waits for a later event of the same stream before the memory is let go",
-    ("FSDPParamGroup.unshard", "self.device_handle.Event().record()"):
-        "`Event.record` returns None, so that nobody can wait for it; one rank gathers nothing",
+    (
+        "FSDPParamGroup._reset_iter_state",
+        "current_stream.wait_event(self._post_reduce_event)",
+    ): _GIVEN_UP,
+    (
+        "FSDPParamGroup._reset_iter_state",
+        "current_stream.wait_event(self._all_reduce_state.event)",
+    ): _GIVEN_UP,
+    (
+        "foreach_reduce",
+        "post_reduce_stream.record_event()",
+    ): "gradients that wait for their all-reduce are used on the stream that made them, and the "
+    "memory of their inputs is ordered by the event of the reduce-scatter before",
+    (
+        "foreach_reduce",
+        "all_reduce_stream.record_event()",
+    ): "finalize_backward waits for a later event of the same stream before the memory is let go",
+    (
+        "FSDPParamGroup.unshard",
+        "self.device_handle.Event().record()",
+    ): "`Event.record` returns None, so that nobody can wait for it; one rank gathers nothing",
     ("FSDPParamGroup._reset_iter_state", "work.wait()"): _KEPT,
     ("FSDPParamGroup.finalize_backward", "work.wait()"): _KEPT,
-    ("FSDPModule.unshard", "handle.wait()"):
-        "the module's own forward waits for a gather that is under way",
-}  # fmt: skip
+    (
+        "FSDPModule.unshard",
+        "handle.wait()",
+    ): "the module's own forward waits for a gather that is under way",
+}
 # calls that none of these programs reaches
 UNREACHED = {
-    ("foreach_reduce", "all_reduce_stream.wait_stream(current_stream)"):
-        "dead: it stands in the other branch of `world_size >= 1`",
-    ("FSDPParam._get_grad_inner_tensor", "grad.wait()"):
-        "such a tensor waits by itself when it is used",
-    ("FSDPParamGroup.post_backward",
-     "self.device_handle.current_stream().wait_event(self._post_reduce_event)"):
-        "for parameters of one module that are sharded over several meshes",
-    ("FSDPParamGroup._wait_for_post_backward",
-     "self.device_handle.current_stream().wait_event(self._post_reduce_event)"):
-        "for gradients of one module that are reduced twice before backward ends",
-    ("FSDPParamGroup._wait_for_post_backward",
-     "self.device_handle.current_stream().wait_event(self._all_reduce_state.event)"):
-        "for gradients of one module that are reduced twice before backward ends",
-}  # fmt: skip
+    (
+        "foreach_reduce",
+        "all_reduce_stream.wait_stream(current_stream)",
+    ): "dead: it stands in the other branch of `world_size >= 1`",
+    (
+        "FSDPParam._get_grad_inner_tensor",
+        "grad.wait()",
+    ): "such a tensor waits by itself when it is used",
+    (
+        "FSDPParamGroup.post_backward",
+        "self.device_handle.current_stream().wait_event(self._post_reduce_event)",
+    ): "for parameters of one module that are sharded over several meshes",
+    (
+        "FSDPParamGroup._wait_for_post_backward",
+        "self.device_handle.current_stream().wait_event(self._post_reduce_event)",
+    ): "for gradients of one module that are reduced twice before backward ends",
+    (
+        "FSDPParamGroup._wait_for_post_backward",
+        "self.device_handle.current_stream().wait_event(self._all_reduce_state.event)",
+    ): "for gradients of one module that are reduced twice before backward ends",
+}
 
 
 def test_a_wait_of_fsdp2_that_is_left_out() -> None:

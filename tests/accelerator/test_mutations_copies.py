@@ -24,11 +24,13 @@ REDUNDANT = {
 }
 # calls that none of these programs reaches
 UNREACHED = {
-    ("Watch._now", "synchronize(self.device)"):
-        "before the clock is read: without it times are wrong, and no values",
-}  # fmt: skip
+    (
+        "Watch._now",
+        "synchronize(self.device)",
+    ): "before the clock is read: without it times are wrong, and no values",
+}
 _STORAGE = "schedlang.runtime.storage."
-NEAR = (f"{_STORAGE}copies", f"{_STORAGE}leaving", "schedlang.runtime.staging.parking")
+NEAR = (f"{_STORAGE}copies", f"{_STORAGE}leaving", "schedlang.runtime.pipeline.parking")
 
 
 def test_every_order_of_the_copies_themselves() -> None:
@@ -38,7 +40,7 @@ def test_every_order_of_the_copies_themselves() -> None:
 
 def test_all_users_are_known() -> None:
     """The search by text misses none of those that are certain to be there."""
-    assert {*NEAR, "schedlang.runtime.keeping.away"} <= set(users())
+    assert {*NEAR, "schedlang.runtime.offload.step"} <= set(users())
 
 
 @pytest.mark.deep

@@ -22,20 +22,23 @@ _LIST = (
 )
 # calls that nothing needs, by their function and text: why that is so
 REDUNDANT = {
-    ("DistributedDataParallel._match_all_reduce_for_bwd_pass", "work.wait()"):
-        "a rank without a batch has no use for the sums, and the work keeps its tensors",
-}  # fmt: skip
+    (
+        "DistributedDataParallel._match_all_reduce_for_bwd_pass",
+        "work.wait()",
+    ): "a rank without a batch has no use for the sums, and the work keeps its tensors",
+}
 # calls that none of these programs reaches
 UNREACHED = {
     ("powerSGD_hook", "torch.cuda.synchronize(device)"): _BY_CUDA,
     ("batched_powerSGD_hook", "torch.cuda.synchronize(device)"): _BY_CUDA,
-    ("batched_powerSGD_hook",
-     "dist.all_reduce(state.q_memory_dict[bucket_index], group=group_to_use, async_op=True)"
-     ".get_future().wait()"):
-        "this hook of torch fails before: it gives a matrix to what wants several",
+    (
+        "batched_powerSGD_hook",
+        "dist.all_reduce(state.q_memory_dict[bucket_index], group=group_to_use, async_op=True)"
+        ".get_future().wait()",
+    ): "this hook of torch fails before: it gives a matrix to what wants several",
     ("quantization_pertensor_hook", "fut.wait()"): _LIST,
     ("quantization_perchannel_hook", "fut.wait()"): _LIST,
-}  # fmt: skip
+}
 COLLECTIVES = [Unheard(name) for name in ("all_reduce", "broadcast", "all_gather")]
 
 

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from schedlang.passes.running.build import build
-from schedlang.runtime.collectives import comm
-from schedlang.runtime.collectives.ranks import Ranks
+from schedlang.passes.lower.build import build
+from schedlang.pipeline.timeline import TimelineError
+from schedlang.runtime.comm import world
+from schedlang.runtime.comm.ranks import Ranks
 from schedlang.testing.accelerator import close, current, spawn, unavailable
-from schedlang.timeline import TimelineError
 from tests.accelerator.trained import Block
 from tests.proofs import planned
 
@@ -83,7 +83,7 @@ MORE = {
 
 def part(whole: dict[str, Tensor]) -> dict[str, Tensor]:
     """The rows of this rank."""
-    return {k: v.chunk(comm.size())[comm.rank()] for k, v in whole.items()}
+    return {k: v.chunk(world.size())[world.rank()] for k, v in whole.items()}
 
 
 def program(rows: str, device: str | None = None, **more: Any) -> Any:
@@ -110,9 +110,11 @@ def alone() -> tuple[list[float], list[float], dict[str, Tensor]]:
 
 def trained(rows: str, device: str | None, local: bool = False) -> Any:
     """On a rank: what the same steps give, and where the program computes."""
-    made = program(rows, device, local=local) if not local else program(
-        rows, device, local=True, batch=part(batch(0))
-    )  # fmt: skip
+    made = (
+        program(rows, device, local=local)
+        if not local
+        else program(rows, device, local=True, batch=part(batch(0)))
+    )
     losses, norms = [], []
     for step in range(STEPS):
         given = part(batch(step)) if local else batch(step)

@@ -81,9 +81,13 @@ def ddp(**given: Any) -> float:
 
 
 def sharded(
-    prepare: Callable[[Any], None] | None = None, *, shape: tuple[int, ...] = (RANKS,),
-    clip: bool = False, micro: int = 1, **given: Any,
-) -> list[Tensor]:  # fmt: skip
+    prepare: Callable[[Any], None] | None = None,
+    *,
+    shape: tuple[int, ...] = (RANKS,),
+    clip: bool = False,
+    micro: int = 1,
+    **given: Any,
+) -> list[Tensor]:
     """FSDP2 over the blocks and the root; all parameters, whole."""
     from torch.distributed.fsdp import fully_shard
 

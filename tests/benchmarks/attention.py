@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.nn import functional as F
 
-from schedlang.runtime.attend import Layout, Mask, Way, attend
-from schedlang.runtime.collectives.collective import Group, listening
-from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.comm.collectives import Group, listening
+from schedlang.runtime.context_parallel import Layout, Mask, Way, attend
+from schedlang.runtime.launch.pool import Pool
 from tests.benchmarks.pairs import Ratio, interleaved
 
 RANKS = 2

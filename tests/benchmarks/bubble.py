@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.orders import ORDERS, OrderError, find, sized
-from schedlang.passes.running.build import build
-from schedlang.passes.running.measured import Measured, settled
-from schedlang.runtime.launching.launch import Pool, RankDied, progress
-from schedlang.runtime.staging.watch import Watch, gathered
-from schedlang.timeline import Kind, timing
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.lower.build import build
+from schedlang.passes.lower.train import Measured, settled
+from schedlang.pipeline.schedules import ORDERS, OrderError, find, sized
+from schedlang.pipeline.timeline import Kind, timing
+from schedlang.runtime.launch.pool import Pool, RankDied, progress
+from schedlang.runtime.pipeline.measured import Watch, gathered
 from tests.proofs import planned, sgd
 
 WIDTH, STEPS = 4, 3
@@ -116,9 +116,12 @@ def told(found: Measured, sizes: Sizes) -> Any:
     """
     t = found.timeline
     of = {
-        Kind.F: sizes.f, Kind.RECOMPUTE: sizes.f, Kind.B: sizes.i + sizes.w, Kind.I: sizes.i,
+        Kind.F: sizes.f,
+        Kind.RECOMPUTE: sizes.f,
+        Kind.B: sizes.i + sizes.w,
+        Kind.I: sizes.i,
         Kind.W: sizes.w,
-    }  # fmt: skip
+    }
     rows = []
     for kind, stage in zip(t.kind.tolist(), t.stage.tolist()):
         cost = of.get(Kind(kind), 0.0)

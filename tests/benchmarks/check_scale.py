@@ -23,8 +23,8 @@ def main() -> None:
     import torch  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    from schedlang.passes.statics.static import static
-    from schedlang.verbs.files import planned
+    from schedlang.passes.static_checks.static import static
+    from schedlang.verbs.inputs import planned
 
     start, spent = time.perf_counter(), time.process_time()
     with TemporaryDirectory() as folder:

@@ -15,11 +15,18 @@ SPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functio
 SILENT = ("wait", "barrier", "wrap_tensor")  # they send nothing
 KINDS = {
     "reduce_scatter": "reduce-scatter",
-    "allreduce": "all-reduce", "all_reduce": "all-reduce",
-    "allgather": "all-gather", "all_gather": "all-gather",
-    "broadcast": "broadcast", "alltoall": "all-to-all", "all_to_all": "all-to-all",
-    "send": "send", "recv": "receive", "scatter": "scatter", "gather": "gather",
-}  # fmt: skip
+    "allreduce": "all-reduce",
+    "all_reduce": "all-reduce",
+    "allgather": "all-gather",
+    "all_gather": "all-gather",
+    "broadcast": "broadcast",
+    "alltoall": "all-to-all",
+    "all_to_all": "all-to-all",
+    "send": "send",
+    "recv": "receive",
+    "scatter": "scatter",
+    "gather": "gather",
+}
 
 
 class Counted(TorchDispatchMode):

@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.passes.proving.compare import compare
-from schedlang.passes.proving.observe import Key, Observation, conditions
-from schedlang.passes.proving.original import Sequential
-from schedlang.passes.proving.runs import check_parts
-from schedlang.passes.proving.sides import Case, modes_of, original, prepared, tried, twin, widened
-from schedlang.passes.running.build import build
-from schedlang.passes.verifying.prove import prove
+from schedlang.passes.lower.build import build
+from schedlang.passes.prove import prove
+from schedlang.passes.verify.compare import compare
+from schedlang.passes.verify.observe import Key, Observation, conditions
+from schedlang.passes.verify.original import Sequential
+from schedlang.passes.verify.runs import check_parts
+from schedlang.passes.verify.sides import Case, modes_of, original, prepared, tried, twin, widened
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.modes import ambient
 from tests import models
 from tests.conftest import PRELOAD

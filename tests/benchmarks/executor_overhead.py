@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from schedlang.orders import order
-from schedlang.passes.cutting import stages as cuts
-from schedlang.runtime.launching.launch import Pool, progress
-from schedlang.runtime.recording.graph import cut
-from schedlang.runtime.recording.record import record
-from schedlang.runtime.recording.units import Switch, units_of
-from schedlang.runtime.staging.pipeline import Pipeline
-from schedlang.runtime.staging.stage import Stage, Stub
-from schedlang.timeline import Timeline
+from schedlang.passes.partition import stages as cuts
+from schedlang.pipeline.schedules import order
+from schedlang.pipeline.timeline import Timeline
+from schedlang.runtime.launch.pool import Pool, progress
+from schedlang.runtime.pipeline.executor import Pipeline
+from schedlang.runtime.pipeline.stage import Stage, Stub
+from schedlang.runtime.tracing.graph import cut
+from schedlang.runtime.tracing.record import record
+from schedlang.runtime.tracing.units import Switch, units_of
 from tests.benchmarks.pairs import Ratio, interleaved
 
 WIDTH, ROWS = 8, 4  # of a Linear, and of a microbatch

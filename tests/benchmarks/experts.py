@@ -106,8 +106,9 @@ def by_rows(made: nn.Module, sizes: Sizes, spread_out: Callable[[str], bool]) ->
     def gradients() -> dict[str, Tensor]:
         return {
             name: gathered(p.grad) if spread_out(name) else p.grad
-            for name, p in parameters.items() if p.grad is not None
-        }  # fmt: skip
+            for name, p in parameters.items()
+            if p.grad is not None
+        }
 
     return Way(step, gradients)
 

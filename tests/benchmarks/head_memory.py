@@ -81,8 +81,12 @@ def measure(way: str, tokens: int, classes: int) -> dict[str, float]:
     done.set()
     watcher.join()
     assert x.grad is not None and weight.grad is not None
-    return {"bytes": peak[0] - base, "cpu": seconds, "loss": value.item(),
-            "norm": float(weight.grad.norm())}  # fmt: skip
+    return {
+        "bytes": peak[0] - base,
+        "cpu": seconds,
+        "loss": value.item(),
+        "norm": float(weight.grad.norm()),
+    }
 
 
 def main() -> None:
@@ -97,13 +101,25 @@ def main() -> None:
         return
     found = {}
     for way in WAYS:
-        command = [sys.executable, "-m", "tests.benchmarks.head_memory", "--way", way,
-                   "--tokens", str(asked.tokens), "--classes", str(asked.classes)]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "tests.benchmarks.head_memory",
+            "--way",
+            way,
+            "--tokens",
+            str(asked.tokens),
+            "--classes",
+            str(asked.classes),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         found[way] = json.loads(done.stdout.splitlines()[-1])
         one = found[way]
-        print(f"{way:18} {one['bytes'] / 2**20:7.0f} MiB  {one['cpu']:5.1f} s CPU  "
-              f"loss {one['loss']:.6f}  |dW| {one['norm']:.6e}", flush=True)  # fmt: skip
+        print(
+            f"{way:18} {one['bytes'] / 2**20:7.0f} MiB  {one['cpu']:5.1f} s CPU  "
+            f"loss {one['loss']:.6f}  |dW| {one['norm']:.6e}",
+            flush=True,
+        )
     print(json.dumps(found))
 
 

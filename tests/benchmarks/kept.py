@@ -43,9 +43,15 @@ def _gpt2(width: int, layers: int, heads: int, length: int) -> nn.Module:
     import transformers
 
     config = transformers.GPT2Config(
-        n_embd=width, n_layer=layers, n_head=heads, n_positions=length, vocab_size=64,
-        activation_function="gelu_pytorch_tanh", attn_implementation="eager", use_cache=False,
-    )  # fmt: skip
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        n_positions=length,
+        vocab_size=64,
+        activation_function="gelu_pytorch_tanh",
+        attn_implementation="eager",
+        use_cache=False,
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -57,9 +63,7 @@ POLICIES: dict[str, tuple[str, Callable[[int], tuple[float, float]]]] = {
     "every layer": ("checkpoint()", lambda n: (2 * n, 0)),
     "groups of 4": ("checkpoint(group=4)", lambda n: (2 * n / 4, 0)),
     "groups of sqrt": ("checkpoint(group=sqrt)", lambda n: (2 * -(-n // 5), 0)),
-    "every second": (
-        "checkpoint(every=2)", lambda n: ((2 + _WHOLE[0]) * n / 2, _WHOLE[1] * n / 2)
-    ),
+    "every second": ("checkpoint(every=2)", lambda n: ((2 + _WHOLE[0]) * n / 2, _WHOLE[1] * n / 2)),
     "matrix products": ("checkpoint(save=[linear])", lambda n: (22 * n, 2 * n)),
     "rotor": ("checkpoint(plan=rotor, memory={budget}B)", lambda n: (0, 0)),
     "pareto": ("checkpoint(plan=pareto, memory={budget}B)", lambda n: (0, 0)),
@@ -68,7 +72,7 @@ POLICIES: dict[str, tuple[str, Callable[[int], tuple[float, float]]]] = {
         f"{bits} bits": (f"compress(activations, int{bits})", lambda n: (0, 0))
         for bits in (8, 4, 2)
     },
-}  # fmt: skip
+}
 
 
 def table(layers: int = 24, width: int = 256, heads: int = 4, length: int = 128) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from schedlang.regions.rotor import again, least, peak, rotor
+from schedlang.remat.rotor import again, least, peak, rotor
 from tests.benchmarks import head_memory, kept
 from tests.memory.test_rotor import chain, trees
 

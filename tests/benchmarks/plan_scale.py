@@ -65,9 +65,8 @@ def main() -> None:
     import torch  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    from schedlang.passes.showing.show import view
-    from schedlang.passes.showing.show_text import text
-    from schedlang.verbs.files import accounted, planned
+    from schedlang.verbs.inputs import accounted, planned
+    from schedlang.viz.show import text, view
 
     imported, spent = time.perf_counter(), time.process_time()
     with TemporaryDirectory() as folder:

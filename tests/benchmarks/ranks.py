@@ -17,9 +17,12 @@ from tests.many_ranks import ALIKE, SLICED, Count, being, measured, program_of, 
 
 def told(what: str, world: int, rank: int, count: Count) -> None:
     """One line."""
-    print(f"{what:14} {world:5} {rank:5} {count.seconds:8.2f} {count.bytes:10,} {count.groups:7} "
-          f"{sum(count.collectives.values()):6} {sum(count.requests.values()):6} "
-          f"{count.calls:10,}", flush=True)  # fmt: skip
+    print(
+        f"{what:14} {world:5} {rank:5} {count.seconds:8.2f} {count.bytes:10,} {count.groups:7} "
+        f"{sum(count.collectives.values()):6} {sum(count.requests.values()):6} "
+        f"{count.calls:10,}",
+        flush=True,
+    )
 
 
 def main() -> None:

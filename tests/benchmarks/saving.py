@@ -25,8 +25,8 @@ from unittest import mock
 import torch
 from torch.utils.serialization import config
 
-from schedlang.runtime.saving import boxes
-from schedlang.runtime.saving.index import Index, read_index
+from schedlang.runtime.checkpointing import boxes
+from schedlang.runtime.checkpointing.index import Index, read_index
 
 TURNS = 15
 ID = "0123456789abcdef"
@@ -98,8 +98,10 @@ def main() -> None:
     size = 1024
     tensors = [boxes.whole((f"layer{k}",), torch.randn(size, size)) for k in range(asked.mib // 4)]
     ways = {
-        "as it is": (boxes.Checksum, False), "none": (_None, False), "torch's own": (_None, True),
-    }  # fmt: skip
+        "as it is": (boxes.Checksum, False),
+        "none": (_None, False),
+        "torch's own": (_None, True),
+    }
     times: dict[str, list[tuple[float, float]]] = {}
     for turn in range(TURNS + 1):
         for name, (sums, torchs) in ways.items():
@@ -122,9 +124,11 @@ def main() -> None:
         more = median(one[1] - other[1] for one, other in pairs)
         least = min(other[0] for _, other in pairs)
         low, middle, high = quantiles((one[0] / other[0] - 1 for one, other in pairs), n=4)
-        print(f"{what}: checksums add {more * 1e3:.1f} ms of a processor, "
-              f"{more / least:.1%} of the quickest without by the clock; by the clock itself "
-              f"{middle:.1%} (quarters at {low:.1%} and {high:.1%})")  # fmt: skip
+        print(
+            f"{what}: checksums add {more * 1e3:.1f} ms of a processor, "
+            f"{more / least:.1%} of the quickest without by the clock; by the clock itself "
+            f"{middle:.1%} (quarters at {low:.1%} and {high:.1%})"
+        )
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import nn
 
-from schedlang.model import ModelFacts
-from schedlang.passes.reading.expand import expand
-from schedlang.source import Source
-from schedlang.syntax import parse
+from schedlang.diagnostics.source import Source
+from schedlang.ir.model import ModelFacts
+from schedlang.language.syntax import parse
+from schedlang.passes.elaborate.expand import expand
 
 HEAD = "schedule 1\n\nmesh(dp=2, tp=2)\n\n"
 EXAMPLE = "examples/llama/3d.sched"
@@ -110,8 +110,8 @@ def planned(ranks: int) -> None:
 
     Eight ranks hold a copy of the model; each copy more has rows of its own, so the batch grows.
     """
-    from schedlang.verbs.files import accounted
-    from schedlang.verbs.files import planned as of
+    from schedlang.verbs.inputs import accounted
+    from schedlang.verbs.inputs import planned as of
     from tests.benchmarks.plan_scale import MODEL, SCHEDULE
 
     with TemporaryDirectory() as folder:

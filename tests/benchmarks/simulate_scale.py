@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from schedlang.cost import Cost
-from schedlang.orders import order
-from schedlang.timeline import check, peak, timing, with_transfers
+from schedlang.pipeline.cost import Cost
+from schedlang.pipeline.schedules import order
+from schedlang.pipeline.timeline import check, peak, timing, with_transfers
 
 COST = Cost(f=18.5, i=18.1, w=9.3, comm=0.6)
 CASES = [(name, 64, 512) for name in ("GPipe", "1F1B", "ZB-H1", "Interleaved1F1B", "ZB-V")]

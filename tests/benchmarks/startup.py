@@ -26,9 +26,12 @@ def spent(words: list[str], times: int) -> tuple[float, float]:
     for _ in range(times):
         before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         subprocess.run(
-            [sys.executable, *words], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [sys.executable, *words],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         wall = min(wall, time.perf_counter() - start)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         user, system = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
@@ -60,9 +63,9 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--rows", type=int, default=2000)
     given = parser.parse_args()
-    from schedlang.syntax import parse, read
+    from schedlang.language.syntax import parse, read
     from schedlang.verbs.checking import warnings_of
-    from schedlang.verbs.settings import settings
+    from schedlang.verbs.inputs import settings
 
     command = ["-m", "schedlang"]
     print(f"{'a fresh process':<44}{'processor':>10}{'clock':>10}")

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from schedlang.runtime.launching.launch import Pool, progress
+from schedlang.runtime.launch.pool import Pool, progress
 from schedlang.schedule import create_schedule
 from tests.benchmarks.counting import Counted
 from tests.benchmarks.pairs import Ratio, interleaved
@@ -87,11 +87,14 @@ def ours(sizes: Sizes, parallel: bool) -> Callable[[], Any]:
 # -- the peer --------------------------------------------------------------------------------------
 
 LAYER = {
-    "self_attn.q_proj": ColwiseParallel, "self_attn.k_proj": ColwiseParallel,
-    "self_attn.v_proj": ColwiseParallel, "self_attn.o_proj": RowwiseParallel,
-    "mlp.gate_proj": ColwiseParallel, "mlp.up_proj": ColwiseParallel,
+    "self_attn.q_proj": ColwiseParallel,
+    "self_attn.k_proj": ColwiseParallel,
+    "self_attn.v_proj": ColwiseParallel,
+    "self_attn.o_proj": RowwiseParallel,
+    "mlp.gate_proj": ColwiseParallel,
+    "mlp.up_proj": ColwiseParallel,
     "mlp.down_proj": RowwiseParallel,
-}  # fmt: skip
+}
 
 
 def by_hand(sizes: Sizes) -> Callable[[], Any]:
@@ -211,8 +214,12 @@ def main() -> None:
         found = pool.run(compared, 1, sizes, False, hang_after=120.0)[0]
         show("world of one, empty schedule, over the plain module", 1.01, found, "plain")
         found = pool.run(compared, sizes.dp * sizes.tp, sizes, True, hang_after=120.0)[0]
-        show(f"dp={sizes.dp} x tp={sizes.tp}, ZeRO-3, recomputation, over hand-written torch", 1.05,
-             found, "by hand")  # fmt: skip
+        show(
+            f"dp={sizes.dp} x tp={sizes.tp}, ZeRO-3, recomputation, over hand-written torch",
+            1.05,
+            found,
+            "by hand",
+        )
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import schedlang
-from schedlang.runtime.launching.launch import Pool, progress
+from schedlang.runtime.launch.pool import Pool, progress
 from schedlang.schedule import Schedule, create_schedule
 from tests.benchmarks.counting import Counted
 from tests.benchmarks.pairs import Ratio, interleaved
@@ -217,9 +217,12 @@ def recomputed(sch: Schedule, sizes: Sizes) -> None:
 
 
 def looped(
-    made: nn.Module, data: dict[str, Tensor], share: float = 1.0, parallel: bool = False,
+    made: nn.Module,
+    data: dict[str, Tensor],
+    share: float = 1.0,
+    parallel: bool = False,
     clipped: Callable[..., Tensor] | None = None,
-) -> Step:  # fmt: skip
+) -> Step:
     """The loop that one writes around a module; `share` of its loss in that of the whole batch."""
     from contextlib import nullcontext
 
@@ -283,15 +286,22 @@ def parallelized(sizes: Sizes) -> Step:
     mesh = init_device_mesh("cpu", (sizes.ranks,), mesh_dim_names=("tp",))
     whole = (Replicate(),)
     entered = partial(
-        PrepareModuleInput, input_layouts=whole, desired_input_layouts=whole,
+        PrepareModuleInput,
+        input_layouts=whole,
+        desired_input_layouts=whole,
         use_local_output=False,
-    )  # fmt: skip
+    )
     for block in made.blocks:
         plan = {
-            "attn": entered(), "attn.q": ColwiseParallel(), "attn.k": ColwiseParallel(),
-            "attn.v": ColwiseParallel(), "attn.o": RowwiseParallel(), "mlp": entered(),
-            "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel(),
-        }  # fmt: skip
+            "attn": entered(),
+            "attn.q": ColwiseParallel(),
+            "attn.k": ColwiseParallel(),
+            "attn.v": ColwiseParallel(),
+            "attn.o": RowwiseParallel(),
+            "mlp": entered(),
+            "mlp.up": ColwiseParallel(),
+            "mlp.down": RowwiseParallel(),
+        }
         parallelize_module(block, mesh, plan)
     head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     embed = RowwiseParallel(input_layouts=Replicate())
@@ -533,9 +543,12 @@ def main() -> None:
     parser.add_argument("--peer", action="store_true", help="profile the peer")
     for name in ("hidden", "layers", "seq", "rows", "ranks"):
         parser.add_argument(
-            f"--{name}", type=int, default=getattr(Sizes(), name),
-            dest=f"size_{name}", metavar="N",
-        )  # fmt: skip
+            f"--{name}",
+            type=int,
+            default=getattr(Sizes(), name),
+            dest=f"size_{name}",
+            metavar="N",
+        )
     asked = parser.parse_args()
     given = vars(asked)
     sizes = Sizes(**{n.removeprefix("size_"): v for n, v in given.items() if n[:5] == "size_"})
@@ -550,8 +563,14 @@ def main() -> None:
         print(f"{'':36}" + "".join(f"{h:>{w}}" for h, w in zip(heads, (24, 12, 24, 26, 26))))
         for name in asked.rows or ROWS:
             ranks = 1 if ROWS[name].alone else sizes.ranks
-            work = (measured, ranks, name, replace(sizes, ranks=ranks), asked.pairs,
-                    not asked.no_memory)  # fmt: skip
+            work = (
+                measured,
+                ranks,
+                name,
+                replace(sizes, ranks=ranks),
+                asked.pairs,
+                not asked.no_memory,
+            )
             print(shown(name, *pool.run(*work, hang_after=180.0)[0]), flush=True)
 
 

@@ -22,8 +22,13 @@ from torch.distributed.tensor.parallel import (
 from schedlang.schedule import Schedule, create_schedule
 from tests.benchmarks.ways import Sizes, Way, batch, by_loop, llama, main, scheduled
 
-COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj",
-           "mlp.up_proj")  # fmt: skip
+COLUMNS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+)
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
@@ -69,8 +74,9 @@ def by_hand(sizes: Sizes) -> Way:
     # as DTensors, so that q, k and v (gate and up) share one sum in backward
     plan["self_attn"] = PrepareModuleInput(
         input_kwarg_layouts={"hidden_states": whole},
-        desired_input_kwarg_layouts={"hidden_states": whole}, use_local_output=False,
-    )  # fmt: skip
+        desired_input_kwarg_layouts={"hidden_states": whole},
+        use_local_output=False,
+    )
     plan["mlp"] = PrepareModuleInput(
         input_layouts=(whole,), desired_input_layouts=(whole,), use_local_output=False
     )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from schedlang.runtime.launching.launch import Pool, progress
+from schedlang.runtime.launch.pool import Pool, progress
 from tests.benchmarks.counting import Counted, sent
 from tests.benchmarks.kept import kept_bytes
 from tests.benchmarks.pairs import Ratio, in_turn, ratio_of
@@ -62,11 +62,16 @@ Ways = Mapping[str, Callable[[Sizes], Way]]
 def shapes(sizes: Any) -> dict[str, Any]:
     """Of a decoder of transformers, as its configuration calls them; of any benchmark's sizes."""
     return {
-        "vocab_size": VOCAB, "hidden_size": sizes.hidden, "num_hidden_layers": sizes.layers,
-        "intermediate_size": sizes.hidden * 11 // 4, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "max_position_embeddings": sizes.seq, "use_cache": False,
+        "vocab_size": VOCAB,
+        "hidden_size": sizes.hidden,
+        "num_hidden_layers": sizes.layers,
+        "intermediate_size": sizes.hidden * 11 // 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": sizes.seq,
+        "use_cache": False,
         "attn_implementation": "sdpa",
-    }  # fmt: skip
+    }
 
 
 def llama(sizes: Any) -> Any:
@@ -124,9 +129,11 @@ def by_loop(made: nn.Module, data: dict[str, Tensor], share: float, parallel: bo
 
 
 def clip(
-    parameters: list[Any], loss: Tensor, speaks: bool | None = None,
+    parameters: list[Any],
+    loss: Tensor,
+    speaks: bool | None = None,
     parts: Callable[[Any], bool] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Clip by the global norm; one reduction for it and the loss, which is given back.
 
     By hand, as `clip_grad_norm_` refuses plain tensors beside DTensors, and tensors of two meshes:

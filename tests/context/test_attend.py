@@ -10,11 +10,19 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedlang.diagnostic import Refusal
-from schedlang.runtime.attend import Dropout, Layout, Mask, Way, attend, attend_lse, place_of
-from schedlang.runtime.drawing.random import LogicalDropout
-from schedlang.runtime.launching.launch import Pool
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.context_parallel import (
+    Dropout,
+    Layout,
+    Mask,
+    Way,
+    attend,
+    attend_lse,
+    place_of,
+)
+from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.runtime.scope import Scope, entered
 from tests.attending import KINDS, SIZES, Case, cases, dense, groups_of, joined, part, rank, whole
 from tests.engine import Faults, Threads

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from schedlang.runtime.attend import flash
-from schedlang.runtime.attend.layout import Layout
-from schedlang.runtime.attend.reach import Reach
+from schedlang.runtime.context_parallel import local_attention
+from schedlang.runtime.context_parallel.masks import Reach
+from schedlang.runtime.context_parallel.token_layout import Layout
 from tests.attending import KINDS, SIZES, Case, attended, dense, groups_of, joined, part, place_of
 from tests.engine import Threads
 
@@ -31,12 +31,12 @@ def _small(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
 def check(case: Case, dtype: torch.dtype, threads: Threads) -> int:
     """Errors are those of one rounding or two; gives how often flash attention was asked."""
     x = torch.empty(1, 1, 1, case.widths[0], dtype=dtype)
-    flash.usable(x, x)  # it is tried once in a process: those calls are not counted
+    local_attention.usable(x, x)  # it is tried once in a process: those calls are not counted
     asked = []
     with pytest.MonkeyPatch.context() as patch:
         for name in ("forward", "backward"):
-            run = getattr(flash, name)
-            patch.setattr(flash, name, lambda *a, run=run: asked.append(1) or run(*a))
+            run = getattr(local_attention, name)
+            patch.setattr(local_attention, name, lambda *a, run=run: asked.append(1) or run(*a))
         found = threads.run(_small, case.ranks, case, dtype)
     for one, other in zip(joined(case, found), dense(case)):
         assert float((one - other).norm() / other.norm()) < BOUNDS[dtype]
@@ -64,29 +64,31 @@ def test_forms() -> None:
     """Which runs are full, causal, or causal without the first query and the last key."""
     causal = Reach(ahead=0)
     whole = slice(0, 4)
-    assert flash.form(causal, range(8, 12), range(4)) == (whole, whole, False)
-    assert flash.form(causal, range(4, 8), range(4, 8)) == (whole, whole, True)
-    assert flash.form(causal, range(1, 9, 2), range(0, 8, 2)) == (whole, whole, True)
-    late = flash.form(causal, range(0, 8, 2), range(1, 9, 2))
+    assert local_attention.form(causal, range(8, 12), range(4)) == (whole, whole, False)
+    assert local_attention.form(causal, range(4, 8), range(4, 8)) == (whole, whole, True)
+    assert local_attention.form(causal, range(1, 9, 2), range(0, 8, 2)) == (whole, whole, True)
+    late = local_attention.form(causal, range(0, 8, 2), range(1, 9, 2))
     assert late == (slice(1, 4), slice(0, 3), True)
-    assert flash.form(causal, range(4), range(4, 8)) is None
-    assert flash.form(causal, range(0, 8, 2), range(2, 10, 2)) is None
-    assert flash.form(Reach(ahead=0, back=2), range(4), range(4)) is None
+    assert local_attention.form(causal, range(4), range(4, 8)) is None
+    assert local_attention.form(causal, range(0, 8, 2), range(2, 10, 2)) is None
+    assert local_attention.form(Reach(ahead=0, back=2), range(4), range(4)) is None
 
 
 def test_an_operator_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has to give what plain products give on this device, or attention goes by blocks."""
     x = torch.ones(1, 2, 3, 16)
-    flash._right.cache_clear()
+    local_attention._right.cache_clear()
     assert (
-        flash.usable(x, x) and not flash.usable(x.double(), x) and not flash.usable(x, x[..., 1:])
+        local_attention.usable(x, x)
+        and not local_attention.usable(x.double(), x)
+        and not local_attention.usable(x, x[..., 1:])
     )
-    right = flash.backward
+    right = local_attention.backward
     for wrong in (
         lambda *a: right(*a[:5], a[5] * 1.01, *a[6:]),
         lambda *a: (right(*a)[0], *right(*a)[:0:-1]),
     ):
-        flash._right.cache_clear()
-        monkeypatch.setattr(flash, "backward", wrong)
-        assert not flash.usable(x, x)
-    flash._right.cache_clear()
+        local_attention._right.cache_clear()
+        monkeypatch.setattr(local_attention, "backward", wrong)
+        assert not local_attention.usable(x, x)
+    local_attention._right.cache_clear()

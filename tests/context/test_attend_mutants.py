@@ -9,21 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from schedlang.runtime.attend import (
-    around,
-    bodies,
-    call,
-    dropout,
-    local,
-    reach,
-    rounds,
-    swap,
-    travel,
+from schedlang.runtime.context_parallel import (
+    attention,
+    local_attention,
+    masks,
+    nbody,
+    ring,
+    ulysses,
 )
-from schedlang.runtime.attend.local import Forward
-from schedlang.runtime.attend.reach import Reach
-from schedlang.runtime.attend.rounds import Ring
-from schedlang.runtime.attend.swap import enough
+from schedlang.runtime.context_parallel.local_attention import Forward
+from schedlang.runtime.context_parallel.masks import Reach
+from schedlang.runtime.context_parallel.ring import Ring
+from schedlang.runtime.context_parallel.ulysses import enough
 from tests.attending import Case, dense, joined, rank
 from tests.engine import Faults, Threads
 
@@ -64,8 +61,13 @@ def _gradients_stay(self: Ring, prefix: Any, packet: Any, contribute: Any) -> An
 
 
 _back, _last, _origin = Ring._back, Ring.last, Ring.origin
-_near, _shift, _scores, _times = Reach.block, travel.shift, local._scores, local._times
-_places, _of_heads = swap._places, dropout.Dropout.of_heads
+_near, _shift, _scores, _times = (
+    Reach.block,
+    ring.shift,
+    local_attention._scores,
+    local_attention._times,
+)
+_places, _of_heads = ulysses._places, masks.Dropout.of_heads
 
 
 def _sees_more(self: Reach, *args: Any) -> Any:
@@ -80,7 +82,7 @@ def _ends_early(self: Ring, prefix: Any) -> int:
     return max(0, _last(self, prefix) - 1)
 
 
-def _too_far(self: bodies.Bodies, step: int) -> int:
+def _too_far(self: nbody.Bodies, step: int) -> int:
     return (self.ring.rank - step - (self.share.start if step else 0)) % self.ring.size
 
 
@@ -90,41 +92,60 @@ MUTANTS: dict[str, Change] = {
     "gradients of keys stay where they were made": (Ring, "_back", _gradients_stay),
     "a ring ends a step early": (Ring, "last", _ends_early),
     "a packet is taken for the next one": (
-        Ring, "origin", lambda self, steps: (_origin(self, steps) + 1) % len(self.layout.runs),
+        Ring,
+        "origin",
+        lambda self, steps: (_origin(self, steps) + 1) % len(self.layout.runs),
     ),
     "a query sees one key too many": (
-        Reach, "block", _sees_more,
+        Reach,
+        "block",
+        _sees_more,
     ),
     "a window is a token too short": (
-        Reach, "block",
+        Reach,
+        "block",
         _sees_less,
     ),
     "a block that sees a little is left out": (
-        Reach, "nothing", lambda self, queries, keys: not self.everything(queries, keys),
+        Reach,
+        "nothing",
+        lambda self, queries, keys: not self.everything(queries, keys),
     ),
-    "tokens stay in the order in which they arrive": (swap, "_orders", lambda *_: None),
+    "tokens stay in the order in which they arrive": (ulysses, "_orders", lambda *_: None),
     "heads of keys are copied in turns": (
-        call, "copied", lambda x, ranks: torch.cat([x] * enough(x.shape[1], ranks), 1),
+        attention,
+        "copied",
+        lambda x, ranks: torch.cat([x] * enough(x.shape[1], ranks), 1),
     ),
     "the cap has no derivative": (
-        local, "_scores", lambda *args: (_scores(*args)[0], None),
+        local_attention,
+        "_scores",
+        lambda *args: (_scores(*args)[0], None),
     ),
     "queries share keys in turns": (
-        local, "_times", lambda x, y: _times(x.flip(1), y).flip(1),
+        local_attention,
+        "_times",
+        lambda x, y: _times(x.flip(1), y).flip(1),
     ),
     "what is gathered is not summed": (
-        rounds, "scattered", lambda packets, counts, group: packets[group.rank],
+        ring,
+        "scattered",
+        lambda packets, counts, group: packets[group.rank],
     ),
     "the gradient of the sum is left out": (
-        around, "Backward", lambda *args: local.Backward(*args[:5], torch.zeros_like(args[5])),
+        ring,
+        "Backward",
+        lambda *args: local_attention.Backward(*args[:5], torch.zeros_like(args[5])),
     ),
-    "gradients that arrive are not added": (rounds, "added", lambda arrived, part: part),
+    "gradients that arrive are not added": (ring, "added", lambda arrived, part: part),
     "members of a team do not weigh what they found": (
-        bodies, "finite", lambda lse: torch.zeros_like(lse),
+        nbody,
+        "finite",
+        lambda lse: torch.zeros_like(lse),
     ),
-    "a share of the steps begins one team too far": (bodies.Bodies, "origin", _too_far),
-    "nothing that arrives is waited for": (travel.Moving, "wait", lambda self: self.packet),
-}  # fmt: skip
+    "a share of the steps begins one team too far": (nbody.Bodies, "origin", _too_far),
+    "nothing that arrives is waited for": (ring.Moving, "wait", lambda self: self.packet),
+}
 
 
 def wrong(case: Case, threads: Threads) -> bool:
@@ -151,8 +172,8 @@ def test_a_mistake_is_found(name: str, late: Threads, monkeypatch: pytest.Monkey
     """At least one case differs from dense attention."""
     owner, attribute, instead = MUTANTS[name]
     monkeypatch.setattr(owner, attribute, instead)
-    reach.wanted.cache_clear()
+    masks.wanted.cache_clear()
     try:
         assert any(wrong(case, late) for case in CASES)
     finally:
-        reach.wanted.cache_clear()
+        masks.wanted.cache_clear()

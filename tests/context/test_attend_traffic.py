@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from schedlang.runtime.attend import Layout, local, place_of
-from schedlang.runtime.attend.blocks import Rules, Tokens, pairs
-from schedlang.runtime.attend.mask import Tags
-from schedlang.runtime.attend.reach import Reach, wanted
-from schedlang.runtime.collectives.collective import Group, listening
-from schedlang.runtime.collectives.tap import Sent, playing
+from schedlang.runtime.comm.collectives import Group, listening
+from schedlang.runtime.comm.tap import Sent, playing
+from schedlang.runtime.context_parallel import Layout, local_attention, place_of
+from schedlang.runtime.context_parallel.local_attention import Rules, Tokens, pairs
+from schedlang.runtime.context_parallel.masks import Reach, Tags, wanted
 from tests.attending import SIZES, Case, attended, groups_of, part
 from tests.engine import Threads
 
@@ -260,7 +259,7 @@ def _order() -> list[str]:
     layout = Layout.of(case.kind, case.tokens, case.ranks)
     mine = {n: t.to("meta").requires_grad_() for n, t in part(case, layout, 0).items()}
     with pytest.MonkeyPatch.context() as patch:
-        for kind in (local.Forward, local.Backward):
+        for kind in (local_attention.Forward, local_attention.Backward):
             add = kind.add
 
             def noted(self: Any, *args: Any, add: Any = add) -> Any:

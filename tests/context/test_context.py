@@ -10,14 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.own_error import OwnError
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.passes.running.build import build
-from schedlang.passes.statics.static import static
-from schedlang.plan import Plan
-from schedlang.runtime.context import probe
-from schedlang.runtime.context.tokens import Tokens
+from schedlang.diagnostics.diagnostic import OwnError, Refusal
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.lower.build import build
+from schedlang.passes.static_checks.static import static
+from schedlang.runtime.context_parallel import probe
+from schedlang.runtime.context_parallel.local_tokens import Tokens
 from tests import models
 from tests.causal import Causal, Mixer
 from tests.engine.threads import Threads
@@ -57,17 +56,25 @@ def tokens_of(model: nn.Module, row: str, batch: Any, mesh: str = "cp=2", loss: 
 CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "llama, gather": (lambda: models.llama(2), LLAMA.format("gather, over=cp"), "cp=2"),
     "llama, striped ring of three": (
-        lambda: models.llama(2, keys=1), LLAMA.format("ring, over=cp, layout=striped"), "cp=3"
+        lambda: models.llama(2, keys=1),
+        LLAMA.format("ring, over=cp, layout=striped"),
+        "cp=3",
     ),
     "gpt2 with dropout, zigzag ring": (
-        lambda: models.gpt2(2, dropout=0.2), GPT2.format("ring, over=cp, layout=zigzag"), "cp=2"
+        lambda: models.gpt2(2, dropout=0.2),
+        GPT2.format("ring, over=cp, layout=zigzag"),
+        "cp=2",
     ),
     "bert, ring": (models.bert, BERT.format("ring, over=cp, layout=zigzag"), "cp=2"),
     "gemma2, windows and caps": (
-        lambda: models.gemma2(2), LLAMA.format("ring, over=cp, layout=zigzag"), "cp=2"
+        lambda: models.gemma2(2),
+        LLAMA.format("ring, over=cp, layout=zigzag"),
+        "cp=2",
     ),
     "llama, rings in a ring": (
-        lambda: models.llama(2), LLAMA.format("double_ring, over=(a, b)"), "a=2, b=2"
+        lambda: models.llama(2),
+        LLAMA.format("double_ring, over=(a, b)"),
+        "a=2, b=2",
     ),
     "llama, ring with data": (
         lambda: models.llama(2),
@@ -80,23 +87,28 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "a=2, b=2",
     ),
     "llama, heads split": (
-        lambda: models.llama(2), HEADS + LLAMA.format("ulysses, over=cp"), "cp=2, tp=2"
+        lambda: models.llama(2),
+        HEADS + LLAMA.format("ulysses, over=cp"),
+        "cp=2, tp=2",
     ),
     "llama, pipeline": (
         lambda: models.llama(2),
         LLAMA.format("ring, over=cp, layout=zigzag") + "\nmodel.layers.*  checkpoint()\n"
-        'model.layers  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)', "cp=2, pp=2",
+        'model.layers  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)',
+        "cp=2, pp=2",
     ),
     "llama, teams in a ring": (
-        lambda: models.llama(2), LLAMA.format("nbody, over=(a, b), layout=zigzag"), "a=2, b=2"
+        lambda: models.llama(2),
+        LLAMA.format("nbody, over=(a, b), layout=zigzag"),
+        "a=2, b=2",
     ),
-    "llama, one team": (
-        lambda: models.llama(2), LLAMA.format("nbody, over=(a, b)"), "a=1, b=2"
-    ),
+    "llama, one team": (lambda: models.llama(2), LLAMA.format("nbody, over=(a, b)"), "a=1, b=2"),
     "llama, teams of one": (
-        lambda: models.llama(2), LLAMA.format("nbody, over=(a, b)"), "a=3, b=1"
+        lambda: models.llama(2),
+        LLAMA.format("nbody, over=(a, b)"),
+        "a=3, b=1",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -307,13 +319,16 @@ ROWS = {
     "an axis that splits heads": (HEADS + LLAMA.format("ring, over=tp"), "tp=2", "S504"),
     "twice": (TWICE + LLAMA.format("ring, over=tp"), "cp=2, tp=2", "S501"),
     "two layouts": (
-        LLAMA.format("ulysses, over=cp, layout=zigzag") + "\n"
-        + LLAMA.format("ring, over=tp, layout=striped"), "cp=2, tp=2", "S504",
+        LLAMA.format("ulysses, over=cp, layout=zigzag")
+        + "\n"
+        + LLAMA.format("ring, over=tp, layout=striped"),
+        "cp=2, tp=2",
+        "S504",
     ),
     "one level of two": (LLAMA.format("usp, over=cp"), "cp=2", "S303"),
     "teams without a ring": (LLAMA.format("nbody, over=cp"), "cp=2", "S303"),
     "levels the wrong way round": (LLAMA.format("usp, over=(b, a)"), "a=2, b=2", "S504"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ROWS)

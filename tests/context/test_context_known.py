@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.costs.traffic import collectives
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.passes.proposing.propose import propose
-from schedlang.passes.statics.static import static
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.autoshard.propose import propose
+from schedlang.passes.simulate.traffic import collectives
+from schedlang.passes.static_checks.static import static
 from tests.causal import Causal
 from tests.context.test_context import batches, same
 from tests.engine.threads import Threads
@@ -45,9 +45,15 @@ def opt() -> nn.Module:
 
     torch.manual_seed(0)
     config = transformers.OPTConfig(
-        vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=24,
-        word_embed_proj_dim=16, max_position_embeddings=32, dropout=0.0,
-    )  # fmt: skip
+        vocab_size=61,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        ffn_dim=24,
+        word_embed_proj_dim=16,
+        max_position_embeddings=32,
+        dropout=0.0,
+    )
     return transformers.OPTForCausalLM(config).double()
 
 
@@ -57,10 +63,15 @@ def roberta() -> nn.Module:
 
     torch.manual_seed(0)
     config = transformers.RobertaConfig(
-        vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=24, max_position_embeddings=32, hidden_dropout_prob=0.0,
+        vocab_size=61,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+    )
     return transformers.RobertaForMaskedLM(config).double()
 
 
@@ -70,9 +81,17 @@ def t5() -> nn.Module:
 
     torch.manual_seed(0)
     config = transformers.T5Config(
-        vocab_size=61, d_model=16, num_layers=2, num_heads=2, d_kv=8, d_ff=24, dropout_rate=0.0,
-        num_labels=61, relative_attention_num_buckets=8, relative_attention_max_distance=10,
-    )  # fmt: skip
+        vocab_size=61,
+        d_model=16,
+        num_layers=2,
+        num_heads=2,
+        d_kv=8,
+        d_ff=24,
+        dropout_rate=0.0,
+        num_labels=61,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=10,
+    )
     return transformers.T5ForTokenClassification(config).double()
 
 
@@ -93,17 +112,20 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
 QUICK = ("bloom with dropout, zigzag ring", "mpt, ulysses", "t5, zigzag ring", "opt, zigzag ring")
 
 
-@pytest.mark.parametrize("name", [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.deep) for name in CASES
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.deep) for name in CASES],
+)
 def test_it_trains_as_alone(name: str, threads: Threads) -> None:
     """Eleven and eight tokens, padded rows: losses, gradients, state are the plain loop's."""
     make, rows, mesh = CASES[name]
     model = make()
     given = batches()
     if "roberta" in name:  # words that are padding have no position of their own
-        given = [b | {"input_ids": b["input_ids"].masked_fill(b["attention_mask"] == 0, 1)}
-                 for b in given]  # fmt: skip
+        given = [
+            b | {"input_ids": b["input_ids"].masked_fill(b["attention_mask"] == 0, 1)}
+            for b in given
+        ]
     same(threads, planned(model, rows, mesh), model, given)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from schedlang.runtime.context.together import Together
+from schedlang.runtime.context_parallel.probe import Together
 from schedlang.runtime.float64 import Float64
 
 

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.own_error import OwnError
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.runtime.context import tokens as splitting
-from schedlang.runtime.context import trial as trying
-from schedlang.runtime.drawing.alone import Alone, ByRow, Still
-from schedlang.runtime.slicing import slice_trial
+from schedlang.diagnostics.diagnostic import OwnError, Refusal
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.runtime.context_parallel import local_tokens as splitting
+from schedlang.runtime.context_parallel import probe as trying
+from schedlang.runtime.rng.logical_dropout import Alone, ByRow, Still
+from schedlang.runtime.sequence_pipelining import trial
 from tests import models
 from tests.causal import Causal
 from tests.context.test_context import BERT, GPT2, LLAMA, OWN, REFUSED
@@ -63,7 +62,7 @@ def other_positions(patch: Patch) -> None:
 
 def other_gradients(patch: Patch) -> None:
     """Gradients of parts are taken too large."""
-    real = slice_trial.gradients_of
+    real = trial.gradients_of
     patch.setattr(trying, "gradients_of", lambda model: {k: 2 * v for k, v in real(model).items()})
 
 
@@ -77,10 +76,13 @@ MISTAKES = {
     "positions, llama": (other_positions, lambda: models.llama(2), LLAMA, True),
     "positions, from shapes": (other_positions, lambda: Causal(layers=2), OWN, False),
     "positions, a table": (
-        other_positions, lambda: Causal(positions="table", layers=2), OWN, False
+        other_positions,
+        lambda: Causal(positions="table", layers=2),
+        OWN,
+        False,
     ),
     "gradients": (other_gradients, lambda: Causal("full", shift=False, layers=2), OWN, False),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -128,7 +130,7 @@ def test_a_small_batch_that_is_ours(monkeypatch: Patch) -> None:
     def fails(*_: Any) -> Any:
         raise RuntimeError("a trial that trips")
 
-    monkeypatch.setattr("schedlang.runtime.context.probe.watched", fails)
+    monkeypatch.setattr("schedlang.runtime.context_parallel.probe.watched", fails)
     with pytest.raises(OwnError, match="runs alone on a small batch") as caught:
         probed(Causal(layers=2), ROW)
     assert "a trial that trips" in str(caught.value)

@@ -22,7 +22,8 @@ def test_what_stands_apart_is_used_by_none() -> None:
     assert apart()
     for folder in apart():
         name = re.escape(".".join(folder.relative_to(ROOT).parts))
-        others = [path for path in (ROOT / "schedlang").rglob("*.py")
-                  if not path.is_relative_to(folder)]  # fmt: skip
+        others = [
+            path for path in (ROOT / "schedlang").rglob("*.py") if not path.is_relative_to(folder)
+        ]
         named = re.compile(rf"(from|import) {name}\b")
         assert not [path for path in others if named.search(path.read_text())]

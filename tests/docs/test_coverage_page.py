@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from schedlang.modelfile import load_model_file
-from schedlang.passes.reading.state import Settings
+from schedlang.diagnostics.source import Source
+from schedlang.ir.modelfile import load_model_file
+from schedlang.language.syntax import parse
+from schedlang.passes.elaborate.state import Settings
 from schedlang.schedule import Schedule
-from schedlang.source import Source
-from schedlang.syntax import parse
 from tests.coverage_page import DOCS, FAMILIES, Entry, entries, found_tests, page
 
 

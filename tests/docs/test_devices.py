@@ -71,11 +71,19 @@ def test_reasons_are_needed() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "x.is_cuda", "torch.cuda.synchronize()", "torch.device('cuda')", "'cuda:1'", "model.cuda()",
-        "x.device.type == 'cpu'", "mesh.device_type != 'cpu'", "self.device.type in ('a', 'b')",
-        "from torch.cuda import Stream", "import torch.cuda.amp", "backend == 'nccl'",
+        "x.is_cuda",
+        "torch.cuda.synchronize()",
+        "torch.device('cuda')",
+        "'cuda:1'",
+        "model.cuda()",
+        "x.device.type == 'cpu'",
+        "mesh.device_type != 'cpu'",
+        "self.device.type in ('a', 'b')",
+        "from torch.cuda import Stream",
+        "import torch.cuda.amp",
+        "backend == 'nccl'",
     ],
-)  # fmt: skip
+)
 def test_what_is_found(line: str) -> None:
     """Each way of asking is found."""
     assert list(asked(ast.parse(line)))

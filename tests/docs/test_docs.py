@@ -115,7 +115,7 @@ def test_python_of_the_readme(tmp_path: Path) -> None:
 
 def test_verbs_and_primitives_of_the_readme() -> None:
     """The tables of the README name every verb and every primitive that exists, and no other."""
-    from schedlang.primitive import load_all, registry
+    from schedlang.ir.primitive import load_all, registry
 
     load_all()
     told = README.read_text().split("## Verbs")[1].split("## What is not")[0]

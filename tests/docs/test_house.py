@@ -22,7 +22,8 @@ FOLDERS = ("schedlang", "primitives", "passes")
 FILE_LIMIT, FUNCTION_LIMIT, LINE_LIMIT = 600, 60, 100
 TEXT = {".py", ".sched", ".lark", ".md", ".toml", ".txt", ".cfg", ".json", ".yml", ".yaml", ".svg"}
 AT_TORCH = (
-    *("schedlang/runtime/", "schedlang/kernels/", "schedlang/model.py"),
+    *("schedlang/runtime/", "schedlang/kernels/", "schedlang/ir/model.py"),
+    *("schedlang/ir/nests.py", "schedlang/ir/pickling.py"),
     "schedlang/testing/accelerator/",
     "schedlang/testing/gpu/",
 )
@@ -160,15 +161,21 @@ def test_files_are_short() -> None:
 
 
 def test_functions_are_short() -> None:
-    """A function fits on a screen."""
+    """A function fits on a screen, without its signature and docstring."""
     long = [
-        f"{shown(path)}:{node.lineno} {dotted}: {node.end_lineno - node.lineno + 1}"
+        f"{shown(path)}:{node.lineno} {dotted}: {node.end_lineno - begin(node) + 1}"
         for path in sources(*FOLDERS, "examples")
         for dotted, node, _ in definitions(path)
         if not isinstance(node, ast.ClassDef) and node.end_lineno is not None
-        if node.end_lineno - node.lineno + 1 > FUNCTION_LIMIT
+        if node.end_lineno - begin(node) + 1 > FUNCTION_LIMIT
     ]
     assert not long, "\n".join(long)
+
+
+def begin(node: Definition) -> int:
+    """The line of its first statement after the docstring."""
+    told = ast.get_docstring(node) is not None and len(node.body) > 1
+    return node.body[told].lineno
 
 
 def test_lines_are_short() -> None:

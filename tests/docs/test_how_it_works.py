@@ -43,7 +43,11 @@ def test_without_a_part_it_is_another() -> None:
     before = torch.get_default_dtype()
     try:
         with pytest.raises(AssertionError):
-            exec(compile("\n".join([*BLOCKS[:-1], silent]), "how_it_works.md", "exec",
-                         dont_inherit=True), names)  # fmt: skip
+            exec(
+                compile(
+                    "\n".join([*BLOCKS[:-1], silent]), "how_it_works.md", "exec", dont_inherit=True
+                ),
+                names,
+            )
     finally:
         torch.set_default_dtype(before)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from schedlang.orders import ORDERS
+from schedlang.pipeline.schedules import ORDERS
 from tests.order_pages import BEGIN, END, PAGE, rewritten, said
 
 

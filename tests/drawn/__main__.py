@@ -29,9 +29,10 @@ def main() -> None:
     done = [json.loads(line) for line in _lines(asked.out)]
     known = {(one["number"], one["seed"]) for one in done}
     numbers = [
-        k for k in range(asked.first, asked.first + asked.count)
+        k
+        for k in range(asked.first, asked.first + asked.count)
         if fnmatch(model_of(k), asked.models) and (k, asked.seed) not in known
-    ]  # fmt: skip
+    ]
     shares = [numbers[k :: asked.jobs] for k in range(asked.jobs)]
     if asked.jobs == 1:
         _hunt(shares[0], asked)
@@ -70,8 +71,11 @@ def _hunt(numbers: Sequence[int], asked: argparse.Namespace) -> None:
             with asked.out.open("a") as file:
                 file.write(json.dumps(outcome.plain()) + "\n")
         told = outcome.why.strip().split("\n")[-1][:160]
-        print(f"{outcome.number:5} {outcome.model:18} {outcome.seconds:6.1f} s  {outcome.kind}"
-              f"  {told}", flush=True)  # fmt: skip
+        print(
+            f"{outcome.number:5} {outcome.model:18} {outcome.seconds:6.1f} s  {outcome.kind}"
+            f"  {told}",
+            flush=True,
+        )
         if outcome.kind not in (PASSED, REFUSED, ABSENT):
             more = f"\n{outcome.why}" if outcome.kind != FAILED else ""
             print(f"{outcome.text}{more}", flush=True)
@@ -102,8 +106,8 @@ def outcomes(
 
 
 def _ranks(processes: bool) -> Any:
-    from schedlang.runtime.launching.launch import Pool
-    from schedlang.runtime.launching.preload import BASE, PROGRAMS
+    from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
+    from schedlang.runtime.launch.pool import Pool
     from tests.engine import Threads
 
     found: Any = Pool(preload=(*BASE, *PROGRAMS)) if processes else Threads()

@@ -9,21 +9,21 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.proving.asked import STEPS
-from schedlang.passes.proving.compare import compare
-from schedlang.passes.proving.observe import conditions
-from schedlang.passes.proving.original import Sequential
-from schedlang.passes.proving.runs import check_parts
-from schedlang.passes.proving.sides import Case, modes_of, original, prepared, tried, twin, widened
-from schedlang.passes.reading.state import Settings
-from schedlang.passes.verifying.prove import prove
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.language.syntax import parse
+from schedlang.passes.elaborate.state import Settings
+from schedlang.passes.prove import prove
+from schedlang.passes.verify.asked import STEPS
+from schedlang.passes.verify.compare import compare
+from schedlang.passes.verify.observe import conditions
+from schedlang.passes.verify.original import Sequential
+from schedlang.passes.verify.runs import check_parts
+from schedlang.passes.verify.sides import Case, modes_of, original, prepared, tried, twin, widened
 from schedlang.report import Row
-from schedlang.runtime.launching.job import Hang
+from schedlang.runtime.launch.job import Hang
 from schedlang.runtime.modes import ambient
 from schedlang.schedule import Schedule
-from schedlang.source import Source
-from schedlang.syntax import parse
 from tests.drawn.models import NAMES, Subject, subject
 from tests.drawn.rows import drawn
 
@@ -102,8 +102,9 @@ def _compared(one: Subject, text: str, seed: int, ranks: Any, form: str) -> tupl
     bad = [row for row in rows if not row.ok]
     if not bad:
         return PASSED, ""
-    said = "; ".join(f"{r.condition}: {r.kind} {r.name} (step {r.step}) {r.error:.1e} {r.note}"
-                     for r in bad[:3])  # fmt: skip
+    said = "; ".join(
+        f"{r.condition}: {r.kind} {r.name} (step {r.step}) {r.error:.1e} {r.note}" for r in bad[:3]
+    )
     return FAILED, f"{len(bad)} of {len(rows)}: {said}"
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.modelfile import load_model_file
+from schedlang.ir.modelfile import load_model_file
 from tests import models as tiny
 from tests.drawn import networks as own
 
@@ -77,19 +77,29 @@ WORDS = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id":
 
 
 ENCODER_DECODER = {
-    "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, **WORDS,
-}  # fmt: skip
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+    **WORDS,
+}
 
 
 def _whisper() -> nn.Module:
     import transformers as t
 
     config = t.WhisperConfig(
-        num_mel_bins=8, max_source_positions=10, max_target_positions=16,
-        decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None,
+        num_mel_bins=8,
+        max_source_positions=10,
+        max_target_positions=16,
+        decoder_start_token_id=1,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
         **ENCODER_DECODER,
-    )  # fmt: skip
+    )
     return t.WhisperForConditionalGeneration(config)
 
 
@@ -104,11 +114,19 @@ def _qwen2moe() -> nn.Module:
     import transformers as t
 
     config = t.Qwen2MoeConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, moe_intermediate_size=12, shared_expert_intermediate_size=16,
-        num_experts=4, num_experts_per_tok=2, output_router_logits=True,
-        max_position_embeddings=16, **WORDS,
-    )  # fmt: skip
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+        max_position_embeddings=16,
+        **WORDS,
+    )
     return t.Qwen2MoeForCausalLM(config)
 
 
@@ -116,9 +134,15 @@ def _swin() -> nn.Module:
     import transformers as t
 
     config = t.SwinConfig(
-        image_size=16, patch_size=2, embed_dim=8, depths=[2, 2], num_heads=[2, 4], window_size=4,
-        num_labels=5, drop_path_rate=0.0,
-    )  # fmt: skip
+        image_size=16,
+        patch_size=2,
+        embed_dim=8,
+        depths=[2, 2],
+        num_heads=[2, 4],
+        window_size=4,
+        num_labels=5,
+        drop_path_rate=0.0,
+    )
     return t.SwinForImageClassification(config)
 
 
@@ -139,8 +163,13 @@ def _seen(seed: int) -> Batch:
 def _lora() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"],
-                        init_lora_weights=False, task_type="CAUSAL_LM")  # fmt: skip
+    config = LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
     found: nn.Module = get_peft_model(tiny.llama(2).float(), config)  # type: ignore[arg-type]
     return found
 
@@ -149,9 +178,16 @@ def _dit() -> nn.Module:
     from diffusers import DiTTransformer2DModel
 
     found: nn.Module = DiTTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=4, num_layers=2,
-        norm_num_groups=8, sample_size=4, patch_size=2, num_embeds_ada_norm=10,
-    )  # fmt: skip
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        norm_num_groups=8,
+        sample_size=4,
+        patch_size=2,
+        num_embeds_ada_norm=10,
+    )
     return found
 
 
@@ -159,11 +195,17 @@ def _unet2d() -> nn.Module:
     from diffusers import UNet2DConditionModel
 
     found: nn.Module = UNet2DConditionModel(
-        sample_size=8, in_channels=4, out_channels=4, layers_per_block=1,
-        block_out_channels=(8, 16), down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), cross_attention_dim=8,
-        attention_head_dim=4, norm_num_groups=4,
-    )  # fmt: skip
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=8,
+        attention_head_dim=4,
+        norm_num_groups=4,
+    )
     return found
 
 
@@ -178,8 +220,11 @@ def _timm(name: str, **sizes: Any) -> Callable[[], nn.Module]:
 
 
 OTHERS = (
-    Subject("whisper", _whisper, lambda seed: {
-        "input_features": _noise(seed, 8, 20), "labels": 3 + _numbers(seed, 50, 6)}),
+    Subject(
+        "whisper",
+        _whisper,
+        lambda seed: {"input_features": _noise(seed, 8, 20), "labels": 3 + _numbers(seed, 50, 6)},
+    ),
     Subject("bart", _bart, _words),
     Subject("qwen2moe", _qwen2moe, _words),
     Subject("swin", _swin, _seen),
@@ -189,36 +234,87 @@ OTHERS = (
     Subject("qwen3", tiny.qwen3, _words),
     Subject("bloom", tiny.bloom, _words),
     Subject("peft-lora", _lora, _words),
-    Subject("diffusers-dit", _dit, lambda seed: {
-        "hidden_states": _noise(seed, 4, 4, 4), "timestep": _numbers(seed, 1000),
-        "class_labels": _numbers(seed, 10)}, _sample),
-    Subject("diffusers-unet2d", _unet2d, lambda seed: {
-        "sample": _noise(seed, 4, 8, 8), "timestep": _numbers(seed, 1000),
-        "encoder_hidden_states": _noise(seed + 1, 5, 8)}, _sample),
-    Subject("timm-vit", _timm("vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=16,
-                              depth=2, num_heads=2), _pictures, _classes),
-    Subject("timm-convnext", _timm("convnext_atto", depths=(1,) * 4, dims=(8,) * 4),
-            lambda seed: _pictures(seed, 32), _classes),
-)  # fmt: skip
+    Subject(
+        "diffusers-dit",
+        _dit,
+        lambda seed: {
+            "hidden_states": _noise(seed, 4, 4, 4),
+            "timestep": _numbers(seed, 1000),
+            "class_labels": _numbers(seed, 10),
+        },
+        _sample,
+    ),
+    Subject(
+        "diffusers-unet2d",
+        _unet2d,
+        lambda seed: {
+            "sample": _noise(seed, 4, 8, 8),
+            "timestep": _numbers(seed, 1000),
+            "encoder_hidden_states": _noise(seed + 1, 5, 8),
+        },
+        _sample,
+    ),
+    Subject(
+        "timm-vit",
+        _timm(
+            "vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=16, depth=2, num_heads=2
+        ),
+        _pictures,
+        _classes,
+    ),
+    Subject(
+        "timm-convnext",
+        _timm("convnext_atto", depths=(1,) * 4, dims=(8,) * 4),
+        lambda seed: _pictures(seed, 32),
+        _classes,
+    ),
+)
 OWN = (
-    Subject("nanogpt", own.NanoGPT, lambda seed: {
-        "idx": _numbers(seed, 61, LENGTH), "targets": _numbers(seed + 1, 61, LENGTH)},
-        lambda output, batch: output[1]),
-    Subject("dlrm", own.DLRM, lambda seed: {
-        "dense": _noise(seed, 5), "sparse": _numbers(seed, 16, 3, 4),
-        "click": _numbers(seed, 2).float()},
-        lambda output, batch: F.binary_cross_entropy_with_logits(output, batch["click"])),
-    Subject("lstm", own.Recurrent, lambda seed: {
-        "x": _numbers(seed, 30, LENGTH), "y": _numbers(seed + 1, 30, LENGTH)}),
-    Subject("dit", own.Denoiser, lambda seed: {
-        "x": _noise(seed, 6, 8), "t": _numbers(seed, 1000), "kind": _numbers(seed, 7)},
-        lambda output, batch: (output.noise - batch["x"]).square().mean()),
+    Subject(
+        "nanogpt",
+        own.NanoGPT,
+        lambda seed: {"idx": _numbers(seed, 61, LENGTH), "targets": _numbers(seed + 1, 61, LENGTH)},
+        lambda output, batch: output[1],
+    ),
+    Subject(
+        "dlrm",
+        own.DLRM,
+        lambda seed: {
+            "dense": _noise(seed, 5),
+            "sparse": _numbers(seed, 16, 3, 4),
+            "click": _numbers(seed, 2).float(),
+        },
+        lambda output, batch: F.binary_cross_entropy_with_logits(output, batch["click"]),
+    ),
+    Subject(
+        "lstm",
+        own.Recurrent,
+        lambda seed: {"x": _numbers(seed, 30, LENGTH), "y": _numbers(seed + 1, 30, LENGTH)},
+    ),
+    Subject(
+        "dit",
+        own.Denoiser,
+        lambda seed: {
+            "x": _noise(seed, 6, 8),
+            "t": _numbers(seed, 1000),
+            "kind": _numbers(seed, 7),
+        },
+        lambda output, batch: (output.noise - batch["x"]).square().mean(),
+    ),
     Subject("lora", own.Adapted, _plain),
     Subject("convolved", own.Convolved, _pictures, _classes),
-    Subject("towers", own.Towers, lambda seed: {
-        "left": _noise(seed, 6), "right": _noise(seed + 1, 6), "y": _numbers(seed, 4)}, _classes),
+    Subject(
+        "towers",
+        own.Towers,
+        lambda seed: {
+            "left": _noise(seed, 6),
+            "right": _noise(seed + 1, 6),
+            "y": _numbers(seed, 4),
+        },
+        _classes,
+    ),
     Subject("looped", own.Looped, _plain, lambda output, batch: output[0]),
-)  # fmt: skip
+)
 
 
 def _example(name: str) -> Subject:

@@ -59,7 +59,7 @@ class NanoGPT(nn.Module):
                 wpe=nn.Embedding(16, width),
                 h=nn.ModuleList([_Block(width, 4, rate) for _ in range(4)]),
                 ln_f=nn.LayerNorm(width),
-            )  # fmt: skip
+            )
         )
         self.lm_head = nn.Linear(width, words, bias=False)
         self.transformer.wte.weight = self.lm_head.weight

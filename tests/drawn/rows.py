@@ -8,22 +8,54 @@ from dataclasses import dataclass
 from functools import cache
 from random import Random
 
-from schedlang.diagnostic import Refusal
-from schedlang.model import ModelFacts
-from schedlang.orders import ORDERS, OrderError, sized
-from schedlang.passes.proposing.propose import propose
-from schedlang.passes.shrinking.blocks import Blocks, blocks_of, leaf_kind
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.model import ModelFacts
+from schedlang.passes.autoshard.propose import propose
+from schedlang.passes.reduce_model.blocks import Blocks, blocks_of, leaf_kind
+from schedlang.pipeline.schedules import ORDERS, OrderError, sized
 from tests.drawn.models import subject
 from tests.properties.drawn import PHASES, RELAX, Axes
 
 MESHES: tuple[str, ...] = (
-    "", "dp=2", "tp=2", "pp=2", "cp=2", "ep=2", "dp=2 tp=2", "dp=2 pp=2", "pp=2 tp=2", "dp=3",
-    "pp=3", "tp=3", "tp=4", "dp=4", "pp=4", "dp=1 tp=2", "dp=2 cp=2", "dp=2 ep=2", "tp=2 cp=2",
-    "ep=2 tp=2", "dp=3 tp=2", "dp=2 ep=2 tp=2", "dp=2 pp=2 tp=2", "dp=2 pp=2 cp=2", "dp=2 pp=4",
-)  # fmt: skip
+    "",
+    "dp=2",
+    "tp=2",
+    "pp=2",
+    "cp=2",
+    "ep=2",
+    "dp=2 tp=2",
+    "dp=2 pp=2",
+    "pp=2 tp=2",
+    "dp=3",
+    "pp=3",
+    "tp=3",
+    "tp=4",
+    "dp=4",
+    "pp=4",
+    "dp=1 tp=2",
+    "dp=2 cp=2",
+    "dp=2 ep=2",
+    "tp=2 cp=2",
+    "ep=2 tp=2",
+    "dp=3 tp=2",
+    "dp=2 ep=2 tp=2",
+    "dp=2 pp=2 tp=2",
+    "dp=2 pp=2 cp=2",
+    "dp=2 pp=4",
+)
 COMMON = (2, 6, 6, 8, 3, 3, 6, 6, 5, 2, 2, 1, 1, 2, 1, 1, 2, 2, 1, 1, 1, 1, 3, 1, 1)
-KERNELS = ("rms_norm", "layer_norm", "add_norm", "gated", "rope", "sdpa", "flex_attention",
-           "grouped", "cross_entropy", "linear_cross_entropy")  # fmt: skip
+KERNELS = (
+    "rms_norm",
+    "layer_norm",
+    "add_norm",
+    "gated",
+    "rope",
+    "sdpa",
+    "flex_attention",
+    "grouped",
+    "cross_entropy",
+    "linear_cross_entropy",
+)
 LOSSY = ("int8, block=8", "powersgd, rank=2", "onebit, block=16", "int8, error_feedback=false")
 
 
@@ -119,8 +151,9 @@ class Drawing:
 
     def named(self, *words: str, common: bool = True) -> str | None:
         """A module whose class has one of these in its name."""
-        found = [f for f in self.sites
-                 if any(w in self.facts.sites[f].class_name.lower() for w in words)]  # fmt: skip
+        found = [
+            f for f in self.sites if any(w in self.facts.sites[f].class_name.lower() for w in words)
+        ]
         if not found:
             return None
         fqn = self.rng.choice(found)
@@ -128,8 +161,11 @@ class Drawing:
 
     def linear(self) -> str | None:
         """A projection, a table or a convolution, in all blocks or in one."""
-        found = [f for f in self.sites if leaf_kind(self.facts.sites[f])
-                 or self.facts.sites[f].class_name.startswith("Conv")]  # fmt: skip
+        found = [
+            f
+            for f in self.sites
+            if leaf_kind(self.facts.sites[f]) or self.facts.sites[f].class_name.startswith("Conv")
+        ]
         fqn = self.rng.choice(found) if found else None
         return self.blocks.common(fqn) if fqn and self.often(0.5) else fqn
 
@@ -165,8 +201,11 @@ class Drawing:
 
     def sequence(self) -> None:
         """Norms and the sums before them along the sequence."""
-        norms = [self.blocks.common(f) for f in self.sites
-                 if "norm" in self.facts.sites[f].class_name.lower()]  # fmt: skip
+        norms = [
+            self.blocks.common(f)
+            for f in self.sites
+            if "norm" in self.facts.sites[f].class_name.lower()
+        ]
         self.rows = [
             Row(r.verb, r.text.replace("shard(row, over=tp", "shard(row, output=S(seq), over=tp"))
             for r in self.rows
@@ -175,8 +214,10 @@ class Drawing:
         self.add(*(f"{name}  shard(input=S(seq), output=S(seq), over=tp)" for name in inside))
         for trunk in self.trunks():
             last = self.facts.children(trunk)[-1]
-            self.add(f"{trunk}.0  shard(input=S(seq), over=tp)",
-                     f"{trunk}.{last}  shard(output=R, over=tp)")  # fmt: skip
+            self.add(
+                f"{trunk}.0  shard(input=S(seq), over=tp)",
+                f"{trunk}.{last}  shard(output=R, over=tp)",
+            )
 
     def alone(self, axis: str) -> None:
         """One projection by itself."""
@@ -190,8 +231,9 @@ class Drawing:
         axes = [axis for axis in ("dp", "ep") if self.sizes.get(axis, 1) > 1]
         if not axes:
             return
-        stage = self.rng.choice(["0", "0, bucket=1KiB", "1", "1", "2", "3", "3", "3, prefetch=1",
-                                 "3, reshard=false"])  # fmt: skip
+        stage = self.rng.choice(
+            ["0", "0, bucket=1KiB", "1", "1", "2", "3", "3", "3, prefetch=1", "3, reshard=false"]
+        )
         if len(axes) == 2 and self.often(0.5):
             self.add(f"zero(stage={stage}, over=({', '.join(axes)}))")
         else:
@@ -200,8 +242,10 @@ class Drawing:
         if stage == "0" and self.often(0.4):
             self.add(f"compress(gradients, {self.rng.choice(LOSSY)}, over={axes[0]})")
         if "dp" in axes and "cp" in self.sizes and self.often(0.4):
-            self.rows = [Row(r.verb, r.text.replace("over=dp", "over=(dp, cp)"))
-                         if r.verb == "zero" else r for r in self.rows]  # fmt: skip
+            self.rows = [
+                Row(r.verb, r.text.replace("over=dp", "over=(dp, cp)")) if r.verb == "zero" else r
+                for r in self.rows
+            ]
 
     def stages(self) -> None:
         """Where the model is cut, in which order stages run, and what waits."""
@@ -214,8 +258,15 @@ class Drawing:
         if self.often(0.1):
             self.add(f"{self.named('linear') or self.somewhere()}  split_backward()")
         if ranks > 1 and self.often(0.15):
-            self.add(self.rng.choice(["overlap(transfers)", "overlap(transfers, ahead=0)",
-                                      "overlap(transfers, gradients)"]))  # fmt: skip
+            self.add(
+                self.rng.choice(
+                    [
+                        "overlap(transfers)",
+                        "overlap(transfers, ahead=0)",
+                        "overlap(transfers, gradients)",
+                    ]
+                )
+            )
 
     def _cut(self, ranks: int) -> str:
         mine = [r.text for r in offered(self.name, "pp", ranks) if r.verb == "pipeline_split"]
@@ -273,9 +324,15 @@ class Drawing:
         """Kernels by name, fused regions and what they are made of."""
         if self.often(0.15):
             kernel = self.rng.choice(KERNELS)
-            words = {"rms_norm": ("rmsnorm",), "layer_norm": ("layernorm",), "sdpa": ("attention",),
-                     "rope": ("attention",), "flex_attention": ("attention",), "gated": ("mlp",),
-                     "grouped": ("experts",)}.get(kernel)  # fmt: skip
+            words = {
+                "rms_norm": ("rmsnorm",),
+                "layer_norm": ("layernorm",),
+                "sdpa": ("attention",),
+                "rope": ("attention",),
+                "flex_attention": ("attention",),
+                "gated": ("mlp",),
+                "grouped": ("experts",),
+            }.get(kernel)
             where = self.named(*words) if words else self.rng.choice(self.sites)
             if where:
                 self.add(f"{where}  replace_kernel({kernel})")

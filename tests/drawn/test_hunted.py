@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from schedlang.codes import CODES
+from schedlang.diagnostics.codes import CODES
 from schedlang.schedule import Schedule
 from tests.drawn.judge import ABSENT, BROKEN, FAILED, PASSED, REFUSED, judged
 from tests.drawn.least import least

@@ -1,7 +1,7 @@
 """A second engine for the same runtime: all ranks as threads of this process (tests only).
 
     pool = Threads()
-    results = pool.run(function, 4, argument, ...)     # as schedlang.runtime.launching.launch.Pool
+    results = pool.run(function, 4, argument, ...)     # as schedlang.runtime.launch.pool.Pool
 
 It is a backend of torch.distributed, so DTensor, fully_shard and the pipeline run on it unchanged.
 One rank computes at a time (baton), sums are taken in the order of ranks (arithmetic), so results

@@ -9,21 +9,21 @@ from typing import Any
 
 import torch
 
-from schedlang.runtime.collectives import collective
-from schedlang.runtime.keeping import offload
-from schedlang.runtime.regions import fuse, rewrite
-from schedlang.runtime.replacing import attention
-from schedlang.runtime.rowwise import launch
-from schedlang.runtime.sharding import crossing
+from schedlang.runtime.comm import collectives
+from schedlang.runtime.fusion import fuse, rewrite
+from schedlang.runtime.kernel_injection import attention
+from schedlang.runtime.offload import saved_tensors
+from schedlang.runtime.rowwise_kernels import launch
+from schedlang.runtime.sharding import redistribute
 
 # containers of the runtime that hold what one rank is doing
 OWN: tuple[tuple[ModuleType, str], ...] = (
     (attention, "_last_mask"),
-    (collective, "_listeners"),
-    (crossing, "_last"),
+    (collectives, "_listeners"),
+    (redistribute, "_last"),
     (fuse, "_counted"),
     (launch, "_launchers"),
-    (offload, "_watching"),
+    (saved_tensors, "_watching"),
     (rewrite, "_watchers"),
 )
 _PLACES = ("RANK", "LOCAL_RANK")

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import distributed_c10d as c10d
 
-from schedlang.runtime.collectives import agreement
+from schedlang.runtime.comm import agreement
 from tests.engine.exchange import Exchange, Wait
 from tests.engine.ops import OPS
 

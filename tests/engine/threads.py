@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from schedlang.diagnostic import Refusal
-from schedlang.runtime.launching import forkserver
-from schedlang.runtime.launching.job import Hang, RankDied
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.launch import forkserver
+from schedlang.runtime.launch.job import Hang, RankDied
 from tests.engine import globals as per_rank
 from tests.engine.baton import Aborted, Baton, Deadlock
 from tests.engine.exchange import Exchange
@@ -33,7 +33,7 @@ Task = Callable[[], None]
 
 
 class Threads:
-    """As `runtime.launching.launch.Pool`, in this process; what a rank loses, the tests lose.
+    """As `runtime.launch.pool.Pool`, in this process; what a rank loses, the tests lose.
 
     The ranks share modules, and with them what user code keeps in globals; arguments and all that
     the runtime holds are each rank's own.
@@ -208,11 +208,12 @@ class _Run:
         frames = sys._current_frames()
         waits = self.baton.waiting()
         return {
-            rank: f"waits for {waits[rank]}" if rank in waits
+            rank: f"waits for {waits[rank]}"
+            if rank in waits
             else "".join(traceback.format_stack(frames[ident])[-8:])
             for rank, ident in sorted(self._threads.items())
             if rank not in self._ended and ident in frames
-        }  # fmt: skip
+        }
 
 
 @contextmanager

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.running.build import build
-from schedlang.passes.statics.static import static
-from schedlang.plan import Plan
-from schedlang.runtime.collectives.collective import listening
-from schedlang.runtime.routing.capacity import kept, limit_experts
-from schedlang.runtime.routing.expert_probe import Experts, NoExperts, probe_experts
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.plan import Plan
+from schedlang.passes.lower.build import build
+from schedlang.passes.static_checks.static import static
+from schedlang.runtime.comm.collectives import listening
+from schedlang.runtime.moe.experts import kept, limit_experts
+from schedlang.runtime.moe.probe import Experts, NoExperts, probe_experts
 from tests import expert_models as models
 from tests.proofs import planned, proven, refused
 
@@ -32,30 +32,62 @@ CASES = {
     "shadowed": (ROW.format("ep, shadow=[0, 3]") + DP.format(0), BOTH, ""),
     "dropped": (ROW.format("ep, capacity=0.75") + DP.format(0), BOTH, "routing"),
     "dropped, sent": (
-        ROW.format("ep, capacity=0.75, dispatch=all_to_all") + DP.format(0), BOTH, "routing"),
+        ROW.format("ep, capacity=0.75, dispatch=all_to_all") + DP.format(0),
+        BOTH,
+        "routing",
+    ),
     "dropped in chunks": (
-        ROW.format("ep, capacity=0.75, chunks=2") + DP.format(0), BOTH, "routing"),
+        ROW.format("ep, capacity=0.75, chunks=2") + DP.format(0),
+        BOTH,
+        "routing",
+    ),
     "dropped, fetched": (
-        ROW.format("ep, capacity=0.75, dispatch=fetch") + DP.format(1), BOTH, "routing"),
+        ROW.format("ep, capacity=0.75, dispatch=fetch") + DP.format(1),
+        BOTH,
+        "routing",
+    ),
     "dropped, shared out": (ROW.format("tp, capacity=0.75"), "tp=2", "routing"),
     "gathered": (
         ROW.format("ep, dispatch=gather") + "zero(stage=1, over=(a, b))",
-        "a=2, b=2)\nview ep of (a, b", ""),
+        "a=2, b=2)\nview ep of (a, b",
+        "",
+    ),
     "run again": (
-        ROW.format("ep, shadow=[1]") + "layers.*  checkpoint()\n" + DP.format(0), BOTH, ""),
+        ROW.format("ep, shadow=[1]") + "layers.*  checkpoint()\n" + DP.format(0),
+        BOTH,
+        "",
+    ),
     "made again in stages": (
-        ROW.format("dp") + "layers  pipeline_split(over=pp)\n" + DP.format(0)
-        + '\npipeline(order="Varuna", micro=2)', "dp=2, pp=2", ""),
+        ROW.format("dp")
+        + "layers  pipeline_split(over=pp)\n"
+        + DP.format(0)
+        + '\npipeline(order="Varuna", micro=2)',
+        "dp=2, pp=2",
+        "",
+    ),
     "two steps": (
-        ROW.format("ep") + "zero(stage=1, over=(a, b))", "a=2, b=2)\nview ep of (a, b", ""),
+        ROW.format("ep") + "zero(stage=1, over=(a, b))",
+        "a=2, b=2)\nview ep of (a, b",
+        "",
+    ),
     "replicas": (ROW.format("b") + "zero(stage=2, over=(a, b))", "a=2, b=2", ""),
     "fetched in stages": (
-        ROW.format("dp, dispatch=fetch") + "layers  pipeline_split(over=pp)\n" + DP.format(0)
-        + '\npipeline(order="GPipe", micro=2)', "dp=2, pp=2", ""),
+        ROW.format("dp, dispatch=fetch")
+        + "layers  pipeline_split(over=pp)\n"
+        + DP.format(0)
+        + '\npipeline(order="GPipe", micro=2)',
+        "dp=2, pp=2",
+        "",
+    ),
     "stages": (
-        ROW.format("dp") + "layers.*  checkpoint()\nlayers  pipeline_split(over=pp)\n"
-        + DP.format(0) + '\npipeline(order="1F1B", micro=2)', "dp=2, pp=2", ""),
-}  # fmt: skip
+        ROW.format("dp")
+        + "layers.*  checkpoint()\nlayers  pipeline_split(over=pp)\n"
+        + DP.format(0)
+        + '\npipeline(order="1F1B", micro=2)',
+        "dp=2, pp=2",
+        "",
+    ),
+}
 ALWAYS = ("sent", "both", "dropped")
 
 
@@ -102,11 +134,20 @@ KINDS = {
     "Olmoe": {"num_experts": 4},
     "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 8},
     "DeepseekV3": {
-        "n_routed_experts": 4, "moe_intermediate_size": 8, "n_group": 2, "topk_group": 1,
-        "first_k_dense_replace": 1, "n_shared_experts": 1, "q_lora_rank": 8, "kv_lora_rank": 8,
-        "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -172,7 +213,7 @@ def test_bytes_of_fetched_experts(threads: Any) -> None:
 
 def test_the_plan_shows_even_routes() -> None:
     """Without values the plan counts what is sent if all experts are chosen equally often."""
-    from schedlang.passes.costs.account import account
+    from schedlang.passes.simulate.account import account
 
     plan = planned(models.tiny(), ROW.format("dp") + DP.format(0), "dp=2")
     found = account(plan, models.batch(0, rows=4))
@@ -289,15 +330,16 @@ def test_tied_experts_are_split_once(threads: Any) -> None:
 
 def test_a_capacity_counts_the_whole_batch() -> None:
     """Refused where a part of the batch only would be counted: other axes, or microbatches."""
-    from schedlang.diagnostic import Refusal
-    from schedlang.passes.preparing.prepare import prepare
+    from schedlang.diagnostics.diagnostic import Refusal
+    from schedlang.passes.analyze.prepare import prepare
 
     apart = ROW.format("b, capacity=1.0") + "zero(stage=0, over=(a, b))"
     micro = ROW.format("dp, capacity=1.0") + "layers  pipeline_split(over=pp)\n" + DP.format(0)
     micro += '\npipeline(order="GPipe", micro=2)'
     for rows, mesh, help_ in (
-        (apart, "a=2, b=2", "view ep of (a, b)"), (micro, "dp=2, pp=2", "micro=1"),
-    ):  # fmt: skip
+        (apart, "a=2, b=2", "view ep of (a, b)"),
+        (micro, "dp=2, pp=2", "micro=1"),
+    ):
         with pytest.raises(Refusal) as caught:
             prepare(planned(models.tiny(), rows, mesh, "routing"), BATCHES[0])
         assert caught.value.diagnostic.code == "S422"

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.passes.statics.static import static
-from schedlang.runtime.collectives.collective import listening
-from schedlang.runtime.routing.expert_inner import Inner, probe_inner
-from schedlang.runtime.routing.expert_probe import Experts, probe_experts
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.static_checks.static import static
+from schedlang.runtime.comm.collectives import listening
+from schedlang.runtime.moe.probe import Experts, Inner, probe_experts, probe_inner
 from tests import expert_models as models
 from tests.experts.test_experts import KINDS
 from tests.proofs import planned, proven, refused
@@ -31,7 +30,7 @@ CASES = {
     "chunks": (ROW.format("dp", ", chunks=2") + DP.format(3), "dp=2, tp=2", ""),
     "dropped": (ROW.format("dp", ", capacity=0.75") + DP.format(0), "dp=2, tp=2", "routing"),
     "uneven share": (ROW.format("dp", "") + DP.format(0), "dp=2, tp=5", ""),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +80,10 @@ def test_gate_and_up_that_alternate() -> None:
     found = _inner(model.get_submodule("model.layers.0.mlp.experts"))
     assert found is not None
     assert dict((name, blocks) for name, _, blocks in found.cuts) == {
-        "gate_up_proj": 1, "gate_up_proj_bias": 1, "down_proj": 1}  # fmt: skip
+        "gate_up_proj": 1,
+        "gate_up_proj_bias": 1,
+        "down_proj": 1,
+    }
     assert found.whole == ("down_proj_bias",)
     assert found.numbers == ("intermediate_size",)
 
@@ -119,7 +121,7 @@ def test_what_cannot_be_cut() -> None:
 
 def _sent(plan: Any, batch: Any) -> dict[str, int]:
     """On this rank: bytes along `tp` in one step."""
-    from schedlang.passes.running.build import build
+    from schedlang.passes.lower.build import build
 
     program = build(plan, batch)
     sent: Counter[str] = Counter()

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from schedlang.passes.costs.account import account
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.passes.statics.static import static
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.simulate.account import account
+from schedlang.passes.static_checks.static import static
 from tests import expert_models as models
 from tests.proofs import planned, proven
 

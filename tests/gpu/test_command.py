@@ -31,8 +31,12 @@ def command(*words: str, before: Path | None = None) -> subprocess.CompletedProc
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.run(
         [sys.executable, "-m", "schedlang.testing.gpu", "--patience", PATIENCE, *words],
-        capture_output=True, text=True, env=environment, cwd=before or ROOT, timeout=1500,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=before or ROOT,
+        timeout=1500,
+    )
 
 
 def outcomes(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
@@ -67,8 +71,15 @@ def test_parts_fit_into_ten_minutes_and_three() -> None:
     assert sum(part.limit for part in PARTS) <= 585 and sum(part.quick for part in PARTS) <= 172
 
 
-CPU_CASES = ("kernels:rms_norm float32 1x", "programs:co", "ranks:zero 1", "compiled:MLPs",
-             "offload:act", "contests:swiglu", "layers:llama, tiny, untied, eager")  # fmt: skip
+CPU_CASES = (
+    "kernels:rms_norm float32 1x",
+    "programs:co",
+    "ranks:zero 1",
+    "compiled:MLPs",
+    "offload:act",
+    "contests:swiglu",
+    "layers:llama, tiny, untied, eager",
+)
 
 
 def test_each_part_on_the_cpu(tmp_path: Path) -> None:
@@ -87,8 +98,15 @@ def test_each_part_on_the_cpu(tmp_path: Path) -> None:
     assert "Nothing was wrong, and nothing failed." in text and "us |" not in text
 
 
-SIM_CASES = ("kernels:rms_norm float32 1x", "programs:co", "ranks:zero 1", "compiled:MLPs",
-             "offload", "contests:swiglu", "layers:llama, tiny, untied, ours")  # fmt: skip
+SIM_CASES = (
+    "kernels:rms_norm float32 1x",
+    "programs:co",
+    "ranks:zero 1",
+    "compiled:MLPs",
+    "offload",
+    "contests:swiglu",
+    "layers:llama, tiny, untied, ours",
+)
 
 
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "it is there")
@@ -193,9 +211,15 @@ def test_what_ends_a_process_ends_no_part(tmp_path: Path, monkeypatch: Any) -> N
     """A crash, a hang and a lost device are told, and the cases behind them run in another."""
     found = _trouble(tmp_path, monkeypatch, 8.0, 300.0)
     assert [(one.name.partition(" ")[2], one.outcome) for one in found] == [
-        ("fine", "ok"), ("off", "wrong"), ("crashes", "failed"), ("unable", "skipped"),
-        ("lost", "failed"), ("hangs", "failed"), ("raises", "failed"), ("fine", "ok"),
-    ]  # fmt: skip
+        ("fine", "ok"),
+        ("off", "wrong"),
+        ("crashes", "failed"),
+        ("unable", "skipped"),
+        ("lost", "failed"),
+        ("hangs", "failed"),
+        ("raises", "failed"),
+        ("fine", "ok"),
+    ]
     notes = {one.name.partition(" ")[2]: one.note for one in found}
     assert notes["crashes"] == "its process was ended by SIGSEGV: the last word"
     assert notes["hangs"] == "not done in 8 seconds" and notes["raises"] == "ValueError: what"
@@ -230,8 +254,9 @@ def test_a_part_that_cannot_begin_is_told(tmp_path: Path, monkeypatch: Any) -> N
 def test_only() -> None:
     """Parts by their names, in their order; of one the cases that begin so; others are refused."""
     assert [(part.name, words) for part, words in driver.chosen(["layers", "kernels:rope"])] == [
-        ("kernels", "rope"), ("layers", ""),
-    ]  # fmt: skip
+        ("kernels", "rope"),
+        ("layers", ""),
+    ]
     assert len(driver.chosen([])) == len(PARTS)
     with pytest.raises(ValueError, match="there is no part `kernel`: kernels, programs"):
         driver.chosen(["kernel"])
@@ -242,27 +267,52 @@ def test_only() -> None:
 def test_the_page_of_a_gpu() -> None:
     """Device, driver, torch and date; kernels and layers as tables; what failed, and why."""
     place = page.Here(
-        device="NVIDIA H100", driver="570.1", memory="79 GiB", torch="2.13.0", cuda="13.0",
-        triton="3.7.1", liger="not installed", python="3.12.1", date="2030-01-02", size="full",
-        parts=("contests", "layers"), seconds=200.0, rehearsed=False,
-    )  # fmt: skip
-    numbers = {"seconds": {"ours": 2e-4, "eager": 4e-4, "compile": 3e-4}, "floor": 1e-4,
-               "peak": {"ours": 2**20, "eager": 2**22}}  # fmt: skip
-    layer = {"shape": "llama", "way": "ours", "tokens_per_second": 1234.4, "peak_gib": 3.21,
-             "mfu": 0.5, "loss": 11.7}  # fmt: skip
-    text = page.page(place, [
-        Found("contests", "rms_norm", "ok", "x", numbers),
-        Found("contests", "rope", "failed", "a | b"),
-        Found("layers", "llama, ours", "ok", "x", layer),
-        Found("layers", "llama, liger", "skipped", "`liger_kernel` is not installed"),
-    ])  # fmt: skip
+        device="NVIDIA H100",
+        driver="570.1",
+        memory="79 GiB",
+        torch="2.13.0",
+        cuda="13.0",
+        triton="3.7.1",
+        liger="not installed",
+        python="3.12.1",
+        date="2030-01-02",
+        size="full",
+        parts=("contests", "layers"),
+        seconds=200.0,
+        rehearsed=False,
+    )
+    numbers = {
+        "seconds": {"ours": 2e-4, "eager": 4e-4, "compile": 3e-4},
+        "floor": 1e-4,
+        "peak": {"ours": 2**20, "eager": 2**22},
+    }
+    layer = {
+        "shape": "llama",
+        "way": "ours",
+        "tokens_per_second": 1234.4,
+        "peak_gib": 3.21,
+        "mfu": 0.5,
+        "loss": 11.7,
+    }
+    text = page.page(
+        place,
+        [
+            Found("contests", "rms_norm", "ok", "x", numbers),
+            Found("contests", "rope", "failed", "a | b"),
+            Found("layers", "llama, ours", "ok", "x", layer),
+            Found("layers", "llama, liger", "skipped", "`liger_kernel` is not installed"),
+        ],
+    )
     for line in (
-        "| device | NVIDIA H100 79 GiB |", "| driver | 570.1 |", "| torch | 2.13.0, CUDA 13.0 |",
-        "| date | 2030-01-02 |", "| cases | 2 ok, 1 failed, 1 skipped |",
+        "| device | NVIDIA H100 79 GiB |",
+        "| driver | 570.1 |",
+        "| torch | 2.13.0, CUDA 13.0 |",
+        "| date | 2030-01-02 |",
+        "| cases | 2 ok, 1 failed, 1 skipped |",
         "| rms_norm | 200 | 50% | 2.00 | 1.50 | - | - | 1 of 4 |",
         "| llama | ours | 1234 | 3.2 | 50.0% | 11.7000 |",
         "| contests: rope | failed | a \\| b |",
         "| llama, liger | skipped | `liger_kernel` is not installed |",
         "| run | full shapes, without kernels, programs, ranks, compiled, offload, 200 s |",
-    ):  # fmt: skip
+    ):
         assert f"{line}\n" in text, line

@@ -43,8 +43,9 @@ def test_what_is_wrong_is_told(ours: object, outcome: str, said: str) -> None:
 
 def test_a_peer_that_fails_is_a_note() -> None:
     """What does not run of others is said; ours is right all the same."""
-    one = Contest("twice", {"ours": lambda x: x * 2, "eager": lambda x: x * 2, "liger": raising},
-                  ((4, 8),))  # fmt: skip
+    one = Contest(
+        "twice", {"ours": lambda x: x * 2, "eager": lambda x: x * 2, "liger": raising}, ((4, 8),)
+    )
     told = contested(one, CPU)
     assert "liger failed: RuntimeError: no such device" in told.note
     assert told.numbers["failed"].keys() == {"liger"}
@@ -68,8 +69,11 @@ def test_every_kernel_is_examined() -> None:
     folder = Path(schedlang.kernels.__file__).parent
     names = {path.stem for path in folder.glob("*.py")} - {"check", "__init__"}
     homes = {name: import_module(f"schedlang.kernels.{name}") for name in names}
-    kernels = {n for n, home in homes.items() if callable(own := getattr(home, "Case", None))
-               and own.__module__ == home.__name__}  # fmt: skip
+    kernels = {
+        n
+        for n, home in homes.items()
+        if callable(own := getattr(home, "Case", None)) and own.__module__ == home.__name__
+    }
     cases = correctness.checks(replace(TINY, device="cuda"))
     assert {case.kernel for case in cases} == kernels
     for kernel in ("rms_norm", "add_norm", "gated", "rope", "linear_cross_entropy"):

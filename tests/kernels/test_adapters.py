@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.diagnostic import Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.kernels import flash_attention as flash
 from schedlang.kernels.device import runs
 from schedlang.kernels.flex_attention import Case, Rule, flex_attention, reference
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.runtime.replacing.adapters import Adapted
-from schedlang.runtime.replacing.attended import by_name
-from schedlang.runtime.replacing.kernel import kernel_of, match, replace
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.runtime.kernel_injection.attention_adapters import Adapted, by_name
+from schedlang.runtime.kernel_injection.kernel import kernel_of, match, replace
 from tests import models
 from tests.kernels.test_kernel import assert_close, build, gradients
 from tests.proofs import planned, proven, refused
@@ -91,9 +90,15 @@ def test_compiles_as_one_graph() -> None:
     tables = (torch.randn(1, 5, 4), torch.randn(1, 5, 4))
     for module, given in [
         (own, {"x": x}),
-        (layer, {"hidden_states": torch.randn(2, 5, 16), "position_embeddings": tables,
-                 "attention_mask": None}),
-    ]:  # fmt: skip
+        (
+            layer,
+            {
+                "hidden_states": torch.randn(2, 5, 16),
+                "position_embeddings": tables,
+                "attention_mask": None,
+            },
+        ),
+    ]:
         replace(module, match(module, "flex_attention"))
         compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
         found, expected = compiled(**given), module(**given)
@@ -178,8 +183,11 @@ def test_flash_attention_is_called_with_the_window(monkeypatch: pytest.MonkeyPat
     far = torch.arange(7)[:, None] - torch.arange(7)[None]
     mask = ((far >= 0) & (far < 3))[None, None].expand(2, 1, 7, 7).clone()
     for rule, given in [
-        (Rule(0.3, 2.0, True), None), (Rule(), mask), (Rule(causal=True), mask), (Rule(), None),
-    ]:  # fmt: skip
+        (Rule(0.3, 2.0, True), None),
+        (Rule(), mask),
+        (Rule(causal=True), mask),
+        (Rule(), None),
+    ]:
         before = runs().get("torch", 0)
         found = flash.flash_attention(q, k, v, rule, given)
         assert runs()["torch"] == before + 1
@@ -224,7 +232,7 @@ def test_a_trial_here_says_that_it_was_not_run() -> None:
 
 def test_calls_that_a_module_does_not_take_are_left_out() -> None:
     """A module that needs a mask is judged by calls with one; one that takes none, by no call."""
-    from schedlang.runtime.replacing.adapters import _ran
+    from schedlang.runtime.kernel_injection.attention_adapters import _ran
 
     class Masked(nn.Linear):
         def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -239,7 +247,7 @@ def test_calls_that_a_module_does_not_take_are_left_out() -> None:
 
 def test_a_config_whose_layers_differ() -> None:
     """Where a config does not say how large a head is, the module does."""
-    from schedlang.runtime.replacing.attention import _head_size
+    from schedlang.runtime.kernel_injection.attention import _head_size
 
     class Config:
         @property

@@ -18,17 +18,19 @@ from schedlang.kernels.add_norm import (
 )
 from schedlang.kernels.check import run_kernel_check
 from schedlang.kernels.device import runs
-from schedlang.runtime.replacing.add_norm import Sums
-from schedlang.runtime.replacing.kernel import match, replace
+from schedlang.runtime.kernel_injection.add_norm import Sums
+from schedlang.runtime.kernel_injection.kernel import match, replace
 from tests import models
 from tests.proofs import planned, proven, refused
 from tests.rows import HEADS
 from tests.tiers import thinned
 
 FORMS = [
-    Form(False, 1e-5, 0.0, "early"), Form(False, 1e-5, 1.0, "late"),
-    Form(True, 1e-5, 0.0, "late"), Form(True, 1e-5, 1.0, "early"),
-]  # fmt: skip
+    Form(False, 1e-5, 0.0, "early"),
+    Form(False, 1e-5, 1.0, "late"),
+    Form(True, 1e-5, 0.0, "late"),
+    Form(True, 1e-5, 1.0, "early"),
+]
 ROW = "model.layers.* replace_kernel(add_norm)\n"
 
 
@@ -75,8 +77,9 @@ def test_two_types(first):
         sides.append([*made, *torch.autograd.grad(sum((y**2).sum() for y in made), leaves)])
     for ours, plain in zip(*sides):
         assert ours.dtype == plain.dtype
-        torch.testing.assert_close(ours, plain, rtol=1e-6 if ours.dtype == torch.float32 else 8e-3,
-                                   atol=1e-6)  # fmt: skip
+        torch.testing.assert_close(
+            ours, plain, rtol=1e-6 if ours.dtype == torch.float32 else 8e-3, atol=1e-6
+        )
 
 
 def test_opcheck():
@@ -145,7 +148,7 @@ ROWS = {
         pipeline(order="1F1B", micro=2)""",
         "pp=2",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", thinned(ROWS, 3))

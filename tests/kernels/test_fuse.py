@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from schedlang.diagnostic import Refusal
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.activation_memory.recompute import checkpoint
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.forward import layers_of
-from schedlang.runtime.keeping.recompute import checkpoint
+from schedlang.runtime.fusion import fuse as fuse_file
+from schedlang.runtime.fusion.checked import check_fused
+from schedlang.runtime.fusion.fuse import fuse, graphs, unavailable
+from schedlang.runtime.kernel_injection.kernel import match, replace
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.regions import fuse as fuse_file
-from schedlang.runtime.regions.checked import check_fused
-from schedlang.runtime.regions.fuse import fuse, graphs, unavailable
-from schedlang.runtime.replacing.kernel import match, replace
 
 pytestmark = pytest.mark.skipif(
     unavailable() is not None, reason=f"inductor cannot compile here: {unavailable()}"
@@ -137,8 +137,11 @@ def test_later_calls_meet_what_the_first_left(monkeypatch):
     module, x = Block(0.0), torch.randn(3, 8)
     fuse(module)
     first: dict[str, object] = {}
-    monkeypatch.setattr(fuse_file, "_compile", lambda inner, *given: lambda x, scale=1.0: inner(
-        x, scale=first.setdefault("scale", scale)))  # fmt: skip
+    monkeypatch.setattr(
+        fuse_file,
+        "_compile",
+        lambda inner, *given: lambda x, scale=1.0: inner(x, scale=first.setdefault("scale", scale)),
+    )
     later = {"again": ((x + 1,), {"scale": 1.0}), "scaled": ((x,), {"scale": 3.0})}
     found = check_fused(module, (x,), {"scale": 1.0}, later=later)
     assert {one.name for one in found if not one.ok and "output" in one.name} == {
@@ -160,10 +163,12 @@ def test_a_lost_gradient_is_a_verdict(monkeypatch):
     fuse(module)
     for wrong, said in [
         (lambda inner: lambda x: inner(x.detach()), {"gradient of input 0 (is not there)"}),
-        (lambda inner: torch.no_grad()(lambda x: inner(x)), {"gradient of input 0 (is not there)",
-         "gradient of up.weight (is not there)"}),
+        (
+            lambda inner: torch.no_grad()(lambda x: inner(x)),
+            {"gradient of input 0 (is not there)", "gradient of up.weight (is not there)"},
+        ),
         (lambda inner: lambda x: {"x": inner(x)["x"][:2]}, {"output .x (has shape [2, 8])"}),
-    ]:  # fmt: skip
+    ]:
         monkeypatch.setattr(fuse_file, "_compile", lambda inner, *given, made=wrong: made(inner))
         assert said <= {one.name for one in check_fused(module, (x,)) if not one.ok}
 

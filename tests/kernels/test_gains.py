@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 import schedlang
 from schedlang.cli import app
-from schedlang.diagnostic import Refusal
-from schedlang.passes.costs.gains import gained
-from schedlang.passes.verifying.prove import Case, prove
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.prove import Case, prove
+from schedlang.passes.simulate.gains import gained
 from tests.proofs import planned
 from tests.tiers import thinned
 

@@ -19,10 +19,9 @@ from schedlang.kernels.gated import (
     packed_forward,
     reference,
 )
-from schedlang.runtime.replacing import told_mlp
-from schedlang.runtime.replacing.kernel import match, replace
-from schedlang.runtime.replacing.mlp import Gated
-from schedlang.runtime.replacing.told_mlp import probe_gated
+from schedlang.runtime.kernel_injection import gated_mlp
+from schedlang.runtime.kernel_injection.gated_mlp import Gated, probe_gated
+from schedlang.runtime.kernel_injection.kernel import match, replace
 from tests import models
 from tests.proofs import planned, proven, refused
 
@@ -90,12 +89,16 @@ class Mlp(nn.Module):
         (lambda m, x: m.three(F.silu(m.one(x)) * m.two(x)), ("one", "two", "silu")),
         (lambda m, x: m.three(F.gelu(m.two(x)) * m.one(x)), ("two", "one", "gelu")),
         (lambda m, x: m.three(m.one(x) * F.relu(m.two(x))), ("two", "one", "relu")),
-        (lambda m, x: F.linear(F.silu(m.one(x)) * m.two(x), m.three.weight, m.three.bias),
-         ("one", "two", "silu")),
-        (lambda m, x: m.three((F.silu(m.one(x)) * m.two(x)).flatten(0, 1)).view(x.shape),
-         ("one", "two", "silu")),
+        (
+            lambda m, x: F.linear(F.silu(m.one(x)) * m.two(x), m.three.weight, m.three.bias),
+            ("one", "two", "silu"),
+        ),
+        (
+            lambda m, x: m.three((F.silu(m.one(x)) * m.two(x)).flatten(0, 1)).view(x.shape),
+            ("one", "two", "silu"),
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("size", ["narrow", "wide"])
 def test_names_every_part(form, expected, size, monkeypatch):
     """Gate, up and activation are found by what the module computes, on meta as well; also where
@@ -109,7 +112,7 @@ def test_names_every_part(form, expected, size, monkeypatch):
 def _sized(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a small module be judged as a wide one is."""
     if size == "wide":
-        monkeypatch.setattr(told_mlp, "_WIDE", 0)
+        monkeypatch.setattr(gated_mlp, "_WIDE", 0)
         monkeypatch.setattr(probe, "_DRAWN", 11)
 
 
@@ -129,12 +132,20 @@ def _sized(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda m, x: m.three(F.silu(m.one(x)) * m.two(x)) * 1.001, "differs"),
         (lambda m, x: m.three(F.silu(m.one(x)) * m.two(x)) * (1.0, 1.001)[m.training], "differs"),
         (lambda m, x: m.three(F.silu(m.one(x)) * m.two(x)) * (1.001, 1.0)[m.training], "differs"),
-        (lambda m, x: m.three(F.silu(m.one(x)) * m.two(x))
-         * (1.0, 1.001)[torch.is_grad_enabled()], "differs"),
-        (lambda m, x: m.three(F.silu(m.one(x)) * m.two(x))
-         * (1.001, 1.0)[torch.is_grad_enabled()], "differs"),
+        (
+            lambda m, x: (
+                m.three(F.silu(m.one(x)) * m.two(x)) * (1.0, 1.001)[torch.is_grad_enabled()]
+            ),
+            "differs",
+        ),
+        (
+            lambda m, x: (
+                m.three(F.silu(m.one(x)) * m.two(x)) * (1.001, 1.0)[torch.is_grad_enabled()]
+            ),
+            "differs",
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("size", ["narrow", "wide"])
 def test_refuses_what_only_resembles(form, said, size, monkeypatch):
     """A sum, another activation, a cut gradient, dropout, other results: each is a mismatch, also
@@ -163,7 +174,7 @@ def product(m, x):
 def test_what_the_product_goes_through_is_found(more, size, monkeypatch):
     """A dropout, as T5's, or a norm, as BitNet's, before the last projection; it stays a module."""
     if size == "wide":
-        monkeypatch.setattr(told_mlp, "_WIDE", 0)
+        monkeypatch.setattr(gated_mlp, "_WIDE", 0)
     module = Passing(more, lambda m, x: m.three(m.more(product(m, x)))).double()
     found = match(module, "gated")
     assert found == Gated("one", "two", "three", "silu", 8, between="more")
@@ -194,7 +205,7 @@ def test_what_the_product_goes_through_is_found(more, size, monkeypatch):
 def test_a_child_in_another_place_is_refused(more, form, size, monkeypatch):
     """What goes through it elsewhere, or with its gradient cut, is no gated MLP."""
     if size == "wide":
-        monkeypatch.setattr(told_mlp, "_WIDE", 0)
+        monkeypatch.setattr(gated_mlp, "_WIDE", 0)
     found = match(Passing(more, form), "gated")
     assert "differ" in found.reason or "projections" in found.reason, found
 

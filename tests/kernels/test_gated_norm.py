@@ -28,9 +28,9 @@ from schedlang.kernels.gated_norm import (
 from schedlang.kernels.gated_norms import GatedNorm
 from schedlang.kernels.probe import Mismatch
 from schedlang.runtime.float64 import Float64
+from schedlang.runtime.kernel_injection.kernel import match, replace
 from schedlang.runtime.left import left_in
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.replacing.kernel import match, replace
 from tests import models
 from tests.engine import Threads
 from tests.proofs import planned, proven
@@ -59,10 +59,12 @@ CASES += [Case((3, 5, 66), "float32", form, strided=True) for form in FORMS]
 FEW = [
     *(Case((2, 258), dtype, form) for dtype in ("float32", "bfloat16") for form in FORMS[:2]),
     *(Case((1, 36), "float32", form, 1e-3) for form in FORMS[3:]),
-    *(Case((9, 12), kind, form, other=other)
-      for form, (kind, other) in zip(FORMS, (*MIXED, ("float16", "")))),
+    *(
+        Case((9, 12), kind, form, other=other)
+        for form, (kind, other) in zip(FORMS, (*MIXED, ("float16", "")))
+    ),
     Case((3, 5, 6), "float32", FORMS[3], strided=True),
-]  # fmt: skip
+]
 
 
 def right(cases: list[Case]) -> None:
@@ -278,8 +280,9 @@ def test_a_module_with_the_kernel_gives_what_it_gave(
         for call in (lambda m: m(x, gate), lambda m: m(lever=gate, rows=x)):  # noqa: B023
             both = [
                 [y, *torch.autograd.grad(y, [x, gate, m.gain], by)]
-                for m in (module, plain) for y in [call(m)]
-            ]  # fmt: skip
+                for m in (module, plain)
+                for y in [call(m)]
+            ]
             for a, b in zip(*both, strict=True):
                 # the module's own casts to float32 stay casts
                 assert (a - b).norm() <= 1e-6 * b.norm()
@@ -325,9 +328,18 @@ def mamba(layers: int = 2) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.Mamba2Config(
-        hidden_size=16, num_heads=4, head_dim=8, expand=2, n_groups=2, state_size=8, conv_kernel=2,
-        num_hidden_layers=layers, chunk_size=4, use_cache=False, **models.SIZES,
-    )  # fmt: skip
+        hidden_size=16,
+        num_heads=4,
+        head_dim=8,
+        expand=2,
+        n_groups=2,
+        state_size=8,
+        conv_kernel=2,
+        num_hidden_layers=layers,
+        chunk_size=4,
+        use_cache=False,
+        **models.SIZES,
+    )
     return transformers.Mamba2ForCausalLM(config).double()
 
 

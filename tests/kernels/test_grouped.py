@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from schedlang.diagnostic import Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.kernels.check import check_case
 from schedlang.kernels.device import runs
 from schedlang.kernels.grouped import Case, grouped
 from schedlang.kernels.probe import Mismatch
-from schedlang.passes.statics.static import static
+from schedlang.passes.static_checks.static import static
 from schedlang.runtime.float64 import Float64
+from schedlang.runtime.kernel_injection.expert_kernel import GroupedForm, Matrix, Middle
+from schedlang.runtime.kernel_injection.kernel import match, replace
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.replacing.expert_kernel import GroupedForm, Matrix, Middle
-from schedlang.runtime.replacing.kernel import match, replace
 from tests import expert_models as models
 from tests.proofs import planned, proven, refused
 
@@ -31,12 +31,16 @@ BATCHES = [models.batch(0), models.batch(1, rows=4)]
 CASES = {
     "sent": (KERNEL + SPREAD.format("dp") + DP.format(0), "dp=2"),
     "cut inside": (KERNEL + SPREAD.format("dp, inner=tp") + DP.format(0), "dp=2, tp=2"),
-    "fetched": (KERNEL + SPREAD.format("ep, dispatch=fetch") + DP.format(3),
-                "dp=2, tp=2)\nview ep of (dp, tp"),
-    "stages": (KERNEL + SPREAD.format("dp") + "layers.*  checkpoint()\n"
-               "layers  pipeline_split(over=pp)\n" + DP.format(0)
-               + 'pipeline(order="1F1B", micro=2)', "dp=2, pp=2"),
-}  # fmt: skip
+    "fetched": (
+        KERNEL + SPREAD.format("ep, dispatch=fetch") + DP.format(3),
+        "dp=2, tp=2)\nview ep of (dp, tp",
+    ),
+    "stages": (
+        KERNEL + SPREAD.format("dp") + "layers.*  checkpoint()\n"
+        "layers  pipeline_split(over=pp)\n" + DP.format(0) + 'pipeline(order="1F1B", micro=2)',
+        "dp=2, pp=2",
+    ),
+}
 
 
 @pytest.mark.parametrize(
@@ -54,9 +58,12 @@ def test_every_way_equals_the_original(name: str, threads: Any) -> None:
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "shape", "backend"),
-    [("bfloat16", (25, 24), "torch"), ("bfloat16", (7, 12), "reference"),
-     ("float32", (24, 32), "reference")],
-)  # fmt: skip
+    [
+        ("bfloat16", (25, 24), "torch"),
+        ("bfloat16", (7, 12), "reference"),
+        ("float32", (24, 32), "reference"),
+    ],
+)
 def test_the_product_itself(across: bool, dtype: str, shape: Any, backend: str) -> None:
     """As right as eager products in bfloat16, with a group that has no rows; so are gradients."""
     found = check_case(Case(shape, dtype, across=across), "cpu")
@@ -65,8 +72,9 @@ def test_the_product_itself(across: bool, dtype: str, shape: Any, backend: str) 
 
 def test_the_operator_is_whole() -> None:
     """Shapes without values, strides and the backward are what torch expects of an operator."""
-    x, weight = (torch.randn(*s, dtype=torch.double, requires_grad=True)
-                 for s in ((5, 3), (2, 4, 3)))  # fmt: skip
+    x, weight = (
+        torch.randn(*s, dtype=torch.double, requires_grad=True) for s in ((5, 3), (2, 4, 3))
+    )
     ends = torch.tensor([0, 5], dtype=torch.int32)
     result = torch.library.opcheck(
         torch.ops.schedlang.grouped_forward.default, (x, weight, ends, True)
@@ -129,16 +137,37 @@ def _squared(m: Any, x: Tensor, e: int) -> Tensor:
 
 
 FORMS = {
-    "apart": (dict(one=(10, 6), two=(10, 6), down=(6, 10)), _apart,
-              GroupedForm((Matrix("one", None, True), Matrix("two", None, True)),
-                          Middle("gelu", "apart"), Matrix("down", None, True), (4, 6, 10))),
-    "in turn": (dict(up=(6, 20), bias=(20,), down=(10, 6)), _in_turn,
-                GroupedForm((Matrix("up", "bias", False),), Middle("silu", "in turn"),
-                            Matrix("down", None, False), (4, 6, 20))),
-    "plain": (dict(up=(10, 6), down=(10, 6)), _plain,
-              GroupedForm((Matrix("up", None, True),), Middle("act", "", True),
-                          Matrix("down", None, False), (4, 6, 10))),
-}  # fmt: skip
+    "apart": (
+        dict(one=(10, 6), two=(10, 6), down=(6, 10)),
+        _apart,
+        GroupedForm(
+            (Matrix("one", None, True), Matrix("two", None, True)),
+            Middle("gelu", "apart"),
+            Matrix("down", None, True),
+            (4, 6, 10),
+        ),
+    ),
+    "in turn": (
+        dict(up=(6, 20), bias=(20,), down=(10, 6)),
+        _in_turn,
+        GroupedForm(
+            (Matrix("up", "bias", False),),
+            Middle("silu", "in turn"),
+            Matrix("down", None, False),
+            (4, 6, 20),
+        ),
+    ),
+    "plain": (
+        dict(up=(10, 6), down=(10, 6)),
+        _plain,
+        GroupedForm(
+            (Matrix("up", None, True),),
+            Middle("act", "", True),
+            Matrix("down", None, False),
+            (4, 6, 10),
+        ),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from schedlang.kernels.check import run_kernel_check
 from schedlang.kernels.held_cross_entropy import Case, held_backward, held_forward
-from schedlang.runtime.logits.lazy_logits import LazyLogits
-from schedlang.runtime.replacing.kernel import kernel_of, match, replace
+from schedlang.runtime.kernel_injection.kernel import kernel_of, match, replace
+from schedlang.runtime.lazy_logits.lazy import LazyLogits
 from tests import models
 from tests.kernels.test_linear_cross_entropy import LABELS, LOSSES, WHOLE
 from tests.proofs import refused
@@ -35,9 +35,10 @@ def test_opcheck():
     x, weight, target = torch.randn(5, 4), torch.randn(9, 4), torch.arange(5)
     leaves = x.requires_grad_(), weight.requires_grad_()
     torch.library.opcheck(
-        held_forward, (*leaves, None, target, 0.5, 3.0),
+        held_forward,
+        (*leaves, None, target, 0.5, 3.0),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
-    )  # fmt: skip
+    )
     lse, *_, z = (t.detach() for t in held_forward(*leaves, None, target, 1.0, 0.0))
     given = (z, x.detach(), weight.detach(), None, target, lse, lse, lse, lse, 1.0, 0.0, True, True)
     torch.library.opcheck(held_backward, given)
@@ -88,9 +89,10 @@ def big_allocations(work, size):
     ) as seen:
         work()
     events = sorted(
-        (e.start_ns(), e.nbytes()) for e in seen.profiler.kineto_results.events()
+        (e.start_ns(), e.nbytes())
+        for e in seen.profiler.kineto_results.events()
         if e.name() == "[memory]"
-    )  # fmt: skip
+    )
     held, most = 0, 0
     for _, change in events:
         held += change
@@ -128,7 +130,7 @@ ROWS = {
         "dp=2, tp=2",
     ),
     "stages": STAGES,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", thinned(ROWS, 3))

@@ -12,9 +12,15 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MADE = {
-    "rms_norm": 20, "layer_norm": 10, "gated": 24, "cross_entropy": 8, "add_norm": 24, "rope": 12,
-    "rowwise": 48, "gated_norm": 20,
-}  # fmt: skip
+    "rms_norm": 20,
+    "layer_norm": 10,
+    "gated": 24,
+    "cross_entropy": 8,
+    "add_norm": 24,
+    "rope": 12,
+    "rowwise": 48,
+    "gated_norm": 20,
+}
 
 
 @pytest.mark.deep
@@ -40,9 +46,15 @@ def test_compiles_for_hopper(kernel):
 
 # the angles of a token are loaded by all threads, few at a time
 LONE = {
-    "rms_norm": 2, "layer_norm": 4, "gated": 0, "cross_entropy": 6, "add_norm": 4, "rope": 16,
-    "rowwise": 2, "gated_norm": 2,
-}  # fmt: skip
+    "rms_norm": 2,
+    "layer_norm": 4,
+    "gated": 0,
+    "cross_entropy": 6,
+    "add_norm": 4,
+    "rope": 16,
+    "rowwise": 2,
+    "gated_norm": 2,
+}
 NAIVE = """
     %row = tt.get_program_id x : i32 loc(#loc1)
     %start = arith.muli %row, %stride : i32 loc(#loc2)

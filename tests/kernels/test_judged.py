@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import schedlang
-from schedlang.diagnostic import Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.kernels.probe import Mismatch
-from schedlang.runtime.replacing.judged import judged, seen, watched
+from schedlang.runtime.kernel_injection.probe_cache import judged, seen, watched
 from tests.kernels.test_gated import Mlp
 
 

@@ -8,23 +8,30 @@ import pytest
 import torch
 from torch import nn
 
-from schedlang.diagnostic import Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.kernels.device import runs
 from schedlang.kernels.norms import Norm
 from schedlang.kernels.probe import Mismatch
+from schedlang.runtime.activation_memory.recompute import checkpoint
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.forward import unwrap
-from schedlang.runtime.keeping.recompute import checkpoint
+from schedlang.runtime.kernel_injection.kernel import Attention, kernel_of, match, replace
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.replacing.kernel import Attention, kernel_of, match, replace
 
 transformers = pytest.importorskip("transformers")
 
 SMALL = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 32, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "head_dim": 4,
-}  # fmt: skip
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "head_dim": 4,
+}
 
 
 def build(name="Llama", implementation="eager", **more):
@@ -102,9 +109,18 @@ ATTENTIONS = ["Llama", "Gemma", "GPT2", "Phi3", "OPT", "GPTNeoX", "Phi"]  # Phi 
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_attention_of_one_layer(name):
     """One layer's attention by sdpa, the other as it was: equal in float64, padding included."""
-    more = {"n_embd": 16, "n_layer": 2, "n_head": 4, "resid_pdrop": 0, "embd_pdrop": 0,
-            "attn_pdrop": 0, "ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0,
-            "rotary_pct": 1.0}  # fmt: skip
+    more = {
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 4,
+        "resid_pdrop": 0,
+        "embd_pdrop": 0,
+        "attn_pdrop": 0,
+        "ffn_dim": 24,
+        "word_embed_proj_dim": 16,
+        "dropout": 0.0,
+        "rotary_pct": 1.0,
+    }
     model = build(name, **more)
     expected, ragged = gradients(model), gradients(model, padded=True)
     attentions = [m for m in model.modules() if type(m).__name__.endswith("Attention")]

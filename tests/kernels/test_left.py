@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import schedlang
-from schedlang.codes import WARNINGS
-from schedlang.passes.costs.account import account
-from schedlang.passes.running.train import Course, train
-from schedlang.passes.verifying.prove import Case, prove
+from schedlang.diagnostics.codes import WARNINGS
+from schedlang.passes.lower.train import Course, train
+from schedlang.passes.prove import Case, prove
+from schedlang.passes.simulate.account import account
+from schedlang.runtime.kernel_injection.kernel import match, replace
 from schedlang.runtime.left import left_in
-from schedlang.runtime.replacing.kernel import match, replace
 from tests.proofs import planned
 
 

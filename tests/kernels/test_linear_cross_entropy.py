@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.diagnostic import Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.kernels.check import run_kernel_check
 from schedlang.kernels.linear_cross_entropy import (
     Case,
@@ -17,10 +17,10 @@ from schedlang.kernels.linear_cross_entropy import (
     statistics,
     weighed,
 )
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.runtime.logits.head import Head, probe_head
-from schedlang.runtime.logits.lazy_logits import LazyLogits
-from schedlang.runtime.replacing.kernel import kernel_of, match, replace
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.runtime.kernel_injection.kernel import kernel_of, match, replace
+from schedlang.runtime.lazy_logits.head import Head, probe_head
+from schedlang.runtime.lazy_logits.lazy import LazyLogits
 from tests import models
 from tests.proofs import planned, proven, refused
 

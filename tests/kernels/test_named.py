@@ -15,7 +15,7 @@ from schedlang.kernels import liger
 from schedlang.kernels.check import check_case
 from schedlang.kernels.device import runs
 from schedlang.kernels.probe import Mismatch
-from schedlang.runtime.replacing.kernel import cases_of, kernel_of, match, replace
+from schedlang.runtime.kernel_injection.kernel import cases_of, kernel_of, match, replace
 from tests import models
 from tests.proofs import planned, proven, refused
 

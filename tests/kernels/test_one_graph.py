@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import schedlang
 from schedlang.kernels.device import runs
 from schedlang.kernels.probe import Mismatch
-from schedlang.runtime.logits.lazy_logits import LazyLogits
-from schedlang.runtime.replacing.kernel import match, replace
+from schedlang.runtime.kernel_injection.kernel import match, replace
+from schedlang.runtime.lazy_logits.lazy import LazyLogits
 from tests import models
 
 WORDS = 17
@@ -182,8 +182,12 @@ def test_what_a_flow_was_made_for() -> None:
     x = torch.randn(2, 5, 6, dtype=torch.float64)
     pairs = [torch.randn(5, 1, dtype=torch.float64) for _ in range(3)]
     calls: list[dict[str, Any]] = [
-        {}, {"twice": True}, {"pair": pairs[:2]}, {"pair": tuple(pairs)}, {"pair": pairs[1:]},
-    ]  # fmt: skip
+        {},
+        {"twice": True},
+        {"pair": pairs[:2]},
+        {"pair": tuple(pairs)},
+        {"pair": pairs[1:]},
+    ]
     expected = [layer(x, **call) for call in calls]
     put(layer, "add_norm", "")
     whole = torch.compile(layer, fullgraph=True, backend="eager")
@@ -276,29 +280,40 @@ def test_a_loss_that_is_a_module(kernel: str) -> None:
 
 SITES: Mapping[str, Mapping[str, str]] = {
     "gpt2": {
-        "layer_norm": "transformer.**:LayerNorm", "add_norm": "transformer.h.*",
-        "sdpa": "transformer.h.*.attn", "flex_attention": "transformer.h.*.attn",
-        "cross_entropy": "lm_head", "linear_cross_entropy": "lm_head",
+        "layer_norm": "transformer.**:LayerNorm",
+        "add_norm": "transformer.h.*",
+        "sdpa": "transformer.h.*.attn",
+        "flex_attention": "transformer.h.*.attn",
+        "cross_entropy": "lm_head",
+        "linear_cross_entropy": "lm_head",
     },
     "llama": {
-        "rms_norm": "model.**:LlamaRMSNorm", "add_norm": "model.layers.*",
-        "gated": "model.layers.*.mlp", "rope": "model.layers.*.self_attn",
-        "sdpa": "model.layers.*.self_attn", "flex_attention": "model.layers.*.self_attn",
-        "cross_entropy": "lm_head", "linear_cross_entropy": "lm_head",
+        "rms_norm": "model.**:LlamaRMSNorm",
+        "add_norm": "model.layers.*",
+        "gated": "model.layers.*.mlp",
+        "rope": "model.layers.*.self_attn",
+        "sdpa": "model.layers.*.self_attn",
+        "flex_attention": "model.layers.*.self_attn",
+        "cross_entropy": "lm_head",
+        "linear_cross_entropy": "lm_head",
     },
     "bert": {
-        "layer_norm": "**:LayerNorm", "add_norm": "bert.encoder.layer.*.output",
+        "layer_norm": "**:LayerNorm",
+        "add_norm": "bert.encoder.layer.*.output",
         "sdpa": "bert.encoder.layer.*.attention.self",
         "flex_attention": "bert.encoder.layer.*.attention.self",
         "cross_entropy": "cls.predictions.decoder",
         "linear_cross_entropy": "cls.predictions.decoder",
     },
     "t5": {
-        "rms_norm": "**:T5LayerNorm", "gated": "**:T5DenseGatedActDense",
-        "sdpa": "**:T5Attention", "flex_attention": "**:T5Attention", "cross_entropy": "lm_head",
+        "rms_norm": "**:T5LayerNorm",
+        "gated": "**:T5DenseGatedActDense",
+        "sdpa": "**:T5Attention",
+        "flex_attention": "**:T5Attention",
+        "cross_entropy": "lm_head",
         "linear_cross_entropy": "lm_head",
     },
-}  # fmt: skip
+}
 # Untouched all of these are one graph.  With a mask torch's attention chooses when the graph runs
 # (`torch.cond`), which torch cannot trace beside a cache that the model makes in the same graph.
 BROKEN = {("gpt2", "sdpa"), ("llama", "sdpa")}
@@ -310,16 +325,27 @@ def t5() -> nn.Module:
 
     torch.manual_seed(0)
     config = transformers.T5Config(
-        d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0,
-        feed_forward_proj="gated-gelu", decoder_start_token_id=0, **models.SIZES,
-    )  # fmt: skip
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0.0,
+        feed_forward_proj="gated-gelu",
+        decoder_start_token_id=0,
+        **models.SIZES,
+    )
     return transformers.T5ForConditionalGeneration(config).double()
 
 
 def transformer(kind: str, kernel: str) -> nn.Module:
     """A tiny model as transformers makes it, ready to train."""
-    makes = {"gpt2": lambda: models.gpt2(2), "llama": lambda: models.llama(2),
-             "bert": models.bert, "t5": t5}  # fmt: skip
+    makes = {
+        "gpt2": lambda: models.gpt2(2),
+        "llama": lambda: models.llama(2),
+        "bert": models.bert,
+        "t5": t5,
+    }
     model: Any = makes[kind]()
     if kernel == "sdpa":
         model.config._attn_implementation = "eager"

@@ -9,8 +9,8 @@ from torch import nn
 from schedlang.kernels.norms import Norm, probe_norm
 from schedlang.kernels.probe import Mismatch, bare_copy
 from schedlang.runtime.float64 import Float64
+from schedlang.runtime.kernel_injection.kernel import match
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.replacing.kernel import match
 
 
 class Rms(nn.Module):
@@ -34,13 +34,21 @@ def inverse(x, eps=1e-6, size=None):
     ("form", "offset", "eps", "rounding"),
     [
         (lambda x, w: w * (x.float() * inverse(x.float())).to(x.dtype), 0.0, 1e-6, "early"),
-        (lambda x, w: (x.float() * inverse(x.float(), 3e-5) * w.float()).to(x.dtype),
-         0.0, 3e-5, "late"),
-        (lambda x, w: (x.float() * inverse(x.float()) * (1 + w.float())).to(x.dtype),
-         1.0, 1e-6, "late"),
+        (
+            lambda x, w: (x.float() * inverse(x.float(), 3e-5) * w.float()).to(x.dtype),
+            0.0,
+            3e-5,
+            "late",
+        ),
+        (
+            lambda x, w: (x.float() * inverse(x.float()) * (1 + w.float())).to(x.dtype),
+            1.0,
+            1e-6,
+            "late",
+        ),
         (lambda x, w: torch.rms_norm(x, w.shape, w), 0.0, None, "late"),
     ],
-)  # fmt: skip
+)
 def test_names_every_form(form, offset, eps, rounding, device):
     """Offset, eps and rounding order are found by behaviour, with or without real parameters."""
     with torch.device(device):

@@ -9,19 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.reading.state import Settings
-from schedlang.passes.running.build import build
-from schedlang.patterns import read
-from schedlang.plan import Plan
-from schedlang.runtime.regions.checked import check_fused
-from schedlang.runtime.regions.flow import Looked, flow, given_of, imagined
-from schedlang.runtime.regions.fuse import unavailable
-from schedlang.runtime.regions.layer import Told, fuse_pattern, regions_of
-from schedlang.runtime.regions.match import matches
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.ir.plan import Plan
+from schedlang.language.patterns import read
+from schedlang.language.syntax import parse
+from schedlang.passes.elaborate.state import Settings
+from schedlang.passes.lower.build import build
+from schedlang.runtime.fusion.checked import check_fused
+from schedlang.runtime.fusion.dataflow import Looked, flow, given_of, imagined
+from schedlang.runtime.fusion.fuse import Told, fuse_pattern, regions_of, unavailable
+from schedlang.runtime.fusion.rewrite import matches
 from schedlang.schedule import Schedule, create_schedule
-from schedlang.source import Source
-from schedlang.syntax import parse
 from tests.engine import Threads
 from tests.proofs import proven
 
@@ -104,11 +103,17 @@ def planned(rows: str, mesh: str = "", patterns: str = f"{BIAS_GELU}\n{ADD_NORM}
 TP = "layers.*.mid.dense  shard(col, over=tp)\nlayers.*.out.dense  shard(row, over=tp)\n"
 
 
-@pytest.mark.parametrize("rows, mesh", [
-    (TP + "layers.*  checkpoint()\nzero(stage=3, over=dp)", "dp=2, tp=2"),
-    ('layers  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)\nzero(stage=1, over=dp)',
-     "dp=2, pp=2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, mesh",
+    [
+        (TP + "layers.*  checkpoint()\nzero(stage=3, over=dp)", "dp=2, tp=2"),
+        (
+            'layers  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)\n'
+            "zero(stage=1, over=dp)",
+            "dp=2, pp=2",
+        ),
+    ],
+)
 def test_it_trains_as_the_model_did(threads: Threads, rows: str, mesh: str) -> None:
     """Sums taken out of projections, dropout in a region: split, recomputed, sliced, cut."""
     assert proven(threads, planned(ROWS + rows, mesh), BATCHES).ok
@@ -120,15 +125,17 @@ def test_compiled_once_for_equal_layers() -> None:
     text = f'schedule 1\n{BIAS_GELU}\n{ADD_NORM}\nstep "all" {{{ROWS}}}\n'
     model = Net()
     plan = Schedule(model, parse(Source("rows.sched", text)), Settings()).plan()
-    program = build(plan, BATCHES[0], optimizer=lambda named: torch.optim.SGD(
-        [p for _, p in named], lr=0.1))  # fmt: skip
+    program = build(
+        plan, BATCHES[0], optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)
+    )
     torch.manual_seed(1)
     found = program.train_step(BATCHES[0])
     torch.manual_seed(1)
     torch.testing.assert_close(found, model.train()(**BATCHES[0])["loss"].detach().to(found))
     layers = [program.module.get_submodule(f"layers.{place}") for place in range(3)]
-    regions = [region for layer in layers for part in (layer.mid, layer.out)
-               for region in regions_of(part)]  # fmt: skip
+    regions = [
+        region for layer in layers for part in (layer.mid, layer.out) for region in regions_of(part)
+    ]
     assert len(regions) == 6 and len(set(regions)) == 2
     assert [region.graphs for region in set(regions)] == [1, 1]
     bare = Schedule(model, parse(Source("bare.sched", "schedule 1\n")), Settings()).plan()
@@ -162,55 +169,94 @@ def count(pattern: str, body: Any) -> tuple[int, str]:
     return len(found), miss.reason
 
 
-@pytest.mark.parametrize("pattern, body, number", [
-    ("p(x, b) { gelu(x + b) }", lambda m, x, y: F.gelu(m.b + x), 1),
-    ("p(x, b) { gelu(x + b) }", lambda m, x, y: F.gelu(torch.add(x, m.b), approximate="tanh"), 1),
-    ("p(x, b) { gelu(x + b, approximate=none) }",
-     lambda m, x, y: F.gelu(x + m.b, approximate="tanh"), 0),
-    ("p(x) { relu(x + 1) }", lambda m, x, y: (x + 1).relu(), 1),
-    ("p(x) { relu(x + 1) }", lambda m, x, y: (x + 2).relu(), 0),
-    ("p(a, b) { softmax(a - b, -1) }", lambda m, x, y: torch.softmax(x - y, dim=-1), 1),
-    ("p(a, b) { softmax(a - b, -1) }", lambda m, x, y: torch.softmax(x - y, 0), 0),
-    ("p(a) { a * sigmoid(a) }", lambda m, x, y: torch.sigmoid(x) * x, 1),
-    ("p(a) { a * sigmoid(a) }", lambda m, x, y: torch.sigmoid(x) * y, 0),
-    ("p(a, b) { relu(a + b) }", lambda m, x, y: (x + y, F.relu(x - y)), 0),
-    ("p(a, b) { relu(a + b) }", lambda m, x, y: F.relu(F.relu(x + y) + m.b), 2),
-    ("p(a, b) { relu(a * b) }", lambda m, x, y: [F.relu(s := x * y), s], 0),
-    ("p(x, w) { w * (x * rsqrt(mean(pow(x, 2), -1) + 0.5)) }",
-     lambda m, x, y: m.w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.5)), 1),
-    ("p(a, b) { relu(a + b) }", lambda m, x, y: F.relu(x + y, inplace=True), 0),
-    ("p(a, b) { relu(relu(a) + b) }",
-     lambda m, x, y: F.relu(F.relu(x) + m.seen.add_(1) * y), 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "pattern, body, number",
+    [
+        ("p(x, b) { gelu(x + b) }", lambda m, x, y: F.gelu(m.b + x), 1),
+        (
+            "p(x, b) { gelu(x + b) }",
+            lambda m, x, y: F.gelu(torch.add(x, m.b), approximate="tanh"),
+            1,
+        ),
+        (
+            "p(x, b) { gelu(x + b, approximate=none) }",
+            lambda m, x, y: F.gelu(x + m.b, approximate="tanh"),
+            0,
+        ),
+        ("p(x) { relu(x + 1) }", lambda m, x, y: (x + 1).relu(), 1),
+        ("p(x) { relu(x + 1) }", lambda m, x, y: (x + 2).relu(), 0),
+        ("p(a, b) { softmax(a - b, -1) }", lambda m, x, y: torch.softmax(x - y, dim=-1), 1),
+        ("p(a, b) { softmax(a - b, -1) }", lambda m, x, y: torch.softmax(x - y, 0), 0),
+        ("p(a) { a * sigmoid(a) }", lambda m, x, y: torch.sigmoid(x) * x, 1),
+        ("p(a) { a * sigmoid(a) }", lambda m, x, y: torch.sigmoid(x) * y, 0),
+        ("p(a, b) { relu(a + b) }", lambda m, x, y: (x + y, F.relu(x - y)), 0),
+        ("p(a, b) { relu(a + b) }", lambda m, x, y: F.relu(F.relu(x + y) + m.b), 2),
+        ("p(a, b) { relu(a * b) }", lambda m, x, y: [F.relu(s := x * y), s], 0),
+        (
+            "p(x, w) { w * (x * rsqrt(mean(pow(x, 2), -1) + 0.5)) }",
+            lambda m, x, y: m.w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.5)),
+            1,
+        ),
+        ("p(a, b) { relu(a + b) }", lambda m, x, y: F.relu(x + y, inplace=True), 0),
+        (
+            "p(a, b) { relu(relu(a) + b) }",
+            lambda m, x, y: F.relu(F.relu(x) + m.seen.add_(1) * y),
+            0,
+        ),
+    ],
+)
 def test_what_matches(pattern: str, body: Any, number: int) -> None:
     """Along the data, with literals and arguments by name, sums and products in either order."""
     assert count(pattern, body)[0] == number
 
 
-@pytest.mark.parametrize("pattern, body, said", [
-    ("p(x) { relu(x + 1) }", lambda m, x, y: F.relu(x + 2), "the pattern has 1 where"),
-    ("p(a) { a * sigmoid(a) }", lambda m, x, y: torch.sigmoid(x) * y, "`a` is two different"),
-    ("p(a, b) { relu(a * b) }", lambda m, x, y: [F.relu(s := x * y), s], "uses what `mul` gives"),
-    ("p(a, b) { relu(tanh(a) + b) }", lambda m, x, y: F.relu(x.exp() + y),
-     "`tanh(a)` where the model has `exp`"),
-    ("p(a, b) { relu(relu(a) + b) }",
-     lambda m, x, y: F.relu(F.relu(x) + m.seen.add_(1) * y), "`add_` writes in place between"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "pattern, body, said",
+    [
+        ("p(x) { relu(x + 1) }", lambda m, x, y: F.relu(x + 2), "the pattern has 1 where"),
+        ("p(a) { a * sigmoid(a) }", lambda m, x, y: torch.sigmoid(x) * y, "`a` is two different"),
+        (
+            "p(a, b) { relu(a * b) }",
+            lambda m, x, y: [F.relu(s := x * y), s],
+            "uses what `mul` gives",
+        ),
+        (
+            "p(a, b) { relu(tanh(a) + b) }",
+            lambda m, x, y: F.relu(x.exp() + y),
+            "`tanh(a)` where the model has `exp`",
+        ),
+        (
+            "p(a, b) { relu(relu(a) + b) }",
+            lambda m, x, y: F.relu(F.relu(x) + m.seen.add_(1) * y),
+            "`add_` writes in place between",
+        ),
+    ],
+)
 def test_the_nearest_miss_is_told(pattern: str, body: Any, said: str) -> None:
     """Of all attempts the one in which most calls fitted says where it ended."""
     assert said in count(pattern, body)[1]
 
 
-@pytest.mark.parametrize("rows, said", [
-    ("layers.*.mid  fuse(bias_gelu)",
-     ("S882", "1 of its 2 calls fit", "Linear (`dense`)", "`layers.0.mid.dense  decompose(bias)`")),
-    ("layers.*.mid  fuse(bias_gelo)", ("S885", "did you mean `bias_gelu`?")),
-    ("layers.*.mid  fuse(one)", ("S884", "one kernel already")),
-    ("layers.*.mid.act  fuse()", ("S884", "one kernel already", "select a module around it")),
-    ("layers.*.out  decompose(bias)", ("S886", "is not a linear layer", "it is a Out")),
-    ("fuse(bias_gelu)", ("S408",)),
-    ("layers.*.mid  fuse(bias_gelu, backend=cuda)", ("S303", "inductor")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, said",
+    [
+        (
+            "layers.*.mid  fuse(bias_gelu)",
+            (
+                "S882",
+                "1 of its 2 calls fit",
+                "Linear (`dense`)",
+                "`layers.0.mid.dense  decompose(bias)`",
+            ),
+        ),
+        ("layers.*.mid  fuse(bias_gelo)", ("S885", "did you mean `bias_gelu`?")),
+        ("layers.*.mid  fuse(one)", ("S884", "one kernel already")),
+        ("layers.*.mid.act  fuse()", ("S884", "one kernel already", "select a module around it")),
+        ("layers.*.out  decompose(bias)", ("S886", "is not a linear layer", "it is a Out")),
+        ("fuse(bias_gelu)", ("S408",)),
+        ("layers.*.mid  fuse(bias_gelu, backend=cuda)", ("S303", "inductor")),
+    ],
+)
 def test_what_is_refused(rows: str, said: tuple[str, ...]) -> None:
     """With the nearest miss, its reason, and what would help."""
     with pytest.raises(Refusal) as refusal:
@@ -219,16 +265,19 @@ def test_what_is_refused(rows: str, said: tuple[str, ...]) -> None:
         assert words in refusal.value.render(), refusal.value.render()
 
 
-@pytest.mark.parametrize("pattern, said", [
-    ("pattern p(x) { x }", "a function of its parameters"),
-    ("pattern p(x, y) { gelu(x) }", "does not use `y`"),
-    ("pattern p(x) { gelo(x) }", "did you mean `gelu`?"),
-    ("pattern p(x) { gelu(x, tanh) }", "takes no such argument"),
-    ("pattern p(x) { gelu(x % 2) }", "`%` is not allowed in a pattern"),
-    ("pattern p(x: int) { gelu(x) }", "write `x`"),
-    ("pattern p(x) { gelu(approximate=tanh) }", "needs an argument"),
-    ("pattern p(x) { gelu(x) }\npattern p(x) { relu(x) }", "declared twice"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "pattern, said",
+    [
+        ("pattern p(x) { x }", "a function of its parameters"),
+        ("pattern p(x, y) { gelu(x) }", "does not use `y`"),
+        ("pattern p(x) { gelo(x) }", "did you mean `gelu`?"),
+        ("pattern p(x) { gelu(x, tanh) }", "takes no such argument"),
+        ("pattern p(x) { gelu(x % 2) }", "`%` is not allowed in a pattern"),
+        ("pattern p(x: int) { gelu(x) }", "write `x`"),
+        ("pattern p(x) { gelu(approximate=tanh) }", "needs an argument"),
+        ("pattern p(x) { gelu(x) }\npattern p(x) { relu(x) }", "declared twice"),
+    ],
+)
 def test_what_is_no_pattern(pattern: str, said: str) -> None:
     """Names, functions and arguments are checked where the pattern is declared."""
     with pytest.raises(Refusal) as refusal:
@@ -321,10 +370,14 @@ class _Pair(nn.Module):
 X = torch.ones(2)
 
 
-@pytest.mark.parametrize("asks, none, some", [
-    (_of_one_place, (X, None), (X, X)), (_of_a_name, [X, None], [X, X]),
-    (_of_a_key, {"x": X, "other": None}, {"x": X, "other": X}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "asks, none, some",
+    [
+        (_of_one_place, (X, None), (X, X)),
+        (_of_a_name, [X, None], [X, X]),
+        (_of_a_key, {"x": X, "other": None}, {"x": X, "other": X}),
+    ],
+)
 def test_what_an_argument_holds_may_be_asked_unless_it_is_none(
     asks: Any, none: Any, some: Any
 ) -> None:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.reading.state import Settings
-from schedlang.passes.running.build import build
-from schedlang.passes.shrinking.whole import whole
-from schedlang.passes.verifying.prove import Case, prove
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.language.syntax import parse
+from schedlang.passes.elaborate.state import Settings
+from schedlang.passes.lower.build import build
+from schedlang.passes.prove import Case, prove
+from schedlang.passes.reduce_model.whole import whole
 from schedlang.schedule import create_schedule
-from schedlang.source import Source
-from schedlang.syntax import parse
 from tests import models
 from tests.engine import Threads
 from tests.proofs import planned, proven, refused, sgd
@@ -78,11 +78,18 @@ TP = (
 )
 
 
-@pytest.mark.parametrize("make, rows, mesh", [
-    (Mine, TP + "transformer.h.*.mlp checkpoint()\nzero(stage=3, over=dp)", "dp=2, tp=2"),
-    (plain, "transformer.h pipeline_split(over=pp)\nzero(stage=2, over=dp)\n"
-     'pipeline(order="1F1B", micro=2)', "dp=2, pp=2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make, rows, mesh",
+    [
+        (Mine, TP + "transformer.h.*.mlp checkpoint()\nzero(stage=3, over=dp)", "dp=2, tp=2"),
+        (
+            plain,
+            "transformer.h pipeline_split(over=pp)\nzero(stage=2, over=dp)\n"
+            'pipeline(order="1F1B", micro=2)',
+            "dp=2, pp=2",
+        ),
+    ],
+)
 def test_it_trains_as_the_model_did(threads: Threads, make: Any, rows: str, mesh: str) -> None:
     """With parameters taken over or renamed, split, sliced, recomputed, cut: as the model."""
     model = gpt2(make)
@@ -93,8 +100,9 @@ def test_it_trains_as_the_model_did(threads: Threads, make: Any, rows: str, mesh
 
 def test_another_computation_is_found(threads: Threads) -> None:
     """A replacement that computes something else fails the proof, and its row is to blame."""
-    report = prove(Case(planned(gpt2(Wrong), MLP), tuple(BATCHES), None, None, 0, "none"),
-                   pool=threads)  # fmt: skip
+    report = prove(
+        Case(planned(gpt2(Wrong), MLP), tuple(BATCHES), None, None, 0, "none"), pool=threads
+    )
     assert not report.ok
     assert any("replace" in line for line in report.blamed), report.blamed
 
@@ -140,9 +148,8 @@ def test_several_names_are_joined(threads: Threads) -> None:
 
     model = models.llama(1)
     model.replacements = {
-        "mine": lambda old: (
-            Packed(old), {"both.weight": ["gate_proj.weight", "up_proj.weight"]})
-    }  # fmt: skip
+        "mine": lambda old: (Packed(old), {"both.weight": ["gate_proj.weight", "up_proj.weight"]})
+    }
     plan = planned(model, "model.layers.*.mlp  replace(mine)\nzero(stage=1, over=dp)", "dp=2")
     assert proven(threads, plan, BATCHES).ok
     said = refused(
@@ -170,9 +177,8 @@ def test_a_child_that_is_taken_over_keeps_its_values() -> None:
 
     model = models.llama(1)
     model.replacements = {
-        "mine": lambda old: (
-            Packed(old), {"both.weight": ["gate_proj.weight", "up_proj.weight"]})
-    }  # fmt: skip
+        "mine": lambda old: (Packed(old), {"both.weight": ["gate_proj.weight", "up_proj.weight"]})
+    }
     changed = planned(model, "model.layers.*.mlp  replace(mine)").model.model
     assert not any(p.is_meta for made in (model, changed) for p in made.parameters())
     x = torch.randn(2, model.config.hidden_size, dtype=model.dtype)
@@ -205,22 +211,29 @@ def broken(old: Any) -> Any:
     raise ValueError("no such width")
 
 
-@pytest.mark.parametrize("make, rows, said", [
-    (Mine, "transformer.h.*.mlp  replace(others)", ("S880", "`others`", "there are `mine`")),
-    (Mine, "replace(mine)", ("S408", "the model itself")),
-    (Mine, f"{TP}{MLP}", ("S503", "move `replace` above this `shard`")),
-    (Mine, f"{MLP}{MLP}", ("S501", "computed by a kernel twice")),
-    (Less, MLP, ("S881", "its forward takes no `hidden_states`", "take the same")),
-    (Needs, MLP, ("S881", "needs `scale`")),
-    (broken, MLP, ("S881", "ValueError: no such width")),
-    (lambda old: Plain(16), MLP, ("S881", "has no parameter `c_fc.weight`", "return module, {")),
-    (lambda old: Plain(8), MLP, ("S881",)),
-    (lambda old: (Plain(8), NAMES), MLP, ("S881", "[16, 64]", "[8, 32]")),
-    (lambda old: (Plain(16), {**NAMES, "b": "c"}), MLP, ("S881", "its mapping names `c`")),
-    (lambda old: (Plain(16), {**NAMES, "b": "c_fc.bias"}), MLP, ("S881", "c_proj.bias")),
-    (lambda old: old, MLP, ("S881", "that it should replace")),
-    (lambda old: 3, MLP, ("S881", "returns int, not a module")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make, rows, said",
+    [
+        (Mine, "transformer.h.*.mlp  replace(others)", ("S880", "`others`", "there are `mine`")),
+        (Mine, "replace(mine)", ("S408", "the model itself")),
+        (Mine, f"{TP}{MLP}", ("S503", "move `replace` above this `shard`")),
+        (Mine, f"{MLP}{MLP}", ("S501", "computed by a kernel twice")),
+        (Less, MLP, ("S881", "its forward takes no `hidden_states`", "take the same")),
+        (Needs, MLP, ("S881", "needs `scale`")),
+        (broken, MLP, ("S881", "ValueError: no such width")),
+        (
+            lambda old: Plain(16),
+            MLP,
+            ("S881", "has no parameter `c_fc.weight`", "return module, {"),
+        ),
+        (lambda old: Plain(8), MLP, ("S881",)),
+        (lambda old: (Plain(8), NAMES), MLP, ("S881", "[16, 64]", "[8, 32]")),
+        (lambda old: (Plain(16), {**NAMES, "b": "c"}), MLP, ("S881", "its mapping names `c`")),
+        (lambda old: (Plain(16), {**NAMES, "b": "c_fc.bias"}), MLP, ("S881", "c_proj.bias")),
+        (lambda old: old, MLP, ("S881", "that it should replace")),
+        (lambda old: 3, MLP, ("S881", "returns int, not a module")),
+    ],
+)
 def test_what_does_not_fit_is_refused(make: Any, rows: str, said: tuple[str, ...]) -> None:
     """Names, shapes and arguments are compared before anything runs; the message has all of it."""
     found = refused(gpt2(make), rows, "tp=2")

@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from schedlang.diagnostic import Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.kernels.check import run_kernel_check
 from schedlang.kernels.device import runs
 from schedlang.kernels.rope import Case, Form, reference, rope, rope_turn
 from schedlang.runtime.float64 import Float64
+from schedlang.runtime.kernel_injection.kernel import match, replace
+from schedlang.runtime.kernel_injection.rope import Rotary, Turning
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.replacing.kernel import match, replace
-from schedlang.runtime.replacing.rope import Rotary
-from schedlang.runtime.replacing.turned import Turning
 from tests import models
 from tests.proofs import refused
 from tests.rows import HEADS, STAGES, llama_proven
@@ -85,10 +84,12 @@ MODELS = {
     "Cohere": ({}, Form(pairs=True, paired=True, early=False, keeps=True)),
     "Glm": ({"head_dim": 8, "partial_rotary_factor": 0.5}, Form(True, True, False)),
     "GPTNeoX": ({"rotary_pct": 0.5}, Form()),
-    "GPTJ": ({"n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4, "n_inner": 24},
-             Form(True, True, False, 2)),
+    "GPTJ": (
+        {"n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4, "n_inner": 24},
+        Form(True, True, False, 2),
+    ),
     "GptOss": ({"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}, Form(own=False)),
-}  # fmt: skip
+}
 
 
 def gradients(model):
@@ -104,9 +105,17 @@ def gradients(model):
 def test_of_unmodified_models(name):
     """One layer's rotation by the kernel, the other's as it was: equal, and run once each way."""
     more, form = MODELS[name]
-    small = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 32,
-             "num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0,
-             "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+    small = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "vocab_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     config = getattr(transformers, f"{name}Config")(**(small | more))
     model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
     attentions = [m for m in model.modules() if type(m).__name__.endswith("Attention")]
@@ -173,15 +182,19 @@ def rough(q, k, cos, sin):
 
 @pytest.mark.parametrize(
     ("other", "said"),
-    [(backwards, "does not compute this rotation"), (detached, "gradients differ"),
-     (rough, "rounds differently")],
-)  # fmt: skip
+    [
+        (backwards, "does not compute this rotation"),
+        (detached, "gradients differ"),
+        (rough, "rounds differently"),
+    ],
+)
 def test_refuses_what_only_resembles(monkeypatch, other, said):
     """Another sense of turning, a cut gradient, other roundings: each is a mismatch."""
     assert isinstance(match(Own(), "rope"), Rotary)
     plain = turn
-    monkeypatch.setitem(globals(), "turn", functools.wraps(other)(
-        lambda *a, **k: _by(plain, other, *a, **k)))  # fmt: skip
+    monkeypatch.setitem(
+        globals(), "turn", functools.wraps(other)(lambda *a, **k: _by(plain, other, *a, **k))
+    )
     found = match(Own(), "rope")
     assert said in found.reason, found
     assert found.error is None or found.error > 1e-5
@@ -256,9 +269,10 @@ ROWS = {
     "split heads, sliced state, recomputed": HEADS,
     "stages": STAGES,
     "split sequences": (
-        "model.layers.*.self_attn context_parallel(ring, over=cp, layout=zigzag)", "cp=2"
+        "model.layers.*.self_attn context_parallel(ring, over=cp, layout=zigzag)",
+        "cp=2",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", thinned(ROWS, 3))

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from schedlang.diagnostic import Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.kernels.check import compare
-from schedlang.passes.costs.gains import gains
-from schedlang.runtime.regions.compile import compiled
-from schedlang.runtime.regions.fuse import unavailable
-from schedlang.runtime.replacing.gain import eager, scheduled
-from schedlang.runtime.replacing.gain import generated as made_of
-from schedlang.runtime.rowwise import launch, operator
-from schedlang.runtime.rowwise.child import interpreted
-from schedlang.runtime.rowwise.graphs import Sort, graphs, sorts_of
-from schedlang.runtime.rowwise.roles import NotRowwise
+from schedlang.passes.simulate.gains import gains
+from schedlang.runtime.fusion.fuse import unavailable
+from schedlang.runtime.fusion.rewrite import compiled
+from schedlang.runtime.kernel_injection.gains import eager, scheduled
+from schedlang.runtime.kernel_injection.gains import generated as made_of
+from schedlang.runtime.rowwise_kernels import launch, operator
+from schedlang.runtime.rowwise_kernels.chain import NotRowwise
+from schedlang.runtime.rowwise_kernels.child import interpreted
+from schedlang.runtime.rowwise_kernels.operator import Sort, graphs, sorts_of
 from tests.chains import CHAINS
 from tests.engine import Threads
 from tests.kernels.test_regions import BATCHES, TP, planned
@@ -103,17 +103,24 @@ def test_long_rows_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert compare(name, one, eager, right, times=4.0).ok, name
 
 
-@pytest.mark.parametrize("function, shapes, said", [
-    (lambda x: x.sum(0), ((4, 8),), ""),
-    (lambda x, y: x @ y, ((4, 8), (8, 8)), "`mm` is not a row-wise operator"),
-    (lambda x: x.cumsum(-1), ((4, 8),), "`cumsum` is not a row-wise operator"),
-    (lambda x: torch.softmax(x, 0), ((4, 8),), "`amax` over dim [0] reduces over rows"),
-    (lambda x: x - x.mean(1, keepdim=True), ((2, 4, 8),), "`mean` over dim [1] reduces over rows"),
-    (lambda x, m: x + m, ((2, 3, 4, 8), (2, 1, 4, 8)), "is broadcast over some of the leading"),
-    (lambda x: x + x.mT, ((8, 8),), "`permute` is not a row-wise operator"),
-    (lambda x, y: x + y.unsqueeze(-1), ((8, 8), (8,)), "`add` merges rows with columns"),
-    (lambda x: x.reshape(8, 4) * 2, ((4, 8),), "`view` moves elements between rows"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "function, shapes, said",
+    [
+        (lambda x: x.sum(0), ((4, 8),), ""),
+        (lambda x, y: x @ y, ((4, 8), (8, 8)), "`mm` is not a row-wise operator"),
+        (lambda x: x.cumsum(-1), ((4, 8),), "`cumsum` is not a row-wise operator"),
+        (lambda x: torch.softmax(x, 0), ((4, 8),), "`amax` over dim [0] reduces over rows"),
+        (
+            lambda x: x - x.mean(1, keepdim=True),
+            ((2, 4, 8),),
+            "`mean` over dim [1] reduces over rows",
+        ),
+        (lambda x, m: x + m, ((2, 3, 4, 8), (2, 1, 4, 8)), "is broadcast over some of the leading"),
+        (lambda x: x + x.mT, ((8, 8),), "`permute` is not a row-wise operator"),
+        (lambda x, y: x + y.unsqueeze(-1), ((8, 8), (8,)), "`add` merges rows with columns"),
+        (lambda x: x.reshape(8, 4) * 2, ((4, 8),), "`view` moves elements between rows"),
+    ],
+)
 def test_what_is_no_chain_is_named(
     function: Callable[..., Any], shapes: tuple[tuple[int, ...], ...], said: str
 ) -> None:
@@ -138,11 +145,17 @@ layers[1:].out.norm  fuse(backend=rowwise)
 """
 
 
-@pytest.mark.parametrize("rows, mesh", [
-    (f"{TP}layers.*  checkpoint()", "tp=2"),
-    pytest.param(f"{TP}layers.*  checkpoint()\nzero(stage=3, over=dp)", "dp=2, tp=2",
-                 marks=pytest.mark.deep),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, mesh",
+    [
+        (f"{TP}layers.*  checkpoint()", "tp=2"),
+        pytest.param(
+            f"{TP}layers.*  checkpoint()\nzero(stage=3, over=dp)",
+            "dp=2, tp=2",
+            marks=pytest.mark.deep,
+        ),
+    ],
+)
 def test_chains_are_proven_on_several_ranks(
     threads: Threads, monkeypatch: pytest.MonkeyPatch, rows: str, mesh: str
 ) -> None:
@@ -174,18 +187,26 @@ def test_inductor_rounds_as_it_is_told() -> None:
             torch._dynamo.reset()
             with torch.no_grad():
                 made = compiled(partial(function), lambda: None, rounding)(*given)
-            pairs = zip(*((one,) if isinstance(one, Tensor) else one
-                          for one in (made, function(*given))))  # fmt: skip
+            pairs = zip(
+                *((one,) if isinstance(one, Tensor) else one for one in (made, function(*given)))
+            )
             same[rounding] = all(torch.equal(a, b) for a, b in pairs)
         assert same == {"eager": True, "fp32": False}, name
 
 
-@pytest.mark.parametrize("rows, said", [
-    ("layers.*.mid  fuse(backend=rowwise)", ("S887", "Linear (`dense`) is not a row-wise"
-                                                     " operator")),
-    ("layers.0.out  fuse(add_norm)\nlayers.0.out.norm  fuse(backend=rowwise)",
-     ("S503", "is inside `layers.0.out`", "move this row above")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, said",
+    [
+        (
+            "layers.*.mid  fuse(backend=rowwise)",
+            ("S887", "Linear (`dense`) is not a row-wise operator"),
+        ),
+        (
+            "layers.0.out  fuse(add_norm)\nlayers.0.out.norm  fuse(backend=rowwise)",
+            ("S503", "is inside `layers.0.out`", "move this row above"),
+        ),
+    ],
+)
 def test_what_is_refused(rows: str, said: tuple[str, ...]) -> None:
     """A module that is more than a chain, and one that a row above has looked through."""
     with pytest.raises(Refusal) as refusal:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.kernels.device import runs
-from schedlang.runtime.replacing.kernel import kernels_of, match, replace
+from schedlang.runtime.kernel_injection.kernel import kernels_of, match, replace
 from tests import models
 from tests.proofs import planned, proven, refused
 from tests.tiers import thinned
@@ -29,9 +29,11 @@ def attending(kernel: str) -> str:
 
 
 CASES = [
-    ("eager", ROPE + attending("sdpa")), ("sdpa", attending("flex_attention") + ROPE),
-    ("eager", attending("sdpa") + ROPE), ("sdpa", ROPE + attending("flex_attention")),
-]  # fmt: skip
+    ("eager", ROPE + attending("sdpa")),
+    ("sdpa", attending("flex_attention") + ROPE),
+    ("eager", attending("sdpa") + ROPE),
+    ("sdpa", ROPE + attending("flex_attention")),
+]
 
 
 @pytest.mark.parametrize(("attend", "rows"), thinned(CASES, 4))

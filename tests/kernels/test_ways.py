@@ -12,25 +12,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.diagnostic import Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.kernels.device import runs
-from schedlang.passes.costs.account import account
+from schedlang.passes.simulate.account import account
 from schedlang.primitives.replace_kernel import replace_kernel
-from schedlang.runtime.replacing.kernel import match, replace
+from schedlang.runtime.kernel_injection.kernel import match, replace
 from tests import models
 from tests.proofs import planned, proven
 
 pytest.importorskip("transformers")
 KERNELS: tuple[str, ...] = get_args(get_type_hints(replace_kernel)["kernel"])
 SITES = {
-    "rms_norm": "model.**:LlamaRMSNorm", "liger.rms_norm": "model.**:LlamaRMSNorm",
-    "layer_norm": "model.**:LayerNorm", "liger.layer_norm": "model.**:LayerNorm",
-    "add_norm": "model.layers.*", "gated": "model.layers.*.mlp",
-    "rope": "model.layers.*.self_attn", "sdpa": "model.layers.*.self_attn",
-    "flex_attention": "model.layers.*.self_attn", "flash_attention": "model.layers.*.self_attn",
-    "cross_entropy": "lm_head", "linear_cross_entropy": "lm_head",
+    "rms_norm": "model.**:LlamaRMSNorm",
+    "liger.rms_norm": "model.**:LlamaRMSNorm",
+    "layer_norm": "model.**:LayerNorm",
+    "liger.layer_norm": "model.**:LayerNorm",
+    "add_norm": "model.layers.*",
+    "gated": "model.layers.*.mlp",
+    "rope": "model.layers.*.self_attn",
+    "sdpa": "model.layers.*.self_attn",
+    "flex_attention": "model.layers.*.self_attn",
+    "flash_attention": "model.layers.*.self_attn",
+    "cross_entropy": "lm_head",
+    "linear_cross_entropy": "lm_head",
     "grouped": "model.layers.*.mlp.experts",
-}  # fmt: skip
+}
 HEADS = """at model.layers.* {
   self_attn.{q,k,v}_proj  shard(col, over=tp)
   self_attn.o_proj        shard(row, over=tp)
@@ -69,10 +75,15 @@ def model_for(kernel: str) -> nn.Module:
 
     torch.manual_seed(0)
     sizes: dict[str, Any] = dict(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=24, max_position_embeddings=16, **models.SIZES | {"vocab_size": 64},
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=16,
+        **models.SIZES | {"vocab_size": 64},
         attn_implementation="eager" if kernel == "sdpa" else "sdpa",
-    )  # fmt: skip
+    )
     if kernel == "grouped":
         config: Any = transformers.MixtralConfig(num_local_experts=4, **sizes)
         return transformers.MixtralForCausalLM(config).double()
@@ -126,8 +137,9 @@ def part_of(kernel: str) -> tuple[nn.Module, dict[str, Any]]:
         index = torch.arange(20).view(10, 2) % 4
         return layer.mlp.experts, {
             "hidden_states": x.detach().view(10, 16).requires_grad_(),
-            "top_k_index": index, "top_k_weights": torch.rand(10, 2, generator=drawn),
-        }  # fmt: skip
+            "top_k_index": index,
+            "top_k_weights": torch.rand(10, 2, generator=drawn),
+        }
     if "entropy" in kernel:
         return model.lm_head, {"input": x}
     given = {"hidden_states": x, "position_embeddings": tables, "attention_mask": None}

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from schedlang.diagnostic import Refusal
-from schedlang.model import ModelFacts
-from schedlang.passes.reading.expand import expand
-from schedlang.passes.reading.state import Settings, State
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.ir.model import ModelFacts
+from schedlang.language.syntax import parse
+from schedlang.passes.elaborate.expand import expand
+from schedlang.passes.elaborate.state import Settings, State
 from schedlang.schedule import create_schedule, load
-from schedlang.source import Source
-from schedlang.syntax import parse
 from schedlang.verbs.examine import is_library
 from tests.verbs_for_tests import GPT2LMHeadModel, toys
 

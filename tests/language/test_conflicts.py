@@ -13,11 +13,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 from schedlang.cli import app
-from schedlang.conflict_table import SIGNS
-from schedlang.diagnostic import Refusal
-from schedlang.passes.reading.legality import meetings
-from schedlang.plan import Plan
-from schedlang.primitive import conflicts, registry
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import SIGNS, conflicts, registry
+from schedlang.passes.elaborate.legality import meetings
 from tests import models
 from tests.language.test_primitives import ABOVE, NAMES, _axes, _relax, _row, _toy
 from tests.proofs import planned
@@ -97,9 +96,10 @@ def _planned(*names: str) -> Plan:
 @cache
 def _model(name: str) -> nn.Module:
     made: dict[str, Callable[[], nn.Module]] = {
-        "gpt2": lambda: models.gpt2(2), "llama": lambda: models.llama(2, bias=True),
+        "gpt2": lambda: models.gpt2(2),
+        "llama": lambda: models.llama(2, bias=True),
         "bert": models.bert,
-    }  # fmt: skip
+    }
     return made[name]().float()
 
 
@@ -143,9 +143,10 @@ def _hold_in_both_orders(make: Make, one: str, other: str) -> None:
     if set(told.values()) == {"commute"} and len(plans) == 2:
         same = [replace(plan, actions=()) for plan in plans]
         different = [
-            f.name for f in fields(Plan)
+            f.name
+            for f in fields(Plan)
             if f.compare and getattr(same[0], f.name) != getattr(same[1], f.name)
-        ]  # fmt: skip
+        ]
         assert not different, (one, other, different)
 
 

@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
-from schedlang.diagnostic import Diagnostic, Label, Refusal, closest
-from schedlang.source import Source, Span, python_span
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest
+from schedlang.diagnostics.source import Source, Span, python_span
 
 TEXT = """\
 schedule 1 for GPT2LMHeadModel

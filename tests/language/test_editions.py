@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from schedlang import editions
 from schedlang.cli import app
-from schedlang.diagnostic import Refusal
-from schedlang.editions import Change, upgraded
-from schedlang.source import Source
-from schedlang.syntax import parse
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.language import editions
+from schedlang.language.editions import Change, upgraded
+from schedlang.language.syntax import parse
 
 OLD = "# remat is a name here\n\nschedule 1 for Net\n\nlayers.*  remat()  # all of them\n"
 NEW = "# remat is a name here\n\nschedule 3 for Net\n\nlayers.*  recompute()  # all of them\n"

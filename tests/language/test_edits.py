@@ -8,11 +8,11 @@ import pytest
 from torch import nn
 
 import schedlang
-from schedlang import nodes as n
-from schedlang.edits import folded
-from schedlang.source import Source
-from schedlang.spelling import path
-from schedlang.syntax import parse
+from schedlang.diagnostics.source import Source
+from schedlang.language import nodes as n
+from schedlang.language.edits import folded
+from schedlang.language.spelling import path
+from schedlang.language.syntax import parse
 from tests import models
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from schedlang.diagnostic import Refusal
-from schedlang.evaluate import evaluate
-from schedlang.placement import P, R, S
-from schedlang.source import NOWHERE
-from schedlang.syntax import parse_expr
-from schedlang.value import UNKNOWN, Choice, Names, Symbol, Symbolic
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import NOWHERE
+from schedlang.ir.placement import P, R, S
+from schedlang.language.evaluate import evaluate
+from schedlang.language.syntax import parse_expr
+from schedlang.language.value import UNKNOWN, Choice, Names, Symbol, Symbolic
 from tests.toys import gpt
 
 NAMES = Names(

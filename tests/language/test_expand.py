@@ -8,13 +8,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from schedlang.diagnostic import Refusal
-from schedlang.model import ModelFacts
-from schedlang.passes.reading.expand import expand
-from schedlang.passes.reading.state import Settings, State
-from schedlang.placement import R
-from schedlang.source import Source
-from schedlang.syntax import parse
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.ir.model import ModelFacts
+from schedlang.ir.placement import R
+from schedlang.language.syntax import parse
+from schedlang.passes.elaborate.expand import expand
+from schedlang.passes.elaborate.state import Settings, State
 from tests.samples import SAMPLES
 from tests.strategies import damaged, swapped
 from tests.verbs_for_tests import GPT2LMHeadModel, toys

@@ -15,12 +15,11 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from schedlang.cli import app
-from schedlang.cost import Cost
-from schedlang.diagnostic import Refusal
-from schedlang.passes.costs.expected import demand, unmet
-from schedlang.passes.costs.expected_time import late
-from schedlang.passes.costs.step_time import Measurement, Took, simulated_step
-from schedlang.passes.verifying.prove import Case, prove
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.prove import Case, prove
+from schedlang.passes.simulate.expected import demand, late, unmet
+from schedlang.passes.simulate.step_time import Measurement, Took, simulated_step
+from schedlang.pipeline.cost import Cost
 from schedlang.report import Bound, Report
 from tests import models
 from tests.engine.threads import Threads
@@ -139,7 +138,7 @@ def test_plan_holds_what_it_is_given(tmp_path: Path) -> None:
 def test_run_measures(tmp_path: Path, threads: Threads) -> None:
     """`run` holds a bound against its own steps: exit 1, also for machines."""
     short = "expect time(step) < 1us\n"
-    with patch("schedlang.runtime.launching.launch.Pool", lambda **_: nullcontext(threads)):
+    with patch("schedlang.runtime.launch.pool.Pool", lambda **_: nullcontext(threads)):
         done = verb(tmp_path, "run", "--steps", "2", text=short)
         told = verb(tmp_path, "run", "--steps", "2", "--json", text=short)
         fits = verb(tmp_path, "run", "--steps", "2", text=short.replace("1us", "600s"))

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from schedlang import nodes as n
-from schedlang.diagnostic import Refusal
-from schedlang.knob import Knob, alternatives, declare, unknown_settings
-from schedlang.source import NOWHERE, Source
-from schedlang.syntax import parse
-from schedlang.value import Names
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import NOWHERE, Source
+from schedlang.language import nodes as n
+from schedlang.language.knob import Knob, alternatives, declare, unknown_settings
+from schedlang.language.syntax import parse
+from schedlang.language.value import Names
 
 
 def knob(text: str, **settings: Any) -> Knob:

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from schedlang.diagnostic import Refusal
-from schedlang.model import ModelFacts
-from schedlang.passes.reading.expand import expand
-from schedlang.source import Source
-from schedlang.syntax import parse
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.ir.model import ModelFacts
+from schedlang.language.syntax import parse
+from schedlang.passes.elaborate.expand import expand
 from tests.verbs_for_tests import GPT2LMHeadModel, toys
 
 FACTS = ModelFacts(GPT2LMHeadModel())

@@ -9,12 +9,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from schedlang.cli import app
-from schedlang.code_example import model
-from schedlang.passes.reading.expand import expand
-from schedlang.passes.reading.lint import lint
-from schedlang.passes.reading.state import Settings
-from schedlang.source import Source
-from schedlang.syntax import parse
+from schedlang.diagnostics.codes import model
+from schedlang.diagnostics.source import Source
+from schedlang.language.syntax import parse
+from schedlang.passes.elaborate.expand import expand
+from schedlang.passes.elaborate.lint import lint
+from schedlang.passes.elaborate.state import Settings
 
 EMPTY = "layers.*.gate?  checkpoint()\n"
 UNUSED = "knob micro: int = 2\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedlang.mesh import Mesh, neighbours
+from schedlang.ir.mesh import Mesh, neighbours
 
 
 @st.composite

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from schedlang.model import ModelFacts
-from schedlang.passes.running.build import build
+from schedlang.ir.model import ModelFacts
+from schedlang.passes.lower.build import build
 from tests import models
 from tests.proofs import adamw, planned
 from tests.training.test_build import _all

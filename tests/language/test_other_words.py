@@ -13,22 +13,21 @@ import pytest
 from torch import Tensor, nn
 
 import schedlang
-from schedlang.binding import bind, surface, words_of
-from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.mending import Given, mended, written
-from schedlang.nodes import Call
-from schedlang.orders import ORDERS, find
-from schedlang.other_arguments import ARGUMENTS
-from schedlang.other_words import ORDER_NAMES, VERBS
-from schedlang.other_words import ORDERS as OTHER_ORDERS
-from schedlang.passes.reading import calls
-from schedlang.passes.reading.expand import expand
-from schedlang.passes.reading.state import State
-from schedlang.plan import Plan
-from schedlang.primitive import load_all, registry
-from schedlang.source import NOWHERE, Source
-from schedlang.syntax import parse, parse_expr
-from schedlang.value import Bytes, Seconds, Symbol
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.other_systems import ARGUMENTS, ORDER_NAMES, VERBS
+from schedlang.diagnostics.other_systems import ORDERS as OTHER_ORDERS
+from schedlang.diagnostics.source import NOWHERE, Source
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import load_all, registry
+from schedlang.language.binding import bind, surface, words_of
+from schedlang.language.nodes import Call
+from schedlang.language.suggest import Given, mended, written
+from schedlang.language.syntax import parse, parse_expr
+from schedlang.language.value import Bytes, Seconds, Symbol
+from schedlang.passes.elaborate import state
+from schedlang.passes.elaborate.expand import expand
+from schedlang.passes.elaborate.state import State
+from schedlang.pipeline.schedules import ORDERS, find
 from tests.samples import SAMPLES
 
 FOUND: dict[str, Any] = tomllib.loads(
@@ -70,8 +69,11 @@ def answer(row: str) -> str:
     return "taken" if not found else (*found[0].helps, found[0].code)[0]
 
 
-ROWS = [pytest.param(row, said, id=f"{key} {row}")
-        for key, one in FOUND.items() for row, said in one["rows"]]  # fmt: skip
+ROWS = [
+    pytest.param(row, said, id=f"{key} {row}")
+    for key, one in FOUND.items()
+    for row, said in one["rows"]
+]
 
 
 @pytest.mark.parametrize("row, said", ROWS)
@@ -111,8 +113,8 @@ def _calls_offered() -> list[str]:
     for row in (row for one in FOUND.values() for row, _ in one["rows"]):
         found = told(row)
         rows += [row] if not found else [o for d in found for o in offered(d.helps)]
-    calls = (re.search(r"[a-z_]+\(.*\)$", row) for row in rows if "{}" not in row)
-    return list(dict.fromkeys(call[0] for call in calls if call))
+    state = (re.search(r"[a-z_]+\(.*\)$", row) for row in rows if "{}" not in row)
+    return list(dict.fromkeys(call[0] for call in state if call))
 
 
 def test_no_row_that_is_offered_is_refused_for_its_arguments() -> None:
@@ -134,8 +136,8 @@ def _codes(text: str, head: State, plan: Plan) -> set[str]:
     call = parse_expr(text, NOWHERE)
     assert isinstance(call, Call)
     kind = registry()[call.name.text]
-    row = bind(kind, calls.arguments(call, head.names), call.span, head.axes)
-    row = calls.resolved(row, head, call.span)
+    row = bind(kind, state.arguments(call, head.names), call.span, head.axes)
+    row = state.resolved(row, head, call.span)
     found = set()
     for sites in [("",)] if kind.takes == "model" else [("",), ("0", "1", "2"), ("0.up", "2.up")]:
         try:
@@ -282,13 +284,16 @@ def test_a_call_is_mended_whole() -> None:
     )
 
 
-@pytest.mark.parametrize("row, said", [
-    ("checkpoint(budget=3GiB)", "checkpoint(plan=rotor, memory=3GiB)"),
-    ("checkpoint(plan=pareto, budget=3GiB)", "checkpoint(plan=pareto, memory=3GiB)"),
-    ("checkpoint(budget=3GiB, plan=pareto)", "checkpoint(plan=pareto, memory=3GiB)"),
-    ("checkpoint(dtr, memory=3GiB)", "checkpoint(plan=dtr, memory=3GiB)"),
-    ("checkpoint(memory=3GiB, dtr)", "checkpoint(memory=3GiB, plan=dtr)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "row, said",
+    [
+        ("checkpoint(budget=3GiB)", "checkpoint(plan=rotor, memory=3GiB)"),
+        ("checkpoint(plan=pareto, budget=3GiB)", "checkpoint(plan=pareto, memory=3GiB)"),
+        ("checkpoint(budget=3GiB, plan=pareto)", "checkpoint(plan=pareto, memory=3GiB)"),
+        ("checkpoint(dtr, memory=3GiB)", "checkpoint(plan=dtr, memory=3GiB)"),
+        ("checkpoint(memory=3GiB, dtr)", "checkpoint(memory=3GiB, plan=dtr)"),
+    ],
+)
 def test_what_is_said_is_kept(row: str, said: str) -> None:
     """What goes with an argument in another's place gives way to what the call says, in any
     order."""
@@ -305,8 +310,14 @@ def test_values_as_they_are_written() -> None:
     """Sizes in whole units, words bare, texts in quotes."""
     values = [Bytes(2**31), Bytes(1000), Seconds(0.002), Symbol("a"), "b c", True, (1, 2.5)]
     assert list(map(written, values)) == [
-        "2GiB", "1000B", "2ms", "a", '"b c"', "true", "[1, 2.5]",
-    ]  # fmt: skip
+        "2GiB",
+        "1000B",
+        "2ms",
+        "a",
+        '"b c"',
+        "true",
+        "[1, 2.5]",
+    ]
     assert mended("fuse", [Given("pattern", "bias_gelu", False)], ("pattern",)) is None
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from schedlang.mesh import Mesh
-from schedlang.placement import Layout, P, R, S, Segment
+from schedlang.ir.mesh import Mesh
+from schedlang.ir.placement import Layout, P, R, S, Segment
 
 MESH = Mesh((("dp", 2), ("tp", 2)))
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from schedlang import nodes as n
-from schedlang.diagnostic import Refusal
-from schedlang.model import ModelFacts
-from schedlang.selector import Selector
-from schedlang.source import Source
-from schedlang.syntax import parse
-from schedlang.value import Names
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.ir.model import ModelFacts
+from schedlang.language import nodes as n
+from schedlang.language.selector import Selector
+from schedlang.language.syntax import parse
+from schedlang.language.value import Names
 
 
 class Part(nn.Module):

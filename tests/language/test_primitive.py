@@ -6,14 +6,14 @@ from typing import Any, Literal
 
 import pytest
 
-from schedlang import manual
-from schedlang.binding import Argument, bind
-from schedlang.diagnostic import Refusal
-from schedlang.kinds import Axes, Axis, Many, Rest
-from schedlang.placement import P, Placement, R, S
-from schedlang.primitive import Primitive, conflicts, refuse, registry, scratch
-from schedlang.source import Source, Span
-from schedlang.value import UNKNOWN, AxisSize, Symbol
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source, Span
+from schedlang.ir.placement import P, Placement, R, S
+from schedlang.ir.primitive import Primitive, conflicts, refuse, registry, scratch
+from schedlang.language import manual
+from schedlang.language.binding import Argument, bind
+from schedlang.language.kinds import Axes, Axis, Many, Rest
+from schedlang.language.value import UNKNOWN, AxisSize, Symbol
 
 SPAN = Span(Source("x", "split(col, over=tp)"), 1, 1, 1, 20)
 AXES = {"tp": 2, "dp": 4}

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.proving.exact import IN_ORACLE
-from schedlang.passes.running.build import build
-from schedlang.plan import Plan
-from schedlang.primitive import load_all, registry
-from schedlang.printer import fmt
-from schedlang.runtime.launching.launch import Pool
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import load_all, registry
+from schedlang.language.printer import fmt
+from schedlang.language.syntax import parse
+from schedlang.passes.lower.build import build
+from schedlang.passes.verify.asked import IN_ORACLE
+from schedlang.runtime.launch.pool import Pool
 from schedlang.schedule import Schedule, create_schedule
-from schedlang.source import Source
-from schedlang.syntax import parse
 from tests.proofs import (
     Seen,
     adamw,
@@ -197,8 +197,8 @@ def _plan(name: str, sizes: dict[str, int], *more: str) -> Plan:
 
 def _buildable(name: str, sizes: dict[str, int], *more: str) -> Plan:
     """The plan of the example, with as few other rows as make it traceable."""
-    from schedlang.passes.completing.complete import completed
-    from schedlang.passes.laying.propagate import propagate
+    from schedlang.passes.complete.complete import completed
+    from schedlang.passes.propagate.propagate import propagate
 
     refusals = []
     for beside in BESIDE:

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from schedlang.diagnostic import Refusal
-from schedlang.printer import fmt, to_text
-from schedlang.source import Source
-from schedlang.syntax import tree
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.language.printer import fmt, to_text
+from schedlang.language.syntax import tree
 from tests.samples import SAMPLES
 from tests.strategies import commented, programs
 

@@ -135,8 +135,8 @@ def test_a_mesh_larger_than_the_world(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_building_on_too_few_ranks() -> None:
     """`build` alone with a mesh of two says so before anything is sent."""
-    from schedlang.diagnostic import Refusal
-    from schedlang.passes.running.build import build
+    from schedlang.diagnostics.diagnostic import Refusal
+    from schedlang.passes.lower.build import build
     from tests.proofs import planned
     from tests.training.test_build import Small, _series
 

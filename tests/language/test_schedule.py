@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from schedlang.diagnostic import Refusal
-from schedlang.placement import R, S
-from schedlang.primitive import registry
-from schedlang.printer import fmt
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.ir.placement import R, S
+from schedlang.ir.primitive import registry
+from schedlang.language.printer import fmt
 from schedlang.schedule import Schedule, create_schedule, load
-from schedlang.source import Source
 from tests.language.test_expand import GPT2
 from tests.verbs_for_tests import GPT2LMHeadModel, toys
 

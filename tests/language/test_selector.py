@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedlang import nodes as n
-from schedlang.diagnostic import Refusal
-from schedlang.selector import Selector
-from schedlang.source import Source
-from schedlang.syntax import parse
-from schedlang.value import Names
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.language import nodes as n
+from schedlang.language.selector import Selector
+from schedlang.language.syntax import parse
+from schedlang.language.value import Names
 from tests.toys import gpt
 
 SELECTOR = Selector(gpt())
@@ -51,19 +51,23 @@ H = tuple(f"transformer.h.{i}" for i in range(4))
         ("transformer.h.*.mlp.nothing?", ()),
         ("**.gate", (f"{H[3]}.mlp.gate",)),
         ("**:LayerNorm", tuple(f"{m}.ln_1" for m in H)),
-        ("transformer.h[0].**:Projection", tuple(f"{H[0]}.{m}" for m in
-            ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"))),
+        (
+            "transformer.h[0].**:Projection",
+            tuple(f"{H[0]}.{m}" for m in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")),
+        ),
         ("transformer.h.1, transformer.h.0, transformer.h.*", H),
         ("transformer.h.* except transformer.h[0]", H[1:]),
         ("transformer.h.* where place >= 2", H[2:]),
         ("transformer.h.* where index % 2 == 1", (H[1], H[3])),
-        ("**:Conv1D where params > 200", tuple(f"{m}.mlp.{c}" for m in H
-            for c in ("c_fc", "c_proj"))),
+        (
+            "**:Conv1D where params > 200",
+            tuple(f"{m}.mlp.{c}" for m in H for c in ("c_fc", "c_proj")),
+        ),
         ("** where nf == 10", ("lm_head",)),
         ("transformer.* where dtype == float32", ("transformer.wte", "transformer.h")),
         ("`lm_head`", ("lm_head",)),
     ],
-)  # fmt: skip
+)
 def test_what_a_path_names(text: str, found: tuple[str, ...]) -> None:
     """A selector gives the modules it names in model order, each once."""
     assert select(text, ckpt=2) == found

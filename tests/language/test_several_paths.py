@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.printer import fmt
-from schedlang.source import Source
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.language.printer import fmt
 from tests.language.test_primitives import Toy
 from tests.proofs import planned
 
@@ -43,8 +43,11 @@ def test_inside_a_scope() -> None:
     """Paths start at the scope around the row, each of them."""
     plan = planned(_toy(), "at layers[1, 2] { mlp.up, mlp.down  checkpoint() }")
     assert [site for action in plan.actions for site in action.sites] == [
-        "layers.1.mlp.up", "layers.1.mlp.down", "layers.2.mlp.up", "layers.2.mlp.down",
-    ]  # fmt: skip
+        "layers.1.mlp.up",
+        "layers.1.mlp.down",
+        "layers.2.mlp.up",
+        "layers.2.mlp.down",
+    ]
 
 
 @pytest.mark.parametrize("row", ["layers, ", "layers, head", ", head  checkpoint()"])

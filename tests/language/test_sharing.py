@@ -15,20 +15,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.kinds import Axis
-from schedlang.mesh import Mesh
-from schedlang.model import ModelFacts
-from schedlang.modelfile import load_model_file
-from schedlang.passes.reading import legality
-from schedlang.passes.reading.state import Settings
-from schedlang.persistent import Persistent
-from schedlang.plan import Plan
-from schedlang.primitive import Primitive, scratch
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.mesh import Mesh
+from schedlang.ir.model import ModelFacts
+from schedlang.ir.modelfile import load_model_file
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Primitive, scratch
+from schedlang.ir.sharing import Persistent, near
+from schedlang.language.kinds import Axis
+from schedlang.language.syntax import parse, read
+from schedlang.passes.elaborate import legality
+from schedlang.passes.elaborate.state import Settings
 from schedlang.primitives.shard import shard
 from schedlang.schedule import Schedule
-from schedlang.spread import near
-from schedlang.syntax import parse, read
 from tests.proofs import planned
 from tests.properties.engine import schedule_of
 from tests.properties.schedules import Drawn, legal
@@ -76,7 +75,7 @@ def _outcome(model: nn.Module, rows: str) -> Plan | str:
 
 def _alone(model: nn.Module, rows: str) -> Plan | str:
     """The same where every module is checked by itself."""
-    with patch("schedlang.plan.shared", lambda plan, action: None):
+    with patch("schedlang.ir.plan.shared", lambda plan, action: None):
         return _outcome(model, rows)
 
 
@@ -154,7 +153,7 @@ def test_what_made_equal_modules_unlike_is_seen() -> None:
 
 
 def _each(plan: Plan, row: Primitive, sites: tuple[str, ...]) -> Plan:
-    with patch("schedlang.plan.shared", lambda plan, action: None):
+    with patch("schedlang.ir.plan.shared", lambda plan, action: None):
         return plan.add(row, sites)
 
 
@@ -171,7 +170,7 @@ def test_the_examples_have_the_plans_of_single_checks(path: Path) -> None:
             return refusal.render()
 
     together = outcome()
-    with patch("schedlang.plan.shared", lambda plan, action: None):
+    with patch("schedlang.ir.plan.shared", lambda plan, action: None):
         _same(together, outcome())
 
 
@@ -184,7 +183,7 @@ def test_drawn_schedules_have_the_plans_of_single_checks(count: int) -> None:
 
 def _drawn_alike(drawn: Drawn) -> None:
     plan = schedule_of(drawn).plan()
-    with patch("schedlang.plan.shared", lambda plan, action: None):
+    with patch("schedlang.ir.plan.shared", lambda plan, action: None):
         _same(plan, schedule_of(drawn).plan())
     for place, row in enumerate(plan.actions):
         before = replace(plan, actions=plan.actions[:place])

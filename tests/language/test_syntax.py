@@ -4,11 +4,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from schedlang import nodes as n
-from schedlang.diagnostic import Refusal
-from schedlang.grammar import parser
-from schedlang.source import NOWHERE, Source
-from schedlang.syntax import parse, parse_expr, parse_path, read
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import NOWHERE, Source
+from schedlang.language import nodes as n
+from schedlang.language.grammar import parser
+from schedlang.language.syntax import parse, parse_expr, parse_path, read
 from tests.samples import SAMPLES
 from tests.strategies import damaged
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.preparing.prepare import prepare
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.prepare import prepare
 from tests.engine import Threads
 from tests.language.test_primitives import BATCHES, Toy
 from tests.proofs import adamw, assert_near, planned, refused, sequential, trained
@@ -24,12 +24,15 @@ def _toy() -> Toy:
     [
         (f'{ROWS}\npipeline(order="1F1B", micro=2)', "pp=2"),
         ("again  unroll(3)\nagain  pipeline_split(over=pp)", "pp=3"),
-        (f'again  checkpoint()\n{ROWS}\nzero(stage=2, over=dp)', "pp=2, dp=2"),
-        ('again, side  shard(col, output=R, over=tp)\nagain  unroll(3)\n'
-         'again  pipeline_split(over=pp)\npipeline(order="GPipe", micro=3)', "pp=2, tp=2"),
+        (f"again  checkpoint()\n{ROWS}\nzero(stage=2, over=dp)", "pp=2, dp=2"),
+        (
+            "again, side  shard(col, output=R, over=tp)\nagain  unroll(3)\n"
+            'again  pipeline_split(over=pp)\npipeline(order="GPipe", micro=3)',
+            "pp=2, tp=2",
+        ),
         ("layers.*  unroll(1)\nlayers  pipeline_split(over=pp, balance=time)", "pp=2"),
     ],
-)  # fmt: skip
+)
 def test_it_trains_as_the_original(rows: str, mesh: str, threads: Threads) -> None:
     """Losses, gradients of the shared module, dropout inside layers, state: as without rows."""
     plan = planned(_toy(), rows, mesh)
@@ -53,8 +56,8 @@ def test_draws_of_later_calls_are_their_own(threads: Threads) -> None:
 
 def test_the_static_proof_sees_every_stage_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shared module's gradient is found on all stages that call it: a sum left out is told."""
-    from schedlang.passes.preparing import reductions
-    from schedlang.passes.statics.static import static
+    from schedlang.passes.analyze import reductions
+    from schedlang.passes.static_checks.static import static
 
     plan = planned(_toy(), "again  unroll(3)\nagain  pipeline_split(over=pp)", "pp=3")
     assert not static(plan, BATCHES[0]).problems

@@ -8,18 +8,21 @@ import pytest
 from torch import nn
 
 import schedlang
-from schedlang import usual
-from schedlang.diagnostic import Refusal
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir import mesh as usual
 
 
-@pytest.mark.parametrize("axes, role, said", [
-    (("dp", "pp"), "replicas", "dp"),
-    (("tp", "data"), "replicas", "data"),
-    (("tp", "pp"), "replicas", None),
-    (("x", "tp"), "replicas", "x"),
-    (("dp", "stage"), "stages", "stage"),
-    ((), "stages", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "axes, role, said",
+    [
+        (("dp", "pp"), "replicas", "dp"),
+        (("tp", "data"), "replicas", "data"),
+        (("tp", "pp"), "replicas", None),
+        (("x", "tp"), "replicas", "x"),
+        (("dp", "stage"), "stages", "stage"),
+        ((), "stages", None),
+    ],
+)
 def test_the_axis_of_a_role(axes: tuple[str, ...], role: str, said: str | None) -> None:
     """The usual name first, then one that tells nothing; never an axis of another role."""
     assert usual.usual(axes, role) == said
@@ -32,17 +35,26 @@ def test_no_name_is_of_two_roles() -> None:
     assert not doctest.testmod(usual).failed
 
 
-@pytest.mark.parametrize("mesh, helps", [
-    ({"pp": 2}, (
-        "each replica: `zero(stage=2, over=dp)`, with `dp` among the axes of the mesh, which are"
-        " `pp`",
-        "store: `offload(activations, to=peer, over=pp)`",
-    )),
-    ({"data": 2, "pipe": 2}, (
-        "each replica: `zero(stage=2, over=data)`",
-        "store: `offload(activations, to=peer, over=pipe)`",
-    )),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mesh, helps",
+    [
+        (
+            {"pp": 2},
+            (
+                "each replica: `zero(stage=2, over=dp)`, with `dp` among the axes of the mesh,"
+                " which are `pp`",
+                "store: `offload(activations, to=peer, over=pp)`",
+            ),
+        ),
+        (
+            {"data": 2, "pipe": 2},
+            (
+                "each replica: `zero(stage=2, over=data)`",
+                "store: `offload(activations, to=peer, over=pipe)`",
+            ),
+        ),
+    ],
+)
 def test_of_a_peer(mesh: dict[str, int], helps: tuple[str, ...]) -> None:
     """Rows to a peer that are refused name the axes that there are (S851)."""
     sch = schedlang.create_schedule(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))

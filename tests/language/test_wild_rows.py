@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.launch.pool import Pool
 from tests.proofs import refused
 from tests.properties.engine import Differs, cheap
 from tests.properties.models import Block, Config

@@ -21,10 +21,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import schedlang
-from schedlang.diagnostic import Refusal
-from schedlang.runtime.collectives.agreement import Item, differences
-from schedlang.runtime.collectives.checksum import checksum
-from schedlang.runtime.launching.launch import Pool
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.comm.agreement import Item, checksum, differences
+from schedlang.runtime.launch.pool import Pool
 
 WIDE = 8
 
@@ -94,9 +93,14 @@ def _schedule(model: nn.Module, how: str = "zero 1") -> Any:
 
 
 def _trained(
-    how: str = "zero 1", seed: int = 0, made: Callable[[], nn.Module] = Net, steps: int = 1,
-    batch: Callable[[int], Any] = _batch, first: Any = None, **options: Any,
-) -> list[float]:  # fmt: skip
+    how: str = "zero 1",
+    seed: int = 0,
+    made: Callable[[], nn.Module] = Net,
+    steps: int = 1,
+    batch: Callable[[int], Any] = _batch,
+    first: Any = None,
+    **options: Any,
+) -> list[float]:
     """What a script of the user's does on this rank."""
     torch.manual_seed(seed)
     options = {"optimizer": _adamw, "batch": first or _batch()} | options
@@ -131,8 +135,9 @@ def _loss(output: Any, batch: Any) -> torch.Tensor:
 
 def _grouped(named: Any) -> torch.optim.Optimizer:
     (_, first), *rest = named
-    return torch.optim.AdamW([{"params": [first], "weight_decay": 0.5},
-                              {"params": [p for _, p in rest]}], lr=1e-3)  # fmt: skip
+    return torch.optim.AdamW(
+        [{"params": [first], "weight_decay": 0.5}, {"params": [p for _, p in rest]}], lr=1e-3
+    )
 
 
 def _version() -> list[float]:
@@ -146,12 +151,18 @@ def _version() -> list[float]:
 
 # what rank 1 does otherwise -> what the refusal says of it
 KINDS: dict[str, tuple[Callable[[], Any], str]] = {
-    "weights, sliced": (lambda: _trained("zero 3", **_one(seed=1)),
-        "rank 1 has different initial weights"),
-    "weights, sharded": (lambda: _trained("tp", **_one(seed=1)),
-        "rank 1 has different initial weights"),
-    "weights, staged": (lambda: _trained("pp 2", **_one(seed=1)),
-        "rank 1 has different initial weights"),
+    "weights, sliced": (
+        lambda: _trained("zero 3", **_one(seed=1)),
+        "rank 1 has different initial weights",
+    ),
+    "weights, sharded": (
+        lambda: _trained("tp", **_one(seed=1)),
+        "rank 1 has different initial weights",
+    ),
+    "weights, staged": (
+        lambda: _trained("pp 2", **_one(seed=1)),
+        "rank 1 has different initial weights",
+    ),
     "stage": (lambda: _trained("zero 2" if dist.get_rank() else "zero 1"), "`row 1` is zero("),
     "schedule": (lambda: _trained("tp" if dist.get_rank() else "zero 1"), "a different mesh"),
     "microbatches": (lambda: _trained("pp 4" if dist.get_rank() else "pp 2"), "micro=4"),
@@ -170,7 +181,7 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: _trained(**_one(first=_batch() | {"z": torch.ones(4)})),
         "a different batch to build",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -232,15 +243,21 @@ def test_a_rank_that_cannot_build(pool: Pool) -> None:
 
 
 BATCHES: dict[str, tuple[Callable[[int], Any], str]] = {
-    "values": (lambda step: _batch(step + dist.get_rank()),
-               "rank 1 has a different batch in step 0"),
+    "values": (
+        lambda step: _batch(step + dist.get_rank()),
+        "rank 1 has a different batch in step 0",
+    ),
     "later": (lambda step: _batch(step + step * dist.get_rank()), "a different batch in step 1"),
     "rows": (lambda step: _batch(step, rows=4 + 2 * dist.get_rank()), "`x` is (6, 8) on rank 1"),
-    "names": (lambda step: dict(list(_batch(step).items())[: 2 - dist.get_rank()]),
-              "`y` is nothing on rank 1"),
-    "dtype": (lambda step: {k: v.double() if dist.get_rank() else v for k, v in _batch().items()},
-              "`x` is float64 in 2 dims on rank 1"),
-}  # fmt: skip
+    "names": (
+        lambda step: dict(list(_batch(step).items())[: 2 - dist.get_rank()]),
+        "`y` is nothing on rank 1",
+    ),
+    "dtype": (
+        lambda step: {k: v.double() if dist.get_rank() else v for k, v in _batch().items()},
+        "`x` is float64 in 2 dims on rank 1",
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", BATCHES)
@@ -283,7 +300,7 @@ def test_groups_wait_as_long_as_the_world(pool: Pool) -> None:
     """A group of some ranks has the time-out of the world's, not torch's own."""
 
     def body() -> tuple[float, float]:
-        from schedlang.runtime.collectives import comm
+        from schedlang.runtime.comm import world as comm
 
         seconds = [
             group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
@@ -300,8 +317,9 @@ def test_most_ranks_are_right() -> None:
     item = Item("optimizer", {})
     rates = {0: {"lr": "1"}, 1: {"lr": "2"}, 2: {"lr": "1"}, 3: {"lr": "1"}}
     assert differences(item, rates) == (
-        "rank 1 has a different optimizer", ["`lr` is 2 on rank 1, 1 on ranks 0, 2 and 3"]
-    )  # fmt: skip
+        "rank 1 has a different optimizer",
+        ["`lr` is 2 on rank 1, 1 on ranks 0, 2 and 3"],
+    )
     title, _ = differences(item, {0: {"lr": "1"}, 1: {"lr": "2"}})
     assert title == "rank 1 has a different optimizer"
 

@@ -14,35 +14,36 @@ import torch
 import torch.distributed as dist
 
 import schedlang
-from schedlang.mesh import Mesh
-from schedlang.passes.running.build import build
-from schedlang.runtime.collectives import comm
-from schedlang.runtime.collectives.ranks import Ranks
-from schedlang.runtime.launching.launch import Pool
+from schedlang.ir.mesh import Mesh
+from schedlang.passes.lower.build import build
+from schedlang.runtime.comm import world as comm
+from schedlang.runtime.comm.ranks import Ranks
+from schedlang.runtime.launch.pool import Pool
 from tests import models
 from tests.proofs import planned, sgd
 
 ROOT = Path(schedlang.__file__).parent
 HOMES = (
-    "runtime/collectives/",  # the layer itself
+    "runtime/comm/",  # the layer itself
     "testing/",  # an instrument for any code, which is itself a backend of torch.distributed
 )
 # libraries of torch above its communication, and the files that are about what they hold
 LIBRARIES = {
-    "runtime/casting/cast.py": {"tensor"},  # DTensor: which parameters are stored in parts
-    "runtime/keeping/dynamic.py": {"fsdp"},  # FSDPModule: gathers are no part of a recomputation
-    "runtime/keeping/region.py": {"fsdp"},
-    "runtime/saving/boxes.py": {"checkpoint"},  # the format of its files
+    "runtime/mixed_precision.py": {"tensor"},  # DTensor: which parameters are stored in parts
+    "runtime/activation_memory/dynamic.py": {
+        "fsdp"
+    },  # FSDPModule: gathers are no part of a recomputation
+    "runtime/activation_memory/recompute_region.py": {"fsdp"},
+    "runtime/checkpointing/boxes.py": {"checkpoint"},  # the format of its files
     "runtime/storage/leaving.py": {"tensor"},
-    "runtime/summing/compressed.py": {"tensor"},
-    "runtime/summing/gathered.py": {"fsdp"},
-    "runtime/summing/gradient.py": {"tensor"},
-    "runtime/summing/held.py": {"tensor"},  # DTensor: parts have no flat gradient
-    "runtime/summing/replicas.py": {"fsdp", "device_mesh"},  # the mesh that fully_shard is given
+    "runtime/grad_reduction/compressed.py": {"tensor"},
+    "runtime/grad_reduction/gradient.py": {"tensor"},
+    "runtime/grad_reduction/flat.py": {"tensor"},  # DTensor: parts have no flat gradient
+    "runtime/grad_reduction/zero.py": {"fsdp", "device_mesh"},  # the mesh that fully_shard is given
     "kernels/sharding.py": {"tensor"},
 }
 # stands below the runtime, and asks torchrun's own store before there is a world
-STORES = {"told_once.py"}
+STORES = {"diagnostics/told_once.py"}
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:
@@ -52,9 +53,11 @@ def _imports(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Import):
             names = [one.name for one in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module] if node.module.startswith("torch.distributed.") else [
-                f"{node.module}.{one.name}" for one in node.names
-            ]  # fmt: skip
+            names = (
+                [node.module]
+                if node.module.startswith("torch.distributed.")
+                else [f"{node.module}.{one.name}" for one in node.names]
+            )
         elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
             names = ["torch.distributed"]
         for name in names:
@@ -234,9 +237,13 @@ def _handed() -> tuple[list[Any], Any, int]:
     draw = torch.Generator().manual_seed(here)
     rows = torch.randn(3 + here, 4096, generator=draw)  # another number of rows on each rank
     value = {
-        "rows": rows, "turned": rows.t()[::2], "half": (rows.bfloat16(), [here, None, "word"]),
-        "yes": rows > 0, "none": rows[:0], "number": torch.tensor(here),
-    }  # fmt: skip
+        "rows": rows,
+        "turned": rows.t()[::2],
+        "half": (rows.bfloat16(), [here, None, "word"]),
+        "yes": rows > 0,
+        "none": rows[:0],
+        "number": torch.tensor(here),
+    }
     assert dist.group.WORLD is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comm, "gathered", gathered)

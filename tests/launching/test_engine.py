@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedlang.passes.proving.compare import compare
-from schedlang.passes.proving.observe import conditions
-from schedlang.passes.proving.sides import Case, original, prepared, tried, widened
-from schedlang.passes.verifying.prove import prove
-from schedlang.plan import Plan
-from schedlang.runtime.launching.launch import Pool, RankDied
-from schedlang.runtime.staging import mail
-from schedlang.runtime.summing import gradient
+from schedlang.ir.plan import Plan
+from schedlang.passes.prove import prove
+from schedlang.passes.verify.compare import compare
+from schedlang.passes.verify.observe import conditions
+from schedlang.passes.verify.sides import Case, original, prepared, tried, widened
+from schedlang.runtime.grad_reduction import gradient
+from schedlang.runtime.launch.pool import Pool, RankDied
+from schedlang.runtime.pipeline import p2p
 from tests import models
 from tests.engine import Faults, Mismatch, Threads
 from tests.proofs import assert_same, planned, proven, trained
@@ -159,11 +159,11 @@ PLANS: dict[str, Callable[[], Plan]] = {
         'transformer.h pipeline_split(over=pp)\npipeline(order="1F1B", micro=3)', "pp=2"
     ),
     "3-D": lambda: _gpt2(
-        GPT2 + 'transformer.h pipeline_split(over=pp)\nzero(stage=2, over=dp)\n'
+        GPT2 + "transformer.h pipeline_split(over=pp)\nzero(stage=2, over=dp)\n"
         'pipeline(order="1F1B", micro=2)',
         "pp=2, dp=2, tp=2",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -196,43 +196,43 @@ def _a_barrier_for_a_wait(patch: pytest.MonkeyPatch) -> None:
             dist.all_reduce(flat, group=group, async_op=True)
             dist.barrier(group)
 
-    patch.setattr(gradient, "comm", Hasty())
+    patch.setattr(gradient, "world", Hasty())
 
 
 def _taken_unread(patch: pytest.MonkeyPatch) -> None:
     """A stage takes its input from a buffer without waiting for it."""
-    plain = mail.Mail.take
+    plain = p2p.Mail.take
 
     def take(self: Any, key: Any) -> Any:
         for _, expected in self._expected.values():
             expected.works.clear()
         return plain(self, key)
 
-    patch.setattr(mail.Mail, "take", take)
+    patch.setattr(p2p.Mail, "take", take)
 
 
 def _written_early(patch: pytest.MonkeyPatch) -> None:
     """What is sent is overwritten before anybody has received it."""
-    plain = mail.Mail.send
+    plain = p2p.Mail.send
 
     def send(self: Any, to: int, key: Any, tensors: Any, *, header: bool) -> None:
         plain(self, to, key, tensors, header=header)
         for _, part in self._sent[key][int(header) :]:
             part.zero_()
 
-    patch.setattr(mail.Mail, "send", send)
+    patch.setattr(p2p.Mail, "send", send)
 
 
 def _freed_early(patch: pytest.MonkeyPatch) -> None:
     """The memory of what is sent is given back at once."""
-    plain = mail.Mail.send
+    plain = p2p.Mail.send
 
     def send(self: Any, to: int, key: Any, tensors: Any, *, header: bool) -> None:
         plain(self, to, key, tensors, header=header)
         for _, part in self._sent[key]:
             part.untyped_storage().resize_(0)
 
-    patch.setattr(mail.Mail, "send", send)
+    patch.setattr(p2p.Mail, "send", send)
 
 
 def _fails(plan: Plan, engine: Threads, bug: Any) -> bool:

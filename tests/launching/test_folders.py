@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from schedlang.runtime.launching import folders
+from schedlang.runtime.launch import pool
 
-HOLDS = (
-    "from schedlang.runtime.launching import folders\nprint(folders.made()[0], flush=True)\ninput()"
-)
+HOLDS = "from schedlang.runtime.launch import pool\nprint(pool.made()[0], flush=True)\ninput()"
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +24,7 @@ def _own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_left_is_swept(tmp_path: Path) -> None:
     """As soon as its process is gone, and not before; others' folders stay."""
-    other = tmp_path / f"{folders.PREFIX}other"
+    other = tmp_path / f"{pool.PREFIX}other"
     other.mkdir()  # no lock: not one of these
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -34,13 +32,13 @@ def test_what_is_left_is_swept(tmp_path: Path) -> None:
     assert process.stdout is not None
     folder = Path(process.stdout.readline().strip())
     (folder / "rank0.log").write_text("words")
-    folders.sweep()
+    pool.sweep()
     assert folder.is_dir()
     process.kill()
     process.communicate()
-    with folders.temporary() as mine:
+    with pool.temporary() as mine:
         assert not folder.exists() and other.is_dir() and Path(mine).is_dir()
-        folders.sweep()
+        pool.sweep()
         assert Path(mine).is_dir()
     assert os.listdir(tmp_path) == [other.name]
 
@@ -50,6 +48,6 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / ".lock").touch()
-    (tmp_path / f"{folders.PREFIX}link").symlink_to(precious)
-    folders.sweep()
+    (tmp_path / f"{pool.PREFIX}link").symlink_to(precious)
+    pool.sweep()
     assert precious.is_dir()

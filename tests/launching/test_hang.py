@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from schedlang.runtime.launching.cpu import cpu_seconds, queued_seconds
-from schedlang.runtime.launching.hang import doubt
-from schedlang.runtime.launching.job import Hang, Job, Rank
+from schedlang.runtime.launch.job import Hang, Job, Rank, cpu_seconds, doubt, queued_seconds
 
 DUMPS = "import faulthandler, signal; faulthandler.register(signal.SIGUSR1)"
 STARVED = (

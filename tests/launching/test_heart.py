@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from schedlang.runtime.launching import heart
-from schedlang.runtime.launching.heart import Heart, inside
+from schedlang.runtime.launch import heart
+from schedlang.runtime.launch.heart import Heart, inside
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 import schedlang
-from schedlang.runtime.launching import heart
+from schedlang.runtime.launch import heart
 
 heart.HANG = 4.0
 torch.manual_seed(0)
@@ -62,9 +62,13 @@ def _torchrun(*words: object, **more: str) -> tuple[subprocess.CompletedProcess[
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     began = time.monotonic()
     done = subprocess.run(
-        [*start, *map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        [*start, *map(str, words)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT), **more},
-    )  # fmt: skip
+    )
     return done, time.monotonic() - began
 
 
@@ -103,7 +107,7 @@ import time
 import torch
 from torch import nn
 
-from schedlang.runtime.launching import heart
+from schedlang.runtime.launch import heart
 
 heart.HANG = 4.0
 calls = 0

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.launching import forkserver
-from schedlang.runtime.launching.job import Job, Rank, RankDied, account, judge, unpickled
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.launch import forkserver
+from schedlang.runtime.launch.job import Job, Rank, RankDied, account, judge, unpickled
 
 
 def _failed(*failures) -> Job:
@@ -86,9 +86,7 @@ GLOO = "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  
 THREAD = (
     'Thread 0x00007f76a54106c0 (most recent call first):\n  File "threading.py", line 982 in run'
 )
-CALLS = (
-    '(most recent call first):\n  File "mine.py", line 7 in mine\n  File "launching/forkserver.py"'
-)
+CALLS = '(most recent call first):\n  File "mine.py", line 7 in mine\n  File "launch/forkserver.py"'
 
 
 @pytest.mark.parametrize("threads", [0, 40])
@@ -99,9 +97,11 @@ def test_the_cause_of_an_abort_stands_first(tmp_path: Path, threads: int, curren
     dump = "\n\n".join([THREAD] * threads + [f"{current}{CALLS}", "Extension modules: numpy"])
     log.write_text(f"{GLOO}\nFatal Python error: Aborted\n\n{dump}\n")
     assert account(-6, log).splitlines() == [
-        "killed by SIGABRT", *GLOO.splitlines(), "Fatal Python error: Aborted",
+        "killed by SIGABRT",
+        *GLOO.splitlines(),
+        "Fatal Python error: Aborted",
         '  File "mine.py", line 7 in mine',
-    ]  # fmt: skip
+    ]
 
 
 def test_last_words(tmp_path: Path) -> None:

@@ -20,14 +20,17 @@ from torch import nn
 from torch.nn import functional as F
 
 import schedlang
-from schedlang.diagnostic import Refusal
-from schedlang.runtime.launching.launch import Pool, RankDied
-from schedlang.runtime.launching.preload import BASE, PROGRAMS
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
+from schedlang.runtime.launch.pool import Pool, RankDied
 
 WAYS = {
-    "SIGKILL": "killed by SIGKILL", "SIGSEGV": "killed by SIGSEGV", "abort": "killed by SIGABRT",
-    "exit": "exit code 7", "raise": "KeyError: 'mine'",
-}  # fmt: skip
+    "SIGKILL": "killed by SIGKILL",
+    "SIGSEGV": "killed by SIGSEGV",
+    "abort": "killed by SIGABRT",
+    "exit": "exit code 7",
+    "raise": "KeyError: 'mine'",
+}
 MOMENTS = ("import", "loss", "optimizer", "forward", "backward", "update", "save", "after")
 LAYOUTS = {"dp": 2, "tp": 2, "pp": 2, "dp pp": 4}
 REFUSED = {("loss", "raise")}  # not the end of a rank
@@ -193,7 +196,7 @@ def test_the_others_are_told(pool: Pool, tmp_path: Path) -> None:
     """A rank that refuses alone is the one whose refusal is raised, not those that wait for it."""
 
     def body() -> None:
-        from schedlang.diagnostic import Diagnostic
+        from schedlang.diagnostics.diagnostic import Diagnostic
 
         def broken(named: Any) -> torch.optim.Optimizer:
             raise Refusal(Diagnostic("S622", "this one alone"))

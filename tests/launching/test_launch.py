@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.launching.launch import Hang, Pool, RankDied, modules_of, progress
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.launch.pool import Hang, Pool, RankDied, modules_of, progress
 
 ROOT = Path(__file__).parents[2]
 
@@ -220,7 +220,7 @@ def test_files_get_the_names_they_have_here(pool: Pool, tmp_path: Path) -> None:
     """A module loaded from a file under a made-up name can be sent by name."""
     path = tmp_path / "model.py"
     path.write_text("class Thing:\n    value = 3\n")
-    from schedlang.runtime.launching.forkserver import load_files
+    from schedlang.runtime.launch.forkserver import load_files
 
     load_files({"made_up_model": str(path)})
     pool.files["made_up_model"] = str(path)
@@ -230,7 +230,7 @@ def test_files_get_the_names_they_have_here(pool: Pool, tmp_path: Path) -> None:
 
 SCRIPT = """
 import os, sys, time, signal
-from schedlang.runtime.launching.launch import Pool, progress, shared
+from schedlang.runtime.launch.pool import Pool, progress, shared
 import torch.distributed as dist, torch
 
 class Own:
@@ -315,7 +315,7 @@ def test_what_the_first_job_names_is_imported_once(tmp_path: Path) -> None:
 
 
 STARTS_RANKS = """
-from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.launch.pool import Pool
 
 def task() -> int:
     return 1
@@ -329,7 +329,7 @@ result = pool.run(task, 1)
 def test_a_file_that_starts_ranks_is_not_loaded_by_them(tmp_path: Path, load: str) -> None:
     """A file that starts ranks when it is imported is refused with what to write instead; no
     process starts another without end."""
-    from schedlang.modelfile import load_model_file
+    from schedlang.ir.modelfile import load_model_file
 
     file = tmp_path / "model.py"
     file.write_text(STARTS_RANKS)

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import schedlang
-from schedlang.runtime.launching.job import HERE
-from schedlang.runtime.launching.launch import Hang, Pool
-from schedlang.runtime.launching.limit import current, limited
+from schedlang.runtime.launch.job import HERE
+from schedlang.runtime.launch.limit import current, limited
+from schedlang.runtime.launch.pool import Hang, Pool
 
 MODEL = """
 import os, torch
@@ -157,18 +157,35 @@ def test_verify_from_python() -> None:
             schedlang.verify(sch, batch=batch, loss=lambda out, batch: out.sum(), timeout=2.0)
 
 
-@pytest.mark.parametrize("where", ["ranks", pytest.param("model", marks=pytest.mark.deep),
-                                   pytest.param("batch", marks=pytest.mark.deep),
-                                   pytest.param("forward", marks=pytest.mark.deep)])  # fmt: skip
+@pytest.mark.parametrize(
+    "where",
+    [
+        "ranks",
+        pytest.param("model", marks=pytest.mark.deep),
+        pytest.param("batch", marks=pytest.mark.deep),
+        pytest.param("forward", marks=pytest.mark.deep),
+    ],
+)
 def test_verify_ends_wherever_it_loops(tmp_path: Path, where: str) -> None:
     """Exit code 3, the account names what loops, and no process is left."""
     (tmp_path / "model.py").write_text(MODEL.replace("WHERE", repr(where)))
     (tmp_path / "a.sched").write_text(SCHED)
     start, seconds = time.monotonic(), "25" if where == "ranks" else "8"
     done = subprocess.run(
-        [sys.executable, "-m", "schedlang.cli", "verify", tmp_path / "a.sched", "--json",
-         "--timeout", seconds], capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "schedlang.cli",
+            "verify",
+            tmp_path / "a.sched",
+            "--json",
+            "--timeout",
+            seconds,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 3, done.stderr
     assert time.monotonic() - start < 60
     said = json.loads(done.stdout)

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from schedlang.mesh import Mesh
-from schedlang.runtime.collectives import comm
+from schedlang.ir.mesh import Mesh
+from schedlang.runtime.comm import world as comm
 from tests.engine.threads import Threads
 from tests.many_ranks import ALIKE, SLICED, Count, being, measured, program_of, saved
 
@@ -71,9 +71,14 @@ def _told() -> Any:
     rank = comm.rank()
     sent = {"kind": rank % 2, "many": [rank % 2] * 3000}
     return (
-        comm.distinct(sent), comm.distinct(7), comm.distinct(rank), comm.anywhere(rank == 3),
-        comm.anywhere(False), comm.at_first("x" * rank * 3000), comm.told_by(2, rank),
-    )  # fmt: skip
+        comm.distinct(sent),
+        comm.distinct(7),
+        comm.distinct(rank),
+        comm.anywhere(rank == 3),
+        comm.anywhere(False),
+        comm.at_first("x" * rank * 3000),
+        comm.told_by(2, rank),
+    )
 
 
 def test_facts_are_told_once(threads: Threads) -> None:
@@ -123,8 +128,11 @@ def test_ranks_name_their_groups_alike(pool: Any, waits: bool) -> None:
     """Who is in none of some groups counts them all the same, and meets the others in the next;
     also where torch has all ranks wait for each group."""
     assert pool.run(_named, 4, waits) == [
-        [11, 1, 101, 111], [11, 1010, 1010, 111], [1100, 100, 101, 111], [1100, 1010, 1010, 1000],
-    ]  # fmt: skip
+        [11, 1, 101, 111],
+        [11, 1010, 1010, 111],
+        [1100, 100, 101, 111],
+        [1100, 1010, 1010, 1000],
+    ]
 
 
 @pytest.mark.parametrize("over", ["a", "b", ("a", "c"), "b/2", ("a", "b/3"), ("a", "b", "c")])

@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 
-from schedlang.passes.running.build import build
-from schedlang.runtime.launching.launch import Pool
-from schedlang.runtime.launching.preload import PROGRAMS, wanted
+from schedlang.passes.lower.build import build
+from schedlang.runtime.launch.forkserver import PROGRAMS, wanted
+from schedlang.runtime.launch.pool import Pool
 
 
 def test_a_job_that_builds_programs_wants_what_they_need() -> None:
     """Whoever names a pass gets all of it, other jobs what they name; and all of it exists."""
     assert wanted(("torch", build.__module__)) == ("torch", build.__module__, *PROGRAMS)
-    assert wanted(("torch", "schedlang.diagnostic")) == ("torch", "schedlang.diagnostic")
+    assert wanted(("torch", "schedlang.diagnostics.diagnostic")) == (
+        "torch",
+        "schedlang.diagnostics.diagnostic",
+    )
     assert all(importlib.util.find_spec(name) is not None for name in PROGRAMS)
 
 

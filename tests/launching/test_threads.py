@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from schedlang import runtime
-from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.collectives import collective
-from schedlang.runtime.keeping.kept import KeepCollectives
-from schedlang.runtime.launching.launch import Hang, RankDied, progress
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.activation_memory.selective import KeepCollectives
+from schedlang.runtime.comm import collectives
+from schedlang.runtime.launch.pool import Hang, RankDied, progress
 from tests.engine import Mismatch, Threads
 from tests.engine.globals import OWN
 
@@ -177,12 +177,12 @@ def test_globals_of_the_process_are_each_ranks_own(threads: Threads) -> None:
     def work() -> tuple[Any, ...]:
         rank, seen = dist.get_rank(), []
         torch.set_default_dtype(torch.float64 if rank else torch.float16)
-        with collective.listening(lambda *what: seen.append(what)):
-            group = collective.Group(("x",), (0, 1), rank, dist.group.WORLD)
+        with collectives.listening(lambda *what: seen.append(what)):
+            group = collectives.Group(("x",), (0, 1), rank, dist.group.WORLD)
             for _ in range(2 + rank):
                 drawn = torch.rand(3, dtype=torch.float32)
             for _ in range(2):  # each time the other rank computes in between
-                collective.all_reduce(drawn, group)
+                collectives.all_reduce(drawn, group)
         return drawn.tolist(), torch.ones(1).dtype, os.environ["RANK"], len(seen)
 
     torch.manual_seed(5)
@@ -199,11 +199,20 @@ def test_globals_of_the_process_are_each_ranks_own(threads: Threads) -> None:
 
 # caches that give the same whoever filled them, and what belongs to the process
 SHARED = {
-    ("draws", "found"), ("fuse", "_codes"), ("launch", "_shared"), ("modes", "_open_bodies"),
-    ("copies", "_streams"), ("rewrite", "_regions"), ("operator", "_regions"),
-    ("operator", "_keys"), ("launch", "_jitted"), ("summing", "_functions"), ("summing", "_alive"),
-    ("followed", "_done"), ("comm", "_worlds"),
-}  # fmt: skip
+    ("draws", "found"),
+    ("fuse", "_codes"),
+    ("pool", "_shared"),
+    ("modes", "_open_bodies"),
+    ("copies", "_streams"),
+    ("rewrite", "_regions"),
+    ("operator", "_regions"),
+    ("operator", "_keys"),
+    ("launch", "_jitted"),
+    ("add_norm", "_functions"),
+    ("add_norm", "_alive"),
+    ("head", "_done"),
+    ("world", "_worlds"),
+}
 
 
 def test_no_global_of_the_runtime_is_forgotten() -> None:

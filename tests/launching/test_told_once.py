@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from schedlang.code_example import model
+from schedlang.diagnostics.codes import model
 
 ROOT = Path(__file__).parents[2]
 HEAD = """\
@@ -33,9 +33,13 @@ def job(folder: Path, script: str, ranks: int = 2) -> str:
     words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "x.py"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environ, capture_output=True, text=True,
+        [sys.executable, *words],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
         timeout=120,
-    )  # fmt: skip
+    )
     assert done.returncode
     return done.stderr
 
@@ -63,7 +67,10 @@ def test_alone_nothing_is_touched(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(model())
     (tmp_path / "x.py").write_text(HEAD + ALL)
     done = subprocess.run(
-        [sys.executable, "x.py"], cwd=tmp_path, capture_output=True, text=True,
+        [sys.executable, "x.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
         env={"PYTHONPATH": str(ROOT), "PATH": ""},
-    )  # fmt: skip
+    )
     assert "Traceback" in done.stderr and done.stderr.count("error[S301]") == 1

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import schedlang
-from schedlang.passes.laying.weigh import ByLabels
-from schedlang.runtime.collectives.collective import Group
+from schedlang.passes.propagate.batch_weights import ByLabels
+from schedlang.runtime.activation_memory.dynamic import dynamic
+from schedlang.runtime.activation_memory.quantized import Coding, Tally, code
+from schedlang.runtime.activation_memory.recompute import checkpoint
+from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.device import (
     Replayed,
     default_generators,
@@ -20,20 +23,16 @@ from schedlang.runtime.device import (
     own_device,
     undrawn,
 )
-from schedlang.runtime.following.trace import LabelRule
-from schedlang.runtime.keeping.coded import Tally, code
-from schedlang.runtime.keeping.dynamic import dynamic
-from schedlang.runtime.keeping.offload import everything_moves
-from schedlang.runtime.keeping.recompute import checkpoint
-from schedlang.runtime.keeping.rounded import Coding
-from schedlang.runtime.regions.checked import draws
-from schedlang.runtime.routing.capacity import kept
-from schedlang.runtime.routing.dispatch import Counts, Step, Way, sent_by
-from schedlang.runtime.staging.kept_inputs import Kept
-from schedlang.runtime.staging.parking import offload, reload
-from schedlang.runtime.stepping.loss_scale import LossScale
+from schedlang.runtime.fusion.checked import draws
+from schedlang.runtime.grad_reduction.gradient import norm_alone
+from schedlang.runtime.moe.dispatch import Counts, Step, Way, sent_by
+from schedlang.runtime.moe.experts import kept
+from schedlang.runtime.offload.saved_tensors import everything_moves
+from schedlang.runtime.optim.loss_scale import LossScale
+from schedlang.runtime.pipeline.parking import offload, reload
+from schedlang.runtime.pipeline.step import Kept
+from schedlang.runtime.propagation.trace import LabelRule
 from schedlang.runtime.storage import copies
-from schedlang.runtime.summing.gradient import norm_alone
 from tests.accelerator.parked import parked
 
 accelerators = pytest.importorskip("schedlang.testing.accelerator")

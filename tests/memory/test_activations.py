@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers
 
-from schedlang.memory import CLASSES
-from schedlang.passes.costs.estimate import estimate
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.passes.running.build import build
-from schedlang.plan import Plan
+from schedlang.ir.memory import CLASSES
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.lower.build import build
+from schedlang.passes.simulate.rehearse import estimate
 from tests import models
 from tests.counting import Counter
 from tests.proofs import planned
@@ -22,9 +22,14 @@ from tests.proofs import planned
 def gpt2() -> torch.nn.Module:
     """Five layers whose attention is written out, so that no kernel keeps what meta does not."""
     config = transformers.GPT2Config(
-        n_embd=16, n_layer=5, n_head=2, n_positions=16, attn_implementation="eager",
-        use_cache=False, **models.SIZES,
-    )  # fmt: skip
+        n_embd=16,
+        n_layer=5,
+        n_head=2,
+        n_positions=16,
+        attn_implementation="eager",
+        use_cache=False,
+        **models.SIZES,
+    )
     return transformers.GPT2LMHeadModel(config).double()
 
 

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.costs.account import account
-from schedlang.passes.laying.root import root_of
-from schedlang.passes.preparing.allotted import CHOICES, allot, allotted, variance
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.passes.running.build import build
-from schedlang.passes.verifying.prove import Case, prove
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.fewer_bits import CHOICES, allot, allotted, variance
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.lower.build import build
+from schedlang.passes.propagate.propagate import root_of
+from schedlang.passes.prove import Case, prove
+from schedlang.passes.simulate.account import account
+from schedlang.runtime.activation_memory.sensitivity import Place, places_of
 from schedlang.runtime.forward import layers_of
-from schedlang.runtime.keeping.sensitive import Place, places_of
 from tests import models
 from tests.engine import Threads
 from tests.memory.test_coded import drawn, tokens
@@ -54,8 +54,9 @@ def test_a_budget_is_kept_and_well_spent(some: list[tuple[int, int]], budget: fl
     alike = [max(c for c in CHOICES if c <= budget)] * len(bits)
     assert variance(changes, bits) <= variance(changes, alike)
     step = 4 * max(elements)  # what one tensor more takes at most
-    every = [each for each in itertools.product(CHOICES, repeat=len(bits))
-             if room(each) <= total - step]  # fmt: skip
+    every = [
+        each for each in itertools.product(CHOICES, repeat=len(bits)) if room(each) <= total - step
+    ]
     if every:
         best = min(variance(changes, each) for each in every)
         assert variance(changes, bits) <= best * (1 + 1e-9)
@@ -124,8 +125,9 @@ def test_without_values_each_module_has_the_budget(budget: float) -> None:
             model = models.gpt2(2)
         plan = planned(model, ROW.format(budget), "", "lossy")
         tables.append(allotted(plan, models.tokens(rows=2), None))
-    sizes = [sum(one.bits * one.elements for some in table.values() for one in some)
-             for table in tables]  # fmt: skip
+    sizes = [
+        sum(one.bits * one.elements for some in table.values() for one in some) for table in tables
+    ]
     assert sizes[1] == pytest.approx(sizes[0], rel=0.05)
     for some in tables[1].values():
         mean = sum(one.bits * one.elements for one in some) / sum(one.elements for one in some)
@@ -147,8 +149,9 @@ def test_the_gradient_is_better_than_with_the_same_bits_for_all() -> None:
             found = program.gradients()
             total += sum(
                 float((g - exact[f"grad 0 {n}"]).square().sum())
-                for n, g in found.items() if g is not None and f"grad 0 {n}" in exact
-            )  # fmt: skip
+                for n, g in found.items()
+                if g is not None and f"grad 0 {n}" in exact
+            )
         errors.append(total)
     assert errors[0] < 0.8 * errors[1]
 
@@ -161,13 +164,19 @@ def dropping() -> nn.Module:
     return models.gpt2(2, dropout=0.1)
 
 
-@pytest.mark.parametrize("model, rows, mesh", thinned([
-    (dropping, GPT2 + ROW.format(4), "tp=2"),
-    (dropping, ROW.format(3) + "zero(stage=3, over=dp)", "dp=2"),
-    (lambda: models.llama(2), LLAMA + CODED.format(5), "tp=2"),
-    (dropping, ROW.format(2.5) + PIPE, "pp=2"),
-    (dropping, AGAIN + ROW.format(4) + "zero(stage=1, over=dp)", "dp=2"),
-], 4))  # fmt: skip
+@pytest.mark.parametrize(
+    "model, rows, mesh",
+    thinned(
+        [
+            (dropping, GPT2 + ROW.format(4), "tp=2"),
+            (dropping, ROW.format(3) + "zero(stage=3, over=dp)", "dp=2"),
+            (lambda: models.llama(2), LLAMA + CODED.format(5), "tp=2"),
+            (dropping, ROW.format(2.5) + PIPE, "pp=2"),
+            (dropping, AGAIN + ROW.format(4) + "zero(stage=1, over=dp)", "dp=2"),
+        ],
+        4,
+    ),
+)
 def test_equal_to_one_process_with_the_same_table(
     threads: Threads, model: Callable[[], nn.Module], rows: str, mesh: str
 ) -> None:
@@ -181,10 +190,10 @@ def test_equal_to_one_process_with_the_same_table(
 
 def test_another_table_is_found(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that takes the bits of the next tensor has other gradients than the one process."""
-    from schedlang.runtime.keeping import coded
+    from schedlang.runtime.activation_memory import quantized
 
-    plain = coded.Code.at
-    monkeypatch.setattr(coded.Code, "at", lambda self, number: plain(self, number + 1))
+    plain = quantized.Code.at
+    monkeypatch.setattr(quantized.Code, "at", lambda self, number: plain(self, number + 1))
     plan = planned(models.gpt2(1), ROW.format(4), "", "lossy")
     report = prove(Case(plan, tuple(tokens()), None, None, 0, "none"), pool=threads)
     assert "gradients" in {row.kind for row in report.rows if not row.ok and not row.step}
@@ -215,8 +224,8 @@ def test_all_ranks_have_one_table(threads: Threads) -> None:
 @pytest.mark.deep
 def test_the_plan_knows_the_bytes_and_the_table() -> None:
     """What is counted for the peak is what the program's modules keep; the notes say which bits."""
-    from schedlang.memory import CLASSES
-    from schedlang.passes.costs.estimate import estimate
+    from schedlang.ir.memory import CLASSES
+    from schedlang.passes.simulate.rehearse import estimate
 
     batch, found = models.tokens(rows=4), []
     for rows in ("", ROW.format(4)):
@@ -238,12 +247,15 @@ def test_the_plan_knows_the_bytes_and_the_table() -> None:
     assert any("bits for an element in the mean" in note for note in notes)
 
 
-@pytest.mark.parametrize("row, code, said", [
-    ("transformer.h.*  compress(activations, int8, bits=4.5)", "S856", "adaptive"),
-    ("transformer.h.*  compress(activations, adaptive, bits=1.5)", "S304", "2, 4 or 8"),
-    ("transformer.h.*  compress(activations, adaptive, bits=9)", "S304", "2, 4 or 8"),
-    ("compress(gradients, adaptive, over=dp)", "S856", "onebit"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "row, code, said",
+    [
+        ("transformer.h.*  compress(activations, int8, bits=4.5)", "S856", "adaptive"),
+        ("transformer.h.*  compress(activations, adaptive, bits=1.5)", "S304", "2, 4 or 8"),
+        ("transformer.h.*  compress(activations, adaptive, bits=9)", "S304", "2, 4 or 8"),
+        ("compress(gradients, adaptive, over=dp)", "S856", "onebit"),
+    ],
+)
 def test_refusals(row: str, code: str, said: str) -> None:
     """Budgets that no tensor can have, of what has none."""
     with pytest.raises(Refusal) as error:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.cutting.chains import Counting, costs_of
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.regions import places
-from schedlang.regions.rotor import peak
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.partition.chains import Counting, costs_of
+from schedlang.remat import places
+from schedlang.remat.rotor import peak
 from tests import models
 from tests.engine import Threads
 from tests.proofs import planned, proven, refused

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.costs.account import account
-from schedlang.passes.cutting.chains import Counting, costs_of
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.regions.operators import Operator, choices, frontier, needed, pareto
-from schedlang.regions.rotor import Cost
-from schedlang.runtime.keeping.menu import Menu
-from schedlang.runtime.keeping.recompute import checkpoint
-from schedlang.runtime.recording.burden import counted
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.partition.chains import Counting, costs_of
+from schedlang.passes.simulate.account import account
+from schedlang.remat.operators import Operator, choices, frontier, needed, pareto
+from schedlang.remat.rotor import Cost
+from schedlang.runtime.activation_memory.candidates import Menu
+from schedlang.runtime.activation_memory.recompute import checkpoint
+from schedlang.runtime.tracing.burden import counted
 from tests import models
 from tests.engine import Threads
 from tests.memory.test_recompute import Stack, batch, gradients
@@ -107,8 +107,9 @@ def test_a_long_chain_is_cheap_and_fits() -> None:
     """Of many operators and layers the frontier is told apart in steps: it still fits, and more
     memory is never slower."""
     draw = random.Random(0)
-    made = tuple(Operator((f"o{k}", 0), draw.randint(1, 10**9), draw.randint(1, 10**6), 0)
-                 for k in range(30))  # fmt: skip
+    made = tuple(
+        Operator((f"o{k}", 0), draw.randint(1, 10**9), draw.randint(1, 10**6), 0) for k in range(30)
+    )
     cost = Cost(0.0, sum(one.bytes for one in made), 10, made)
     chain, found = [cost] * 9, []
     for memory in (*range(needed(chain), cost.saved * 9, cost.saved * 4), cost.saved * 9):

@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.passes.running.build import build
-from schedlang.runtime.keeping.coded import Tally, code
-from schedlang.runtime.keeping.rounded import Coding, rounded
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.lower.build import build
+from schedlang.runtime.activation_memory.quantized import Coding, Tally, code, rounded
 from tests import models
 from tests.engine import Threads
 from tests.proofs import assert_near, planned, proven, sequential, sgd, steps
@@ -91,9 +90,14 @@ def test_elements_do_not_share_their_draws() -> None:
         assert abs(float(torch.corrcoef(torch.stack([one, other]))[0, 1])) < 0.08
 
 
-@pytest.mark.parametrize("make", [
-    lambda x: x.t(), lambda x: x[:, ::2], lambda x: x.reshape(4, 6, 8, 4).permute(0, 3, 1, 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.t(),
+        lambda x: x[:, ::2],
+        lambda x: x.reshape(4, 6, 8, 4).permute(0, 3, 1, 2),
+    ],
+)
 def test_strides(make: Any) -> None:
     """What is not contiguous comes back with its values in their places."""
     x = make(drawn(24, 32))
@@ -158,17 +162,17 @@ class Many(nn.Module):
 
 def saved_by(layer: nn.Module, *given: Tensor) -> list[Any]:
     """What autograd holds after a forward of a coded module, as the hooks left it."""
-    from schedlang.runtime.keeping import coded
+    from schedlang.runtime.activation_memory import quantized
 
     held: list[Any] = []
-    plain = coded._Call.pack
+    plain = quantized._Call.pack
 
     def pack(self: Any, tensor: Tensor) -> Any:
         held.append((tensor, plain(self, tensor)))
         return held[-1][1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coded._Call, "pack", pack)
+        patch.setattr(quantized._Call, "pack", pack)
         layer(*given)
     return held
 
@@ -186,10 +190,10 @@ def test_what_stays() -> None:
     assert any(t.dtype == torch.bool for t in stay) and any(t.dtype == torch.int64 for t in stay)
     assert any(t.data_ptr() == table.data_ptr() for t in stay)
     assert any(t.shape == (4, 6, 1) for t in stay) and any(t.shape == (4, 1, 6) for t in stay)
-    coded = [(tensor, kept) for tensor, kept in held if kept is not tensor]
-    assert all(t.shape[-1] == 16 and t.data_ptr() not in weights for t, _ in coded)
-    codes = {kept.codes.data_ptr() for _, kept in coded}
-    assert tally.tensors == len(codes) < len(coded)  # the norm's result is saved twice
+    quantized = [(tensor, kept) for tensor, kept in held if kept is not tensor]
+    assert all(t.shape[-1] == 16 and t.data_ptr() not in weights for t, _ in quantized)
+    codes = {kept.codes.data_ptr() for _, kept in quantized}
+    assert tally.tensors == len(codes) < len(quantized)  # the norm's result is saved twice
     assert tally.after < 0.3 * tally.before
 
 
@@ -220,13 +224,26 @@ def tokens(rows: int = 6) -> list[dict[str, Any]]:
     return [models.tokens(rows=rows + seed, seed=seed) for seed in range(2)]
 
 
-@pytest.mark.parametrize("how, more, mesh", thinned([
-    ("int2", "zero(stage=0, over=dp)", "dp=3"),
-    ("int4", "zero(stage=3, over=dp)", "dp=2"),
-    ("int8", 'transformer.h pipeline_split(over=pp)\npipeline(order="1F1B", micro=3)', "pp=2"),
-    ("int2", "zero(stage=0, over=dp)\ncompress(gradients, int8, over=dp)", "dp=2"),
-    ("int4", 'transformer.h pipeline_split(over=pp)\npipeline(order="ZB-H1", micro=2)', "pp=2"),
-]))  # fmt: skip
+@pytest.mark.parametrize(
+    "how, more, mesh",
+    thinned(
+        [
+            ("int2", "zero(stage=0, over=dp)", "dp=3"),
+            ("int4", "zero(stage=3, over=dp)", "dp=2"),
+            (
+                "int8",
+                'transformer.h pipeline_split(over=pp)\npipeline(order="1F1B", micro=3)',
+                "pp=2",
+            ),
+            ("int2", "zero(stage=0, over=dp)\ncompress(gradients, int8, over=dp)", "dp=2"),
+            (
+                "int4",
+                'transformer.h pipeline_split(over=pp)\npipeline(order="ZB-H1", micro=2)',
+                "pp=2",
+            ),
+        ]
+    ),
+)
 def test_equal_to_one_process_that_rounds_alike(
     threads: Threads, how: str, more: str, mesh: str
 ) -> None:
@@ -250,9 +267,14 @@ class Signs(nn.Module):
         return (self.second(signs) ** 2).mean()
 
 
-@pytest.mark.parametrize("before, how", [
-    ("", "int2"), ("", "adaptive, bits=2"), ("second  checkpoint()\n", "int2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "before, how",
+    [
+        ("", "int2"),
+        ("", "adaptive, bits=2"),
+        ("second  checkpoint()\n", "int2"),
+    ],
+)
 def test_in_the_limit_it_is_the_original(threads: Threads, before: str, how: str) -> None:
     """Where whole numbers can say what is kept, training on three ranks is the original's own."""
     batches = [{"x": drawn(7, 8, seed=seed)} for seed in range(3)]
@@ -274,24 +296,54 @@ def test_it_is_lossy(threads: Threads) -> None:
     assert torch.allclose(found["loss 0"], plain["loss 0"])  # the forward is the original's
 
 
-@pytest.mark.parametrize("rows, mesh, relax, code, said", [
-    (ROW.format("int8"), "", "", "S505", "relax(lossy)"),
-    (ROW.format("onebit"), "", "lossy", "S856", "int8, int4, int2"),
-    ("compress(activations, int8)", "", "lossy", "S856", "layers.*  compress"),
-    ("transformer.h.*  compress(activations, int8, rank=2)", "", "lossy", "S856", "leave them out"),
-    ("compress(gradients, int8)", "", "lossy", "S856", "over=dp"),
-    ("compress(gradients, int2)", "", "lossy", "S856", "powersgd, int8, onebit"),
-    (ROW.format("int8") * 2, "", "lossy", "S501", "already"),
-    ("transformer.h.*  checkpoint(save=[linear, collective])\n" + ROW.format("int8"), "", "lossy",
-     "S857", "results of collectives"),
-    ("transformer.h.*  checkpoint(plan=dtr, memory=1MiB)\n" + ROW.format("int8"), "", "lossy",
-     "S857", "dropped at run time"),
-    ("transformer.h.0  checkpoint()\ntransformer.h.0.mlp  compress(activations, int8)", "",
-     "lossy", "S857", "recomputed inside"),
-    ("offload(parameters)\n" + ROW.format("int8"), "", "lossy", "S857", "moved in and out"),
-    (ROW.format("int8") + 'transformer.h pipeline_split(over=pp)\n'
-     'pipeline(order="PipeDream", micro=4)', "pp=2", "lossy, staleness", "S859", "1F1B"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, mesh, relax, code, said",
+    [
+        (ROW.format("int8"), "", "", "S505", "relax(lossy)"),
+        (ROW.format("onebit"), "", "lossy", "S856", "int8, int4, int2"),
+        ("compress(activations, int8)", "", "lossy", "S856", "layers.*  compress"),
+        (
+            "transformer.h.*  compress(activations, int8, rank=2)",
+            "",
+            "lossy",
+            "S856",
+            "leave them out",
+        ),
+        ("compress(gradients, int8)", "", "lossy", "S856", "over=dp"),
+        ("compress(gradients, int2)", "", "lossy", "S856", "powersgd, int8, onebit"),
+        (ROW.format("int8") * 2, "", "lossy", "S501", "already"),
+        (
+            "transformer.h.*  checkpoint(save=[linear, collective])\n" + ROW.format("int8"),
+            "",
+            "lossy",
+            "S857",
+            "results of collectives",
+        ),
+        (
+            "transformer.h.*  checkpoint(plan=dtr, memory=1MiB)\n" + ROW.format("int8"),
+            "",
+            "lossy",
+            "S857",
+            "dropped at run time",
+        ),
+        (
+            "transformer.h.0  checkpoint()\ntransformer.h.0.mlp  compress(activations, int8)",
+            "",
+            "lossy",
+            "S857",
+            "recomputed inside",
+        ),
+        ("offload(parameters)\n" + ROW.format("int8"), "", "lossy", "S857", "moved in and out"),
+        (
+            ROW.format("int8") + "transformer.h pipeline_split(over=pp)\n"
+            'pipeline(order="PipeDream", micro=4)',
+            "pp=2",
+            "lossy, staleness",
+            "S859",
+            "1F1B",
+        ),
+    ],
+)
 def test_refusals(rows: str, mesh: str, relax: str, code: str, said: str) -> None:
     """What says half, what is not allowed, and what else decides of saved tensors."""
     with pytest.raises(Refusal) as error:
@@ -306,8 +358,8 @@ def test_refusals(rows: str, mesh: str, relax: str, code: str, said: str) -> Non
 @pytest.mark.parametrize("bits", [8, 2])
 def test_the_plan_knows_the_bytes(bits: int) -> None:
     """What a row saves at the peak, as the plan has it, is what the program's modules save."""
-    from schedlang.memory import CLASSES
-    from schedlang.passes.costs.estimate import estimate
+    from schedlang.ir.memory import CLASSES
+    from schedlang.passes.simulate.rehearse import estimate
     from schedlang.runtime.forward import layers_of
 
     batch, found = models.tokens(rows=4), []

@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.passes.running.build import build
-from schedlang.passes.verifying.prove import Case, prove
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.lower.build import build
+from schedlang.passes.prove import Case, prove
+from schedlang.runtime.activation_memory.quantized import Coding, code
+from schedlang.runtime.activation_memory.recompute import checkpoint
 from schedlang.runtime.forward import layers_of
-from schedlang.runtime.keeping.coded import code
-from schedlang.runtime.keeping.recompute import checkpoint
-from schedlang.runtime.keeping.rounded import Coding
 from tests import models
 from tests.engine import Threads
 from tests.memory.test_coded import ROW, drawn, tokens
@@ -35,14 +34,19 @@ def dropping() -> nn.Module:
     return models.gpt2(2, dropout=0.1)
 
 
-@pytest.mark.parametrize("model, rows, mesh", thinned([
-    (dropping, AGAIN + ROW.format("int2") + "zero(stage=3, over=dp)", "dp=2"),
-    (dropping, GPT2 + INNER + ROW.format("int4"), "tp=2"),
-    (dropping, INNER + ROW.format("int2"), ""),
-    (dropping, AGAIN + ROW.format("int4") + PIPE, "pp=2"),
-    (lambda: models.llama(2), LLAMA + CODED.format("int2"), "tp=2"),
-    (lambda: models.llama(2), CODED.format("int8") + "zero(stage=1, over=dp)", "dp=3"),
-]))  # fmt: skip
+@pytest.mark.parametrize(
+    "model, rows, mesh",
+    thinned(
+        [
+            (dropping, AGAIN + ROW.format("int2") + "zero(stage=3, over=dp)", "dp=2"),
+            (dropping, GPT2 + INNER + ROW.format("int4"), "tp=2"),
+            (dropping, INNER + ROW.format("int2"), ""),
+            (dropping, AGAIN + ROW.format("int4") + PIPE, "pp=2"),
+            (lambda: models.llama(2), LLAMA + CODED.format("int2"), "tp=2"),
+            (lambda: models.llama(2), CODED.format("int8") + "zero(stage=1, over=dp)", "dp=3"),
+        ]
+    ),
+)
 def test_equal_to_one_process_that_runs_again_alike(
     threads: Threads, model: Callable[[], nn.Module], rows: str, mesh: str
 ) -> None:
@@ -90,8 +94,8 @@ def test_the_gradient_of_a_linear_layer_is_right_in_the_mean() -> None:
 def test_the_plan_knows_the_bytes() -> None:
     """What the inputs of second runs take less at the peak, as the plan has it, is what the
     program's modules have counted; of blocks nothing else is kept."""
-    from schedlang.memory import CLASSES
-    from schedlang.passes.costs.estimate import estimate
+    from schedlang.ir.memory import CLASSES
+    from schedlang.passes.simulate.rehearse import estimate
 
     batch, found = models.tokens(rows=4), []
     for rows in (AGAIN, AGAIN + ROW.format("int4")):

@@ -7,11 +7,10 @@ from contextlib import nullcontext
 import pytest
 from torch import Tensor
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.passes.verifying.prove import Case, prove
-from schedlang.runtime.keeping.coded import Tally, code
-from schedlang.runtime.keeping.rounded import Coding
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.prove import Case, prove
+from schedlang.runtime.activation_memory.quantized import Coding, Tally, code
 from schedlang.runtime.storage.fewer import put_inside, uncoded
 from tests import expert_models as models
 from tests.engine import Threads
@@ -26,19 +25,38 @@ BOTH = "dp=2, tp=2)\nview ep of (dp, tp"
 BATCHES = [models.batch(0), models.batch(1, rows=4)]
 
 
-@pytest.mark.parametrize("rows, mesh", [
-    (ROW.format("dp") + AGAIN + CODED.format("int2") + "zero(stage=0, over=dp)", "dp=2"),
-    *(pytest.param(*case, marks=pytest.mark.deep) for case in [
-        (ROW.format("tp") + CODED.format("adaptive, bits=4"), "tp=2"),
-        (ROW.format("dp") + CODED.format("int4") + "zero(stage=3, over=dp)", "dp=2"),
-        (ROW.format("dp") + AGAIN + CODED.format("adaptive, bits=3") + "zero(stage=1, over=dp)",
-         "dp=2"),
-        (ROW.format("ep, chunks=2") + CODED.format("int2") + "zero(stage=3, over=dp)", BOTH),
-        (ROW.format("ep, dispatch=fetch") + AGAIN + CODED.format("int2") + "zero(stage=2, over=dp)",
-         BOTH),
-        (ROW.format("dp, shadow=[0, 3]") + CODED.format("int8") + PIPE, "dp=2, pp=2"),
-    ]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, mesh",
+    [
+        (ROW.format("dp") + AGAIN + CODED.format("int2") + "zero(stage=0, over=dp)", "dp=2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.deep)
+            for case in [
+                (ROW.format("tp") + CODED.format("adaptive, bits=4"), "tp=2"),
+                (ROW.format("dp") + CODED.format("int4") + "zero(stage=3, over=dp)", "dp=2"),
+                (
+                    ROW.format("dp")
+                    + AGAIN
+                    + CODED.format("adaptive, bits=3")
+                    + "zero(stage=1, over=dp)",
+                    "dp=2",
+                ),
+                (
+                    ROW.format("ep, chunks=2") + CODED.format("int2") + "zero(stage=3, over=dp)",
+                    BOTH,
+                ),
+                (
+                    ROW.format("ep, dispatch=fetch")
+                    + AGAIN
+                    + CODED.format("int2")
+                    + "zero(stage=2, over=dp)",
+                    BOTH,
+                ),
+                (ROW.format("dp, shadow=[0, 3]") + CODED.format("int8") + PIPE, "dp=2, pp=2"),
+            ]
+        ),
+    ],
+)
 def test_equal_to_one_process_that_rounds_around_experts(
     threads: Threads, rows: str, mesh: str
 ) -> None:
@@ -56,7 +74,7 @@ def test_experts_that_are_rounded_are_found(
     from schedlang.runtime.sharding import leaf
 
     monkeypatch.setattr(leaf, "uncoded", nullcontext)
-    monkeypatch.setattr("schedlang.passes.verifying.prove.suspected", lambda report, *_: report)
+    monkeypatch.setattr("schedlang.passes.prove.suspected", lambda report, *_: report)
     plan = planned(models.tiny(layers=1), ROW.format("tp") + CODED.format("int2"), "tp=2", "lossy")
     report = prove(Case(plan, tuple(BATCHES), None, None, 0, "none"), pool=threads)
     assert "gradients" in {row.kind for row in report.rows if not row.ok and not row.step}

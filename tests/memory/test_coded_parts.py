@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.passes.verifying.prove import Case, prove
-from schedlang.runtime.keeping import offload
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.prove import Case, prove
+from schedlang.runtime.offload import saved_tensors
 from schedlang.runtime.storage.own import is_copy
 from tests import models
 from tests.engine import Threads
@@ -30,15 +30,25 @@ def dropping() -> nn.Module:
     return models.gpt2(2, dropout=0.1)
 
 
-@pytest.mark.parametrize("model, rows, mesh", thinned([
-    (dropping, GPT2 + ROW.format("int4"), "tp=2"),
-    (lambda: models.llama(2), LLAMA + CODED.format("int2"), "tp=2"),
-    (dropping, GPT2 + ROW.format("int2") + "zero(stage=3, over=dp)", "tp=2, dp=2"),
-    (dropping, GPT2 + ROW.format("int8") + PIPE, "tp=2, pp=2"),
-    (lambda: models.llama(1, attend="eager"), LLAMA + CODED.format("int4"), "tp=2"),
-    (models.phi3, "model.layers.*.mlp.gate_up_proj shard(col, blocks=2, over=tp)\n"
-     "model.layers.*.mlp.down_proj shard(row, over=tp)\n" + CODED.format("int2"), "tp=3"),
-], 6))  # fmt: skip
+@pytest.mark.parametrize(
+    "model, rows, mesh",
+    thinned(
+        [
+            (dropping, GPT2 + ROW.format("int4"), "tp=2"),
+            (lambda: models.llama(2), LLAMA + CODED.format("int2"), "tp=2"),
+            (dropping, GPT2 + ROW.format("int2") + "zero(stage=3, over=dp)", "tp=2, dp=2"),
+            (dropping, GPT2 + ROW.format("int8") + PIPE, "tp=2, pp=2"),
+            (lambda: models.llama(1, attend="eager"), LLAMA + CODED.format("int4"), "tp=2"),
+            (
+                models.phi3,
+                "model.layers.*.mlp.gate_up_proj shard(col, blocks=2, over=tp)\n"
+                "model.layers.*.mlp.down_proj shard(row, over=tp)\n" + CODED.format("int2"),
+                "tp=3",
+            ),
+        ],
+        6,
+    ),
+)
 def test_ranks_round_their_parts(
     threads: Threads, model: Callable[[], nn.Module], rows: str, mesh: str
 ) -> None:
@@ -52,13 +62,20 @@ def test_ranks_round_their_parts(
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("rows, mesh", [
-    ("cast(bf16, params=true)\n" + ROW.format("int8"), ""),
-    ("cast(bf16)\n" + GPT2 + ROW.format("int4"), "tp=2"),
-    ("transformer.h.*  cast(fp16)\n" + ROW.format("int8") + PIPE, "pp=2"),
-    ("transformer.h.*  cast(bf16, params=true)\n" + ROW.format("int8")
-     + "zero(stage=3, over=dp)", "dp=2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, mesh",
+    [
+        ("cast(bf16, params=true)\n" + ROW.format("int8"), ""),
+        ("cast(bf16)\n" + GPT2 + ROW.format("int4"), "tp=2"),
+        ("transformer.h.*  cast(fp16)\n" + ROW.format("int8") + PIPE, "pp=2"),
+        (
+            "transformer.h.*  cast(bf16, params=true)\n"
+            + ROW.format("int8")
+            + "zero(stage=3, over=dp)",
+            "dp=2",
+        ),
+    ],
+)
 def test_what_is_cast_is_rounded(threads: Threads, rows: str, mesh: str) -> None:
     """In float64 as one process that rounds; in low dtypes as near as one that casts, too."""
     plan = planned(models.gpt2(2).float(), rows, mesh, "lossy, dtype")
@@ -72,9 +89,9 @@ def test_what_is_cast_is_rounded(threads: Threads, rows: str, mesh: str) -> None
 @pytest.mark.parametrize("rows", ["cast(bf16)", "cast(bf16, params=true)"])
 def test_casts_of_weights_stay(rows: str) -> None:
     """Of a module that is cast, what is coded are activations of 16 bits, and never a weight."""
-    from schedlang.passes.running.build import build
+    from schedlang.passes.lower.build import build
+    from schedlang.runtime.activation_memory import quantized
     from schedlang.runtime.forward import layers_of
-    from schedlang.runtime.keeping import coded
     from tests.proofs import sgd
 
     plan = planned(models.gpt2(1).float(), rows + "\n" + ROW.format("int8"), "", "lossy, dtype")
@@ -86,7 +103,7 @@ def test_casts_of_weights_stay(rows: str) -> None:
     seen: list[torch.Tensor] = []
     layer.tally.note = lambda tensor, made: seen.append(tensor.detach().clone())
     program.train_step(models.tokens(rows=4))
-    assert isinstance(layer, coded.Code) and any(t.dtype == torch.bfloat16 for t in seen)
+    assert isinstance(layer, quantized.Code) and any(t.dtype == torch.bfloat16 for t in seen)
     weights = [p.detach() for p in module.parameters()]
     assert not any(is_copy(tensor, weight) for tensor in seen for weight in weights)
 
@@ -98,15 +115,15 @@ def test_casts_of_weights_stay(rows: str) -> None:
 def test_whole_numbers_move(threads: Threads, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
     """Offloaded as well, in the same modules or in some of theirs, training is bitwise the same,
     and what moves are the bytes of the whole numbers."""
-    monkeypatch.setattr(offload, "SMALLEST", 128)
+    monkeypatch.setattr(saved_tensors, "SMALLEST", 128)
     moved: list[tuple[torch.dtype, int]] = []
-    plain = offload._Copy.__init__
+    plain = saved_tensors._Copy.__init__
 
     def copied(self: Any, store: Any, tensor: torch.Tensor) -> None:
         moved.append((tensor.dtype, tensor.untyped_storage().nbytes()))
         plain(self, store, tensor)
 
-    monkeypatch.setattr(offload._Copy, "__init__", copied)
+    monkeypatch.setattr(saved_tensors._Copy, "__init__", copied)
     inner = "transformer.h.*.mlp  compress(activations, int8, block=32)\n"
     for row in (ROW.format("int8"), inner):
         seen, still = (
@@ -121,13 +138,24 @@ def test_whole_numbers_move(threads: Threads, monkeypatch: pytest.MonkeyPatch, t
 # -- refused -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows, mesh, code, said", [
-    ("transformer.h.1.mlp  offload(activations)\n" + ROW.format("int8"), "", "S857",
-     "offloaded inside"),
-    ("transformer.h.*.mlp.c_fc  shard(col, over=tp, uneven=pad)\n"
-     "transformer.h.*.mlp.c_proj  shard(row, over=tp, uneven=pad)\n" + ROW.format("int8"), "tp=3",
-     "S935", "a single process would"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, mesh, code, said",
+    [
+        (
+            "transformer.h.1.mlp  offload(activations)\n" + ROW.format("int8"),
+            "",
+            "S857",
+            "offloaded inside",
+        ),
+        (
+            "transformer.h.*.mlp.c_fc  shard(col, over=tp, uneven=pad)\n"
+            "transformer.h.*.mlp.c_proj  shard(row, over=tp, uneven=pad)\n" + ROW.format("int8"),
+            "tp=3",
+            "S935",
+            "a single process would",
+        ),
+    ],
+)
 def test_refused(rows: str, mesh: str, code: str, said: str) -> None:
     """Where parts are not equal, and where what moves is not what is rounded."""
     with pytest.raises(Refusal) as error:

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.passes.running.build import build
-from schedlang.passes.verifying.prove import Case, prove
-from schedlang.runtime.keeping.coded import code
-from schedlang.runtime.keeping.recompute import checkpoint
-from schedlang.runtime.keeping.rounded import Coding
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.lower.build import build
+from schedlang.passes.prove import Case, prove
+from schedlang.runtime.activation_memory.quantized import Coding, code
+from schedlang.runtime.activation_memory.recompute import checkpoint
 from tests import models
 from tests.counting import Counter
 from tests.engine import Threads
@@ -41,30 +40,51 @@ def four() -> nn.Module:
     return dropping(4)
 
 
-@pytest.mark.parametrize("model, rows, mesh", [
-    (dropping, KEEP.format("linear") + ROW.format("int2") + "zero(stage=3, over=dp)", "dp=2"),
-    (four, GROUP.format(2) + ROW.format("int2") + "zero(stage=1, over=dp)", "dp=2"),
-    (lambda: dropping(1), GPT2 + KEEP.format("linear") + ROW.format("int2"), "tp=2"),
-    *(pytest.param(*case, marks=pytest.mark.deep) for case in [
-        (dropping, KEEP.format("linear, attention") + ROW.format("int4") + PIPE, "pp=2"),
-        (dropping, INNER + ROW.format("int8"), ""),
-        (four, "transformer.h.*  checkpoint(group=2, every=2, save=[linear])\n"
-         + ROW.format("adaptive, bits=4") + "zero(stage=3, over=dp)", "dp=2"),
-        (four, GPT2 + GROUP.format(2) + ROW.format("int4"), "tp=2"),
-        (four, GPT2 + PLAN.format("rotor", "300KiB") + ROW.format("int2"), "tp=2"),
-        (lambda: models.llama(1), LLAMA + "model.layers.*  checkpoint(save=[linear, attention])\n"
-         "model.layers.*  compress(activations, int4, block=16)", "tp=2"),
-        (lambda: models.gpt2(1), GPT2 + RING + KEEP.format("linear") + ROW.format("int2"),
-         "tp=2, cp=2"),
-        (lambda: models.gpt2(2), RING + KEEP.format("linear") + ROW.format("int2"), "cp=2"),
-        (lambda: models.gpt2(4), RING + GROUP.format(2) + ROW.format("int4"), "cp=2"),
-        (four, PLAN.format("rotor", "400KiB") + ROW.format("int2"), ""),
-        (four, PLAN.format("pareto", "250KiB") + ROW.format("int4") + "zero(stage=1, over=dp)",
-         "dp=2"),
-        (four, PLAN.format("adapipe", "250KiB") + ROW.format("int4") + PIPE, "pp=2"),
-        (four, PLAN.format("pofo", "400KiB, bandwidth=25GiB") + ROW.format("int2"), ""),
-    ]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "model, rows, mesh",
+    [
+        (dropping, KEEP.format("linear") + ROW.format("int2") + "zero(stage=3, over=dp)", "dp=2"),
+        (four, GROUP.format(2) + ROW.format("int2") + "zero(stage=1, over=dp)", "dp=2"),
+        (lambda: dropping(1), GPT2 + KEEP.format("linear") + ROW.format("int2"), "tp=2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.deep)
+            for case in [
+                (dropping, KEEP.format("linear, attention") + ROW.format("int4") + PIPE, "pp=2"),
+                (dropping, INNER + ROW.format("int8"), ""),
+                (
+                    four,
+                    "transformer.h.*  checkpoint(group=2, every=2, save=[linear])\n"
+                    + ROW.format("adaptive, bits=4")
+                    + "zero(stage=3, over=dp)",
+                    "dp=2",
+                ),
+                (four, GPT2 + GROUP.format(2) + ROW.format("int4"), "tp=2"),
+                (four, GPT2 + PLAN.format("rotor", "300KiB") + ROW.format("int2"), "tp=2"),
+                (
+                    lambda: models.llama(1),
+                    LLAMA + "model.layers.*  checkpoint(save=[linear, attention])\n"
+                    "model.layers.*  compress(activations, int4, block=16)",
+                    "tp=2",
+                ),
+                (
+                    lambda: models.gpt2(1),
+                    GPT2 + RING + KEEP.format("linear") + ROW.format("int2"),
+                    "tp=2, cp=2",
+                ),
+                (lambda: models.gpt2(2), RING + KEEP.format("linear") + ROW.format("int2"), "cp=2"),
+                (lambda: models.gpt2(4), RING + GROUP.format(2) + ROW.format("int4"), "cp=2"),
+                (four, PLAN.format("rotor", "400KiB") + ROW.format("int2"), ""),
+                (
+                    four,
+                    PLAN.format("pareto", "250KiB") + ROW.format("int4") + "zero(stage=1, over=dp)",
+                    "dp=2",
+                ),
+                (four, PLAN.format("adapipe", "250KiB") + ROW.format("int4") + PIPE, "pp=2"),
+                (four, PLAN.format("pofo", "400KiB, bandwidth=25GiB") + ROW.format("int2"), ""),
+            ]
+        ),
+    ],
+)
 def test_equal_to_one_process_that_keeps_alike(
     threads: Threads, model: Callable[[], nn.Module], rows: str, mesh: str
 ) -> None:
@@ -78,7 +98,7 @@ def kinds_that_differ(
     threads: Threads, patch: pytest.MonkeyPatch, rows: str, mesh: str = ""
 ) -> set[str]:
     """What of the first step is not that of the one process; nobody asks for the row to blame."""
-    patch.setattr("schedlang.passes.verifying.prove.suspected", lambda report, *given: report)
+    patch.setattr("schedlang.passes.prove.suspected", lambda report, *given: report)
     plan = planned(models.gpt2(2 if "group" in rows else 1), rows, mesh, "lossy")
     report = prove(Case(plan, tuple(tokens()), None, None, 0, "none"), pool=threads)
     return {row.kind for row in report.rows if not row.ok and not row.step}
@@ -88,7 +108,7 @@ def test_results_that_were_kept_as_they_are_are_found(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If kept results were not rounded, gradients would not be those of the one process."""
-    from schedlang.runtime.keeping import recompute
+    from schedlang.runtime.activation_memory import recompute
 
     monkeypatch.setattr(recompute, "keeper", lambda: None)
     found = kinds_that_differ(threads, monkeypatch, KEEP.format("linear") + ROW.format("int2"))
@@ -100,9 +120,9 @@ def test_a_group_that_begins_anew_within_is_found(
 ) -> None:
     """If each module of a group started from its own rounded input, gradients would not be those
     of a second run of the group."""
-    from schedlang.runtime.keeping import region
+    from schedlang.runtime.activation_memory import recompute_region
 
-    monkeypatch.setattr(region.Region, "made", lambda self, output: None)
+    monkeypatch.setattr(recompute_region.Region, "made", lambda self, output: None)
     found = kinds_that_differ(threads, monkeypatch, GROUP.format(2) + ROW.format("int2"))
     assert "gradients" in found and "loss" not in found
 
@@ -120,17 +140,20 @@ def alive(rows: str) -> int:
     return found
 
 
-@pytest.mark.parametrize("again", [
-    KEEP.format("linear"),
-    pytest.param(GROUP.format(2), marks=pytest.mark.deep),
-    pytest.param(PLAN.format("pareto", "500KiB"), marks=pytest.mark.deep),
-    pytest.param(PLAN.format("pareto", "250KiB"), marks=pytest.mark.deep),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "again",
+    [
+        KEEP.format("linear"),
+        pytest.param(GROUP.format(2), marks=pytest.mark.deep),
+        pytest.param(PLAN.format("pareto", "500KiB"), marks=pytest.mark.deep),
+        pytest.param(PLAN.format("pareto", "250KiB"), marks=pytest.mark.deep),
+    ],
+)
 def test_the_plan_knows_the_bytes(again: str) -> None:
     """What is kept between forward and backward takes less, as the plan has it, by what the
     program's storages do: of a view that is coded, all that it kept alive."""
-    from schedlang.memory import CLASSES
-    from schedlang.passes.costs.estimate import estimate
+    from schedlang.ir.memory import CLASSES
+    from schedlang.passes.simulate.rehearse import estimate
 
     batch, told = models.tokens(rows=4), []
     every = again, again + ROW.format("int4")
@@ -182,9 +205,9 @@ def test_parts_of_sums_that_are_rounded_are_found(
 ) -> None:
     """If a rank rounded its part of a sum that it is spared, gradients would not be those of one
     process, which has no such part."""
-    from schedlang.runtime.keeping import chosen
+    from schedlang.runtime.activation_memory import selective
 
-    monkeypatch.setattr(chosen, "is_summed", lambda: False)
+    monkeypatch.setattr(selective, "is_summed", lambda: False)
     rows = GPT2 + KEEP.format("linear") + ROW.format("int2")
     assert "gradients" in kinds_that_differ(threads, monkeypatch, rows, "tp=2")
 

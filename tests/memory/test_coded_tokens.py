@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.laying.kept_parts import Saving
-from schedlang.passes.laying.token_parts import Cut, Split, TokenParts
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.passes.verifying.prove import Case, prove
-from schedlang.runtime.attend import Layout
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.propagate.saved_parts import Cut, Saving, Split, TokenParts
+from schedlang.passes.prove import Case, prove
+from schedlang.runtime.context_parallel import Layout
 from tests import models
 from tests.engine import Threads
 from tests.memory.test_coded import ROW, drawn, tokens
@@ -76,21 +75,24 @@ def test_heads_and_copies_of_them() -> None:
         assert len(seen) == 2 and all(part.shape[1] == count for part in seen)
 
 
-@pytest.mark.parametrize("whole, part, split", [
-    ((3, 8, 16), (3, 4, 16), Split(1)),
-    ((24, 16), (12, 16), Split(0)),
-    ((3, 4, 8, 8), (3, 4, 4, 8), Split(2)),
-    ((3, 4, 8, 8), (3, 2, 4, 8), Split(2, copies=2)),
-    ((3, 4, 8, 8), (3, 2, 8, 8), Split(heads=True)),
-    ((3, 8, 8, 8), (3, 4, 8, 8), Split(heads=True)),
-    ((3, 4, 8), (3, 2, 8), Split(heads=True)),
-    ((3, 8, 4, 8), (3, 4, 4, 8), Split(1)),
-    ((3, 16), (3, 16), Split()),
-    ((3, 4, 8, 8), (3, 4, 4, 4), None),
-    ((3, 8, 16), (3, 4, 8), None),
-    ((3, 1, 8, 8), (3, 1, 8, 4), None),
-    ((3, 8, 16), (24, 16), None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "whole, part, split",
+    [
+        ((3, 8, 16), (3, 4, 16), Split(1)),
+        ((24, 16), (12, 16), Split(0)),
+        ((3, 4, 8, 8), (3, 4, 4, 8), Split(2)),
+        ((3, 4, 8, 8), (3, 2, 4, 8), Split(2, copies=2)),
+        ((3, 4, 8, 8), (3, 2, 8, 8), Split(heads=True)),
+        ((3, 8, 8, 8), (3, 4, 8, 8), Split(heads=True)),
+        ((3, 4, 8), (3, 2, 8), Split(heads=True)),
+        ((3, 8, 4, 8), (3, 4, 4, 8), Split(1)),
+        ((3, 16), (3, 16), Split()),
+        ((3, 4, 8, 8), (3, 4, 4, 4), None),
+        ((3, 8, 16), (3, 4, 8), None),
+        ((3, 1, 8, 8), (3, 1, 8, 4), None),
+        ((3, 8, 16), (24, 16), None),
+    ],
+)
 def test_shapes_tell_what_is_split(
     whole: tuple[int, ...], part: tuple[int, ...], split: Split | None
 ) -> None:
@@ -101,20 +103,38 @@ def test_shapes_tell_what_is_split(
 # -- programs --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model, rows, mesh", thinned([
-    (lambda: models.gpt2(2), GPT2.format("ring, over=cp, layout=zigzag", "int2"), "cp=2"),
-    (lambda: models.gpt2(2), GPT2.format("ulysses, over=cp", "int4"), "cp=2"),
-    (lambda: models.llama(2), AGAIN.format("ring, over=cp, layout=striped", "int2")
-     + "zero(stage=3, over=(dp, cp))", "dp=2, cp=2"),
-    (lambda: models.llama(2), LLAMA.format("ulysses, over=cp", "int2"), "cp=2"),
-    (lambda: models.llama(2), LLAMA.format("gather, over=cp", "adaptive, bits=4"), "cp=3"),
-    (lambda: models.llama(2), LLAMA.format("ring, over=cp, layout=zigzag", "int4"), "cp=2"),
-    (lambda: models.llama(1), BOTH + LLAMA.format("ring, over=cp, layout=zigzag", "int2"),
-     "cp=2, tp=2"),
-    (lambda: models.llama(2), BOTH + LLAMA.format("ulysses, over=cp", "adaptive, bits=4")
-     + "zero(stage=3, over=cp)", "cp=2, tp=2"),
-    (lambda: models.llama(2), BOTH + AGAIN.format("gather, over=cp", "int4"), "cp=2, tp=2"),
-], 3))  # fmt: skip
+@pytest.mark.parametrize(
+    "model, rows, mesh",
+    thinned(
+        [
+            (lambda: models.gpt2(2), GPT2.format("ring, over=cp, layout=zigzag", "int2"), "cp=2"),
+            (lambda: models.gpt2(2), GPT2.format("ulysses, over=cp", "int4"), "cp=2"),
+            (
+                lambda: models.llama(2),
+                AGAIN.format("ring, over=cp, layout=striped", "int2")
+                + "zero(stage=3, over=(dp, cp))",
+                "dp=2, cp=2",
+            ),
+            (lambda: models.llama(2), LLAMA.format("ulysses, over=cp", "int2"), "cp=2"),
+            (lambda: models.llama(2), LLAMA.format("gather, over=cp", "adaptive, bits=4"), "cp=3"),
+            (lambda: models.llama(2), LLAMA.format("ring, over=cp, layout=zigzag", "int4"), "cp=2"),
+            (
+                lambda: models.llama(1),
+                BOTH + LLAMA.format("ring, over=cp, layout=zigzag", "int2"),
+                "cp=2, tp=2",
+            ),
+            (
+                lambda: models.llama(2),
+                BOTH
+                + LLAMA.format("ulysses, over=cp", "adaptive, bits=4")
+                + "zero(stage=3, over=cp)",
+                "cp=2, tp=2",
+            ),
+            (lambda: models.llama(2), BOTH + AGAIN.format("gather, over=cp", "int4"), "cp=2, tp=2"),
+        ],
+        3,
+    ),
+)
 def test_equal_to_one_process_that_rounds_tokens_alike(
     threads: Threads, model: Callable[[], nn.Module], rows: str, mesh: str
 ) -> None:
@@ -131,24 +151,43 @@ def test_another_layout_is_found(threads: Threads, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         TokenParts, "_layout", lambda self, total: Layout.of("striped", total, self.ranks)
     )
-    plan = planned(models.llama(1), LLAMA.format("ring, over=cp, layout=zigzag", "int2"), "cp=2",
-                   "lossy")  # fmt: skip
+    plan = planned(
+        models.llama(1), LLAMA.format("ring, over=cp, layout=zigzag", "int2"), "cp=2", "lossy"
+    )
     report = prove(Case(plan, tuple(tokens()), None, None, 0, "none"), pool=threads)
     assert "gradients" in {row.kind for row in report.rows if not row.ok and not row.step}
 
 
-@pytest.mark.parametrize("model, rows, mesh, code, said", [
-    (lambda: models.llama(1, attend="eager"), LLAMA.format("ring, over=cp", "int8"), "cp=2",
-     "S935", "a single process would"),
-    (lambda: models.gpt2(1, dropout=0.1), GPT2.format("ring, over=cp", "int8"), "cp=2", "S935",
-     "attention with dropout"),
-    (lambda: models.llama(1), "model.layers.*.mlp.{gate,up}_proj  shard(col, over=tp)\n"
-     "model.layers.*.mlp.down_proj  shard(row, over=tp)\n"
-     "model.layers.*.self_attn.{q,k,v}_proj  shard(col, over=tq)\n"
-     "model.layers.*.self_attn.o_proj  shard(row, over=tq)\n"
-     + LLAMA.format("ring, over=cp", "int8"), "cp=2, tp=2, tq=2", "S858",
-     "activations sharded over `tq`"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "model, rows, mesh, code, said",
+    [
+        (
+            lambda: models.llama(1, attend="eager"),
+            LLAMA.format("ring, over=cp", "int8"),
+            "cp=2",
+            "S935",
+            "a single process would",
+        ),
+        (
+            lambda: models.gpt2(1, dropout=0.1),
+            GPT2.format("ring, over=cp", "int8"),
+            "cp=2",
+            "S935",
+            "attention with dropout",
+        ),
+        (
+            lambda: models.llama(1),
+            "model.layers.*.mlp.{gate,up}_proj  shard(col, over=tp)\n"
+            "model.layers.*.mlp.down_proj  shard(row, over=tp)\n"
+            "model.layers.*.self_attn.{q,k,v}_proj  shard(col, over=tq)\n"
+            "model.layers.*.self_attn.o_proj  shard(row, over=tq)\n"
+            + LLAMA.format("ring, over=cp", "int8"),
+            "cp=2, tp=2, tq=2",
+            "S858",
+            "activations sharded over `tq`",
+        ),
+    ],
+)
 def test_refused(
     model: Callable[[], nn.Module], rows: str, mesh: str, code: str, said: str
 ) -> None:

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.runtime.keeping.dynamic import dynamic
-from schedlang.runtime.keeping.remat import Pool
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.runtime.activation_memory.dynamic import Pool, dynamic
 from tests import models
 from tests.engine import Threads
 from tests.memory.test_region import WAYS, gradients
@@ -234,10 +233,13 @@ def test_too_little_is_refused() -> None:
     "rows, mesh",
     [
         ("zero(stage=3, over=dp)", "dp=2"),
-        pytest.param('transformer.h  pipeline_split(over=pp)\npipeline(order="1F1B", micro=3)',
-                     "pp=2", marks=pytest.mark.deep),
+        pytest.param(
+            'transformer.h  pipeline_split(over=pp)\npipeline(order="1F1B", micro=3)',
+            "pp=2",
+            marks=pytest.mark.deep,
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_budget_trains_as_the_original(threads: Threads, rows: str, mesh: str) -> None:
     """Layers within a budget train as the original, with dropout, sliced and in a pipeline."""
     memory = ROW.format("400KiB")

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from schedlang.diagnostic import Refusal
-from schedlang.memory import CLASSES, RankMemory, heaviest
-from schedlang.passes.costs.account import account
-from schedlang.passes.costs.estimate import estimate
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.plan import Plan
-from schedlang.runtime import parts
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.memory import CLASSES, RankMemory, heaviest
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.simulate.account import account
+from schedlang.passes.simulate.rehearse import estimate
+from schedlang.runtime import batch as parts
 from tests.counting import count
 from tests.engine.threads import Threads
 from tests.proofs import planned
@@ -36,7 +36,8 @@ SCHEDULES = {
     "moved": ("dp=1", "zero(stage=0, over=dp)\nmodel.layers.*  offload(activations)"),
     "recomputed, rounded": ("tp=2", MLP + "model.layers.*  checkpoint()\n" + CODED),
     "inside, rounded": (
-        "dp=1", "zero(stage=0, over=dp)\nmodel.layers.*.mlp  checkpoint()\n" + CODED,
+        "dp=1",
+        "zero(stage=0, over=dp)\nmodel.layers.*.mlp  checkpoint()\n" + CODED,
     ),
     "cut": ("pp=2", CUT + 'pipeline(order="1F1B", micro=4)'),
     "cut, gathered": (
@@ -55,20 +56,21 @@ SCHEDULES = {
     "rounded": ("dp=1", CODED + "zero(stage=0, over=dp)"),
     "rounded, split": ("tp=2", MLP + CODED),
     "rounded, moved": (
-        "dp=1", f"model.layers.*  offload(activations)\n{CODED}zero(stage=0, over=dp)",
+        "dp=1",
+        f"model.layers.*  offload(activations)\n{CODED}zero(stage=0, over=dp)",
     ),
     "rounded, cast": ("dp=1", f"cast(bf16)\n{CODED}zero(stage=0, over=dp)"),
     "lent": (
         "pp=2",
-        f'model.layers[:2]  offload(optimizer, to=peer, over=pp)\n{CUT}'
+        f"model.layers[:2]  offload(optimizer, to=peer, over=pp)\n{CUT}"
         'pipeline(order="1F1B", micro=4)',
     ),
     "parked": (
         "pp=2",
-        f'model.layers[:2]  offload(activations, to=peer, over=pp, prefetch=0)\n{CUT}'
+        f"model.layers[:2]  offload(activations, to=peer, over=pp, prefetch=0)\n{CUT}"
         'pipeline(order="1F1B", micro=4)',
     ),
-}  # fmt: skip
+}
 NEAR = 0.015  # of the bytes counted
 # gloo does not tell what has arrived: a rank keeps the gradients that it has sent until the end
 HELD = {"interleaved": 0.04}
@@ -79,10 +81,15 @@ def llama() -> nn.Module:
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
-            hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, vocab_size=256, use_cache=False,
+            hidden_size=64,
+            intermediate_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=256,
+            use_cache=False,
         )
-    )  # fmt: skip
+    )
 
 
 def batch() -> dict[str, Any]:
@@ -98,11 +105,20 @@ def estimated(plan: Plan, given: Mapping[str, Any]) -> tuple[RankMemory, ...]:
 
 
 DEEP = (
-    "interleaved", "weights later", "split, sliced state", "cast", "cast, gathered", "rounded",
+    "interleaved",
+    "weights later",
+    "split, sliced state",
+    "cast",
+    "cast, gathered",
+    "rounded",
     "rounded, split",
-    "rounded, moved", "rounded, cast", "lent", "recomputed, rounded", "inside, rounded",
+    "rounded, moved",
+    "rounded, cast",
+    "lent",
+    "recomputed, rounded",
+    "inside, rounded",
     "parked",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from schedlang.runtime.activation_memory.recompute import checkpoint
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.keeping.offload import Store, everything_moves, offload
-from schedlang.runtime.keeping.recompute import checkpoint
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.offload.saved_tensors import Store, everything_moves, offload
 from schedlang.runtime.storage.tiers import Ledger
 
 SIZE = 32
@@ -255,10 +255,15 @@ class Gates(nn.Module):
         return made
 
 
-@pytest.mark.parametrize("make", [
-    Gates, lambda: nn.LSTM(8, 8, 2, batch_first=True), lambda: nn.GRU(8, 8, batch_first=True),
-    lambda: nn.LSTM(8, 8, 1, bidirectional=True, proj_size=4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        Gates,
+        lambda: nn.LSTM(8, 8, 2, batch_first=True),
+        lambda: nn.GRU(8, 8, batch_first=True),
+        lambda: nn.LSTM(8, 8, 1, bidirectional=True, proj_size=4),
+    ],
+)
 def test_parts_that_count_their_own_writes(make):
     """What was saved of one part is not taken for what another part was before it was written."""
     torch.manual_seed(0)

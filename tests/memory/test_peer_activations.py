@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.orders import order
-from schedlang.passes.costs.account import account
-from schedlang.passes.running.build import build
+from schedlang.passes.lower.build import build
+from schedlang.passes.simulate.account import account
+from schedlang.pipeline.schedules import order
+from schedlang.pipeline.timeline import Kind, Timeline, check, with_parks, with_transfers
 from schedlang.runtime.storage.tiers import Residence
-from schedlang.timeline import Kind, Timeline, check, with_parks, with_transfers
 from tests import models
 from tests.drawn_orders import drawn
 from tests.engine import Threads
@@ -38,20 +38,41 @@ SPLIT = "layers.*.up shard(col, over=tp)\nlayers.*.down shard(row, over=tp)\n"
         ("", "layers.*.up offload(activations, to=peer, over=pp, prefetch=0)\n", PIPE, "pp=2"),
         ("layers.*.up checkpoint()\n", EACH, ROUNDS, "pp=2"),
         ("layers.* checkpoint()\n", EACH, PIPE.replace("1F1B", "GPipe"), "pp=2"),
-        ("layers.* checkpoint()\n", "layers.*.up offload(activations, to=peer, over=pp)\n", PIPE,
-         "pp=2"),
+        (
+            "layers.* checkpoint()\n",
+            "layers.*.up offload(activations, to=peer, over=pp)\n",
+            PIPE,
+            "pp=2",
+        ),
         (SPLIT, EACH, PIPE, "pp=2, tp=2"),
-        ("", EACH.replace("pp)", "pp, prefetch=0)"),
-         f'{CUT}zero(stage=3, over=dp)\npipeline(order="1F1B", micro=2)', "pp=2, dp=2"),
+        (
+            "",
+            EACH.replace("pp)", "pp, prefetch=0)"),
+            f'{CUT}zero(stage=3, over=dp)\npipeline(order="1F1B", micro=2)',
+            "pp=2, dp=2",
+        ),
         ("", EACH, "offload(parameters)\n" + PIPE, "pp=2"),
         ("", EACH, PIPE.replace("1F1B", "ZB-H1"), "pp=2"),
         ("", EACH, "offload(optimizer, to=peer, over=pp)\n" + PIPE, "pp=2"),
         ("layers[2] checkpoint()\n", FIRST + "layers[1] offload(activations)\n", PIPE, "pp=2"),
         ("layers[2] compress(activations, int8)\n", EACH, PIPE, "pp=2"),
     ],
-    ids=["first", "ring", "inside", "rounds", "checkpoint", "inside of a checkpoint", "tensor",
-         "zero", "streamed", "halves", "state", "mixed", "rounded"],
-)  # fmt: skip
+    ids=[
+        "first",
+        "ring",
+        "inside",
+        "rounds",
+        "checkpoint",
+        "inside of a checkpoint",
+        "tensor",
+        "zero",
+        "streamed",
+        "halves",
+        "state",
+        "mixed",
+        "rounded",
+    ],
+)
 def test_same_bits_as_at_home(
     threads: Threads, before: str, rows: str, after: str, mesh: str
 ) -> None:
@@ -59,11 +80,14 @@ def test_same_bits_as_at_home(
     layers, relax = 4 if after == ROUNDS else 3, "lossy" if "compress" in before else ""
     seen, plain = (
         trained(
-            threads, planned(words(layers), before + r + after, mesh, relax), BATCHES, adamw,
+            threads,
+            planned(words(layers), before + r + after, mesh, relax),
+            BATCHES,
+            adamw,
             clip=0.5,
         )
         for r in (rows, "")
-    )  # fmt: skip
+    )
     assert_same(seen, plain)
 
 
@@ -159,9 +183,10 @@ def away(t: Timeline) -> list[tuple[int, int, int]]:
                 kinds = (op._replace(kind=kind) for kind in (Kind.LOAD,))
                 back = rows.index(next(kinds))
                 used = next(
-                    n for n, one in enumerate(rows)
+                    n
+                    for n, one in enumerate(rows)
                     if one.kind in (Kind.B, Kind.I) and one[1:5] == op[1:5]
-                )  # fmt: skip
+                )
                 between = [one for one in rows[back:used] if one.kind not in PARKS]
                 found.append((rank, back - k, len(between)))
     return found
@@ -200,12 +225,18 @@ def test_the_ring_gives_to_the_next() -> None:
     "rows, mesh, said",
     [
         ("layers[0] offload(activations, to=peer)", "pp=2", ("S851", "over=pp")),
-        ("layers[0] offload(gradients, to=peer, over=pp)", "pp=2",
-         ("S851", "would send them, 18.9 KiB", "zero(stage=2")),
-        ("layers[0] offload(parameters, to=peer, over=pp)", "pp=2",
-         ("S851", "fetch them twice, 18.9 KiB", "zero(stage=3")),
+        (
+            "layers[0] offload(gradients, to=peer, over=pp)",
+            "pp=2",
+            ("S851", "would send them, 18.9 KiB", "zero(stage=2"),
+        ),
+        (
+            "layers[0] offload(parameters, to=peer, over=pp)",
+            "pp=2",
+            ("S851", "fetch them twice, 18.9 KiB", "zero(stage=3"),
+        ),
     ],
-)  # fmt: skip
+)
 def test_refused(rows: str, mesh: str, said: tuple[str, ...]) -> None:
     """Half a row, and what no peer holds, each with its reason."""
     told = refused(words(), rows, mesh)
@@ -215,15 +246,24 @@ def test_refused(rows: str, mesh: str, said: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "rows, mesh, said",
     [
-        ("layers[0] offload(activations, to=peer, over=dp)\nzero(stage=0, over=dp)", "dp=2",
-         ("S851", "none would hold less", "checkpoint()")),
-        (FIRST + PIPE.replace("1F1B", "BPipe"), "pp=4",
-         ("S851", "already decides what happens", "EVICT")),
-        (FIRST + PIPE.replace("1F1B", "Varuna"), "pp=2",
-         ("S851", "already decides what happens", "RECOMPUTE")),
+        (
+            "layers[0] offload(activations, to=peer, over=dp)\nzero(stage=0, over=dp)",
+            "dp=2",
+            ("S851", "none would hold less", "checkpoint()"),
+        ),
+        (
+            FIRST + PIPE.replace("1F1B", "BPipe"),
+            "pp=4",
+            ("S851", "already decides what happens", "EVICT"),
+        ),
+        (
+            FIRST + PIPE.replace("1F1B", "Varuna"),
+            "pp=2",
+            ("S851", "already decides what happens", "RECOMPUTE"),
+        ),
     ],
     ids=["axis", "parks", "again"],
-)  # fmt: skip
+)
 def test_refused_when_built(threads: Threads, rows: str, mesh: str, said: tuple[str, ...]) -> None:
     """Where nothing is gained, and where the order says itself what its forwards keep."""
     plan = planned(words(4, tied=False), rows, mesh)

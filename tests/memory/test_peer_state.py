@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.costs.account import account
-from schedlang.passes.running.build import build
-from schedlang.runtime.collectives.collective import listening
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.lower.build import build
+from schedlang.passes.simulate.account import account
+from schedlang.runtime.comm.collectives import listening
 from schedlang.runtime.storage.tiers import tier_of
 from tests.engine import Threads
 from tests.memory.test_residence import BATCHES, adafactor, batch, words
@@ -37,7 +37,7 @@ def test_same_bits(
     threads: Threads, monkeypatch: pytest.MonkeyPatch, size: int, rows: str, base: str, mesh: str
 ) -> None:
     """Losses, gradients, weights and state of three clipped steps are those of no rows."""
-    monkeypatch.setattr("schedlang.runtime.summing.held.BUCKET_BYTES", size)
+    monkeypatch.setattr("schedlang.runtime.grad_reduction.flat.BUCKET_BYTES", size)
     seen, plain = (
         trained(threads, planned(words(), r + base, mesh), BATCHES, adamw, clip=0.5)
         for r in (rows, "")
@@ -118,7 +118,7 @@ def most_home(plan: Any) -> tuple[int, int]:
 
 def test_one_round_is_home_at_a_time(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a step is made, no more comes home than the largest parameter's two moments."""
-    monkeypatch.setattr("schedlang.runtime.summing.held.BUCKET_BYTES", 1)
+    monkeypatch.setattr("schedlang.runtime.grad_reduction.flat.BUCKET_BYTES", 1)
     plan = planned(words(tied=False), ALL + PIPE, "pp=2")
     largest = max(2 * p.nbytes for p in words().layers[0].parameters())
     for most, out in threads.run(most_home, 2, plan):
@@ -167,11 +167,15 @@ def test_saved_and_loaded(threads: Threads, tmp_path: Path, first: str, then: st
     [
         ("offload(gradients, to=peer, over=pp)", "pp=2", "S851", "cannot be sent to a peer"),
         ("offload(optimizer, to=peer)", "pp=2", "S851", "over=pp"),
-        ("offload(optimizer, to=disk, over=pp)", "pp=2", "S851",
-         "`to=peer` and `over` must be given together"),
+        (
+            "offload(optimizer, to=disk, over=pp)",
+            "pp=2",
+            "S851",
+            "`to=peer` and `over` must be given together",
+        ),
         (FIRST + "layers[0] offload(optimizer)", "pp=2", "S501", "is offloaded already"),
     ],
-)  # fmt: skip
+)
 def test_refused(rows: str, mesh: str, code: str, said: str) -> None:
     """Rows without meaning, and two homes for one state."""
     told = refused(words(), rows, mesh)
@@ -193,17 +197,29 @@ STALE = 'layers pipeline_split(over=pp)\npipeline(order="PipeDream", micro=4)'
 @pytest.mark.parametrize(
     "rows, mesh, optimizer, said",
     [
-        ("offload(optimizer, to=peer, over=dp)\nzero(stage=0, over=dp)", "dp=2", sgd,
-         ("S851", "none would hold less", "zero(stage=1, over=dp)")),
-        (FIRST + "layers[2] offload(optimizer, to=disk)\n" + PIPE, "pp=2", sgd,
-         ("S851", "another row offloads to disk", "to=cpu")),
-        (FIRST + "layers[0] offload(parameters)\n" + PIPE, "pp=2", sgd,
-         ("S851", "is in host memory", "on the device")),
+        (
+            "offload(optimizer, to=peer, over=dp)\nzero(stage=0, over=dp)",
+            "dp=2",
+            sgd,
+            ("S851", "none would hold less", "zero(stage=1, over=dp)"),
+        ),
+        (
+            FIRST + "layers[2] offload(optimizer, to=disk)\n" + PIPE,
+            "pp=2",
+            sgd,
+            ("S851", "another row offloads to disk", "to=cpu"),
+        ),
+        (
+            FIRST + "layers[0] offload(parameters)\n" + PIPE,
+            "pp=2",
+            sgd,
+            ("S851", "is in host memory", "on the device"),
+        ),
         (FIRST + PIPE, "pp=2", adafactor, ("S851", "not elementwise", "AdamW")),
         (ALL + STALE, "pp=2", sgd, ("S625", "cannot be kept on a peer", "to=cpu")),
     ],
     ids=["axis", "disk", "streamed", "whole steps", "versions"],
-)  # fmt: skip
+)
 def test_refused_when_built(
     threads: Threads, rows: str, mesh: str, optimizer: Any, said: tuple[str, ...]
 ) -> None:

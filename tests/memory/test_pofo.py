@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.preparing.prepare import prepare
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.language.value import Bytes
+from schedlang.passes.analyze.prepare import prepare
 from schedlang.primitives.checkpoint import checkpoint
-from schedlang.regions import pofo as plans
-from schedlang.regions.pofo import WAYS, Way, needed, pofo
-from schedlang.regions.rotor import Cost
-from schedlang.runtime.keeping import offload
+from schedlang.remat import pofo as plans
+from schedlang.remat.pofo import WAYS, Way, needed, pofo
+from schedlang.remat.rotor import Cost
+from schedlang.runtime.offload import saved_tensors
 from schedlang.runtime.storage.tiers import Residence
-from schedlang.value import Bytes
 from tests import models
 from tests.engine import Threads
 from tests.proofs import planned, proven, refused
@@ -36,8 +36,15 @@ def chain(n: int, seed: int) -> list[Cost]:
     for _ in range(n):
         entered = draw.randint(0, 4)
         saved = entered + draw.randint(1, 9)
-        made.append(Cost(1.0, saved, entered, forward=float(draw.randint(1, 9)),
-                         small=draw.randint(0, 2) if saved > 3 else 0))  # fmt: skip
+        made.append(
+            Cost(
+                1.0,
+                saved,
+                entered,
+                forward=float(draw.randint(1, 9)),
+                small=draw.randint(0, 2) if saved > 3 else 0,
+            )
+        )
     return made
 
 
@@ -79,8 +86,10 @@ def test_no_choice_is_quicker(n: int) -> None:
     by clocks that are run through each choice; below the least bytes there is none."""
     for seed in range({5: 3, 6: 2, 7: 1}.get(n, 6)):
         costs, ratio = chain(n, seed), (0.25, 1.0, 2.0)[seed % 3]
-        known = [(bytes_of(costs, ways), time_of(costs, ways, ratio))
-                 for ways in itertools.product(WAYS, repeat=n)]  # fmt: skip
+        known = [
+            (bytes_of(costs, ways), time_of(costs, ways, ratio))
+            for ways in itertools.product(WAYS, repeat=n)
+        ]
         smallest = min(size for size, _ in known)
         assert needed(costs) == smallest and pofo(costs, smallest - 1, ratio) is None
         for memory in range(smallest, sum(cost.saved for cost in costs) + 2):
@@ -131,7 +140,7 @@ def test_quick_copies_move_and_slow_ones_recompute(monkeypatch: pytest.MonkeyPat
     """With the same memory the row moves where copies are quick, repeats where they are slow;
     what no store would move is not counted as moved."""
     assert set(chosen("800KiB", "200TiB")[1][0]) == {"keep", "recompute"}  # all is too small
-    monkeypatch.setattr(offload, "SMALLEST", 1)
+    monkeypatch.setattr(saved_tensors, "SMALLEST", 1)
     assert set(chosen("800KiB", "200TiB")[1][0]) == {"keep", "offload"}
     assert set(chosen("800KiB", "1GiB")[1][0]) == {"keep", "recompute"}
 
@@ -141,7 +150,7 @@ def test_a_mixed_plan_trains_as_the_original(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Modules kept, repeated and on the host in one model, sharded over ranks, with dropout."""
-    monkeypatch.setattr(offload, "SMALLEST", 1)
+    monkeypatch.setattr(saved_tensors, "SMALLEST", 1)
     plan, (ways,) = chosen("476KiB", "33TiB", "zero(stage=1, over=dp)", "dp=2")
     assert set(ways) == set(WAYS)
     proven(threads, plan, BATCHES)
@@ -153,8 +162,10 @@ class Stack(nn.Module):
     def __init__(self, count: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        made = (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 8))
-                for _ in range(count))  # fmt: skip
+        made = (
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 8))
+            for _ in range(count)
+        )
         self.layers = nn.ModuleList(made)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -185,7 +196,7 @@ def held(ways: Sequence[Way]) -> tuple[dict[str, int], list[torch.Tensor]]:
 def test_what_is_held_is_what_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kept module holds what it saves, a recomputed one its input, a moved one nothing on the
     device and all on the host; no gradient differs in a bit."""
-    monkeypatch.setattr(offload, "SMALLEST", 1)
+    monkeypatch.setattr(saved_tensors, "SMALLEST", 1)
     row = 16 * 8 * 4  # bytes of an input, and of what is saved besides
     _, wanted = held(["keep"] * 4)
     for ways in (WAYS, ("offload", "recompute", "offload", "keep"), ("offload",) * 4):
@@ -213,10 +224,14 @@ def test_too_little_memory_is_refused() -> None:
         ("checkpoint(plan=rotor, memory=1GiB, bandwidth=1GiB)", "S842", "must be given together"),
         ("checkpoint(plan=rotor, memory=1GiB, tflops=10)", "S842", "must be given together"),
         ("checkpoint(plan=pofo, memory=1GiB, bandwidth=1GiB, tflops=0)", "S842", "must be above 0"),
-        ("checkpoint(plan=pofo, memory=1GiB, bandwidth=1GiB)\n"
-         "transformer.h.1  offload(activations)", "S847", "already chooses which"),
+        (
+            "checkpoint(plan=pofo, memory=1GiB, bandwidth=1GiB)\n"
+            "transformer.h.1  offload(activations)",
+            "S847",
+            "already chooses which",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_means_nothing_is_refused(row: str, code: str, words: str) -> None:
     """Each refusal says what is wrong and what would be legal."""
     told = refused(models.gpt2(), f"transformer.h.*  {row}")
@@ -226,7 +241,7 @@ def test_what_means_nothing_is_refused(row: str, code: str, words: str) -> None:
 def test_no_more_than_two_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a moved module has run, the copies of the one before it are waited for, and no other:
     that is what the count of bytes takes for granted."""
-    monkeypatch.setattr(offload, "SMALLEST", 1)
+    monkeypatch.setattr(saved_tensors, "SMALLEST", 1)
     marks: list[SimpleNamespace] = []
     waited: list[tuple[int, int]] = []
 
@@ -235,6 +250,6 @@ def test_no_more_than_two_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> N
         marks.append(SimpleNamespace(synchronize=lambda: waited.append((number, len(marks)))))
         return marks[-1]
 
-    monkeypatch.setattr(offload.copies, "mark", mark)
+    monkeypatch.setattr(saved_tensors.copies, "mark", mark)
     held(("offload", "keep", "offload", "recompute", "offload"))
     assert len(marks) == 3 and waited == [(0, 2), (1, 3)]

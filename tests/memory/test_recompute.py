@@ -11,16 +11,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from schedlang.diagnostic import Refusal
-from schedlang.runtime.float64 import Float64
-from schedlang.runtime.forward import layers_of
-from schedlang.runtime.keeping.recompute import (
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.activation_memory.recompute import (
     CLASSES,
     Checkpoint,
     checkpoint,
     keeps,
     updates_buffers,
 )
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.forward import layers_of
 from schedlang.runtime.modes import ambient
 from tests import models
 from tests.proofs import planned, proven
@@ -226,9 +226,16 @@ def test_transformers_with_its_cache():
     """Llama as transformers builds it, its cache on, gives the same gradients."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, vocab_size=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=32,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     torch.manual_seed(0)
     plain = transformers.LlamaForCausalLM(config).train()
     assert config.use_cache
@@ -405,8 +412,9 @@ class Packaged(nn.Module):
         return self.drop(self.attend(*self.qkv(x).chunk(3, -1))).sin()
 
 
-@pytest.mark.parametrize("save, rate, runs", [((), 0.0, 2), (("attention",), 0.0, 1),
-                                              (("attention",), 0.5, 2)])  # fmt: skip
+@pytest.mark.parametrize(
+    "save, rate, runs", [((), 0.0, 2), (("attention",), 0.0, 1), (("attention",), 0.5, 2)]
+)
 def test_the_attention_of_a_package_is_kept(packaged, save, rate, runs):
     """It runs once where it is saved, and again where it draws, though it does not say so; the
     gradients are those of the untouched module, bit by bit."""
@@ -430,13 +438,7 @@ def test_the_attention_of_a_package_is_kept(packaged, save, rate, runs):
 def _ranks(rank, save):
     import torch.distributed as dist
 
-    from schedlang.runtime.collectives.collective import (
-        Group,
-        all_reduce,
-        gather,
-        listening,
-        reduce,
-    )
+    from schedlang.runtime.comm.collectives import Group, all_reduce, gather, listening, reduce
 
     group = Group(("tp",), (0, 1), rank, dist.group.WORLD)
 
@@ -496,7 +498,7 @@ def test_collectives_are_kept(save):
 def _written_ranks(rank):
     import torch.distributed as dist
 
-    from schedlang.runtime.collectives.collective import Group, reduce
+    from schedlang.runtime.comm.collectives import Group, reduce
 
     group = Group(("tp",), (0, 1), rank, dist.group.WORLD)
 

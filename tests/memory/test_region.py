@@ -11,11 +11,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from schedlang.regions import groups, paths, root, runs
+from schedlang.remat import groups, paths, root, runs
+from schedlang.runtime.activation_memory.recompute import checkpoint
+from schedlang.runtime.activation_memory.recompute_region import regions
 from schedlang.runtime.forward import layers_of
-from schedlang.runtime.keeping.offload import Store, offload
-from schedlang.runtime.keeping.recompute import checkpoint
-from schedlang.runtime.keeping.region import regions
+from schedlang.runtime.offload.saved_tensors import Store, offload
 from schedlang.runtime.storage.tiers import Ledger
 from tests.memory.test_recompute import Block, Products
 
@@ -45,9 +45,15 @@ class Stack(nn.Module):
 
 
 TREES = [
-    groups(6, 6), groups(6, 4), groups(6, 2), groups(6, 1, 2), groups(6, 2, 2),
-    ((0, (1, 2), (3,)), 4, 5), (((0, 1), 2), (3, (4, 5))), ((((0,), 1), 2), 3, (4,), 5),
-]  # fmt: skip
+    groups(6, 6),
+    groups(6, 4),
+    groups(6, 2),
+    groups(6, 1, 2),
+    groups(6, 2, 2),
+    ((0, (1, 2), (3,)), 4, 5),
+    (((0, 1), 2), (3, (4, 5))),
+    ((((0,), 1), 2), 3, (4,), 5),
+]
 PLAIN = tuple(range(6))
 WAYS = ["plain", "glue", "view", "written", "states"]
 
@@ -92,9 +98,15 @@ def counted(model):
 
 
 @pytest.mark.parametrize(
-    "tree, more", [(groups(6, 6), 6), (groups(6, 1, 2), 3), ((((0, 1), 2, 3),), 6),
-                   (((((0,), 1), 2),), 6), ((((0, 1), (2, 3)),), 6)],
-)  # fmt: skip
+    "tree, more",
+    [
+        (groups(6, 6), 6),
+        (groups(6, 1, 2), 3),
+        ((((0, 1), 2, 3),), 6),
+        (((((0,), 1), 2),), 6),
+        ((((0, 1), (2, 3)),), 6),
+    ],
+)
 def test_runs_as_often_as_the_tree_says(tree, more):
     """A module runs once more for each region around it; but a region that ends another one not
     for that, which wants its input alone."""
@@ -278,6 +290,9 @@ def test_trees_of_places():
     assert groups(7, 2, 2) == ((0, 1), 2, 3, (4, 5), 6) and groups(0, 3) == ()
     assert [root(n) for n in (1, 2, 4, 5, 9, 16, 24)] == [1, 2, 2, 3, 3, 4, 5]
     assert runs(["h.1", "h.2", "h.4", "g.5", "g.6", "x"]) == [
-        ("h.1", "h.2"), ("h.4",), ("g.5", "g.6"), ("x",)
-    ]  # fmt: skip
+        ("h.1", "h.2"),
+        ("h.4",),
+        ("g.5", "g.6"),
+        ("x",),
+    ]
     assert paths((0, (1, (2,)), 3)) == ((), (0,), (0, 1), ())

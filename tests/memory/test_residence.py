@@ -16,18 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.costs.account import account
-from schedlang.passes.preparing.residence import streamed_units, tiers_of
-from schedlang.passes.running.build import build
-from schedlang.passes.showing.show import view
-from schedlang.passes.showing.show_text import text
-from schedlang.runtime.keeping.away import Tiers
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.residence import streamed_units, tiers_of
+from schedlang.passes.lower.build import build
+from schedlang.passes.simulate.account import account
+from schedlang.runtime.grad_reduction.gradient import local_gradient
+from schedlang.runtime.offload.step import Tiers
 from schedlang.runtime.program import Program
 from schedlang.runtime.storage.leaving import local
 from schedlang.runtime.storage.scratch import Scratch
 from schedlang.runtime.storage.tiers import Residence, tier_of
-from schedlang.runtime.summing.gradient import local_gradient
+from schedlang.viz.show import text, view
 from tests.engine import Threads
 from tests.proofs import adamw, assert_same, planned, proven, refused, sgd, trained
 
@@ -105,10 +104,14 @@ def together(named: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     "rows",
     [
-        "offload(optimizer)", "offload(gradients)", "layers.* offload(parameters, prefetch=0)",
-        "embed, layers.* offload(parameters, prefetch=2)", ALL.format("disk"), SPARE,
+        "offload(optimizer)",
+        "offload(gradients)",
+        "layers.* offload(parameters, prefetch=0)",
+        "embed, layers.* offload(parameters, prefetch=2)",
+        ALL.format("disk"),
+        SPARE,
     ],
-)  # fmt: skip
+)
 def test_same_bits(threads: Threads, rows: str, optimizer: Any) -> None:
     """Losses, gradients, norms, weights and state of three clipped steps are those of no rows."""
     order = '\npipeline(order="GPipe", micro=2)'
@@ -128,11 +131,14 @@ def test_same_bits(threads: Threads, rows: str, optimizer: Any) -> None:
         ("dp=2", "zero(stage=3, over=dp)"),
         ("a=2, b=2", "zero(stage=3, over=a)\nzero(stage=0, over=b)"),
         ("pp=2", 'layers pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)'),
-        ("pp=2, dp=2", "layers pipeline_split(over=pp)\nzero(stage=1, over=dp)\n"
-                       'overlap(gradients)\npipeline(order="ZB-H1", micro=2)'),
+        (
+            "pp=2, dp=2",
+            "layers pipeline_split(over=pp)\nzero(stage=1, over=dp)\n"
+            'overlap(gradients)\npipeline(order="ZB-H1", micro=2)',
+        ),
     ],
     ids=["tensor", "zero 1", "zero 2", "zero 3", "hybrid", "1F1B", "halves"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize(
     "rows", [SPARE, pytest.param(ALL.format("disk"), marks=pytest.mark.deep)], ids=["host", "disk"]
 )
@@ -215,8 +221,8 @@ def peaks(rows: str, layers: int) -> dict[str, int]:
 def test_device_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     """With layers streamed, 4, 8 and 16 of them need the same bytes on the device; else they grow
     with every layer, and so does what lies on the host."""
-    monkeypatch.setattr("schedlang.runtime.keeping.offload.SMALLEST", 0)
-    monkeypatch.setattr("schedlang.runtime.summing.held.BUCKET_BYTES", 1)
+    monkeypatch.setattr("schedlang.runtime.offload.saved_tensors.SMALLEST", 0)
+    monkeypatch.setattr("schedlang.runtime.grad_reduction.flat.BUCKET_BYTES", 1)
     rows = "layers.* checkpoint()\nlayers.* offload(activations)\n" + ALL.format("cpu")
     four, eight, sixteen = (peaks(rows, layers) for layers in (4, 8, 16))
     assert four["device"] == eight["device"] == sixteen["device"]
@@ -447,7 +453,7 @@ def test_a_full_disk_undoes_the_step(rows: str, room: int) -> None:
 
 def test_a_full_disk_at_build_and_in_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters that do not fit are refused by `build`, activations by the step."""
-    monkeypatch.setattr("schedlang.runtime.keeping.offload.SMALLEST", 0)
+    monkeypatch.setattr("schedlang.runtime.offload.saved_tensors.SMALLEST", 0)
     with full_after(100, Scratch()), pytest.raises(Refusal, match="was not built"):
         build(planned(words(), "offload(parameters, to=disk)"), BATCHES[0], optimizer=sgd)
     rows = "layers.* offload(activations, to=disk)"
@@ -490,10 +496,14 @@ def test_all_ranks_refuse_alike(threads: Threads) -> None:
     [
         ("offload(optimizer, prefetch=2)", "", "S306", "leave out `prefetch`"),
         ("offload(parameters, prefetch=-1)", "", "S304", "`prefetch` must be 0 or more, not -1"),
-        ("layers.* offload(parameters)\nlayers[0].up offload(parameters, to=disk)", "", "S501",
-         "is offloaded already"),
+        (
+            "layers.* offload(parameters)\nlayers[0].up offload(parameters, to=disk)",
+            "",
+            "S501",
+            "is offloaded already",
+        ),
     ],
-)  # fmt: skip
+)
 def test_refused(rows: str, mesh: str, code: str, said: str) -> None:
     """Rows without meaning, and two homes for one parameter."""
     told = refused(words(), rows, mesh)
@@ -512,16 +522,25 @@ def built(plan: Any) -> str:
 @pytest.mark.parametrize(
     "rows, mesh, said",
     [
-        ("layers.*.up offload(parameters)\nzero(stage=3, over=dp)", "dp=2",
-         ("S854", "`zero` gathers `layers.0` as one", "select complete layers")),
-        (ALL.format("disk") + "\nzero(stage=1, over=dp)", "dp=2",
-         ("S855", "cannot be undone", "to=cpu")),
-        ("offload(parameters)\nlayers pipeline_split(over=pp)\n"
-         'pipeline(order="PipeDream", micro=4)', "pp=2",
-         ("S625", "the parameters of several versions cannot be kept in host memory")),
+        (
+            "layers.*.up offload(parameters)\nzero(stage=3, over=dp)",
+            "dp=2",
+            ("S854", "`zero` gathers `layers.0` as one", "select complete layers"),
+        ),
+        (
+            ALL.format("disk") + "\nzero(stage=1, over=dp)",
+            "dp=2",
+            ("S855", "cannot be undone", "to=cpu"),
+        ),
+        (
+            "offload(parameters)\nlayers pipeline_split(over=pp)\n"
+            'pipeline(order="PipeDream", micro=4)',
+            "pp=2",
+            ("S625", "the parameters of several versions cannot be kept in host memory"),
+        ),
     ],
     ids=["half a unit", "whole steps", "versions"],
-)  # fmt: skip
+)
 def test_refused_when_built(threads: Threads, rows: str, mesh: str, said: tuple[str, ...]) -> None:
     """Half of what is gathered as one, and weights of several versions."""
     relax = "staleness" if "PipeDream" in rows else ""

@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 
-from schedlang.regions import Tree, groups, paths, shifted
-from schedlang.regions.rotor import Cost, again, least, peak, rotor
+from schedlang.remat import Tree, groups, paths, shifted
+from schedlang.remat.rotor import Cost, again, least, peak, rotor
 
 
 @cache
@@ -18,8 +18,9 @@ def parts(count: int) -> tuple[Tree, ...]:
         return ((),)
     found = [(0, *shifted(rest, 1)) for rest in trees(count - 1)]
     for end in range(1, count):
-        found += [(inner, *shifted(rest, end)) for inner in parts(end)
-                  for rest in trees(count - end)]  # fmt: skip
+        found += [
+            (inner, *shifted(rest, end)) for inner in parts(end) for rest in trees(count - end)
+        ]
     return tuple(found)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from schedlang.orders import ORDERS
+from schedlang.pipeline.schedules import ORDERS
 from tests.engine import Threads
 from tests.matrix import DIFFERS, PAGE, cell, diagonal, original, recorded, rewritten, run
 from tests.proofs import assert_near

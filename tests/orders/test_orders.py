@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from schedlang.cost import Cost
-from schedlang.orders import ORDERS, Order, OrderError, find, order, sized
-from schedlang.timeline import UNIT, Kind, check, peak, peak_live, timing, with_transfers
+from schedlang.pipeline.cost import Cost
+from schedlang.pipeline.schedules import ORDERS, Order, OrderError, find, order, sized
+from schedlang.pipeline.timeline import UNIT, Kind, check, peak, peak_live, timing, with_transfers
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "torch_orders.json").read_text())
 

@@ -7,9 +7,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from schedlang.cost import Cost
-from schedlang.orders import block, order
-from schedlang.timeline import Timeline, check, peak, timing, with_transfers
+from schedlang.pipeline.cost import Cost
+from schedlang.pipeline.schedules import block, order
+from schedlang.pipeline.timeline import Timeline, check, peak, timing, with_transfers
 
 P = [2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 24]
 

@@ -8,8 +8,8 @@ from itertools import accumulate, combinations, pairwise
 
 import pytest
 
-from schedlang.orders import OrderError
-from schedlang.orders.slice_lengths import Time, equal_lengths, terapipe_lengths
+from schedlang.pipeline.schedules import OrderError
+from schedlang.pipeline.schedules.slice_lengths import Time, equal_lengths, terapipe_lengths
 
 # an overhead, a linear part and attention; attention alone; a device that short slices leave idle;
 # length alone; a dear first slice, which leaves the others a choice

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from schedlang.cost import Cost
-from schedlang.orders import OrderError, find, order, sized
-from schedlang.timeline import Kind, Op, Timeline, check, peak, timing, with_transfers
+from schedlang.pipeline.cost import Cost
+from schedlang.pipeline.schedules import OrderError, find, order, sized
+from schedlang.pipeline.timeline import Kind, Op, Timeline, check, peak, timing, with_transfers
 
 # (F, I, W) as integers, so that all times are exact
 COSTS = [(1, 1, 1), (2, 1, 1), (3, 2, 1), (2, 2, 1), (7, 5, 3), (3, 1, 1), (8, 1, 1), (1, 2, 1)]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from schedlang.cost import Cost
-from schedlang.orders import OrderError, find, order, sized
-from schedlang.timeline import Kind, Timeline, check, peak, timing, with_transfers
+from schedlang.pipeline.cost import Cost
+from schedlang.pipeline.schedules import OrderError, find, order, sized
+from schedlang.pipeline.timeline import Kind, Timeline, check, peak, timing, with_transfers
 
 ASIDE = (Kind.EVICT, Kind.LOAD)
 

@@ -6,15 +6,23 @@ from fractions import Fraction
 
 import pytest
 
-from schedlang.cost import Cost
-from schedlang.orders import ORDERS, OrderError, Size, find, order
-from schedlang.orders.candidates import chains_of, warmups
-from schedlang.orders.chain import Chain
-from schedlang.orders.fill import filled
-from schedlang.orders.repetend import repetends
-from schedlang.orders.search import searched
-from schedlang.timeline import Kind, Timeline, check, peak, timeline, timing, with_transfers
-from schedlang.timeline.table import Op
+from schedlang.pipeline.cost import Cost
+from schedlang.pipeline.schedules import ORDERS, OrderError, Size, find, order
+from schedlang.pipeline.schedules.candidates import chains_of, warmups
+from schedlang.pipeline.schedules.chain import Chain
+from schedlang.pipeline.schedules.fill import filled
+from schedlang.pipeline.schedules.repetend import repetends
+from schedlang.pipeline.schedules.search import searched
+from schedlang.pipeline.timeline import (
+    Kind,
+    Timeline,
+    check,
+    peak,
+    timeline,
+    timing,
+    with_transfers,
+)
+from schedlang.pipeline.timeline.table import Op
 from tests.pipeline_optimum import Problem, faster
 
 COSTS = [(1, 1, 1), (2, 3, 1), (3, 2, 2)]

@@ -7,9 +7,9 @@ from fractions import Fraction
 
 import pytest
 
-from schedlang.cost import Cost
-from schedlang.orders import OrderError, find, order, sized
-from schedlang.timeline import Kind, check, peak, timing, with_transfers
+from schedlang.pipeline.cost import Cost
+from schedlang.pipeline.schedules import OrderError, find, order, sized
+from schedlang.pipeline.timeline import Kind, check, peak, timing, with_transfers
 
 
 @pytest.mark.parametrize("name", ["Seq1F1B", "TeraPipe"])

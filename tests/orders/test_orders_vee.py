@@ -6,9 +6,9 @@ from fractions import Fraction
 
 import pytest
 
-from schedlang.cost import Cost
-from schedlang.orders import order
-from schedlang.timeline import Kind, Op, Timeline, check, peak, timing, with_transfers
+from schedlang.pipeline.cost import Cost
+from schedlang.pipeline.schedules import order
+from schedlang.pipeline.timeline import Kind, Op, Timeline, check, peak, timing, with_transfers
 
 Cell = tuple[Op, ...]
 Place = tuple[bool, int, int]  # a backward or not, stage, microbatch
@@ -75,8 +75,11 @@ def idle(t: Timeline, cost: dict[Kind, int], both: int) -> int:
             start = max([free[r], *(ends[place] for place in wanted)])
             idles[r] += start - free[r] if at[r] else 0
             free[r] = start + (both if len(cell) == 2 else cost[cell[0].kind])
-            ends |= {(op.kind != Kind.F, op.stage, op.microbatch): free[r]
-                     for op in cell if op.kind != Kind.W}  # fmt: skip
+            ends |= {
+                (op.kind != Kind.F, op.stage, op.microbatch): free[r]
+                for op in cell
+                if op.kind != Kind.W
+            }
             at[r] += 1
     return max(idles)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from schedlang.cost import Cost
-from schedlang.orders import OrderError, order
-from schedlang.timeline import check, peak, timing, with_transfers
+from schedlang.pipeline.cost import Cost
+from schedlang.pipeline.schedules import OrderError, order
+from schedlang.pipeline.timeline import check, peak, timing, with_transfers
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from schedlang.cost import Cost
-from schedlang.orders import find, order, sized
-from schedlang.orders.heuristic import KEPT, Knobs, draft
-from schedlang.orders.interleaved import accounted
-from schedlang.timeline import check, peak, timing, with_transfers
+from schedlang.pipeline.cost import Cost
+from schedlang.pipeline.schedules import find, order, sized
+from schedlang.pipeline.schedules.heuristic import KEPT, Knobs, draft
+from schedlang.pipeline.schedules.interleaved import accounted
+from schedlang.pipeline.timeline import check, peak, timing, with_transfers
 
 # Qi et al., Zero Bubble, 2023: the bubbles of Table 5, and the times of Table 9 in milliseconds
 TABLE = json.loads((Path(__file__).parents[1] / "data" / "zero_bubble.json").read_text())

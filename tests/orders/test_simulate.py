@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from schedlang.cli import app
-from schedlang.cost import Cost
-from schedlang.orders import order
-from schedlang.timeline import timing
+from schedlang.pipeline.cost import Cost
+from schedlang.pipeline.schedules import order
+from schedlang.pipeline.timeline import timing
 from schedlang.verbs.costs import costs
 
 PUBLISHED = "F=18.522,I=18.086,W=9.337,comm=0.601"  # Zero Bubble, Table 9, 1.5B, p = 8, m = 24
@@ -45,8 +45,18 @@ def test_as_published() -> None:
 
 def test_as_the_timeline() -> None:
     """Both bubbles and both spans are the timeline's own; chunks take their part of the costs."""
-    value = answer("--order", "Interleaved", "--ranks", 4, "--micro", 8, "--chunks", 3,
-                   "--cost", "F=1/3,B=2,comm=1/7")  # fmt: skip
+    value = answer(
+        "--order",
+        "Interleaved",
+        "--ranks",
+        4,
+        "--micro",
+        8,
+        "--chunks",
+        3,
+        "--cost",
+        "F=1/3,B=2,comm=1/7",
+    )
     cost = Cost(Fraction(1, 3), 1, 1, Fraction(1, 7))
     times = timing(order("Interleaved1F1B", 4, 8, 3), cost)
     assert isinstance(times.rank_span, Fraction)
@@ -79,8 +89,9 @@ def test_costs() -> None:
     assert costs(None) == Cost()
     assert costs("f=2, w=1") == Cost(2, 2, 1)
     assert costs("B=3,comm=0.5") == Cost(1, Fraction(3, 2), Fraction(3, 2), 0.5)
-    assert costs("F=1/3,kept=1/2,evict=2") == Cost(*[Fraction(1, 3)] * 3, kept=Fraction(1, 2),
-                                                   evict=2)  # fmt: skip
+    assert costs("F=1/3,kept=1/2,evict=2") == Cost(
+        *[Fraction(1, 3)] * 3, kept=Fraction(1, 2), evict=2
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +131,7 @@ def test_without_torch() -> None:
 
 def test_table(tmp_path: Path) -> None:
     """A table of an order is timed as the order itself; a broken one is refused with its place."""
-    from schedlang.orders import write_table
+    from schedlang.pipeline.schedules import write_table
 
     (tmp_path / "a.csv").write_text(write_table(order("1F1B", 3, 5)))
     cost = ("--cost", "F=2,B=3,comm=1")

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedlang.orders import ORDERS, order
-from schedlang.timeline import (
+from schedlang.pipeline.schedules import ORDERS, order
+from schedlang.pipeline.timeline import (
     Kind,
     Op,
     Timeline,
@@ -23,7 +23,7 @@ from schedlang.timeline import (
     timing,
     with_transfers,
 )
-from schedlang.timeline.svg import svg
+from schedlang.pipeline.timeline.pictures import svg
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
 

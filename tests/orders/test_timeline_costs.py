@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedlang.cost import Cost
-from schedlang.orders import order
-from schedlang.timeline import (
+from schedlang.pipeline.cost import Cost
+from schedlang.pipeline.schedules import order
+from schedlang.pipeline.timeline import (
     Kind,
     Op,
     Timeline,
@@ -27,7 +27,7 @@ from schedlang.timeline import (
     with_parks,
     with_transfers,
 )
-from schedlang.timeline.clock import Clock
+from schedlang.pipeline.timeline.simulation import Clock
 from tests.timelines import timelines
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
@@ -104,8 +104,8 @@ def test_rounds_are_steps(t: Timeline, comm: int) -> None:
     cost = Cost(2, 3, 1, comm)
     steps = timing(t, cost)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("schedlang.timeline.clock.MANY_RANKS", 0)
-        patch.setattr("schedlang.timeline.clock.POOR", 0)
+        patch.setattr("schedlang.pipeline.timeline.simulation.MANY_RANKS", 0)
+        patch.setattr("schedlang.pipeline.timeline.simulation.POOR", 0)
         rounds = timing(t, cost)
         patch.setattr(Clock, "_steps", None)  # were it called, it would fail
         assert timing(t, cost).makespan == rounds.makespan
@@ -195,15 +195,27 @@ def test_peak_in_microbatches() -> None:
 
 def test_peak_of_what_lies_elsewhere() -> None:
     """Parked activations count at their partner, offloaded ones nowhere, recomputed ones late."""
-    first = [Op(F, 0, 0), Op(Kind.EVICT, 0, 0, peer=1), Op(F, 0, 1), Op(B, 0, 1),
-             Op(Kind.LOAD, 0, 0, peer=1), Op(B, 0, 0)]  # fmt: skip
+    first = [
+        Op(F, 0, 0),
+        Op(Kind.EVICT, 0, 0, peer=1),
+        Op(F, 0, 1),
+        Op(B, 0, 1),
+        Op(Kind.LOAD, 0, 0, peer=1),
+        Op(B, 0, 0),
+    ]
     t = timeline([first, []])
     assert peak_live(t).tolist() == [1, 1] and peak_live(with_transfers(t)).tolist() == [1, 1]
     host = {Kind.EVICT: Kind.OFFLOAD, Kind.LOAD: Kind.RELOAD}
     moved = [op._replace(kind=host.get(op.kind, op.kind), peer=-1) for op in first]
     assert peak(timeline([moved])).tolist() == [1]
-    again = [Op(F, 0, 0), Op(F, 0, 1), Op(Kind.RECOMPUTE, 0, 0), Op(B, 0, 0),
-             Op(Kind.RECOMPUTE, 0, 1), Op(B, 0, 1)]  # fmt: skip
+    again = [
+        Op(F, 0, 0),
+        Op(F, 0, 1),
+        Op(Kind.RECOMPUTE, 0, 0),
+        Op(B, 0, 0),
+        Op(Kind.RECOMPUTE, 0, 1),
+        Op(B, 0, 1),
+    ]
     assert peak(timeline([again]), Cost(inputs=Fraction(1, 10))).tolist() == [Fraction(11, 10)]
     assert ends_of(timing(timeline([again]), Cost(2, 1, 0)))[-1] == 10
 
@@ -211,29 +223,64 @@ def test_peak_of_what_lies_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
-        ([[Op(F, 0, 0), Op(F, 0, 1), Op(B, 0, 0), Op(B, 0, 1)]], {"memory": 1},
-         r"F of stage 0, microbatch 1 \(rank 0\) makes its rank hold 2 .* limit is 1"),
+        (
+            [[Op(F, 0, 0), Op(F, 0, 1), Op(B, 0, 0), Op(B, 0, 1)]],
+            {"memory": 1},
+            r"F of stage 0, microbatch 1 \(rank 0\) makes its rank hold 2 .* limit is 1",
+        ),
         ([[Op(F, 0, 0), Op(B, 0, 0, replica=1)]], {}, "through replicas 0 and 1"),
-        ([[Op(F, 0, 0, slice=1), Op(F, 0, 0), Op(B, 0, 0, slice=1), Op(B, 0, 0)]], {},
-         r"slice 1 \(rank 0\) waits for F of stage 0, microbatch 0, slice 0"),
-        ([[Op(F, 0, 0), Op(F, 0, 0, slice=1), Op(B, 0, 0), Op(B, 0, 0, slice=1)]], {},
-         "slices backward in reverse"),
+        (
+            [[Op(F, 0, 0, slice=1), Op(F, 0, 0), Op(B, 0, 0, slice=1), Op(B, 0, 0)]],
+            {},
+            r"slice 1 \(rank 0\) waits for F of stage 0, microbatch 0, slice 0",
+        ),
+        (
+            [[Op(F, 0, 0), Op(F, 0, 0, slice=1), Op(B, 0, 0), Op(B, 0, 0, slice=1)]],
+            {},
+            "slices backward in reverse",
+        ),
         ([[Op(F, 0, 0), Op(Kind.EVICT, 0, 0, peer=0), Op(B, 0, 0)]], {}, "has no LOAD"),
         ([[Op(F, 0, 0), Op(Kind.LOAD, 0, 0, peer=0), Op(B, 0, 0)]], {}, "has no EVICT"),
-        ([[Op(F, 0, 0), Op(Kind.LOAD, 0, 0, peer=1), Op(Kind.EVICT, 0, 0, peer=1), Op(B, 0, 0)],
-          []], {}, "LOAD of .* waits for EVICT"),
-        ([[Op(F, 0, 0), Op(Kind.EVICT, 0, 0, peer=1), Op(Kind.LOAD, 0, 0, peer=2), Op(B, 0, 0)],
-          [], []], {}, "names no partner, or another one"),
+        (
+            [
+                [
+                    Op(F, 0, 0),
+                    Op(Kind.LOAD, 0, 0, peer=1),
+                    Op(Kind.EVICT, 0, 0, peer=1),
+                    Op(B, 0, 0),
+                ],
+                [],
+            ],
+            {},
+            "LOAD of .* waits for EVICT",
+        ),
+        (
+            [
+                [
+                    Op(F, 0, 0),
+                    Op(Kind.EVICT, 0, 0, peer=1),
+                    Op(Kind.LOAD, 0, 0, peer=2),
+                    Op(B, 0, 0),
+                ],
+                [],
+                [],
+            ],
+            {},
+            "names no partner, or another one",
+        ),
         ([[Op(Kind.RECOMPUTE, 0, 0), Op(F, 0, 0), Op(B, 0, 0)]], {}, "F before RECOMPUTE"),
         ([[Op(F, 0, 0), Op(Kind.RECOMPUTE, 0, 0)]], {}, "a backward that is not there"),
         ([[Op(F, 0, 0, version=1), Op(B, 0, 0, version=1)]], {}, "stage 0 has a backward"),
         ([[Op(F, 0, 0), Op(B, 0, 0), Op(Kind.STEP, 0, 0, version=2)]], {}, r"\[2\], not 1, 2"),
-        ([[Op(Kind.UNSHARD, 0, 0), Op(F, 0, 0), Op(Kind.RESHARD, 0, 0), Op(B, 0, 0)]], {},
-         r"B of stage 0, microbatch 0 \(rank 0\) waits for an UNSHARD"),
+        (
+            [[Op(Kind.UNSHARD, 0, 0), Op(F, 0, 0), Op(Kind.RESHARD, 0, 0), Op(B, 0, 0)]],
+            {},
+            r"B of stage 0, microbatch 0 \(rank 0\) waits for an UNSHARD",
+        ),
         ([[Op(F, 0, 0), Op(Kind.REDUCE, 0, 0), Op(B, 0, 0)]], {}, "has no REDUCE after it"),
         ([[Op(F, 0, -1)]], {}, "counted from 0"),
     ],
-)  # fmt: skip
+)
 def test_check_refuses(rows: list[list[Op]], options: dict[str, int], message: str) -> None:
     """Each thing that can be wrong is named with its operation, its rank and what it waits for."""
     with pytest.raises(TimelineError, match=message):
@@ -286,9 +333,15 @@ def test_versions_kept() -> None:
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
 @pytest.mark.parametrize(
     "given",
-    [("1F1B", 4, 8), ("GPipe", 4, 8), ("Interleaved1F1B", 4, 8, 2), ("ZB-H1", 4, 8),
-     ("DualPipe", 4, 8), ("Hanayo", 4, 8, 2)],
-)  # fmt: skip
+    [
+        ("1F1B", 4, 8),
+        ("GPipe", 4, 8),
+        ("Interleaved1F1B", 4, 8, 2),
+        ("ZB-H1", 4, 8),
+        ("DualPipe", 4, 8),
+        ("Hanayo", 4, 8, 2),
+    ],
+)
 def test_messages_block_nobody(given: tuple[Any, ...], lookahead: int) -> None:
     """With a queue for each direction every order ends, however early receives are posted."""
     check_queues(with_transfers(order(*given), lookahead))

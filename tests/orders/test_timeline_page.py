@@ -17,20 +17,13 @@ import pytest
 from typer.testing import CliRunner
 
 from schedlang.cli import app
-from schedlang.cost import Cost
-from schedlang.orders import ORDERS, OrderError, order
-from schedlang.passes.showing.timeline_page import (
-    MICRO,
-    RANKS,
-    Shown,
-    readable,
-    timeline_page,
-    variants,
-)
-from schedlang.timeline import peak, timing
+from schedlang.pipeline.cost import Cost
+from schedlang.pipeline.schedules import ORDERS, OrderError, order
+from schedlang.pipeline.timeline import peak, timing
+from schedlang.viz.timeline_page import MICRO, RANKS, Shown, readable, timeline_page, variants
 
 COST = Cost(3, 4, 2, 0.5)
-SCRIPT = resources.files("schedlang.timeline").joinpath("page.js")
+SCRIPT = resources.files("schedlang.pipeline.timeline").joinpath("page.js")
 ASK = """
 const page = require(process.argv[2]), cost = JSON.parse(process.argv[3]);
 page.book(require("fs").readFileSync(0, "utf8")).then((book) => {
@@ -117,17 +110,23 @@ def test_the_script_times_as_the_program(page: str, tmp_path: Path) -> None:
     assert len(answers) == len(entries) > 10
     made = {
         (known.name, ranks, micro, name): (known.name, ranks, micro, chunks, slices)
-        for known in ORDERS for chunks, slices, name in variants(known)
-        for ranks in RANKS for micro in MICRO
-    }  # fmt: skip
+        for known in ORDERS
+        for chunks, slices, name in variants(known)
+        for ranks in RANKS
+        for micro in MICRO
+    }
     for entry, found in zip(entries, answers):
         key = made[entry["order"], entry["ranks"], entry["micro"], entry["variant"]]
         t = order(*key[:4], slices=key[4], cost=COST).compute()
         times = timing(t, COST)
         assert np.allclose(found["start"], times.start, atol=1e-9), key
         assert np.allclose(found["end"], times.end, atol=1e-9), key
-        names = {"makespan": "makespan", "bubble": "bubble", "span": "rank_span",
-                 "spanBubble": "span_bubble"}  # fmt: skip
+        names = {
+            "makespan": "makespan",
+            "bubble": "bubble",
+            "span": "rank_span",
+            "spanBubble": "span_bubble",
+        }
         for mine, theirs in names.items():
             assert abs(found[mine] - getattr(times, theirs)) < 1e-9, (key, mine)
         assert np.allclose(entry["timeline"]["peak"], peak(t).astype(float)), key

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from schedlang.timeline import Kind, Op, Timeline, TimelineError, check, timeline, with_transfers
+from schedlang.pipeline.timeline import (
+    Kind,
+    Op,
+    Timeline,
+    TimelineError,
+    check,
+    timeline,
+    with_transfers,
+)
 from tests.timelines import B, F, I, Shape, W, scheduled, shapes
 
 Rows = list[list[Op]]
@@ -74,9 +82,13 @@ def runs(rows: Rows, shape: Shape) -> bool:
 
 
 def needed(
-    op: Op, rank: int, needs: dict[Op, set[Op]], homes: dict[Op, int], channels: Channels,
+    op: Op,
+    rank: int,
+    needs: dict[Op, set[Op]],
+    homes: dict[Op, int],
+    channels: Channels,
     done: set[tuple[int, Op]],
-) -> bool | None:  # fmt: skip
+) -> bool | None:
     """Whether all that an operation needs is there; None where it never will be."""
     for before in needs[op]:
         if homes[before] == rank and (rank, before) not in done:

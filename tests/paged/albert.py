@@ -6,9 +6,14 @@ from transformers import AlbertConfig, AlbertForMaskedLM
 
 def model() -> AlbertForMaskedLM:
     config = AlbertConfig(
-        vocab_size=32, embedding_size=8, hidden_size=16, intermediate_size=32,
-        num_hidden_layers=12, num_attention_heads=2, max_position_embeddings=32,
-    )  # fmt: skip
+        vocab_size=32,
+        embedding_size=8,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=12,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+    )
     return AlbertForMaskedLM(config)
 
 

@@ -6,9 +6,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 def model() -> LlamaForCausalLM:
     config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=8,
-        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32, use_cache=False,
-    )  # fmt: skip
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=8,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        use_cache=False,
+    )
     return LlamaForCausalLM(config)
 
 

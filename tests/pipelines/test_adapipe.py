@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.cutting.stages import Unit, balanced
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.regions.partition import Repeated
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.partition.stages import Unit, balanced
+from schedlang.remat.partition import Repeated
 from tests import models
 from tests.engine import Threads
 from tests.memory.test_chosen import drawn, ways
@@ -90,9 +90,12 @@ def test_too_little_memory_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "cut", ["transformer.h  pipeline_split(over=pp, balance=time)",
-            "transformer.h[2]  pipeline_split(over=pp)"],
-)  # fmt: skip
+    "cut",
+    [
+        "transformer.h  pipeline_split(over=pp, balance=time)",
+        "transformer.h[2]  pipeline_split(over=pp)",
+    ],
+)
 def test_two_rows_that_say_where_stages_begin(cut: str) -> None:
     """S845 where a cut is named, or balanced by something else."""
     told = refused(models.gpt2(), ROW.format("1GiB") + cut, "pp=2")

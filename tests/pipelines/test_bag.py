@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from schedlang.runtime.staging.bag import ALIGNED, SMALL, Bag
+from schedlang.runtime.pipeline.flight import ALIGNED, SMALL, Bag
 
 
 @pytest.mark.parametrize("counts", [(6,), (6, 7), (SMALL + 1,), (5, SMALL + 3, 9)])

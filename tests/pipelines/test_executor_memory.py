@@ -14,11 +14,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from schedlang.diagnostic import Refusal
-from schedlang.orders import order
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.pipeline.schedules import order
+from schedlang.pipeline.timeline import Kind, Op, Timeline, timeline
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.staging.pipeline import Event
-from schedlang.timeline import Kind, Op, Timeline, timeline
+from schedlang.runtime.pipeline.executor import Event
 from tests import models
 from tests.drawn_orders import drawn
 from tests.engine import Threads

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from schedlang.orders import order
+from schedlang.pipeline.schedules import order
 from tests.benchmarks.executor_overhead import Chain, batch, ours, theirs
 from tests.ranks import run_ranks
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedlang.orders import order
-from schedlang.timeline import Timeline, timeline
+from schedlang.pipeline.schedules import order
+from schedlang.pipeline.timeline import Timeline, timeline
 from tests import models
 from tests.drawn_orders import drawn
 from tests.engine import Threads

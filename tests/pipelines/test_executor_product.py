@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from schedlang import facets
-from schedlang.orders import ORDERS
-from schedlang.passes.statics.static import static
-from schedlang.plan import Plan
+from schedlang.ir import facets
+from schedlang.ir.plan import Plan
+from schedlang.passes.static_checks.static import static
+from schedlang.pipeline.schedules import ORDERS
 from tests import models
 from tests.drawn_orders import Homes, drawn
 from tests.engine import Threads

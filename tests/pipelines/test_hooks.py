@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from schedlang.diagnostic import Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from tests.alone import cut_evenly
 from tests.engine import Threads
 from tests.proofs import planned, proven

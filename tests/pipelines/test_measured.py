@@ -12,14 +12,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from schedlang.cli import app
-from schedlang.cost import Cost
-from schedlang.orders import ORDERS, order, sized
-from schedlang.passes.running.build import build
-from schedlang.passes.running.measured import Measured, measured, settled
-from schedlang.passes.showing.measured_page import measured_page, measured_svg, measured_trace
-from schedlang.runtime.staging.watch import Ran, Watch, gathered
-from schedlang.timeline import Kind, Timing, timing
-from schedlang.timeline.needs import dependencies
+from schedlang.passes.lower.build import build
+from schedlang.passes.lower.train import Measured, measured, settled
+from schedlang.pipeline.cost import Cost
+from schedlang.pipeline.schedules import ORDERS, order, sized
+from schedlang.pipeline.timeline import Kind, Timing, timing
+from schedlang.pipeline.timeline.needs import dependencies
+from schedlang.runtime.pipeline.measured import Ran, Watch, gathered
+from schedlang.viz.timeline_page import measured_page, measured_svg, measured_trace
 from tests import models
 from tests.engine import Threads
 from tests.proofs import planned, sgd

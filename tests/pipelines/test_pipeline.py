@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from schedlang.orders import order
-from schedlang.runtime.drawing.random import LogicalDropout
+from schedlang.pipeline.schedules import order
+from schedlang.pipeline.timeline import Kind, Op, Timeline, timeline
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.pipeline import p2p
+from schedlang.runtime.pipeline.executor import Event
+from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.runtime.scope import Scope, entered, named_sites
-from schedlang.runtime.staging import mail
-from schedlang.runtime.staging.pipeline import Event
-from schedlang.timeline import Kind, Op, Timeline, timeline
 from tests import models
 from tests.executing import (
     GATE,
@@ -108,8 +108,8 @@ def test_one_stage() -> None:
 def _steps(rank: int) -> Any:
     """Three steps of two shapes, then an evaluation; counts the headers that were sent."""
     headers = []
-    made = mail._header
-    mail._header = lambda *args: headers.append(1) or made(*args)
+    made = p2p._header
+    p2p._header = lambda *args: headers.append(1) or made(*args)
     model = models.gpt2()
     with Float64():
         plan = order("1f1b", 2, 2)

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.runtime.slicing import slice_probe
-from schedlang.runtime.slicing.small_model import small_copy
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.runtime.sequence_pipelining import probe
+from schedlang.runtime.sequence_pipelining.trial import small_copy
 from tests import models
 from tests.causal import Causal
 from tests.proofs import planned
@@ -74,11 +74,12 @@ def test_a_loss_of_the_users_own() -> None:
 
 def test_a_wrong_way_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its places of positions a model differs, in the loss or in a gradient."""
-    plain = slice_probe.candidates
+    plain = probe.candidates
     monkeypatch.setattr(
-        slice_probe, "candidates",
+        probe,
+        "candidates",
         lambda trial: (replace(way, places=frozenset()) for way in plain(trial)),
-    )  # fmt: skip
+    )
     with pytest.raises(Refusal, match="`blocks.0.norm` computes a slice differently"):
         found(Causal(), models.tokens(3, 9, mask=False), 3)
 

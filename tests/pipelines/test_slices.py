@@ -13,17 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.passes.preparing.sequence import slices_of
-from schedlang.runtime.drawing.random import LogicalDropout
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.analyze.sequence import slices_of
+from schedlang.runtime.activation_memory.recompute import checkpoint
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.keeping.recompute import checkpoint
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.runtime.scope import Scope, entered, named_sites
-from schedlang.runtime.slicing.carry import Carried, Span
-from schedlang.runtime.slicing.sliced import Slices, joined, run, windows
-from schedlang.runtime.slicing.slices import Slicing, along, even, masks_of
+from schedlang.runtime.sequence_pipelining.carry import Carried, Span
+from schedlang.runtime.sequence_pipelining.sliced import Slices, joined, run, windows
+from schedlang.runtime.sequence_pipelining.slices import Slicing, along, even, masks_of
 from tests import models
 from tests.causal import Causal
 from tests.proofs import planned
@@ -191,10 +191,14 @@ def test_lengths(units: int, count: int, grain: int) -> None:
 def test_inputs_of_slices() -> None:
     """Tokens are cut, masks reach back to the first key, labels have the next slice's first."""
     batch = {
-        "input_ids": torch.arange(12).reshape(2, 6), "labels": torch.arange(12).reshape(2, 6),
-        "attention_mask": torch.ones(2, 6), "weights": torch.ones(2), "scale": 0.5,
-        "inputs_embeds": torch.zeros(2, 6, 3), "bias": torch.zeros(2, 1, 6, 6),
-    }  # fmt: skip
+        "input_ids": torch.arange(12).reshape(2, 6),
+        "labels": torch.arange(12).reshape(2, 6),
+        "attention_mask": torch.ones(2, 6),
+        "weights": torch.ones(2),
+        "scale": 0.5,
+        "inputs_embeds": torch.zeros(2, 6, 3),
+        "bias": torch.zeros(2, 1, 6, 6),
+    }
     way = Slicing(2, "cache", "labels", "given", keys=masks_of(batch))
     first, last = way.pieces(batch, (2, 4))
     assert first.inputs["labels"].tolist() == [[0, 1], [6, 7]]

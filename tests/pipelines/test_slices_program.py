@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.cutting.staging import timeline_of
-from schedlang.passes.running.build import build
-from schedlang.plan import Plan
-from schedlang.timeline import Kind
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.plan import Plan
+from schedlang.passes.lower.build import build
+from schedlang.passes.partition.staging import timeline_of
+from schedlang.pipeline.timeline import Kind
 from tests import models
 from tests.causal import WIDTH, Causal
 from tests.engine.threads import Threads

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.cutting import stages as cuts
-from schedlang.runtime.recording.graph import cut
-from schedlang.runtime.recording.meta import hollow_model
-from schedlang.runtime.recording.record import record
-from schedlang.runtime.recording.units import Switch, in_trunk, units_of
-from schedlang.runtime.staging.pipeline import Pipeline
-from schedlang.runtime.staging.split import SplitBackward
-from schedlang.runtime.staging.stage import Stage, Stub, enter
-from schedlang.timeline import Kind, Op, timeline
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.partition import stages as cuts
+from schedlang.pipeline.timeline import Kind, Op, timeline
+from schedlang.runtime.pipeline.executor import Pipeline
+from schedlang.runtime.pipeline.split_backward import SplitBackward
+from schedlang.runtime.pipeline.stage import Stage, Stub, enter
+from schedlang.runtime.tracing.graph import cut
+from schedlang.runtime.tracing.meta import hollow_model
+from schedlang.runtime.tracing.record import record
+from schedlang.runtime.tracing.units import Switch, in_trunk, units_of
 from tests import models
 
 
@@ -30,9 +30,13 @@ def test_units() -> None:
     model, batch = models.gpt2(2), models.tokens(2)
     names = units_of(model, batch)
     assert names == (
-        "transformer.wte", "transformer.wpe", "transformer.h.0", "transformer.h.1",
-        "transformer.ln_f", "lm_head",
-    )  # fmt: skip
+        "transformer.wte",
+        "transformer.wpe",
+        "transformer.h.0",
+        "transformer.h.1",
+        "transformer.ln_f",
+        "lm_head",
+    )
     assert in_trunk(model, names) == (False, False, True, True, False, False)
 
 
@@ -42,8 +46,10 @@ def test_units_at_inner_modules() -> None:
     names = units_of(model, batch, ["model.layers.1.mlp"])
     assert names[1] == "model.layers.0"
     assert "model.layers.1" not in names and "model.layers.1.mlp" in names
-    made = cut(record(model, names, batch), [int(k >= names.index("model.layers.1.mlp"))
-                                             for k in range(len(names))])  # fmt: skip
+    made = cut(
+        record(model, names, batch),
+        [int(k >= names.index("model.layers.1.mlp")) for k in range(len(names))],
+    )
     # the residual stream and the normed input of the MLP both cross
     sent = {made.graph.units[u] for u, _ in made.routes[(0, 1)]}
     assert "model.layers.1.post_attention_layernorm" in sent and len(sent) > 1
@@ -77,8 +83,11 @@ def test_what_crosses() -> None:
     reads = [{(name[u], k) for u, k in r.tokens} for r in graph.reads]
     assert reads[graph.units.index("blocks.1")] == {("blocks.0", 0)}
     assert reads[graph.units.index("head")] == {
-        ("blocks.4", 0), ("blocks.1", 1), ("blocks.0", 0), ("embed", 0),
-    }  # fmt: skip
+        ("blocks.4", 0),
+        ("blocks.1", 1),
+        ("blocks.0", 0),
+        ("embed", 0),
+    }
     leaves = {(name[u], k): leaf for (u, k), leaf in graph.leaves.items()}
     assert leaves[("blocks.1", 1)].dtype == "bool" and not leaves[("blocks.1", 1)].differentiable
     assert leaves[("blocks.0", 0)].mutated and not leaves[("embed", 0)].mutated
@@ -330,8 +339,11 @@ def test_split_does_no_product_twice() -> None:
     assert first == second == whole // 2
 
 
-UNITS = [cuts.Unit("embed", 100, False), *(cuts.Unit(f"h.{k}", 10 + k) for k in range(5)),
-         cuts.Unit("head", 40, False)]  # fmt: skip
+UNITS = [
+    cuts.Unit("embed", 100, False),
+    *(cuts.Unit(f"h.{k}", 10 + k) for k in range(5)),
+    cuts.Unit("head", 40, False),
+]
 
 
 def test_cuts() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from schedlang.modelfile import load_model_file
+from schedlang.ir.modelfile import load_model_file
 from tests import models, survey
 from tests.alone import compared, cut_evenly
 from tests.docs.test_examples import ROOT
@@ -28,41 +28,90 @@ def _hf(name: str, config: str, **sizes: Any) -> nn.Module:
 
 def t5() -> nn.Module:
     """Relative positions computed once for each side; norms in float32."""
-    return _hf("T5ForConditionalGeneration", "T5Config", vocab_size=models.VOCAB, d_model=16,
-               d_kv=8, d_ff=24, num_layers=3, num_decoder_layers=3, num_heads=2,
-               decoder_start_token_id=0, dropout_rate=0.0)  # fmt: skip
+    return _hf(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        vocab_size=models.VOCAB,
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=3,
+        num_decoder_layers=3,
+        num_heads=2,
+        decoder_start_token_id=0,
+        dropout_rate=0.0,
+    )
 
 
 def whisper() -> nn.Module:
     """Sound in, words out: the encoder begins with convolutions."""
-    return _hf("WhisperForConditionalGeneration", "WhisperConfig", vocab_size=models.VOCAB,
-               d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
-               decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, num_mel_bins=4,
-               max_source_positions=10, max_target_positions=16, pad_token_id=0, bos_token_id=1,
-               eos_token_id=2, decoder_start_token_id=1)  # fmt: skip
+    return _hf(
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        vocab_size=models.VOCAB,
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        num_mel_bins=4,
+        max_source_positions=10,
+        max_target_positions=16,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    )
 
 
 def vit() -> nn.Module:
     """Pictures in patches, a class token, a head that slices."""
-    return _hf("ViTForImageClassification", "ViTConfig", hidden_size=16, num_hidden_layers=4,
-               num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4,
-               num_labels=5)  # fmt: skip
+    return _hf(
+        "ViTForImageClassification",
+        "ViTConfig",
+        hidden_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        intermediate_size=24,
+        image_size=8,
+        patch_size=4,
+        num_labels=5,
+    )
 
 
 def mixtral() -> nn.Module:
     """Experts chosen by a router, whose scores nobody but the layer reads."""
-    model = _hf("MixtralForCausalLM", "MixtralConfig", vocab_size=models.VOCAB, hidden_size=16,
-                num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
-                intermediate_size=24, num_local_experts=4, max_position_embeddings=16)  # fmt: skip
+    model = _hf(
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        vocab_size=models.VOCAB,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=24,
+        num_local_experts=4,
+        max_position_embeddings=16,
+    )
     model.set_experts_implementation("eager")  # the grouped product has no float64
     return model
 
 
 def albert() -> nn.Module:
     """One group of layers, called four times."""
-    return _hf("AlbertForMaskedLM", "AlbertConfig", vocab_size=models.VOCAB, embedding_size=8,
-               hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=24,
-               max_position_embeddings=16)  # fmt: skip
+    return _hf(
+        "AlbertForMaskedLM",
+        "AlbertConfig",
+        vocab_size=models.VOCAB,
+        embedding_size=8,
+        hidden_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=16,
+    )
 
 
 def unet() -> nn.Module:
@@ -167,7 +216,7 @@ def test_every_causal_language_model_of_the_library(kind: str) -> None:
     except survey.NotTiny as why:
         pytest.skip(str(why))
     if kind in survey.REFUSED:
-        from schedlang.diagnostic import Refusal
+        from schedlang.diagnostics.diagnostic import Refusal
 
         with pytest.raises(Refusal, match=survey.REFUSED[kind]):
             survey.survey(model, batch)

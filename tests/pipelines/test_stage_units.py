@@ -9,16 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.cutting import stages as cuts
-from schedlang.runtime.collectives import collective, moving
-from schedlang.runtime.collectives.collective import Group
-from schedlang.runtime.recording.calls import calls_of
-from schedlang.runtime.recording.graph import cut, labels
-from schedlang.runtime.recording.meta import hollow_model
-from schedlang.runtime.recording.record import record
-from schedlang.runtime.recording.units import Switch, in_trunk, units_of
-from schedlang.runtime.staging.stage import Stage, Stub
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.partition import stages as cuts
+from schedlang.runtime.comm import collectives
+from schedlang.runtime.comm.collectives import Group
+from schedlang.runtime.pipeline.stage import Stage, Stub
+from schedlang.runtime.tracing.graph import calls_of, cut, labels
+from schedlang.runtime.tracing.meta import hollow_model
+from schedlang.runtime.tracing.record import record
+from schedlang.runtime.tracing.units import Switch, in_trunk, units_of
 from tests.alone import compared, cut_evenly, in_stages
 
 WIDTH = 4
@@ -226,7 +225,7 @@ def test_spelt_numbers_are_known_without_data() -> None:
 
 def test_calls_that_were_seen_are_not_asked_for_again() -> None:
     """Where every module is called once their order is known; a second call hides it."""
-    from schedlang.runtime.recording.calls import once
+    from schedlang.runtime.tracing.graph import once
 
     model = Way("b0 b1")
     seen = once(model, {"b": 1, "b.0": 1, "b.1": 1})
@@ -237,12 +236,12 @@ def test_calls_that_were_seen_are_not_asked_for_again() -> None:
 
 GROUP = Group(("tp",), (0, 1), 0)
 MOVED: list[Callable[[Tensor], Tensor]] = [
-    lambda x: collective.gather(x, 1, GROUP, consumers_differ=True),
-    lambda x: collective.reduce(x, GROUP),
-    lambda x: collective.scatter_sum(x, 1, GROUP),
-    lambda x: collective.split(x, 1, GROUP),
-    lambda x: moving.exchange(x, GROUP),
-    lambda x: moving.switch(x, 1, 2, GROUP),
+    lambda x: collectives.gather(x, 1, GROUP, consumers_differ=True),
+    lambda x: collectives.reduce(x, GROUP),
+    lambda x: collectives.scatter_sum(x, 1, GROUP),
+    lambda x: collectives.split(x, 1, GROUP),
+    lambda x: collectives.exchange(x, GROUP),
+    lambda x: collectives.switch(x, 1, 2, GROUP),
 ]
 
 

@@ -12,22 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from schedlang.orders import order
-from schedlang.passes.preparing.prepare import Prepared
-from schedlang.passes.proving.observe import Condition
-from schedlang.passes.proving.replayed import Replayed
-from schedlang.passes.proving.sides import prepared, sequential
-from schedlang.passes.running.build import build
-from schedlang.passes.statics.static import static
-from schedlang.passes.verifying.prove import Case, prove
-from schedlang.plan import Plan
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.prepare import Prepared
+from schedlang.passes.lower.build import build
+from schedlang.passes.prove import Case, prove
+from schedlang.passes.static_checks.static import static
+from schedlang.passes.verify.observe import Condition
+from schedlang.passes.verify.sides import prepared, sequential
+from schedlang.passes.verify.stale_and_compressed import Replayed
+from schedlang.pipeline.schedules import order
+from schedlang.pipeline.timeline import Kind, Op, Timeline, timeline
+from schedlang.pipeline.timeline.versions import updates, weight_copies
 from schedlang.runtime import program
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.staging.versions import Versions
-from schedlang.timeline import Kind, Op, Timeline, timeline
-from schedlang.timeline.versions import updates, weight_copies
+from schedlang.runtime.pipeline.weight_versions import Versions
 from tests import models
 from tests.engine.threads import Threads
 from tests.proofs import adamw, assert_near, planned, sgd, trained
@@ -242,11 +242,15 @@ def test_any_table_of_versions(threads: Threads, table: Timeline) -> None:
 
 CASES = {
     "gpt2": lambda: stale(
-        models.gpt2(2, 0.1, tied=False), '"PipeDream", micro=2', "dp=2, pp=2",
+        models.gpt2(2, 0.1, tied=False),
+        '"PipeDream", micro=2',
+        "dp=2, pp=2",
         zero="zero(stage=0, over=dp)",
     ),
     "llama, not kept": lambda: stale(
-        models.llama(2), '"PipeMare", micro=3, every=1', "pp=2, tp=2",
+        models.llama(2),
+        '"PipeMare", micro=3, every=1',
+        "pp=2, tp=2",
         """at model.layers.* {
              self_attn.{q,k,v}_proj  shard(col, over=tp)
              self_attn.o_proj        shard(row, over=tp)
@@ -254,7 +258,7 @@ CASES = {
              mlp.down_proj           shard(row, over=tp)
            }""",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -328,8 +332,12 @@ def by_rank(plan: Plan, batches: Sequence[dict[str, Tensor]]) -> dict[str, Tenso
 
 def test_each_rank_brings_its_rows(threads: Threads) -> None:
     """With `local=True` replicas tell each other what the parts of every update weigh."""
-    plan = stale(models.gpt2(2, tied=False), '"PipeDream", micro=3, every=1', "dp=2, pp=2",
-                 zero="zero(stage=0, over=dp)")  # fmt: skip
+    plan = stale(
+        models.gpt2(2, tied=False),
+        '"PipeDream", micro=3, every=1',
+        "dp=2, pp=2",
+        zero="zero(stage=0, over=dp)",
+    )
     batches = [models.tokens(rows=8, seed=seed) for seed in (5, 2)]
     want = replayed(plan, batches, sgd)
     for seen in threads.run(by_rank, 4, plan, batches):

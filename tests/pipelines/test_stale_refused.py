@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.running.build import build
-from schedlang.plan import Plan
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.plan import Plan
+from schedlang.passes.lower.build import build
 from tests import models
 from tests.pipelines.test_stale import Chain, series, stale
 from tests.proofs import sgd
@@ -33,26 +33,49 @@ def test_without_relax_it_is_refused() -> None:
 
 TOKENS = models.tokens(rows=8, seed=5)
 REFUSED = {
-    "tied": (lambda: stale(models.gpt2(2), '"PipeDream", micro=4', "pp=2"), TOKENS,
-             "`transformer.wte.weight` is used by the stages 0 and 1"),
-    "sliced": (lambda: stale(Chain(), '"PipeDream", micro=4', "dp=2, pp=2",
-                             zero="zero(stage=1, over=dp)"), series(16, 0),
-               "sharded parameters cannot be kept"),
-    "recomputed": (lambda: stale(Chain(), '"PB", micro=4', "pp=2", "layers.*  checkpoint()"),
-                   series(16, 0), "recomputation would use other weights"),
-    "early": (lambda: stale(Chain(), '"PipeDream", micro=4', "dp=2, pp=2",
-                            zero="zero(stage=0, over=dp)\noverlap(gradients)"), series(16, 0),
-              "summed at every update"),
-    "coded": (lambda: stale(Chain(), '"PipeDream", micro=4', "dp=2, pp=2", relax="staleness, lossy",
-                            zero="zero(stage=0, over=dp)\ncompress(gradients, int8, over=dp)"),
-              series(16, 0), "`compress` sums gradients once a step"),
-}  # fmt: skip
+    "tied": (
+        lambda: stale(models.gpt2(2), '"PipeDream", micro=4', "pp=2"),
+        TOKENS,
+        "`transformer.wte.weight` is used by the stages 0 and 1",
+    ),
+    "sliced": (
+        lambda: stale(Chain(), '"PipeDream", micro=4', "dp=2, pp=2", zero="zero(stage=1, over=dp)"),
+        series(16, 0),
+        "sharded parameters cannot be kept",
+    ),
+    "recomputed": (
+        lambda: stale(Chain(), '"PB", micro=4', "pp=2", "layers.*  checkpoint()"),
+        series(16, 0),
+        "recomputation would use other weights",
+    ),
+    "early": (
+        lambda: stale(
+            Chain(),
+            '"PipeDream", micro=4',
+            "dp=2, pp=2",
+            zero="zero(stage=0, over=dp)\noverlap(gradients)",
+        ),
+        series(16, 0),
+        "summed at every update",
+    ),
+    "coded": (
+        lambda: stale(
+            Chain(),
+            '"PipeDream", micro=4',
+            "dp=2, pp=2",
+            relax="staleness, lossy",
+            zero="zero(stage=0, over=dp)\ncompress(gradients, int8, over=dp)",
+        ),
+        series(16, 0),
+        "`compress` sums gradients once a step",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_clear_meaning(name: str) -> None:
     """Shared weights, sliced state, recomputation without a stash: S625 with the row and a way."""
-    from schedlang.passes.preparing.prepare import prepare
+    from schedlang.passes.analyze.prepare import prepare
 
     make, batch, words = REFUSED[name]
     with pytest.raises(Refusal) as error:

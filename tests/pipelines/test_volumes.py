@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.memory import heaviest
-from schedlang.passes.costs.account import account
+from schedlang.ir.memory import heaviest
+from schedlang.passes.simulate.account import account
 from tests.engine.threads import Threads
 from tests.proofs import planned, proven
 

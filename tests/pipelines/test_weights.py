@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.orders import order
-from schedlang.passes.cutting import stages as cuts
-from schedlang.passes.cutting.weights import in_flight, state_bytes, weight_of
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.plan import Plan
-from schedlang.runtime.recording.record import record
-from schedlang.runtime.recording.units import units_of
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.partition import stages as cuts
+from schedlang.passes.partition.stages import in_flight, state_bytes, weight_of
+from schedlang.pipeline.schedules import order
+from schedlang.runtime.tracing.record import record
+from schedlang.runtime.tracing.units import units_of
 from tests.proofs import planned, refused
 
 ROWS, WIDTH = 6, 8

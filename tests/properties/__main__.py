@@ -15,15 +15,20 @@ from typing import Any
 import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
 
-from schedlang.diagnostic import Refusal
-from schedlang.runtime.launching.launch import Pool
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.launch.pool import Pool
 from tests.engine import Threads
 from tests.properties import engine, schedules
 from tests.properties.choices import counted
 from tests.properties.schedules import Drawn
 
-PRELOAD = ("torch", "torch.distributed", "cloudpickle", "schedlang.passes.verifying.prove",
-           "tests.properties.models")  # fmt: skip
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "cloudpickle",
+    "schedlang.passes.prove",
+    "tests.properties.models",
+)
 
 
 def main(count: int, seed: int, form: str) -> None:
@@ -44,9 +49,12 @@ def main(count: int, seed: int, form: str) -> None:
 
         @hypothesis.seed(seed)
         @settings(
-            max_examples=count, database=None, deadline=None, phases=[Phase.generate],
+            max_examples=count,
+            database=None,
+            deadline=None,
+            phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
-        )  # fmt: skip
+        )
         @given(schedules.legal())
         def one(drawn: Drawn) -> None:
             outcome = attempt(drawn, pool, form)

@@ -71,10 +71,22 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, width: int, heads: int, groups: int, size: int, *, norm: str, dropout: float,
-        pre: bool, fused: bool, causal: bool, window: int, plain: bool, flag: bool = False,
+        self,
+        width: int,
+        heads: int,
+        groups: int,
+        size: int,
+        *,
+        norm: str,
+        dropout: float,
+        pre: bool,
+        fused: bool,
+        causal: bool,
+        window: int,
+        plain: bool,
+        flag: bool = False,
         turn: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.heads, self.groups, self.size, self.flag = heads, groups, size, flag
         self.turn = turn

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from typing import Any, Literal, get_args, get_origin
 
-from schedlang import nodes as n
-from schedlang.binding import surface
-from schedlang.misread import walk
-from schedlang.primitive import Primitive, load_all, registry
-from schedlang.source import Source
-from schedlang.syntax import parse
+from schedlang.diagnostics.source import Source
+from schedlang.ir.primitive import Primitive, load_all, registry
+from schedlang.language import nodes as n
+from schedlang.language.binding import surface
+from schedlang.language.misread import walk
+from schedlang.language.syntax import parse
 
 Row = n.Rule | n.Do  # with a path, and about the model
 

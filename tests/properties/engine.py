@@ -8,21 +8,21 @@ from typing import Any, Protocol
 
 import pytest
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.proving.compare import compare
-from schedlang.passes.proving.exact import given_up
-from schedlang.passes.proving.observe import conditions
-from schedlang.passes.proving.original import Sequential
-from schedlang.passes.proving.runs import check_parts
-from schedlang.passes.proving.sides import Case, modes_of, original, prepared, tried, twin, widened
-from schedlang.passes.reading.state import Settings
-from schedlang.passes.verifying.prove import prove
-from schedlang.plan import Plan
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.ir.plan import Plan
+from schedlang.language.syntax import parse
+from schedlang.passes.elaborate.state import Settings
+from schedlang.passes.prove import prove
+from schedlang.passes.verify.asked import given_up
+from schedlang.passes.verify.compare import compare
+from schedlang.passes.verify.observe import conditions
+from schedlang.passes.verify.original import Sequential
+from schedlang.passes.verify.runs import check_parts
+from schedlang.passes.verify.sides import Case, modes_of, original, prepared, tried, twin, widened
 from schedlang.report import Row
 from schedlang.runtime.modes import ambient
 from schedlang.schedule import Schedule
-from schedlang.source import Source
-from schedlang.syntax import parse
 from tests.proofs import Seen, sgd, trained
 from tests.properties.little import little
 from tests.properties.models import Batch
@@ -130,9 +130,13 @@ def batches_of(drawn: Drawn, count: int = 1, rows: int | None = None) -> list[Ba
 
 
 def seen(
-    drawn: Drawn, engine: Any, batches: Sequence[Batch] | None = None, optimizer: Any = sgd,
-    loss: Any = None, **options: Any,
-) -> Seen:  # fmt: skip
+    drawn: Drawn,
+    engine: Any,
+    batches: Sequence[Batch] | None = None,
+    optimizer: Any = sgd,
+    loss: Any = None,
+    **options: Any,
+) -> Seen:
     """What the program of a drawn schedule leaves after a step for each batch."""
     given = batches_of(drawn) if batches is None else batches
     loss = loss or drawn.config.loss

@@ -9,11 +9,11 @@ from unittest.mock import patch
 ROOM = "schedlang.runtime"
 # what a program of a few thousand numbers would never do, or always do at once
 SIZES = {
-    f"{ROOM}.keeping.offload.SMALLEST": 1,  # every activation moves
-    f"{ROOM}.staging.bag.SMALL": 64,  # bytes: most tensors cross a cut by themselves
-    f"{ROOM}.summing.held.BUCKET_BYTES": 256,  # many sums of gradients
-    f"{ROOM}.keeping.rounded.AT_ONCE": 16,  # elements: what is coded is coded in pieces
-    f"{ROOM}.stepping.whole_step.AT_ONCE": 16,
+    f"{ROOM}.offload.saved_tensors.SMALLEST": 1,  # every activation moves
+    f"{ROOM}.pipeline.flight.SMALL": 64,  # bytes: most tensors cross a cut by themselves
+    f"{ROOM}.grad_reduction.flat.BUCKET_BYTES": 256,  # many sums of gradients
+    f"{ROOM}.activation_memory.quantized.AT_ONCE": 16,  # elements: what is coded is coded in pieces
+    f"{ROOM}.optim.whole_step.AT_ONCE": 16,
     f"{ROOM}.storage.scratch._PIECE": 40,  # bytes, in the midst of a number
 }
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.passes.proving.original import randomised
+from schedlang.passes.verify.original import randomised
 from tests.properties import blocks as kinds
 from tests.properties.replaced import REPLACEMENTS
 
@@ -59,10 +59,20 @@ class Block(Short):
                 return kinds.MLP(width, self.hidden, self.norm, dropout, self.pre)
             case "attention":
                 return kinds.Attention(
-                    width, self.heads, self.groups, self.size, norm=self.norm, dropout=dropout,
-                    pre=self.pre, fused=self.fused, causal=self.causal, window=self.window,
-                    plain=self.plain, flag=self.flag, turn=self.turns,
-                )  # fmt: skip
+                    width,
+                    self.heads,
+                    self.groups,
+                    self.size,
+                    norm=self.norm,
+                    dropout=dropout,
+                    pre=self.pre,
+                    fused=self.fused,
+                    causal=self.causal,
+                    window=self.window,
+                    plain=self.plain,
+                    flag=self.flag,
+                    turn=self.turns,
+                )
             case "experts":
                 return kinds.Experts(width, self.hidden, self.count)
             case "routed":
@@ -176,9 +186,15 @@ class Drawn(nn.Module):
         self.classes = out
 
     def forward(
-        self, ids: Tensor | None = None, x: Tensor | None = None, *, mask: Tensor | None = None,
-        side: Any = None, labels: Tensor | None = None, y: Tensor | None = None,
-    ) -> Any:  # fmt: skip
+        self,
+        ids: Tensor | None = None,
+        x: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        side: Any = None,
+        labels: Tensor | None = None,
+        y: Tensor | None = None,
+    ) -> Any:
         h = self.embed(ids if x is None else x)
         if side is not None:
             h = h * side["scale"][0] + side["shift"]
@@ -227,12 +243,20 @@ def _block(draw: st.DrawFn, tp: int, context: bool) -> Block:
             (2, 2),
             (2 * tp, 2 * tp),
             (tp, tp),
-        )  # fmt: skip
+        )
         return Block(
-            kind, heads=heads, groups=heads // share, size=of(2, 1, 3), norm=of("layer", "rms"),
-            pre=of(True, False), fused=of(False, True), causal=of(False, True), window=of(0, 2),
-            plain=of(False, True), flag=context or of(True, False),
-        )  # fmt: skip
+            kind,
+            heads=heads,
+            groups=heads // share,
+            size=of(2, 1, 3),
+            norm=of("layer", "rms"),
+            pre=of(True, False),
+            fused=of(False, True),
+            causal=of(False, True),
+            window=of(0, 2),
+            plain=of(False, True),
+            flag=context or of(True, False),
+        )
     if kind == "experts":
         return Block(kind, hidden, count=of(2, 3))
     if kind == "routed":
@@ -260,7 +284,16 @@ def configs(draw: st.DrawFn, tp: int, least: int = 1, *, context: bool = False) 
     tied = entry == "words" and draw(st.booleans())
     frozen = of("", "blocks.0", "norm", "embed" if not tied else "")
     return Config(
-        blocks, of(2 * tp, 3 * tp, 5, 7), entry, of(11, 4 * tp, 9), tied,
-        of("loss", "dict", "tuple"), skip, frozen, of(0.0, 0.25), draw(st.booleans()),
-        draw(st.booleans()), draw(st.integers(0, 9)),
-    )  # fmt: skip
+        blocks,
+        of(2 * tp, 3 * tp, 5, 7),
+        entry,
+        of(11, 4 * tp, 9),
+        tied,
+        of("loss", "dict", "tuple"),
+        skip,
+        frozen,
+        of(0.0, 0.25),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        draw(st.integers(0, 9)),
+    )

@@ -8,8 +8,8 @@ from functools import cache
 
 from hypothesis import strategies as st
 
-from schedlang.orders import ORDERS, Size, chunks_of, order
-from schedlang.timeline import Kind
+from schedlang.pipeline.schedules import ORDERS, Size, chunks_of, order
+from schedlang.pipeline.timeline import Kind
 from tests.properties import splits
 from tests.properties.drawn import GENERATORS, PHASES, RELAX, Axes, Drawn, Step, generator, step
 from tests.properties.drawn import block_path as _at
@@ -17,9 +17,22 @@ from tests.properties.models import Block, Config, configs
 from tests.properties.splits import context_parallel
 
 __all__ = [
-    "GENERATORS", "MESHES", "PHASES", "RELAX", "Axes", "Config", "Drawn", "Step", "allowed",
-    "context_parallel", "generator", "legal", "splits", "step", "without",
-]  # fmt: skip
+    "GENERATORS",
+    "MESHES",
+    "PHASES",
+    "RELAX",
+    "Axes",
+    "Config",
+    "Drawn",
+    "Step",
+    "allowed",
+    "context_parallel",
+    "generator",
+    "legal",
+    "splits",
+    "step",
+    "without",
+]
 
 
 TIED = {"mlp": '"up.weight", "up.bias"', "chain": '"lin.weight"', "custom": '"up.weight"'}
@@ -35,9 +48,12 @@ def tie(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
             if config.blocks[other] == block and not config.frozen.startswith("blocks"):
                 claims = [
                     "tie",
-                    *(f"{verb} {one}" for verb in ("shard", "late", "kernel", "parameters")
-                      for one in (at, to)),
-                ]  # fmt: skip
+                    *(
+                        f"{verb} {one}"
+                        for verb in ("shard", "late", "kernel", "parameters")
+                        for one in (at, to)
+                    ),
+                ]
                 for names in ("", TIED.get(block.kind, "")):
                     found.append(step("tie", [f"{at}, {to}  tie({names})"], [*claims, "freeze"]))
     return found
@@ -46,8 +62,10 @@ def tie(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
 @generator
 def untie(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     """The head, where it shares the embedding's weight."""
-    return [step("untie", ["head  untie(weight)"], ["untie", "shard embed", "shard head", "freeze"])
-            for _ in range(config.tied)]  # fmt: skip
+    return [
+        step("untie", ["head  untie(weight)"], ["untie", "shard embed", "shard head", "freeze"])
+        for _ in range(config.tied)
+    ]
 
 
 @generator
@@ -68,8 +86,10 @@ def pad(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     """Padding that nothing needs; what a split needs comes with the split."""
     if config.entry != "words":
         return []
-    return [step("pad", [f"embed  pad(vocab, multiple={k})"], ["shard embed", "shard head"])
-            for k in (4, 7)]  # fmt: skip
+    return [
+        step("pad", [f"embed  pad(vocab, multiple={k})"], ["shard embed", "shard head"])
+        for k in (4, 7)
+    ]
 
 
 @generator
@@ -80,10 +100,18 @@ def checkpoint(config: Config, sizes: dict[str, int], length: int) -> list[Step]
         if block.kind == "counting" or (block.kind == "conv" and block.norm == "batch"):
             continue
         at = _at(place)
-        inner = {"mlp": "up", "attention": "o", "experts": "experts.0", "conv": "conv",
-                 "custom": "down"}.get(block.kind)  # fmt: skip
-        rows = [f"{at}  checkpoint()", f"{at}  checkpoint(save=[linear])",
-                f"{at}  checkpoint(save=[linear, attention, collective])"]  # fmt: skip
+        inner = {
+            "mlp": "up",
+            "attention": "o",
+            "experts": "experts.0",
+            "conv": "conv",
+            "custom": "down",
+        }.get(block.kind)
+        rows = [
+            f"{at}  checkpoint()",
+            f"{at}  checkpoint(save=[linear])",
+            f"{at}  checkpoint(save=[linear, attention, collective])",
+        ]
         rows += [f"{at}.{inner}  checkpoint()"] if inner else []
         found += [step("checkpoint", [row], [f"checkpoint {at}"]) for row in rows]
     return found + _regions(config, sizes)
@@ -102,8 +130,10 @@ def _regions(config: Config, sizes: dict[str, int]) -> list[Step]:
         ways += ["group=2", "group=sqrt", "group=2, every=2, save=[linear]"]
     found = [step("checkpoint", [f"blocks.*  checkpoint({way})"], claims) for way in ways]
     alone = [f"{verb} {_at(place)}" for verb in ("offload", "parameters") for place in range(count)]
-    rows = ["blocks.*  checkpoint(plan=dtr, memory=1MiB)",
-            "blocks.*  checkpoint(plan=pofo, memory=1MiB, bandwidth=9TiB, tflops=9)"]  # fmt: skip
+    rows = [
+        "blocks.*  checkpoint(plan=dtr, memory=1MiB)",
+        "blocks.*  checkpoint(plan=pofo, memory=1MiB, bandwidth=9TiB, tflops=9)",
+    ]
     return [*found, *(step("checkpoint", [row], [*claims, *alone]) for row in rows)]
 
 
@@ -129,9 +159,11 @@ def offload(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
         step("offload", ["offload(parameters)"], every),
         *(step("offload", [f"offload(gradients{to})"], ["leaving"]) for to in ("", ", to=disk")),
         *(step("offload", [f"offload(optimizer{to})"], ["optimizer"]) for to in ("", ", to=disk")),
-        *(step("offload", ["offload(optimizer, to=peer, over=pp)"], ["optimizer", *every], ["pp"])
-          for _ in range("pp" in sizes)),
-    ]  # fmt: skip
+        *(
+            step("offload", ["offload(optimizer, to=peer, over=pp)"], ["optimizer", *every], ["pp"])
+            for _ in range("pp" in sizes)
+        ),
+    ]
 
 
 @generator
@@ -174,11 +206,14 @@ def replace_(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     """Pairs of layers that keep their names, single layers that get others and stay whole."""
     names = {"mlp": "other_mlp", "chain": "other_chain"}
     return [
-        step("replace", [f"{_at(place)}  replace({names[block.kind]})"],
-             [f"replace {_at(place)}", *([f"shard {_at(place)}"] if block.kind == "chain" else [])])
+        step(
+            "replace",
+            [f"{_at(place)}  replace({names[block.kind]})"],
+            [f"replace {_at(place)}", *([f"shard {_at(place)}"] if block.kind == "chain" else [])],
+        )
         for place, block in enumerate(config.blocks)
         if block.kind in names
-    ]  # fmt: skip
+    ]
 
 
 @generator
@@ -196,8 +231,9 @@ def replace_kernel(config: Config, sizes: dict[str, int], length: int) -> list[S
             ("linear_cross_entropy, chunk=64B", "head whole"),
             ("cross_entropy", "shard head"),
         ):
-            found.append(step("replace_kernel", [f"head  replace_kernel({kernel})"],
-                              ["kernel head", claim]))  # fmt: skip
+            found.append(
+                step("replace_kernel", [f"head  replace_kernel({kernel})"], ["kernel head", claim])
+            )
     return found
 
 
@@ -260,9 +296,12 @@ def pipeline_split(config: Config, sizes: dict[str, int], length: int) -> list[S
     stages, count = sizes.get("pp", 0), len(config.blocks)
     if not stages or count < stages:
         return []
-    rows = ["blocks  pipeline_split(over=pp)", "blocks  pipeline_split(over=pp, balance=params)",
-            "blocks  pipeline_split(over=pp, balance=time)",
-            "blocks  pipeline_split(over=pp, balance=memory)"]  # fmt: skip
+    rows = [
+        "blocks  pipeline_split(over=pp)",
+        "blocks  pipeline_split(over=pp, balance=params)",
+        "blocks  pipeline_split(over=pp, balance=time)",
+        "blocks  pipeline_split(over=pp, balance=memory)",
+    ]
     if stages > 1:
         last = ", ".join(str(k) for k in range(count - stages + 1, count))
         rows.append(f"blocks[{last}]  pipeline_split(over=pp)")
@@ -329,15 +368,20 @@ def zero(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     """Every stage over each data axis, and over both folded."""
     data = [axis for axis in ("dp", "ep") if axis in sizes]
     found = [
-        step("zero", [f"zero(stage={stage}, over={axis})"],
-             [f"zero {axis}", *(["sliced"] if stage else [])], [axis])
+        step(
+            "zero",
+            [f"zero(stage={stage}, over={axis})"],
+            [f"zero {axis}", *(["sliced"] if stage else [])],
+            [axis],
+        )
         for axis in data
         for stage in (0, "0, bucket=1KiB", 1, 2, 3, *GATHERS)
-    ]  # fmt: skip
+    ]
     if len(data) == 2:
         both, claims = ", ".join(data), ["zero dp", "zero ep", "sliced"]
-        found += [step("zero", [f"zero(stage={stage}, over=({both}))"], claims, data)
-                  for stage in (3, 1)]  # fmt: skip
+        found += [
+            step("zero", [f"zero(stage={stage}, over=({both}))"], claims, data) for stage in (3, 1)
+        ]
     return found
 
 
@@ -345,11 +389,18 @@ def zero(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
 def compress(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     """Each data axis, in the limit: a rank so high that nothing is left out."""
     return [
-        step("compress", [f"zero(stage=0, over={axis})",
-                          f"compress(gradients, powersgd, over={axis}, rank=1000)"],
-             ["compress", f"zero {axis}"], [axis])
-        for axis in ("dp", "ep") if axis in sizes
-    ]  # fmt: skip
+        step(
+            "compress",
+            [
+                f"zero(stage=0, over={axis})",
+                f"compress(gradients, powersgd, over={axis}, rank=1000)",
+            ],
+            ["compress", f"zero {axis}"],
+            [axis],
+        )
+        for axis in ("dp", "ep")
+        if axis in sizes
+    ]
 
 
 def fewer_bits(config: Config) -> list[Step]:
@@ -370,23 +421,38 @@ def fewer_bits(config: Config) -> list[Step]:
 
 def coarse_sums(config: Config, sizes: dict[str, int]) -> list[Step]:
     """Codes of gradients that leave something out, over each data axis."""
-    codes = ("int8, block=8", "onebit, block=8", "powersgd, rank=1", "int8, error_feedback=false",
-             "onebit, block=16, error_feedback=false")  # fmt: skip
+    codes = (
+        "int8, block=8",
+        "onebit, block=8",
+        "powersgd, rank=1",
+        "int8, error_feedback=false",
+        "onebit, block=16, error_feedback=false",
+    )
     return [
-        step("compress",
-             [f"zero(stage=0, over={axis})", f"compress(gradients, {code}, over={axis})"],
-             ["compress", f"zero {axis}"], [axis])
-        for axis in ("dp", "ep") if axis in sizes
+        step(
+            "compress",
+            [f"zero(stage=0, over={axis})", f"compress(gradients, {code}, over={axis})"],
+            ["compress", f"zero {axis}"],
+            [axis],
+        )
+        for axis in ("dp", "ep")
+        if axis in sizes
         for code in codes
-    ]  # fmt: skip
+    ]
 
 
 @generator
 def verify(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     """Markers, which change nothing."""
-    rows = ["verify(forward)", "verify(forward, backward)", "verify(train, steps=3)",
-            "verify(forward, mode=eval)", "verify(forward, rtol=1e-3)",
-            "verify(loss, within=0.5, steps=2)", "verify(exact)"]  # fmt: skip
+    rows = [
+        "verify(forward)",
+        "verify(forward, backward)",
+        "verify(train, steps=3)",
+        "verify(forward, mode=eval)",
+        "verify(forward, rtol=1e-3)",
+        "verify(loss, within=0.5, steps=2)",
+        "verify(exact)",
+    ]
     return [step("verify", [row], ["verify"]) for row in rows]
 
 

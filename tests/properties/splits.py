@@ -43,10 +43,14 @@ def shard(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
                 case "attention" if block.heads % n == 0 and block.groups % n == 0:
                     if block.fused:
                         q, k = block.heads * block.size, block.groups * block.size
-                        rows = [f"{at}.qkv  shard(col, blocks=[{q}, {k}, {k}], over={axis})",
-                                f"{at}.o  shard(row, over={axis})"]  # fmt: skip
-                        found += [step("shard", rows, claim, [axis]),
-                                  step("shard", rows[1:], claim, [axis])]  # fmt: skip
+                        rows = [
+                            f"{at}.qkv  shard(col, blocks=[{q}, {k}, {k}], over={axis})",
+                            f"{at}.o  shard(row, over={axis})",
+                        ]
+                        found += [
+                            step("shard", rows, claim, [axis]),
+                            step("shard", rows[1:], claim, [axis]),
+                        ]
                     else:
                         found += _pair(at, ["q", "k", "v"], "o", axis)
                 case "chain" | "twice" if wide:
@@ -55,8 +59,10 @@ def shard(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
                 found += _sequence(at, block, axis, n)
             if block.kind in ("mlp", "custom") and block.hidden % n == 0:
                 said = "weight=S(out), bias=S(out), input=R, output=S(-1)"
-                rows = [f"{at}.up  shard({said}, over={axis})",
-                        f"{at}.down  shard(row, over={axis})"]  # fmt: skip
+                rows = [
+                    f"{at}.up  shard({said}, over={axis})",
+                    f"{at}.down  shard(row, over={axis})",
+                ]
                 found.append(step("shard", rows, claim, [axis]))
             found += _uneven(at, block, axis, n)
         found += _ends(config, axis, n)
@@ -67,8 +73,9 @@ def _uneven(at: str, block: Block, axis: str, n: int) -> list[Step]:
     """Sizes that the ranks do not divide: padded, or key-value heads that several ranks hold."""
     claim = [f"shard {at}", "zero cp"]  # a context exchanges whole heads
     if block.kind == "mlp" and block.hidden % n:
-        rows = [f"{at}.{one}, over={axis}, uneven=pad)"
-                for one in ("up  shard(col", "down  shard(row")]  # fmt: skip
+        rows = [
+            f"{at}.{one}, over={axis}, uneven=pad)" for one in ("up  shard(col", "down  shard(row")
+        ]
         return [step("shard", rows, claim, [axis])]
     if block.kind != "attention" or block.fused or block.groups % n == 0:
         return []
@@ -86,11 +93,20 @@ def _uneven(at: str, block: Block, axis: str, n: int) -> list[Step]:
 def _sequence(at: str, block: Block, axis: str, n: int) -> list[Step]:
     """The norm, or the whole block, on parts of the sequence."""
     norm = f"{at}.norm  shard(input=S(seq), output=S(seq), over={axis})"
-    rows = [norm, f"{at}.up  shard(col, over={axis})",
-            f"{at}.down  shard(row, output=S(seq), over={axis})",
-            f"{at}  shard(input=S(seq), output=R, over={axis})"]  # fmt: skip
-    found = [step("shard", [f"{at}.norm  shard(input=S(seq), output=R, over={axis})"],
-                  [f"shard {at}"], [axis])]  # fmt: skip
+    rows = [
+        norm,
+        f"{at}.up  shard(col, over={axis})",
+        f"{at}.down  shard(row, output=S(seq), over={axis})",
+        f"{at}  shard(input=S(seq), output=R, over={axis})",
+    ]
+    found = [
+        step(
+            "shard",
+            [f"{at}.norm  shard(input=S(seq), output=R, over={axis})"],
+            [f"shard {at}"],
+            [axis],
+        )
+    ]
     if block.pre and block.hidden % n == 0:
         found.append(step("shard", rows, [f"shard {at}"], [axis]))
     return found
@@ -133,10 +149,14 @@ def context_parallel(config: Config, sizes: dict[str, int], length: int) -> list
     found = [(way, ["cp"]) for way in ways]
     found += [(f"{way}, over=(cp, cq)", ["cp", "cq"]) for way in both if "cq" in sizes]
     return [
-        step("context_parallel", [f"{_at(k)}  context_parallel({way})" for k, _ in mixing],
-             ["zero cp"], axes)
+        step(
+            "context_parallel",
+            [f"{_at(k)}  context_parallel({way})" for k, _ in mixing],
+            ["zero cp"],
+            axes,
+        )
         for way, axes in found
-    ]  # fmt: skip
+    ]
 
 
 @generator
@@ -170,8 +190,10 @@ def grid(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
         first = [f"{at}.norm  grid(summa, over=(dp, tp))"] if norm else []
         inner, heads = block.heads * block.size, block.groups * block.size
         if block.kind == "mlp" and block.hidden % whole == 0:
-            pair = [f"{at}.up  grid(summa, over=(dp, tp))",
-                    f"{at}.down  grid(summa, output=R, over=(dp, tp))"]  # fmt: skip
+            pair = [
+                f"{at}.up  grid(summa, over=(dp, tp))",
+                f"{at}.down  grid(summa, output=R, over=(dp, tp))",
+            ]
             found += [step("grid", rows_, claim, ["tp"]) for rows_ in ([*first, *pair], pair)]
         divides = block.heads % columns == 0 and block.groups % columns == 0
         if block.kind == "attention" and divides and inner % whole == 0:
@@ -195,28 +217,45 @@ def _table(config: Config, columns: int) -> list[Step]:
         claims = ["shard embed", "shard head", "head whole"]
         return [step("grid", [*pads, words, head], claims, ["tp"])]
     more = [f"head  pad(out, multiple={columns})"] if config.vocab % columns else []
-    return [step("grid", [*pads, words], ["shard embed"], ["tp"]),
-            step("grid", [*more, head], ["shard head", "head whole"], ["tp"])]  # fmt: skip
+    return [
+        step("grid", [*pads, words], ["shard embed"], ["tp"]),
+        step("grid", [*more, head], ["shard head", "head whole"], ["tp"]),
+    ]
 
 
 @generator
 def expert_parallel(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     """Stacked experts, where their number divides; an axis of data is left to `zero`."""
-    options = ("", ", dispatch=all_to_all, chunks=2", ", dispatch=gather", ", dispatch=fetch",
-               ", shadow=[1, 2]")  # fmt: skip
+    options = (
+        "",
+        ", dispatch=all_to_all, chunks=2",
+        ", dispatch=gather",
+        ", dispatch=fetch",
+        ", shadow=[1, 2]",
+    )
     halves = [
-        step("expert_parallel", [f"{_at(place)}.experts  expert_parallel(over={axis}, inner=tp)"],
-             [f"shard {_at(place)}"], ["tp"])
+        step(
+            "expert_parallel",
+            [f"{_at(place)}.experts  expert_parallel(over={axis}, inner=tp)"],
+            [f"shard {_at(place)}"],
+            ["tp"],
+        )
         for place, block in enumerate(config.blocks)
         for axis in ("dp", "ep")
-        if block.kind == "routed" and block.count % sizes.get(axis, block.count + 1) == 0
-        and "tp" in sizes and block.hidden % sizes["tp"] == 0
-    ]  # fmt: skip
+        if block.kind == "routed"
+        and block.count % sizes.get(axis, block.count + 1) == 0
+        and "tp" in sizes
+        and block.hidden % sizes["tp"] == 0
+    ]
     return halves + [
-        step("expert_parallel", [f"{_at(place)}.experts  expert_parallel(over={axis}{more})"],
-             [f"shard {_at(place)}"], [axis] if axis in ("tp", "up") else [])
+        step(
+            "expert_parallel",
+            [f"{_at(place)}.experts  expert_parallel(over={axis}{more})"],
+            [f"shard {_at(place)}"],
+            [axis] if axis in ("tp", "up") else [],
+        )
         for place, block in enumerate(config.blocks)
         for axis in ("dp", "ep", "tp", "up")
         for more in options
         if block.kind == "routed" and block.count % sizes.get(axis, block.count + 1) == 0
-    ]  # fmt: skip
+    ]

@@ -17,34 +17,49 @@ from tests.properties.models import Block, Config
 from tests.tiers import thinned
 
 RARE = {  # rows that few sizes allow, and meshes on which they may stand
-    "grid(summa": (("dp", 2), ("tp", 2)), "embed  grid(": (("dp", 2), ("tp", 2)),
-    "uneven=pad": (("tp", 3),), "uneven=replicate": (("tp", 2),),
+    "grid(summa": (("dp", 2), ("tp", 2)),
+    "embed  grid(": (("dp", 2), ("tp", 2)),
+    "uneven=pad": (("tp", 3),),
+    "uneven=replicate": (("tp", 2),),
     "activations, to=peer": (("pp", 2),),
-}  # fmt: skip
+}
 
 # what no drawn schedule chooses, and where it is compared with the original instead
 ELSEWHERE = {
-    **dict.fromkeys(("replace_kernel kernel=gated", "replace_kernel kernel=sdpa"),
-                    "modules of transformers: tests/kernels"),
-    **dict.fromkeys((f"replace_kernel kernel={one}" for one in
-                     ("liger.rms_norm", "liger.layer_norm", "flash_attention")),
-                    "packages that are not installed: tests/kernels/test_adapters.py"),
+    **dict.fromkeys(
+        ("replace_kernel kernel=gated", "replace_kernel kernel=sdpa"),
+        "modules of transformers: tests/kernels",
+    ),
+    **dict.fromkeys(
+        (
+            f"replace_kernel kernel={one}"
+            for one in ("liger.rms_norm", "liger.layer_norm", "flash_attention")
+        ),
+        "packages that are not installed: tests/kernels/test_adapters.py",
+    ),
     "grid style=cube": "eight ranks at least: tests/sharding",
     "expert_parallel capacity": "leaves tokens out, by an oracle of its own: tests/experts",
     "pipeline every": "stale weights, by an oracle of their own: tests/pipelines/test_stale.py",
     "pipeline slices": "models of causal attention alone: tests/pipelines/test_slices_program.py",
     "pipeline memory": "of orders that are searched for: tests/orders",
     "pipeline chunks": "of orders that leave it open: tests/orders/test_matrix.py",
-}  # fmt: skip
+}
 
 
 # blocks of each kind, of sizes that most meshes divide; and those that a context goes around
 KINDS = (
-    Block("chain"), Block("mlp", 12), Block("mlp", 7, norm="rms", pre=False), Block("custom", 12),
-    Block("attention", heads=12, groups=12), Block("attention", heads=12, groups=12, fused=True),
-    Block("attention", heads=6, groups=3), Block("attention", heads=4, groups=1, norm="rms"),
-    Block("experts", 12), Block("routed", 12, count=12), Block("twice"),
-)  # fmt: skip
+    Block("chain"),
+    Block("mlp", 12),
+    Block("mlp", 7, norm="rms", pre=False),
+    Block("custom", 12),
+    Block("attention", heads=12, groups=12),
+    Block("attention", heads=12, groups=12, fused=True),
+    Block("attention", heads=6, groups=3),
+    Block("attention", heads=4, groups=1, norm="rms"),
+    Block("experts", 12),
+    Block("routed", 12, count=12),
+    Block("twice"),
+)
 APART = (Block("attention", heads=12, groups=12, flag=True), Block("mlp", 12))
 MODELS = tuple(
     Config(blocks, 12, "words", 12, tied, "loss")
@@ -103,13 +118,19 @@ def test_every_verb_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     assert min(counts.values()) >= 1, counts
 
 
-@pytest.mark.parametrize("block, axes, word", [
-    (Block("attention", heads=4, groups=1, causal=True), (("dp", 2), ("tp", 2)),
-     "uneven=replicate"),
-    (Block("attention", heads=2, groups=1, plain=True), (("tp", 2),), "uneven=replicate"),
-    (Block("attention", heads=6, groups=3, window=2, norm="rms"), (("tp", 2),), "uneven=pad"),
-    (Block("mlp", hidden=7), (("dp", 2), ("tp", 3)), "uneven=pad"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "block, axes, word",
+    [
+        (
+            Block("attention", heads=4, groups=1, causal=True),
+            (("dp", 2), ("tp", 2)),
+            "uneven=replicate",
+        ),
+        (Block("attention", heads=2, groups=1, plain=True), (("tp", 2),), "uneven=replicate"),
+        (Block("attention", heads=6, groups=3, window=2, norm="rms"), (("tp", 2),), "uneven=pad"),
+        (Block("mlp", hidden=7), (("dp", 2), ("tp", 3)), "uneven=pad"),
+    ],
+)
 def test_uneven_rows_are_the_original(
     threads: Threads, block: Block, axes: schedules.Axes, word: str
 ) -> None:
@@ -121,13 +142,24 @@ def test_uneven_rows_are_the_original(
         engine.holds(Drawn(config, axes, (one,), 1, 4), threads)
 
 
-@pytest.mark.parametrize("block, count", thinned([
-    (Block("mlp", hidden=4, pre=False), 5),
-    (Block("attention", heads=4, groups=2, norm="rms", causal=True), 8),
-    (Block("attention", heads=4, groups=4, pre=False, flag=True, causal=True, fused=True), 6),
-    (Block("attention", heads=2, window=2, pre=False, norm="rms"), 8),
-    (Block("mlp", hidden=7, norm="rms", pre=False), 5),
-], 5))  # fmt: skip
+@pytest.mark.parametrize(
+    "block, count",
+    thinned(
+        [
+            (Block("mlp", hidden=4, pre=False), 5),
+            (Block("attention", heads=4, groups=2, norm="rms", causal=True), 8),
+            (
+                Block(
+                    "attention", heads=4, groups=4, pre=False, flag=True, causal=True, fused=True
+                ),
+                6,
+            ),
+            (Block("attention", heads=2, window=2, pre=False, norm="rms"), 8),
+            (Block("mlp", hidden=7, norm="rms", pre=False), 5),
+        ],
+        5,
+    ),
+)
 def test_every_kernel_is_the_original(threads: Threads, block: Block, count: int) -> None:
     """Each step with kernels that is offered holds, beside a split block, a split head and
     dropout."""

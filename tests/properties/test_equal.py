@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.launch.pool import Pool
 from tests.engine import Threads
 from tests.proofs import adamw, assert_same, sequential, sgd, steps
 from tests.properties import engine, schedules
@@ -85,9 +85,9 @@ def test_3_memory_rows_change_no_bit(threads: Threads, drawn: Drawn, data: st.Da
 
 def _owned(drawn: Drawn) -> list[dict[str, list[float]]]:
     """On this rank: the numbers of the elements that it holds of each parameter after a step."""
-    from schedlang.passes.running.build import build
-    from schedlang.runtime.saving.moments import local
-    from schedlang.runtime.summing.replicas import reshard
+    from schedlang.passes.lower.build import build
+    from schedlang.runtime.checkpointing.moments import local
+    from schedlang.runtime.grad_reduction.zero import reshard
 
     plan = engine.plan_of(drawn)
     start = 1.0
@@ -137,8 +137,9 @@ def test_12_the_model_is_not_touched(threads: Threads, drawn: Drawn) -> None:
     model = case.plan.model.base.model
     before = _snapshot(model)
     if not drawn.refused:
-        threads.run(steps, drawn.world, case.plan, case.batches, sgd, None,
-                 {"loss": case.loss, "seed": 0})  # fmt: skip
+        threads.run(
+            steps, drawn.world, case.plan, case.batches, sgd, None, {"loss": case.loss, "seed": 0}
+        )
     engine.cheap(drawn, threads) if not drawn.refused else None
     after = _snapshot(model)
     assert before.keys() == after.keys()

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedlang import printer
-from schedlang.diagnostic import Refusal
-from schedlang.primitive import conflicts, load_all, registry
-from schedlang.runtime.launching.launch import Pool
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.ir.primitive import conflicts, load_all, registry
+from schedlang.language import printer
+from schedlang.language.syntax import parse
+from schedlang.runtime.launch.pool import Pool
 from schedlang.schedule import Schedule
-from schedlang.source import Source
-from schedlang.syntax import parse
 from tests.engine import Threads
 from tests.proofs import assert_same
 from tests.properties import engine, schedules
@@ -153,23 +153,37 @@ def _added(sch: Schedule, extra: schedules.Step) -> bool:
 
 # -- 14 --------------------------------------------------------------------------------------------
 
-COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object",
-               "reduce_scatter_tensor", "broadcast", "broadcast_object_list", "send", "recv",
-               "isend", "irecv", "batch_isend_irecv", "barrier", "all_to_all_single")  # fmt: skip
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "reduce_scatter_tensor",
+    "broadcast",
+    "broadcast_object_list",
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+    "batch_isend_irecv",
+    "barrier",
+    "all_to_all_single",
+)
 
 
 def _refusal_here(drawn: Drawn) -> tuple[str, bool, list[str]]:
     """On this rank: how building is refused, whether at a place, and collectives until then."""
-    from schedlang.passes.running.build import build
+    from schedlang.passes.lower.build import build
 
     called: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         for name in COLLECTIVES:
             plain = getattr(torch.distributed, name)
             patch.setattr(
-                torch.distributed, name,
+                torch.distributed,
+                name,
                 lambda *a, _n=name, _f=plain, **k: (called.append(_n), _f(*a, **k))[1],
-            )  # fmt: skip
+            )
         try:
             build(engine.plan_of(drawn), engine.batches_of(drawn)[0], loss=drawn.config.loss)
         except Refusal as refusal:

@@ -72,15 +72,19 @@ class Leg:
 
 def _leg(leg: Leg, batches: Sequence[Batch]) -> dict[str, Tensor]:
     """On this rank: load, train, save; whole state and optimizer state at the end."""
-    from schedlang.passes.running.build import build
+    from schedlang.passes.lower.build import build
     from schedlang.runtime.float64 import Float64
     from schedlang.runtime.modes import ambient
 
     with ambient(Float64()):
         made = build(
-            engine.plan_of(leg.drawn), batches[0], optimizer=adamw, clip=0.1,
-            loss=leg.drawn.config.loss, seed=engine.SEED,
-        )  # fmt: skip
+            engine.plan_of(leg.drawn),
+            batches[0],
+            optimizer=adamw,
+            clip=0.1,
+            loss=leg.drawn.config.loss,
+            seed=engine.SEED,
+        )
         if leg.load:
             made.load(leg.load)
         for batch in batches:
@@ -242,8 +246,8 @@ def test_11_gradients_are_linear_in_the_loss(threads: Threads, drawn: Drawn) -> 
 
 def _round_trip(drawn: Drawn, batches: Sequence[Batch]) -> list[list[Tensor]]:
     """On this rank: outputs of the first batch before and after training and other shapes."""
-    from schedlang.passes.running.build import build
-    from schedlang.runtime.recording.torch_calls import tensors_in
+    from schedlang.passes.lower.build import build
+    from schedlang.runtime.tracing.torch_calls import tensors_in
 
     made = build(engine.plan_of(drawn), batches[0], loss=drawn.config.loss, seed=engine.SEED)
     found = [tensors_in(made.eval_step(batches[0]))]

@@ -8,8 +8,8 @@ from dataclasses import replace
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.proving.sides import prepared
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.verify.sides import prepared
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from tests.engine import Threads

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from schedlang.runtime.keeping import offload, recompute
-from schedlang.source import Source
-from schedlang.syntax import parse
+from schedlang.diagnostics.source import Source
+from schedlang.language.syntax import parse
+from schedlang.runtime.activation_memory import recompute
+from schedlang.runtime.offload import saved_tensors
 from tests.engine import Threads
 from tests.properties import engine
 from tests.properties.models import Block, Config
@@ -21,7 +22,7 @@ from tests.zoo.pool import Mutated
 
 def wrong_together(patch: Patch) -> None:
     """A module that is both recomputed and offloaded has other weights."""
-    checkpoint, move = recompute.checkpoint, offload.offload
+    checkpoint, move = recompute.checkpoint, saved_tensors.offload
 
     def marked(module: Any, save: Any) -> None:
         checkpoint(module, save)
@@ -35,18 +36,29 @@ def wrong_together(patch: Patch) -> None:
                     parameter.mul_(1.5)
 
     patch.setattr(recompute, "checkpoint", marked)
-    patch.setattr(offload, "offload", moved)
+    patch.setattr(saved_tensors, "offload", moved)
 
 
 LARGE = Drawn(
     Config(
-        (Block("mlp", 4), Block("twice"), Block("attention")), 4, "words", 12, True, "dict",
-        dropout=0.25, mask=True, side=True,
+        (Block("mlp", 4), Block("twice"), Block("attention")),
+        4,
+        "words",
+        12,
+        True,
+        "dict",
+        dropout=0.25,
+        mask=True,
+        side=True,
     ),
     (("dp", 2), ("tp", 2)),
     (
-        step("shard", ["blocks.0.up  shard(col, over=tp)", "blocks.0.down  shard(row, over=tp)"],
-             ["shard blocks.0"], ["tp"]),
+        step(
+            "shard",
+            ["blocks.0.up  shard(col, over=tp)", "blocks.0.down  shard(row, over=tp)"],
+            ["shard blocks.0"],
+            ["tp"],
+        ),
         step("checkpoint", ["blocks.0  checkpoint()"], ["checkpoint blocks.0"]),
         step("checkpoint", ["blocks.1  checkpoint(save=[linear])"], ["checkpoint blocks.1"]),
         step("offload", ["blocks.1  offload(activations, to=cpu)"], ["offload blocks.1"]),
@@ -56,7 +68,7 @@ LARGE = Drawn(
     ),
     2,
     4,
-)  # fmt: skip
+)
 
 
 @pytest.mark.deep

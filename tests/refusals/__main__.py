@@ -10,11 +10,11 @@ import tempfile
 from pathlib import Path
 
 import schedlang
-from schedlang.code_example import read
+from schedlang.diagnostics.codes import read
 from tests.engine import Threads
 from tests.refusals.playing import rewritten
 
-FOLDER = Path(schedlang.__file__).parent / "code_texts" / "examples"
+FOLDER = Path(schedlang.__file__).parent / "diagnostics" / "code_texts" / "examples"
 
 
 def main(chosen: list[str]) -> None:

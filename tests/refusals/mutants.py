@@ -13,15 +13,15 @@ from typing import Any
 
 from torch import nn
 
-from schedlang.code_example import example, exemplified, model
-from schedlang.diagnostic import Refusal
-from schedlang.passes.costs.account import account
-from schedlang.passes.reading.expand import expand
-from schedlang.passes.reading.lint import lint
-from schedlang.passes.reading.state import Settings
+from schedlang.diagnostics.codes import example, exemplified, model
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.language.syntax import parse, read
+from schedlang.passes.elaborate.expand import expand
+from schedlang.passes.elaborate.lint import lint
+from schedlang.passes.elaborate.state import Settings
+from schedlang.passes.simulate.account import account
 from schedlang.schedule import Schedule
-from schedlang.source import Source
-from schedlang.syntax import parse, read
 from tests import models
 
 ROOT = Path(__file__).parents[2]

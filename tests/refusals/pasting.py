@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from schedlang import nodes as n
-from schedlang.diagnostic import Refusal
-from schedlang.primitive import load_all, registry
-from schedlang.source import Source
-from schedlang.syntax import parse
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.ir.primitive import load_all, registry
+from schedlang.language import nodes as n
+from schedlang.language.syntax import parse
 
 QUOTED = re.compile(r"`([^`]+)`")
 MAY_BE = re.compile(r"`(\w+)` may be (?:one of )?`?(\d+)")

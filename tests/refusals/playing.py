@@ -14,10 +14,10 @@ from unittest.mock import patch
 
 from typer.testing import CliRunner
 
-from schedlang import diagnostic
 from schedlang.cli import app
-from schedlang.code_example import MODEL, Example, model
-from schedlang.diagnostic import Refusal
+from schedlang.diagnostics import diagnostic
+from schedlang.diagnostics.codes import MODEL, Example, model
+from schedlang.diagnostics.diagnostic import Refusal
 
 HERE = "/net"  # what a page calls the folder
 # what took how long, and on a busy machine how far it has come
@@ -68,7 +68,7 @@ def _told(example: Example, threads: Any) -> str:
         return str(answers[0])
     if example.is_python:
         return _script(example.words[-1])
-    with patch("schedlang.runtime.launching.launch.Pool", lambda **_: nullcontext(threads)):
+    with patch("schedlang.runtime.launch.pool.Pool", lambda **_: nullcontext(threads)):
         done = CliRunner().invoke(app, example.words)
     assert done.exit_code in (0, 1, 2), done.output
     return TIMES.sub("", done.stderr)
@@ -80,7 +80,7 @@ def told_as_json(example: Example, folder: Path, threads: Any) -> str:
         (folder / name).write_text(text)
     with (
         _inside(folder),
-        patch("schedlang.runtime.launching.launch.Pool", lambda **_: nullcontext(threads)),
+        patch("schedlang.runtime.launch.pool.Pool", lambda **_: nullcontext(threads)),
     ):
         return CliRunner().invoke(app, [*example.words, "--json"]).stdout
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from schedlang.code_example import Example, example, exemplified
-from schedlang.codes import CODES, WARNINGS
-from schedlang.primitive import load_all, registry
+from schedlang.diagnostics.codes import CODES, WARNINGS, Example, example, exemplified
+from schedlang.ir.primitive import load_all, registry
 from tests.refusals.pasting import Pasted, pasted
 from tests.refusals.playing import said, told_as_json
 

@@ -13,18 +13,17 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from schedlang.diagnostic import MOST, Diagnostic, Label, Refusal
-from schedlang.editors.findings import findings
-from schedlang.orders import OrderError, read_table
-from schedlang.passes.reading import limits
-from schedlang.passes.reading.expand import expand
-from schedlang.passes.reading.lint import lint
-from schedlang.passes.reading.restore import read_record
+from schedlang.diagnostics.diagnostic import MOST, Diagnostic, Label, Refusal
+from schedlang.diagnostics.source import Source, Span, bytes_of, text_of
+from schedlang.editors.server import findings
+from schedlang.language.syntax import LARGEST, parse, read
+from schedlang.passes.elaborate import bases
+from schedlang.passes.elaborate.expand import expand
+from schedlang.passes.elaborate.lint import lint
+from schedlang.passes.elaborate.record import read_record
+from schedlang.pipeline.schedules import OrderError, read_table
 from schedlang.schedule import Schedule, create_schedule
-from schedlang.source import Source, Span
-from schedlang.syntax import LARGEST, parse, read
-from schedlang.texts import bytes_of, text_of
-from schedlang.verbs.saved import is_saved
+from schedlang.verbs.inputs import is_saved
 
 HEAD = "schedule 1\nmesh(dp=2)\n"
 
@@ -76,11 +75,17 @@ def test_of_many_warnings_some_are_shown() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["h.*  " + "x" * 200_000 + "()", "require " + "x" * 200_000 + " == 1", "h." + "x" * 200_000,
-     "mesh(" + "a" * 200_000 + "=2)", 'use "' + "x" * 3000 + '"', "x" * 200_000,
-     "knob a: int = 1 in [" + "1, " * 5000 + "1]\nrequire a == [" + "2, " * 5000 + "1]",
-     'require "' + "x" * 200_000 + '" == 1'],
-)  # fmt: skip
+    [
+        "h.*  " + "x" * 200_000 + "()",
+        "require " + "x" * 200_000 + " == 1",
+        "h." + "x" * 200_000,
+        "mesh(" + "a" * 200_000 + "=2)",
+        'use "' + "x" * 3000 + '"',
+        "x" * 200_000,
+        "knob a: int = 1 in [" + "1, " * 5000 + "1]\nrequire a == [" + "2, " * 5000 + "1]",
+        'require "' + "x" * 200_000 + '" == 1',
+    ],
+)
 def test_of_a_long_text_the_part_that_matters_is_shown(text: str) -> None:
     """A message does not grow with the word or the line that it is about; nor do its findings."""
     assert len(refused(text).render()) < 8000
@@ -132,8 +137,12 @@ def test_control_characters_are_not_printed() -> None:
 )
 def test_numbers_are_bounded(value: str, code: str) -> None:
     """No number of a schedule is larger than what can be said; no message shows one that is."""
-    for text in (f"require {value} == 1", f"mesh(tp={value})", f"knob k: float = {value}",
-                 f"h.*  checkpoint(group={value})"):  # fmt: skip
+    for text in (
+        f"require {value} == 1",
+        f"mesh(tp={value})",
+        f"knob k: float = {value}",
+        f"h.*  checkpoint(group={value})",
+    ):
         with pytest.raises(Refusal) as caught:
             expand(parse(Source("a.sched", f"schedule 1\n{text}\n")), None)
         refusal = caught.value
@@ -143,8 +152,15 @@ def test_numbers_are_bounded(value: str, code: str) -> None:
 
 def test_large_numbers_are_fine() -> None:
     """What a schedule has reason to say is said."""
-    expand(parse(Source("a", HEAD + f"require {'9' * 17} * 9 > 4096TiB / 1e-9 - 1e300\n"[:-1]
-                        .replace(">", "!="))), None)  # fmt: skip
+    expand(
+        parse(
+            Source(
+                "a",
+                HEAD + f"require {'9' * 17} * 9 > 4096TiB / 1e-9 - 1e300\n"[:-1].replace(">", "!="),
+            )
+        ),
+        None,
+    )
 
 
 # ---- what grows ---------------------------------------------------------------------------------
@@ -161,7 +177,7 @@ def test_doubling_definitions_end() -> None:
     """Definitions that double thirty times are refused (S116) at the row that is one too many."""
     refusal = refused(doubling(30))
     assert [one.code for one in refusal.diagnostics] == ["S116"]
-    assert f"more than {limits.ROWS:,} rows" in refusal.render()
+    assert f"more than {bases.ROWS:,} rows" in refusal.render()
     assert refusal.diagnostic.also, "the calls that lead there are shown"
     expand(parse(Source("a", HEAD + doubling(10))), None)
 
@@ -177,7 +193,7 @@ def test_long_chains_of_calls_end() -> None:
     defs = ["def d0() {\n  checkpoint()\n}\n"]
     defs += [f"def d{i}() {{\n  d{i - 1}()\n}}\n" for i in range(1, 1000)]
     assert codes(refused("".join(defs) + "h.*  d999()\n")) == {"S116"}
-    expand(parse(Source("a", HEAD + "".join(defs) + f"h.*  d{limits.DEEPEST - 2}()\n")), None)
+    expand(parse(Source("a", HEAD + "".join(defs) + f"h.*  d{bases.DEEPEST - 2}()\n")), None)
 
 
 def test_it_ends_with_a_model_too() -> None:
@@ -225,8 +241,17 @@ def test_globs_do_not_backtrack() -> None:
     sch = create_schedule(nn.ModuleDict({long: nn.Linear(1, 1), "ab_ba": nn.Linear(1, 1)}))
     with pytest.raises(Refusal):
         _ = sch["*a" * 25 + "*b"].modules
-    wanted = {"*a" * 25: 1, "a*b*a": 1, "*b*b*": 1, "*_*": 1, "a*": 2, "*a*_*a": 1, "ab*ba": 1,
-              "ab*bba": 0, "*": 2}  # fmt: skip
+    wanted = {
+        "*a" * 25: 1,
+        "a*b*a": 1,
+        "*b*b*": 1,
+        "*_*": 1,
+        "a*": 2,
+        "*a*_*a": 1,
+        "ab*ba": 1,
+        "ab*bba": 0,
+        "*": 2,
+    }
     assert {glob: len(sch[f"{glob}?"].modules) for glob in wanted} == wanted
 
 
@@ -282,9 +307,13 @@ def test_commands_do_not_hang(tmp_path: Path) -> None:
         ["diff", "x.sched"],
     ):
         done = subprocess.run(
-            [sys.executable, "-m", "schedlang", *words, "x.sched"], cwd=tmp_path, timeout=60,
-            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(Path.cwd())},
-        )  # fmt: skip
+            [sys.executable, "-m", "schedlang", *words, "x.sched"],
+            cwd=tmp_path,
+            timeout=60,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+        )
         assert done.returncode == 2 and "not a regular file" in done.stdout + done.stderr, words
 
 
@@ -304,8 +333,17 @@ def test_sizes_of_files(tmp_path: Path) -> None:
 SECRET = "root:$6$rounds=5000$secret:19000:0:99999:7:::\n"
 
 
-@pytest.mark.parametrize("text", [SECRET, f"# {SECRET}{SECRET}", "", f"schedule\n{SECRET}",
-                                  f"\n\n schedulers {SECRET}", "{" + SECRET + "}"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        SECRET,
+        f"# {SECRET}{SECRET}",
+        "",
+        f"schedule\n{SECRET}",
+        f"\n\n schedulers {SECRET}",
+        "{" + SECRET + "}",
+    ],
+)
 def test_a_used_file_that_is_no_schedule_is_not_quoted(tmp_path: Path, text: str) -> None:
     """Who may write a schedule does not learn by it what other files say."""
     (tmp_path / "shadow").write_text(text)
@@ -348,9 +386,16 @@ BOMBS = [
 
 def exploding(chance: random.Random) -> str:
     """A schedule with what is large, deep or odd in random places."""
-    rows = ["h.*  shard(col, over=dp)", "zero(stage=0, over=dp)", "require dp == 2", doubling(18),
-            'step "s" {\n  h.*  checkpoint(group=2)\n}', "knob k: int = 2 in 1..4",
-            "at h.* where index > 1 {\n  checkpoint()\n}", "expect peak_memory < 2GiB"]  # fmt: skip
+    rows = [
+        "h.*  shard(col, over=dp)",
+        "zero(stage=0, over=dp)",
+        "require dp == 2",
+        doubling(18),
+        'step "s" {\n  h.*  checkpoint(group=2)\n}',
+        "knob k: int = 2 in 1..4",
+        "at h.* where index > 1 {\n  checkpoint()\n}",
+        "expect peak_memory < 2GiB",
+    ]
     text = HEAD + "\n".join(chance.choices(rows, k=chance.randrange(1, 7))) + "\n"
     for _ in range(chance.randrange(1, 5)):
         place = chance.choice([i for i, char in enumerate(text) if char in " ()=,\n"])

@@ -9,17 +9,27 @@ from typing import Any
 
 import typer
 
-from schedlang.binding import surface
 from schedlang.cli import app
-from schedlang.codes import CODES, WARNINGS
-from schedlang.primitive import load_all, registry
+from schedlang.diagnostics.codes import CODES, WARNINGS
+from schedlang.ir.primitive import load_all, registry
+from schedlang.language.binding import surface
 from tests.refusals.test_helps import FOLDERS, ROOT, literals
 
 OTHERS = {  # options of other programs that messages name
-    "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--standalone",
-    "--rdzv-endpoint", "--rdzv-backend", "--rdzv-id", "--no-build-isolation", "--help",
-    "--query-gpu", "--format",
-}  # fmt: skip
+    "--nproc-per-node",
+    "--nnodes",
+    "--node-rank",
+    "--master-addr",
+    "--master-port",
+    "--standalone",
+    "--rdzv-endpoint",
+    "--rdzv-backend",
+    "--rdzv-id",
+    "--no-build-isolation",
+    "--help",
+    "--query-gpu",
+    "--format",
+}
 CODE = re.compile(r"\b[SW]\d{3}\b")
 CALL = re.compile(r"(?<![\w.])([a-z_]+)\(([^()]*)\)")
 
@@ -89,9 +99,11 @@ def test_arguments_that_there_are() -> None:
 def test_codes_and_pages_that_there_are() -> None:
     """Codes that texts name have a page, and pages of the book that texts name are there."""
     wrong = [
-        (where, code) for where, text in _texts() for code in CODE.findall(text)
+        (where, code)
+        for where, text in _texts()
+        for code in CODE.findall(text)
         if code not in CODES and code not in WARNINGS
-    ]  # fmt: skip
+    ]
     pages = {(where, p) for where, text in _texts() for p in re.findall(r"docs/[\w/]+\.md", text)}
     wrong += [(where, page) for where, page in pages if not (ROOT / page).is_file()]
     assert len(pages) > 2 and not wrong, wrong

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from schedlang.code_example import example, exemplified
-from schedlang.codes import CODES, WARNINGS
+from schedlang.diagnostics.codes import CODES, WARNINGS, example, exemplified
 from tests.refusals.elsewhere import ELSEWHERE
 from tests.refusals.playing import said
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import schedlang
-from schedlang.code_example import model
-from schedlang.diagnostic import Refusal
+from schedlang.diagnostics.codes import model
+from schedlang.diagnostics.diagnostic import Refusal
 
 ROOT = Path(__file__).parents[2]
 CELL = """\
@@ -35,9 +35,12 @@ def test_a_script(tmp_path: Path) -> None:
     head = "import schedlang\nfrom model import model\n\nnet = model()\n"
     (tmp_path / "x.py").write_text(head + CELL)
     done = subprocess.run(
-        [sys.executable, "x.py"], cwd=tmp_path, capture_output=True, text=True,
+        [sys.executable, "x.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
         env={"PYTHONPATH": str(ROOT), "PATH": ""},
-    )  # fmt: skip
+    )
     assert done.returncode == 1
     shown = done.stderr[done.stderr.index("error[S402]") :]
     assert ' --> x.py:7:1\n  |\n7 | sch["layers.*.up"].shard("col", over="tp")\n  | ^^^^' in shown

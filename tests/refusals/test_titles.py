@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import schedlang
-from schedlang.code_example import example, exemplified
+from schedlang.diagnostics.codes import example, exemplified
 
-EXAMPLES = Path(schedlang.__file__).parent / "code_texts" / "examples"
+EXAMPLES = Path(schedlang.__file__).parent / "diagnostics" / "code_texts" / "examples"
 TITLE = re.compile(r"^(?:error|warning)\[[SW]\d+\]: .*(?:\n {10,}.*)*$", re.MULTILINE)
 SHORT = ("S428", "S510", "S619", "S625", "S668", "S935")
 # what may be longer than a line: quoted source, the marks below it, paths, and what is to be pasted

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from schedlang.code_example import Example
+from schedlang.diagnostics.codes import Example
 from tests.refusals.playing import said
 
 TEXT = """\

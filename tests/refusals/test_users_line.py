@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import schedlang
-from schedlang.code_example import model
 from schedlang.cursor import Caller, Cursor
-from schedlang.diagnostic import Refusal
+from schedlang.diagnostics.codes import model
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.program import Program
 from schedlang.runtime.waiting import Waiting
 from schedlang.schedule import Schedule, Scope
@@ -65,18 +65,27 @@ CASES = {
 }
 NEVER = {  # why they refuse nothing
     "last_checkpoint": "None where there is none",
-    "Schedule.model": "facts are read one by one", "Schedule.plan": "the plan is there already",
+    "Schedule.model": "facts are read one by one",
+    "Schedule.plan": "the plan is there already",
     "Schedule.grade": "a value",
-    "Schedule.tree": "a value", "Schedule.to_sched": "text of what is there",
-    "Schedule.to_json": "a record of what is there", "Schedule.warnings": "warnings are none",
-    "Program.dp_rank": "a number", "Program.dp_size": "a number", "Program.grad_norm": "a number",
-    "Waiting.dp_rank": "a number", "Waiting.dp_size": "a number",
-    "Program.gradients": "tells what is there", "Program.input_gradients": "tells what is there",
-    "Program.trained": "tells names", "Program.replica_errors": "compares what is there",
-    "Program.buffers": "tells what is there", "Program.buffer_errors": "compares what is there",
+    "Schedule.tree": "a value",
+    "Schedule.to_sched": "text of what is there",
+    "Schedule.to_json": "a record of what is there",
+    "Schedule.warnings": "warnings are none",
+    "Program.dp_rank": "a number",
+    "Program.dp_size": "a number",
+    "Program.grad_norm": "a number",
+    "Waiting.dp_rank": "a number",
+    "Waiting.dp_size": "a number",
+    "Program.gradients": "tells what is there",
+    "Program.input_gradients": "tells what is there",
+    "Program.trained": "tells names",
+    "Program.replica_errors": "compares what is there",
+    "Program.buffers": "tells what is there",
+    "Program.buffer_errors": "compares what is there",
     "Program.state_dict": "what could not be told was refused when it was built",
     "Program.optimizer_state": "tells what is there",
-}  # fmt: skip
+}
 HEAD = """\
 import schedlang
 from schedlang.primitives.shard import shard as Split

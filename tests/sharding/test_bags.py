@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.launch.pool import Pool
 from tests.engine.threads import Threads
 from tests.proofs import assert_near, planned, proven, refused, sequential, sgd, steps
 
@@ -41,10 +41,12 @@ class Net(nn.Module):
 def batches() -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [
-        {"ids": torch.randint(10, (4, 3), generator=generator),
-         "near": torch.randn(4, 3, generator=generator).double()}
+        {
+            "ids": torch.randint(10, (4, 3), generator=generator),
+            "near": torch.randn(4, 3, generator=generator).double(),
+        }
         for _ in range(3)
-    ]  # fmt: skip
+    ]
 
 
 CASES: dict[str, dict[str, Any]] = {

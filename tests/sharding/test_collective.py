@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedlang.placement import P, R, S
-from schedlang.runtime.collectives.collective import Group, listening
-from schedlang.runtime.collectives.moving import exchange
-from schedlang.runtime.launching.launch import Pool
-from schedlang.runtime.sharding.crossing import Crossing, forget, shared
+from schedlang.ir.placement import P, R, S
+from schedlang.runtime.comm.collectives import Group, exchange, listening
+from schedlang.runtime.launch.pool import Pool
+from schedlang.runtime.sharding.redistribute import Crossing, forget, shared
 
 ROWS, WIDTH = 6, 12
 
@@ -56,9 +55,17 @@ def _crossed(source: Any, target: Any, differ: bool, turned: bool) -> tuple[Tens
 
 
 CASES = [
-    (R, R, True), (R, S(0), False), (R, S(-1), False), (S(0), R, True), (S(-1), R, True),
-    (S(0), R, False), (S(1), R, False), (P(), R, False), (P(), S(0), False), (P(), S(-1), False),
-]  # fmt: skip
+    (R, R, True),
+    (R, S(0), False),
+    (R, S(-1), False),
+    (S(0), R, True),
+    (S(-1), R, True),
+    (S(0), R, False),
+    (S(1), R, False),
+    (P(), R, False),
+    (P(), S(0), False),
+    (P(), S(-1), False),
+]
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.completing.complete import completed
-from schedlang.plan import Plan
-from schedlang.runtime.launching.launch import Pool
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.plan import Plan
+from schedlang.passes.complete.complete import completed
+from schedlang.runtime.launch.pool import Pool
 from tests import models
 from tests.proofs import planned, proven
 
@@ -52,17 +52,23 @@ def test_two_rows_of_a_block_give_megatrons_plan(first: str, second: str) -> Non
     made = completed(planned(model, rows, "tp=2"), batch)
     assert _rows_of(made) == _rows_of(planned(model, MEGATRON, "tp=2"))
     assert not made.completing
-    added = [a for a in made.actions if a.span == next(
-        b.span for b in made.actions if b.name == "complete")]  # fmt: skip
+    added = [
+        a
+        for a in made.actions
+        if a.span == next(b.span for b in made.actions if b.name == "complete")
+    ]
     assert len(added) == 1 + 3 + 2  # itself, two of q, k, v and o, one of gate and up, and down
 
 
-@pytest.mark.parametrize("rows", [
-    "model.layers.*.mlp.up_proj  shard(col, over=tp)\n"
-    "model.layers[0].mlp.down_proj  shard(row, over=tp)",
-    "model.layers[0].mlp.up_proj  shard(col, over=tp)\n"
-    "model.layers[1:].mlp.down_proj  shard(row, over=tp)",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows",
+    [
+        "model.layers.*.mlp.up_proj  shard(col, over=tp)\n"
+        "model.layers[0].mlp.down_proj  shard(row, over=tp)",
+        "model.layers[0].mlp.up_proj  shard(col, over=tp)\n"
+        "model.layers[1:].mlp.down_proj  shard(row, over=tp)",
+    ],
+)
 def test_blocks_may_begin_unlike(rows: str) -> None:
     """What stands for a projection of one block is added to another that began with the other."""
     written = """
@@ -119,9 +125,16 @@ class Gated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.ModuleDict({
-            "gate": nn.Linear(8, 16), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8),
-        }) for _ in range(2))  # fmt: skip
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "gate": nn.Linear(8, 16),
+                    "up": nn.Linear(8, 16),
+                    "down": nn.Linear(16, 8),
+                }
+            )
+            for _ in range(2)
+        )
         self.head = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.sharding.convolution import Window
 from tests.engine.threads import Threads
 from tests.proofs import assert_near, planned, proven, refused, sequential, sgd, steps
@@ -42,9 +42,15 @@ class Net(nn.Module):
     """A stem that halves, a pool, one block, and the mean over all positions."""
 
     def __init__(
-        self, dims: int = 2, kernel: int = 3, dilation: int = 1, groups: int = 1, norm: str = "",
-        pool: str = "Max", stride: int = 2,
-    ) -> None:  # fmt: skip
+        self,
+        dims: int = 2,
+        kernel: int = 3,
+        dilation: int = 1,
+        groups: int = 1,
+        norm: str = "",
+        pool: str = "Max",
+        stride: int = 2,
+    ) -> None:
         super().__init__()
         torch.manual_seed(3)
         reach = 1 if kernel > 1 else 0
@@ -111,16 +117,28 @@ def _rows(net: Net, channels: bool, spatial: bool) -> str:
 
 @settings(max_examples=8)
 @given(
-    dims=st.sampled_from([1, 2, 2, 3]), kernel=st.sampled_from([1, 3, 3]),
-    dilation=st.sampled_from([1, 1, 2]), groups=st.sampled_from([1, 6, 12]),
-    norm=st.sampled_from(["", "batch", "group"]), pool=st.sampled_from(["Max", "Avg"]),
-    stride=st.sampled_from([1, 2]), how=st.sampled_from(["tp", "sp", "both"]),
+    dims=st.sampled_from([1, 2, 2, 3]),
+    kernel=st.sampled_from([1, 3, 3]),
+    dilation=st.sampled_from([1, 1, 2]),
+    groups=st.sampled_from([1, 6, 12]),
+    norm=st.sampled_from(["", "batch", "group"]),
+    pool=st.sampled_from(["Max", "Avg"]),
+    stride=st.sampled_from([1, 2]),
+    how=st.sampled_from(["tp", "sp", "both"]),
     ranks=st.sampled_from([2, 3]),
-)  # fmt: skip
+)
 def test_any_split_equals_the_whole(
-    threads: Threads, dims: int, kernel: int, dilation: int, groups: int, norm: str, pool: str,
-    stride: int, how: str, ranks: int,
-) -> None:  # fmt: skip
+    threads: Threads,
+    dims: int,
+    kernel: int,
+    dilation: int,
+    groups: int,
+    norm: str,
+    pool: str,
+    stride: int,
+    how: str,
+    ranks: int,
+) -> None:
     """Losses, first gradients, norms, buffers and parameters after three steps, in float64."""
     if dims == 3 and (dilation > 1 or ranks > 2):
         ranks, dilation, stride = (1 if how == "both" else 2), 1, 1  # its side is short
@@ -141,9 +159,13 @@ def test_a_net_with_norms_is_proven(pool: Pool, how: str) -> None:
 
 
 @given(
-    kernel=st.integers(1, 5), stride=st.integers(1, 3), dilation=st.integers(1, 2),
-    padding=st.integers(0, 4), rows=st.integers(1, 9), ranks=st.integers(2, 3),
-)  # fmt: skip
+    kernel=st.integers(1, 5),
+    stride=st.integers(1, 3),
+    dilation=st.integers(1, 2),
+    padding=st.integers(0, 4),
+    rows=st.integers(1, 9),
+    ranks=st.integers(2, 3),
+)
 def test_windows_fit_where_parts_make_the_whole(
     kernel: int, stride: int, dilation: int, padding: int, rows: int, ranks: int
 ) -> None:

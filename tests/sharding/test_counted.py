@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.passes.laying.propagate import propagate
-from schedlang.runtime.sharding.counted import Counted, WithSizes
+from schedlang.passes.propagate.propagate import propagate
+from schedlang.runtime.sharding.sizes import Counted, WithSizes
 from tests.engine.threads import Threads
 from tests.proofs import assert_near, planned, refused, sequential, sgd, steps
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.passes.costs.account import account
-from schedlang.passes.cutting.staging import local_skeleton
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.passes.statics.static import static
-from schedlang.plan import Plan
-from schedlang.runtime.collectives.collective import Group
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.partition.staging import local_skeleton
+from schedlang.passes.simulate.account import account
+from schedlang.passes.static_checks.static import static
+from schedlang.runtime.comm.collectives import Group
 from tests.engine import Threads
 from tests.models import SIZES, VOCAB
 from tests.proofs import assert_near, planned, proven, refused, sequential, trained
@@ -42,9 +42,14 @@ def llama(keys: int) -> nn.Module:
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=keys,
-        intermediate_size=24, max_position_embeddings=16, **SIZES,
-    )  # fmt: skip
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=keys,
+        intermediate_size=24,
+        max_position_embeddings=16,
+        **SIZES,
+    )
     return transformers.LlamaForCausalLM(config).double()
 
 
@@ -180,10 +185,12 @@ def test_sides_need_not_be_equal(
 
 # bytes that a rank receives of a tensor of one byte, as rings send it
 SHARE = {
-    "broadcast": lambda n: (n - 1) / n, "reduce": lambda n: (n - 1) / n,
-    "all-gather": lambda n: (n - 1) / n, "reduce-scatter": lambda n: (n - 1) / n,
+    "broadcast": lambda n: (n - 1) / n,
+    "reduce": lambda n: (n - 1) / n,
+    "all-gather": lambda n: (n - 1) / n,
+    "reduce-scatter": lambda n: (n - 1) / n,
     "all-reduce": lambda n: 2 * (n - 1) / n,
-}  # fmt: skip
+}
 WIDTH = 36
 
 
@@ -308,14 +315,17 @@ MESH = "r=2, c=2, x=1, y=1"
         ("up  grid(summa, over=(r, r))", MESH, "[S304]: `summa` needs 2 axes, not 2"),
         ("up  grid(cube, over=(r, c))", MESH, "name them all: `over=(x, y, z)`"),
         ("up  grid(summa, over=(r, c))", "r=2, c=5", "[S402]: cannot split 12 evenly 10 ways"),
-        ("up  grid(summa, over=(r, c))", "r=2, c=5",
-         "`r` and `c` may each be 2 or 3 or 4 or 6 or 12"),
+        (
+            "up  grid(summa, over=(r, c))",
+            "r=2, c=5",
+            "`r` and `c` may each be 2 or 3 or 4 or 6 or 12",
+        ),
         ("up  grid(summa, blocks=[5, 4], over=(r, c))", MESH, "[S406]"),
         ("up  grid(summa, output=S(seq), over=(r, c))", MESH, "[S307]"),
         ("grid(summa, over=(r, c))", MESH, "[S401]"),
         ("up  shard(col, over=c)\nup  grid(summa, over=(r, c))", MESH, "[S504]"),
     ],
-)  # fmt: skip
+)
 def test_refusals_say_what_fits(rows: str, mesh: str, said: str) -> None:
     """What a grid cannot do is refused with what it can."""
     assert said in refused(Toy().double(), rows, mesh)
@@ -349,20 +359,20 @@ def test_a_group_counts_in_the_order_named(threads: Threads) -> None:
 
 
 def _ordered() -> bool:
-    from schedlang.mesh import Mesh
-    from schedlang.runtime.collectives import collective
-    from schedlang.runtime.collectives.ranks import Ranks
+    from schedlang.ir.mesh import Mesh
+    from schedlang.runtime.comm import collectives
+    from schedlang.runtime.comm.ranks import Ranks
 
     ranks = Ranks(Mesh((("y", 2), ("z", 3))))
     group: Group = ranks.group("z.y")
     y, z = divmod(ranks.rank, 3)
     whole = torch.arange(12.0).view(2, 6)
-    part = collective.own_part(whole, 1, group)
+    part = collectives.own_part(whole, 1, group)
     assert torch.equal(part, whole[:, [2 * z + y]])
     for dim in (0, 1):
-        mine = collective.own_part(whole.t() if dim == 0 else whole, dim, group)
-        there = collective.all_gather(mine, dim, group)
-        summed = collective.reduce_scatter(there, dim, group)
+        mine = collectives.own_part(whole.t() if dim == 0 else whole, dim, group)
+        there = collectives.all_gather(mine, dim, group)
+        summed = collectives.reduce_scatter(there, dim, group)
         assert torch.equal(summed, 6 * mine)
         assert torch.equal(there, whole.t() if dim == 0 else whole)
     return True

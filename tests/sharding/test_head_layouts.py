@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.passes.laying.propagate import propagate
+from schedlang.passes.propagate.propagate import propagate
 from tests import models
 from tests.engine import Threads
 from tests.proofs import planned, proven
@@ -70,11 +70,15 @@ def mpt() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("model", "rows"),
-    [(bloom, PACKED), (lambda: falcon(False), PACKED), (models.phi3, PHI3),
-     pytest.param(lambda: falcon(True), PACKED, marks=pytest.mark.deep),
-     pytest.param(mpt, MPT, marks=pytest.mark.deep)],
+    [
+        (bloom, PACKED),
+        (lambda: falcon(False), PACKED),
+        (models.phi3, PHI3),
+        pytest.param(lambda: falcon(True), PACKED, marks=pytest.mark.deep),
+        pytest.param(mpt, MPT, marks=pytest.mark.deep),
+    ],
     ids=["bloom", "falcon", "phi3", "falcon-alibi", "mpt"],
-)  # fmt: skip
+)
 def test_packed_heads(threads: Threads, model: Any, rows: str) -> None:
     """Each layout is followed, numbers and biases of all heads are found, and the model stays."""
     proven(threads, planned(model(), rows, "tp=2"), [models.tokens(3), models.tokens(2, 5)])
@@ -86,9 +90,16 @@ def test_relative_attention_bias(threads: Threads) -> None:
 
     torch.manual_seed(0)
     config = transformers.T5Config(
-        d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, dropout_rate=0.0,
-        vocab_size=models.VOCAB, decoder_start_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+        d_model=16,
+        d_kv=4,
+        d_ff=24,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        vocab_size=models.VOCAB,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
     model = transformers.T5ForConditionalGeneration(config).double()
 
     def batch(seed: int) -> dict[str, Tensor]:
@@ -105,10 +116,15 @@ def test_a_head_with_a_bias_that_its_parent_holds(threads: Threads) -> None:
 
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=16,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        max_position_embeddings=16,
         vocab_size=models.VOCAB,
-    )  # fmt: skip
+    )
     model = transformers.BertForMaskedLM(config).double()
     proven(threads, planned(model, BERT, "tp=2"), [models.tokens(3), models.tokens(2, 5)])
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.passes.laying.propagate import propagate
+from schedlang.passes.propagate.propagate import propagate
 from tests.proofs import planned, refused
 
 BATCH = {"x": torch.zeros(2, 8, dtype=torch.float64)}
@@ -70,13 +70,16 @@ def crossed(a: Tensor, b: Tensor) -> Tensor:
 ROWS = "a shard(col, over=tp)\nb shard(col, over=tp{})\nlast shard(row, over=tp)"
 
 
-@pytest.mark.parametrize("way, width, more, how", [
-    (tiled, 8, "", "in different orders"),
-    (spread, 8, "", "in different orders"),
-    (masked, 16, ", blocks=2", "in different orders"),
-    (added, 16, ", blocks=[4, 12]", "in different orders"),
-    (crossed, 2, "", "along different dims"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "way, width, more, how",
+    [
+        (tiled, 8, "", "in different orders"),
+        (spread, 8, "", "in different orders"),
+        (masked, 16, ", blocks=2", "in different orders"),
+        (added, 16, ", blocks=[4, 12]", "in different orders"),
+        (crossed, 2, "", "along different dims"),
+    ],
+)
 def test_parts_that_meet_others_are_refused(way: Way, width: int, more: str, how: str) -> None:
     """Local shapes fit, and each rank would compute with the wrong elements."""
     said = refused(Meeting(way, width).double(), ROWS.format(more), "tp=2", BATCH)

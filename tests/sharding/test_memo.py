@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.passes.costs.account import account
-from schedlang.plan import Plan
-from schedlang.runtime.recording.constants import on_meta
-from schedlang.runtime.recording.memo import Memo
+from schedlang.ir.plan import Plan
+from schedlang.passes.simulate.account import account
+from schedlang.runtime.tracing.constants import Memo, on_meta
 from tests import models
 from tests.proofs import planned
 
@@ -47,9 +46,9 @@ def test_equal_tensors_are_worked_out_once() -> None:
     assert second.untyped_storage()._cdata != first.untyped_storage()._cdata
     norm = ran(memo, ATEN.native_layer_norm.default, meta(4, 6), [6], None, None, 1e-5)
     more = ran(memo, ATEN.native_layer_norm.default, meta(4, 6), [6], None, None, 1e-5)
-    assert norm[1] == 1 and more[1] == 0 and [t.shape for t in more[0]] == [
-        t.shape for t in norm[0]
-    ]  # fmt: skip
+    assert (
+        norm[1] == 1 and more[1] == 0 and [t.shape for t in more[0]] == [t.shape for t in norm[0]]
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,7 +88,7 @@ def test_the_default_dtype_is_an_argument() -> None:
 
 def test_a_memo_holds_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is emptied when it is full, and gives what it gave."""
-    monkeypatch.setattr("schedlang.runtime.recording.memo.MOST", 3)
+    monkeypatch.setattr("schedlang.runtime.tracing.constants.MOST", 3)
     memo = Memo()
     for size in (1, 2, 3, 4, 1):
         found, times = ran(memo, ATEN.neg.default, meta(size))

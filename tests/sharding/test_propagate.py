@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import schedlang
-from schedlang.diagnostic import Refusal
-from schedlang.passes.cutting.staging import local_skeleton
-from schedlang.passes.laying.propagate import Traced, propagate
-from schedlang.placement import R, S
-from schedlang.runtime.collectives.collective import listening
-from schedlang.runtime.recording.constants import OnMeta
-from schedlang.runtime.recording.meta import hollow_batch
-from schedlang.runtime.sharding.crossing import forget
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.placement import R, S
+from schedlang.passes.partition.staging import local_skeleton
+from schedlang.passes.propagate.propagate import Traced, propagate
+from schedlang.runtime.comm.collectives import listening
+from schedlang.runtime.sharding.redistribute import forget
+from schedlang.runtime.tracing.constants import OnMeta
+from schedlang.runtime.tracing.meta import hollow_batch
 from tests import models
 from tests.proofs import planned, refused
 from tests.training.test_build import FUSED, GPT2, LLAMA, LLAMA_ENDS, Fused, _words
@@ -125,8 +125,11 @@ def test_a_gather_is_hoisted_to_where_the_tensor_comes_in() -> None:
 def test_norms_under_sequence_parallelism_have_partial_gradients() -> None:
     """A weight that all ranks hold and use on their own tokens is summed over the axis."""
     traced = _traced(models.llama(2), LLAMA + LLAMA_ENDS)
-    norms = {f"model.layers.{k}.{n}_layernorm.weight" for k in range(2)
-             for n in ("input", "post_attention")}  # fmt: skip
+    norms = {
+        f"model.layers.{k}.{n}_layernorm.weight"
+        for k in range(2)
+        for n in ("input", "post_attention")
+    }
     assert {n: set(a) for n, a in traced.partial.items()} == {
         n: {"tp"} for n in norms | {"model.norm.weight"}
     }
@@ -138,9 +141,15 @@ def test_norms_of_queries_and_keys_have_partial_gradients() -> None:
 
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=4, intermediate_size=24, max_position_embeddings=16, **models.SIZES,
-    )  # fmt: skip
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        intermediate_size=24,
+        max_position_embeddings=16,
+        **models.SIZES,
+    )
     model = transformers.Qwen3ForCausalLM(config).double()
     rows = """at model.layers.* {
       self_attn.{q,k,v}_proj  shard(col, over=tp)
@@ -237,8 +246,9 @@ def test_a_column_without_its_row() -> None:
     """What `col` leaves split and nobody takes is refused, with the output that gathers it."""
     said = _pair(lambda m, y, x: y, "up shard(col, over=tp)")
     assert "S405" in said and "up  shard" not in said.splitlines()[0]
-    said = refused(nn.Sequential(nn.Linear(4, 8)).double(), "0 shard(col, over=tp)", "tp=2",
-                   {"input": X["x"]})  # fmt: skip
+    said = refused(
+        nn.Sequential(nn.Linear(4, 8)).double(), "0 shard(col, over=tp)", "tp=2", {"input": X["x"]}
+    )
     assert "the model returns a tensor that is sharded over `tp`" in said and "output=R" in said
 
 
@@ -298,9 +308,14 @@ def test_a_split_sequence_into_whole_attention() -> None:
 
 def test_a_half_sharded_tie() -> None:
     """A tied weight that one user splits and the other does not know of (S506)."""
-    said = refused(models.gpt2(1), "transformer.wte shard(vocab, over=tp)".replace(
-        "transformer.wte shard", "transformer.wte pad(vocab, multiple=2)\ntransformer.wte shard"
-    ), "tp=2", TOKENS)  # fmt: skip
+    said = refused(
+        models.gpt2(1),
+        "transformer.wte shard(vocab, over=tp)".replace(
+            "transformer.wte shard", "transformer.wte pad(vocab, multiple=2)\ntransformer.wte shard"
+        ),
+        "tp=2",
+        TOKENS,
+    )
     assert "S506" in said and "`lm_head` shares a sharded weight" in said
     assert "lm_head shard(vocab, over=tp)" in said
 

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.costs.account import account
-from schedlang.passes.proposing.propose import propose
-from schedlang.passes.reading.state import Settings
-from schedlang.passes.shrinking.blocks import fewest
-from schedlang.plan import Plan
-from schedlang.printer import fmt
-from schedlang.runtime.launching.launch import Pool
-from schedlang.runtime.recording.units import units_of
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.ir.plan import Plan
+from schedlang.language.printer import fmt
+from schedlang.language.syntax import parse
+from schedlang.passes.autoshard.propose import propose
+from schedlang.passes.elaborate.state import Settings
+from schedlang.passes.reduce_model.blocks import fewest
+from schedlang.passes.simulate.account import account
+from schedlang.runtime.launch.pool import Pool
+from schedlang.runtime.tracing.units import units_of
 from schedlang.schedule import Schedule
-from schedlang.source import Source
-from schedlang.syntax import parse
 from tests import models
 from tests.proofs import proven
 from tests.survey import ready

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.proposing.propose import propose
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.autoshard.propose import propose
 from tests.engine.threads import Threads
 from tests.proofs import assert_near, sequential, sgd, steps
 from tests.sharding.test_propose import planned
@@ -186,10 +186,15 @@ class Mixer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(
-            nn.Conv2d(6, 6, 3, padding=1, groups=6), nn.Conv2d(6, 12, 1), nn.GELU(),
-            nn.Conv2d(12, 6, 1),
-        ) for _ in range(2))  # fmt: skip
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(6, 6, 3, padding=1, groups=6),
+                nn.Conv2d(6, 12, 1),
+                nn.GELU(),
+                nn.Conv2d(12, 6, 1),
+            )
+            for _ in range(2)
+        )
         self.head = nn.Linear(6, 4)
         self.double()
 
@@ -229,8 +234,9 @@ class Recurrent(nn.Module):
         return self.head(self.rnn(self.words(ids))[0]).square().mean()
 
 
-WORDS = [{"ids": torch.randint(11, (8, 5), generator=torch.Generator().manual_seed(k))}
-         for k in range(2)]  # fmt: skip
+WORDS = [
+    {"ids": torch.randint(11, (8, 5), generator=torch.Generator().manual_seed(k))} for k in range(2)
+]
 
 
 def test_a_model_without_lists_is_cut_between_its_modules(threads: Threads) -> None:
@@ -270,8 +276,10 @@ class Bags(nn.Module):
 def test_bags_are_split_by_rows_or_by_columns(threads: Threads, mode: str) -> None:
     """Every table is split by its rows, padded where they do not divide; a maximum by columns."""
     net = Bags(mode)
-    given = [{"ids": torch.randint(9, (4, 3, 2), generator=torch.Generator().manual_seed(k))}
-             for k in range(2)]  # fmt: skip
+    given = [
+        {"ids": torch.randint(9, (4, 3, 2), generator=torch.Generator().manual_seed(k))}
+        for k in range(2)
+    ]
     found = propose(net, given[0], {"tp": 2})
     how = "shard(col, output=R, over=tp)" if mode == "max" else "shard(vocab, over=tp)"
     assert f"bags[0:3] {how}" in " ".join(found.text.split())

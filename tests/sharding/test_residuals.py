@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.laying.propagate import propagate
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.propagate.propagate import propagate
 from tests.engine import Threads
 from tests.proofs import planned, proven
 
@@ -124,8 +124,11 @@ def test_a_residual_of_which_only_some_calls_are_cut(threads: Threads) -> None:
     assert "called several times, and its input arrives differently" in no.value.diagnostic.title
     (said,) = [h for h in no.value.diagnostic.helps if "output=R, over=tp" in h]
     more = said.partition("`")[2].rpartition("`")[0]
-    proven(threads, planned(stacked(2), f"{rows}{more}\n", "tp=2"),
-           [words(8, seed) for seed in (1, 2, 3)])  # fmt: skip
+    proven(
+        threads,
+        planned(stacked(2), f"{rows}{more}\n", "tp=2"),
+        [words(8, seed) for seed in (1, 2, 3)],
+    )
 
 
 def test_what_counts_by_an_input_that_is_gathered(threads: Threads) -> None:

@@ -55,8 +55,13 @@ def turned(q: Tensor) -> Tensor:
 X, W = drawn(*ROWS, WIDTH), drawn(WIDTH)
 CASES: dict[str, Any] = {
     **{
-        f"{name} by {split}": (call, [X, *more], [split, *[R] * len(more)], split,
-                               [split, *[Partial()] * len(more)])
+        f"{name} by {split}": (
+            call,
+            [X, *more],
+            [split, *[R] * len(more)],
+            split,
+            [split, *[Partial()] * len(more)],
+        )
         for split in (S(0), S(1))
         for name, call, more in [
             ("rms_norm", lambda x, w: rms_norm(x, w, 1e-6, 1.0, "early"), [W]),
@@ -68,29 +73,54 @@ CASES: dict[str, Any] = {
     **{
         f"add_norm by {split}": (
             lambda a, b, *w, form=form: sum(add_norm(a, b, *w, *[None] * (2 - len(w)), form)),
-            [X, X + 1, *more], [split, split, *[R] * len(more)], split,
-            [split, split, *[Partial()] * len(more)])
+            [X, X + 1, *more],
+            [split, split, *[R] * len(more)],
+            split,
+            [split, split, *[Partial()] * len(more)],
+        )
         for split, form, more in [(S(0), Sum(True), [W, W + 1]), (S(1), Sum(False), [W])]
     },
     **{
         f"a norm with a gate by {split}": (
             lambda x, gate, w, form=form: gated_norm(x, gate, w, form),
-            [X, X + 1, W], [split, split, R], split, [split, split, Partial()])
+            [X, X + 1, W],
+            [split, split, R],
+            split,
+            [split, split, Partial()],
+        )
         for split, form in [(S(0), Gate(first=True, groups=2)), (S(1), Gate(rounding="early"))]
     },
     "a sum and its norm": (
         lambda a, b, w: torch.stack(add_norm(a, b, w, None, Sum(rounding="early"))),
-        [X, X + 1, W], [S(1), S(1), R], S(2), [S(1), S(1), Partial()]
+        [X, X + 1, W],
+        [S(1), S(1), R],
+        S(2),
+        [S(1), S(1), Partial()],
     ),
     "heads that turn": (turned, [drawn(2, 4, 3, 8)], [S(1)], S(1), [S(1)]),
     "whole": (lambda x, w: rms_norm(x, w, 1e-6), [X, W], [R, R], R, [R, R]),
-    "columns of a gate": (lambda a, b: gated(a, b, "gelu"), [X, X + 1], [S(2), S(2)], S(2),
-                          [S(2), S(2)]),
-    "columns of matrices": (multiplied, [drawn(4, 6), drawn(3, 6, 8)],
-                            [R, S(2)], S(1), [Partial(), S(2)]),
-    "sums over columns": (lambda x, w: multiplied(x, w, True), [drawn(4, 6), drawn(3, 8, 6)],
-                          [S(1), S(2)], Partial(), [S(1), S(2)]),
-}  # fmt: skip
+    "columns of a gate": (
+        lambda a, b: gated(a, b, "gelu"),
+        [X, X + 1],
+        [S(2), S(2)],
+        S(2),
+        [S(2), S(2)],
+    ),
+    "columns of matrices": (
+        multiplied,
+        [drawn(4, 6), drawn(3, 6, 8)],
+        [R, S(2)],
+        S(1),
+        [Partial(), S(2)],
+    ),
+    "sums over columns": (
+        lambda x, w: multiplied(x, w, True),
+        [drawn(4, 6), drawn(3, 8, 6)],
+        [S(1), S(2)],
+        Partial(),
+        [S(1), S(2)],
+    ),
+}
 
 
 def _on_ranks(names: list[str]) -> list[str]:
@@ -107,8 +137,13 @@ def _on_ranks(names: list[str]) -> list[str]:
             wrong.append(f"{name} gives {z.placements}")
         by = drawn(*y.shape, seed=5)
         expected = torch.autograd.grad(y, whole, by)
-        found = torch.autograd.grad(z, parts, distribute_tensor(by, mesh, [R]).redistribute(
-            placements=[R if isinstance(lies, Partial) else lies]))  # fmt: skip
+        found = torch.autograd.grad(
+            z,
+            parts,
+            distribute_tensor(by, mesh, [R]).redistribute(
+                placements=[R if isinstance(lies, Partial) else lies]
+            ),
+        )
         for place, (a, b) in enumerate(zip([y, *expected], [z, *found])):
             if (b.full_tensor() - a).norm() > 1e-12 * a.norm():
                 wrong.append(f"{name}: tensor {place} differs")
@@ -154,12 +189,15 @@ def _heads(_: None) -> list[str]:
 
     leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
     whole = losses(*leaves, TARGET, by)
-    split = [distribute_tensor(t, mesh, [p]).requires_grad_()
-             for t, p in zip((x, weight, bias), (S(0), R, R))]  # fmt: skip
+    split = [
+        distribute_tensor(t, mesh, [p]).requires_grad_()
+        for t, p in zip((x, weight, bias), (S(0), R, R))
+    ]
     others = [distribute_tensor(t, mesh, [S(0)]) for t in (TARGET, by)]
     part = losses(*split, *others)
-    pairs = zip([whole, *torch.autograd.grad(whole, leaves)],
-                [part, *torch.autograd.grad(part, split)])  # fmt: skip
+    pairs = zip(
+        [whole, *torch.autograd.grad(whole, leaves)], [part, *torch.autograd.grad(part, split)]
+    )
     for place, (a, b) in enumerate(pairs):
         assert isinstance(b, DTensor)
         if (b.full_tensor() - a).norm() > 1e-12 * a.norm():
@@ -189,8 +227,7 @@ def test_every_operator_has_a_rule() -> None:
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("schedlang::")
     }
-    kernels = {op for op in library if any(
-        hasattr(module, op) for module in sharding.MODULES)}  # fmt: skip
+    kernels = {op for op in library if any(hasattr(module, op) for module in sharding.MODULES)}
     assert kernels and kernels <= set(sharding.RULES)
 
 

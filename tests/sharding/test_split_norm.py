@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.passes.statics.static import static
+from schedlang.passes.static_checks.static import static
 from tests.engine import Threads
 from tests.proofs import assert_near, planned, refused, sequential, trained
 
@@ -72,9 +72,12 @@ class Normed(nn.Module):
 
 AROUND = "up  shard(col, over=c)\n{}\ndown  shard(row, over=c)"
 NORMS = {
-    "layer": lambda: nn.LayerNorm(8, eps=1e-3), "rms": lambda: nn.RMSNorm(8),
-    "gemma": lambda: Gemma(8), "plain": lambda: Plain(8), "unit": lambda: Unit(8),
-}  # fmt: skip
+    "layer": lambda: nn.LayerNorm(8, eps=1e-3),
+    "rms": lambda: nn.RMSNorm(8),
+    "gemma": lambda: Gemma(8),
+    "plain": lambda: Plain(8),
+    "unit": lambda: Unit(8),
+}
 
 
 def normed(name: str) -> nn.Module:

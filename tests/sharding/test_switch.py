@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from schedlang.passes.costs.traffic import collectives
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.passes.statics.static import static
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.simulate.traffic import collectives
+from schedlang.passes.static_checks.static import static
 from tests.context.test_context import same
 from tests.engine.threads import Threads
 from tests.proofs import planned, refused

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.cutting.staging import stages_of
-from schedlang.passes.laying.propagate import propagate
-from schedlang.passes.preparing.holdings import holdings_of
-from schedlang.passes.preparing.reductions import reductions
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.holdings import holdings_of
+from schedlang.passes.analyze.reductions import reductions
+from schedlang.passes.partition.staging import stages_of
+from schedlang.passes.propagate.propagate import propagate
 from tests import models
 from tests.engine import Threads
 from tests.proofs import planned, proven, refused
@@ -100,10 +100,15 @@ def test_split_sequences_of_bert(threads: Threads) -> None:
 
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=16,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=24,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        max_position_embeddings=16,
         vocab_size=models.VOCAB,
-    )  # fmt: skip
+    )
     model = transformers.BertForMaskedLM(config).double()
     proven(threads, planned(model, BERT, "tp=2"), BATCHES)
 

@@ -18,10 +18,17 @@ def llama(heads: int, keys: int, attend: str = "eager", inner: int = 24) -> nn.M
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=24, num_hidden_layers=2, num_attention_heads=heads, num_key_value_heads=keys,
-        intermediate_size=inner, max_position_embeddings=16, attention_bias=True, head_dim=4,
-        attn_implementation=attend, **models.SIZES,
-    )  # fmt: skip
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
+        intermediate_size=inner,
+        max_position_embeddings=16,
+        attention_bias=True,
+        head_dim=4,
+        attn_implementation=attend,
+        **models.SIZES,
+    )
     return transformers.LlamaForCausalLM(config).double()
 
 
@@ -90,14 +97,23 @@ def test_heads_that_do_not_fit_name_both_remedies() -> None:
         ("mlp.up_proj shard(col, over=tp)", "tp=7", "mlp.up_proj shard(col, over=tp, uneven=pad)`"),
         ("self_attn.k_proj shard(col, over=tp, uneven=replicate)", "tp=3", "give it: `heads=2`"),
         ("self_attn.k_proj shard(col, heads=3, over=tp)", "tp=3", "cannot be divided into 3 equal"),
-        ("self_attn.k_proj shard(col, heads=2, over=tp, uneven=replicate)", "tp=3",
-         "3 ranks cannot share 2 heads evenly"),
-        ("self_attn.o_proj shard(row, heads=2, over=tp, uneven=replicate)", "tp=4",
-         "would be summed twice"),
-        ("self_attn.k_proj shard(col, heads=1, over=tp, uneven=pad)", "tp=2",
-         "cannot split 1 heads evenly 2 ways"),
+        (
+            "self_attn.k_proj shard(col, heads=2, over=tp, uneven=replicate)",
+            "tp=3",
+            "3 ranks cannot share 2 heads evenly",
+        ),
+        (
+            "self_attn.o_proj shard(row, heads=2, over=tp, uneven=replicate)",
+            "tp=4",
+            "would be summed twice",
+        ),
+        (
+            "self_attn.k_proj shard(col, heads=1, over=tp, uneven=pad)",
+            "tp=2",
+            "cannot split 1 heads evenly 2 ways",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(row: str, mesh: str, said: str) -> None:
     """Sizes that a rule does not make fit (S402, S406), with what would."""
     assert said in refused(llama(4, 2), f"model.layers.0.{row}", mesh)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from schedlang.runtime.collectives.collective import Group
-from schedlang.runtime.launching.launch import Pool
-from schedlang.runtime.logits.vocab import ShardedLogits
+from schedlang.runtime.comm.collectives import Group
+from schedlang.runtime.launch.pool import Pool
+from schedlang.runtime.lazy_logits.vocab_parallel import ShardedLogits
 
 CLASSES = 7
 

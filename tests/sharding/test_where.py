@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from schedlang.runtime.following.notes import Tag
-from schedlang.runtime.following.where import alone, fitting, reshaped
+from schedlang.runtime.propagation.follow import alone, fitting, reshaped
+from schedlang.runtime.propagation.trace import Tag
 from tests.engine.threads import Threads
 from tests.proofs import assert_near, planned, sequential, sgd, steps
 
@@ -57,10 +57,12 @@ def test_two_axes_of_one_size_on_a_square(threads: Threads) -> None:
     """
     generator = torch.Generator().manual_seed(1)
     batches = [
-        {"x": torch.randn(3, 4, 8, generator=generator).double(),
-         "y": torch.randint(3, (3, 8), generator=generator)}
+        {
+            "x": torch.randn(3, 4, 8, generator=generator).double(),
+            "y": torch.randint(3, (3, 8), generator=generator),
+        }
         for _ in range(2)
-    ]  # fmt: skip
+    ]
     plan = planned(net, rows, "tp=2, sp=2")
     seen = threads.run(steps, 4, plan, tuple(batches), sgd, None, {})[0]
     assert_near(seen, sequential(net, batches))

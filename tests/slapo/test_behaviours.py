@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from schedlang.passes.reading.expand import expand
-from schedlang.source import Source
-from schedlang.syntax import parse
+from schedlang.diagnostics.source import Source
+from schedlang.language.syntax import parse
+from schedlang.passes.elaborate.expand import expand
 from tests.slapo.behaviours import Call, behaviours, calls
 from tests.slapo.page import PAGE, page
 
@@ -30,11 +30,28 @@ def test_the_page_is_made_of_them() -> None:
 
 # of what `slapo.list_primitives()` gives, with what is used beside
 THEIRS = (
-    "annotate", "fuse", "decompose", "replace", "replace_all", "checkpoint", "shard", "sync",
-    "fork_rng", "cut_pipeline_stage", "create_schedule", "trace", "trace_until", "find", "build",
-    "Verify", "init_empty_weights", "set_random_seed", "apply_schedule", "register_primitive",
+    "annotate",
+    "fuse",
+    "decompose",
+    "replace",
+    "replace_all",
+    "checkpoint",
+    "shard",
+    "sync",
+    "fork_rng",
+    "cut_pipeline_stage",
+    "create_schedule",
+    "trace",
+    "trace_until",
+    "find",
+    "build",
+    "Verify",
+    "init_empty_weights",
+    "set_random_seed",
+    "apply_schedule",
+    "register_primitive",
     "autotune",
-)  # fmt: skip
+)
 
 
 def test_each_call_has_its_rows() -> None:

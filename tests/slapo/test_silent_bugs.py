@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.running.build import build
-from schedlang.patterns import read
-from schedlang.runtime.regions.flow import Looked, flow, imagined
-from schedlang.runtime.regions.layer import Told, fuse_pattern
-from schedlang.runtime.regions.match import matches
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.language.patterns import read
+from schedlang.passes.lower.build import build
+from schedlang.runtime.fusion.dataflow import Looked, flow, imagined
+from schedlang.runtime.fusion.fuse import Told, fuse_pattern
+from schedlang.runtime.fusion.rewrite import matches
 from schedlang.schedule import create_schedule
 from tests.engine import Threads
 from tests.proofs import planned, proven, refused
@@ -64,10 +64,13 @@ def test_s2_dropout_follows_the_mode() -> None:
     assert torch.equal(module(x), x + 1) and not module.training
 
 
-@pytest.mark.parametrize(("pattern", "body"), [
-    ("p(x) { relu(x + 1) }", lambda m, x: F.relu(x + 2)),
-    ("p(a) { softmax(a, -1) * 2 }", lambda m, x: F.softmax(x, 0) * 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pattern", "body"),
+    [
+        ("p(x) { relu(x + 1) }", lambda m, x: F.relu(x + 2)),
+        ("p(a) { softmax(a, -1) * 2 }", lambda m, x: F.softmax(x, 0) * 2),
+    ],
+)
 def test_s3_constants_count(pattern: str, body: Any) -> None:
     """A literal that a pattern writes is the model's own, or there is no match."""
     assert found(pattern, body) == 0
@@ -112,8 +115,9 @@ def test_s9_s10_values_and_ties_stay(threads: Threads) -> None:
     """A program starts with the model's values, and what was one tensor is one tensor."""
     model = nets.Tied()
     program = build(planned(model, ""), IDS[0])
-    assert all(torch.equal(value, model.state_dict()[name])
-               for name, value in program.state_dict().items())  # fmt: skip
+    assert all(
+        torch.equal(value, model.state_dict()[name]) for name, value in program.state_dict().items()
+    )
     module: Any = program.module
     assert module.embed.weight is module.head.weight
 
@@ -147,8 +151,10 @@ def test_s14_s15_gathered_outputs(threads: Threads) -> None:
 
 def test_s16_the_bias_of_a_sum(threads: Threads) -> None:
     """Channels of a convolution split on the way in: its bias is added once."""
-    rows = "first  shard(weight=S(0), bias=S(0), input=R, output=S(1), over=tp)\n" \
-        "second  shard(weight=S(1), bias=R, input=S(1), output=R, over=tp)"  # fmt: skip
+    rows = (
+        "first  shard(weight=S(0), bias=S(0), input=R, output=S(1), over=tp)\n"
+        "second  shard(weight=S(1), bias=R, input=S(1), output=R, over=tp)"
+    )
     batches = [nets.pictures(seed) for seed in range(2)]
     assert proven(threads, planned(nets.Picture(), rows, "tp=2"), batches).ok
 
@@ -179,7 +185,7 @@ class Gate(nn.Module):
 
 def test_s19_kernels_compute_what_the_module_does() -> None:
     """The gate's function, tanh or erf, is told apart; one that drops in evaluation is neither."""
-    from schedlang.runtime.replacing.told_mlp import probe_gated
+    from schedlang.runtime.kernel_injection.gated_mlp import probe_gated
 
     erf, tanh, drops = (
         probe_gated(Gate(act))

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.diagnostic import Refusal
-from schedlang.patterns import read
-from schedlang.runtime.regions.flow import Looked, flow, imagined
-from schedlang.runtime.regions.match import matches
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.language.patterns import read
+from schedlang.runtime.fusion.dataflow import Looked, flow, imagined
+from schedlang.runtime.fusion.rewrite import matches
 from schedlang.schedule import create_schedule
 from tests.engine import Threads
 from tests.proofs import planned, proven
@@ -45,14 +45,21 @@ def found(pattern: str, body: Any) -> list[int]:
 LINEAR_RELU = "p(x, w, b) { relu(linear(x, w, b)) }"
 
 
-@pytest.mark.parametrize(("pattern", "body", "calls"), [
-    ("p(y, x) { relu(y) + x }", lambda m, x: F.relu(m.conv(x)) + x, [2]),
-    ("p(y, x) { relu(y) + x }", lambda m, x: m.relu(m.conv(x)) + x, [2]),
-    (LINEAR_RELU, lambda m, x: F.relu(m.fc1(F.relu(m.fc(x)))), [2, 2]),
-    (LINEAR_RELU, lambda m, x: m.relu(m.fc1(m.relu(m.fc(x)))), [2, 2]),
-    ("p(a, b) { relu(a + b) }", lambda m, x: F.relu(m.fc(x) + m.fc2(x)), [2]),
-    ("p(x, y, z) { (x + y) * (y - z) }", lambda m, x: (x + (y := x.exp())) * (y - x.sin()), [3]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pattern", "body", "calls"),
+    [
+        ("p(y, x) { relu(y) + x }", lambda m, x: F.relu(m.conv(x)) + x, [2]),
+        ("p(y, x) { relu(y) + x }", lambda m, x: m.relu(m.conv(x)) + x, [2]),
+        (LINEAR_RELU, lambda m, x: F.relu(m.fc1(F.relu(m.fc(x)))), [2, 2]),
+        (LINEAR_RELU, lambda m, x: m.relu(m.fc1(m.relu(m.fc(x)))), [2, 2]),
+        ("p(a, b) { relu(a + b) }", lambda m, x: F.relu(m.fc(x) + m.fc2(x)), [2]),
+        (
+            "p(x, y, z) { (x + y) * (y - z) }",
+            lambda m, x: (x + (y := x.exp())) * (y - x.sin()),
+            [3],
+        ),
+    ],
+)
 def test_found(pattern: str, body: Any, calls: list[int]) -> None:
     """By data flow; a function is the module that computes it, sizes are not asked."""
     assert found(pattern, body) == calls
@@ -114,8 +121,10 @@ def test_replaced_everywhere() -> None:
     model = replaced("body.**:ReLU", Gelu)
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     assert {name for name, kind in kinds.items() if kind == "Gelu"} == {
-        "body.act", "body.mod.1", "body.seq.1"
-    }  # fmt: skip
+        "body.act",
+        "body.mod.1",
+        "body.seq.1",
+    }
     assert "ReLU" not in kinds.values()
 
 
@@ -176,7 +185,7 @@ def test_hooks_outlive_rows(threads: Threads) -> None:
     model, seen = nets.Net(nets.Mlp(F.gelu)), []
     model.body.register_forward_pre_hook(lambda module, args: seen.append("before"))
     model.body.register_forward_hook(lambda module, args, out: seen.append("after"))
-    from schedlang.passes.running.build import build
+    from schedlang.passes.lower.build import build
 
     sch = create_schedule(model)
     sch["body"].checkpoint()

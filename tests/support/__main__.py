@@ -60,7 +60,7 @@ def _warm() -> None:
     import transformers.models.mixtral.modeling_mixtral
     import transformers.models.whisper.modeling_whisper  # noqa: F401
 
-    import schedlang.passes.running.build  # noqa: F401
+    import schedlang.passes.lower.build  # noqa: F401
 
 
 if __name__ == "__main__":

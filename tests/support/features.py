@@ -58,23 +58,49 @@ FEATURES: tuple[Feature, ...] = (
 NAMES = tuple(feature.name for feature in FEATURES)
 Combination = tuple[str, ...]
 TRIPLES: tuple[Combination, ...] = (
-    ("zero 1", "tensor", "1F1B"), ("zero 3", "tensor", "1F1B"),
-    ("zero 2", "sequence", "interleaved"), ("zero 1", "tensor", "ring"),
-    ("zero 3", "tensor", "ulysses"), ("zero 1", "tensor", "expert"),
-    ("zero 3", "tensor", "expert"), ("zero 1", "ring", "1F1B"), ("zero 3", "ulysses", "1F1B"),
-    ("sequence", "ring", "zero 1"), ("sequence", "expert", "1F1B"), ("sequence", "1F1B", "zero 1"),
+    ("zero 1", "tensor", "1F1B"),
+    ("zero 3", "tensor", "1F1B"),
+    ("zero 2", "sequence", "interleaved"),
+    ("zero 1", "tensor", "ring"),
+    ("zero 3", "tensor", "ulysses"),
+    ("zero 1", "tensor", "expert"),
+    ("zero 3", "tensor", "expert"),
+    ("zero 1", "ring", "1F1B"),
+    ("zero 3", "ulysses", "1F1B"),
+    ("sequence", "ring", "zero 1"),
+    ("sequence", "expert", "1F1B"),
+    ("sequence", "1F1B", "zero 1"),
     ("zero 3", "expert", "checkpoint"),
-    ("zero 1", "expert", "1F1B"), ("tensor", "expert", "1F1B"), ("ring", "expert", "zero 1"),
-    ("ring", "tensor", "1F1B"), ("grid", "1F1B", "checkpoint"), ("zero 1", "grid", "checkpoint"),
-    ("zero 3", "1F1B", "offload"), ("zero 3", "1F1B", "freeze"), ("tensor", "freeze", "1F1B"),
-    ("compress", "tensor", "1F1B"), ("tie", "tensor", "zero 1"), ("tie", "1F1B", "zero 1"),
-    ("channels", "spatial", "zero 1"), ("channels", "1F1B", "zero 3"),
-    ("checkpoint", "offload", "1F1B"), ("ring", "checkpoint", "zero 3"),
-)  # fmt: skip
+    ("zero 1", "expert", "1F1B"),
+    ("tensor", "expert", "1F1B"),
+    ("ring", "expert", "zero 1"),
+    ("ring", "tensor", "1F1B"),
+    ("grid", "1F1B", "checkpoint"),
+    ("zero 1", "grid", "checkpoint"),
+    ("zero 3", "1F1B", "offload"),
+    ("zero 3", "1F1B", "freeze"),
+    ("tensor", "freeze", "1F1B"),
+    ("compress", "tensor", "1F1B"),
+    ("tie", "tensor", "zero 1"),
+    ("tie", "1F1B", "zero 1"),
+    ("channels", "spatial", "zero 1"),
+    ("channels", "1F1B", "zero 3"),
+    ("checkpoint", "offload", "1F1B"),
+    ("ring", "checkpoint", "zero 3"),
+)
 
 
-SPLITS = {"zero 3", "tensor", "sequence", "ring", "ulysses", "expert", "1F1B", "interleaved",
-          "checkpoint"}  # fmt: skip
+SPLITS = {
+    "zero 3",
+    "tensor",
+    "sequence",
+    "ring",
+    "ulysses",
+    "expert",
+    "1F1B",
+    "interleaved",
+    "checkpoint",
+}
 OF_LLAMA = {"rope", "add norm", "held head", "rowwise"}  # what other models have no place for
 
 

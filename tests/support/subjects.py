@@ -70,12 +70,24 @@ def whisper(layers: int) -> nn.Module:
 
     torch.manual_seed(0)
     config = transformers.WhisperConfig(
-        vocab_size=models.VOCAB, num_mel_bins=4, d_model=16, encoder_layers=layers,
-        encoder_attention_heads=4, decoder_layers=layers, decoder_attention_heads=4,
-        encoder_ffn_dim=24, decoder_ffn_dim=24, max_source_positions=8, num_labels=3,
-        classifier_proj_size=8, dropout=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        vocab_size=models.VOCAB,
+        num_mel_bins=4,
+        d_model=16,
+        encoder_layers=layers,
+        encoder_attention_heads=4,
+        decoder_layers=layers,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        max_source_positions=8,
+        num_labels=3,
+        classifier_proj_size=8,
+        dropout=0.0,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
         decoder_start_token_id=1,
-    )  # fmt: skip
+    )
     return transformers.WhisperForAudioClassification(config).double()
 
 

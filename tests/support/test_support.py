@@ -12,10 +12,16 @@ from tests.support.cells import FAILED, NO_MODEL, VERIFIED, judged
 from tests.support.features import Combination, combinations_of, ordered
 
 ALWAYS: tuple[Combination, ...] = (
-    ("zero 3", "expert"), ("tensor", "channels"), ("sequence", "interleaved"),
-    ("ulysses", "checkpoint"), ("grid", "offload"), ("expert", "tie"), ("1F1B", "spatial"),
-    ("freeze", "ring"), ("tensor", "compress"),
-)  # fmt: skip
+    ("zero 3", "expert"),
+    ("tensor", "channels"),
+    ("sequence", "interleaved"),
+    ("ulysses", "checkpoint"),
+    ("grid", "offload"),
+    ("expert", "tie"),
+    ("1F1B", "spatial"),
+    ("freeze", "ring"),
+    ("tensor", "compress"),
+)
 ALL = tuple(combinations_of())
 
 
@@ -53,14 +59,14 @@ def test_a_wrong_gradient_is_a_failed_cell(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program whose gradients are not summed over the ranks is told from one that is right."""
-    from schedlang.runtime.summing import replicas
+    from schedlang.runtime.grad_reduction import zero
 
-    plain = replicas.Sliced.add
+    plain = zero.Sliced.add
 
     def averaged(self: Any, module: Any, *given: Any) -> None:
         plain(self, module, *given)
         module.set_gradient_divide_factor(2.0)
 
-    monkeypatch.setattr(replicas.Sliced, "add", averaged)
+    monkeypatch.setattr(zero.Sliced, "add", averaged)
     found = judged(("zero 2", "tensor"), threads)
     assert (found.status, "gradient" in found.why) == (FAILED, True), found.why

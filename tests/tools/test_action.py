@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from schedlang.annotate import Note, annotation, summarize, table
 from schedlang.cli import app
-from schedlang.mesh import Mesh
+from schedlang.diagnostics.annotate import Note, annotation, summarize, table
+from schedlang.ir.mesh import Mesh
 from schedlang.report import Report, Row
 from schedlang.verbs import examine
 from schedlang.verbs.answers import Outcome, Wish
@@ -70,9 +70,7 @@ signs = st.text(st.sampled_from("%0A:,\n\r=;DB2a é"), max_size=12)
 def test_an_annotation_arrives_as_it_was_said(title: str, text: str, line: int) -> None:
     """Whatever title and text contain, the runner reads one command with these values."""
     found = heard(annotation(Note("a,b/x:1.sched", line, title, text), {}))
-    assert found == (
-        "error", {"file": "a,b/x:1.sched", "line": str(line), "title": title}, text
-    )  # fmt: skip
+    assert found == ("error", {"file": "a,b/x:1.sched", "line": str(line), "title": title}, text)
 
 
 def test_files_are_named_as_the_repository_names_them(
@@ -226,8 +224,8 @@ def test_a_large_mesh_is_left_out_or_reduced(
         assert case.plan.mesh.world == 2
         return Report((Row("", "loss", "loss", 0.0, 1e-9, ok=True),))
 
-    monkeypatch.setattr("schedlang.verbs.posed.posed", posed)
-    monkeypatch.setattr("schedlang.passes.verifying.prove.prove", prove)
+    monkeypatch.setattr("schedlang.verbs.inputs.posed", posed)
+    monkeypatch.setattr("schedlang.passes.prove.prove", prove)
     ranks: Any = SimpleNamespace(model_file=lambda named, beside: None, pool=lambda: None)
     left = examine.verify(tmp_path / "good.sched", Wish(), ranks)
     assert left.skipped and asked == [None] and left.to_json()["exit"] == 3
@@ -276,9 +274,15 @@ def test_exit_codes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, model: str, code: int
 ) -> None:
     """0 holds, 1 does not, 2 refused, 3 could not be checked: of every verb, for each reason."""
-    write(tmp_path, good=GOOD, library=LIBRARY, odd=GOOD.replace("tp=2", "tp=3"),
-          torn="schedule 1\nstep {\n", loose=GOOD.replace("mesh(tp", "mesh( tp"),
-          model=model)  # fmt: skip
+    write(
+        tmp_path,
+        good=GOOD,
+        library=LIBRARY,
+        odd=GOOD.replace("tp=2", "tp=3"),
+        torn="schedule 1\nstep {\n",
+        loose=GOOD.replace("mesh(tp", "mesh( tp"),
+        model=model,
+    )
     monkeypatch.chdir(tmp_path)
     found = run(*words.split())
     assert found.exit_code == code, found.output
@@ -340,11 +344,16 @@ def step(action: dict[str, Any], name: str, folder: Path, **inputs: str) -> Any:
         for key, text in found["env"].items()
     }
     environ = {
-        **os.environ, **env, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
-        "GITHUB_ACTION_PATH": str(ROOT), "RUNNER_TEMP": str(folder / "temp"),
-        "GITHUB_ACTIONS": "true", "GITHUB_STEP_SUMMARY": str(folder / "summary.md"),
-        "GITHUB_WORKSPACE": str(folder), "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
+        **os.environ,
+        **env,
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "GITHUB_ACTION_PATH": str(ROOT),
+        "RUNNER_TEMP": str(folder / "temp"),
+        "GITHUB_ACTIONS": "true",
+        "GITHUB_STEP_SUMMARY": str(folder / "summary.md"),
+        "GITHUB_WORKSPACE": str(folder),
+        "PYTHONPATH": str(ROOT),
+    }
     command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", found["run"]]
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
 
@@ -366,8 +375,14 @@ def test_the_action_checks_and_verifies(action: dict[str, Any], tmp_path: Path) 
     program(tmp_path / "bin", "schedlang", shim)
     write(tmp_path / "a b" / "c", good=GOOD, odd=GOOD.replace("tp=2", "tp=3"))
     write(tmp_path / "models", model=SOUND)
-    done = step(action, "schedlang ci", tmp_path, files="**/*.sched", model="models/model.py",
-                args="--static --locked --json")  # fmt: skip
+    done = step(
+        action,
+        "schedlang ci",
+        tmp_path,
+        files="**/*.sched",
+        model="models/model.py",
+        args="--static --locked --json",
+    )
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("::error file=a b/c/") == 3
     questions = [(one["file"], one["question"]) for one in json.loads(done.stdout)["outcomes"]]

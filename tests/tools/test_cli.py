@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from schedlang import codes
 from schedlang.cli import app
-from schedlang.primitive import load_all, registry
+from schedlang.diagnostics import codes
+from schedlang.ir.primitive import load_all, registry
 from tests.samples import SAMPLES
 
 ROOT = Path(__file__).parents[2]
@@ -126,9 +126,9 @@ def test_usage_errors_are_refusals() -> None:
 
 def test_our_own_errors_are_not_results(file: Path, monkeypatch: Any) -> None:
     """An error of ours ends with 3: unchecked is never reported as passed."""
-    import schedlang.printer
+    import schedlang.language.printer
 
-    monkeypatch.setattr(schedlang.printer, "fmt", lambda source: 1 / 0)
+    monkeypatch.setattr(schedlang.language.printer, "fmt", lambda source: 1 / 0)
     result = call("fmt", file, "--json")
     assert result.exit_code == 3 and json.loads(result.stdout)["exit"] == 3
 

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import schedlang
 from schedlang.cli import VERBS, app
-from schedlang.code_example import model
-from schedlang.tables import table, wrapped
+from schedlang.diagnostics.codes import model
+from schedlang.diagnostics.tables import table, wrapped
 from schedlang.verbs.telling import Telling
 
 ROOT = Path(__file__).parents[2]
@@ -114,8 +114,8 @@ def test_ranks_tell_their_steps() -> None:
     import torch
     from torch import nn
 
-    from schedlang.passes.proving.sides import Case
-    from schedlang.passes.verifying.prove import prove
+    from schedlang.passes.prove import prove
+    from schedlang.passes.verify.sides import Case
 
     heard: list[tuple[str, int, int]] = []
 
@@ -226,12 +226,11 @@ def test_words_are_never_cut() -> None:
 @pytest.mark.parametrize("width", [80, 100])
 def test_plan_and_tree_fit(folder: Path, width: int) -> None:
     """Every line of a plan and of a tree fits the terminal; the same names stand in it."""
-    from schedlang.code_example import model as text_of
-    from schedlang.model import ModelFacts
-    from schedlang.passes.costs.account import account
-    from schedlang.passes.showing import tree
-    from schedlang.passes.showing.show import view
-    from schedlang.passes.showing.show_text import text
+    from schedlang.diagnostics.codes import model as text_of
+    from schedlang.ir.model import ModelFacts
+    from schedlang.passes.simulate.account import account
+    from schedlang.viz import tree
+    from schedlang.viz.show import text, view
 
     names: dict[str, object] = {}
     exec(text_of(), names)

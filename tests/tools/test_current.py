@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from schedlang.modelfile import load_model_file
-from schedlang.runtime.launching.launch import Pool
+from schedlang.ir.modelfile import load_model_file
+from schedlang.runtime.launch.pool import Pool
 
 BEFORE = "from torch import nn\n\n\ndef model():\n    return nn.Linear(2, 3)\n"
 

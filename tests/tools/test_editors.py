@@ -9,16 +9,17 @@ from pygments.token import Error
 
 from schedlang.editors import textmate, words
 from schedlang.editors.complete import offers
-from schedlang.editors.define import definition
-from schedlang.editors.hover import hover
+from schedlang.editors.hover import definition, hover
 from schedlang.editors.lexer import SchedLexer
 from schedlang.editors.outline import Outline
 from schedlang.editors.rules import rules
 
 ROOT = Path(__file__).parents[2]
 SCHEDULES = sorted((ROOT / "examples").rglob("*.sched"))
-HEAD = 'schedule 1 for M\nuse "lib.sched" as lib\nknob tp: int = 2 in [1, 2]\n' \
-    "mesh(dp=_, tp=tp)\npattern act(x, b) { gelu(x + b) }\n"  # fmt: skip
+HEAD = (
+    'schedule 1 for M\nuse "lib.sched" as lib\nknob tp: int = 2 in [1, 2]\n'
+    "mesh(dp=_, tp=tp)\npattern act(x, b) { gelu(x + b) }\n"
+)
 STEP = HEAD + 'step "s" {\n'
 
 
@@ -88,8 +89,12 @@ def test_hover() -> None:
         before, after = text.split("|")
         return hover(before + after, len(before), MODEL, rows)
 
-    row = {"pattern": "h.*", "do": "shard", "said": "f32[4@tp, 8]", "collectives": [
-        {"count": 2, "kind": "all-reduce", "axes": ["tp"], "what": "output"}]}  # fmt: skip
+    row = {
+        "pattern": "h.*",
+        "do": "shard",
+        "said": "f32[4@tp, 8]",
+        "collectives": [{"count": 2, "kind": "all-reduce", "axes": ["tp"], "what": "output"}],
+    }
     assert "over=axis" in shown(STEP + "  wte  sha|rd(col, over=tp)")
     found = shown(STEP + "  at h.* {\n  mlp.u|p  shard(col, over=tp)", row)
     assert "2 modules" in found and "`h.1.mlp.up`: Linear, weight float32[4, 8]" in found
@@ -133,11 +138,19 @@ def test_pygments_finds_it() -> None:
 def test_words_are_what_they_stand_for() -> None:
     """A keyword is one only where it stands alone: a module or an argument may have its name."""
     text = 'step "a" {\n  a.step.b:Linear  shard(S(out), at=tp)  # h\n}\nknob x: int = 4GiB\n'
-    found = [(str(kind).removeprefix("Token."), piece)
-             for kind, piece in SchedLexer().get_tokens(text)]  # fmt: skip
-    for pair in [("Keyword.Declaration", "step"), ("Name", "step"), ("Name.Class", ":Linear"),
-                 ("Name.Function", "shard"), ("Name.Attribute", "at"), ("Comment.Single", "# h"),
-                 ("Keyword.Type", "int"), ("Literal", "4GiB")]:  # fmt: skip
+    found = [
+        (str(kind).removeprefix("Token."), piece) for kind, piece in SchedLexer().get_tokens(text)
+    ]
+    for pair in [
+        ("Keyword.Declaration", "step"),
+        ("Name", "step"),
+        ("Name.Class", ":Linear"),
+        ("Name.Function", "shard"),
+        ("Name.Attribute", "at"),
+        ("Comment.Single", "# h"),
+        ("Keyword.Type", "int"),
+        ("Literal", "4GiB"),
+    ]:
         assert pair in found, pair
 
 

@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from schedlang.cli import app
-from schedlang.diagnostic import Refusal
-from schedlang.passes.locking.lock import SECTIONS, Lock
-from schedlang.passes.locking.lock_diff import changes
-from schedlang.passes.locking.lock_text import read_lock, to_text
-from schedlang.passes.shrinking.ranges import WHOLE, gathered, spread
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.lock import SECTIONS, Lock, changes, read_lock, to_text
+from schedlang.passes.reduce_model.blocks import WHOLE, gathered, spread
 from schedlang.verbs.lockfile import compare_lock
 
 ROOT = Path(__file__).parents[2]
@@ -282,11 +280,11 @@ def test_a_missing_lock_is_refused(schedule: Path) -> None:
 
 def test_verify_asks_the_lock_first(schedule: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`verify --locked` of a model that changed ends with 1 before any rank is started."""
-    import schedlang.runtime.launching.launch
+    import schedlang.runtime.launch.pool
 
     locked(schedule)
     schedule.with_name("model.py").write_text(MODEL.replace("Block(8)", "Block(16)"))
-    monkeypatch.setattr(schedlang.runtime.launching.launch, "Pool", None)
+    monkeypatch.setattr(schedlang.runtime.launch.pool, "Pool", None)
     found = run("verify", schedule, "--locked", "--json")
     assert found.exit_code == 1, found.output
     assert json.loads(found.stdout)["changes"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from schedlang.amounts import size
-from schedlang.memory import CLASSES, Moment, RankMemory
-from schedlang.passes.costs.account import account
-from schedlang.passes.showing import memory_picture
-from schedlang.passes.showing.memory_picture import HIGH, MOST_PANELS, MOST_POINTS, over_time
-from schedlang.passes.showing.picture import picture
-from schedlang.passes.showing.show import view
+from schedlang.diagnostics.tables import size
+from schedlang.ir.memory import CLASSES, Moment, RankMemory
+from schedlang.passes.simulate.account import account
+from schedlang.viz import cost_pictures
+from schedlang.viz.cost_pictures import HIGH, MOST_PANELS, MOST_POINTS, over_time
+from schedlang.viz.picture import picture
+from schedlang.viz.show import view
 from tests import models
 from tests.models import tokens
 from tests.proofs import planned
@@ -25,7 +25,7 @@ def rank(place: int, *levels: tuple[int, ...]) -> RankMemory:
 
 def heights(parts: list[str], name: str) -> list[list[float]]:
     """The upper edges of a class's areas, one list for each panel."""
-    fill = memory_picture.COLOURS[name]
+    fill = cost_pictures.COLOURS[name]
     found = (re.search(rf'points="([^"]*)" fill="{fill}"', part) for part in parts)
     points = [match[1].split() for match in found if match]
     return [[float(p.split(",")[1]) for p in one[: len(one) // 2]] for one in points]
@@ -38,7 +38,7 @@ def test_areas_are_stacked_on_one_scale() -> None:
     first, second = heights(parts, "activations")
     assert min(first) == 12.0, "the top of the first panel"
     assert max(second) - min(second) == 0
-    bottom = 12 + HIGH + memory_picture.GAP + HIGH
+    bottom = 12 + HIGH + cost_pictures.GAP + HIGH
     assert abs((bottom - second[0]) / HIGH - 0.5) < 0.01
     text = "".join(parts)
     assert "peak 400 B in op1" in text and "pp=0" in text and "pp=1" in text

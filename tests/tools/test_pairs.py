@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from schedlang.mesh import Mesh, neighbours
-from schedlang.passes.costs.pairs import SHARE, Pairs, pairs
-from schedlang.passes.costs.sent import Collective
-from schedlang.passes.costs.traffic import collectives
-from schedlang.passes.showing.pairs_picture import Matrix, between
+from schedlang.ir.mesh import Mesh, neighbours
+from schedlang.passes.simulate.pairs import SHARE, Pairs, pairs
+from schedlang.passes.simulate.traffic import Collective, collectives
+from schedlang.viz.cost_pictures import Matrix, between
 from tests import models
 from tests.models import tokens
 from tests.proofs import planned
@@ -78,7 +77,7 @@ def test_a_long_axis_shows_its_first_ranks() -> None:
 
 def test_a_pipeline_sends_to_its_neighbours() -> None:
     """On a real model: between neighbouring stages, and back where the order turns around."""
-    from schedlang.passes.preparing.prepare import prepare
+    from schedlang.passes.analyze.prepare import prepare
 
     rows = 'transformer.h  pipeline_split(over=pp)\npipeline(order="ZB-V", micro=4, chunks=2)\n'
     made = planned(models.gpt2(layers=4), rows, "pp=2")
@@ -102,8 +101,8 @@ def test_shades_follow_bytes() -> None:
 
 def test_nothing_sent_is_nothing_drawn() -> None:
     """A plan on one rank, or without a batch, has no such picture."""
-    from schedlang.passes.costs.account import account
-    from schedlang.passes.showing.show import view
+    from schedlang.passes.simulate.account import account
+    from schedlang.viz.show import view
 
     made = planned(models.gpt2(), "transformer.h.*  checkpoint()")
     assert between(view(made, account(made, None)), 10) == ([], 0)

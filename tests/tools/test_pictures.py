@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from schedlang import report_page
-from schedlang.passes.showing import memory_picture, pairs_picture, picture
-from schedlang.timeline.looks import FILL, Kind, shaded
+from schedlang import report as report_page
+from schedlang.pipeline.timeline.pictures import FILL, Kind, shaded
+from schedlang.viz import cost_pictures, picture
 from tests.pictures import different, equal, reports, timelines
 from tests.sight import contrast, nearest
 
@@ -18,12 +18,12 @@ CLASSES = {
     "blocks of a timeline": [FILL[kind] for kind in BLOCKS],
     "marks of a timeline": [FILL[kind] for kind in (Kind.EVICT, Kind.LOAD, Kind.STEP)],
     "bytes per rank": [fill for _, fill in picture.BARS],
-    "bytes over a step": list(memory_picture.COLOURS.values()),
+    "bytes over a step": list(cost_pictures.COLOURS.values()),
     "stages of the tree": list(picture.STAGES),
     "equal and different": ["#0072b2", "#d55e00"],
     "equal and different, dark": ["#56b4e9", "#ff9d5c"],
 }
-STEPS = {"in the light": list(pairs_picture.LIGHT), "in the dark": list(pairs_picture.DARK)}
+STEPS = {"in the light": list(cost_pictures.LIGHT), "in the dark": list(cost_pictures.DARK)}
 
 
 def alone(text: str) -> None:
@@ -75,8 +75,8 @@ def test_words_on_colours_can_be_read() -> None:
     for kind in BLOCKS:
         assert all(contrast(shaded(kind, level, 3), "#111111") >= 4.5 for level in range(4))
     assert all(contrast(fill, "#111111") >= 4.5 for fill in picture.STAGES)
-    assert all(contrast(fill, "#111111") >= 4.5 for fill in pairs_picture.LIGHT)
-    for fill, words in zip(pairs_picture.DARK, pairs_picture.WORDS, strict=True):
+    assert all(contrast(fill, "#111111") >= 4.5 for fill in cost_pictures.LIGHT)
+    for fill, words in zip(cost_pictures.DARK, cost_pictures.WORDS, strict=True):
         assert contrast(fill, words) >= 4.5
 
 

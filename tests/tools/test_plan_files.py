@@ -15,12 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 from schedlang.cli import app
-from schedlang.diagnostic import Refusal
-from schedlang.model import ModelFacts
-from schedlang.modelfile import load_model_file
-from schedlang.passes.locking.lock_text import read_lock
-from schedlang.passes.reading.restore import read_record, restored
-from schedlang.passes.shrinking.ranges import spread
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.model import ModelFacts
+from schedlang.ir.modelfile import load_model_file
+from schedlang.passes.elaborate.record import read_record, restored
+from schedlang.passes.lock import read_lock
+from schedlang.passes.reduce_model.blocks import spread
 
 CUSTOM = Path(__file__).parents[2] / "examples" / "custom"
 DEEP = pytest.mark.deep
@@ -28,7 +28,7 @@ VALUES: list[Any] = [
     *(None, -1, 0, 1.5, 10**30, 1e308, float("nan"), "x", "", "R", "S(-1)", "S(", True),
     *([], {}, [[]], ["x", 1, 1], "9" * 5000 + ")", "(" * 5000 + ")", "../../etc", "\0\n"),
     *("model.__class__)", "__import__('os').system('id'))"),
-]  # fmt: skip
+]
 
 
 def _run(*args: object) -> Any:
@@ -66,8 +66,11 @@ def test_a_plan_does_not_choose_what_runs(tmp_path: Path, plan: dict[str, Any], 
     evil.write_text(f"open({str(told)!r}, 'w').write('ran')\n")
     saved = tmp_path / "p.json"
     saved.write_text(json.dumps(plan | {"model_file": str(evil)}))
-    words = {"diff": ("diff", saved, saved), "run": ("run", "--plan", saved, "--steps", 1),
-             "why": ("why", saved, "blocks.0")}[verb]  # fmt: skip
+    words = {
+        "diff": ("diff", saved, saved),
+        "run": ("run", "--plan", saved, "--steps", 1),
+        "why": ("why", saved, "blocks.0"),
+    }[verb]
     done = _run(*words)
     assert not told.exists()
     assert done.exit_code == 2
@@ -146,11 +149,18 @@ def test_damaged_locks_are_refused(count: int) -> None:
     assert count / 2 < refused < count
 
 
-@pytest.mark.parametrize("text", [
-    "lock = 1\nmade = 3", "lock = 1\nsettings = 3", "lock = 1\n[settings]\ngiven = 3",
-    "lock = 1\n[settings]\ngiven = [3]", "x = " + "9" * 5000, "x = " + "[" * 100_000,
-    'lock = 1\n[parameters]\n"h.0..999999999.w" = "float32"',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lock = 1\nmade = 3",
+        "lock = 1\nsettings = 3",
+        "lock = 1\n[settings]\ngiven = 3",
+        "lock = 1\n[settings]\ngiven = [3]",
+        "x = " + "9" * 5000,
+        "x = " + "[" * 100_000,
+        'lock = 1\n[parameters]\n"h.0..999999999.w" = "float32"',
+    ],
+)
 def test_no_lock(text: str) -> None:
     """Each is refused at once, with how to write one."""
     with _at_most(5), pytest.raises(Refusal, match="plan FILE --lock"):

@@ -131,7 +131,7 @@ def test_a_refused_schedule_fails_on_its_line(pytester: pytest.Pytester) -> None
 
 def test_locks_are_items(pytester: pytest.Pytester) -> None:
     """A lock that is there is compared; with --schedlang-locked it has to be there."""
-    from schedlang.verbs.files import accounted, planned
+    from schedlang.verbs.inputs import accounted, planned
     from schedlang.verbs.lockfile import lock_path, write_lock
 
     write(pytester.path, good=GOOD, library=LIBRARY, model=SOUND)
@@ -185,17 +185,27 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "schedlang_refused = sound/odd.sched: S402\n"
     )
     environ = {
-        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "GITHUB_ACTIONS": "true",
-        "GITHUB_STEP_SUMMARY": str(folder / "summary.md"), "GITHUB_WORKSPACE": str(folder.parent),
-    }  # fmt: skip
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "GITHUB_ACTIONS": "true",
+        "GITHUB_STEP_SUMMARY": str(folder / "summary.md"),
+        "GITHUB_WORKSPACE": str(folder.parent),
+    }
     options = "--schedlang -vrs --junitxml junit.xml --schedlang-dtype none --schedlang-seed 5"
     command = [sys.executable, "-m", "pytest", *PLUGIN, *options.split(), "--schedlang-world", "3"]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
     junit = ElementTree.parse(folder / "junit.xml").getroot()
     cases = {f"{c.get('classname')}::{c.get('name')}": c for c in junit.iter("testcase")}
-    return {"out": done.stdout, "err": done.stderr, "ret": done.returncode, "cases": cases,
-            "summary": (folder / "summary.md").read_text(), "folder": folder.name}  # fmt: skip
+    return {
+        "out": done.stdout,
+        "err": done.stderr,
+        "ret": done.returncode,
+        "cases": cases,
+        "summary": (folder / "summary.md").read_text(),
+        "folder": folder.name,
+    }
 
 
 def test_each_ends_as_it_should(ended: dict[str, Any]) -> None:

@@ -12,9 +12,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from schedlang.cli import app
-from schedlang.modelfile import load_model_file
-from schedlang.passes.reading.record import record
-from schedlang.passes.reading.restore import restored
+from schedlang.ir.modelfile import load_model_file
+from schedlang.passes.elaborate.record import record, restored
 from schedlang.schedule import load
 
 ROOT = Path(__file__).parents[2]
@@ -162,9 +161,12 @@ def test_no_plan(tmp_path: Path, text: str) -> None:
 def _torchrun(*args: object) -> subprocess.CompletedProcess[str]:
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*start, *map(str, args)], cwd=ROOT, capture_output=True, text=True,
+        [*start, *map(str, args)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     return done
 
@@ -200,9 +202,12 @@ def test_what_verify_refuses_under_torchrun(sched: Path) -> None:
     words = ("schedlang.cli", "run", str(sched), "--mesh", "dp=2,tp=1", "--steps", "1")
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*start, "-m", *words], cwd=ROOT, capture_output=True, text=True,
+        [*start, "-m", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     assert done.returncode != 0 and done.stderr.count("error[S703]") == 1, done.stderr
 
 
@@ -216,10 +221,17 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     assert len(losses) == 20 and losses[-1] < losses[9] < losses[0]
 
 
-@pytest.mark.parametrize("words", [
-    ("plan", "--svg"), ("plan", "--html"), ("plan", "--out"), ("verify", "--html"),
-    ("run", "--timeline"), ("simulate", "--svg"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "--svg"),
+        ("plan", "--html"),
+        ("plan", "--out"),
+        ("verify", "--html"),
+        ("run", "--timeline"),
+        ("simulate", "--svg"),
+    ],
+)
 def test_a_folder_that_is_missing(tmp_path: Path, words: tuple[str, str]) -> None:
     """It is refused before any work, with the path: here not even the schedule is there."""
     verb, option = words

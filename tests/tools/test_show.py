@@ -7,15 +7,13 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
-from schedlang.amounts import number, size
-from schedlang.passes.costs.account import account
-from schedlang.passes.costs.delta import delta
-from schedlang.passes.reading.fold import pattern
-from schedlang.passes.showing.picture import page, picture
-from schedlang.passes.showing.show import View, view
-from schedlang.passes.showing.show_text import text
-from schedlang.passes.showing.trace import trace
-from schedlang.timeline import timing
+from schedlang.diagnostics.tables import number, size
+from schedlang.passes.elaborate.fold import pattern
+from schedlang.passes.simulate.account import account, delta
+from schedlang.pipeline.timeline import timing
+from schedlang.viz.picture import page, picture
+from schedlang.viz.show import View, text, view
+from schedlang.viz.trace import trace
 from tests.models import tokens
 from tests.verifying.test_account import CHECKPOINT, MESH, PIPE, TENSOR, planned
 
@@ -80,7 +78,7 @@ def test_large_pictures_stay_small() -> None:
     """A pipeline of many operations shows its first ranks, and says so."""
     from dataclasses import replace
 
-    from schedlang.orders import order
+    from schedlang.pipeline.schedules import order
 
     one = shown()
     long = replace(one.account, timeline=order("1F1B", 32, 64))

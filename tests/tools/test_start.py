@@ -11,7 +11,7 @@ import pytest
 
 from schedlang import primitives
 from schedlang.cli import VERBS
-from schedlang.primitive import load_all, registry
+from schedlang.ir.primitive import load_all, registry
 from schedlang.verbs.checking import plain
 
 ROOT = Path(__file__).parents[2]
@@ -31,17 +31,25 @@ try:
 finally:
     print(json.dumps(sorted(sys.modules)), file=sys.stderr)
 """
-HEAVY = {"torch", "numpy", "schedlang.code_texts", "schedlang.runtime", "schedlang.codes"}
+HEAVY = {
+    "torch",
+    "numpy",
+    "schedlang.diagnostics.code_texts",
+    "schedlang.runtime",
+    "schedlang.diagnostics.codes",
+}
 OPTIONS = {"typer", "click", "rich", "pydantic"}
-MODEL = {"schedlang.selector", "schedlang.modelfile", "importlib.metadata"}
+MODEL = {"schedlang.language.selector", "schedlang.ir.modelfile", "importlib.metadata"}
 
 
 def imported(*words: object, code: int = 0) -> set[str]:
     """The modules that a command has imported when it ends."""
     done = subprocess.run(
         [sys.executable, "-S", "-c", CODE, *map(str, words)],
-        env={"PYTHONPATH": ":".join([str(ROOT), *sys.path])}, capture_output=True, text=True,
-    )  # fmt: skip
+        env={"PYTHONPATH": ":".join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == code, done.stderr
     found = json.loads(done.stderr.splitlines()[-1])
     assert "schedlang.cli" in found
@@ -77,7 +85,9 @@ def test_a_verb_imports_itself_alone(tmp_path: Path) -> None:
 
 def test_help_imports_nothing_heavy() -> None:
     """The list of verbs is made from them, and from nothing that they do."""
-    assert not imported("--help") & (HEAVY | {"lark", "schedlang.syntax", "schedlang.primitive"})
+    assert not imported("--help") & (
+        HEAVY | {"lark", "schedlang.language.syntax", "schedlang.ir.primitive"}
+    )
 
 
 def test_each_primitive_has_the_file_of_its_name() -> None:

@@ -12,13 +12,12 @@ from xml.etree import ElementTree
 from typer.testing import CliRunner
 
 from schedlang.cli import app
-from schedlang.cost import Cost
-from schedlang.orders import ORDERS, order, sized
-from schedlang.passes.showing.trace import UNIT, trace
-from schedlang.timeline import Kind, Op, Timing, timeline, timing
-from schedlang.timeline.bars import IDLE, MOST_RANKS, bars
-from schedlang.timeline.needs import dependencies
-from schedlang.timeline.svg import MOST_BLOCKS, drawn
+from schedlang.pipeline.cost import Cost
+from schedlang.pipeline.schedules import ORDERS, order, sized
+from schedlang.pipeline.timeline import Kind, Op, Timing, timeline, timing
+from schedlang.pipeline.timeline.needs import dependencies
+from schedlang.pipeline.timeline.pictures import IDLE, MOST_BLOCKS, MOST_RANKS, bars, drawn
+from schedlang.viz.trace import UNIT, trace
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
 
@@ -121,8 +120,16 @@ def drawing(times: Timing, **options: Any) -> list[ElementTree.Element]:
 
 def test_what_takes_no_time_is_marked() -> None:
     """Parked activations and updates have a mark each, of their own shape, at their time."""
-    rows = [[Op(F, 0, 0), Op(Kind.EVICT, 0, 0, peer=1), Op(Kind.LOAD, 0, 0, peer=1), Op(B, 0, 0),
-             Op(Kind.STEP, 0, 0, version=1)], [Op(F, 1, 0), Op(B, 1, 0)]]  # fmt: skip
+    rows = [
+        [
+            Op(F, 0, 0),
+            Op(Kind.EVICT, 0, 0, peer=1),
+            Op(Kind.LOAD, 0, 0, peer=1),
+            Op(B, 0, 0),
+            Op(Kind.STEP, 0, 0, version=1),
+        ],
+        [Op(F, 1, 0), Op(B, 1, 0)],
+    ]
     times = timing(timeline(rows))
     marks = [e for e in drawing(times) if e.get("class") == "k"]
     assert len(marks) == 3 and len({str(e.get("d"))[-12:] for e in marks}) == 3

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from schedlang.model import ModelFacts
-from schedlang.passes.showing.tree import Node, text, tree
+from schedlang.ir.model import ModelFacts
+from schedlang.viz.tree import Node, text, tree
 from tests.models import gpt2
 
 
@@ -50,5 +50,7 @@ def test_json_is_the_tree() -> None:
     assert value["class"] == "GPT2LMHeadModel"
     head = value["children"][1]["tensors"][0]
     assert (head["shape"], head["dims"], head["tied"]) == (
-        [61, 16], ["out", "in"], "transformer.wte.weight",
-    )  # fmt: skip
+        [61, 16],
+        ["out", "in"],
+        "transformer.wte.weight",
+    )

@@ -48,8 +48,16 @@ def run(*words: object) -> Result:
 def test_plan(folder: Path) -> None:
     """`plan` prints rows, costs and pictures, and saves what running it again needs."""
     files = {name: folder / f"p.{name}" for name in ("svg", "html", "json")}
-    found = run("plan", folder / "a.sched", "--svg", files["svg"], "--html", files["html"],
-                "--out", files["json"])  # fmt: skip
+    found = run(
+        "plan",
+        folder / "a.sched",
+        "--svg",
+        files["svg"],
+        "--html",
+        files["html"],
+        "--out",
+        files["json"],
+    )
     assert found.exit_code == 0, found.output
     assert "f32[8@tp, 6]" in found.stdout and "activations" in found.stdout
     assert files["svg"].read_text().startswith("<svg") and "</svg>" in files["html"].read_text()

@@ -27,15 +27,18 @@ needs_packages = pytest.mark.skipif(
     not NODE or not (PACKAGES / "vscode-textmate").is_dir(),
     reason="`npm install` has not been run in editors/vscode",
 )
-SETTINGS = {"schedlang.command": "schedlang", "schedlang.model": True}
+SETTINGS = {"schedlang.command": "schedlang", "schedlang.ir.model": True}
 
 
 def node(script: str, argument: Path, text: str) -> Any:
     """What a script prints."""
     done = subprocess.run(
-        [NODE, SCRIPTS / script, argument], input=text, capture_output=True, text=True,
+        [NODE, SCRIPTS / script, argument],
+        input=text,
+        capture_output=True,
+        text=True,
         env={**os.environ, "NODE_PATH": str(PACKAGES)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -67,24 +70,30 @@ def test_starts_the_language_server() -> None:
 )
 def test_models_are_imported_where_it_is_allowed(trusted: bool, model: bool, said: str) -> None:
     """No model file is imported in a folder that is not trusted, or against the setting."""
-    first = activated(trusted=trusted, **{"schedlang.model": model})[0]
+    first = activated(trusted=trusted, **{"schedlang.ir.model": model})[0]
     assert first["start"]["args"] == ["lsp", said]
 
 
 @needs_node
 def test_starts_anew_when_settings_or_trust_change() -> None:
     """Trust and settings of ours restart the server with what holds now; others' do not."""
-    own = {"name": "settings", "of": "schedlang",
-           "then": {"settings": SETTINGS | {"schedlang.command": "other"}}}  # fmt: skip
+    own = {
+        "name": "settings",
+        "of": "schedlang",
+        "then": {"settings": SETTINGS | {"schedlang.command": "other"}},
+    }
     foreign = {"name": "settings", "of": "editor"}
     trust = {"name": "trust", "then": {"trusted": True}}
     said = activated(trust, foreign, own, trusted=False)
     steps = [(next(iter(one)), one.get("start", one.get("stop"))) for one in said]
     assert [(kind, server["command"], server["args"][1]) for kind, server in steps] == [
-        ("start", "schedlang", "--no-model"), ("stop", "schedlang", "--no-model"),
-        ("start", "schedlang", "--model"), ("stop", "schedlang", "--model"),
-        ("start", "other", "--model"), ("stop", "other", "--model"),
-    ]  # fmt: skip
+        ("start", "schedlang", "--no-model"),
+        ("stop", "schedlang", "--no-model"),
+        ("start", "schedlang", "--model"),
+        ("stop", "schedlang", "--model"),
+        ("start", "other", "--model"),
+        ("stop", "other", "--model"),
+    ]
 
 
 def test_the_options_it_gives_exist() -> None:

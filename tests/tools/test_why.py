@@ -124,7 +124,9 @@ def test_settings_go_with_schedules(folder: Path) -> None:
     assert code == 2 and "S907" in text and "not hold a plan of version 1" in text
 
 
-NEST = MODEL.replace("def model", """class Mine(nn.Module):
+NEST = MODEL.replace(
+    "def model",
+    """class Mine(nn.Module):
     def __init__(self, old):
         super().__init__()
         self.up, self.down, self.act = old.up, old.down, nn.ReLU()
@@ -136,7 +138,8 @@ class Whole(nn.Module):
         self.net, self.replacements = Net(), {"mine": Mine}
     def forward(self, x):
         return self.net(x)
-def model""").replace("return Net()", "return Whole()")  # fmt: skip
+def model""",
+).replace("return Net()", "return Whole()")
 
 
 def test_a_saved_plan_names_modules_that_its_rows_made(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from schedlang import last_checkpoint
+from schedlang.runtime.checkpointing import archive
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.program import Program
-from schedlang.runtime.saving import archive
 from tests.layouts import (
     Odd,
     batch_of,
@@ -33,8 +33,10 @@ from tests.models import gpt2
 from tests.ranks import run_ranks
 
 WORLDS = {
-    1: ["one"], 2: ["tp2", "dp2", "dp2z1", "dp2z3", "pp2"], 4: ["dp2tp2"],
-}  # fmt: skip
+    1: ["one"],
+    2: ["tp2", "dp2", "dp2z1", "dp2z3", "pp2"],
+    4: ["dp2tp2"],
+}
 
 
 def _schedule(program: Program) -> None:

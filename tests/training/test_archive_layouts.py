@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from schedlang.passes.running.build import build
-from schedlang.plan import Plan
+from schedlang.ir.plan import Plan
+from schedlang.passes.lower.build import build
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.program import Program
@@ -124,9 +124,14 @@ def llama() -> nn.Module:
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
-        intermediate_size=24, max_position_embeddings=16, **models.SIZES,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=16,
+        **models.SIZES,
+    )
     return transformers.LlamaForCausalLM(config).double()
 
 

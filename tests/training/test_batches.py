@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.proving.original import Sequential
-from schedlang.passes.verifying.prove import Case, prove
-from schedlang.runtime.launching.launch import Pool
-from schedlang.runtime.parts import named_tensors, rows_of, split
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.language.syntax import parse
+from schedlang.passes.prove import Case, prove
+from schedlang.passes.verify.original import Sequential
+from schedlang.runtime.batch import named_tensors, rows_of, split
+from schedlang.runtime.launch.pool import Pool
 from schedlang.schedule import Schedule
-from schedlang.source import Source
-from schedlang.syntax import parse
 from tests.engine import Threads
 from tests.proofs import planned, proven
 
@@ -125,7 +125,7 @@ def test_buffers_that_depend_on_the_split(of: str, rows: str, refused: bool, poo
 
 def test_buffers_are_put_back() -> None:
     """The check leaves the buffers of its subject as they were."""
-    from schedlang.passes.proving.buffers import check_buffers
+    from schedlang.passes.verify.runs import check_buffers
 
     batch = {"x": torch.ones(4, 3, dtype=torch.float64)}
     subject = Sequential(Averaging("weight"))
@@ -187,9 +187,12 @@ LAYOUTS = {
     "dp": ("dp=2", DP2),
     "tp": ("tp=2", "blocks.*.0  shard(col, over=tp)\n  blocks.*.2  shard(row, over=tp)"),
     "pp": ("pp=2", 'blocks  pipeline_split(over=pp)\n  pipeline(order="1F1B", micro=2)'),
-    "both": ("dp=2, pp=2", 'blocks  pipeline_split(over=pp)\n  zero(stage=1, over=dp)\n'
-             '  pipeline(order="1F1B", micro=2)'),
-}  # fmt: skip
+    "both": (
+        "dp=2, pp=2",
+        "blocks  pipeline_split(over=pp)\n  zero(stage=1, over=dp)\n"
+        '  pipeline(order="1F1B", micro=2)',
+    ),
+}
 
 
 @pytest.mark.parametrize("bounded", [False, True])

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.costs.account import account
-from schedlang.passes.running.build import build
-from schedlang.plan import Plan
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.plan import Plan
+from schedlang.passes.lower.build import build
+from schedlang.passes.simulate.account import account
 from schedlang.runtime.float64 import Float64
+from schedlang.runtime.grad_reduction import gradient
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.staging import early
-from schedlang.runtime.summing import gradient
+from schedlang.runtime.pipeline import overlapped_sums
 from tests.engine.threads import Threads
 from tests.proofs import adamw, assert_near, planned, sequential, trained
 from tests.ranks import run_ranks
@@ -86,7 +86,7 @@ def begun(rank: int, plan: Plan, steps: int) -> list[list[tuple[int, int]]]:
     torch.set_num_threads(1)
     made: list[int] = [0]
     found: list[list[tuple[int, int]]] = []
-    real = early.begin_one
+    real = overlapped_sums.begin_one
 
     def begin_one(group: Any, members: Any) -> Any:
         parts = getattr(members, "parameters", members)
@@ -100,14 +100,14 @@ def begun(rank: int, plan: Plan, steps: int) -> list[list[tuple[int, int]]]:
         program = build(plan, batch())
         for parameter in program.assembly.parameters.values():
             parameter.register_post_accumulate_grad_hook(added)
-        early.begin_one = begin_one  # type: ignore[assignment]
+        overlapped_sums.begin_one = begin_one  # type: ignore[assignment]
         try:
             for seed in range(steps):
                 found.append([])
                 made[0] = 0
                 program.train_step(batch(seed))
         finally:
-            early.begin_one = real
+            overlapped_sums.begin_one = real
     return found
 
 
@@ -136,7 +136,7 @@ def test_a_gradient_that_changes_later_is_no_silent_mistake() -> None:
     weight = nn.Parameter(torch.ones(3))
     group = gradient.Group(("dp",), (0, 1), 0)
     sums = [gradient.Sum(group, ("w",), "replicas")]
-    one = early.EarlySums({"w": weight}, sums, {"w": frozenset([0])})
+    one = overlapped_sums.EarlySums({"w": weight}, sums, {"w": frozenset([0])})
     for step in range(2):
         one.before(0, True)
         (weight * 2).sum().backward()
@@ -149,10 +149,13 @@ def test_a_gradient_that_changes_later_is_no_silent_mistake() -> None:
             one.finish()
 
 
-@pytest.mark.parametrize("row, code", [
-    ("zero(stage=1, over=dp, bucket=25MiB)", "S306"),
-    ("zero(stage=0, over=dp, bucket=0KiB)", "S304"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "row, code",
+    [
+        ("zero(stage=1, over=dp, bucket=25MiB)", "S306"),
+        ("zero(stage=0, over=dp, bucket=0KiB)", "S304"),
+    ],
+)
 def test_refusals(row: str, code: str) -> None:
     """Slices have no buckets, and a bucket is not empty."""
     with pytest.raises(Refusal, match=code):

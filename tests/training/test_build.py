@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.proving.original import Sequential
-from schedlang.passes.running.build import build
-from schedlang.passes.verifying.prove import Case, prove
-from schedlang.plan import Plan
-from schedlang.runtime.launching.launch import Pool
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.plan import Plan
+from schedlang.passes.lower.build import build
+from schedlang.passes.prove import Case, prove
+from schedlang.passes.verify.original import Sequential
+from schedlang.runtime.launch.pool import Pool
 from tests import models
 from tests.engine import Threads
 from tests.proofs import (

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.costs.traffic import collectives
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.passes.running.build import build
-from schedlang.passes.verifying.prove import Case, prove
-from schedlang.plan import Plan
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.lower.build import build
+from schedlang.passes.prove import Case, prove
+from schedlang.passes.simulate.traffic import collectives
 from schedlang.report import Report
-from schedlang.runtime.collectives.collective import listening
+from schedlang.runtime.comm.collectives import listening
 from tests import models
 from tests.docs.test_docs import ROOT, blocks
 from tests.engine import Threads
@@ -72,16 +72,26 @@ def in_both(pool: Threads, plan: Plan, batches: Sequence[Any] = BATCHES) -> Repo
 # -- against one process -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows, mesh", [
-    ("cast(bf16)\n" + SHARDED, "tp=2"),
-    ("cast(fp16)\nzero(stage=2, over=dp)", "dp=2"),
-    ("cast(bf16, params=true)\ntransformer.h.*.ln_1 cast(fp32)\nzero(stage=3, over=dp)", "dp=2"),
-    ("transformer.h.* cast(fp16, params=true)\n" + STAGES, "pp=2"),
-    pytest.param("cast(fp16, params=true)\nlm_head cast(fp32)\n" + SHARDED
-                 + "transformer.h.* checkpoint()\n"
-                 + STAGES.replace("pipeline(", "zero(stage=1, over=dp)\npipeline("),
-                 "tp=2, pp=2, dp=2", marks=pytest.mark.deep),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, mesh",
+    [
+        ("cast(bf16)\n" + SHARDED, "tp=2"),
+        ("cast(fp16)\nzero(stage=2, over=dp)", "dp=2"),
+        (
+            "cast(bf16, params=true)\ntransformer.h.*.ln_1 cast(fp32)\nzero(stage=3, over=dp)",
+            "dp=2",
+        ),
+        ("transformer.h.* cast(fp16, params=true)\n" + STAGES, "pp=2"),
+        pytest.param(
+            "cast(fp16, params=true)\nlm_head cast(fp32)\n"
+            + SHARDED
+            + "transformer.h.* checkpoint()\n"
+            + STAGES.replace("pipeline(", "zero(stage=1, over=dp)\npipeline("),
+            "tp=2, pp=2, dp=2",
+            marks=pytest.mark.deep,
+        ),
+    ],
+)
 def test_as_near_as_one_process_under_the_same_casts(
     threads: Threads, rows: str, mesh: str
 ) -> None:
@@ -126,8 +136,14 @@ def test_alone_it_is_autocast_bit_by_bit() -> None:
 def test_the_rule_is_really_followed() -> None:
     """Each form gives another loss than float32 does, and an island another than none."""
     losses = {}
-    for rows in ("", "up cast(bf16)", "cast(bf16)", "cast(bf16, params=true)",
-                 "cast(bf16, params=true)\nnorm cast(fp32)", "cast(fp16)"):  # fmt: skip
+    for rows in (
+        "",
+        "up cast(bf16)",
+        "cast(bf16)",
+        "cast(bf16, params=true)",
+        "cast(bf16, params=true)\nnorm cast(fp32)",
+        "cast(fp16)",
+    ):
         program = build(cast_plan(rows, model=Net()), points(0), optimizer=sgd)
         losses[rows] = float(program.train_step(points(0)))
     exact = losses.pop("")
@@ -166,9 +182,14 @@ def _infinite(parameter: nn.Parameter) -> None:
     (grad.to_local() if hasattr(grad, "to_local") else grad).view(-1)[0] = math.inf
 
 
-@pytest.mark.parametrize("rows, mesh, count", [
-    (SHARDED, "tp=2", 2), (STAGES, "pp=2", 2), ("zero(stage=2, over=dp)", "dp=2", 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, mesh, count",
+    [
+        (SHARDED, "tp=2", 2),
+        (STAGES, "pp=2", 2),
+        ("zero(stage=2, over=dp)", "dp=2", 2),
+    ],
+)
 def test_an_overflow_on_one_rank_skips_the_step_of_all(
     threads: Threads, rows: str, mesh: str, count: int
 ) -> None:
@@ -238,9 +259,13 @@ def _heard(plan: Plan, batch: Any) -> tuple[Counter[Any], list[int]]:
     return found, sent
 
 
-@pytest.mark.parametrize("row, output, grad, stage", [
-    ("cast(bf16)", 2, 4, 4), ("cast(fp16, params=true)", 2, 2, 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "row, output, grad, stage",
+    [
+        ("cast(bf16)", 2, 4, 4),
+        ("cast(fp16, params=true)", 2, 2, 2),
+    ],
+)
 def test_bytes_are_those_of_the_plan(
     threads: Threads, row: str, output: int, grad: int, stage: int
 ) -> None:
@@ -277,7 +302,7 @@ def _gathered(plan: Plan, batch: Any) -> list[torch.dtype]:
     """In which dtypes the units of this rank are whole, and reduced."""
     program = build(plan, batch, optimizer=sgd)
     program.train_step(batch)
-    from schedlang.runtime.summing.gathered import groups_of
+    from schedlang.runtime.grad_reduction.zero import groups_of
 
     units = [unit for one in program.assembly.sliced.values() for unit in one.units]
     held = [one for unit in units for group in groups_of(unit) for one in group.fsdp_params]
@@ -306,16 +331,19 @@ def test_slices_are_gathered_in_what_they_are_used_in(threads: Threads) -> None:
 # -- refusals ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows, code, said", [
-    ("cast(fp32, params=true)", "S890", "`cast(fp32)`"),
-    ("cast(bf16, scale=1024)", "S890", "`bf16` takes no loss scaling"),
-    ("cast(fp16, scale=1000)", "S890", "`scale` must be a power of two"),
-    ("up cast(bf16)\ncast(bf16)", "S892", "put the row of the outer module first"),
-    ("cast(bf16)\nup cast(fp16)", "S892", "cast(fp32)"),
-    ("up cast(bf16)\nup cast(bf16)", "S501", "twice"),
-    ("up cast(fp16)\ndown cast(fp16, scale=2)", "S893", "the rows name two loss scales"),
-    ("up shard(col, over=dp)\nup cast(bf16)", "S503", "move `cast` above this `shard`"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, code, said",
+    [
+        ("cast(fp32, params=true)", "S890", "`cast(fp32)`"),
+        ("cast(bf16, scale=1024)", "S890", "`bf16` takes no loss scaling"),
+        ("cast(fp16, scale=1000)", "S890", "`scale` must be a power of two"),
+        ("up cast(bf16)\ncast(bf16)", "S892", "put the row of the outer module first"),
+        ("cast(bf16)\nup cast(fp16)", "S892", "cast(fp32)"),
+        ("up cast(bf16)\nup cast(bf16)", "S501", "twice"),
+        ("up cast(fp16)\ndown cast(fp16, scale=2)", "S893", "the rows name two loss scales"),
+        ("up shard(col, over=dp)\nup cast(bf16)", "S503", "move `cast` above this `shard`"),
+    ],
+)
 def test_refusals(rows: str, code: str, said: str) -> None:
     """What means nothing, is said twice, or stands in the wrong place."""
     with pytest.raises(Refusal) as error:

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedlang.runtime.saving import boxes
-from schedlang.runtime.saving.checksum import Checksum, checksum
-from schedlang.runtime.saving.index import Unreadable, read_index
+from schedlang.runtime.checkpointing import boxes
+from schedlang.runtime.checkpointing.boxes import Checksum, checksum
+from schedlang.runtime.checkpointing.index import Unreadable, read_index
 
 DATA = random.Random(0).randbytes(5000)
 ID = "0123456789abcdef"
@@ -41,9 +41,11 @@ def test_each_flipped_bit(at: int) -> None:
 def test_what_is_zeroed_moved_or_cut_off(low: int, high: int) -> None:
     """Of a sector, of the end, and across two."""
     others = [
-        DATA[:low] + bytes(high - low) + DATA[high:], DATA[:low] + DATA[high:],
-        DATA[low:high] + DATA[:low] + DATA[high:], DATA[:low],
-    ]  # fmt: skip
+        DATA[:low] + bytes(high - low) + DATA[high:],
+        DATA[:low] + DATA[high:],
+        DATA[low:high] + DATA[:low] + DATA[high:],
+        DATA[:low],
+    ]
     for other in others:
         assert other == DATA or checksum(other) != checksum(DATA)
 

@@ -7,8 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from schedlang.runtime.summing.codecs import from_bits, from_int8, orthogonal, to_bits, to_int8
-from schedlang.runtime.summing.compressed import Codec, decoded, encoded
+from schedlang.runtime.grad_reduction.compressed import (
+    Codec,
+    decoded,
+    encoded,
+    from_bits,
+    from_int8,
+    orthogonal,
+    to_bits,
+    to_int8,
+)
 
 
 def test_eight_bits_round_without_bias() -> None:

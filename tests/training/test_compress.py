@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.costs.traffic import collectives
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.passes.running.build import build
-from schedlang.plan import Plan
-from schedlang.runtime.collectives.collective import listening
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.lower.build import build
+from schedlang.passes.simulate.traffic import collectives
+from schedlang.runtime.comm.collectives import listening
 from tests import models
 from tests.engine import Threads
 from tests.proofs import assert_near, planned, proven, sequential, sgd, steps
@@ -60,15 +60,31 @@ def test_equal_to_one_process_that_does_the_same(threads: Threads, how: str) -> 
     assert report.equivalence == "relaxed (lossy)"
 
 
-@pytest.mark.parametrize("how, more, mesh", thinned([
-    ("powersgd, rank=2", "transformer.h.*.mlp.c_fc shard(col, over=tp)\n"
-     "transformer.h.*.mlp.c_proj shard(row, over=tp)\n", "dp=2, tp=2"),
-    ("int8", "zero(stage=2, over=a)\n", "dp=2, a=2"),
-    ("onebit, error_feedback=false", "transformer.h pipeline_split(over=pp)\n"
-     'pipeline(order="1F1B", micro=2)\n', "dp=2, pp=2"),
-    ("onebit, block=8", "transformer.h.*.mlp.c_fc shard(col, over=tp, uneven=pad)\n"
-     "transformer.h.*.mlp.c_proj shard(row, over=tp, uneven=pad)\n", "dp=2, tp=3"),
-]))  # fmt: skip
+@pytest.mark.parametrize(
+    "how, more, mesh",
+    thinned(
+        [
+            (
+                "powersgd, rank=2",
+                "transformer.h.*.mlp.c_fc shard(col, over=tp)\n"
+                "transformer.h.*.mlp.c_proj shard(row, over=tp)\n",
+                "dp=2, tp=2",
+            ),
+            ("int8", "zero(stage=2, over=a)\n", "dp=2, a=2"),
+            (
+                "onebit, error_feedback=false",
+                'transformer.h pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)\n',
+                "dp=2, pp=2",
+            ),
+            (
+                "onebit, block=8",
+                "transformer.h.*.mlp.c_fc shard(col, over=tp, uneven=pad)\n"
+                "transformer.h.*.mlp.c_proj shard(row, over=tp, uneven=pad)\n",
+                "dp=2, tp=3",
+            ),
+        ]
+    ),
+)
 def test_beside_other_rows(threads: Threads, how: str, more: str, mesh: str) -> None:
     """Each part of a split matrix is coded by itself, slices too, and copies of a tie alike."""
     batches = [models.tokens(rows=8, seed=seed) for seed in range(2)]
@@ -146,16 +162,32 @@ def test_bytes_are_those_of_the_plan(threads: Threads, how: str) -> None:
 # -- refusals ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows, relax, code, said", [
-    ("zero(stage=2, over=dp)\ncompress(gradients, int8, over=dp)", "lossy", "S417",
-     "replicate over it, in a row above: `zero(stage=0, over=dp)`"),
-    ("compress(gradients, int8, over=dp)", "lossy", "S417", "no all-reduce of gradients"),
-    ("zero(stage=0, over=dp)\ncompress(gradients, int8, over=dp)", "", "S505", "relax(lossy)"),
-    ("zero(stage=0, over=dp)\ncompress(gradients, powersgd, rank=0, over=dp)", "lossy", "S304",
-     "`rank` must be 1 or more"),
-    ("zero(stage=0, over=dp)\ncompress(gradients, int8, over=dp)\n"
-     "compress(gradients, onebit, over=dp)", "lossy", "S509", "compressed already"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, relax, code, said",
+    [
+        (
+            "zero(stage=2, over=dp)\ncompress(gradients, int8, over=dp)",
+            "lossy",
+            "S417",
+            "replicate over it, in a row above: `zero(stage=0, over=dp)`",
+        ),
+        ("compress(gradients, int8, over=dp)", "lossy", "S417", "no all-reduce of gradients"),
+        ("zero(stage=0, over=dp)\ncompress(gradients, int8, over=dp)", "", "S505", "relax(lossy)"),
+        (
+            "zero(stage=0, over=dp)\ncompress(gradients, powersgd, rank=0, over=dp)",
+            "lossy",
+            "S304",
+            "`rank` must be 1 or more",
+        ),
+        (
+            "zero(stage=0, over=dp)\ncompress(gradients, int8, over=dp)\n"
+            "compress(gradients, onebit, over=dp)",
+            "lossy",
+            "S509",
+            "compressed already",
+        ),
+    ],
+)
 def test_refusals(rows: str, relax: str, code: str, said: str) -> None:
     """What is not summed whole, not allowed, without meaning, or said twice."""
     with pytest.raises(Refusal) as error:

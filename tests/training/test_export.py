@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from schedlang import create_schedule
-from schedlang.diagnostic import Refusal
-from schedlang.passes.running.build import build
-from schedlang.plan import Plan
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.plan import Plan
+from schedlang.passes.lower.build import build
 from tests import models, small_models
 from tests.engine import Threads
 from tests.layouts import Odd, points, program_of
@@ -23,13 +23,16 @@ VOCAB = "transformer.wte  pad(vocab, multiple=4)\ntransformer.wte, lm_head  shar
 STAGES = 'pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)'
 CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "tied embeddings, split, in stages": (
-        lambda: models.gpt2(2), f"{VOCAB}transformer.h  {STAGES}", "pp=2, tp=2"
+        lambda: models.gpt2(2),
+        f"{VOCAB}transformer.h  {STAGES}",
+        "pp=2, tp=2",
     ),
     "fused experts, spread and sliced": (
         lambda: small_models.mixtral(2),
-        "model.layers.*.mlp.experts  expert_parallel(over=dp)\nzero(stage=3, over=dp)", "dp=2",
+        "model.layers.*.mlp.experts  expert_parallel(over=dp)\nzero(stage=3, over=dp)",
+        "dp=2",
     ),
-}  # fmt: skip
+}
 
 
 def exported(plan: Plan, path: str, model: nn.Module) -> dict[str, Tensor]:

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from schedlang.runtime.collectives.collective import Group
-from schedlang.runtime.launching.launch import Pool
-from schedlang.runtime.summing.gradient import Sum, sum_gradients
-from schedlang.runtime.summing.held import Flat, Held
+from schedlang.runtime.comm.collectives import Group
+from schedlang.runtime.grad_reduction.flat import Flat, Held
+from schedlang.runtime.grad_reduction.gradient import Sum, sum_gradients
+from schedlang.runtime.launch.pool import Pool
 from tests.benchmarks import steps
 from tests.ranks import run_ranks
 

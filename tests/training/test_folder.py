@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from schedlang import last_checkpoint
-from schedlang.diagnostic import Refusal
-from schedlang.runtime.saving import boxes
-from schedlang.runtime.storage.lock import CLAIM, LOCK
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.checkpointing import boxes
+from schedlang.runtime.storage.folder import CLAIM, LOCK
 from tests.layouts import (
     equal,
     former,
@@ -126,9 +126,7 @@ def test_what_saves_that_died_have_left(tmp_path: Path) -> None:
     (folder / "notes.txt").write_text("mine")
     program.save(folder)
     left = sorted(p.name for p in folder.iterdir())
-    assert left == [
-        ".schedlang-lock", "latest", "notes.txt", "step-00000001", "step-00000001.1"
-    ]  # fmt: skip
+    assert left == [".schedlang-lock", "latest", "notes.txt", "step-00000001", "step-00000001.1"]
     assert sorted(p.name for p in tmp_path.iterdir()) == [".a.b.01234567.saving", "a"]
 
 

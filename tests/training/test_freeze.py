@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.proving.changed import KIND
-from schedlang.passes.running.build import build
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.lower.build import build
+from schedlang.passes.verify.changed import KIND
 from schedlang.runtime import changed
 from tests import models
 from tests.engine import Threads
@@ -30,21 +30,32 @@ def test_what_is_chosen() -> None:
     biases = still("transformer.h.* freeze(bias)")
     assert biases == {name for name in block if name.endswith(".bias")} and len(biases) == 12
     assert still('transformer.h.0 freeze("mlp.*")') == {
-        f"transformer.h.0.mlp.{one}.{end}" for one in ("c_fc", "c_proj")
+        f"transformer.h.0.mlp.{one}.{end}"
+        for one in ("c_fc", "c_proj")
         for end in ("weight", "bias")
-    }  # fmt: skip
+    }
     assert still("lm_head freeze()") == {"transformer.wte.weight", "lm_head.weight"}
     everything = still('freeze(keep="ln_f.*")')
     assert "transformer.ln_f.weight" not in everything and "lm_head.weight" in everything
 
 
-@pytest.mark.parametrize("rows, mesh", [
-    ("freeze(keep=[bias])\nzero(stage=3, over=dp)", "dp=2"),
-    ("transformer.wte, transformer.wpe, transformer.h[:1] freeze()\n"
-     f"transformer.h {ONE_F}\nzero(stage=1, over=dp)", "dp=2, pp=2"),
-    ("transformer.h[1:] freeze()\nlm_head freeze()\ntransformer.h.*.mlp.c_fc shard(col, over=tp)\n"
-     f"transformer.h.*.mlp.c_proj shard(row, over=tp)\ntransformer.h {ONE_F}", "pp=2, tp=2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, mesh",
+    [
+        ("freeze(keep=[bias])\nzero(stage=3, over=dp)", "dp=2"),
+        (
+            "transformer.wte, transformer.wpe, transformer.h[:1] freeze()\n"
+            f"transformer.h {ONE_F}\nzero(stage=1, over=dp)",
+            "dp=2, pp=2",
+        ),
+        (
+            "transformer.h[1:] freeze()\nlm_head freeze()\n"
+            "transformer.h.*.mlp.c_fc shard(col, over=tp)\n"
+            f"transformer.h.*.mlp.c_proj shard(row, over=tp)\ntransformer.h {ONE_F}",
+            "pp=2, tp=2",
+        ),
+    ],
+)
 def test_the_rest_trains_as_the_original_does(threads: Threads, rows: str, mesh: str) -> None:
     """Sliced, split, in stages of which one trains nothing: equal to the original so frozen."""
     report = proven(threads, planned(models.gpt2(2), rows, mesh, "updates"), BATCHES)
@@ -54,8 +65,8 @@ def test_the_rest_trains_as_the_original_does(threads: Threads, rows: str, mesh:
 
 def test_frozen_stages_send_nothing_back() -> None:
     """Where nothing before a cut is trained no gradient crosses it, and none is summed."""
-    from schedlang.passes.costs.traffic import collectives
-    from schedlang.passes.preparing.prepare import prepare
+    from schedlang.passes.analyze.prepare import prepare
+    from schedlang.passes.simulate.traffic import collectives
 
     batch, split = models.tokens(rows=4, seed=0), f"transformer.h {ONE_F}"
     front = "lm_head, transformer.wpe, transformer.h[:2] freeze()\n"
@@ -96,11 +107,14 @@ def test_a_change_that_is_not_what_it_says_is_found(
         proven(threads, plan, BATCHES)
 
 
-@pytest.mark.parametrize("rows, code, said", [
-    ("transformer.h.* freeze(gain)", "S305", "has no parameter `gain`"),
-    ("lm_head freeze()\ntransformer.wte freeze()", "S413", "nothing is left to freeze"),
-    ("freeze()", "S413", 'except some: `freeze(keep="*bias")`'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, code, said",
+    [
+        ("transformer.h.* freeze(gain)", "S305", "has no parameter `gain`"),
+        ("lm_head freeze()\ntransformer.wte freeze()", "S413", "nothing is left to freeze"),
+        ("freeze()", "S413", 'except some: `freeze(keep="*bias")`'),
+    ],
+)
 def test_refusals(rows: str, code: str, said: str) -> None:
     """Names that are not there, rows without effect, and a model of which nothing is left."""
     with pytest.raises(Refusal) as error:

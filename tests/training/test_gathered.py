@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from schedlang.runtime.collectives.comm import _SHORT, gathered, packed
-from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.comm.world import _SHORT, gathered, packed
+from schedlang.runtime.launch.pool import Pool
 
 EDGE = 2 * _SHORT - len(packed(bytes(_SHORT)))  # so many bytes are just short when pickled
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from schedlang.orders import order
-from schedlang.passes.costs.account import account
-from schedlang.passes.running.build import build
-from schedlang.plan import Plan
+from schedlang.ir.plan import Plan
+from schedlang.passes.lower.build import build
+from schedlang.passes.simulate.account import account
+from schedlang.pipeline.schedules import order
+from schedlang.pipeline.timeline import Kind, Timeline, TimelineError, check, halved, with_gathers
+from schedlang.pipeline.timeline import with_transfers as transferred
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
-from schedlang.timeline import Kind, Timeline, TimelineError, check, halved, with_gathers
-from schedlang.timeline import with_transfers as transferred
 from tests import models
 from tests.engine import Threads
 from tests.models import tokens
@@ -91,11 +91,15 @@ def test_a_missing_gather_is_found() -> None:
 @pytest.mark.parametrize(
     "plain",
     [
-        order("1F1B", 4, 8), order("GPipe", 4, 8), order("Interleaved1F1B", 2, 4, 2),
-        order("BFS", 2, 1, 2), order("ZB-V", 2, 8), halved(order("BFS", 2, 4, 2)),
+        order("1F1B", 4, 8),
+        order("GPipe", 4, 8),
+        order("Interleaved1F1B", 2, 4, 2),
+        order("BFS", 2, 1, 2),
+        order("ZB-V", 2, 8),
+        halved(order("BFS", 2, 4, 2)),
     ],
     ids=["1F1B", "GPipe", "interleaved", "one microbatch", "V", "halves"],
-)  # fmt: skip
+)
 def test_the_others_stay_as_they_are(plain: Timeline) -> None:
     """No rows where runs have one operation, a rank has one stage, or halves lie apart."""
     assert with_gathers(plain) == plain

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from torch import nn
 
-from schedlang.passes.running.build import build
+from schedlang.passes.lower.build import build
 from tests import models
 from tests.engine import Threads
 from tests.proofs import adamw, planned

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedlang.mesh import Mesh
-from schedlang.placement import EVEN, Layout, Uneven
-from schedlang.runtime.saving.holding import Holding, put, take
+from schedlang.ir.mesh import Mesh
+from schedlang.ir.placement import EVEN, Layout, Uneven
+from schedlang.runtime.checkpointing.holding import Holding, put, take
 
 MESHES = [Mesh((("a", 2), ("b", 3))), Mesh((("a", 2), ("b", 2), ("c", 2))), Mesh((("b", 3),))]
 

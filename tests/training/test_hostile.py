@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from schedlang import last_checkpoint
-from schedlang.diagnostic import Refusal
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.checkpointing import archive, boxes
 from schedlang.runtime.program import Program
-from schedlang.runtime.saving import archive, boxes
 from tests.layouts import equal, former, last, odd_program, points, seen, trained
 
 
@@ -54,11 +54,13 @@ def unchanged(act: Callable[[Program], None], codes: str = "S633") -> str:
 def pickles(mark: Path) -> list[bytes]:
     """Pickles that make a folder, call, or reach for what they may not."""
     reach = [
-        b"cbuiltins\neval\n(S'1'\ntR.", b"cposix\nsystem\n(S'true'\ntR.",
-        b"ctorch\nload\n(S'x'\ntR.", b"cschedlang.runtime.saving.index\n_Told\n.",
+        b"cbuiltins\neval\n(S'1'\ntR.",
+        b"cposix\nsystem\n(S'true'\ntR.",
+        b"ctorch\nload\n(S'x'\ntR.",
+        b"cschedlang.runtime.checkpointing.index\n_Told\n.",
         b"ctorch.distributed.checkpoint.metadata\nos.system\n(S'true'\ntR.",
         b"(S'true'\nios\nsystem\n.",
-    ]  # fmt: skip
+    ]
     return [pickle.dumps(Evil(mark), protocol) for protocol in (0, 2, 4)] + reach
 
 
@@ -186,7 +188,7 @@ OTHERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "sums of many": put("sums", {"step": 0, "places": 1 << 50, "errors": {}, "starts": {}}),
     "scale": put("loss scale", {"scale": NAN, "good": 0}),
     "scale of none": put("loss scale", {"good": 0}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OTHERS)

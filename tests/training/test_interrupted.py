@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from schedlang.runtime.launching.launch import RankDied
-from schedlang.runtime.saving import archive, boxes, steps
+from schedlang.runtime.checkpointing import archive, boxes, steps
+from schedlang.runtime.launch.pool import RankDied
 from tests.interrupted import apart
 from tests.layouts import batch_of, equal, last, program_under, seen
 from tests.ranks import run_ranks
@@ -19,9 +19,19 @@ from tests.ranks import run_ranks
 def held(found: dict[str, dict[str, int]]) -> None:
     """No figure tells of anything lost, mixed, left, or not found."""
     for what, figures in found.items():
-        bad = ("lost", "mixture", "left", "too many kept", "refused", "jobs that failed",
-               "data: not found", "data: badly told", "index: not found",
-               "index: badly told", "not replaced")  # fmt: skip
+        bad = (
+            "lost",
+            "mixture",
+            "left",
+            "too many kept",
+            "refused",
+            "jobs that failed",
+            "data: not found",
+            "data: badly told",
+            "index: not found",
+            "index: badly told",
+            "not replaced",
+        )
         assert not any(figures.get(name) for name in bad), (what, figures)
 
 
@@ -118,6 +128,4 @@ def test_a_rank_that_dies_in_a_save(
             equal(found[part], saved[part], part)
     names = {p.name for p in folder.iterdir()}
     more = {"step-00000002"} if published else set()
-    assert names == {
-        "latest", ".schedlang-lock", "step-00000001", "step-00000001.1", *more
-    }  # fmt: skip
+    assert names == {"latest", ".schedlang-lock", "step-00000001", "step-00000001.1", *more}

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from schedlang.passes.reading.state import Settings
-from schedlang.passes.running.build import build
+from schedlang.diagnostics.source import Source
+from schedlang.language.syntax import parse
+from schedlang.passes.elaborate.state import Settings
+from schedlang.passes.lower.build import build
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.schedule import Schedule
-from schedlang.source import Source
-from schedlang.syntax import parse
 from tests import models
 from tests.proofs import adamw, sequential
 from tests.ranks import run_ranks

@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from schedlang.passes.proving.native import Mine, native_draws, wrong_draws
-from schedlang.passes.proving.sides import Case
-from schedlang.passes.running.build import build
-from schedlang.passes.verifying.prove import prove
-from schedlang.runtime.drawing.native import NativeDropout
+from schedlang.passes.lower.build import build
+from schedlang.passes.prove import prove
+from schedlang.passes.verify.randomness import Mine, native_draws, wrong_draws
+from schedlang.passes.verify.sides import Case
 from schedlang.runtime.forward import layers_of
-from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.fusion.fuse import unavailable
+from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.left import left_in
-from schedlang.runtime.regions.fuse import unavailable
+from schedlang.runtime.rng.native import NativeDropout
 from tests.proofs import planned, sgd
 
 TP = """blocks.*.{q,k,v,up} shard(col, over=tp)
@@ -48,8 +48,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Pre-norm, both halves."""
         h = self.norm(x)
-        q, k, v = (f(h).unflatten(-1, (-1, self.size)).transpose(1, 2)
-                   for f in (self.q, self.k, self.v))  # fmt: skip
+        q, k, v = (
+            f(h).unflatten(-1, (-1, self.size)).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
         rate = 0.1 * self.on if self.training else 0.0
         seen = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
         x = x + self.drop(self.o(seen.transpose(1, 2).flatten(2)))
@@ -138,14 +139,20 @@ ROWS = {
     "zero 2": (Net, "zero(stage=2, over=dp)", "dp=2"),
     "zero 3": (Net, "zero(stage=3, over=dp)", "dp=2"),
     "tensor": (Net, TP, "tp=2"),
-    "tensor, data, recomputed": (Net, TP + "blocks.* checkpoint()\nzero(stage=1, over=dp)",
-                                 "dp=2, tp=2"),
+    "tensor, data, recomputed": (
+        Net,
+        TP + "blocks.* checkpoint()\nzero(stage=1, over=dp)",
+        "dp=2, tp=2",
+    ),
     "sequence": (Net, SP, "tp=2"),
     "recomputed": (Net, "blocks.* checkpoint()\nzero(stage=3, over=dp)", "dp=2"),
-    "attention kept": (Net, "blocks.* checkpoint(save=[attention])\nzero(stage=0, over=dp)",
-                       "dp=2"),
+    "attention kept": (
+        Net,
+        "blocks.* checkpoint(save=[attention])\nzero(stage=0, over=dp)",
+        "dp=2",
+    ),
     "offloaded": (Net, "blocks.* offload(activations)\nzero(stage=0, over=dp)", "dp=2"),
-    "accumulated": (Net, 'zero(stage=0, over=dp)\npipeline(order=GPipe, micro=2)', "dp=2"),
+    "accumulated": (Net, "zero(stage=0, over=dp)\npipeline(order=GPipe, micro=2)", "dp=2"),
     "1F1B": (Net, _pipe('"1F1B"', "micro=4"), "pp=2"),
     "1F1B, tensor": (Net, TP + _pipe('"1F1B"', "micro=2"), "pp=2, tp=2"),
     "interleaved": (lambda: Net(4), _pipe("Interleaved1F1B", "micro=4", "chunks=2"), "pp=2"),
@@ -155,9 +162,8 @@ ROWS = {
     "context": (Net, "blocks.* context_parallel(ring, over=cp)", "cp=2"),
     "context, tensor": (Net, TP + "blocks.* context_parallel(gather, over=cp)", "cp=2, tp=2"),
     "recurrent": (Others, "zero(stage=2, over=dp)", "dp=2"),
-    "recurrent, recomputed": (Others, "{lstm,attend} checkpoint()\nzero(stage=0, over=dp)",
-                              "dp=2"),
-}  # fmt: skip
+    "recurrent, recomputed": (Others, "{lstm,attend} checkpoint()\nzero(stage=0, over=dp)", "dp=2"),
+}
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -186,18 +192,25 @@ def _mine(**changes: Any) -> Mine:
 OTHER_ROWS = {(0, (2, 3), "drop", 0, None): {0.3}, (1, (2, 3), "drop", 0, None): {0.4}}
 WRONG: dict[str, tuple[list[Mine], str]] = {
     "replicas apart": (
-        [_mine(), _mine(begun={(0, (0, 1), "drop", 0, None): {0.5}})], "draws otherwise on ranks"),
-    "data ranks alike": (
-        [_mine(), _mine(begun={(0, (2, 3), "drop", 0, None): {0.1}})], "draws as"),
+        [_mine(), _mine(begun={(0, (0, 1), "drop", 0, None): {0.5}})],
+        "draws otherwise on ranks",
+    ),
+    "data ranks alike": ([_mine(), _mine(begun={(0, (2, 3), "drop", 0, None): {0.1}})], "draws as"),
     "steps alike": (
-        [_mine(begun={(k, (0, 1), "drop", 0, None): {0.1} for k in range(2)})], "draws as"),
+        [_mine(begun={(k, (0, 1), "drop", 0, None): {0.1} for k in range(2)})],
+        "draws as",
+    ),
     "recomputed apart": (
-        [_mine(begun={(0, (0, 1), "drop", 0, None): {0.1, 0.2}})], "when it is computed again"),
+        [_mine(begun={(0, (0, 1), "drop", 0, None): {0.1, 0.2}})],
+        "when it is computed again",
+    ),
     "not drawn": ([_mine(sites=[{}])], "not drawn in training"),
     "drawn once more": (
-        [_mine(sites=[{("drop", 0): {0, 1}, ("drop", 1): {0, 1}}])], "drawn otherwise"),
+        [_mine(sites=[{("drop", 0): {0, 1}, ("drop", 1): {0, 1}}])],
+        "drawn otherwise",
+    ),
     "other rows": ([_mine(sites=[{("drop", 0): {0}}])], "drawn otherwise"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -266,7 +279,7 @@ class Loose(Shared):
 
 def test_what_all_stages_run_is_drawn_logically(pool: Pool) -> None:
     """The plan says so, and the program; training goes on."""
-    from schedlang.passes.costs.account import account
+    from schedlang.passes.simulate.account import account
 
     plan = planned(Loose(), _pipe('"1F1B"', "micro=2"), "pp=2")
     notes = account(plan, _batch()).notes
@@ -356,7 +369,7 @@ SPLIT = "blocks.*.up shard(col, over=tp)\nblocks.*.down shard(row, over=tp)\n"
         pytest.param("", _pipe('"1F1B"', "micro=2"), "pp=2", marks=pytest.mark.deep),
     ],
     ids=["data", "tensor", "pipeline"],
-)  # fmt: skip
+)
 def test_a_region_compiles_and_draws_as_without(
     rows: str, more: str, mesh: str, pool: Pool
 ) -> None:

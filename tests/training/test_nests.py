@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from schedlang.runtime import nests
-from schedlang.runtime.launching.launch import Pool
-from schedlang.runtime.parts import named_tensors, stack
+from schedlang.ir import nests
+from schedlang.runtime.batch import named_tensors, stack
+from schedlang.runtime.launch.pool import Pool
 from tests.proofs import planned, proven
 
 
@@ -151,9 +151,11 @@ def _batch(seed: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("rows", "mesh"),
-    [("zero(stage=3, over=dp)", "dp=2"),
-     ('blocks  pipeline_split(over=pp)\npipeline(order="1F1B", micro=4)', "pp=2")],
-)  # fmt: skip
+    [
+        ("zero(stage=3, over=dp)", "dp=2"),
+        ('blocks  pipeline_split(over=pp)\npipeline(order="1F1B", micro=4)', "pp=2"),
+    ],
+)
 def test_such_a_model_is_proven(pool: Pool, rows: str, mesh: str) -> None:
     """Dataclasses cross stages and gathered modules, and the output is whole and compared."""
     report = proven(pool, planned(Net(), rows, mesh), [_batch(1), _batch(2)], loss=square)

@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from schedlang.runtime.stepping.one_kind import step_by_kinds
-from schedlang.runtime.stepping.whole_step import step_on
+from schedlang.runtime.optim.whole_step import step_by_kinds, step_on
 
 MADE = {
     "sgd": lambda ps, **how: torch.optim.SGD(ps, lr=0.1, momentum=0.9, **how),

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from schedlang.passes.verifying.prove import Case, prove
+from schedlang.passes.prove import Case, prove
 from schedlang.report import Report
-from schedlang.runtime.launching.launch import Pool
-from schedlang.runtime.outputs import cleaned
-from schedlang.runtime.parts import Absent, stack
+from schedlang.runtime.batch import Absent, stack
+from schedlang.runtime.launch.pool import Pool
+from schedlang.runtime.whole import cleaned
 from tests import models
 from tests.proofs import Batch, planned, proven
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from schedlang.passes.cutting.staging import timeline_of
-from schedlang.passes.running.build import build
+from schedlang.passes.lower.build import build
+from schedlang.passes.partition.staging import timeline_of
+from schedlang.pipeline.timeline import Kind, check, halved, with_transfers
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.staging import early
-from schedlang.timeline import Kind, check, halved, with_transfers
+from schedlang.runtime.pipeline import overlapped_sums
 from tests import models
 from tests.engine.threads import Threads
 from tests.proofs import adamw, assert_near, planned, refused, sequential, trained
@@ -28,17 +28,29 @@ def _model() -> Any:
 
 @pytest.mark.parametrize(
     ("rows", "mesh"),
-    thinned([
-        ("at **.c_fc, **.c_attn { split_backward() }\n" + CUT + 'pipeline(order="1F1B", micro=3)',
-         "pp=2"),
-        (CUT + 'overlap(transfers, ahead=0)\npipeline(order="1F1B", micro=3)', "pp=2"),
-        (CUT + "zero(stage=0, over=dp)\noverlap(transfers, gradients, ahead=3)\n"
-         'pipeline(order="Interleaved1F1B", micro=2)', "dp=2, pp=2"),
-        ("transformer.h.0 split_backward()\n" + CUT + "zero(stage=2, over=dp)\n"
-         'overlap(gradients)\npipeline(order="1F1B", micro=2)', "dp=2, pp=2"),
-    ]),
+    thinned(
+        [
+            (
+                "at **.c_fc, **.c_attn { split_backward() }\n"
+                + CUT
+                + 'pipeline(order="1F1B", micro=3)',
+                "pp=2",
+            ),
+            (CUT + 'overlap(transfers, ahead=0)\npipeline(order="1F1B", micro=3)', "pp=2"),
+            (
+                CUT + "zero(stage=0, over=dp)\noverlap(transfers, gradients, ahead=3)\n"
+                'pipeline(order="Interleaved1F1B", micro=2)',
+                "dp=2, pp=2",
+            ),
+            (
+                "transformer.h.0 split_backward()\n" + CUT + "zero(stage=2, over=dp)\n"
+                'overlap(gradients)\npipeline(order="1F1B", micro=2)',
+                "dp=2, pp=2",
+            ),
+        ]
+    ),
     ids=["late", "ahead", "early", "sliced"],
-)  # fmt: skip
+)
 def test_trained(threads: Threads, rows: str, mesh: str) -> None:
     """Losses, norms, gradients, parameters and moments are those of the plain loop."""
     plan = planned(_model(), rows, mesh)
@@ -48,8 +60,9 @@ def test_trained(threads: Threads, rows: str, mesh: str) -> None:
 
 def test_halved() -> None:
     """A whole backward becomes its two halves in its place; what it sends stands between them."""
-    plan = planned(_model(), "**.c_fc split_backward()\n" + CUT + 'pipeline(order="1F1B", micro=3)',
-                   "pp=2")  # fmt: skip
+    plan = planned(
+        _model(), "**.c_fc split_backward()\n" + CUT + 'pipeline(order="1F1B", micro=3)', "pp=2"
+    )
     made = timeline_of(plan)
     check(with_transfers(made))
     kinds = [op.kind for op in with_transfers(made).rows(1) if op.microbatch == 1]
@@ -93,7 +106,7 @@ def _begun(plan: Any, batch: Any) -> list[tuple[int, int]]:
     """On this rank: for each early sum the operations done before it, and how many there are."""
     found: list[int] = []
     done = [0]
-    real = early.begin_one
+    real = overlapped_sums.begin_one
 
     def begin_one(*args: Any) -> Any:
         found.append(done[0])
@@ -110,11 +123,11 @@ def _begun(plan: Any, batch: Any) -> list[tuple[int, int]]:
             done[0] += 1
 
         sums.before = counted  # type: ignore[method-assign]
-        early.begin_one = begin_one
+        overlapped_sums.begin_one = begin_one
         try:
             program.train_step(batch)
         finally:
-            early.begin_one = real
+            overlapped_sums.begin_one = real
     return [(k, done[0]) for k in found]
 
 

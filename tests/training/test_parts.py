@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedlang.diagnostic import Refusal
-from schedlang.runtime.parts import Absent, even, rows_of, sample, shares, split, stack
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.batch import Absent, even, rows_of, sample, shares, split, stack
 
 
 @given(st.integers(0, 40), st.integers(1, 9))

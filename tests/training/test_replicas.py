@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.mesh import Mesh
-from schedlang.model import ModelFacts
-from schedlang.passes.running.build import build
-from schedlang.plan import Plan
+from schedlang.ir.mesh import Mesh
+from schedlang.ir.model import ModelFacts
+from schedlang.ir.plan import Plan
+from schedlang.passes.lower.build import build
 from schedlang.primitives.zero import zero
 from schedlang.runtime.program import Program
 from tests.ranks import run_ranks

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.passes.running.build import build
-from schedlang.plan import Plan
+from schedlang.ir.plan import Plan
+from schedlang.passes.lower.build import build
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.program import Program

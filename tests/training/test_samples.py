@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.diagnostic import Refusal
-from schedlang.runtime.launching.launch import Pool
-from schedlang.runtime.parts import named_tensors, rows_of, split
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.batch import named_tensors, rows_of, split
+from schedlang.runtime.launch.pool import Pool
 from tests.proofs import planned, proven
 
 WIDTH = 5

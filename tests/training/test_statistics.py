@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.costs.account import account
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.passes.statics.static import static
-from schedlang.passes.verifying.prove import Case, prove
-from schedlang.runtime.summing.batch_sums import batch_sums
-from schedlang.runtime.summing.statistics import gather_statistics
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.prove import Case, prove
+from schedlang.passes.simulate.account import account
+from schedlang.passes.static_checks.static import static
+from schedlang.runtime.grad_reduction.batch_statistics import batch_sums, gather_statistics
 from tests import expert_models as models
 from tests.experts.test_experts import KINDS
 from tests.proofs import planned, proven
@@ -36,9 +35,12 @@ OTHERS = ("GptOss", "Olmoe", "Qwen3Moe")
 
 @pytest.mark.parametrize(
     ("kind", "pad"),
-    [("Mixtral", True), pytest.param("Mixtral", False, marks=pytest.mark.deep),
-     *(pytest.param(kind, True, marks=pytest.mark.deep) for kind in OTHERS)],
-)  # fmt: skip
+    [
+        ("Mixtral", True),
+        pytest.param("Mixtral", False, marks=pytest.mark.deep),
+        *(pytest.param(kind, True, marks=pytest.mark.deep) for kind in OTHERS),
+    ],
+)
 def test_router_losses_of_transformers(kind: str, pad: bool, threads: Any) -> None:
     """Loss, router gradients and three steps are those of the whole batch; static proofs hold."""
     more = {**KINDS[kind], "output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -68,8 +70,11 @@ WAYS = {
     "experts sent": (EXPERTS + ZERO.format(0), "dp=2", 1),
     "two axes": ("zero(stage=3, over=a)\nzero(stage=0, over=b)", "a=2, b=2", 1),
     "stages": (
-        EXPERTS + STAGES + ZERO.format(0) + '\npipeline(order="1F1B", micro=1)', "dp=2, pp=2", 2),
-}  # fmt: skip
+        EXPERTS + STAGES + ZERO.format(0) + '\npipeline(order="1F1B", micro=1)',
+        "dp=2, pp=2",
+        2,
+    ),
+}
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.costs.account import account
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.passes.proposing.propose import propose
-from schedlang.passes.statics.static import static
-from schedlang.passes.verifying.prove import Case, prove
-from schedlang.runtime.given import taken
-from schedlang.runtime.launching.launch import Pool
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.autoshard.propose import propose
+from schedlang.passes.prove import Case, prove
+from schedlang.passes.simulate.account import account
+from schedlang.passes.static_checks.static import static
+from schedlang.runtime.batch import taken
+from schedlang.runtime.launch.pool import Pool
 from tests.proofs import planned, proven
 
 
@@ -149,9 +149,11 @@ class Half(Net):
 
 @pytest.mark.parametrize(
     ("model", "line"),
-    [(Net(), 'return torch.nn.functional.cross_entropy(output, batch["click"])'),
-     (Half(), 'return output["parts"][0]')],
-)  # fmt: skip
+    [
+        (Net(), 'return torch.nn.functional.cross_entropy(output, batch["click"])'),
+        (Half(), 'return output["parts"][0]'),
+    ],
+)
 def test_the_lines_to_paste(model: nn.Module, line: str) -> None:
     """They are about what this model returns and this batch holds, and they run."""
     batch = {key: value for key, value in _batch(1).items() if key != "share"}
@@ -181,13 +183,19 @@ class Packed(nn.Module):
 @pytest.mark.parametrize(
     "model, batch, told",
     [
-        (Packed(), {"x": torch.rand(4, 3, 4), "lengths": torch.tensor([3, 1, 2, 3])},
-         r"S612.*`test_taking.py:\d+` reads the value of a tensor"),
-        (Packed(), {"x": torch.rand(4, 3, 4), "lengths": [3, 1]},
-         r"S604.*\n.*it raised\s+`.*`, at\s+test_taking.py:\d+"),
+        (
+            Packed(),
+            {"x": torch.rand(4, 3, 4), "lengths": torch.tensor([3, 1, 2, 3])},
+            r"S612.*`test_taking.py:\d+` reads the value of a tensor",
+        ),
+        (
+            Packed(),
+            {"x": torch.rand(4, 3, 4), "lengths": [3, 1]},
+            r"S604.*\n.*it raised\s+`.*`, at\s+test_taking.py:\d+",
+        ),
     ],
     ids=["lengths", "too few"],
-)  # fmt: skip
+)
 def test_the_line_at_which_a_model_cannot_be_followed(
     model: nn.Module, batch: dict[str, Any], told: str
 ) -> None:

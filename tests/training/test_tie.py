@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.proving.changed import KIND
-from schedlang.passes.running.build import build
-from schedlang.plan import Plan
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.plan import Plan
+from schedlang.passes.lower.build import build
+from schedlang.passes.verify.changed import KIND
 from schedlang.runtime import changed
 from tests import models
 from tests.engine import Threads
@@ -43,14 +43,26 @@ def test_which_parameters_there_are() -> None:
         assert stored == (name != HEAD and ".h.1." not in name)
 
 
-@pytest.mark.parametrize("rows, mesh", [
-    ("transformer.h.* tie()\ntransformer.h pipeline_split(over=pp)\nzero(stage=1, over=dp)\n"
-     f"{ONE_F}", "dp=2, pp=2"),
-    ("transformer.h.* tie()\ntransformer.h.*.mlp.c_fc shard(col, over=tp)\n"
-     "transformer.h.*.mlp.c_proj shard(row, over=tp)\nzero(stage=3, over=dp)", "dp=2, tp=2"),
-    ("lm_head untie()\nlm_head pad(out, multiple=2)\nlm_head shard(col, output=R, over=tp)\n"
-     f"transformer.h pipeline_split(over=pp)\n{ONE_F}", "pp=2, tp=2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, mesh",
+    [
+        (
+            "transformer.h.* tie()\ntransformer.h pipeline_split(over=pp)\nzero(stage=1, over=dp)\n"
+            f"{ONE_F}",
+            "dp=2, pp=2",
+        ),
+        (
+            "transformer.h.* tie()\ntransformer.h.*.mlp.c_fc shard(col, over=tp)\n"
+            "transformer.h.*.mlp.c_proj shard(row, over=tp)\nzero(stage=3, over=dp)",
+            "dp=2, tp=2",
+        ),
+        (
+            "lm_head untie()\nlm_head pad(out, multiple=2)\nlm_head shard(col, output=R, over=tp)\n"
+            f"transformer.h pipeline_split(over=pp)\n{ONE_F}",
+            "pp=2, tp=2",
+        ),
+    ],
+)
 def test_it_trains_as_the_original_so_changed(threads: Threads, rows: str, mesh: str) -> None:
     """Copies on several stages, parts, slices: equal to the original that was tied or untied."""
     report = proven(threads, told(rows, mesh), BATCHES)
@@ -117,16 +129,19 @@ class Twice(nn.Module):
         return self.b(self.a(x)).sum()
 
 
-@pytest.mark.parametrize("rows, code, said", [
-    ("transformer.h.0 tie()", "S416", "needs at least two modules"),
-    ("transformer.h.0.ln_1, transformer.h.0.mlp tie()", "S416", "differ in shape or dtype"),
-    ("transformer.wte, lm_head tie(weight)", "S416", "nothing is left to tie"),
-    ("transformer.wte, lm_head tie(bias)", "S305", "has no parameter `bias`"),
-    ("transformer.ln_f untie()", "S416", "shares no parameter"),
-    ("lm_head untie(gain)", "S305", "has no parameter `gain`"),
-    ("zero(stage=0, over=dp)\nlm_head untie()", "S503", "`untie` must stand above `zero`"),
-    ("zero(stage=0, over=dp)\ntransformer.h.* tie()", "S503", "`tie` must stand above `zero`"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, code, said",
+    [
+        ("transformer.h.0 tie()", "S416", "needs at least two modules"),
+        ("transformer.h.0.ln_1, transformer.h.0.mlp tie()", "S416", "differ in shape or dtype"),
+        ("transformer.wte, lm_head tie(weight)", "S416", "nothing is left to tie"),
+        ("transformer.wte, lm_head tie(bias)", "S305", "has no parameter `bias`"),
+        ("transformer.ln_f untie()", "S416", "shares no parameter"),
+        ("lm_head untie(gain)", "S305", "has no parameter `gain`"),
+        ("zero(stage=0, over=dp)\nlm_head untie()", "S503", "`untie` must stand above `zero`"),
+        ("zero(stage=0, over=dp)\ntransformer.h.* tie()", "S503", "`tie` must stand above `zero`"),
+    ],
+)
 def test_refusals(rows: str, code: str, said: str) -> None:
     """What is not alike, not shared, or stands below what relies on it."""
     with pytest.raises(Refusal) as error:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from schedlang.passes.proving.trials import _calls
-from schedlang.passes.running.build import build
-from schedlang.runtime.launching.launch import Pool
+from schedlang.passes.lower.build import build
+from schedlang.passes.verify.trials import _calls
+from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.training import Training
 from tests.proofs import planned, proven
 

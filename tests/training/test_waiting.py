@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from schedlang.diagnostic import Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.waiting import Waiting
 from schedlang.schedule import Schedule, create_schedule
 from tests.ranks import run_ranks

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.running.build import build
-from schedlang.runtime.stepping.elementwise import is_elementwise, is_tensorwise
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.lower.build import build
+from schedlang.runtime.optim.whole_step import is_elementwise, is_tensorwise
 from tests.engine import Threads
 from tests.proofs import adamw, assert_near, assert_same, planned, sequential, steps
 
@@ -124,11 +124,17 @@ def test_what_an_optimizer_looks_at() -> None:
 
 
 @pytest.mark.parametrize("make", MAKE)
-@pytest.mark.parametrize("rows, mesh", [
-    (TP + "zero(stage=1, over=dp)", "dp=2, tp=2"),
-    ("blocks pipeline_split(over=pp)\nzero(stage=3, over=dp)\n"
-     'pipeline(order="1F1B", micro=2)', "pp=2, dp=2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, mesh",
+    [
+        (TP + "zero(stage=1, over=dp)", "dp=2, tp=2"),
+        (
+            "blocks pipeline_split(over=pp)\nzero(stage=3, over=dp)\n"
+            'pipeline(order="1F1B", micro=2)',
+            "pp=2, dp=2",
+        ),
+    ],
+)
 def test_parts_are_updated_as_the_whole_is(
     threads: Threads, make: str, rows: str, mesh: str
 ) -> None:

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.costs.traffic import collectives
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.passes.running.build import build
-from schedlang.plan import Plan
-from schedlang.runtime.launching.launch import Pool
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.lower.build import build
+from schedlang.passes.simulate.traffic import collectives
+from schedlang.runtime.launch.pool import Pool
 from tests.engine import Threads
 from tests.proofs import planned, proven, sgd
 
@@ -52,9 +52,12 @@ class Sent(NamedTuple):
 
 
 CALLS = {  # torch 2.13 has new names for two of them
-    "all_gather_into_tensor": "gather", "all_gather_single": "gather",
-    "reduce_scatter_tensor": "scatter", "reduce_scatter_single": "scatter", "all_reduce": "sum",
-}  # fmt: skip
+    "all_gather_into_tensor": "gather",
+    "all_gather_single": "gather",
+    "reduce_scatter_tensor": "scatter",
+    "reduce_scatter_single": "scatter",
+    "all_reduce": "sum",
+}
 
 
 @contextmanager
@@ -158,15 +161,27 @@ def test_what_was_gathered_ahead_in_vain_is_forgotten(pool: Pool) -> None:
     assert torch.allclose(losses[0], losses[1], rtol=1e-12, atol=0.0)
 
 
-@pytest.mark.parametrize("rows, mesh", [
-    ('zero(stage=3, over=a, prefetch=1)\nzero(stage=0, over=b)\npipeline(order="GPipe", micro=2)',
-     "b=2, a=2"),
-    ("zero(stage=3, over=dp, prefetch=2, reshard=false)", "dp=2"),
-    ('blocks pipeline_split(over=pp)\nzero(stage=2, over=a)\nzero(stage=0, over=b)\n'
-     'pipeline(order="1F1B", micro=2)', "pp=2, a=2, b=2"),
-    ('blocks pipeline_split(over=pp)\nzero(stage=3, over=dp, prefetch=2)\n'
-     'pipeline(order="1F1B", micro=3)', "pp=2, dp=2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, mesh",
+    [
+        (
+            "zero(stage=3, over=a, prefetch=1)\nzero(stage=0, over=b)\n"
+            'pipeline(order="GPipe", micro=2)',
+            "b=2, a=2",
+        ),
+        ("zero(stage=3, over=dp, prefetch=2, reshard=false)", "dp=2"),
+        (
+            "blocks pipeline_split(over=pp)\nzero(stage=2, over=a)\nzero(stage=0, over=b)\n"
+            'pipeline(order="1F1B", micro=2)',
+            "pp=2, a=2, b=2",
+        ),
+        (
+            "blocks pipeline_split(over=pp)\nzero(stage=3, over=dp, prefetch=2)\n"
+            'pipeline(order="1F1B", micro=3)',
+            "pp=2, dp=2",
+        ),
+    ],
+)
 def test_all_of_it_is_equal(threads: Threads, rows: str, mesh: str) -> None:
     """Hybrids, gathers ahead and kept parameters: equal to the original."""
     proven(threads, _plan(rows, mesh), [_batch(17), _batch()])
@@ -188,11 +203,14 @@ def test_a_weight_of_several_units_stays_whole(threads: Threads) -> None:
     proven(threads, plan, [_batch(17), _batch()])
 
 
-@pytest.mark.parametrize("row, code", [
-    ("zero(stage=2, over=dp, prefetch=1)", "S306"),
-    ("zero(stage=1, over=dp, reshard=false)", "S306"),
-    ("zero(stage=3, over=dp, prefetch=-1)", "S304"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "row, code",
+    [
+        ("zero(stage=2, over=dp, prefetch=1)", "S306"),
+        ("zero(stage=1, over=dp, reshard=false)", "S306"),
+        ("zero(stage=3, over=dp, prefetch=-1)", "S304"),
+    ],
+)
 def test_refusals(row: str, code: str) -> None:
     """What a stage does not do is not asked of it."""
     with pytest.raises(Refusal, match=code):
@@ -226,12 +244,19 @@ class Lending(nn.Module):
         return (x**2).mean()
 
 
-@pytest.mark.parametrize("row, mesh", [
-    ("zero(stage=3, over=dp)", "dp=2"), ("zero(stage=2, over=dp)", "dp=2"),
-    ("zero(stage=3, over=dp, prefetch=1)", "dp=2"),
-    ('blocks  pipeline_split(over=pp)\nzero(stage=3, over=dp)\npipeline(order="1F1B", micro=2)',
-     "dp=2, pp=2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "row, mesh",
+    [
+        ("zero(stage=3, over=dp)", "dp=2"),
+        ("zero(stage=2, over=dp)", "dp=2"),
+        ("zero(stage=3, over=dp, prefetch=1)", "dp=2"),
+        (
+            "blocks  pipeline_split(over=pp)\nzero(stage=3, over=dp)\n"
+            'pipeline(order="1F1B", micro=2)',
+            "dp=2, pp=2",
+        ),
+    ],
+)
 def test_a_part_that_is_called_beside_its_block(row: str, mesh: str, threads: Threads) -> None:
     """A module that the model calls while the block around it does not run is gathered for it."""
     proven(threads, planned(Lending().double(), row, mesh), [_batch(), _batch(8), _batch(16)])

@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from schedlang.passes.costs.account import account
-from schedlang.passes.costs.cluster import CLUSTERS, Cluster, changed, named
-from schedlang.passes.costs.played_time import StepTime, step_time
-from schedlang.passes.costs.rehearse import rehearse
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.plan import Plan
-from schedlang.runtime import parts
-from schedlang.runtime.storage.footprint import Footprint
-from schedlang.runtime.storage.work import Message, Work
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.simulate.account import account
+from schedlang.passes.simulate.cluster import CLUSTERS, Cluster, changed, named
+from schedlang.passes.simulate.rehearse import rehearse
+from schedlang.passes.simulate.step_time import StepTime, step_time
+from schedlang.runtime import batch as parts
+from schedlang.runtime.storage.footprint import Footprint, Message, Work
 from tests.proofs import planned
 
 WIDTH, ROWS, LAYERS = 32, 48, 4

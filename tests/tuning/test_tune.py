@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from schedlang.cli import app
-from schedlang.diagnostic import Refusal
-from schedlang.passes.tuning.grid import meshes, settings_of
-from schedlang.source import Source
-from schedlang.syntax import parse
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.language.syntax import parse
+from schedlang.passes.autoshard.tune import meshes, settings_of
 
 MODEL = '''
 """Blocks of two projections."""
@@ -95,8 +95,10 @@ def test_every_setting_is_tried() -> None:
     tree = parse(Source("my.sched", SCHEDULE))
     assert len(settings_of(tree, {}, {})) == 2 * 2 * 3
     assert settings_of(tree, {"tp": "2", "again": "true"}, {}) == [
-        {"micro": 1}, {"micro": 2}, {"micro": 4}
-    ]  # fmt: skip
+        {"micro": 1},
+        {"micro": 2},
+        {"micro": 4},
+    ]
     named = settings_of(tree, {"tp": "2"}, {"micro": ["3"]})
     assert named == [{"again": False, "micro": "3"}, {"again": True, "micro": "3"}]
 
@@ -117,9 +119,7 @@ def test_every_mesh_is_one_of_all_ranks(ranks: int, node: int) -> None:
     assert all(math.prod(one.values()) == ranks and one.get("tp", 1) <= node for one in sizes)
     plain = sum("fsdp" not in one for one in sizes)
     divisors = [k for k in range(1, ranks + 1) if ranks % k == 0]
-    assert plain == sum(
-        ranks // tp % pp == 0 for tp in divisors if tp <= node for pp in divisors
-    )  # fmt: skip
+    assert plain == sum(ranks // tp % pp == 0 for tp in divisors if tp <= node for pp in divisors)
 
 
 def test_the_first_is_the_quickest_that_fits(file: Path) -> None:

@@ -10,16 +10,16 @@ from unittest.mock import patch
 
 import pytest
 
-from schedlang.mesh import Mesh
-from schedlang.passes.costs.account import Account, account
-from schedlang.passes.cutting.staging import stages_of
-from schedlang.passes.laying.propagate import Traced
-from schedlang.passes.preparing.holdings import holdings_of
-from schedlang.passes.reading.state import Settings
-from schedlang.plan import Plan
+from schedlang.diagnostics.source import Source
+from schedlang.ir.mesh import Mesh
+from schedlang.ir.plan import Plan
+from schedlang.language.syntax import parse
+from schedlang.passes.analyze.holdings import holdings_of
+from schedlang.passes.elaborate.state import Settings
+from schedlang.passes.partition.staging import stages_of
+from schedlang.passes.propagate.propagate import Traced
+from schedlang.passes.simulate.account import Account, account
 from schedlang.schedule import Schedule
-from schedlang.source import Source
-from schedlang.syntax import parse
 from tests.models import gpt2, tokens
 from tests.ranks import run_ranks
 from tests.rows import GPT2 as TENSOR
@@ -58,8 +58,8 @@ def observed(rank: int, text: str) -> tuple[dict[Any, int], dict[str, int], list
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from schedlang.passes.running.build import build
-    from schedlang.runtime.collectives.collective import listening
+    from schedlang.passes.lower.build import build
+    from schedlang.runtime.comm.collectives import listening
 
     plan = planned(text)
     program = build(plan, tokens(rows=16), optimizer=lambda n: torch.optim.AdamW(n, lr=1e-3))
@@ -96,9 +96,11 @@ def _bytes(tensors: Any) -> int:
 
 OWN = ("parameters", "grads", "loss and gradient norm")  # sent by torch itself, or by the program
 CALLS = {
-    "all-reduce": "allreduce_", "all-gather": "_allgather_base_",
-    "reduce-scatter": "_reduce_scatter_base_", "send": "send",
-}  # fmt: skip
+    "all-reduce": "allreduce_",
+    "all-gather": "_allgather_base_",
+    "reduce-scatter": "_reduce_scatter_base_",
+    "send": "send",
+}
 
 
 def _largest(plan: Plan, rank: int) -> bool:
@@ -155,8 +157,10 @@ def test_bytes_by_hand() -> None:
     elements = 64 * width // 2 + 16 * width + 4 * block + 2 * width  # 61 words padded to 64
     assert (one.ranks, one.elements) == (2, elements)
     assert (one.parameters, one.gradients, one.optimizer) == (
-        8 * elements, 8 * elements, 16 * elements,
-    )  # fmt: skip
+        8 * elements,
+        8 * elements,
+        16 * elements,
+    )
 
 
 def test_uneven_slices_are_classes() -> None:

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.proving.asked import Curve, asked, steps_of
-from schedlang.passes.verifying.prove import Case, prove
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.prove import Case, prove
+from schedlang.passes.verify.asked import Curve, asked, steps_of
 from schedlang.report import Report
-from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.launch.pool import Pool
 from tests.proofs import planned
 from tests.training.test_build import Small, _series
 

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from schedlang.passes.proving.chance import draws_in_words, generators, repeated
-from schedlang.passes.running.build import build
-from schedlang.passes.verifying.prove import Case, prove
-from schedlang.runtime.drawing import random
-from schedlang.runtime.drawing.random import LogicalDropout
-from schedlang.runtime.launching.launch import Pool
+from schedlang.passes.lower.build import build
+from schedlang.passes.prove import Case, prove
+from schedlang.passes.verify.randomness import draws_in_words, generators, repeated
+from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.rng import logical_dropout
+from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.runtime.scope import Scope, capture, entered, named_sites
 from tests.proofs import planned
 
@@ -119,8 +119,8 @@ def test_streams_are_apart() -> None:
 
 def test_what_repeats_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that is another one is named with it, also one that runs behind another."""
-    plain = random._key
-    monkeypatch.setattr(random, "_key", lambda *of: plain(of[0], 0, *of[2:]))
+    plain = logical_dropout._key
+    monkeypatch.setattr(logical_dropout, "_key", lambda *of: plain(of[0], 0, *of[2:]))
     found = repeated(_begun())
     assert (
         len(found) == 4
@@ -128,11 +128,13 @@ def test_what_repeats_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
     def behind(*of: Any) -> int:
-        return random._signed((plain(*of[:4], 0) + of[4] * 3 * random._GAMMA) % (1 << 64))
+        return logical_dropout._signed(
+            (plain(*of[:4], 0) + of[4] * 3 * logical_dropout._GAMMA) % (1 << 64)
+        )
 
-    monkeypatch.setattr(random, "_key", behind)
+    monkeypatch.setattr(logical_dropout, "_key", behind)
     assert len(repeated(_begun())) == 4
-    monkeypatch.setattr(random, "_key", plain)
+    monkeypatch.setattr(logical_dropout, "_key", plain)
     monkeypatch.setattr("schedlang.runtime.scope.next_call", lambda where: 0)
     assert set(repeated(_begun())) == {
         f"`drop` call 0, step {step}, row {row} twice" for step in (0, 1) for row in (0, 1)

@@ -11,15 +11,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from schedlang.passes.proving.compare import compare, parts_agree
-from schedlang.passes.proving.observe import Key, Observation, conditions, observe
-from schedlang.passes.proving.original import Sequential
+from schedlang.passes.verify.compare import compare, parts_agree
+from schedlang.passes.verify.observe import Key, Observation, conditions, observe
+from schedlang.passes.verify.original import Sequential
 from schedlang.report import Report
-from schedlang.runtime.drawing.random import LogicalDropout, Window
+from schedlang.runtime.batch import stack
 from schedlang.runtime.float64 import Float64, as_float64
-from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.parts import stack
+from schedlang.runtime.rng.logical_dropout import LogicalDropout, Window
 from schedlang.runtime.scope import Scope, entered, named_sites
 
 
@@ -205,8 +205,10 @@ def test_infinite_scores_may_agree_and_nan_never() -> None:
         key = Key("", kind, 0, "x")
         masked = "outputs" in kind
         for one, other, ok in (
-            (1.0, -math.inf, True), (1.0, math.nan, masked), (math.nan, math.nan, False),
-        ):  # fmt: skip
+            (1.0, -math.inf, True),
+            (1.0, math.nan, masked),
+            (math.nan, math.nan, False),
+        ):
             sides = [Observation({key: torch.tensor([one, other]).double()}) for _ in range(2)]
             assert Report(compare(*sides)).ok == ok, (kind, one, other)
     key = Key("", "outputs", 0, "x")

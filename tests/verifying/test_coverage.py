@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from schedlang.passes.proving.coverage import apart, gaps, idle, repeating, unoffered
-from schedlang.passes.proving.observe import Key, Observation
-from schedlang.passes.proving.variants import Batches, Labels, varied
+from schedlang.passes.verify.coverage import apart, gaps, idle, repeating, unoffered
+from schedlang.passes.verify.observe import Key, Observation
+from schedlang.passes.verify.variants import Batches, Labels, varied
 from schedlang.report import Gap
-from schedlang.runtime.parts import shares
+from schedlang.runtime.batch import shares
 from tests import models
 from tests.proofs import planned
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from schedlang.mesh import Mesh
-from schedlang.passes.blaming.diagnose import diagnose, explain, of_parts, of_ranks
-from schedlang.passes.proving.compare import compare
-from schedlang.passes.proving.observe import Key, Observation
+from schedlang.ir.mesh import Mesh
+from schedlang.passes.localize.diagnose import diagnose, explain, of_parts, of_ranks
+from schedlang.passes.verify.compare import compare
+from schedlang.passes.verify.observe import Key, Observation
 from schedlang.report import Report
 
 SIZES = {"tp": 2, "dp": 3, "microbatches": 4}

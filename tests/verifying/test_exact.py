@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from schedlang.passes.proving.exact import EXACT, baseline, given_up
-from schedlang.passes.verifying.prove import Case, prove
+from schedlang.passes.prove import Case, prove
+from schedlang.passes.verify.asked import EXACT, baseline, given_up
 from schedlang.report import Report
 from schedlang.runtime import program
-from schedlang.runtime.keeping import recompute
-from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.activation_memory import recompute
+from schedlang.runtime.launch.pool import Pool
 from tests import models
 from tests.proofs import planned
 from tests.training.test_build import GPT2, Small, _series

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import schedlang
-from schedlang.diagnostic import Refusal
-from schedlang.passes.costs.account import Account, account
-from schedlang.passes.costs.expected import unmet
-from schedlang.plan import Plan
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.plan import Plan
+from schedlang.passes.simulate.account import Account, account
+from schedlang.passes.simulate.expected import unmet
 from tests import models
 from tests.models import tokens
 from tests.proofs import planned, refused

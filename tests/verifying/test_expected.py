@@ -14,11 +14,11 @@ from typer.testing import CliRunner, Result
 
 import schedlang
 from schedlang.cli import app
-from schedlang.diagnostic import Refusal
-from schedlang.modelfile import load_model_file
-from schedlang.passes.reading.state import Settings
-from schedlang.passes.verifying.prove import Case, prove
-from schedlang.verbs.posed import posed
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.modelfile import load_model_file
+from schedlang.passes.elaborate.state import Settings
+from schedlang.passes.prove import Case, prove
+from schedlang.verbs.inputs import posed
 from tests.engine.threads import Threads
 from tests.proofs import planned
 

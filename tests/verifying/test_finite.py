@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.proving.compare import compare
-from schedlang.passes.proving.observe import Key, Observation
-from schedlang.passes.proving.rounding import OVERFLOWS, within_rounding
-from schedlang.passes.proving.sound import cheaply
-from schedlang.passes.running.build import build
-from schedlang.passes.verifying.prove import Case, prove
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.lower.build import build
+from schedlang.passes.prove import Case, prove
+from schedlang.passes.verify.compare import compare
+from schedlang.passes.verify.observe import Key, Observation
+from schedlang.passes.verify.sound import cheaply
+from schedlang.passes.verify.working_dtype import OVERFLOWS, within_rounding
 from schedlang.report import Report
 from tests.engine import Threads
 from tests.proofs import planned, sgd
@@ -81,10 +81,13 @@ def test_no_label_counts(rows: tuple[str, str], place: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [DP, ALONE], ids=["parts", "whole"])
-@pytest.mark.parametrize("how, words", [
-    ("logarithm", "first met in what goes into `head`"),
-    ("root of nothing", "the gradient of `body.weight`, `body.bias` is not finite"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        ("logarithm", "first met in what goes into `head`"),
+        ("root of nothing", "the gradient of `body.weight`, `body.bias` is not finite"),
+    ],
+)
 def test_where_it_arises(rows: tuple[str, str], how: str, words: str) -> None:
     """In a module, or in the backward alone."""
     said = refusal(Net(how), batches(), rows)
@@ -105,11 +108,14 @@ def test_a_loss_that_training_makes_infinite() -> None:
     assert "S707" in said and "not finite in step 2" in said, said
 
 
-@pytest.mark.parametrize("how, words", [
-    ("frozen", "no parameter of the original is trained"),
-    ("detached", "the original's loss has no gradient"),
-    ("of inputs", "no parameter that requires a gradient leads to it"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        ("frozen", "no parameter of the original is trained"),
+        ("detached", "the original's loss has no gradient"),
+        ("of inputs", "no parameter that requires a gradient leads to it"),
+    ],
+)
 def test_nothing_is_trained(how: str, words: str) -> None:
     """Nothing would be compared."""
     for rows in (DP, ALONE):

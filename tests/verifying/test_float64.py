@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from schedlang.diagnostic import Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.float64 import Float64, as_float64, widened
 from schedlang.runtime.modes import ambient, reentry
 

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.passes.blaming.localise import Location, localise
-from schedlang.passes.proving.sides import prepared, widened
-from schedlang.runtime.following.notes import Tag
-from schedlang.runtime.judging.alone import Recorder, parts_of
-from schedlang.runtime.judging.judge import difference
-from schedlang.runtime.launching.launch import Pool
-from schedlang.runtime.logits.vocab import ShardedLogits
+from schedlang.passes.localize.localise import Location, localise
+from schedlang.passes.verify.sides import prepared, widened
+from schedlang.runtime.isolated import Recorder, difference, parts_of
+from schedlang.runtime.launch.pool import Pool
+from schedlang.runtime.lazy_logits.vocab_parallel import ShardedLogits
+from schedlang.runtime.propagation.trace import Tag
 from schedlang.runtime.sharding import shard
 from tests.zoo.pool import Mutated
 from tests.zoo.scenes import case
@@ -152,7 +151,7 @@ def test_a_difference_is_never_lost(got: list[float], want: list[float], equal: 
 
 def test_split_logits_lose_their_padding() -> None:
     """What a rank holds of the words counts, not the rows that fill it up."""
-    from schedlang.runtime.collectives.collective import Group
+    from schedlang.runtime.comm.collectives import Group
 
     local = torch.arange(12.0).reshape(3, 4)
     logits = ShardedLogits(local, Group(("tp",), (0, 1), 1), 6)

@@ -7,13 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from schedlang.passes.proving.luck import LEAST, bound, quantile
+from schedlang.passes.verify.pooled_draws import LEAST, bound, quantile
 
 
-@pytest.mark.parametrize("n, m, chance, wanted", [
-    (1, 10, 0.001, 21.04), (2, 4, 0.05, 6.944), (4, 8, 0.01, 7.006), (5, 10, 0.05, 3.326),
-    (10, 120, 0.001, 3.237), (30, 30, 0.01, 2.386),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "n, m, chance, wanted",
+    [
+        (1, 10, 0.001, 21.04),
+        (2, 4, 0.05, 6.944),
+        (4, 8, 0.01, 7.006),
+        (5, 10, 0.05, 3.326),
+        (10, 120, 0.001, 3.237),
+        (30, 30, 0.01, 2.386),
+    ],
+)
 def test_the_law_is_that_of_tables(n: int, m: int, chance: float, wanted: float) -> None:
     """Upper quantiles of F, as printed in tables."""
     assert quantile(chance, n, m) == pytest.approx(wanted, rel=2e-4)

@@ -7,16 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from schedlang.passes.proving.observe import Condition, Key, conditions, flattened, observe
-from schedlang.passes.proving.original import Sequential
-from schedlang.passes.proving.sides import (
-    Case,
-    Distributed,
-    built,
-    modes_of,
-    prepared,
-    sequential,
-)
+from schedlang.passes.verify.observe import Condition, Key, conditions, flattened, observe
+from schedlang.passes.verify.original import Sequential
+from schedlang.passes.verify.sides import Case, Distributed, built, modes_of, prepared, sequential
 from schedlang.runtime.modes import ambient
 from tests.proofs import planned
 

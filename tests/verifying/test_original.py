@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.proving.original import Sequential, loss_of, randomised, rows, tied
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.verify.original import Sequential, loss_of, randomised, rows, tied
 
 
 class Tied(nn.Module):

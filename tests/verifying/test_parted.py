@@ -11,16 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.diagnostic import Refusal
-from schedlang.own_error import OwnError
-from schedlang.passes.proving import compare
-from schedlang.passes.verifying.prove import Case, prove
+from schedlang.diagnostics.diagnostic import OwnError, Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.language.syntax import parse
+from schedlang.passes.prove import Case, prove
+from schedlang.passes.verify import compare
 from schedlang.report import Report
 from schedlang.runtime import program
-from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.launch.pool import Pool
 from schedlang.schedule import Schedule
-from schedlang.source import Source
-from schedlang.syntax import parse
 from tests.training.test_build import Normed, _series
 from tests.zoo.bug import Patch
 from tests.zoo.pool import Mutated
@@ -162,7 +161,7 @@ def test_each_direction_has_statistics_of_its_own(order: str, ranks: int, pool: 
 
 def _trained_buffers(plan: Any, batch: Any, folder: str) -> tuple[dict[str, Tensor], ...]:
     """What a program's state says of its buffers after a step, and a checkpoint of it."""
-    from schedlang.passes.running.build import build
+    from schedlang.passes.lower.build import build
 
     made = build(plan, batch)
     made.train_step(batch)

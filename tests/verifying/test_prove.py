@@ -15,12 +15,12 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from schedlang.cli import app
-from schedlang.diagnostic import Refusal
-from schedlang.passes.reading.rows import only_lines
-from schedlang.passes.verifying.prove import Case, check_world, prove
-from schedlang.plan import Plan
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.plan import Plan
+from schedlang.passes.elaborate.rows import only_lines
+from schedlang.passes.prove import Case, check_world, prove
 from schedlang.report import Report
-from schedlang.runtime.launching.launch import Pool, RankDied
+from schedlang.runtime.launch.pool import Pool, RankDied
 from tests import models
 from tests.proofs import planned
 from tests.training.test_build import GPT2, LLAMA, LLAMA_ENDS, Small, _series
@@ -168,9 +168,13 @@ def test_only_on_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "mesh, small", [("dp=16", "dp=2"), ("dp=4, pp=2, tp=2", "dp=2,pp=2,tp=2"),
-                    ("a=2, b=2, c=2, d=2", "a=1,b=2,c=2,d=2")],
-)  # fmt: skip
+    "mesh, small",
+    [
+        ("dp=16", "dp=2"),
+        ("dp=4, pp=2, tp=2", "dp=2,pp=2,tp=2"),
+        ("a=2, b=2, c=2, d=2", "a=1,b=2,c=2,d=2"),
+    ],
+)
 def test_more_than_eight_ranks_are_refused(mesh: str, small: str) -> None:
     """With a smaller mesh that keeps every row."""
     model: nn.Module = Small()

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from schedlang.diagnostic import Refusal
-from schedlang.runtime.drawing.random import LogicalDropout, Window
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.modes import ambient, reentry
+from schedlang.runtime.rng.logical_dropout import LogicalDropout, Window
 from schedlang.runtime.scope import Scope, entered, named_sites
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.runtime.drawing.random import LogicalDropout
-from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.runtime.scope import Scope, entered
 from tests.proofs import planned, proven
 
@@ -35,8 +35,12 @@ def _batch(seed: int) -> dict[str, Tensor]:
     return {"x": torch.randn(6, 7, 6, generator=torch.Generator().manual_seed(seed))}
 
 
-KINDS = [(nn.LSTM, {"batch_first": True}), (nn.LSTM, {"bidirectional": True}),
-         (nn.GRU, {"batch_first": True, "bidirectional": True}), (nn.RNN, {})]  # fmt: skip
+KINDS = [
+    (nn.LSTM, {"batch_first": True}),
+    (nn.LSTM, {"bidirectional": True}),
+    (nn.GRU, {"batch_first": True, "bidirectional": True}),
+    (nn.RNN, {}),
+]
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
@@ -51,8 +55,9 @@ def test_layer_by_layer_is_what_torch_computes(kind: Any, options: dict[str, Any
     with ambient(drawing), entered(Scope(0, 0, tuple(range(6 if net.first else 7)))):
         got = net.rnn(x if net.first else x)
     assert drawing.drawn == 2
-    for one, other in zip(torch.utils._pytree.tree_leaves(want),
-                          torch.utils._pytree.tree_leaves(got)):  # fmt: skip
+    for one, other in zip(
+        torch.utils._pytree.tree_leaves(want), torch.utils._pytree.tree_leaves(got)
+    ):
         assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
 
 

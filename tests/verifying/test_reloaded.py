@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.passes.proving import saved
-from schedlang.passes.proving.runs import runs
-from schedlang.passes.proving.sides import Case, observed, prepared, widened
+from schedlang.passes.verify import saved
+from schedlang.passes.verify.runs import runs
+from schedlang.passes.verify.sides import Case, observed, prepared, widened
+from schedlang.runtime.checkpointing import archive
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.program import Program
-from schedlang.runtime.saving import archive
 from tests.proofs import planned
 from tests.spacetime import WIDTH, batch
 

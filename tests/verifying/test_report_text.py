@@ -2,8 +2,7 @@
 
 import pytest
 
-from schedlang.report import Gap, Report, Row
-from schedlang.report_text import lines
+from schedlang.report import Gap, Report, Row, lines
 
 NAMES = ("transformer.h.0.attn.c_attn.weight", "transformer.h.11.mlp.c_proj.bias")
 KINDS = ("outputs", "gradients", "optimizer exp_avg_sq")

@@ -9,15 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from schedlang.passes.proving.flips import tipped
-from schedlang.passes.proving.observe import Key, Observation, conditions, observe
-from schedlang.passes.proving.original import Sequential
-from schedlang.passes.proving.rounding import within_rounding
-from schedlang.passes.proving.worked import nudged
-from schedlang.passes.verifying.prove import Case, prove
+from schedlang.passes.prove import Case, prove
+from schedlang.passes.verify.observe import Key, Observation, conditions, observe
+from schedlang.passes.verify.original import Sequential
+from schedlang.passes.verify.working_dtype import nudged, tipped, within_rounding
 from schedlang.report import Report
 from schedlang.runtime.float64 import Float64, as_float64, widened
-from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.modes import ambient
 from tests.proofs import planned
 
@@ -204,9 +202,14 @@ def _several(count: int, size: int = 4) -> list[torch.Tensor]:
     return [0.01 * torch.randn(size, generator=generator) / size**0.5 for _ in range(count)]
 
 
-@pytest.mark.parametrize("kind, low", [
-    ("gradients", 2**-8), ("gradients", 0.0), ("gradient norm", 2**-8),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, low",
+    [
+        ("gradients", 2**-8),
+        ("gradients", 0.0),
+        ("gradient norm", 2**-8),
+    ],
+)
 def test_a_lucky_original_is_no_measure(kind: str, low: float) -> None:
     """Where one run of the original is nearly exact by luck, its others tell what is rounding."""
     draws = _several(9)
@@ -214,9 +217,12 @@ def test_a_lucky_original_is_no_measure(kind: str, low: float) -> None:
 
     def errors(program: torch.Tensor, some: list[torch.Tensor]) -> list[float]:
         rows = within_rounding(
-            _run(torch.zeros(4), kind), _run(plain, kind), _run(program, kind), low=low,
+            _run(torch.zeros(4), kind),
+            _run(plain, kind),
+            _run(program, kind),
+            low=low,
             draws=[_run(one, kind) for one in some],
-        )  # fmt: skip
+        )
         return [row.error for row in rows]
 
     assert max(errors(right, [])) > 1
@@ -240,8 +246,9 @@ def test_a_mistake_is_above_all_luck(size: int, factor: float) -> None:
 
 def test_where_the_larger_of_two_counts() -> None:
     """The original by the parts of the program rounds what the whole need not."""
-    exact, plain, program, parts = map(_run, torch.tensor([[0.0, 0], [0.01, 0], [0.035, 0],
-                                                           [0.02, 0]]))  # fmt: skip
+    exact, plain, program, parts = map(
+        _run, torch.tensor([[0.0, 0], [0.01, 0], [0.035, 0], [0.02, 0]])
+    )
     (row,) = within_rounding(exact, plain, program, low=2**-8)
     assert row.error == pytest.approx(1.75, rel=1e-3)
     (row,) = within_rounding(exact, plain, program, low=2**-8, parts=parts)

@@ -18,20 +18,19 @@ import schedlang
 from examples.custom.model import Watcher
 from examples.custom.model import batch as series
 from schedlang.cli import app
-from schedlang.diagnostic import Refusal
-from schedlang.passes.proving.sides import Case
-from schedlang.passes.reading.state import Settings
-from schedlang.passes.shrinking.depth import neighbours
-from schedlang.passes.shrinking.minimise import Rules, Search, Split
-from schedlang.passes.shrinking.quantities import Key, counted, learned
-from schedlang.passes.shrinking.recipe import Recipe, recipes, special_ids
-from schedlang.passes.shrinking.shrink import Shrunk, shrink
-from schedlang.passes.shrinking.small_batch import Cutting, small
-from schedlang.passes.shrinking.small_mesh import small_meshes
-from schedlang.passes.verifying.prove import prove
-from schedlang.runtime.launching.launch import Pool
-from schedlang.source import Source
-from schedlang.syntax import parse
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.language.syntax import parse
+from schedlang.passes.elaborate.state import Settings
+from schedlang.passes.prove import prove
+from schedlang.passes.reduce_model.depth import neighbours
+from schedlang.passes.reduce_model.minimise import Key, Rules, Search, Split, counted, learned
+from schedlang.passes.reduce_model.recipe import Recipe, recipes, special_ids
+from schedlang.passes.reduce_model.shrink import Shrunk, shrink
+from schedlang.passes.reduce_model.small_batch import Cutting, small
+from schedlang.passes.reduce_model.whole import small_meshes
+from schedlang.passes.verify.sides import Case
+from schedlang.runtime.launch.pool import Pool
 from tests.zoo.pool import Mutated
 from tests.zoo.tensor import enter_without_all_reduce
 
@@ -55,10 +54,17 @@ def llama70b(**changes: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = dict(
-        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
-        num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=8192,
-        use_cache=False, bos_token_id=128000, eos_token_id=128001,
-    )  # fmt: skip
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        use_cache=False,
+        bos_token_id=128000,
+        eos_token_id=128001,
+    )
     with torch.device("meta"):
         return LlamaForCausalLM(LlamaConfig(**(sizes | changes)))
 
@@ -83,9 +89,11 @@ def tokens(vocabulary: int, rows: int = 64, length: int = 96) -> Callable[[int],
 
 
 def shrunken(
-    model: nn.Module, text: str, batch: Callable[[int], Mapping[str, Any]] | None = None,
+    model: nn.Module,
+    text: str,
+    batch: Callable[[int], Mapping[str, Any]] | None = None,
     **options: Any,
-) -> Shrunk:  # fmt: skip
+) -> Shrunk:
     """The reduction of a model under a schedule without a header."""
     tree = parse(Source("big.sched", f"schedule 1\n\n{text}"))
     made = batch or tokens(128256)
@@ -346,8 +354,9 @@ def test_small_of_the_model_file(tmp_path: Path) -> None:
 
 def test_a_bug_is_still_found(pool: Pool) -> None:
     """A runtime that sums no input gradients fails the reduced model, in backward only."""
-    found = shrunken(llama70b(), step(BLOCK, "tp=16").replace("16", "8"),
-                     settings=Settings(mesh={"tp": 2}))  # fmt: skip
+    found = shrunken(
+        llama70b(), step(BLOCK, "tp=16").replace("16", "8"), settings=Settings(mesh={"tp": 2})
+    )
     case = Case(found.plan, found.batches, dtype="none")
     report = prove(case, pool=Mutated(pool, enter_without_all_reduce))  # type: ignore[arg-type]
     assert report.exit_code == 1 and report.first is not None

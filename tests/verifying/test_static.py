@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from schedlang.diagnostic import Diagnostic
-from schedlang.passes.preparing import book
-from schedlang.passes.statics import owners
-from schedlang.passes.statics.static import Static, static
-from schedlang.plan import Plan
+from schedlang.diagnostics.diagnostic import Diagnostic
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze import reductions as book
+from schedlang.passes.static_checks import owners
+from schedlang.passes.static_checks.static import Static, static
+from schedlang.pipeline.timeline import Kind
 from schedlang.runtime import program
-from schedlang.runtime.collectives import collective
-from schedlang.runtime.following import dry, follow
+from schedlang.runtime.comm import collectives
+from schedlang.runtime.pipeline import executor
+from schedlang.runtime.propagation import dry, follow
 from schedlang.runtime.sharding import shard
-from schedlang.runtime.staging import pipeline
-from schedlang.timeline import Kind
 from tests import layouts, models
 from tests.proofs import planned
 from tests.training.test_build import GPT2, LLAMA, LLAMA_ENDS
@@ -49,9 +49,17 @@ def t5() -> nn.Module:
     import transformers
 
     config = transformers.T5Config(
-        vocab_size=models.VOCAB, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_decoder_layers=1,
-        num_heads=2, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
-    )  # fmt: skip
+        vocab_size=models.VOCAB,
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=1,
+        num_decoder_layers=1,
+        num_heads=2,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
     return transformers.T5ForConditionalGeneration(config).double()
 
 
@@ -82,32 +90,43 @@ PLANS: dict[str, Case] = {
         lambda: models.gpt2(2, 0.1),
         f"{GPT2}  transformer.h[0]  checkpoint()\n"
         + _pipe("transformer.h", "1F1B", more="zero(stage=1, over=dp)"),
-        "dp=2, pp=2, tp=2", TOKENS,
+        "dp=2, pp=2, tp=2",
+        TOKENS,
     ),
     "gpt2 pp": (lambda: models.gpt2(2), _pipe("transformer.h"), "pp=2", TOKENS),
     "gpt2 interleaved": (
-        lambda: models.gpt2(4), _pipe("transformer.h", "Interleaved1F1B", 2), "pp=2", TOKENS,
+        lambda: models.gpt2(4),
+        _pipe("transformer.h", "Interleaved1F1B", 2),
+        "pp=2",
+        TOKENS,
     ),
     "gpt2 dp": (lambda: models.gpt2(1), "zero(stage=0, over=dp)", "dp=3", models.tokens(rows=6)),
     "gpt2 zero": (lambda: models.gpt2(1), "zero(stage=2, over=dp)", "dp=2", TOKENS),
     "hybrid": (
-        lambda: models.gpt2(1), "zero(stage=3, over=a)\n  zero(stage=0, over=b)", "a=2, b=2",
+        lambda: models.gpt2(1),
+        "zero(stage=3, over=a)\n  zero(stage=0, over=b)",
+        "a=2, b=2",
         TOKENS,
     ),
     "llama sp": (lambda: models.llama(1), LLAMA + LLAMA_ENDS, "tp=2", TOKENS),
     "llama sp pp": (
-        lambda: models.llama(2), LLAMA + LLAMA_ENDS + _pipe("model.layers"), "pp=2, tp=2", TOKENS,
+        lambda: models.llama(2),
+        LLAMA + LLAMA_ENDS + _pipe("model.layers"),
+        "pp=2, tp=2",
+        TOKENS,
     ),
     "bert tp": (models.bert, BERT, "tp=2", TOKENS),
     "bart pp": (models.bart, _pipe("model.decoder.layers"), "pp=2", TOKENS),
     "t5 tp dp": (t5, T5, "tp=2, dp=2", TOKENS),
     "skipping three": (
-        models.Skipping, "blocks  pipeline_split(over=pp)\nzero(stage=0, over=dp)", "pp=3, dp=2",
+        models.Skipping,
+        "blocks  pipeline_split(over=pp)\nzero(stage=0, over=dp)",
+        "pp=3, dp=2",
         models.points(8),
     ),
     "skipping pp": (models.Skipping, _pipe("blocks", "1F1B"), "pp=2", models.points(8)),
     "odd zero": (layouts.Odd, "zero(stage=1, over=dp)", "dp=2", layouts.points(0)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -117,8 +136,12 @@ def test_right_schedules_hold(name: str) -> None:
     assert found.problems == (), [(d.code, d.title, d.notes) for d in found.problems]
     assert all(claim.holds for claim in found.claims)
     assert [claim.name for claim in found.claims] == [
-        "reductions", "placement types", "loss weights", "matching", "ownership",
-    ]  # fmt: skip
+        "reductions",
+        "placement types",
+        "loss weights",
+        "matching",
+        "ownership",
+    ]
 
 
 def _found(static: Static, code: str) -> list[Diagnostic]:
@@ -148,9 +171,12 @@ BUGS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str, str]] = [
 
 @pytest.mark.parametrize("bug, name, code, line", BUGS, ids=[bug[0].__name__ for bug in BUGS])
 def test_injected_bugs_are_found_at_their_row(
-    bug: Callable[[pytest.MonkeyPatch], None], name: str, code: str, line: str,
+    bug: Callable[[pytest.MonkeyPatch], None],
+    name: str,
+    code: str,
+    line: str,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """A bug in what ranks do fails the proof that it concerns, with the row that brings it."""
     bug(monkeypatch)
     found = _found(proven(name), code)
@@ -162,14 +188,14 @@ def test_injected_bugs_are_found_at_their_row(
 
 def _mutated(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
     """Both what is planned and what ranks do follow other reductions."""
-    from schedlang.passes.running import reduce
+    from schedlang.passes.lower import executor
 
     plain = book.reductions
 
     def reductions(plan: Any, traced: Any, holdings: Any) -> list[Any]:
         return [made for one in plain(plan, traced, holdings) for made in change(one)]
 
-    for module in (book, reduce):
+    for module in (book, executor):
         monkeypatch.setattr(module, "reductions", reductions)
 
 
@@ -264,21 +290,21 @@ def test_only_linear_calls_stand_before_a_sum(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_rank_that_does_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control flow that depends on the rank: one more collective on one of them."""
-    plain = collective._Reduce.forward
+    plain = collectives._Reduce.forward
 
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
         if group.rank == 0:
-            collective.all_gather(x, 0, group)
+            collectives.all_gather(x, 0, group)
         return plain(ctx, x, group)
 
-    monkeypatch.setattr(collective._Reduce, "forward", staticmethod(forward))
+    monkeypatch.setattr(collectives._Reduce, "forward", staticmethod(forward))
     found = _found(proven("gpt2 tp"), "S714")
     assert found and "ranks 0 and 1" in found[0].title and "shard(" in _line(found[0])
 
 
 def test_ranks_that_send_other_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same operations in the same order, of different sizes."""
-    plain = collective.all_reduce
+    plain = collectives.all_reduce
 
     def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
         if group.rank == 1:
@@ -286,14 +312,14 @@ def test_ranks_that_send_other_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
             return x.clone()
         return plain(x, group)
 
-    monkeypatch.setattr(collective, "all_reduce", all_reduce)
+    monkeypatch.setattr(collectives, "all_reduce", all_reduce)
     found = _found(proven("gpt2 tp"), "S714")
     assert found and "do not agree on a collective" in found[0].title
 
 
 def test_messages_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two gradients of equal shape are sent in the wrong order: no shape tells, their names do."""
-    plain = pipeline.Pipeline._order
+    plain = executor.Pipeline._order
 
     def order(self: Any, count: int, train: bool) -> Any:
         events = list(plain(self, count, train))
@@ -303,7 +329,7 @@ def test_messages_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
             events.insert(second, events.pop(first))
         return tuple(events)
 
-    monkeypatch.setattr(pipeline.Pipeline, "_order", order)
+    monkeypatch.setattr(executor.Pipeline, "_order", order)
     found = _found(proven("gpt2 pp"), "S714")
     assert found and "takes a message" in found[0].title
     assert "pipeline_split" in _line(found[0]) and "microbatch" in found[0].notes[1]
@@ -324,7 +350,7 @@ def test_a_buffer_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_parameter_that_no_optimizer_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trained parameter of a rank that its optimizer was not given."""
-    from schedlang.passes.statics import roles
+    from schedlang.passes.static_checks import roles
 
     played = roles._role
     lost = lambda *args: replace(made := played(*args), trained=made.trained[1:])  # noqa: E731
@@ -335,7 +361,7 @@ def test_a_parameter_that_no_optimizer_sees(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_kernel_that_forgets_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hooks, dtypes and `requires_grad` survive `replace_kernel`; a bug that drops them is told."""
-    from schedlang.runtime.replacing import kernel
+    from schedlang.runtime.kernel_injection import kernel
 
     rows = "model.**:LlamaRMSNorm  replace_kernel(rms_norm)"
     model = models.llama(1)

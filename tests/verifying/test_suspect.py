@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from schedlang.passes.blaming.again import trials_of
-from schedlang.passes.proving.observe import Condition, Observation
-from schedlang.passes.verifying.prove import Case, prove
+from schedlang.passes.localize.culprits import trials_of
+from schedlang.passes.prove import Case, prove
+from schedlang.passes.verify.observe import Condition, Observation
 from schedlang.report import Report, Row
-from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.launch.pool import Pool
 from tests import models
 from tests.proofs import planned
 from tests.zoo.memory import other_masks_in_recomputation
@@ -100,7 +100,7 @@ def _row(condition: str, kind: str, step: int | None) -> Row:
 
 
 def _failure() -> Any:
-    from schedlang.passes.blaming.again import Failure
+    from schedlang.passes.localize.culprits import Failure
 
     batches = tuple({"n": k} for k in range(3))
     told = [Condition(name, lambda named: None, batches) for name in ("SGD", "AdamW")]  # type: ignore[arg-type, return-value]

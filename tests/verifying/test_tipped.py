@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.passes.proving.worked import TIPPED
-from schedlang.passes.verifying.prove import Case, prove
+from schedlang.passes.prove import Case, prove
+from schedlang.passes.verify.working_dtype import TIPPED
 from schedlang.report import Report
-from schedlang.runtime.drawing.random import mixed
-from schedlang.runtime.keeping import rounded
-from schedlang.runtime.keeping.coded import stream
+from schedlang.runtime.activation_memory import quantized
+from schedlang.runtime.activation_memory.quantized import stream
+from schedlang.runtime.rng.logical_dropout import mixed
 from tests.engine import Threads
 from tests.proofs import planned
 
@@ -66,20 +66,18 @@ def _more(drawn: Callable[..., Tensor], by: float) -> Callable[..., Tensor]:
 
 def test_a_number_that_rounding_tips_is_no_difference(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     """Either number is right: rows of the working dtype hold, within their own gates."""
-    monkeypatch.setattr(rounded, "_draws", _more(rounded._draws, 2 * NEAR))
+    monkeypatch.setattr(quantized, "_draws", _more(quantized._draws, 2 * NEAR))
     report = _report(threads)
     assert report.ok, [row for row in report.rows if not row.ok][:3]
     assert any(row.note == TIPPED and "in working dtype" in row.kind for row in report.rows)
     assert "as ranks took them" in dict(report.facts)["in fewer bits"]
 
 
-def test_other_numbers_are_a_difference(
-    threads: Threads, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_other_numbers_are_a_difference(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers that no rounding explains are told, although they are noted as well."""
-    monkeypatch.setattr(rounded, "_draws", _more(rounded._draws, 0.5))
+    monkeypatch.setattr(quantized, "_draws", _more(quantized._draws, 0.5))
     report = _report(threads)
     assert not report.ok
     bad = {row.kind for row in report.rows if not row.ok}

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.costs.account import account
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.passes.proving import sound as proving
-from schedlang.passes.proving.sound import cheaply
-from schedlang.passes.running.train import Course, train
-from schedlang.passes.verifying.prove import Case, prove
-from schedlang.plan import Plan
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.ir.plan import Plan
+from schedlang.language.syntax import parse
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.lower.train import Course, train
+from schedlang.passes.prove import Case, prove
+from schedlang.passes.simulate.account import account
+from schedlang.passes.verify import sound as proving
+from schedlang.passes.verify.sound import cheaply
 from schedlang.schedule import Schedule
-from schedlang.source import Source
-from schedlang.syntax import parse
 from schedlang.verbs.run import sound
 from tests import expert_models
 from tests.engine import Threads
@@ -325,9 +325,10 @@ def _trained(walk: Walk, threads: Threads) -> None:
 
 def _stepped(walk: Walk, later: bool) -> float:
     program = walk.schedule().build(
-        batch=None if later else walk.batch(0), loss=walk.loss,
+        batch=None if later else walk.batch(0),
+        loss=walk.loss,
         optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
-    )  # fmt: skip
+    )
     return float(program.train_step(walk.batch(0)))
 
 

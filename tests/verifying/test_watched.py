@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.laying.propagate import Traced, propagate
-from schedlang.passes.preparing.prepare import prepare
-from schedlang.runtime.launching.launch import Pool
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.propagate.propagate import Traced, propagate
+from schedlang.runtime.launch.pool import Pool
 from tests.proofs import planned, proven
 
 Layer = Callable[[Any, Tensor], Tensor]

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from schedlang.diagnostic import Refusal
-from schedlang.mesh import Mesh
-from schedlang.passes.verifying.prove import prove
-from schedlang.placement import Layout, Segment
-from schedlang.runtime.launching.launch import Pool
-from schedlang.runtime.saving.holding import Holding
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.mesh import Mesh
+from schedlang.ir.placement import Layout, Segment
+from schedlang.passes.prove import prove
+from schedlang.runtime.checkpointing.holding import Holding
+from schedlang.runtime.launch.pool import Pool
 from tests.tiers import thinned
 from tests.zoo import ZOO
 from tests.zoo.bug import Bug, found, mutate
@@ -76,9 +76,18 @@ def test_no_false_alarm_in_any(name: str, pool: Pool) -> None:
     assert prove(case(name), pool=pool).ok
 
 
-NAMED = [("P28", "stale, not kept"), ("C31", "overflowing"), ("F60", "compiled"), ("C20", "lent"),
-         ("S03", "sliced"), ("D42", "untied head"), ("D40", "frozen front"), ("C33", "cast slices"),
-         ("C15", "streamed"), ("D41", "tied blocks")]  # fmt: skip
+NAMED = [
+    ("P28", "stale, not kept"),
+    ("C31", "overflowing"),
+    ("F60", "compiled"),
+    ("C20", "lent"),
+    ("S03", "sliced"),
+    ("D42", "untied head"),
+    ("D40", "frozen front"),
+    ("C33", "cast slices"),
+    ("C15", "streamed"),
+    ("D41", "tied blocks"),
+]
 
 
 @pytest.mark.parametrize("spec, scene", thinned(NAMED), ids=[f"{s}-{n}" for s, n in NAMED])

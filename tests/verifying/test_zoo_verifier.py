@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.launch.pool import Pool
 from tests.tiers import thinned
 from tests.zoo.verifier import FLAWS, Flaw
 

@@ -9,7 +9,7 @@ import random
 import sys
 import traceback
 
-from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.launch.pool import Pool
 from tests.conftest import PRELOAD
 from tests.zoo import ZOO
 from tests.zoo.bug import Bug

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from schedlang.kernels import grouped
-from schedlang.runtime.replacing import attended, expert_kernel
+from schedlang.runtime.kernel_injection import attention_adapters, expert_kernel
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.place import running_program
 
@@ -18,14 +18,14 @@ def _attending(patch: Patch, change: Any) -> None:
     """While a program runs, attention is asked for with `change(arguments)`."""
     at_work = running_program(patch, "train_step", "eval_step")
 
-    for name, plain in list(attended.ATTENTIONS.items()):
+    for name, plain in list(attention_adapters.ATTENTIONS.items()):
 
         def attend(*given: Any, _plain: Any = plain) -> Tensor:
             # before a program runs a copy is probed, and would be found out
             result: Tensor = _plain(*(change(given) if at_work() is not None else given))
             return result
 
-        patch.setitem(attended.ATTENTIONS, name, attend)  # type: ignore[arg-type]
+        patch.setitem(attention_adapters.ATTENTIONS, name, attend)  # type: ignore[arg-type]
 
 
 @bug("F30", "replace_kernel", Operator.ARGUMENT, "attending by flex")

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from schedlang.runtime.keeping.away import Away
-from schedlang.runtime.keeping.peer import Peer
-from schedlang.runtime.keeping.streamed import Held
-from schedlang.runtime.staging.flight import work_of
-from schedlang.runtime.staging.parking import Parking, bag_of
+from schedlang.runtime.offload.parameters import Held
+from schedlang.runtime.offload.peer import Peer
+from schedlang.runtime.offload.step import Away
+from schedlang.runtime.pipeline.flight import work_of
+from schedlang.runtime.pipeline.parking import Parking, bag_of
 from schedlang.runtime.storage import leaving
 from schedlang.runtime.storage.tiers import DISK
 from tests.zoo.bug import Operator, Patch, Site, bug

@@ -9,7 +9,7 @@ from enum import Enum
 
 import pytest
 
-from schedlang.primitive import load_all, registry
+from schedlang.ir.primitive import load_all, registry
 from tests.zoo.remembered import forget
 
 Patch = pytest.MonkeyPatch
@@ -90,18 +90,39 @@ ZOO: dict[str, Bug] = {}
 
 
 def bug(
-    name: str, primitive: str, operator: Operator, *scenes: str, row: str = "", credit: str = "",
-    site: str = "", here: str = "", planning: bool = False, late: bool = False,
+    name: str,
+    primitive: str,
+    operator: Operator,
+    *scenes: str,
+    row: str = "",
+    credit: str = "",
+    site: str = "",
+    here: str = "",
+    planning: bool = False,
+    late: bool = False,
     dies: str = "",
-) -> Callable[[Mutation], Bug]:  # fmt: skip
+) -> Callable[[Mutation], Bug]:
     """Enter a mutation into the zoo; its docstring says what is wrong."""
 
     def enter(mutation: Mutation) -> Bug:
         what = " ".join((mutation.__doc__ or "").split())
         return _entered(
-            Bug(name, what, credit, primitive, operator, scenes, _row(row, primitive), mutation,
-                site, here, planning, late, dies)
-        )  # fmt: skip
+            Bug(
+                name,
+                what,
+                credit,
+                primitive,
+                operator,
+                scenes,
+                _row(row, primitive),
+                mutation,
+                site,
+                here,
+                planning,
+                late,
+                dies,
+            )
+        )
 
     return enter
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from schedlang.runtime.casting import cast
+from schedlang.runtime import mixed_precision
+from schedlang.runtime.optim.loss_scale import LossScale
 from schedlang.runtime.program import Program
-from schedlang.runtime.stepping.loss_scale import LossScale
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 
@@ -62,7 +62,7 @@ def slices_taken_for_what_is_used(patch: Patch, site: Site) -> None:
     """Who gathers a slice gets a copy in the low dtype, and reduces gradients into the copy."""
 
     def used(parameter: Any) -> Any:
-        dtype = cast.here()
+        dtype = mixed_precision.here()
         return parameter if dtype is None or parameter is None else parameter.to(dtype)
 
-    patch.setattr(cast, "_used", used)
+    patch.setattr(mixed_precision, "_used", used)

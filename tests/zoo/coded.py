@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedlang.runtime.keeping import coded, rounded
-from schedlang.runtime.keeping.rounded import Coding, Rounded
+from schedlang.runtime.activation_memory import quantized
+from schedlang.runtime.activation_memory.quantized import Coding, Rounded
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 ROW = "compress("
@@ -19,61 +19,61 @@ ROW = "compress("
 @bug("F40", "compress", Operator.SLICE, "rounded", row=ROW)
 def steps_of_another_block(patch: Patch, site: Site) -> None:
     """Each block of whole numbers is read with the step of the block before it."""
-    plain = coded.rounded
+    plain = quantized.rounded
 
     def wrong(*given: Any) -> Rounded:
         made = plain(*given)
         return replace(made, step=made.step.roll(1))
 
-    patch.setattr(coded, "rounded", wrong)
+    patch.setattr(quantized, "rounded", wrong)
 
 
 @bug("F41", "compress", Operator.CONSTANT, "rounded", row=ROW, credit="Chen et al. 2021")
 def rounded_to_nearest(patch: Patch, site: Site) -> None:
     """Numbers are rounded to the nearest, always the same way, so that errors add up."""
-    patch.setattr(rounded, "_draws", lambda like, *given: torch.full_like(like, 0.5))
+    patch.setattr(quantized, "_draws", lambda like, *given: torch.full_like(like, 0.5))
 
 
 @bug("F42", "compress", Operator.FREEZE, "rounded", row=ROW)
 def draws_of_the_first_step(patch: Patch, site: Site) -> None:
     """Every step rounds as the first did, so that the mean over steps is off."""
-    plain = coded._words
+    plain = quantized._words
 
     def words(layer: Any) -> tuple[object, ...]:
         fqn, call, _, samples = plain(layer)
         return fqn, call, 0, samples
 
-    patch.setattr(coded, "_words", words)
+    patch.setattr(quantized, "_words", words)
 
 
 @bug("F43", "compress", Operator.SKIP, "rounded", row=ROW)
 def weights_are_rounded(patch: Patch, site: Site) -> None:
     """Weights that are saved for backward are rounded with everything else."""
 
-    patch.setattr(coded, "Addresses", lambda module: frozenset())
+    patch.setattr(quantized, "Addresses", lambda module: frozenset())
 
 
 @bug("F44", "compress", Operator.SLICE, "rounded", row=ROW)
 def halves_of_bytes_swapped(patch: Patch, site: Site) -> None:
     """Of two numbers in a byte each is taken for the other."""
-    plain = rounded._unpacked
+    plain = quantized._unpacked
 
     def unpacked(codes: Tensor, coding: Coding) -> Tensor:
         return plain((codes >> 4) | (codes << 4), coding)
 
-    patch.setattr(rounded, "_unpacked", unpacked)
+    patch.setattr(quantized, "_unpacked", unpacked)
 
 
 @bug("F45", "compress", Operator.GROUP, "rounded", row=ROW)
 def replicas_draw_alike(patch: Patch, site: Site) -> None:
     """All replicas and microbatches round with the same draws, and their errors add up."""
-    plain = coded._words
-    patch.setattr(coded, "_words", lambda layer: plain(layer)[:3])
+    plain = quantized._words
+    patch.setattr(quantized, "_words", lambda layer: plain(layer)[:3])
 
 
 @bug("F46", "compress", Operator.GROUP, "rounded parts", row=ROW)
 def copies_are_rounded_apart(patch: Patch, site: Site) -> None:
     """Ranks that split weights round with draws of their own what all of them have, and copies of
     what is computed from it part."""
-    plain = coded._words
-    patch.setattr(coded, "_words", lambda layer: (*plain(layer), dist.get_rank()))
+    plain = quantized._words
+    patch.setattr(quantized, "_words", lambda layer: (*plain(layer), dist.get_rank()))

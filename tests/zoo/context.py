@@ -9,20 +9,24 @@ import torch
 from torch import Tensor
 
 from schedlang.runtime.assembly import Assembly
-from schedlang.runtime.attend import rounds
-from schedlang.runtime.attend.local import Forward
-from schedlang.runtime.collectives import moving
-from schedlang.runtime.context import calls, known, scores
-from schedlang.runtime.context.described import Mask
-from schedlang.runtime.context.seat import Seat
-from schedlang.runtime.context.tokens import Tokens
+from schedlang.runtime.comm import collectives
+from schedlang.runtime.context_parallel import attention_products, local_tokens, model_calls, ring
+from schedlang.runtime.context_parallel.described_attention import Mask
+from schedlang.runtime.context_parallel.local_attention import Forward
+from schedlang.runtime.context_parallel.local_tokens import Seat, Tokens
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 CP, ROW = "context_parallel", "context_parallel"
 
 
-@bug("X02", CP, Operator.SLICE, "cp, sections", row=ROW,
-     credit="NeMo-Automodel#1482; Megatron-LM#1612")  # fmt: skip
+@bug(
+    "X02",
+    CP,
+    Operator.SLICE,
+    "cp, sections",
+    row=ROW,
+    credit="NeMo-Automodel#1482; Megatron-LM#1612",
+)
 def sections_cut_elsewhere(patch: Patch, site: Site) -> None:
     """Positions of shape [3, batch, seq] are cut along another dim."""
     plain = Tokens._cut
@@ -50,8 +54,7 @@ def shifted_within_the_chunk(patch: Patch, site: Site) -> None:
     patch.setattr(Tokens, "part", part)
 
 
-@bug("X05", CP, Operator.GROUP, "cp", "cp, rotary", row=ROW,
-     credit="Megatron-LM#673, #906, #7513")  # fmt: skip
+@bug("X05", CP, Operator.GROUP, "cp", "cp, rotary", row=ROW, credit="Megatron-LM#673, #906, #7513")
 def every_rank_weighs_the_same(patch: Patch, site: Site) -> None:
     """The loss is a mean over each rank's own tokens."""
     patch.setattr(Assembly, "weigh_all", lambda self, parts: [1.0] * len(parts))
@@ -75,8 +78,8 @@ def gradients_of_keys_stay(patch: Patch, site: Site) -> None:
     def own(self: Any, packet: Any, contribute: Any) -> Any:
         return contribute(self.group.rank if hasattr(self, "group") else self.origin(()), packet)
 
-    patch.setattr(rounds.Gathered, "backward", own)
-    patch.setattr(rounds.Ring, "backward", own)
+    patch.setattr(ring.Gathered, "backward", own)
+    patch.setattr(ring.Ring, "backward", own)
 
 
 @bug("X08", CP, Operator.SLICE, "cp", row=ROW)
@@ -99,55 +102,55 @@ def positions_begin_anew(patch: Patch, site: Site) -> None:
 @bug("X12", CP, Operator.SLICE, "cp, bias", row=ROW)
 def biases_of_own_keys(patch: Patch, site: Site) -> None:
     """Biases of a rank's own keys stand at the keys of all ranks."""
-    plain = scores.by_keys
+    plain = attention_products.by_keys
 
     def own(seat: Any, given: Tensor) -> Tensor | None:
         found = plain(seat, given)
         assert found is not None
         return found[..., torch.arange(seat.layout.total) % seat.length]
 
-    patch.setattr(scores, "by_keys", own)
+    patch.setattr(attention_products, "by_keys", own)
 
 
 @bug("X13", CP, Operator.FREEZE, "cp, bias", row=ROW)
 def sums_begin_anew(patch: Patch, site: Site) -> None:
     """Positions that are summed up begin anew on every rank, biases with them."""
-    plain = known._moved
+    plain = local_tokens._moved
 
     def moved(case: Any) -> Any:
         made = plain(case)
         begun = made.whole.clone()
         begun[..., case.seat.length :] -= begun[..., case.seat.length - 1, None]
-        return known.known(case.seat, begun, made.at)
+        return local_tokens.known(case.seat, begun, made.at)
 
-    patch.setitem(known.RULES, Tensor.cumsum, moved)
+    patch.setitem(local_tokens.RULES, Tensor.cumsum, moved)
 
 
 @bug("X14", "shard", Operator.SLICE, "switch", row="shard")
 def parts_in_another_order(patch: Patch, site: Site) -> None:
     """Where parts change their dim, those of the ranks are put together in another order."""
-    plain = moving.exchange
+    plain = collectives.exchange
 
     def exchange(x: Tensor, group: Any, *rest: Any) -> Tensor:
         return plain(x, group, *rest).flip(0)
 
-    patch.setattr(moving, "exchange", exchange)
+    patch.setattr(collectives, "exchange", exchange)
 
 
 @bug("X10", CP, Operator.ARGUMENT, "cp, rotary", row=ROW)
 def padding_of_own_keys_only(patch: Patch, site: Site) -> None:
     """Padding is not sent along with keys: those of other ranks are all seen."""
-    from schedlang.runtime.context import described
+    from schedlang.runtime.context_parallel import described_attention
 
-    plain = described._mask
+    plain = described_attention._mask
 
     def mask(*args: Any, **kwargs: Any) -> Any:
         return plain(*args, **kwargs | {"attention_mask": None})
 
-    patch.setattr(described, "_mask", mask)
+    patch.setattr(described_attention, "_mask", mask)
 
 
 @bug("X11", CP, Operator.ARGUMENT, "cp, sections", row=ROW)
 def not_causal_across_ranks(patch: Patch, site: Site) -> None:
     """Queries see the keys of all other ranks, whichever came first."""
-    patch.setattr(calls, "_rule", lambda seat, mask, causal: Mask())
+    patch.setattr(model_calls, "_rule", lambda seat, mask, causal: Mask())

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from schedlang.runtime import program, scope
-from schedlang.runtime.drawing import native
-from schedlang.runtime.drawing import random as drawing
-from schedlang.runtime.keeping import recompute
-from schedlang.runtime.staging import kept_inputs
+from schedlang.runtime.activation_memory import recompute
+from schedlang.runtime.pipeline import step as kept_inputs
+from schedlang.runtime.rng import logical_dropout as drawing
+from schedlang.runtime.rng import native
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.place import rank
 
@@ -137,9 +137,10 @@ def native_masks_of_the_first_fork(patch: Patch, site: Site) -> None:
     """A module drops by the same numbers in each of its forks of a step."""
     plain = native.forks_at
     patch.setattr(
-        native, "forks_at",
+        native,
+        "forks_at",
         lambda seed, at, site, call, index, places: plain(seed, at, "", 0, 0, places),
-    )  # fmt: skip
+    )
 
 
 @bug("D69", "", Operator.SKIP, "tp", row="none")

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schedlang.runtime.collectives import total
-from schedlang.runtime.routing import dispatch, experts
+from schedlang.runtime.comm import collectives
+from schedlang.runtime.moe import dispatch, experts
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.place import sharded_module
 
@@ -101,10 +101,10 @@ def parts_of_experts_stay_apart(patch: Patch, site: Site) -> None:
 @bug("E15", "zero", Operator.ADJOINT, "balanced", row="none")
 def statistics_keep_their_gradients(patch: Patch, site: Site) -> None:
     """A statistic of the batch passes back what this rank's loss gives, not what all give."""
-    patch.setattr(total.Total, "backward", staticmethod(lambda ctx, grad: (grad, None)))
+    patch.setattr(collectives.Total, "backward", staticmethod(lambda ctx, grad: (grad, None)))
 
 
 @bug("E16", "zero", Operator.REDUCTION, "balanced", row="none")
 def statistics_of_a_rank(patch: Patch, site: Site) -> None:
     """A router loss is made of the statistics of this rank's rows."""
-    patch.setattr(total, "all_reduce", lambda x, group: x * group.size)
+    patch.setattr(collectives, "all_reduce", lambda x, group: x * group.size)

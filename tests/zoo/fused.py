@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schedlang.runtime.regions import fuse
-from schedlang.runtime.regions.decomposed import COMPUTES, Decomposed
-from schedlang.runtime.regions.rewrite import Region
-from schedlang.runtime.replacing import replaced
-from schedlang.runtime.rowwise import evaluate
+from schedlang.runtime.fusion import fuse
+from schedlang.runtime.fusion.decomposed import COMPUTES, Decomposed
+from schedlang.runtime.fusion.rewrite import Region
+from schedlang.runtime.kernel_injection import replaced_module
+from schedlang.runtime.rowwise_kernels import launch
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 
@@ -57,40 +57,42 @@ def masks_of_the_first_call(patch: Patch, site: Site) -> None:
 @bug("F54", "fuse", Operator.SLICE, "rowwise")
 def last_column_left_out(patch: Patch, site: Site) -> None:
     """A generated kernel's sums along rows leave out the last column."""
-    plain = evaluate._Run._made
+    plain = launch._Run._made
 
     def made(self: Any, value: Any, *given: Any) -> Tensor:
         if value.how == "row":
             return self.of(value.operands[0])[:, :-1].sum(1, keepdim=True)
         return plain(self, value, *given)
 
-    patch.setattr(evaluate._Run, "_made", made)
+    patch.setattr(launch._Run, "_made", made)
 
 
 @bug("F55", "fuse", Operator.REDUCTION, "rowwise")
 def last_program_left_out(patch: Patch, site: Site) -> None:
     """The gradient of a weight leaves out what the last program has summed."""
-    plain = evaluate._Run.summed
+    plain = launch._Run.summed
 
     def summed(self: Any, one: Any, *given: Any) -> Tensor:
         (value,) = one.value.operands
         last = self.of(value)[-1:].sum(0).to(one.dtype).reshape(one.shape)
         return plain(self, one, *given) - last
 
-    patch.setattr(evaluate._Run, "summed", summed)
+    patch.setattr(launch._Run, "summed", summed)
 
 
 @bug("F56", "replace", Operator.SLICE, "replaced")
 def parts_joined_in_another_order(patch: Patch, site: Site) -> None:
     """A parameter that is made of two has them the other way round."""
-    patch.setattr(replaced, "_joined", lambda parts: torch.cat(parts[::-1]))
+    patch.setattr(replaced_module, "_joined", lambda parts: torch.cat(parts[::-1]))
 
 
 @bug("F57", "replace", Operator.DETACH, "replaced")
 def part_without_gradient(patch: Patch, site: Site) -> None:
     """Of a parameter that is made of two the second gets no gradient."""
     patch.setattr(
-        replaced, "_joined", lambda parts: torch.cat([parts[0], *(p.detach() for p in parts[1:])])
+        replaced_module,
+        "_joined",
+        lambda parts: torch.cat([parts[0], *(p.detach() for p in parts[1:])]),
     )
 
 
@@ -99,8 +101,14 @@ def _instead(patch: Patch, made: Callable[[Any], Any]) -> None:
     patch.setattr(fuse, "_compile", lambda inner, *given: made(inner))
 
 
-@bug("F58", "fuse", Operator.FREEZE, "compiled", planning=True,
-     here="in a proof regions run as they stand: it is in the compiled one")  # fmt: skip
+@bug(
+    "F58",
+    "fuse",
+    Operator.FREEZE,
+    "compiled",
+    planning=True,
+    here="in a proof regions run as they stand: it is in the compiled one",
+)
 def mask_baked_in(patch: Patch, site: Site) -> None:
     """A compiled region goes on with the mask of its first call."""
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from schedlang import plan
-from schedlang.runtime.collectives import ranks
-from schedlang.runtime.sharding import grid, split_norm
+from schedlang.ir import plan
+from schedlang.runtime.comm import ranks
+from schedlang.runtime.sharding import grid, norms
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 
@@ -44,7 +44,7 @@ def panels_out_of_step(patch: Patch, site: Site) -> None:
 def statistics_of_own_part(patch: Patch, site: Site) -> None:
     """A norm takes mean and variance over this rank's part of the hidden dim."""
     patch.setattr(
-        split_norm.Along,
+        norms.Along,
         "total",
         lambda self, x: x.sum(-1, keepdim=True) * self.group.size,
     )
@@ -57,7 +57,7 @@ def statistics_without_their_gradient(patch: Patch, site: Site) -> None:
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0].expand(*grads[0].shape[:-1], ctx.width), None
 
-    patch.setattr(split_norm.SumLast, "backward", staticmethod(backward))
+    patch.setattr(norms.SumLast, "backward", staticmethod(backward))
 
 
 @bug("T44", "grid", Operator.REDUCTION, "grid", credit="expert gradients over dp, twice")

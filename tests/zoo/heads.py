@@ -6,15 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-from schedlang.passes.preparing import reductions
+from schedlang.passes.analyze import reductions
 from schedlang.runtime import program
-from schedlang.runtime.collectives import collective
-from schedlang.runtime.drawing import random as drawing
-from schedlang.runtime.following import follow as following
-from schedlang.runtime.logits import vocab
-from schedlang.runtime.replacing import attention
-from schedlang.runtime.sharding import numbers
-from schedlang.runtime.summing import gradient
+from schedlang.runtime.comm import collectives
+from schedlang.runtime.grad_reduction import gradient
+from schedlang.runtime.kernel_injection import attention
+from schedlang.runtime.lazy_logits import vocab_parallel
+from schedlang.runtime.propagation import follow as following
+from schedlang.runtime.rng import logical_dropout as drawing
+from schedlang.runtime.sharding import sizes
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.place import rank
 
@@ -40,13 +40,18 @@ def without(patch: Patch, kind: str, drop: Any = lambda name: True) -> None:
 
 
 @bug(
-    "T06", "shard", Operator.REDUCTION, "tp", row="shard(", credit="AReno#496",
+    "T06",
+    "shard",
+    Operator.REDUCTION,
+    "tp",
+    row="shard(",
+    credit="AReno#496",
     here="the group of a whole parameter is that of the first crossing of the step",
-)  # fmt: skip
+)
 def whole_gradients_summed_again(patch: Patch, site: Site) -> None:
     """Activations are reduced already, and the gradients of norms are summed once more."""
     plain, groups = gradient.sum_gradients, list[Any]()
-    reduce = collective.reduce
+    reduce = collectives.reduce
 
     def noting(x: Tensor, group: Any) -> Tensor:
         groups[:] = [group]
@@ -57,24 +62,33 @@ def whole_gradients_summed_again(patch: Patch, site: Site) -> None:
         names = tuple(n for n in held if "ln_" in n and site.covers(n))
         plain(held, [gradient.Sum(group, names, "partial") for group in groups])
 
-    patch.setattr(collective, "reduce", noting)
+    patch.setattr(collectives, "reduce", noting)
     patch.setattr(program, "sum_gradients", again)
 
 
 @bug(
-    "T07", "shard", Operator.REDUCTION, "sp", row="S(seq)", planning=True,
+    "T07",
+    "shard",
+    Operator.REDUCTION,
+    "sp",
+    row="S(seq)",
+    planning=True,
     credit="pytorch#172932; torchtitan#2532",
     here="the pass that lists reductions is where such a placement would be lost",
-)  # fmt: skip
+)
 def pending_gradients_forgotten(patch: Patch, site: Site) -> None:
     """That a whole parameter's gradient is pending is lost between forward and reduction."""
     patch.setattr(reductions, "_partial", lambda plan, traced, trained: iter(()))
 
 
 @bug(
-    "T10", "replace_kernel", Operator.SLICE, "attending", row="replace_kernel(kernel=sdpa)",
+    "T10",
+    "replace_kernel",
+    Operator.SLICE,
+    "attending",
+    row="replace_kernel(kernel=sdpa)",
     credit="axlearn#842; onnx#7274",
-)  # fmt: skip
+)
 def heads_tiled(patch: Patch, site: Site) -> None:
     """Key heads are tiled instead of repeated: queries attend to another group's keys."""
     plain = attention._plain_attention
@@ -88,10 +102,15 @@ def heads_tiled(patch: Patch, site: Site) -> None:
 
 
 @bug(
-    "T11", "shard", Operator.REDUCTION, "one key head", row="shard(", planning=True,
+    "T11",
+    "shard",
+    Operator.REDUCTION,
+    "one key head",
+    row="shard(",
+    planning=True,
     credit="bigcode Megatron-LM#35; ISEEKYAN/Megatron#91",
     here="the pass that follows gradients refuses it; the bug is that it does not",
-)  # fmt: skip
+)
 def whole_keys_not_summed(patch: Patch, site: Site) -> None:
     """One key head for all: each rank's queries give it a part of its gradient only."""
     patch.setattr(following.Step, "_gradients", lambda self, axis: None)
@@ -106,22 +125,26 @@ def largest_logit_of_this_rank(patch: Patch, site: Site) -> None:
         def all_reduce(x: Tensor, group: Any, largest: bool) -> None:
             assert largest
 
-    patch.setattr(vocab, "comm", Lonely)
+    patch.setattr(vocab_parallel, "world", Lonely)
 
 
 @bug(
-    "T14", "shard", Operator.CONSTANT, "smoothed", row="shard(style=vocab",
+    "T14",
+    "shard",
+    Operator.CONSTANT,
+    "smoothed",
+    row="shard(style=vocab",
     credit="Megatron-LM#737, #7464",
-)  # fmt: skip
+)
 def smoothed_over_own_words(patch: Patch, site: Site) -> None:
     """Label smoothing divides by the words of one rank."""
-    plain = vocab.cross_entropy
+    plain = vocab_parallel.cross_entropy
 
     def loss(logits: Any, *args: Any, **kwargs: Any) -> Tensor:
-        fewer = vocab.ShardedLogits(logits.local, logits.group, logits.local.shape[-1])
+        fewer = vocab_parallel.ShardedLogits(logits.local, logits.group, logits.local.shape[-1])
         return plain(fewer, *args, **kwargs)
 
-    patch.setattr(vocab, "cross_entropy", loss)
+    patch.setattr(vocab_parallel, "cross_entropy", loss)
 
 
 @bug("T18", "shard", Operator.GROUP, "sp", row="S(seq)", credit="gpt-neox#1259")
@@ -140,15 +163,27 @@ def partial_sums_averaged(patch: Patch, site: Site) -> None:
     patch.setattr(program, "sum_gradients", mean)
 
 
-@bug("T19", "shard", Operator.REDUCTION, "sp, biases", row="output=S(seq)",
-     credit="Megatron-LM PR#236")  # fmt: skip
+@bug(
+    "T19",
+    "shard",
+    Operator.REDUCTION,
+    "sp, biases",
+    row="output=S(seq)",
+    credit="Megatron-LM PR#236",
+)
 def late_biases_not_summed(patch: Patch, site: Site) -> None:
     """A bias that is added to this rank's tokens gets their part of its gradient only."""
     without(patch, "partial", lambda name: name.endswith("bias"))
 
 
-@bug("T20", "shard", Operator.REDUCTION, "normed heads", row="shard(style=col",
-     credit="Megatron-LM#7452; HF replicated_with_grad_allreduce")  # fmt: skip
+@bug(
+    "T20",
+    "shard",
+    Operator.REDUCTION,
+    "normed heads",
+    row="shard(style=col",
+    credit="Megatron-LM#7452; HF replicated_with_grad_allreduce",
+)
 def norms_of_heads_not_summed(patch: Patch, site: Site) -> None:
     """A weight that all heads share gets the gradient of this rank's heads only."""
     without(patch, "partial", lambda name: "q_norm" in name or "k_norm" in name)
@@ -166,24 +201,36 @@ def partial_sums_skipped(patch: Patch, site: Site) -> None:
     without(patch, "partial", site.covers)
 
 
-@bug("T26", "shard", Operator.CONSTANT, "tp", row="attn.c_attn",
-     credit="Megatron-LM#848",
-     here="`shape_up` divides the numbers that modules count by")  # fmt: skip
+@bug(
+    "T26",
+    "shard",
+    Operator.CONSTANT,
+    "tp",
+    row="attn.c_attn",
+    credit="Megatron-LM#848",
+    here="`shape_up` divides the numbers that modules count by",
+)
 def scale_of_part_of_the_width(patch: Patch, site: Site) -> None:
     """The softmax's scale is computed from the width that this rank holds."""
-    plain = numbers.set_number
+    plain = sizes.set_number
 
     def divided(module: Any, attribute: str, value: Any) -> None:
-        parts = numbers.number_at(module, attribute) / value
+        parts = sizes.number_at(module, attribute) / value
         plain(module, attribute, value)
         if hasattr(module, "scaling"):
             module.scaling *= parts**0.5
 
-    patch.setattr(numbers, "set_number", divided)
+    patch.setattr(sizes, "set_number", divided)
 
 
-@bug("T32", "shard", Operator.CONSTANT, "tp", row="shard(style=",
-     credit="TransformerEngine#1272; Megatron-DeepSpeed#276")  # fmt: skip
+@bug(
+    "T32",
+    "shard",
+    Operator.CONSTANT,
+    "tp",
+    row="shard(style=",
+    credit="TransformerEngine#1272; Megatron-DeepSpeed#276",
+)
 def masks_by_rank(patch: Patch, site: Site) -> None:
     """What all ranks hold alike is dropped otherwise on each."""
     plain = drawing._key
@@ -201,17 +248,32 @@ def mask_not_sliced(patch: Patch, site: Site) -> None:
     patch.setattr(drawing.LogicalDropout, "__init__", init)
 
 
-@bug("T29", "shard", Operator.SLICE, "regrouped", row="shard(", planning=True,
-     credit="pytorch#179502, #166598",
-     here="the pass that follows shapes refuses it; the bug is that it does not")  # fmt: skip
+@bug(
+    "T29",
+    "shard",
+    Operator.SLICE,
+    "regrouped",
+    row="shard(",
+    planning=True,
+    credit="pytorch#179502, #166598",
+    here="the pass that follows shapes refuses it; the bug is that it does not",
+)
 def local_view_allowed(patch: Patch, site: Site) -> None:
     """A view takes a split dim apart as if the rank's part were the whole."""
-    patch.setattr(following.Step, "_reshaped",
-                  lambda self, axis, tag, dim, before, after: (after[dim],))  # fmt: skip
+    patch.setattr(
+        following.Step, "_reshaped", lambda self, axis, tag, dim, before, after: (after[dim],)
+    )
 
 
-@bug("T30", "shard", Operator.REDUCTION, "normed", row="shard(", planning=True,
-     here="the pass that follows shapes refuses it; the bug is that it does not")  # fmt: skip
+@bug(
+    "T30",
+    "shard",
+    Operator.REDUCTION,
+    "normed",
+    row="shard(",
+    planning=True,
+    here="the pass that follows shapes refuses it; the bug is that it does not",
+)
 def statistics_of_a_part(patch: Patch, site: Site) -> None:
     """A norm over a split dim takes the mean and the variance of the rank's own part."""
     patch.setattr(following.Step, "_check_along", lambda self, axis, tag, whole: None)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.verifying.prove import prove
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.prove import prove
 from schedlang.report import Report
-from schedlang.runtime.launching.launch import Hang, Pool, RankDied
+from schedlang.runtime.launch.pool import Hang, Pool, RankDied
 from tests.engine import Faults, Threads
 from tests.zoo.bug import Bug, found, mutate
 from tests.zoo.pool import Mutated
@@ -53,12 +53,14 @@ def hunt(spec: str, scene: str, pool: Pool, *, blame: bool = True) -> Verdict:
     start = time.perf_counter()
 
     def verdict(killed: bool, by: str = "", place: str = "", report: Any = None) -> Verdict:
-        made = Verdict(spec, bug, scene, killed, by, place, seconds=time.perf_counter() - start,
-                       asked=blame)  # fmt: skip
+        made = Verdict(
+            spec, bug, scene, killed, by, place, seconds=time.perf_counter() - start, asked=blame
+        )
         if report is None:
             return made
-        return replace(made, blamed=report.blamed, diagnosis=report.diagnosis,
-                       localised=report.localised)  # fmt: skip
+        return replace(
+            made, blamed=report.blamed, diagnosis=report.diagnosis, localised=report.localised
+        )
 
     try:
         report = _proof(spec, bug, scene, pool, blame)
@@ -82,7 +84,7 @@ def _proof(spec: str, bug: Bug, scene: str, pool: Any, blame: bool) -> Report:
         if SCENES[scene].optimizer is not None:
             stack.enter_context(_second(SCENES[scene].optimizer))
         if not blame:
-            stack.enter_context(mock.patch("schedlang.passes.verifying.prove.suspected", _unasked))
+            stack.enter_context(mock.patch("schedlang.passes.prove.suspected", _unasked))
         if bug.late:
             pool = stack.enter_context(Threads(Faults()))
         return prove(case(scene), pool=Mutated(pool, spec))  # type: ignore[arg-type]
@@ -94,7 +96,7 @@ def _unasked(report: Report, *_: Any) -> Report:
 
 def _second(optimizer: Any) -> Any:
     """The second run of the proof with a different optimizer."""
-    from schedlang.passes.verifying import prove as proving
+    from schedlang.passes import prove as proving
 
     plain = proving.runs
 

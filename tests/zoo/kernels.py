@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from schedlang.kernels import rms_norm as norms
-from schedlang.runtime.drawing import draws
-from schedlang.runtime.logits import vocab
-from schedlang.runtime.regions.fuse import Fuse
-from schedlang.runtime.replacing import attention, kernel
+from schedlang.runtime.fusion.fuse import Fuse
+from schedlang.runtime.kernel_injection import attention, kernel
+from schedlang.runtime.lazy_logits import vocab_parallel
+from schedlang.runtime.rng import draws
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.place import running_program
 
@@ -42,9 +42,15 @@ def nothing_masked(patch: Patch, site: Site) -> None:
     _mask(patch, torch.zeros_like)
 
 
-@bug("F03", "replace_kernel", Operator.SLICE, "crossing", row="none", credit="flash-attention#517",
-     here="torch's own kernel aligns as the model asks; ours is written out where masks"
-     " are drawn")  # fmt: skip
+@bug(
+    "F03",
+    "replace_kernel",
+    Operator.SLICE,
+    "crossing",
+    row="none",
+    credit="flash-attention#517",
+    here="torch's own kernel aligns as the model asks; ours is written out where masks are drawn",
+)
 def causal_from_the_other_corner(patch: Patch, site: Site) -> None:
     """With fewer queries than keys the causal mask is aligned bottom right instead of top left."""
     plain = draws._attention
@@ -61,8 +67,7 @@ def causal_from_the_other_corner(patch: Patch, site: Site) -> None:
     patch.setitem(draws.LOGICAL, F.scaled_dot_product_attention, attend)
 
 
-@bug("F04", "replace_kernel", Operator.ARGUMENT, "attending",
-     credit="maxtext#878; pytorch#122753")  # fmt: skip
+@bug("F04", "replace_kernel", Operator.ARGUMENT, "attending", credit="maxtext#878; pytorch#122753")
 def padding_attended_to(patch: Patch, site: Site) -> None:
     """The kernel that replaces attention is causal and sees padding."""
     causal = lambda mask: torch.ones_like(mask, dtype=torch.bool).tril()  # noqa: E731
@@ -118,8 +123,9 @@ def other_activation(patch: Patch, site: Site) -> None:
     )
 
 
-@bug("F09", "replace_kernel", Operator.ALIAS, "normed beside",
-     credit="Liger-Kernel#370, #376, #1305")  # fmt: skip
+@bug(
+    "F09", "replace_kernel", Operator.ALIAS, "normed beside", credit="Liger-Kernel#370, #376, #1305"
+)
 def gradient_written_over(patch: Patch, site: Site) -> None:
     """The kernel's backward writes its result into the gradient that it was given."""
     plain = norms.rms_norm_backward
@@ -132,8 +138,7 @@ def gradient_written_over(patch: Patch, site: Site) -> None:
     patch.setattr(norms, "rms_norm_backward", backward)
 
 
-@bug("F10", "replace_kernel", Operator.ALIAS, "normed middle",
-     credit="Liger-Kernel#254, #272")  # fmt: skip
+@bug("F10", "replace_kernel", Operator.ALIAS, "normed middle", credit="Liger-Kernel#254, #272")
 def input_written_over(patch: Patch, site: Site) -> None:
     """The kernel writes into its input, which the module before it has saved."""
     plain = norms.rms_norm_backward
@@ -146,17 +151,23 @@ def input_written_over(patch: Patch, site: Site) -> None:
     patch.setattr(norms, "rms_norm_backward", backward)
 
 
-@bug("F12", "shard", Operator.CONSTANT, "tp", credit="OpenNMT#526 class",
-     here="the one loss that is computed otherwise is that of split logits")  # fmt: skip
+@bug(
+    "F12",
+    "shard",
+    Operator.CONSTANT,
+    "tp",
+    credit="OpenNMT#526 class",
+    here="the one loss that is computed otherwise is that of split logits",
+)
 def loss_over_all_labels(patch: Patch, site: Site) -> None:
     """The fused loss divides by the number of labels, ignored ones among them."""
-    plain = vocab.cross_entropy
+    plain = vocab_parallel.cross_entropy
 
     def loss(logits: Any, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         ignored = kwargs.get("ignore_index", -100)
         return plain(logits, target, *args, **kwargs) * (target != ignored).sum() / target.numel()
 
-    patch.setattr(vocab, "cross_entropy", loss)
+    patch.setattr(vocab_parallel, "cross_entropy", loss)
 
 
 def _fused(patch: Patch, call: Any) -> None:
@@ -164,9 +175,14 @@ def _fused(patch: Patch, call: Any) -> None:
     patch.setattr(Fuse, "__call__", lambda self, inner, *args, **kwargs: call(inner, args, kwargs))
 
 
-@bug("F14", "fuse", Operator.ALIAS, "writing", credit="pytorch#195422, #198033, #183575",
-     here="in float64 a region runs eagerly; it is given copies, as a graph without"
-     " mutations has")  # fmt: skip
+@bug(
+    "F14",
+    "fuse",
+    Operator.ALIAS,
+    "writing",
+    credit="pytorch#195422, #198033, #183575",
+    here="in float64 a region runs eagerly; it is given copies, as a graph without mutations has",
+)
 def writes_dropped(patch: Patch, site: Site) -> None:
     """A compiled region loses that it writes into its input."""
     _fused(patch, lambda inner, args, kwargs: inner(*(x.clone() for x in args), **kwargs))

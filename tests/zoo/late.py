@@ -10,16 +10,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedlang.runtime import program
-from schedlang.runtime.staging import mail
-from schedlang.runtime.summing import gradient
+from schedlang.runtime.grad_reduction import gradient
+from schedlang.runtime.pipeline import p2p
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 
-@bug("P16", "pipeline_split", Operator.ALIAS, "pp", row="pipeline", late=True,
-     credit="Megatron-LM#4047")  # fmt: skip
+@bug(
+    "P16",
+    "pipeline_split",
+    Operator.ALIAS,
+    "pp",
+    row="pipeline",
+    late=True,
+    credit="Megatron-LM#4047",
+)
 def sent_from_one_buffer(patch: Patch, site: Site) -> None:
     """The memory of a message is used for the next one before it has been read."""
-    plain, bytes_ = mail.Mail.send, mail._bytes
+    plain, bytes_ = p2p.Mail.send, p2p._bytes
     sending: list[int] = []
     slots: dict[Any, Tensor] = {}
 
@@ -39,12 +46,18 @@ def sent_from_one_buffer(patch: Patch, site: Site) -> None:
             slot.copy_(found)
         return slot
 
-    patch.setattr(mail.Mail, "send", send)
-    patch.setattr(mail, "_bytes", of)
+    patch.setattr(p2p.Mail, "send", send)
+    patch.setattr(p2p, "_bytes", of)
 
 
-@bug("D10", "zero", Operator.REDUCTION, "dp", late=True,
-     credit="DeepSpeed#5545, #6351; gpt-neox#1004")  # fmt: skip
+@bug(
+    "D10",
+    "zero",
+    Operator.REDUCTION,
+    "dp",
+    late=True,
+    credit="DeepSpeed#5545, #6351; gpt-neox#1004",
+)
 def read_before_the_sum(patch: Patch, site: Site) -> None:
     """The step is made of sums over replicas that are still being made."""
     mine = _Works()
@@ -61,7 +74,7 @@ def read_before_the_sum(patch: Patch, site: Site) -> None:
         while mine.begun:
             mine.begun.pop().wait()
 
-    patch.setattr(gradient, "comm", Hasty)
+    patch.setattr(gradient, "world", Hasty)
     patch.setattr(program.Program, "_step_weights", step)
 
 

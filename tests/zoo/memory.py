@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from schedlang.runtime.collectives import collective
-from schedlang.runtime.drawing import random as drawing
-from schedlang.runtime.keeping import offload, recompute
-from schedlang.runtime.keeping.recompute import Checkpoint
+from schedlang.runtime.activation_memory import recompute
+from schedlang.runtime.activation_memory.recompute import Checkpoint
+from schedlang.runtime.comm import collectives
+from schedlang.runtime.offload import saved_tensors
+from schedlang.runtime.rng import logical_dropout as drawing
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 
@@ -32,8 +33,14 @@ def in_recomputation(patch: Patch) -> list[int]:
     return again
 
 
-@bug("C01", "checkpoint", Operator.CONSTANT, "tp, recomputed", "recomputed",
-     credit="OLMo-core#828; guided-diffusion#167; pytorch#190758")  # fmt: skip
+@bug(
+    "C01",
+    "checkpoint",
+    Operator.CONSTANT,
+    "tp, recomputed",
+    "recomputed",
+    credit="OLMo-core#828; guided-diffusion#167; pytorch#190758",
+)
 def other_masks_in_recomputation(patch: Patch, site: Site) -> None:
     """The second forward of a checkpoint draws other masks than the first."""
     again, plain = in_recomputation(patch), drawing._key
@@ -42,16 +49,26 @@ def other_masks_in_recomputation(patch: Patch, site: Site) -> None:
     )
 
 
-@bug("C02", "checkpoint", Operator.SKIP, "counting", credit="pytorch#62471; YOLO-Master#262",
-     here="a checkpoint refuses what writes into buffers; the bug is that it does not")  # fmt: skip
+@bug(
+    "C02",
+    "checkpoint",
+    Operator.SKIP,
+    "counting",
+    credit="pytorch#62471; YOLO-Master#262",
+    here="a checkpoint refuses what writes into buffers; the bug is that it does not",
+)
 def buffers_updated_twice(patch: Patch, site: Site) -> None:
     """A recomputed forward writes into its buffers once more."""
     patch.setattr(recompute, "versions", lambda module, recurse=True: {})
 
 
-@bug("C03", "checkpoint", Operator.ALIAS, "written after",
-     here="torch would see that a saved input was written into; it is held in a closure"
-     " instead")  # fmt: skip
+@bug(
+    "C03",
+    "checkpoint",
+    Operator.ALIAS,
+    "written after",
+    here="torch would see that a saved input was written into; it is held in a closure instead",
+)
 def input_of_recomputation_aliased(patch: Patch, site: Site) -> None:
     """What a checkpoint saved is written into before it is recomputed."""
     plain = recompute.torch_checkpoint
@@ -130,7 +147,7 @@ def nothing_recomputed_without_history(patch: Patch, site: Site) -> None:
 def one_slot_on_the_host(patch: Patch, site: Site) -> None:
     """Microbatches share the host's memory: what one saved is overwritten by the next."""
     slots: dict[Any, Tensor] = {}
-    plain = offload._Call.keep
+    plain = saved_tensors._Call.keep
 
     def keep(self: Any, tensor: Tensor) -> Any:
         copied = plain(self, tensor)
@@ -142,13 +159,17 @@ def one_slot_on_the_host(patch: Patch, site: Site) -> None:
                 copied.host = slot
         return copied
 
-    patch.setattr(offload._Call, "keep", keep)
+    patch.setattr(saved_tensors._Call, "keep", keep)
 
 
-@bug("C07", "offload", Operator.REDUCTION, "offloaded",
-     credit="trl#7195; torchtune#1867; diffusers#13502",
-     here="on a CPU nothing runs beside: the copy back is done only when somebody waits"
-     " for it")  # fmt: skip
+@bug(
+    "C07",
+    "offload",
+    Operator.REDUCTION,
+    "offloaded",
+    credit="trl#7195; torchtune#1867; diffusers#13502",
+    here="on a CPU nothing runs beside: the copy back is done only when somebody waits for it",
+)
 def reloaded_before_the_copy(patch: Patch, site: Site) -> None:
     """What was offloaded is used before its copy has come back."""
 
@@ -156,16 +177,21 @@ def reloaded_before_the_copy(patch: Patch, site: Site) -> None:
         if self.host is not None:
             self.raw, self.host = torch.full_like(self.host, 255), None
 
-    patch.setattr(offload._Copy, "reload", reload)
+    patch.setattr(saved_tensors._Copy, "reload", reload)
 
 
-@bug("C10", "fuse", Operator.CONSTANT, "fused, recomputed", row="checkpoint()",
-     credit="pytorch#190717, #190758",
-     here="fused regions run eagerly where masks are logical; they draw others when"
-     " recomputed")  # fmt: skip
+@bug(
+    "C10",
+    "fuse",
+    Operator.CONSTANT,
+    "fused, recomputed",
+    row="checkpoint()",
+    credit="pytorch#190717, #190758",
+    here="fused regions run eagerly where masks are logical; they draw others when recomputed",
+)
 def fused_region_draws_again(patch: Patch, site: Site) -> None:
     """A compiled region that is recomputed draws other masks than before."""
-    from schedlang.runtime.regions.fuse import Fuse
+    from schedlang.runtime.fusion.fuse import Fuse
 
     again, inside = in_recomputation(patch), [0]
     plain, key = Fuse.__call__, drawing._key
@@ -183,8 +209,14 @@ def fused_region_draws_again(patch: Patch, site: Site) -> None:
     )
 
 
-@bug("C11", "checkpoint", Operator.SKIP, "recomputed", credit="lightning-thunder#725",
-     dies="different number of tensors was saved")  # fmt: skip
+@bug(
+    "C11",
+    "checkpoint",
+    Operator.SKIP,
+    "recomputed",
+    credit="lightning-thunder#725",
+    dies="different number of tensors was saved",
+)
 def recomputed_in_evaluation(patch: Patch, site: Site) -> None:
     """The mode of the forward, here that of training, is not put back for the recomputation."""
 
@@ -201,9 +233,9 @@ def recomputed_in_evaluation(patch: Patch, site: Site) -> None:
 @bug("C12", "checkpoint", Operator.GROUP, "recomputed pairs", credit="Megatron-LM#7452")
 def recomputed_over_another_group(patch: Patch, site: Site) -> None:
     """A collective in recomputation runs over a group in which this rank is alone."""
-    again, plain = in_recomputation(patch), collective.all_reduce
+    again, plain = in_recomputation(patch), collectives.all_reduce
 
     def all_reduce(x: Tensor, group: Any) -> Tensor:
         return x.clone() if again[0] else plain(x, group)
 
-    patch.setattr(collective, "all_reduce", all_reduce)
+    patch.setattr(collectives, "all_reduce", all_reduce)

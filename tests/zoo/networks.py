@@ -300,10 +300,11 @@ class Replaced(Points):
     """Points through `Halves`, with what may stand there instead."""
 
     replacements = {
-        "whole": lambda old: (Whole(), {
-            f"both.{kind}": [f"gate.{kind}", f"up.{kind}"] for kind in ("weight", "bias")
-        })
-    }  # fmt: skip
+        "whole": lambda old: (
+            Whole(),
+            {f"both.{kind}": [f"gate.{kind}", f"up.{kind}"] for kind in ("weight", "bias")},
+        )
+    }
 
     def __init__(self) -> None:
         super().__init__(Halves(), Halves())

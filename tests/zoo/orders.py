@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from schedlang.runtime.staging import pipeline, step
-from schedlang.runtime.staging.early import EarlySums
-from schedlang.runtime.staging.step import Step
+from schedlang.runtime.pipeline import executor, step
+from schedlang.runtime.pipeline.overlapped_sums import EarlySums
+from schedlang.runtime.pipeline.step import Step
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.heads import without
 
 
-@bug("P08", "split_backward", Operator.SKIP, "halves", row="split_backward",
-     credit="pytorch PR#164777")  # fmt: skip
+@bug(
+    "P08",
+    "split_backward",
+    Operator.SKIP,
+    "halves",
+    row="split_backward",
+    credit="pytorch PR#164777",
+)
 def weights_not_scaled(patch: Patch, site: Site) -> None:
     """Only gradients of inputs are scaled, not those of weights."""
     plain = Step.weight_backward
@@ -30,7 +36,7 @@ def weights_not_scaled(patch: Patch, site: Site) -> None:
 @bug("P20", "split_backward", Operator.SKIP, "halves", row="split_backward")
 def weights_after_the_step(patch: Patch, site: Site) -> None:
     """The last microbatch's weight gradients come after the step."""
-    plain, run = Step.weight_backward, pipeline.Pipeline.run
+    plain, run = Step.weight_backward, executor.Pipeline.run
     late: dict[int, list[Any]] = {}
 
     def weight_backward(self: Any, work: Any) -> None:
@@ -53,7 +59,7 @@ def weights_after_the_step(patch: Patch, site: Site) -> None:
         return run(self, *args, **options)
 
     patch.setattr(Step, "weight_backward", weight_backward)
-    patch.setattr(pipeline.Pipeline, "run", later)
+    patch.setattr(executor.Pipeline, "run", later)
 
 
 @bug("P31", "overlap", Operator.REDUCTION, "early", row="overlap(")
@@ -77,8 +83,14 @@ def replicas_not_summed(patch: Patch, site: Site) -> None:
     without(patch, "tied", site.covers)
 
 
-@bug("P33", "pipeline", Operator.GROUP, "two ways", row="pipeline",
-     credit="torch.distributed.pipelining stores losses as they come")  # fmt: skip
+@bug(
+    "P33",
+    "pipeline",
+    Operator.GROUP,
+    "two ways",
+    row="pipeline",
+    credit="torch.distributed.pipelining stores losses as they come",
+)
 def losses_as_they_come(patch: Patch, site: Site) -> None:
     """A microbatch's loss is weighed as that of another, where they run out of order."""
     plain = step.Step.__init__

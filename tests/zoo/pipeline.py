@@ -8,29 +8,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schedlang.passes.running import build
-from schedlang.runtime import parts, program
-from schedlang.runtime.following.trace import LabelRule
+from schedlang.passes.lower import build
+from schedlang.runtime import batch as parts
+from schedlang.runtime import program
+from schedlang.runtime.checkpointing import holding
+from schedlang.runtime.grad_reduction import gradient
+from schedlang.runtime.pipeline import p2p, stage, step
 from schedlang.runtime.program import Program
-from schedlang.runtime.saving import holding
-from schedlang.runtime.staging import mail, stage, step
-from schedlang.runtime.summing import gradient
+from schedlang.runtime.propagation.trace import LabelRule
 from schedlang.runtime.training import Training
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.heads import without
 from tests.zoo.place import running_program, stage_of
 
 
-@bug("P01", "pipeline_split", Operator.REDUCTION, "pp", row="pipeline_split",
-     credit="Megatron-LM#656; piper#13")  # fmt: skip
+@bug(
+    "P01",
+    "pipeline_split",
+    Operator.REDUCTION,
+    "pp",
+    row="pipeline_split",
+    credit="Megatron-LM#656; piper#13",
+)
 def ties_not_summed(patch: Patch, site: Site) -> None:
     """The two stages of a tied weight drift apart."""
     without(patch, "tied", site.covers)
 
 
-@bug("P02", "zero", Operator.REDUCTION, "pp, dp", row="zero(", credit="Megatron-LM#844",
-     here="ties stay whole on all replicas here; their sum over replicas reaches one"
-     " slice only")  # fmt: skip
+@bug(
+    "P02",
+    "zero",
+    Operator.REDUCTION,
+    "pp, dp",
+    row="zero(",
+    credit="Megatron-LM#844",
+    here="ties stay whole on all replicas here; their sum over replicas reaches one slice only",
+)
 def ties_summed_slice_by_slice(patch: Patch, site: Site) -> None:
     """Each replica reduces its own slice of a tied gradient, and then slices are mixed."""
     plain = gradient.sum_gradients
@@ -60,8 +73,14 @@ def ties_summed_twice(patch: Patch, site: Site) -> None:
     patch.setattr(program, "sum_gradients", more)
 
 
-@bug("P04", "pipeline_split", Operator.REDUCTION, "pp", row="pipeline_split",
-     credit="Megatron-LM#7227")  # fmt: skip
+@bug(
+    "P04",
+    "pipeline_split",
+    Operator.REDUCTION,
+    "pp",
+    row="pipeline_split",
+    credit="Megatron-LM#7227",
+)
 def norm_counts_ties_twice(patch: Patch, site: Site) -> None:
     """Every stage that holds a tied weight adds it to the norm."""
     plain = holding.Holding.primary
@@ -75,8 +94,15 @@ def norm_counts_ties_twice(patch: Patch, site: Site) -> None:
     patch.setattr(holding.Holding, "primary", primary)
 
 
-@bug("P05", "pipeline", Operator.GROUP, "pp", "micro", row="pipeline(",
-     credit="transformers#34191, #35203")  # fmt: skip
+@bug(
+    "P05",
+    "pipeline",
+    Operator.GROUP,
+    "pp",
+    "micro",
+    row="pipeline(",
+    credit="transformers#34191, #35203",
+)
 def mean_of_microbatch_means(patch: Patch, site: Site) -> None:
     """Each microbatch weighs the same, however many of its labels count."""
     patch.setattr(LabelRule, "counted", lambda self, batch: 1.0)
@@ -106,8 +132,14 @@ def last_microbatch_dropped(patch: Patch, site: Site) -> None:
     patch.setattr(Program, "_run", run)
 
 
-@bug("P10", "pipeline_split", Operator.ARGUMENT, "pp", row="pipeline_split",
-     credit="NeMo-Automodel#3759; PyTorch kwargs_chunk_spec")  # fmt: skip
+@bug(
+    "P10",
+    "pipeline_split",
+    Operator.ARGUMENT,
+    "pp",
+    row="pipeline_split",
+    credit="NeMo-Automodel#3759; PyTorch kwargs_chunk_spec",
+)
 def mask_only_for_the_first_stage(patch: Patch, site: Site) -> None:
     """Later stages run without the padding mask: their default is used."""
     plain = stage.Stage.forward
@@ -121,8 +153,14 @@ def mask_only_for_the_first_stage(patch: Patch, site: Site) -> None:
     patch.setattr(stage.Stage, "forward", forward)
 
 
-@bug("P12", "pipeline_split", Operator.SLICE, "pp, by layer", row="pipeline_split",
-     credit="transformers#24381; Megatron-LM#1583")  # fmt: skip
+@bug(
+    "P12",
+    "pipeline_split",
+    Operator.SLICE,
+    "pp, by layer",
+    row="pipeline_split",
+    credit="transformers#24381; Megatron-LM#1583",
+)
 def layers_counted_from_the_stage(patch: Patch, site: Site) -> None:
     """A layer's number starts again at each stage: what depends on it is that of another layer."""
     plain = build._local_copy
@@ -159,8 +197,7 @@ def _zeros(x: Tensor) -> Tensor:
     return torch.zeros_like(x)
 
 
-@bug("P14", "pipeline_split", Operator.SLICE, "pp", row="pipeline",
-     credit="pytorch PR#140981")  # fmt: skip
+@bug("P14", "pipeline_split", Operator.SLICE, "pp", row="pipeline", credit="pytorch PR#140981")
 def gradient_of_another_microbatch(patch: Patch, site: Site) -> None:
     """A gradient that is cached on its way back is taken for that of the next microbatch."""
     seen: dict[Any, Any] = {}
@@ -185,7 +222,7 @@ def gradient_of_another_microbatch(patch: Patch, site: Site) -> None:
 )
 def received_into_one_buffer(patch: Patch, site: Site) -> None:
     """What is received overwrites what an earlier microbatch still needs for its backward."""
-    plain, buffers = mail.Mail.take, dict[Any, Tensor]()
+    plain, buffers = p2p.Mail.take, dict[Any, Tensor]()
 
     def take(self: Any, key: Any) -> Any:
         if key.back:
@@ -198,7 +235,7 @@ def received_into_one_buffer(patch: Patch, site: Site) -> None:
             out.append(buffer.data)
         return out
 
-    patch.setattr(mail.Mail, "take", take)
+    patch.setattr(p2p.Mail, "take", take)
 
 
 @bug("P17", "pipeline_split", Operator.CONSTANT, "pp", row="pipeline_split")
@@ -208,15 +245,15 @@ def boundary_in_bfloat16(patch: Patch, site: Site) -> None:
 
     def deliver(self: Any, back: bool, source: int, target: int, work: Any, values: Any) -> None:
         with torch._C.DisableTorchFunction():
-            values = [v.to(torch.bfloat16).to(v.dtype) if v.is_floating_point() else v
-                      for v in values]  # fmt: skip
+            values = [
+                v.to(torch.bfloat16).to(v.dtype) if v.is_floating_point() else v for v in values
+            ]
         plain(self, back, source, target, work, values)
 
     patch.setattr(step.Step, "deliver", deliver)
 
 
-@bug("P18", "pipeline_split", Operator.SKIP, "pp", row="pipeline_split",
-     credit="NeMo#14152, #6449")  # fmt: skip
+@bug("P18", "pipeline_split", Operator.SKIP, "pp", row="pipeline_split", credit="NeMo#14152, #6449")
 def later_stages_stay_in_eval(patch: Patch, site: Site) -> None:
     """After an evaluation only the first stage is put back into training mode."""
     plain, at_work = Training.on, running_program(patch)
@@ -229,8 +266,15 @@ def later_stages_stay_in_eval(patch: Patch, site: Site) -> None:
     patch.setattr(Training, "on", on)
 
 
-@bug("P19", "pipeline", Operator.FREEZE, "pp", row="none", credit="PipeDream, weight versions",
-     here="this order updates at its end; the weights are those of the step before")  # fmt: skip
+@bug(
+    "P19",
+    "pipeline",
+    Operator.FREEZE,
+    "pp",
+    row="none",
+    credit="PipeDream, weight versions",
+    here="this order updates at its end; the weights are those of the step before",
+)
 def stale_weights(patch: Patch, site: Site) -> None:
     """Forward and backward run on the weights of the step before."""
     plain_run, plain_sum = Program._run, gradient.sum_gradients
@@ -271,8 +315,14 @@ def sent_tensor_written_into(patch: Patch, site: Site) -> None:
     patch.setattr(stage.Stage, "_capture", capture)
 
 
-@bug("P22", "pipeline_split", Operator.SKIP, "skipping", row="pipeline_split",
-     credit="pytorch#184361")  # fmt: skip
+@bug(
+    "P22",
+    "pipeline_split",
+    Operator.SKIP,
+    "skipping",
+    row="pipeline_split",
+    credit="pytorch#184361",
+)
 def skip_not_routed(patch: Patch, site: Site) -> None:
     """A value that skips over a stage is made up where it is needed."""
     plain = stage.Stage.forward
@@ -298,8 +348,14 @@ def loss_of_the_last_microbatch(patch: Patch, site: Site) -> None:
     patch.setattr(Program, "_finish", finish)
 
 
-@bug("P24", "pipeline", Operator.SLICE, "chunks", row="pipeline",
-     here="a stage runs the other chunk's modules, and keeps its own messages")  # fmt: skip
+@bug(
+    "P24",
+    "pipeline",
+    Operator.SLICE,
+    "chunks",
+    row="pipeline",
+    here="a stage runs the other chunk's modules, and keeps its own messages",
+)
 def chunks_in_the_order_of_ranks(patch: Patch, site: Site) -> None:
     """The two chunks of a rank run in each other's place."""
     plain = build.pipeline_of
@@ -342,8 +398,14 @@ class _Switch:
         self.plain, self.using, self.modules = plain, using, plain.modules
 
 
-@bug("P25", "pipeline_split", Operator.SKIP, "pp, rotary", row="pipeline_split",
-     credit="pytorch#184361; torchtitan set_determinism")  # fmt: skip
+@bug(
+    "P25",
+    "pipeline_split",
+    Operator.SKIP,
+    "pp, rotary",
+    row="pipeline_split",
+    credit="pytorch#184361; torchtitan set_determinism",
+)
 def tables_of_later_stages_empty(patch: Patch, site: Site) -> None:
     """Buffers that no state dict holds are empty on all stages but the first."""
     plain = build._local_copy

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from schedlang.passes.running import build
+from schedlang.passes.lower import build
 from schedlang.runtime import program
 from schedlang.runtime.sharding import leaf
 from tests.zoo.bug import Patch

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from schedlang.runtime.keeping import chosen, remat
-from schedlang.runtime.keeping.chosen import Chosen
+from schedlang.runtime.activation_memory import dynamic, selective
+from schedlang.runtime.activation_memory.selective import Chosen
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 
-@bug("C16", "checkpoint", Operator.ALIAS, "chosen", row="checkpoint(plan=pareto",
-     dies="must match the size of tensor")  # fmt: skip
+@bug(
+    "C16",
+    "checkpoint",
+    Operator.ALIAS,
+    "chosen",
+    row="checkpoint(plan=pareto",
+    dies="must match the size of tensor",
+)
 def one_store_for_all_microbatches(patch: Patch, site: Site) -> None:
     """What a microbatch keeps of an operator is overwritten by the next one's."""
     store: dict[Any, Any] = {}
@@ -26,7 +32,7 @@ def one_store_for_all_microbatches(patch: Patch, site: Site) -> None:
 @bug("C17", "checkpoint", Operator.SLICE, "chosen", row="checkpoint(plan=pareto")
 def results_of_other_calls(patch: Patch, site: Site) -> None:
     """A second run is given the result that another call of the operator left."""
-    plain = chosen._Second.__torch_dispatch__
+    plain = selective._Second.__torch_dispatch__
 
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         swapped = dict(self.chosen.store)
@@ -41,24 +47,31 @@ def results_of_other_calls(patch: Patch, site: Site) -> None:
         finally:
             self.chosen.store = before
 
-    patch.setattr(chosen._Second, "__torch_dispatch__", dispatch)
+    patch.setattr(selective._Second, "__torch_dispatch__", dispatch)
 
 
 @bug("C18", "checkpoint", Operator.SLICE, "budget", row="checkpoint(plan=dtr")
 def views_without_their_place(patch: Patch, site: Site) -> None:
     """A part of a tensor that is made again is taken from its beginning."""
-    patch.setattr(remat.Ref, "of", lambda self, base: base.as_strided(self.shape, self.stride, 0))
+    patch.setattr(dynamic.Ref, "of", lambda self, base: base.as_strided(self.shape, self.stride, 0))
 
 
-@bug("C19", "checkpoint", Operator.FREEZE, "budget, written after", row="checkpoint(plan=dtr",
-     planning=True, here="torch's count of writes would tell; nobody looks at it")  # fmt: skip
+@bug(
+    "C19",
+    "checkpoint",
+    Operator.FREEZE,
+    "budget, written after",
+    row="checkpoint(plan=dtr",
+    planning=True,
+    here="torch's count of writes would tell; nobody looks at it",
+)
 def made_of_what_was_written_into(patch: Patch, site: Site) -> None:
     """What is made again is made of a tensor that the model has written into since."""
-    plain = remat.Pool.bring
+    plain = dynamic.Pool.bring
 
     def bring(self: Any, block: Any) -> Any:
         if block.tensor is not None:
             block.version = block.tensor._version
         return plain(self, block)
 
-    patch.setattr(remat.Pool, "bring", bring)
+    patch.setattr(dynamic.Pool, "bring", bring)

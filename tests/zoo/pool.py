@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.launch.pool import Pool
 from tests.zoo.bug import Bug, Patch, mutate, patched
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import _lru_cache_wrapper
 from typing import Any
 
-from schedlang.runtime.regions import rewrite
+from schedlang.runtime.fusion import rewrite
 
 
 def remembering() -> Iterator[Any]:

@@ -8,23 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schedlang.passes.running import build
+from schedlang.passes.lower import build
 from schedlang.runtime import program
-from schedlang.runtime.collectives import ranks
-from schedlang.runtime.drawing.watched import Watched
-from schedlang.runtime.following.trace import LabelRule
-from schedlang.runtime.parts import split
+from schedlang.runtime.batch import split
+from schedlang.runtime.checkpointing import holding
+from schedlang.runtime.comm import ranks
+from schedlang.runtime.grad_reduction import gradient, zero
+from schedlang.runtime.pipeline import step
 from schedlang.runtime.program import Program
-from schedlang.runtime.saving import holding
-from schedlang.runtime.staging import step
-from schedlang.runtime.summing import gradient, replicas
+from schedlang.runtime.propagation.trace import LabelRule
+from schedlang.runtime.rng.logical_dropout import Watched
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.heads import without
 from tests.zoo.place import rank, running_program
 
 
-@bug("D27", "", Operator.SKIP, "dp, drops inside", planning=True,
-     credit="dropout of nn.MultiheadAttention, alone in a model")  # fmt: skip
+@bug(
+    "D27",
+    "",
+    Operator.SKIP,
+    "dp, drops inside",
+    planning=True,
+    credit="dropout of nn.MultiheadAttention, alone in a model",
+)
 def draws_unseen(patch: Patch, site: Site) -> None:
     """Masks that are drawn inside of functions are left to each rank's own generator."""
     patch.setattr(Watched, "drew", lambda self, func, args, kwargs: None)
@@ -54,18 +60,24 @@ def averaged_twice(patch: Patch, site: Site) -> None:
 @bug("D01b", "zero", Operator.GROUP, "sliced", row="zero(", credit="as D01, in fully_shard")
 def averaged_by_fully_shard(patch: Patch, site: Site) -> None:
     """The mean that FSDP takes unless told otherwise, on parts that are already weighed."""
-    plain = replicas.Sliced.add
+    plain = zero.Sliced.add
 
     def add(self: Any, module: Any, *given: Any) -> None:
         plain(self, module, *given)
         module.set_force_sum_reduction_for_comms(False)
         module.set_gradient_divide_factor(2.0)
 
-    patch.setattr(replicas.Sliced, "add", add)
+    patch.setattr(zero.Sliced, "add", add)
 
 
-@bug("D02", "zero", Operator.GROUP, "dp", row="zero(stage=0",
-     credit="prime-rl#1957; Megatron-LM#7513, #7452")  # fmt: skip
+@bug(
+    "D02",
+    "zero",
+    Operator.GROUP,
+    "dp",
+    row="zero(stage=0",
+    credit="prime-rl#1957; Megatron-LM#7513, #7452",
+)
 def mean_of_means(patch: Patch, site: Site) -> None:
     """Each part of the batch weighs the same, however many of its labels count."""
     patch.setattr(LabelRule, "counted", lambda self, batch: 1.0)
@@ -77,9 +89,16 @@ def ignored_labels_counted(patch: Patch, site: Site) -> None:
     patch.setattr(LabelRule, "counted", lambda self, batch: float(batch[self.source].numel()))
 
 
-@bug("D04", "zero", Operator.SKIP, "experts", row="zero(", credit="pytorch#69031",
-     site="blocks.0.experts.1",
-     here="sums know all parameters; one module's are left out")  # fmt: skip
+@bug(
+    "D04",
+    "zero",
+    Operator.SKIP,
+    "experts",
+    row="zero(",
+    credit="pytorch#69031",
+    site="blocks.0.experts.1",
+    here="sums know all parameters; one module's are left out",
+)
 def unused_at_last_not_summed(patch: Patch, site: Site) -> None:
     """A parameter that the last microbatch did not use is not summed over replicas."""
     without(patch, "replicas", site.covers)
@@ -167,11 +186,18 @@ def tail_not_updated(patch: Patch, site: Site) -> None:
     patch.setattr(Program, "_finish", finish)
 
 
-@bug("D09", "zero", Operator.SKIP, "sliced", row="zero(stage=2", site="transformer.h.1",
-     credit="FSDP's prefetch class")  # fmt: skip
+@bug(
+    "D09",
+    "zero",
+    Operator.SKIP,
+    "sliced",
+    row="zero(stage=2",
+    site="transformer.h.1",
+    credit="FSDP's prefetch class",
+)
 def one_module_not_gathered(patch: Patch, site: Site) -> None:
     """A module computes with what it gathered a step ago."""
-    plain, kept = replicas.Sliced.before_backward, list[Any]()
+    plain, kept = zero.Sliced.before_backward, list[Any]()
     slices = build.slice_state
 
     def noting(plan: Any, module: Any, *args: Any) -> Any:
@@ -191,7 +217,7 @@ def one_module_not_gathered(patch: Patch, site: Site) -> None:
                     unit.reshard()
 
     patch.setattr(build, "slice_state", noting)
-    patch.setattr(replicas.Sliced, "before_backward", before)
+    patch.setattr(zero.Sliced, "before_backward", before)
     patch.setattr(program, "reshard", reshard)
 
 
@@ -211,10 +237,15 @@ def everyone_reads_the_same(patch: Patch, site: Site) -> None:
     patch.setattr(Program, "_parts", parts)
 
 
-@bug("D29", "zero", Operator.SLICE, "dp", row="zero(",
-     credit="torchtitan#3106; OLMo-core#307, #319",
-     here="the model comes with its values; replicas get them perturbed, as from seeds of"
-     " their own")  # fmt: skip
+@bug(
+    "D29",
+    "zero",
+    Operator.SLICE,
+    "dp",
+    row="zero(",
+    credit="torchtitan#3106; OLMo-core#307, #319",
+    here="the model comes with its values; replicas get them perturbed, as from seeds of their own",
+)
 def replicas_start_differently(patch: Patch, site: Site) -> None:
     """Replicas of a parameter are not initialised alike."""
     plain = build._local_copy
@@ -233,7 +264,7 @@ def replicas_start_differently(patch: Patch, site: Site) -> None:
 @bug("D29b", "shard", Operator.SLICE, "tp", row="shard(", credit="as D29, of shards")
 def everyone_takes_the_first_part(patch: Patch, site: Site) -> None:
     """Every rank initialises its part of a parameter as the first does."""
-    from schedlang.runtime.saving import holding as held
+    from schedlang.runtime.checkpointing import holding as held
 
     plain = held.take
 
@@ -243,8 +274,14 @@ def everyone_takes_the_first_part(patch: Patch, site: Site) -> None:
     patch.setattr(held, "take", take)
 
 
-@bug("D30", "zero", Operator.CONSTANT, "dp", row="zero(",
-     here="no primitive compresses; the sum over replicas rounds in the same way")  # fmt: skip
+@bug(
+    "D30",
+    "zero",
+    Operator.CONSTANT,
+    "dp",
+    row="zero(",
+    here="no primitive compresses; the sum over replicas rounds in the same way",
+)
 def summed_in_bfloat16(patch: Patch, site: Site) -> None:
     """Gradients are rounded to bfloat16 before they are summed."""
     plain = gradient.begin_one

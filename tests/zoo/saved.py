@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from schedlang.runtime import program, whole
+from schedlang.runtime.checkpointing import archive
 from schedlang.runtime.program import Program
-from schedlang.runtime.saving import archive
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.place import rank
 
@@ -17,8 +17,14 @@ def _state(patch: Patch, change: Any) -> None:
     patch.setattr(whole, "state_dict", lambda assembly: change(plain(assembly)))
 
 
-@bug("S01", "checkpoint", Operator.SLICE, "recomputed", row="none",
-     credit="pytorch PR#77224; ray#43594")  # fmt: skip
+@bug(
+    "S01",
+    "checkpoint",
+    Operator.SLICE,
+    "recomputed",
+    row="none",
+    credit="pytorch PR#77224; ray#43594",
+)
 def names_of_wrappers(patch: Patch, site: Site) -> None:
     """Names in the state dict show the layers that a primitive has put around modules."""
 
@@ -28,8 +34,15 @@ def names_of_wrappers(patch: Patch, site: Site) -> None:
     _state(patch, wrapped)
 
 
-@bug("S02", "", Operator.SKIP, "dp", planning=True, credit="torchtitan; Megatron-LM#6271",
-     site="transformer.h.0.mlp.c_fc.weight")  # fmt: skip
+@bug(
+    "S02",
+    "",
+    Operator.SKIP,
+    "dp",
+    planning=True,
+    credit="torchtitan; Megatron-LM#6271",
+    site="transformer.h.0.mlp.c_fc.weight",
+)
 def not_all_loaded(patch: Patch, site: Site) -> None:
     """Loading leaves out what it does not find, and nobody hears of it."""
     plain = archive._take_over
@@ -66,11 +79,17 @@ def saved_as_it_lies(patch: Patch, site: Site) -> None:
 
     def blocks(segments: Any, shape: Any) -> Any:
         runs = [
-            (replace(dim[0], start=rank() * sum(r.length for r in dim),
-                     length=sum(r.length for r in dim)),)
-            if len(dim) > 1 else dim
+            (
+                replace(
+                    dim[0],
+                    start=rank() * sum(r.length for r in dim),
+                    length=sum(r.length for r in dim),
+                ),
+            )
+            if len(dim) > 1
+            else dim
             for dim in segments
-        ]  # fmt: skip
+        ]
         return plain(tuple(runs), shape)
 
     patch.setattr(archive, "blocks", blocks)
@@ -93,7 +112,7 @@ def saved_wrong(patch: Patch, site: Site) -> None:
     """What is saved of slices is not what the program holds."""
     import torch
 
-    from schedlang.runtime.saving.moments import local
+    from schedlang.runtime.checkpointing.moments import local
 
     plain = Program.save
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from schedlang.passes.verifying.prove import Case
+from schedlang.passes.prove import Case
 from tests import expert_models, models, spacetime
 from tests.proofs import planned
 from tests.rows import GPT2
@@ -93,9 +93,11 @@ def _cast(rows: str, mesh: str) -> Scene:
 
 
 def _alone(
-    kind: Callable[[], nn.Module], rows: str, shape: tuple[int, ...] = (networks.WIDTH,),
+    kind: Callable[[], nn.Module],
+    rows: str,
+    shape: tuple[int, ...] = (networks.WIDTH,),
     holds: bool = True,
-) -> Scene:  # fmt: skip
+) -> Scene:
     batches = lambda seed: points(seed, 6, shape)  # noqa: E731
     return Scene(networks.made(lambda: networks.Points(kind())), rows, "", batches, holds=holds)
 
@@ -112,7 +114,9 @@ SCENES: dict[str, Scene] = {
     "dp": _gpt2("zero(stage=0, over=dp)", "dp=2"),
     "dp, drops inside": Scene(
         networks.made(lambda: networks.Points(networks.Drops(), networks.Drops())),
-        "zero(stage=0, over=dp)", "dp=2", lambda seed: points(seed, 6, (4, networks.WIDTH)),
+        "zero(stage=0, over=dp)",
+        "dp=2",
+        lambda seed: points(seed, 6, (4, networks.WIDTH)),
     ),
     "sliced": _gpt2("zero(stage=2, over=dp)", "dp=2"),
     "sp": Scene(lambda: models.llama(1), LLAMA, "tp=2", _tokens()),
@@ -127,10 +131,11 @@ SCENES: dict[str, Scene] = {
     "chunks": Scene(
         networks.made(lambda: networks.Points(*(networks.Residual() for _ in range(4)))),
         'blocks pipeline_split(over=pp)\npipeline(order="Interleaved1F1B", micro=2, chunks=2)',
-        "pp=2", points,
+        "pp=2",
+        points,
     ),
     "halves": _gpt2(
-        'at transformer.h.* { split_backward() }\ntransformer.h pipeline_split(over=pp)\n'
+        "at transformer.h.* { split_backward() }\ntransformer.h pipeline_split(over=pp)\n"
         'pipeline(order="1F1B", micro=3)',
         "pp=2",
     ),
@@ -144,13 +149,17 @@ SCENES: dict[str, Scene] = {
     ),
     "stale": Scene(
         networks.made(lambda: networks.Points(*(networks.NormedBlock() for _ in range(2)))),
-        'blocks pipeline_split(over=pp)\npipeline(order="PipeDream", micro=4)', "pp=2",
-        lambda seed: points(seed, 6), relax="staleness",
+        'blocks pipeline_split(over=pp)\npipeline(order="PipeDream", micro=4)',
+        "pp=2",
+        lambda seed: points(seed, 6),
+        relax="staleness",
     ),
     "stale, not kept": Scene(
         networks.made(lambda: networks.Points(*(networks.Residual() for _ in range(2)))),
-        'blocks pipeline_split(over=pp)\npipeline(order="PipeMare", micro=4, every=1)', "pp=2",
-        lambda seed: points(seed, 6), relax="staleness",
+        'blocks pipeline_split(over=pp)\npipeline(order="PipeMare", micro=4, every=1)',
+        "pp=2",
+        lambda seed: points(seed, 6),
+        relax="staleness",
     ),
     "stages run again": _gpt2(f"transformer.h {PIPELINE}".replace("1F1B", "Varuna"), "pp=2"),
     "recomputed": _gpt2("transformer.h.* checkpoint()", ""),
@@ -163,7 +172,8 @@ SCENES: dict[str, Scene] = {
     "counting": _alone(networks.Counting, "blocks.* checkpoint()", holds=False),
     "written after": _alone(networks.WrittenAfter, "blocks.*.inner checkpoint()", holds=False),
     "chosen": _gpt2(
-        f"transformer.h.* checkpoint(plan=pareto, memory=300KiB)\ntransformer.h {PIPELINE}", "pp=2",
+        f"transformer.h.* checkpoint(plan=pareto, memory=300KiB)\ntransformer.h {PIPELINE}",
+        "pp=2",
         layers=4,
     ),
     "budget": _gpt2("transformer.h.* checkpoint(plan=dtr, memory=130KiB)", ""),
@@ -171,18 +181,26 @@ SCENES: dict[str, Scene] = {
         networks.WrittenLater, "blocks.*.inner checkpoint(plan=dtr, memory=1700B)", holds=False
     ),
     "recomputed pairs": replace(
-        _block(networks.Pair, BLOCK.replace("blocks.*", "blocks.*.*") + """
+        _block(
+            networks.Pair,
+            BLOCK.replace("blocks.*", "blocks.*.*")
+            + """
             blocks.* checkpoint()
-            zero(stage=0, over=dp)"""), mesh="dp=2, tp=2",
+            zero(stage=0, over=dp)""",
+        ),
+        mesh="dp=2, tp=2",
     ),
     "offloaded": Scene(
         networks.made(lambda: networks.Points(networks.Residual(64), width=64)),
-        'blocks.* offload(activations, to=cpu)\npipeline(order="GPipe", micro=2)', "",
+        'blocks.* offload(activations, to=cpu)\npipeline(order="GPipe", micro=2)',
+        "",
         lambda seed: points(seed, 8, (40, 64)),
     ),
     "offloaded, small": Scene(
         networks.made(lambda: networks.Points(networks.Residual())),
-        'blocks.* offload(activations, to=cpu)\npipeline(order="GPipe", micro=2)', "", points,
+        'blocks.* offload(activations, to=cpu)\npipeline(order="GPipe", micro=2)',
+        "",
+        points,
     ),
     "streamed": _gpt2(
         'offload(parameters)\noffload(optimizer, to=disk)\npipeline(order="GPipe", micro=2)', ""
@@ -191,57 +209,62 @@ SCENES: dict[str, Scene] = {
     "fused, recomputed": _gpt2("transformer.h.*.mlp fuse()\ntransformer.h.* checkpoint()", ""),
     "compiled": replace(_alone(networks.Kept, "blocks.*.inner fuse()"), dtype="float32"),
     "writing": _alone(networks.Writing, "blocks.*.inner fuse()"),
-    "two results": Scene(
-        networks.made(networks.TwoResults), "block fuse()", "", points
-    ),
+    "two results": Scene(networks.made(networks.TwoResults), "block fuse()", "", points),
     "normed by kernel": Scene(
         lambda: models.llama(1), "model.**.*norm replace_kernel(rms_norm)", "", _tokens()
     ),
-    "normed beside": Scene(
-        models.gemma2, "model.**.*norm replace_kernel(rms_norm)", "", _tokens()
-    ),
+    "normed beside": Scene(models.gemma2, "model.**.*norm replace_kernel(rms_norm)", "", _tokens()),
     "normed middle": _alone(networks.NormedBlock, "blocks.*.norm replace_kernel(rms_norm)"),
     "by kernels": Scene(
         lambda: models.llama(1),
         "model.layers.*.mlp replace_kernel(gated)\nmodel.layers.*.self_attn replace_kernel(rope)\n"
         "model.layers.* replace_kernel(add_norm)\nlm_head replace_kernel(linear_cross_entropy)",
-        "", _tokens(),
+        "",
+        _tokens(),
     ),
     "by other kernels": _gpt2(
         "transformer.h.*.ln_1 replace_kernel(layer_norm)\nlm_head replace_kernel(cross_entropy)", ""
     ),
     "crossing": _alone(networks.Crossed, 'pipeline(order="GPipe", micro=2)', (5, networks.WIDTH)),
     "skipping": Scene(
-        models.Skipping, "blocks[1, 2] pipeline_split(over=pp)\n" + PIPELINE.split("\n")[1],
-        "pp=3", lambda seed: models.points(rows=6, seed=seed),
+        models.Skipping,
+        "blocks[1, 2] pipeline_split(over=pp)\n" + PIPELINE.split("\n")[1],
+        "pp=3",
+        lambda seed: models.points(rows=6, seed=seed),
     ),
     "micro": _gpt2('pipeline(order="GPipe", micro=3)', ""),
     "mesh of one": _gpt2("zero(stage=0, over=(dp, x))", "dp=2, x=1"),
     "accumulated": _gpt2('zero(stage=0, over=dp)\npipeline(order="GPipe", micro=2)', "dp=2"),
     "frozen": Scene(
         networks.made(lambda: networks.Points(networks.Residual(), networks.Frozen())),
-        "zero(stage=1, over=dp)", "dp=2", points,
+        "zero(stage=1, over=dp)",
+        "dp=2",
+        points,
     ),
     "experts": Scene(
         networks.made(lambda: networks.Points(networks.Experts())),
-        "zero(stage=0, over=dp)", "dp=2", lambda seed: points(seed, 6, (5, networks.WIDTH)),
+        "zero(stage=0, over=dp)",
+        "dp=2",
+        lambda seed: points(seed, 6, (5, networks.WIDTH)),
     ),
     "routed": _routed("over=dp", "dp=2"),
     "routed alike": _routed("over=tp", "tp=2"),
     "routed, cut": Scene(
-        expert_models.biased, "layers.*.experts expert_parallel(over=ep, inner=tp)", "ep=1, tp=2",
+        expert_models.biased,
+        "layers.*.experts expert_parallel(over=ep, inner=tp)",
+        "ep=1, tp=2",
         expert_models.batch,
     ),
     "balanced": Scene(
         expert_models.balanced, "zero(stage=0, over=dp)", "dp=2", expert_models.batch
     ),
     "routed, dropped": _routed("over=dp, capacity=0.75", "dp=2", "routing"),
-    "whole updates": replace(
-        _block(networks.Residual, BLOCK), optimizer=networks.adafactor
-    ),
+    "whole updates": replace(_block(networks.Residual, BLOCK), optimizer=networks.adafactor),
     "spare": Scene(
         networks.made(lambda: networks.Points(networks.Residual(), networks.Spare())),
-        "zero(stage=0, over=dp)", "dp=2", points,
+        "zero(stage=0, over=dp)",
+        "dp=2",
+        points,
     ),
     "frozen front": replace(_gpt2("transformer.h.1.mlp freeze()", ""), relax="updates"),
     "tied blocks": replace(_gpt2("transformer.h.*.mlp tie()", ""), relax="model"),
@@ -254,12 +277,15 @@ SCENES: dict[str, Scene] = {
     "overflowing": _cast(f"cast(fp16, scale={2**40})\nzero(stage=0, over=dp)", "dp=2"),
     "cast slices": _cast(
         "cast(bf16, params=true)\nblocks pipeline_split(over=pp)\nzero(stage=1, over=dp)\n"
-        'pipeline(order="GPipe", micro=2)', "pp=2, dp=2",
+        'pipeline(order="GPipe", micro=2)',
+        "pp=2, dp=2",
     ),
     "rounded": Scene(
         networks.made(lambda: networks.Points(networks.Residual(16), width=16)),
         "blocks.* compress(activations, int4, block=16)\nzero(stage=0, over=dp)\n"
-        'pipeline(order="GPipe", micro=2)', "dp=2", lambda seed: points(seed, 10, (16,)),
+        'pipeline(order="GPipe", micro=2)',
+        "dp=2",
+        lambda seed: points(seed, 10, (16,)),
         relax="lossy",
     ),
     "rounded parts": replace(
@@ -268,38 +294,50 @@ SCENES: dict[str, Scene] = {
     ),
     "lent": Scene(
         networks.made(lambda: networks.Points(*(networks.Residual() for _ in range(2)))),
-        f"offload(optimizer, to=peer, over=pp)\nblocks {PIPELINE}", "pp=2", points,
+        f"offload(optimizer, to=peer, over=pp)\nblocks {PIPELINE}",
+        "pp=2",
+        points,
     ),
     "parked": Scene(
         networks.made(lambda: networks.Points(*(networks.Residual() for _ in range(2)))),
-        f"offload(activations, to=peer, over=pp, prefetch=0)\nblocks {PIPELINE}", "pp=2", points,
+        f"offload(activations, to=peer, over=pp, prefetch=0)\nblocks {PIPELINE}",
+        "pp=2",
+        points,
     ),
     "three by two": replace(_block(networks.Residual, BOTH), mesh="dp=3, tp=2"),
     "two by two": replace(_block(networks.Residual, BOTH), mesh="dp=2, tp=2"),
     "predicting": Scene(
         networks.made(networks.Predicting),
-        'head pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)', "pp=2", points,
+        'head pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)',
+        "pp=2",
+        points,
         loss=networks.squared,
     ),
     "odd": Scene(
         networks.made(lambda: networks.Points(networks.Residual(7), width=7)),
-        "zero(stage=1, over=dp)", "dp=2", lambda seed: points(seed, 7, (7,)),
+        "zero(stage=1, over=dp)",
+        "dp=2",
+        lambda seed: points(seed, 7, (7,)),
     ),
     "gathered": Scene(
         networks.made(lambda: networks.Points(networks.Residual(), networks.Residual())),
-        "blocks.*.up shard(col, output=R, over=tp)", "tp=2",
+        "blocks.*.up shard(col, output=R, over=tp)",
+        "tp=2",
         lambda seed: points(seed, 6, (5, networks.WIDTH)),
     ),
     "turned": _block(networks.Turned, BLOCK),
     "adapted": Scene(
         networks.made(lambda: networks.Points(networks.AdaptedBlock())),
-        "blocks.*.up.{base,b} shard(col, over=tp)\nblocks.*.down shard(row, over=tp)", "tp=2",
+        "blocks.*.up.{base,b} shard(col, over=tp)\nblocks.*.down shard(row, over=tp)",
+        "tp=2",
         points,
     ),
     "grid": replace(_block(networks.NormedParts, GRID), mesh="r=2, c=2"),
     "cube": Scene(
         networks.made(lambda: networks.Points(networks.NormedParts(8), width=8)),
-        CUBE, "x=1, y=2, z=2", lambda seed: points(seed, 6, (8,)),
+        CUBE,
+        "x=1, y=2, z=2",
+        lambda seed: points(seed, 6, (8,)),
     ),
     "gated": _block(networks.Gated, BLOCK),
     "regrouped": replace(_block(networks.Regrouped, BLOCK), holds=False),
@@ -307,12 +345,16 @@ SCENES: dict[str, Scene] = {
     "packed": Scene(
         lambda: models.phi3(1),
         "model.layers.*.mlp.gate_up_proj shard(col, blocks=2, over=tp)\n"
-        "model.layers.*.mlp.down_proj shard(row, over=tp)", "tp=2", _tokens(),
+        "model.layers.*.mlp.down_proj shard(row, over=tp)",
+        "tp=2",
+        _tokens(),
     ),
     "normed heads": Scene(lambda: models.qwen3(1), HEADS, "tp=2", _tokens()),
     "one key head": Scene(
         networks.made(lambda: networks.Points(networks.OneKeyHead())),
-        BLOCK.replace("up", "q"), "tp=2", lambda seed: points(seed, 6, (5, networks.WIDTH)),
+        BLOCK.replace("up", "q"),
+        "tp=2",
+        lambda seed: points(seed, 6, (5, networks.WIDTH)),
         holds=False,
     ),
     "sp, biases": Scene(lambda: models.llama(1, bias=True), LLAMA, "tp=2", _tokens()),
@@ -326,24 +368,43 @@ SCENES: dict[str, Scene] = {
         models.gemma2, "model.layers.*.self_attn replace_kernel(flex_attention)", "", _tokens()
     ),
     "grouped": Scene(
-        lambda: expert_models.tiny(layers=1), "layers.*.experts replace_kernel(grouped)\n"
-        "layers.*.experts expert_parallel(over=dp)\nzero(stage=0, over=dp)", "dp=2",
+        lambda: expert_models.tiny(layers=1),
+        "layers.*.experts replace_kernel(grouped)\n"
+        "layers.*.experts expert_parallel(over=dp)\nzero(stage=0, over=dp)",
+        "dp=2",
         expert_models.batch,
     ),
-    "cp": Scene(lambda: models.gpt2(2), "transformer.h.*.attn context_parallel(ring, over=cp, "
-                "layout=zigzag)", "cp=2", _tokens()),
-    "cp, rotary": Scene(lambda: models.llama(2), "model.layers.*.self_attn "
-                        "context_parallel(gather, over=cp)", "cp=2", _tokens()),
-    "cp, bias": Scene(lambda: models.bloom(1), "transformer.h.*.self_attention "
-                      "context_parallel(gather, over=cp)", "cp=2", _tokens()),
+    "cp": Scene(
+        lambda: models.gpt2(2),
+        "transformer.h.*.attn context_parallel(ring, over=cp, layout=zigzag)",
+        "cp=2",
+        _tokens(),
+    ),
+    "cp, rotary": Scene(
+        lambda: models.llama(2),
+        "model.layers.*.self_attn context_parallel(gather, over=cp)",
+        "cp=2",
+        _tokens(),
+    ),
+    "cp, bias": Scene(
+        lambda: models.bloom(1),
+        "transformer.h.*.self_attention context_parallel(gather, over=cp)",
+        "cp=2",
+        _tokens(),
+    ),
     "switch": Scene(
-        spacetime.Video, "blocks.*.space shard(input=S(1), output=S(1), over=sp)\nblocks.0.time "
+        spacetime.Video,
+        "blocks.*.space shard(input=S(1), output=S(1), over=sp)\nblocks.0.time "
         "shard(input=S(2), output=S(2), over=sp)\nblocks.1.time shard(input=S(2), output=R, "
-        "over=sp)", "sp=2", spacetime.batch,
+        "over=sp)",
+        "sp=2",
+        spacetime.batch,
     ),
     "cp, sections": Scene(
-        networks.made(networks.Sections), "attn context_parallel(ring, over=cp, layout=zigzag)",
-        "cp=2", networks.sectioned,
+        networks.made(networks.Sections),
+        "attn context_parallel(ring, over=cp, layout=zigzag)",
+        "cp=2",
+        networks.sectioned,
     ),
     "decomposed": _alone(networks.Residual, "blocks.*.up decompose(bias)"),
     "patterned": _alone(
@@ -354,7 +415,7 @@ SCENES: dict[str, Scene] = {
     "smoothed": Scene(
         networks.made(networks.Smoothed), "head shard(vocab, over=tp)", "tp=2", words
     ),
-}  # fmt: skip
+}
 
 
 @cache

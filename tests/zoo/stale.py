@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from schedlang.pipeline.timeline import Kind
 from schedlang.runtime import program
-from schedlang.runtime.staging import versions
-from schedlang.runtime.staging.versions import Versions
-from schedlang.timeline import Kind
+from schedlang.runtime.pipeline import weight_versions
+from schedlang.runtime.pipeline.weight_versions import Versions
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 
@@ -22,8 +22,14 @@ def backward_reads(patch: Patch, version: Any) -> None:
     patch.setattr(Versions, "_show", show)
 
 
-@bug("P26", "pipeline", Operator.FREEZE, "stale", row="pipeline(",
-     credit="PipeDream without its stash")  # fmt: skip
+@bug(
+    "P26",
+    "pipeline",
+    Operator.FREEZE,
+    "stale",
+    row="pipeline(",
+    credit="PipeDream without its stash",
+)
 def backward_at_the_newest(patch: Patch, site: Site) -> None:
     """What autograd saved lies in the old weights, and what it reads itself in the newest."""
     backward_reads(patch, lambda newest, named: newest)
@@ -59,7 +65,7 @@ def kept_without_need(patch: Patch, site: Site) -> None:
 @bug("P29", "pipeline", Operator.CONSTANT, "stale", row="pipeline(")
 def a_share_of_the_whole_step(patch: Patch, site: Site) -> None:
     """A microbatch is weighed in the whole step, not in its own update."""
-    plain = versions.totals
+    plain = weight_versions.totals
 
     def totals(everyone: Any, made: Any) -> dict[int, float]:
         found = plain(everyone, made)

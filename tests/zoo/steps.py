@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.passes.running import build
+from schedlang.passes.lower import build
 from schedlang.runtime import program
+from schedlang.runtime.checkpointing import holding
+from schedlang.runtime.grad_reduction import gradient
 from schedlang.runtime.program import Program
-from schedlang.runtime.saving import holding
-from schedlang.runtime.summing import gradient
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.place import running_program
 
@@ -53,8 +53,14 @@ def decay_for_all(patch: Patch, site: Site) -> None:
     _after_build(patch, same)
 
 
-@bug("D12", "zero", Operator.SKIP, "frozen", credit="fairscale#721, #614",
-     here="weight decay moves what shares its slice with trained parameters")  # fmt: skip
+@bug(
+    "D12",
+    "zero",
+    Operator.SKIP,
+    "frozen",
+    credit="fairscale#721, #614",
+    here="weight decay moves what shares its slice with trained parameters",
+)
 def frozen_parameters_decay(patch: Patch, site: Site) -> None:
     """Frozen parameters are updated with the rest of their slice."""
 
@@ -134,7 +140,7 @@ def vectors_not_in_the_norm(patch: Patch, site: Site) -> None:
 @bug("D20", "", Operator.SLICE, "dp", planning=True, credit="FSDP optim_state_dict class")
 def states_by_order(patch: Patch, site: Site) -> None:
     """A saved state of the optimizer is given to another parameter of the same shape."""
-    from schedlang.runtime.saving import archive
+    from schedlang.runtime.checkpointing import archive
 
     plain = archive.put_back
 
@@ -174,8 +180,9 @@ def gradients_of_one_group_kept(patch: Patch, site: Site) -> None:
     patch.setattr(Program, "_zero", zero)
 
 
-@bug("D24", "", Operator.ALIAS, "dp", credit="TrainCheck, PT-84911",
-     site="transformer.h.0.mlp.c_fc")  # fmt: skip
+@bug(
+    "D24", "", Operator.ALIAS, "dp", credit="TrainCheck, PT-84911", site="transformer.h.0.mlp.c_fc"
+)
 def optimizer_of_old_parameters(patch: Patch, site: Site) -> None:
     """A module is given new parameters after the optimizer has taken the old."""
 

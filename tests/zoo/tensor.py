@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from schedlang import placement
-from schedlang.runtime.collectives import collective
+from schedlang.ir import placement
+from schedlang.runtime.comm import collectives
 from schedlang.runtime.sharding import leaf, shard
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.place import sharded_module
@@ -19,12 +19,16 @@ STRIPS = placement.strips
 
 
 @bug(
-    "T02", "shard", Operator.ADJOINT, "tp", row="shard(style=",
+    "T02",
+    "shard",
+    Operator.ADJOINT,
+    "tp",
+    row="shard(style=",
     credit="spmd_types docs; Megatron-LM#1699; bigcode Megatron-LM#35",
-)  # fmt: skip
+)
 def enter_without_all_reduce(patch: Patch, site: Site) -> None:
     """Gradients of what enters a column-parallel layer are not summed."""
-    here, plain = sharded_module(patch), collective._Enter.backward
+    here, plain = sharded_module(patch), collectives._Enter.backward
 
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group, ctx.wrong = group, site.covers(here())
@@ -33,8 +37,8 @@ def enter_without_all_reduce(patch: Patch, site: Site) -> None:
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return (grads[0], None) if ctx.wrong else plain(ctx, *grads)
 
-    patch.setattr(collective._Enter, "forward", staticmethod(forward))
-    patch.setattr(collective._Enter, "backward", staticmethod(backward))
+    patch.setattr(collectives._Enter, "forward", staticmethod(forward))
+    patch.setattr(collectives._Enter, "backward", staticmethod(backward))
 
 
 @bug("T03", "shard", Operator.ADJOINT, "tp", row="shard(style=", credit="pytorch#58005")
@@ -44,18 +48,18 @@ def reduce_reduces_again(patch: Patch, site: Site) -> None:
 
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group, ctx.wrong = group, site.covers(here())
-        return collective.all_reduce(x, group)
+        return collectives.all_reduce(x, group)
 
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return (collective.all_reduce(grads[0], ctx.group) if ctx.wrong else grads[0]), None
+        return (collectives.all_reduce(grads[0], ctx.group) if ctx.wrong else grads[0]), None
 
-    patch.setattr(collective._Reduce, "forward", staticmethod(forward))
-    patch.setattr(collective._Reduce, "backward", staticmethod(backward))
+    patch.setattr(collectives._Reduce, "forward", staticmethod(forward))
+    patch.setattr(collectives._Reduce, "backward", staticmethod(backward))
 
 
 def _gather_back(patch: Patch, site: Site, differ: bool) -> None:
     """Where consumers differ as said, the adjoint of gather is the one for the other case."""
-    here, plain = sharded_module(patch), collective._Gather.forward
+    here, plain = sharded_module(patch), collectives._Gather.forward
 
     def forward(ctx: Any, x: Tensor, dim: int, group: Any, consumers_differ: bool) -> Tensor:
         out = plain(ctx, x, dim, group, consumers_differ)
@@ -63,13 +67,17 @@ def _gather_back(patch: Patch, site: Site, differ: bool) -> None:
             ctx.differ = not differ
         return out
 
-    patch.setattr(collective._Gather, "forward", staticmethod(forward))
+    patch.setattr(collectives._Gather, "forward", staticmethod(forward))
 
 
 @bug(
-    "T04", "shard", Operator.ADJOINT, "sp", row="S(seq)",
+    "T04",
+    "shard",
+    Operator.ADJOINT,
+    "sp",
+    row="S(seq)",
     credit="Slapo, `tensor_parallel_output_grad=False`",
-)  # fmt: skip
+)
 def gather_turns_the_other_way(patch: Patch, site: Site) -> None:
     """A gather before a split computation gives back its own part of the gradient only."""
     _gather_back(patch, site, True)
@@ -87,9 +95,13 @@ def _straight(*given: Any) -> list[list[placement.Segment]]:
 
 
 @bug(
-    "T08", "shard", Operator.SLICE, "tp", row="attn.c_attn",
+    "T08",
+    "shard",
+    Operator.SLICE,
+    "tp",
+    row="attn.c_attn",
     credit="Slapo PR#46; DeepSpeed#3844; tensor_parallel#103; nnsight#719",
-)  # fmt: skip
+)
 def blocks_ignored(patch: Patch, site: Site) -> None:
     """A fused weight is cut in two, straight through q, k and v."""
     patch.setattr(placement, "strips", _straight)
@@ -125,7 +137,7 @@ def embedding_without_mask(patch: Patch, site: Site) -> None:
 @bug("T16", "shard", Operator.SLICE, "gathered", row="output=R")
 def gathered_in_another_order(patch: Patch, site: Site) -> None:
     """The parts of an all-gather are put together in another order than that of the ranks."""
-    here, plain = sharded_module(patch), collective.all_gather
+    here, plain = sharded_module(patch), collectives.all_gather
 
     def all_gather(x: Tensor, dim: int, group: Any) -> Tensor:
         whole = plain(x, dim, group)
@@ -133,21 +145,26 @@ def gathered_in_another_order(patch: Patch, site: Site) -> None:
             return whole
         return torch.cat([*reversed(whole.chunk(group.size, dim))], dim)
 
-    patch.setattr(collective, "all_gather", all_gather)
+    patch.setattr(collectives, "all_gather", all_gather)
 
 
 @bug(
-    "T23", "shard", Operator.ALIAS, "gated", row="shard(style=", credit="Slapo, ReduceBackward",
+    "T23",
+    "shard",
+    Operator.ALIAS,
+    "gated",
+    row="shard(style=",
+    credit="Slapo, ReduceBackward",
     here="what enters a sharded layer is multiplied first, so its gradient is nobody else's; what"
     " leaves one is added to a residual, with which it shares its gradient",
-)  # fmt: skip
+)
 def gradient_reduced_in_place(patch: Patch, site: Site) -> None:
     """A reduction in backward writes into a gradient that autograd gave to two branches."""
     here = sharded_module(patch)
 
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group, ctx.wrong = group, site.covers(here())
-        return collective.all_reduce(x, group)
+        return collectives.all_reduce(x, group)
 
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if ctx.wrong:
@@ -156,31 +173,35 @@ def gradient_reduced_in_place(patch: Patch, site: Site) -> None:
             return mine, None
         return grads[0], None
 
-    patch.setattr(collective._Reduce, "forward", staticmethod(forward))
-    patch.setattr(collective._Reduce, "backward", staticmethod(backward))
+    patch.setattr(collectives._Reduce, "forward", staticmethod(forward))
+    patch.setattr(collectives._Reduce, "backward", staticmethod(backward))
 
 
 @bug("T25", "shard", Operator.DETACH, "gathered", row="output=R", credit="Slapo, reshard_ops.py")
 def gathered_without_history(patch: Patch, site: Site) -> None:
     """A gather calls the collective itself: no gradient reaches what was gathered."""
-    here, plain = sharded_module(patch), collective.gather
+    here, plain = sharded_module(patch), collectives.gather
 
     def gather(x: Tensor, dim: int, group: Any, *, consumers_differ: bool) -> Tensor:
         if site.covers(here()):
-            return collective.all_gather(x.detach(), dim, group)
+            return collectives.all_gather(x.detach(), dim, group)
         return plain(x, dim, group, consumers_differ=consumers_differ)
 
-    patch.setattr(collective, "gather", gather)
+    patch.setattr(collectives, "gather", gather)
 
 
 @bug(
-    "T27", "shard", Operator.SLICE, "gathered", row="output=R",
+    "T27",
+    "shard",
+    Operator.SLICE,
+    "gathered",
+    row="output=R",
     credit="torch 2.13: DTensor's cumsum(-1) on Shard(last)",
     here="activations are no DTensors here; the crossing is where a negative dim is resolved",
-)  # fmt: skip
+)
 def negative_dim_taken_for_the_first(patch: Patch, site: Site) -> None:
     """A gather along dim -1 puts parts one after the other, and takes that for side by side."""
-    here, plain = sharded_module(patch), collective.all_gather
+    here, plain = sharded_module(patch), collectives.all_gather
 
     def all_gather(x: Tensor, dim: int, group: Any) -> Tensor:
         whole = plain(x, dim, group)
@@ -188,7 +209,7 @@ def negative_dim_taken_for_the_first(patch: Patch, site: Site) -> None:
             return whole
         return torch.cat(whole.chunk(group.size, dim)).reshape(whole.shape)
 
-    patch.setattr(collective, "all_gather", all_gather)
+    patch.setattr(collectives, "all_gather", all_gather)
 
 
 @bug("T34", "shard", Operator.REDUCTION, "tp", row="style=row", credit="spmd_types, P + constant")
@@ -206,13 +227,18 @@ def sum_of_a_copy_dropped(patch: Patch, site: Site) -> None:
         dist.all_reduce(out.contiguous(), group=group.pg)
         return out
 
-    patch.setattr(collective, "all_reduce", all_reduce)
+    patch.setattr(collectives, "all_reduce", all_reduce)
 
 
 @bug(
-    "T35", "shard", Operator.REDUCTION, "adapted", row="shard(", site="blocks.0.up.b",
+    "T35",
+    "shard",
+    Operator.REDUCTION,
+    "adapted",
+    row="shard(",
+    site="blocks.0.up.b",
     credit="Megatron-Bridge#5634",
-)  # fmt: skip
+)
 def adapter_gets_part_of_its_gradient(patch: Patch, site: Site) -> None:
     """A low-rank adapter: the whole A gets its gradient from this rank's part of B only."""
     enter_without_all_reduce(patch, site)

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from schedlang.passes.running import build
-from schedlang.runtime.summing import compressed
-from schedlang.runtime.summing.compressed import Compressor
+from schedlang.passes.lower import build
+from schedlang.runtime.grad_reduction import compressed
+from schedlang.runtime.grad_reduction.compressed import Compressor
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.place import rank
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from schedlang.passes.proving import compare, sides
-from schedlang.passes.verifying import prove as proving
+from schedlang.passes import prove as proving
+from schedlang.passes.verify import compare, sides
 from schedlang.runtime import program, whole
-from schedlang.runtime.drawing import random as drawing
-from schedlang.runtime.launching.launch import Pool
-from schedlang.runtime.summing import gradient
+from schedlang.runtime.grad_reduction import gradient
+from schedlang.runtime.launch.pool import Pool
+from schedlang.runtime.rng import logical_dropout as drawing
 from tests.zoo.bug import Patch, mutate
 from tests.zoo.place import rank
 from tests.zoo.pool import Mutated
@@ -235,18 +235,19 @@ def recorded_and_not_compared(patch: Patch) -> None:
     patch.setattr(compare, "compare", lambda e, a, **k: plain(e, replace(a, replicas={}), **k))
 
 
-@flaw("V08", "reference built from the transformed module", "F06", "normed by kernel",
-      everywhere=True)  # fmt: skip
+@flaw(
+    "V08", "reference built from the transformed module", "F06", "normed by kernel", everywhere=True
+)
 def reference_was_transformed(patch: Patch) -> None:
     """The original is what the schedule has made of the model."""
-    from schedlang.runtime.replacing.kernel import match
-    from schedlang.runtime.replacing.kernel import replace as put
+    from schedlang.runtime.kernel_injection.kernel import match
+    from schedlang.runtime.kernel_injection.kernel import replace as put
 
     plain = sides.twin
     known = {}
     for name, module in case("normed by kernel").plan.model.model.named_modules():
         if name.endswith("norm"):
-            with mock.patch("schedlang.runtime.replacing.kernel.rms_norm"):
+            with mock.patch("schedlang.runtime.kernel_injection.kernel.rms_norm"):
                 known[name] = match(module, "rms_norm")
 
     def transformed(given: Any) -> Any:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from schedlang.kernels import add_norm, gated, held_cross_entropy, layer_norm, rope
 from schedlang.kernels.linear_cross_entropy import Sums
-from schedlang.runtime.logits import lazy_logits
+from schedlang.runtime.lazy_logits import lazy
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 
@@ -38,13 +38,13 @@ def bias_of_the_last_row(patch: Patch, site: Site) -> None:
 @bug("F25", "replace_kernel", Operator.CONSTANT, "by kernels", credit="Liger-Kernel#802 class")
 def fused_mean_over_all_tokens(patch: Patch, site: Site) -> None:
     """The loss in chunks divides by all tokens, ignored ones among them."""
-    plain = lazy_logits.weighed
+    plain = lazy.weighed
 
     def weighed(x: Tensor, weight: Any, bias: Any, target: Tensor, by: Tensor, *given: Any) -> Any:
         share = (target >= 0).sum() / target.numel()
         return plain(x, weight, bias, target, by * share, *given)
 
-    patch.setattr(lazy_logits, "weighed", weighed)
+    patch.setattr(lazy, "weighed", weighed)
 
 
 @bug("F26", "replace_kernel", Operator.SKIP, "by kernels", credit="Liger-Kernel#512 class")

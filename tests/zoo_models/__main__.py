@@ -21,8 +21,13 @@ def arguments(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--part", default="1/1", help="i/n: every n-th kind, from the i-th")
     parser.add_argument("--mesh", action="append", choices=[*MESHES], help="may be repeated")
     parser.add_argument("--jobs", type=int, default=1, help="how many at once")
-    parser.add_argument("--trust", action="append", default=[], metavar="STATUS",
-                        help="keep verdicts of earlier sources with this status")  # fmt: skip
+    parser.add_argument(
+        "--trust",
+        action="append",
+        default=[],
+        metavar="STATUS",
+        help="keep verdicts of earlier sources with this status",
+    )
     parser.add_argument("--write", action="store_true", help="write docs/models.md and its JSON")
     return parser.parse_args(given)
 
@@ -35,9 +40,10 @@ def main(given: list[str]) -> int:
     kinds = (asked.kinds or [*families])[int(part) - 1 :: int(parts)]
     meshes = asked.mesh or [*MESHES]
     kept = {
-        cell for cell, one in known.items()
+        cell
+        for cell, one in known.items()
         if one.source == source() or one.verdict.status in (*asked.trust, worker.NOT_TINY)
-    }  # fmt: skip
+    }
     jobs = [(kind, [m for m in meshes if (kind, m) not in kept]) for kind in kinds]
     _warm()
     _run(jobs, asked.jobs, store)
@@ -67,7 +73,7 @@ def _warm() -> None:
     import transformers.models.llama.modeling_llama
     import transformers.models.t5.modeling_t5  # noqa: F401
 
-    import schedlang.passes.running.build  # noqa: F401
+    import schedlang.passes.lower.build  # noqa: F401
 
 
 if __name__ == "__main__":

@@ -12,19 +12,19 @@ from typing import Any
 
 from torch import nn
 
-from schedlang.diagnostic import Refusal
-from schedlang.passes.proving.compare import compare
-from schedlang.passes.proving.observe import conditions
-from schedlang.passes.proving.original import Sequential
-from schedlang.passes.proving.runs import check_parts
-from schedlang.passes.proving.sides import Case, modes_of, original, prepared, tried, twin, widened
-from schedlang.passes.reading.state import Settings
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.language.syntax import parse
+from schedlang.passes.elaborate.state import Settings
+from schedlang.passes.verify.compare import compare
+from schedlang.passes.verify.observe import conditions
+from schedlang.passes.verify.original import Sequential
+from schedlang.passes.verify.runs import check_parts
+from schedlang.passes.verify.sides import Case, modes_of, original, prepared, tried, twin, widened
 from schedlang.report import Row
-from schedlang.runtime.launching.job import Hang, RankDied
+from schedlang.runtime.launch.job import Hang, RankDied
 from schedlang.runtime.modes import ambient
 from schedlang.schedule import Schedule
-from schedlang.source import Source
-from schedlang.syntax import parse
 from tests.engine import Threads
 from tests.zoo_models import meshes
 from tests.zoo_models.cases import Subject
@@ -105,8 +105,9 @@ def reason(error: Exception) -> tuple[str, str]:
     if isinstance(error, Refusal):
         first = error.diagnostics[0]
         notes = "; ".join(first.notes)
-        return "refused", _line(f"{first.code} {first.title} ({notes})" if notes else
-                                f"{first.code} {first.title}")  # fmt: skip
+        return "refused", _line(
+            f"{first.code} {first.title} ({notes})" if notes else f"{first.code} {first.title}"
+        )
     if isinstance(error, Hang):
         return "failed", _line(f"hang: {error}")
     if isinstance(error, RankDied):

@@ -28,7 +28,7 @@ def schedule(model: nn.Module, batch: Mapping[str, Any], mesh: str) -> str:
 
 def proposed(model: nn.Module, batch: Mapping[str, Any], mesh: str) -> str:
     """The schedule that `init` writes."""
-    from schedlang.passes.proposing.propose import propose
+    from schedlang.passes.autoshard.propose import propose
 
     axes = dict(axis.split("=") for axis in MESHES[mesh].split(", "))
     return propose(model, batch, {name: int(size) for name, size in axes.items()}).text

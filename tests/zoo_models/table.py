@@ -82,8 +82,10 @@ def _counts(cells: Cells, kinds: list[str]) -> str:
             for kind in kinds
         )
         share = f"{found['verified']} of {len(kinds)}"
-        lines.append(f"| {COLUMNS[mesh]} | {share} | {found['refused']} | {found['failed']} |"
-                     f" {found['not run']} |")  # fmt: skip
+        lines.append(
+            f"| {COLUMNS[mesh]} | {share} | {found['refused']} | {found['failed']} |"
+            f" {found['not run']} |"
+        )
     return "\n".join(lines) + "\n"
 
 

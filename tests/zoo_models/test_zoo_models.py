@@ -13,10 +13,19 @@ from tests.zoo_models import cases, cell, meshes, store, table, worker
 from tests.zoo_models.cell import Verdict
 
 DOZEN = {
-    "llama": "3d", "gpt2": "tp", "bert": "pp", "t5": "tp", "mixtral": "zero", "vit": "tp",
-    "falcon": "zero", "bloom": "pp", "longcat_flash": "zero", "whisper (both)": "zero",
-    "resnet": "pp", "wav2vec2": "zero",
-}  # fmt: skip
+    "llama": "3d",
+    "gpt2": "tp",
+    "bert": "pp",
+    "t5": "tp",
+    "mixtral": "zero",
+    "vit": "tp",
+    "falcon": "zero",
+    "bloom": "pp",
+    "longcat_flash": "zero",
+    "whisper (both)": "zero",
+    "resnet": "pp",
+    "wav2vec2": "zero",
+}
 
 
 @pytest.mark.parametrize("kind", DOZEN)
@@ -42,15 +51,15 @@ def test_every_model(kind: str, mesh: str, threads: Threads) -> None:
 
 def test_a_wrong_number_is_a_failed_cell(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program whose gradients are not summed over the ranks is told from one that is right."""
-    from schedlang.runtime.summing import replicas
+    from schedlang.runtime.grad_reduction import zero
 
-    plain = replicas.Sliced.add
+    plain = zero.Sliced.add
 
     def averaged(self: Any, module: Any, *given: Any) -> None:
         plain(self, module, *given)
         module.set_gradient_divide_factor(2.0)
 
-    monkeypatch.setattr(replicas.Sliced, "add", averaged)
+    monkeypatch.setattr(zero.Sliced, "add", averaged)
     found = cell.judged(cases.subject("gpt2"), "zero", threads)
     assert (found.status, "gradients" in found.why) == ("failed", True), found.why
 
@@ -99,10 +108,11 @@ def test_verdicts_are_kept_and_half_a_line_is_not(tmp_path: Path) -> None:
 def test_the_page_counts_what_it_shows() -> None:
     """Every verdict of a kind stands in its row; refusals and failures are told below."""
     verdicts = [
-        Verdict("gpt2", "tp", "verified", rows=7), Verdict("gpt2", "zero", "refused", "S604 why"),
+        Verdict("gpt2", "tp", "verified", rows=7),
+        Verdict("gpt2", "zero", "refused", "S604 why"),
         Verdict("gpt2", "pp", "verified", "relax(batch_stats)", rows=2),
         Verdict("odd", "tp", worker.NOT_TINY, "too large"),
-    ]  # fmt: skip
+    ]
     cells = {(v.kind, v.mesh): store.Known(v, store.source()) for v in verdicts}
     page = table.page(cells, {"gpt2": "model", "odd": "model"})
     assert "| gpt2 | verified, 7 | refused S604 | verified, 2 `*` | not run |" in page

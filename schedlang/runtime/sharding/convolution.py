@@ -10,15 +10,57 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.placement import P, S
-from schedlang.runtime.sharding.crossing import dim_of, shared
-from schedlang.runtime.sharding.halo import with_halo
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.placement import P, S
+from schedlang.runtime.comm.collectives import Group, exchange
+from schedlang.runtime.sharding.redistribute import dim_of, shared
 from schedlang.runtime.sharding.shard import Edge, Forward
 
+# ---- Rows that neighbours need of each other, where positions of a tensor are split over ranks.
+
+
+def with_halo(
+    x: Tensor, dim: int, before: int, after: int, group: Group, fill: float = 0.0
+) -> Tensor:
+    """This rank's part along `dim` with the last `before` rows of the rank before it in front.
+
+    Behind it stand the first `after` rows of the rank after it; a negative `after` cuts rows off.
+    At both ends of the whole tensor `fill` stands for what is not there.  Gradients of rows that
+    were lent are added to those of their owner, which torch does where the parts are put together.
+    Dryden et al. (2019), Hy-Fi (2022): spatial parallelism with halo exchange.
+    """
+    rows = x.movedim(dim, 0)
+    size, place, last = rows.shape[0], group.rank, group.size - 1
+    lent = max(after, 0)
+    assert before <= size and lent <= size, "a halo reaches beyond the neighbours"
+    if before or lent:
+        give, take = [0] * group.size, [0] * group.size
+        parts = []
+        if place > 0:
+            give[place - 1], take[place - 1] = lent, before
+            parts.append(rows[:lent])
+        if place < last:
+            give[place + 1], take[place + 1] = before, lent
+            parts.append(rows[size - before :])
+        got = exchange(torch.cat(parts), group, give, take)
+        first = got[:before] if place > 0 else rows.new_full((before, *rows.shape[1:]), fill)
+        behind = got[got.shape[0] - lent :] if place < last else None
+        if behind is None:
+            behind = rows.new_full((lent, *rows.shape[1:]), fill)
+        rows = torch.cat([first, rows, behind])
+    if after < 0:
+        rows = rows[:after]
+    return rows.movedim(0, dim)
+
+
+# ---- Convolutions and pools whose channels or positions are split over ranks.
+
+
 CONVOLUTIONS: Mapping[str, Callable[..., Tensor]] = {
-    "Conv1d": F.conv1d, "Conv2d": F.conv2d, "Conv3d": F.conv3d,
-}  # fmt: skip
+    "Conv1d": F.conv1d,
+    "Conv2d": F.conv2d,
+    "Conv3d": F.conv3d,
+}
 CHANNELS = 1  # the dim of an activation, [batch, channels, positions...], that holds channels
 
 
@@ -130,14 +172,15 @@ def _misfit(fqn: str, dim: int, window: Window, rows: int, ranks: int) -> Diagno
     if not window.even(max(rows, 1)):
         wants = f"a padding of {window.dilation * (window.kernel - 1) // 2}"
     return Diagnostic(
-        "S419", f"dim {dim} of `{fqn}` cannot be split over {ranks} ranks",
+        "S419",
+        f"dim {dim} of `{fqn}` cannot be split over {ranks} ranks",
         notes=(
             f"each rank has {rows} of {rows * ranks} positions",
             f"its kernel of {window.kernel} with stride {window.stride} and padding"
             f" {window.before} needs {wants}",
         ),
         helps=(f"gather its input: `output=R` on the row of the module before `{fqn}`",),
-    )  # fmt: skip
+    )
 
 
 def _padded(module: nn.Module, x: Tensor, spatial: Mapping[int, Edge], fill: float) -> Tensor:
@@ -157,9 +200,13 @@ def _padded(module: nn.Module, x: Tensor, spatial: Mapping[int, Edge], fill: flo
 
 
 POOLS: Mapping[str, Callable[..., Tensor]] = {
-    "MaxPool1d": F.max_pool1d, "MaxPool2d": F.max_pool2d, "MaxPool3d": F.max_pool3d,
-    "AvgPool1d": F.avg_pool1d, "AvgPool2d": F.avg_pool2d, "AvgPool3d": F.avg_pool3d,
-}  # fmt: skip
+    "MaxPool1d": F.max_pool1d,
+    "MaxPool2d": F.max_pool2d,
+    "MaxPool3d": F.max_pool3d,
+    "AvgPool1d": F.avg_pool1d,
+    "AvgPool2d": F.avg_pool2d,
+    "AvgPool3d": F.avg_pool3d,
+}
 
 
 def pool(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:

@@ -77,8 +77,10 @@ def put_inside(
 
 
 def _inside(
-    around: Callable[[], AbstractContextManager[None]], inner: Callable[..., Any],
-    *args: Any, **kwargs: Any,
-) -> Any:  # fmt: skip
+    around: Callable[[], AbstractContextManager[None]],
+    inner: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     with around():
         return inner(*args, **kwargs)

@@ -127,9 +127,13 @@ def give_back(parameter: nn.Parameter) -> None:
     part = away.whole().to(local(parameter).device)
     if isinstance(parameter, DTensor):
         part = DTensor.from_local(
-            part, parameter.device_mesh, parameter.placements, run_check=False,
-            shape=parameter.shape, stride=parameter.stride(),
-        )  # fmt: skip
+            part,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
     parameter.grad = part
 
 

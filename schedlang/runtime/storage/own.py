@@ -56,9 +56,11 @@ class Addresses:
     """
 
     def __init__(
-        self, module: nn.Module, address: Callable[[Tensor], int] = place,
+        self,
+        module: nn.Module,
+        address: Callable[[Tensor], int] = place,
         given: Iterable[Tensor] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._module, self._address = module, address
         self._given = frozenset(map(address, given))
         self._owners = [

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schedlang.diagnostic import Diagnostic
+from schedlang.diagnostics.diagnostic import Diagnostic
 from schedlang.runtime.storage.folder import together
 from schedlang.runtime.storage.tiers import CPU, DISK, mark, plain_copy
 
@@ -69,11 +69,14 @@ class Scratch:
 def full(error: BaseException, consequence: str) -> Diagnostic:
     """What is said where a file cannot be written."""
     return Diagnostic(
-        "S850", f"cannot write what a row offloads to disk in `{tempfile.gettempdir()}`",
+        "S850",
+        f"cannot write what a row offloads to disk in `{tempfile.gettempdir()}`",
         notes=(str(error), consequence),
-        helps=("make room, or set TMPDIR to a folder on a larger disk",
-               "or offload to host memory: `to=cpu`"),
-    )  # fmt: skip
+        helps=(
+            "make room, or set TMPDIR to a folder on a larger disk",
+            "or offload to host memory: `to=cpu`",
+        ),
+    )
 
 
 def _write(host: Tensor, size: int) -> Tensor:

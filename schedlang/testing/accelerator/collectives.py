@@ -55,9 +55,14 @@ class Communicator(Group):
     # ---- collectives --------------------------------------------------------------------------
 
     def _collective(
-        self, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor], asynchronous: bool,
-        told: Any, begin: Callable[[Work], transfers.Started],
-    ) -> Work:  # fmt: skip
+        self,
+        name: str,
+        ins: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        asynchronous: bool,
+        told: Any,
+        begin: Callable[[Work], transfers.Started],
+    ) -> Work:
         batched = self._batch is not None
         work = Work(self, name, ins, outs, asynchronous or batched, told)
         work.start(lambda: begin(work))
@@ -68,9 +73,13 @@ class Communicator(Group):
     def all_reduce(self, tensors: Sequence[Tensor], op: Any, asynchronous: bool) -> Work:
         """Sum (or another reduction) in place."""
         return self._collective(
-            "all_reduce", tensors, tensors, asynchronous, _told(tensors, op),
+            "all_reduce",
+            tensors,
+            tensors,
+            asynchronous,
+            _told(tensors, op),
             lambda w: transfers.reduced(self.gloo, self.size, w.staged_in, w.staged_out, op),
-        )  # fmt: skip
+        )
 
     def reduce(self, tensors: Sequence[Tensor], root: int, op: Any, asynchronous: bool) -> Work:
         """The same at one rank; the others keep what they have."""
@@ -94,19 +103,26 @@ class Communicator(Group):
     def broadcast(self, tensors: Sequence[Tensor], root: int, asynchronous: bool) -> Work:
         """The tensors of one rank, for all."""
         return self._collective(
-            "broadcast", tensors, tensors, asynchronous,
+            "broadcast",
+            tensors,
+            tensors,
+            asynchronous,
             [*_told(tensors), root],
             lambda w: transfers.broadcast(self.gloo, w.staged_in, w.staged_out, root),
-        )  # fmt: skip
+        )
 
     def all_gather(
         self, outs: Sequence[Sequence[Tensor]], ins: Sequence[Tensor], asynchronous: bool
     ) -> Work:
         """One tensor of each rank, in a list."""
         return self._collective(
-            "all_gather", ins, outs[0], asynchronous, _told(outs[0]),
+            "all_gather",
+            ins,
+            outs[0],
+            asynchronous,
+            _told(outs[0]),
             lambda w: transfers.gathered(self.gloo, w.staged_in[0], w.staged_out),
-        )  # fmt: skip
+        )
 
     def all_gather_into_tensor(
         self, outs: Sequence[Tensor], ins: Sequence[Tensor], asynchronous: bool
@@ -116,19 +132,28 @@ class Communicator(Group):
             if y.numel() != x.numel() * self.size or x.dtype != y.dtype:
                 raise ValueError(f"{BACKEND} all_gather_into_tensor: {_told([x, y])} do not fit")
         return self._collective(
-            "all_gather_into_tensor", ins, outs, asynchronous, _told(ins),
+            "all_gather_into_tensor",
+            ins,
+            outs,
+            asynchronous,
+            _told(ins),
             lambda w: transfers.gathered_into(self.gloo, self.size, w.staged_in, w.staged_out),
-        )  # fmt: skip
+        )
 
     def reduce_scatter(
         self, outs: Sequence[Tensor], ins: Sequence[Sequence[Tensor]], op: Any, asynchronous: bool
     ) -> Work:
         """A part of a sum for each rank, from a list."""
         return self._collective(
-            "reduce_scatter", ins[0], outs, asynchronous, _told(ins[0], op),
+            "reduce_scatter",
+            ins[0],
+            outs,
+            asynchronous,
+            _told(ins[0], op),
             lambda w: transfers.reduce_scattered_list(
-                self.gloo, self.rank, self.size, w.staged_in, w.staged_out[0], op),
-        )  # fmt: skip
+                self.gloo, self.rank, self.size, w.staged_in, w.staged_out[0], op
+            ),
+        )
 
     def reduce_scatter_tensor(
         self, outs: Sequence[Tensor], ins: Sequence[Tensor], op: Any, asynchronous: bool
@@ -138,22 +163,39 @@ class Communicator(Group):
             if x.numel() != y.numel() * self.size or x.dtype != y.dtype:
                 raise ValueError(f"{BACKEND} reduce_scatter_tensor: {_told([x, y])} do not fit")
         return self._collective(
-            "reduce_scatter_tensor", ins, outs, asynchronous, _told(ins, op),
+            "reduce_scatter_tensor",
+            ins,
+            outs,
+            asynchronous,
+            _told(ins, op),
             lambda w: transfers.reduce_scattered(
-                self.gloo, self.rank, self.size, w.staged_in, w.staged_out, op),
-        )  # fmt: skip
+                self.gloo, self.rank, self.size, w.staged_in, w.staged_out, op
+            ),
+        )
 
     def all_to_all_single(
-        self, out: Tensor, given: Tensor, outs: Sequence[int], ins: Sequence[int],
+        self,
+        out: Tensor,
+        given: Tensor,
+        outs: Sequence[int],
+        ins: Sequence[int],
         asynchronous: bool,
-    ) -> Work:  # fmt: skip
+    ) -> Work:
         """A part of each rank for each rank; parts are counted in rows."""
         return self._collective(
-            "all_to_all_single", [given], [out], asynchronous,
-            str(given.dtype), lambda w: transfers.exchanged(
-                self.gloo, w.staged_in[0], w.staged_out[0],
-                _parts(given, ins, self.size), _parts(out, outs, self.size)),
-        )  # fmt: skip
+            "all_to_all_single",
+            [given],
+            [out],
+            asynchronous,
+            str(given.dtype),
+            lambda w: transfers.exchanged(
+                self.gloo,
+                w.staged_in[0],
+                w.staged_out[0],
+                _parts(given, ins, self.size),
+                _parts(out, outs, self.size),
+            ),
+        )
 
     def all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor], asynchronous: bool) -> Work:
         """The same with lists."""
@@ -175,26 +217,40 @@ class Communicator(Group):
         return self._collective("all_to_all", ins, outs, asynchronous, str(ins[0].dtype), begin)
 
     def gather(
-        self, outs: Sequence[Sequence[Tensor]], ins: Sequence[Tensor], root: int,
+        self,
+        outs: Sequence[Sequence[Tensor]],
+        ins: Sequence[Tensor],
+        root: int,
         asynchronous: bool,
-    ) -> Work:  # fmt: skip
+    ) -> Work:
         """One tensor of each rank, at one rank."""
         flat = list(outs[0]) if outs else []
         return self._collective(
-            "gather", ins, flat, asynchronous, [str(ins[0].dtype), root],
+            "gather",
+            ins,
+            flat,
+            asynchronous,
+            [str(ins[0].dtype), root],
             lambda w: transfers.gathered_at(self.gloo, w.staged_in[0], w.staged_out, root),
-        )  # fmt: skip
+        )
 
     def scatter(
-        self, outs: Sequence[Tensor], ins: Sequence[Sequence[Tensor]], root: int,
+        self,
+        outs: Sequence[Tensor],
+        ins: Sequence[Sequence[Tensor]],
+        root: int,
         asynchronous: bool,
-    ) -> Work:  # fmt: skip
+    ) -> Work:
         """One tensor for each rank, from one rank."""
         flat = list(ins[0]) if ins else []
         return self._collective(
-            "scatter", flat, outs, asynchronous, [str(outs[0].dtype), root],
+            "scatter",
+            flat,
+            outs,
+            asynchronous,
+            [str(outs[0].dtype), root],
             lambda w: transfers.scattered(self.gloo, w.staged_in, w.staged_out[0], root),
-        )  # fmt: skip
+        )
 
     def barrier(self, device: int, asynchronous: bool) -> Work:
         """All ranks came; the host waits for its stream, too."""
@@ -202,10 +258,15 @@ class Communicator(Group):
         with torch._C.DisableTorchFunction():
             token = torch.ones(1, device=torch.device("sim", index))
         work = self._collective(
-            "barrier", [token], [token], asynchronous, None,
+            "barrier",
+            [token],
+            [token],
+            asynchronous,
+            None,
             lambda w: transfers.reduced(
-                self.gloo, self.size, w.staged_in, w.staged_out, dist.ReduceOp.SUM),
-        )  # fmt: skip
+                self.gloo, self.size, w.staged_in, w.staged_out, dist.ReduceOp.SUM
+            ),
+        )
         work.host_waits = True
         return work
 

@@ -71,9 +71,13 @@ def reduce_scattered(
 
 
 def _reduced(
-    gloo: Any, size: int, ins: Sequence[Tensor], outs: Sequence[Tensor], op: Any,
+    gloo: Any,
+    size: int,
+    ins: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    op: Any,
     part: Callable[[Tensor], slice],
-) -> Started:  # fmt: skip
+) -> Started:
     """all_reduce of each; an output receives its part of the elements."""
     works: list[Any] = []
     ends = []

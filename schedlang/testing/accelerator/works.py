@@ -51,9 +51,15 @@ class Work:
     """One operation: launched, its inputs copied; its results come when a stream waits for it."""
 
     def __init__(
-        self, group: Communicator, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor],
-        asynchronous: bool, told: Any = None, device: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        group: Communicator,
+        name: str,
+        ins: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        asynchronous: bool,
+        told: Any = None,
+        device: int | None = None,
+    ) -> None:
         core = State.core
         self.group, self.name, self.outs = group, name, list(outs)
         self.device = group.checked(name, [*ins, *outs]) if device is None else device

@@ -15,11 +15,19 @@ _pool: Any = None
 
 
 def spawn(
-    fn: Callable[..., Any], *args: Any, ranks: int = 2, backend: str | None = "simccl",
-    devices: int | None = None, bind: bool = False, set_device: bool = True,
-    check: bool = True, timeline: bool = False, lines: bool = True,
-    timeout: float | None = 120.0, environ: Mapping[str, str] | None = None,
-) -> list[Any]:  # fmt: skip
+    fn: Callable[..., Any],
+    *args: Any,
+    ranks: int = 2,
+    backend: str | None = "simccl",
+    devices: int | None = None,
+    bind: bool = False,
+    set_device: bool = True,
+    check: bool = True,
+    timeline: bool = False,
+    lines: bool = True,
+    timeout: float | None = 120.0,
+    environ: Mapping[str, str] | None = None,
+) -> list[Any]:
     """Call `fn(*args)` on each of some ranks and return what each of them returned.
 
     Rank i is on `sim:i`, in a world of `backend` ("cpu:gloo,sim:simccl" has both kinds; None starts
@@ -28,14 +36,18 @@ def spawn(
     `set_device=False` leaves all ranks on `sim:0`, as a script does that forgets to choose.
 
     `current()` is the simulation of a rank. An error of a rank is raised as
-    `schedlang.runtime.launching.launch.RankDied`.
+    `schedlang.runtime.launch.pool.RankDied`.
     """
     if reason := build.unavailable():
         raise build.Unavailable(reason)
     options = {
-        "backend": backend, "devices": devices or max(8, ranks), "bind": bind,
-        "set_device": set_device, "timeline": timeline, "lines": lines,
-    }  # fmt: skip
+        "backend": backend,
+        "devices": devices or max(8, ranks),
+        "bind": bind,
+        "set_device": set_device,
+        "timeline": timeline,
+        "lines": lines,
+    }
     found = _ranks().run(
         _on_rank, ranks, fn, args, options, timeout=timeout, environ=dict(environ or {})
     )
@@ -60,7 +72,7 @@ _here: Any = None
 def _ranks() -> Any:
     """The ranks of this process, and none of the ordinary ones: the device stays in them."""
     global _pool
-    from schedlang.runtime.launching.launch import Pool
+    from schedlang.runtime.launch.pool import Pool
 
     if _pool is None or not _pool._finalizer.alive or _pool._owner != os.getpid():
         build.load()  # compiled here, where an error can be told
@@ -101,10 +113,13 @@ def _on_rank(fn: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str
         torch.manual_seed(0)
         if options["backend"] is not None:
             dist.init_process_group(
-                options["backend"], store=store, rank=rank, world_size=size,
+                options["backend"],
+                store=store,
+                rank=rank,
+                world_size=size,
                 timeout=datetime.timedelta(seconds=120),
                 device_id=torch.device("sim", rank) if options["bind"] else None,
-            )  # fmt: skip
+            )
         try:
             result = fn(*args)
             simulation.settle()

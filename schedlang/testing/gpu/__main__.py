@@ -21,16 +21,23 @@ DEVICES = ("cuda", "cpu", "sim")
 def main(words: list[str] | None = None) -> int:
     """Examine, tell, write; the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m schedlang.testing.gpu", description=__doc__,
+        prog="python -m schedlang.testing.gpu",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("--quick", action="store_true", help="small shapes, within three minutes")
-    parser.add_argument("--only", nargs="+", default=[], metavar="PART[:CASE]",
-                        help="these parts; of one the cases that begin so")  # fmt: skip
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="PART[:CASE]",
+        help="these parts; of one the cases that begin so",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON; progress goes to stderr")
     parser.add_argument("--out", type=Path, help=f"where the page is written ({PAGE})")
-    parser.add_argument("--device", choices=DEVICES, default=DEVICES[0],
-                        help="`cpu` or `sim` rehearse it")  # fmt: skip
+    parser.add_argument(
+        "--device", choices=DEVICES, default=DEVICES[0], help="`cpu` or `sim` rehearse it"
+    )
     parser.add_argument("--patience", type=float, default=1.0, help="stretches all limits of time")
     asked = parser.parse_args(words)
 
@@ -45,8 +52,11 @@ def main(words: list[str] | None = None) -> int:
         parser.error(str(error))
     rehearsed = asked.device != DEVICES[0]
     if not rehearsed and not torch.cuda.is_available():
-        print("no GPU is here that torch can use: nothing was run, and nothing is written "
-              "(`--device cpu` rehearses it)", file=sys.stderr)  # fmt: skip
+        print(
+            "no GPU is here that torch can use: nothing was run, and nothing is written "
+            "(`--device cpu` rehearses it)",
+            file=sys.stderr,
+        )
         return 2
     size = "tiny" if rehearsed else "quick" if asked.quick else "full"
     out = sys.stderr if asked.json else sys.stdout

@@ -15,12 +15,16 @@ REGIONS = {
     "blocks": Subject("blocks.*  fuse()", dtype="float32"),
     "blocks, recomputed": Subject("blocks.*  fuse()\nblocks.*  checkpoint()", dtype="float32"),
     "blocks in bfloat16": Subject(
-        "blocks.*  fuse()\ncast(bf16)", dtype="float32", low="bfloat16", relax="dtype",
+        "blocks.*  fuse()\ncast(bf16)",
+        dtype="float32",
+        low="bfloat16",
+        relax="dtype",
     ),
     "blocks with kernels of ours": Subject(
-        "blocks.*.norm  replace_kernel(rms_norm)\nblocks.*  fuse()", dtype="float32",
+        "blocks.*.norm  replace_kernel(rms_norm)\nblocks.*  fuse()",
+        dtype="float32",
     ),
-}  # fmt: skip
+}
 
 
 def cases(setup: Setup) -> list[Case]:
@@ -31,8 +35,8 @@ def cases(setup: Setup) -> list[Case]:
 def _fused(subject: Subject, setup: Setup) -> Told:
     import torch
 
-    from schedlang.passes.running.build import build
-    from schedlang.runtime.regions.fuse import graphs, unavailable
+    from schedlang.passes.lower.build import build
+    from schedlang.runtime.fusion.fuse import graphs, unavailable
 
     if setup.device == "sim":
         raise Skipped("inductor does not compile for this device")

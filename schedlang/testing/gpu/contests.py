@@ -28,7 +28,7 @@ from schedlang.kernels import (
     rope,
 )
 from schedlang.kernels.check import Comparison, compare
-from schedlang.runtime.rowwise.operator import apply, declare
+from schedlang.runtime.rowwise_kernels.operator import apply, declare
 from schedlang.testing.gpu.case import Case, Setup, Skipped, Told, Wrong
 from schedlang.testing.gpu.timing import Work, cleared, extra_peak, median, rates
 
@@ -161,8 +161,9 @@ def contested(one: Contest, setup: Setup) -> Told:
         numbers["floor"] = floor = floor_of(one, setup)
         ours = seconds["ours"]
         notes = [f"{ours * 1e6:.0f} us, floor {floor * 1e6:.0f} us"]
-        notes += [f"{way} {s / ours:.2f} times as long" for way, s in seconds.items()
-                  if way != "ours"]  # fmt: skip
+        notes += [
+            f"{way} {s / ours:.2f} times as long" for way, s in seconds.items() if way != "ours"
+        ]
     notes += [f"{way} failed: {why}" for way, why in failed.items()]
     return Told("; ".join(notes), numbers)
 
@@ -211,9 +212,16 @@ def contests(sizes: Sizes) -> Iterator[Contest]:
     """Every kernel in bfloat16; those of FULL in the shapes of Llama-3-8B."""
     yield from _norms(sizes)
     line = (sizes.rows, sizes.middle)
-    yield Contest("swiglu", ways(
-        sizes, lambda a, b: gated.gated(a, b, "silu"), lambda a, b: F.silu(a) * b,
-        liger=liger_of("liger_swiglu")), (line, line))  # fmt: skip
+    yield Contest(
+        "swiglu",
+        ways(
+            sizes,
+            lambda a, b: gated.gated(a, b, "silu"),
+            lambda a, b: F.silu(a) * b,
+            liger=liger_of("liger_swiglu"),
+        ),
+        (line, line),
+    )
     yield _rotation(sizes)
     yield chain(sizes, sizes.rows, sizes.width)
     yield _head(sizes, sizes.rows // 2, held=False)
@@ -228,22 +236,45 @@ def _norms(sizes: Sizes) -> Iterator[Contest]:
     both = liger_of("liger_fused_add_rms_norm")
     form = add_norm.Form(eps=1e-5, rounding="early")
     lever = gated_norm.Form(eps=1e-5, rounding="early", first=True)
-    yield Contest("rms_norm", ways(
-        sizes, lambda x, w: rms_norm.rms_norm(x, w, 1e-5, 0.0, "early"),
-        lambda x, w: rms_norm.reference(x, w, 1e-5, 0.0, "early"),
-        liger=rms and (lambda x, w: rms(x, w, 1e-5))), (line, row))  # fmt: skip
-    yield Contest("layer_norm", ways(
-        sizes, lambda x, w, b: layer_norm.layer_norm(x, w, b, 1e-5),
-        lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-5),
-        liger=centred and (lambda x, w, b: centred(x, w, b, 1e-5))), (line, row, row))  # fmt: skip
-    yield Contest("rms_norm with a gate", ways(
-        sizes, lambda x, z, w: gated_norm.gated_norm(x, z, w, lever),
-        lambda x, z, w: gated_norm.reference(x, z, w, lever)), (line, line, row))  # fmt: skip
-    yield Contest("add_norm", ways(
-        sizes, lambda a, b, w: add_norm.add_norm(a, b, w, None, form),
-        lambda a, b, w: add_norm.reference(a, b, w, None, form),
-        liger=both and (lambda a, b, w: both(a, b, w, 1e-5)[::-1])),
-        (line, line, row))  # fmt: skip
+    yield Contest(
+        "rms_norm",
+        ways(
+            sizes,
+            lambda x, w: rms_norm.rms_norm(x, w, 1e-5, 0.0, "early"),
+            lambda x, w: rms_norm.reference(x, w, 1e-5, 0.0, "early"),
+            liger=rms and (lambda x, w: rms(x, w, 1e-5)),
+        ),
+        (line, row),
+    )
+    yield Contest(
+        "layer_norm",
+        ways(
+            sizes,
+            lambda x, w, b: layer_norm.layer_norm(x, w, b, 1e-5),
+            lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-5),
+            liger=centred and (lambda x, w, b: centred(x, w, b, 1e-5)),
+        ),
+        (line, row, row),
+    )
+    yield Contest(
+        "rms_norm with a gate",
+        ways(
+            sizes,
+            lambda x, z, w: gated_norm.gated_norm(x, z, w, lever),
+            lambda x, z, w: gated_norm.reference(x, z, w, lever),
+        ),
+        (line, line, row),
+    )
+    yield Contest(
+        "add_norm",
+        ways(
+            sizes,
+            lambda a, b, w: add_norm.add_norm(a, b, w, None, form),
+            lambda a, b, w: add_norm.reference(a, b, w, None, form),
+            liger=both and (lambda a, b, w: both(a, b, w, 1e-5)[::-1]),
+        ),
+        (line, line, row),
+    )
 
 
 def _rotation(sizes: Sizes) -> Contest:
@@ -260,10 +291,16 @@ def _rotation(sizes: Sizes) -> Contest:
         made = theirs(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
         return [y.transpose(1, 2) for y in made]
 
-    return Contest("rope", ways(
-        sizes, lambda q, k: rope.rope(q, k, cos, sin, width, form),
-        lambda q, k: [rope.reference(x, cos, sin, width, form) for x in (q, k)],
-        liger=theirs and liger), tuple((1, tokens, n, width) for n in sizes.heads))  # fmt: skip
+    return Contest(
+        "rope",
+        ways(
+            sizes,
+            lambda q, k: rope.rope(q, k, cos, sin, width, form),
+            lambda q, k: [rope.reference(x, cos, sin, width, form) for x in (q, k)],
+            liger=theirs and liger,
+        ),
+        tuple((1, tokens, n, width) for n in sizes.heads),
+    )
 
 
 def chain(sizes: Sizes, rows: int, width: int) -> Contest:
@@ -275,8 +312,7 @@ def chain(sizes: Sizes, rows: int, width: int) -> Contest:
     declare("schedlang.testing.gpu.chain", plain, "fp32")
     line = (rows, width)
     ours = lambda *given: apply("schedlang.testing.gpu.chain", given, 1)[0]  # noqa: E731
-    return Contest("rowwise bias-gelu-residual", ways(sizes, ours, plain),
-                   (line, line, (width,)))  # fmt: skip
+    return Contest("rowwise bias-gelu-residual", ways(sizes, ours, plain), (line, line, (width,)))
 
 
 def _head(sizes: Sizes, rows: int, held: bool) -> Contest:
@@ -301,10 +337,16 @@ def _head(sizes: Sizes, rows: int, held: bool) -> Contest:
 
     return Contest(
         "cross_entropy" if held else "linear_cross_entropy",
-        ways(sizes, kept if held else chunked, eager,
-             liger=fused and (lambda x, w: fused(x, w, target))),
-        ((rows, width), (classes, width)), (1.0, 0.02), 6.0 * rows * width * classes,
-    )  # fmt: skip
+        ways(
+            sizes,
+            kept if held else chunked,
+            eager,
+            liger=fused and (lambda x, w: fused(x, w, target)),
+        ),
+        ((rows, width), (classes, width)),
+        (1.0, 0.02),
+        6.0 * rows * width * classes,
+    )
 
 
 def _attention(sizes: Sizes) -> Contest:
@@ -317,18 +359,31 @@ def _attention(sizes: Sizes) -> Contest:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     flops = 3.5 * 2 * 2 * heads * sizes.length**2 * sizes.size  # 2 products forward, 5 backward
-    return Contest("flex_attention", ways(
-        sizes, lambda q, k, v: flex_attention.flex_attention(q, k, v, rule),
-        lambda q, k, v: flex_attention.reference(q, k, v, rule), sdpa=fused),
-        shapes, flops=flops)  # fmt: skip
+    return Contest(
+        "flex_attention",
+        ways(
+            sizes,
+            lambda q, k, v: flex_attention.flex_attention(q, k, v, rule),
+            lambda q, k, v: flex_attention.reference(q, k, v, rule),
+            sdpa=fused,
+        ),
+        shapes,
+        flops=flops,
+    )
 
 
 def _experts(sizes: Sizes) -> Contest:
     """One product of rows that are sorted by expert."""
     rows, width, experts = sizes.rows, sizes.width, sizes.experts
     ends = torch.linspace(0, rows, experts + 1)[1:].int().to(sizes.device)
-    return Contest("grouped", ways(
-        sizes, lambda x, w: grouped.grouped(x, w, ends, False),
-        lambda x, w: grouped.reference(x, w, ends, False)),
-        ((rows, width), (experts, width, width)), (1.0, width**-0.5),
-        6.0 * rows * width**2)  # fmt: skip
+    return Contest(
+        "grouped",
+        ways(
+            sizes,
+            lambda x, w: grouped.grouped(x, w, ends, False),
+            lambda x, w: grouped.reference(x, w, ends, False),
+        ),
+        ((rows, width), (experts, width, width)),
+        (1.0, width**-0.5),
+        6.0 * rows * width**2,
+    )

@@ -44,10 +44,13 @@ def cases(setup: Setup) -> list[Case]:
     sizes = contests.sizes_of(setup)
     every = [Case(_name(one), functools.partial(_checked, one, setup)) for one in checks(sizes)]
     chains = [
-        Case(f"rowwise {dtype} {rows}x{width}",
-             functools.partial(_chain, sizes, rows, width, dtype, setup))
-        for dtype in TYPES for rows, width in ((sizes.rows, sizes.width), (3, sizes.width - 3))
-    ]  # fmt: skip
+        Case(
+            f"rowwise {dtype} {rows}x{width}",
+            functools.partial(_chain, sizes, rows, width, dtype, setup),
+        )
+        for dtype in TYPES
+        for rows, width in ((sizes.rows, sizes.width), (3, sizes.width - 3))
+    ]
     return every + chains
 
 
@@ -160,5 +163,6 @@ def judged(found: Iterator[Comparison] | Any, backend: str) -> Told:
                 f"{each.peak:.2g} (allowed {each.peak_allowed:.2g})"
             )
     share = max(each.error / each.allowed for each in found)
-    return Told(f"{share:.2f} of the allowed error{f', {backend}' if backend else ''}",
-                {"share": share})  # fmt: skip
+    return Told(
+        f"{share:.2f} of the allowed error{f', {backend}' if backend else ''}", {"share": share}
+    )

@@ -80,11 +80,23 @@ class _Run:
         before = len(self.found)
         with log.open("wb") as err:
             child = subprocess.Popen(
-                [sys.executable, "-m", "schedlang.testing.gpu.child", self.part.name,
-                 self.setup.device, self.setup.size, str(told), self.words, str(len(self.found))],
-                env=_environment(self.part, self.setup), stdin=subprocess.DEVNULL, stdout=err,
-                stderr=err, start_new_session=True,
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-m",
+                    "schedlang.testing.gpu.child",
+                    self.part.name,
+                    self.setup.device,
+                    self.setup.size,
+                    str(told),
+                    self.words,
+                    str(len(self.found)),
+                ],
+                env=_environment(self.part, self.setup),
+                stdin=subprocess.DEVNULL,
+                stdout=err,
+                stderr=err,
+                start_new_session=True,
+            )
         try:
             why, begun = self._heard(child, told, end)
         finally:

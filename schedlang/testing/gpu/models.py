@@ -141,9 +141,12 @@ def moved(shape: Shape, dtype: torch.dtype, after: Mapping[str, Tensor]) -> Seen
 
 
 def untouched(
-    shape: Shape, device: str, dtype: torch.dtype = torch.float64, make: Optimizer = sgd,
+    shape: Shape,
+    device: str,
+    dtype: torch.dtype = torch.float64,
+    make: Optimizer = sgd,
     low: torch.dtype | None = None,
-) -> Seen:  # fmt: skip
+) -> Seen:
     """Some steps of the model as it is; `low`: under autocast to it. Dropout is seeded by 1."""
     subject = model(shape, dtype).to(device)
     optimizer = make(subject.named_parameters())

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from schedlang.passes.running.build import build
+from schedlang.passes.lower.build import build
 from schedlang.runtime import device as devices
 from schedlang.testing.gpu import models
 from schedlang.testing.gpu.case import Case, Setup, Skipped, Told, Wrong

@@ -46,11 +46,20 @@ def here(setup: Setup, parts: Sequence[str], seconds: float) -> Here:
         name, memory = told.name, f"{told.total_memory / 2**30:.0f} GiB"
         driver = _driver()
     return Here(
-        device=name, driver=driver, memory=memory, torch=str(torch.__version__),
-        cuda=str(torch.version.cuda), triton=_version("triton"), liger=_version("liger_kernel"),
-        python=platform.python_version(), date=time.strftime("%Y-%m-%d", time.gmtime()),
-        size=setup.size, parts=tuple(parts), seconds=round(seconds, 1), rehearsed=not setup.timed,
-    )  # fmt: skip
+        device=name,
+        driver=driver,
+        memory=memory,
+        torch=str(torch.__version__),
+        cuda=str(torch.version.cuda),
+        triton=_version("triton"),
+        liger=_version("liger_kernel"),
+        python=platform.python_version(),
+        date=time.strftime("%Y-%m-%d", time.gmtime()),
+        size=setup.size,
+        parts=tuple(parts),
+        seconds=round(seconds, 1),
+        rehearsed=not setup.timed,
+    )
 
 
 def _driver() -> str:
@@ -59,8 +68,10 @@ def _driver() -> str:
     try:
         done = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True, text=True, timeout=20,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return "not told"
     return done.stdout.strip().splitlines()[0] if done.stdout.strip() else "not told"
@@ -134,9 +145,16 @@ def _contents() -> str:
 def page(place: Here, found: Sequence[Found]) -> str:
     """The whole page."""
     said = "\n".join(_said(place, found))
-    parts = [_part(part.name, part.title, part.timed and not place.rehearsed,
-                   [one for one in found if one.part == part.name])
-             for part in PARTS if any(one.part == part.name for one in found)]  # fmt: skip
+    parts = [
+        _part(
+            part.name,
+            part.title,
+            part.timed and not place.rehearsed,
+            [one for one in found if one.part == part.name],
+        )
+        for part in PARTS
+        if any(one.part == part.name for one in found)
+    ]
     return f"{_HEAD}\n{said}\n{_wrong(found)}{''.join(parts)}\n## How it is run\n\n{_HOW}"
 
 
@@ -161,8 +179,9 @@ def _wrong(found: Sequence[Found]) -> str:
     bad = [one for one in found if one.bad]
     if not bad:
         return "\nNothing was wrong, and nothing failed.\n"
-    rows = "".join(f"| {one.part}: {_cell(one.name)} | {one.outcome} | {_cell(one.note)} |\n"
-                   for one in bad)  # fmt: skip
+    rows = "".join(
+        f"| {one.part}: {_cell(one.name)} | {one.outcome} | {_cell(one.note)} |\n" for one in bad
+    )
     return f"\n## Wrong or failed\n\n| case | | |\n|---|---|---|\n{rows}"
 
 
@@ -192,11 +211,15 @@ def _contests(found: Sequence[Found]) -> str:
         ours = seconds["ours"]
         others = [f"{seconds[way] / ours:.2f}" if way in seconds else "-" for way in _WAYS[1:]]
         mib = f"{peak['ours'] / 2**20:.0f} of {peak.get('eager', 0) / 2**20:.0f}"
-        rows.append(f"| {one.name} | {ours * 1e6:.0f} | {told['floor'] / ours:.0%} "
-                    f"| {' | '.join(others)} | {mib} |\n")  # fmt: skip
-    head = ("| forward and backward, bfloat16 | ours, us | floor / ours | eager / ours "
-            "| compile / ours | Liger / ours | torch's own / ours | peak, MiB, of eager's |\n"
-            "|---|---|---|---|---|---|---|---|\n")  # fmt: skip
+        rows.append(
+            f"| {one.name} | {ours * 1e6:.0f} | {told['floor'] / ours:.0%} "
+            f"| {' | '.join(others)} | {mib} |\n"
+        )
+    head = (
+        "| forward and backward, bfloat16 | ours, us | floor / ours | eager / ours "
+        "| compile / ours | Liger / ours | torch's own / ours | peak, MiB, of eager's |\n"
+        "|---|---|---|---|---|---|---|---|\n"
+    )
     return head + "".join(rows) if rows else ""
 
 
@@ -206,10 +229,14 @@ def _layers(found: Sequence[Found]) -> str:
     for one in (one for one in found if one.outcome == "ok"):
         told: dict[str, Any] = dict(one.numbers)
         mfu = f"{told['mfu']:.1%}" if "mfu" in told else "-"
-        rows.append(f"| {told['shape']} | {told['way']} | {told['tokens_per_second']:.0f} "
-                    f"| {told['peak_gib']:.1f} | {mfu} | {told['loss']:.4f} |\n")  # fmt: skip
-    head = ("| model | way | tokens/s | peak, GiB | of the peak rate | first loss |\n"
-            "|---|---|---|---|---|---|\n")  # fmt: skip
+        rows.append(
+            f"| {told['shape']} | {told['way']} | {told['tokens_per_second']:.0f} "
+            f"| {told['peak_gib']:.1f} | {mfu} | {told['loss']:.4f} |\n"
+        )
+    head = (
+        "| model | way | tokens/s | peak, GiB | of the peak rate | first loss |\n"
+        "|---|---|---|---|---|---|\n"
+    )
     return head + "".join(rows) if rows else ""
 
 

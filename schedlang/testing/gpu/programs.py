@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from schedlang.diagnostics.source import Source
+from schedlang.ir.plan import Plan
 from schedlang.kernels.check import compare
 from schedlang.kernels.device import INTERPRETED, runs, triton
-from schedlang.passes.reading.state import Settings
-from schedlang.passes.running.build import build
-from schedlang.plan import Plan
-from schedlang.runtime.collectives import comm
+from schedlang.language.syntax import parse
+from schedlang.passes.elaborate.state import Settings
+from schedlang.passes.lower.build import build
+from schedlang.runtime.comm import world
 from schedlang.schedule import Schedule
-from schedlang.source import Source
-from schedlang.syntax import parse
 from schedlang.testing.gpu import models
 from schedlang.testing.gpu.case import Case, Setup, Skipped, Told, Wrong
 from schedlang.testing.gpu.models import Optimizer, Seen, Shape, adamw, sgd
@@ -59,28 +59,39 @@ ONE = {
     "checkpoint of attention alone": Subject("blocks.*.attn  checkpoint()", make=adamw),
     "cast to bfloat16": Subject("cast(bf16)", dtype="float32", low="bfloat16", relax="dtype"),
     "fuse into rowwise kernels": Subject(
-        "blocks.*.norm  fuse(backend=rowwise)", dtype="float32", kernels=True,
+        "blocks.*.norm  fuse(backend=rowwise)",
+        dtype="float32",
+        kernels=True,
     ),
     "kernels of norms": Subject(
         "blocks.*.norm  replace_kernel(rms_norm)\nblocks.*.calm  replace_kernel(layer_norm)",
-        dtype="float32", kernels=True,
+        dtype="float32",
+        kernels=True,
     ),
     "kernels of MLPs": Subject(
-        "blocks.*.mlp  replace_kernel(gated)", dtype="float32", kernels=True,
+        "blocks.*.mlp  replace_kernel(gated)",
+        dtype="float32",
+        kernels=True,
     ),
     "kernel of the head with its loss": Subject(
-        "head  replace_kernel(linear_cross_entropy)", dtype="float32", kernels=True,
+        "head  replace_kernel(linear_cross_entropy)",
+        dtype="float32",
+        kernels=True,
     ),
     "kernels under casts and recomputation": Subject(
         "blocks.*.norm  replace_kernel(rms_norm)\nblocks.*.mlp  replace_kernel(gated)\ncast(bf16)\n"
         "blocks.*  checkpoint()",
-        dtype="float32", low="bfloat16", relax="dtype", kernels=True,
+        dtype="float32",
+        low="bfloat16",
+        relax="dtype",
+        kernels=True,
     ),
     "offload of activations": Subject("blocks.*  offload(activations)"),
     "offload of parameters and optimizer": Subject(
-        "blocks.*  offload(parameters)\noffload(optimizer)", make=adamw,
+        "blocks.*  offload(parameters)\noffload(optimizer)",
+        make=adamw,
     ),
-}  # fmt: skip
+}
 
 
 def cases(setup: Setup) -> list[Case]:
@@ -198,10 +209,10 @@ def _collectives(setup: Setup) -> Told:
     assert group is not None
     found: dict[str, Tensor] = {}
     one = x.clone()
-    comm.all_reduce(one, group)
+    world.all_reduce(one, group)
     found["all_reduce"] = one
     one = x.clone()
-    comm.all_reduce(one, group, largest=True, wait=False).wait()
+    world.all_reduce(one, group, largest=True, wait=False).wait()
     found["all_reduce of the largest"] = one
     for name, call in (
         ("all_gather_into_tensor", dist.all_gather_into_tensor),
@@ -210,7 +221,7 @@ def _collectives(setup: Setup) -> Told:
         found[name] = torch.empty_like(x)
         call(found[name], x, group=group)
     found["all_to_all_single"] = torch.empty_like(x)
-    comm.begin_exchange(found["all_to_all_single"], x, [8], [8], group).wait()
+    world.begin_exchange(found["all_to_all_single"], x, [8], [8], group).wait()
     found["broadcast"] = x.clone()
     dist.broadcast(found["broadcast"], 0, group)
     if wrong := [name for name, value in found.items() if not torch.equal(value, x)]:

@@ -25,16 +25,18 @@ SEVERAL = {
     "pipeline, 1F1B": Subject(CUT + 'pipeline(order="1F1B", micro=4)', "pp=2"),
     "pipeline, ZB-V": Subject(CUT + 'pipeline(order="ZB-V", micro=4)', "pp=2"),
     "pipeline, activations on the host": Subject(
-        "blocks.*  offload(activations)\n" + CUT + 'pipeline(order="1F1B", micro=4)', "pp=2",
+        "blocks.*  offload(activations)\n" + CUT + 'pipeline(order="1F1B", micro=4)',
+        "pp=2",
     ),
     "context, ring": Subject(
-        "blocks.*.attn  context_parallel(ring, over=cp)\nzero(stage=0, over=cp)", "cp=2",
+        "blocks.*.attn  context_parallel(ring, over=cp)\nzero(stage=0, over=cp)",
+        "cp=2",
     ),
     "data, tensor and pipeline": Subject(
         TENSOR + CUT + 'zero(stage=1, over=dp)\npipeline(order="1F1B", micro=2)',
         "dp=2, tp=2, pp=2",
     ),
-}  # fmt: skip
+}
 
 
 def cases(setup: Setup) -> list[Case]:
@@ -57,7 +59,7 @@ def _several(subject: Subject, setup: Setup) -> Told:
 
 @cache
 def _pool() -> Any:
-    from schedlang.runtime.launching.launch import Pool
-    from schedlang.runtime.launching.preload import BASE, PROGRAMS
+    from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
+    from schedlang.runtime.launch.pool import Pool
 
     return Pool(preload=(*BASE, *PROGRAMS))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.runtime.replacing import kernel
+from schedlang.runtime.kernel_injection import kernel
 from schedlang.testing.gpu.case import Case, Setup, Skipped, Told, Wrong
 from schedlang.testing.gpu.timing import cleared, median, peak_flops, peak_of
 
@@ -39,8 +39,10 @@ class Shape:
 
 EIGHT = Shape("llama-3-8B", 4096, 14336, 32, 8, 32, False)
 QUICK = (Shape("llama, quick", 1024, 2048, 8, 2, 2, True, 8000, 1, 1024),)
-TINY = (Shape("llama, tiny", 32, 48, 4, 2, 2, True, 96, 2, 10),
-        Shape("llama, tiny, untied", 32, 48, 4, 4, 1, False, 96, 1, 12))  # fmt: skip
+TINY = (
+    Shape("llama, tiny", 32, 48, 4, 2, 2, True, 96, 2, 10),
+    Shape("llama, tiny, untied", 32, 48, 4, 4, 1, False, 96, 1, 12),
+)
 _NEAR = 1e-2  # by which losses may differ: they are computed in bfloat16
 
 
@@ -71,8 +73,11 @@ def layers_for(shape: Shape, memory: int) -> int:
 
 def cases(setup: Setup) -> list[Case]:
     """Each way to train each shape; the untouched model first."""
-    return [Case(f"{shape.name}, {way}", partial(_case, shape, way, setup))
-            for way in WAYS for shape in shapes_of(setup)]  # fmt: skip
+    return [
+        Case(f"{shape.name}, {way}", partial(_case, shape, way, setup))
+        for way in WAYS
+        for shape in shapes_of(setup)
+    ]
 
 
 def _case(shape: Shape, way: str, setup: Setup) -> Told:
@@ -88,8 +93,10 @@ def _case(shape: Shape, way: str, setup: Setup) -> Told:
     numbers: dict[str, Any] = {"shape": shape.name, "way": way}
     if setup.timed:
         numbers |= timed(run, setup.pick(10, 3, 1))
-        note = (f"{numbers['tokens_per_second']:.0f} tokens/s, {numbers['peak_gib']:.1f} GiB"
-                f" at the peak, loss {numbers['loss']:.4f}")  # fmt: skip
+        note = (
+            f"{numbers['tokens_per_second']:.0f} tokens/s, {numbers['peak_gib']:.1f} GiB"
+            f" at the peak, loss {numbers['loss']:.4f}"
+        )
     else:
         numbers["loss"] = [float(run.step()) for _ in range(3)][-1]
         note = f"loss {numbers['loss']:.4f}"
@@ -110,13 +117,21 @@ def llama(shape: Shape, device: str) -> nn.Module:
     import transformers
 
     config = transformers.LlamaConfig(
-        hidden_size=shape.hidden, intermediate_size=shape.middle,
-        num_attention_heads=shape.heads, num_key_value_heads=shape.keys,
-        num_hidden_layers=shape.layers, vocab_size=shape.classes,
-        max_position_embeddings=2 * shape.length, rms_norm_eps=1e-5,
-        tie_word_embeddings=shape.tied, use_cache=False, attn_implementation="sdpa",
-        bos_token_id=0, eos_token_id=0, pad_token_id=None,
-    )  # fmt: skip
+        hidden_size=shape.hidden,
+        intermediate_size=shape.middle,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.keys,
+        num_hidden_layers=shape.layers,
+        vocab_size=shape.classes,
+        max_position_embeddings=2 * shape.length,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=shape.tied,
+        use_cache=False,
+        attn_implementation="sdpa",
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=None,
+    )
     torch.manual_seed(0)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -212,7 +227,10 @@ def timed(run: Run, times: int) -> dict[str, float]:
     first = float(run.step())
     seconds, peak = median(run.step, times), peak_flops()
     found = {
-        "seconds": seconds, "tokens_per_second": run.ids.numel() / seconds, "loss": first,
-        "peak_gib": peak_of(run.step) / 2**30, "flops": run.flops / seconds,
-    }  # fmt: skip
+        "seconds": seconds,
+        "tokens_per_second": run.ids.numel() / seconds,
+        "loss": first,
+        "peak_gib": peak_of(run.step) / 2**30,
+        "flops": run.flops / seconds,
+    }
     return found if peak is None else found | {"mfu": found["flops"] / peak}

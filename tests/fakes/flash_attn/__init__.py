@@ -7,9 +7,15 @@ from torch import Tensor
 
 
 def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+) -> Tensor:
     """Attention of [rows, length, heads, size], as its documentation says."""
     assert dropout_p == 0.0
     heads = q.shape[2] // k.shape[2]

@@ -8,9 +8,13 @@ from torch.nn import functional as F
 
 
 def liger_rms_norm(
-    X: Tensor, W: Tensor, eps: float, offset: float = 0.0, casting_mode: str = "llama",
+    X: Tensor,
+    W: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
     in_place: bool = True,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """In place it would be wrong for whoever reads the gradient again."""
     assert not in_place
     x = X.float()

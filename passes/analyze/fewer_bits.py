@@ -1,0 +1,518 @@
+"""Saved activations in fewer bits: bits of each, their parts on ranks, what conflicts."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostics.source import NOWHERE
+from schedlang.ir.facets import Kept
+from schedlang.ir.plan import Action, Plan
+from schedlang.passes.analyze.routing import routings
+from schedlang.passes.partition.chains import Chains, Counting, alone, run_again, running
+from schedlang.passes.propagate.saved_parts import (
+    Cut,
+    Parts,
+    SavedParts,
+    Split,
+    TokenParts,
+    WeightsAndTokens,
+    experts_of,
+    meeting,
+    recomputed,
+    refusal,
+    saved_parts,
+    splitting,
+    summed,
+)
+
+if TYPE_CHECKING:
+    from schedlang.passes.partition.staging import Staged
+    from schedlang.passes.propagate.dryrun import Loss
+    from schedlang.passes.propagate.propagate import Traced
+    from schedlang.runtime.activation_memory.sensitivity import Place, Seen
+    from schedlang.runtime.propagation.trace import Saved
+    from schedlang.runtime.sequence_pipelining.slices import Slicing
+
+# ---- Bits for saved tensors under a budget, so that the variance of the gradient is least.
+# Before anything trains, the untouched model runs in this process with the first microbatch: each
+# tensor that is to be coded is rounded by itself, and the gradient's change is its sensitivity.
+# The result is a table of the plan, the same for all ranks, for all steps, and for the original
+# that they are compared with. Only whole powers of sqrt(2) of a sensitivity count, so that digits
+# do not.
+
+
+CHOICES = (2, 4, 8)
+_LOWEST = -2000  # of an exponent: what changes nothing
+
+
+@dataclass(frozen=True)
+class Allotted:
+    """One saved tensor of each call of a module: where, how large, how sensitive, in how many bits.
+
+    `exponent` is that of sqrt(2) in the change of the gradient, None where there are no values.
+    """
+
+    number: int
+    site: str
+    elements: int
+    exponent: int | None
+    bits: int = 0
+
+
+Bits = Mapping[str, tuple[Allotted, ...]]  # by coded modules
+
+
+def numbers(bits: Bits, fqn: str) -> dict[int, int]:
+    """The bits of each saved tensor of a module, by its number among the floats of a call."""
+    return {one.number: one.bits for one in bits.get(fqn, ())}
+
+
+def allotted(
+    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, chains: Chains | None = None
+) -> Bits:
+    """The table of a plan; empty where no row asks for one. Each row has a budget of its own.
+
+    `chains`: what rows with a limit of memory chose to run again.
+    """
+    rows = [row for row in plan.kept if row.budget is not None]
+    if not rows:
+        return {}
+    seen = _seen(plan, rows, sample, loss, chains or {})
+    found: dict[str, tuple[Allotted, ...]] = {}
+    for action in plan.actions:
+        mine = [row for row in rows if action.name == "compress" and row.fqn in action.sites]
+        if mine and mine[0].budget is not None:
+            found |= _of_row([row.fqn for row in mine], seen, mine[0].budget)
+    return found
+
+
+def _of_row(names: Sequence[str], seen: Mapping[Place, Seen], budget: float) -> dict[str, Any]:
+    places = [(place, one) for place, one in seen.items() if place.module in names]
+    if any(one.change is None for _, one in places):  # alike: no module has its fill before others
+        places.sort(key=lambda each: each[0].number)
+    known = [_described(place, one) for place, one in places]
+    given = allot([one.elements for one in known], _sizes(known), budget)
+    out: dict[str, tuple[Allotted, ...]] = {}
+    for (place, _), one, bits in zip(places, known, given):
+        out[place.module] = (*out.get(place.module, ()), replace(one, bits=bits))
+    return out
+
+
+def _described(place: Place, one: Seen) -> Allotted:
+    return Allotted(place.number, one.site, one.elements, _exponent(one.change))
+
+
+def _exponent(change: float | None) -> int | None:
+    """The nearest power of sqrt(2); what is not finite is most sensitive."""
+    if change is None:
+        return None
+    if not math.isfinite(change):
+        return -_LOWEST
+    return round(2 * math.log2(change)) if change > 0 else _LOWEST
+
+
+def _sizes(known: Sequence[Allotted]) -> list[float]:
+    """Sensitivities of tensors relative to the largest; without values those of their elements."""
+    most = max((one.exponent for one in known if one.exponent is not None), default=0)
+    return [
+        float(one.elements) if one.exponent is None else 2.0 ** max(-900, (one.exponent - most) / 2)
+        for one in known
+    ]
+
+
+def allot(elements: Sequence[int], changes: Sequence[float], budget: float) -> list[int]:
+    """Bits of tensors, `budget` for each element in the mean, at most.
+
+    The sum of `change / (2**bits - 1)**2` is made small: all begin with the fewest bits, and what
+    lessens the sum most for a bit of memory gets more, as long as it fits (the greedy rule of ActNN
+    and GACT; the sum is convex in the bits, so no more than the last step is lost).  Never worse
+    than the same bits for all.
+    """
+    left = budget * sum(elements) - CHOICES[0] * sum(elements)
+    bits = [CHOICES[0]] * len(elements)
+    heap = [_step(k, 0, elements[k], changes[k]) for k in range(len(elements))]
+    heapq.heapify(heap)
+    while heap:
+        _, k, level = heapq.heappop(heap)
+        more = (CHOICES[level + 1] - CHOICES[level]) * elements[k]
+        if more > left:
+            continue
+        left -= more
+        bits[k] = CHOICES[level + 1]
+        if level + 2 < len(CHOICES):
+            heapq.heappush(heap, _step(k, level + 1, elements[k], changes[k]))
+    alike = [max(c for c in CHOICES if c <= budget)] * len(elements)
+    return min(bits, alike, key=lambda some: variance(changes, some))
+
+
+def _step(k: int, level: int, elements: int, change: float) -> tuple[float, int, int]:
+    less = _left(CHOICES[level]) - _left(CHOICES[level + 1])
+    more = (CHOICES[level + 1] - CHOICES[level]) * elements
+    return -change * less / more, k, level
+
+
+def _left(bits: int) -> float:
+    return 1.0 / float(2**bits - 1) ** 2
+
+
+def variance(changes: Sequence[float], bits: Sequence[int]) -> float:
+    """What rounding adds to the gradient's variance, in units of the sensitivities."""
+    return sum(change * _left(some) for change, some in zip(changes, bits))
+
+
+def _seen(
+    plan: Plan, rows: Sequence[Kept], sample: Mapping[str, Any], loss: Loss | None, chains: Chains
+) -> dict[Place, Seen]:
+    """What the model saves, and how sensitive its gradient is; without values only what."""
+    import copy
+
+    from schedlang.passes.propagate.context import hollow
+    from schedlang.passes.propagate.propagate import backward_root, root_of
+    from schedlang.runtime.activation_memory.sensitivity import places_of
+    from schedlang.runtime.batch import called
+    from schedlang.runtime.tracing.constants import OnMeta
+    from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
+
+    blocks = {row.fqn: row.block for row in rows}
+    empty = hollow(plan.model.model)
+    module: Any = plan.model.compared
+    module = hollow_model(module, {}) if empty else copy.deepcopy(module)
+    module.train()
+    run_again(plan, module, chains)
+    if empty:
+        inputs = hollow_batch(dict(sample))
+        with OnMeta(dict(sample), inputs):
+            return places_of(module, blocks, lambda: backward_root(module, inputs, loss))
+
+    def run() -> Any:
+        output = called(module, sample)
+        return root_of(output, loss(output, sample) if loss is not None else None)
+
+    return places_of(module, blocks, run)
+
+
+def told(plan: Plan, bits: Bits) -> Iterator[str]:
+    """The table in words: modules whose tensors have the same bits in one line."""
+    lines: dict[str, list[str]] = {}
+    for fqn, some in bits.items():
+        words = []
+        for level in reversed(CHOICES):
+            sites = [one.site.removeprefix(f"{fqn}.") for one in some if one.bits == level]
+            words += [f"{level} bits for {', '.join(sites)}"] if sites else []
+        lines.setdefault("; ".join(words).replace(fqn, "itself"), []).append(fqn)
+    for said, names in lines.items():
+        yield f"`compress` of {', '.join(f'`{name}`' for name in names)}: {said}"
+    if bits:
+        held = [one for some in bits.values() for one in some]
+        mean = sum(one.bits * one.elements for one in held) / sum(one.elements for one in held)
+        why = " (as if all were alike, in each module: there are no values)"
+        why = why if held[0].exponent is None else ""
+        yield f"`compress` in {mean:.3g} bits for an element in the mean{why}"
+
+
+# ---- What coded modules save where ranks split it: a rank's tensors beside the whole ones.
+
+
+def kept_by_ranks(counting: Counting, chains: Chains) -> Parts | None:
+    """How ranks split what coded modules save, once it is known what runs again, and from what.
+
+    Raises Refusal S857 for single operators that are kept on ranks which split weights: these may
+    call others than one process does.
+    """
+    plan, traced = counting.plan, counting.traced
+    again = recomputed(plan, chains)
+    if not splitting(plan) or not again:
+        return _by_tokens(counting, chains)
+    if any(one.chosen for one in again):
+        raise _of_ranks(plan, splitting(plan)[0])
+    local = _saved(replace(counting, tokens=None), chains)
+    whole = _saved(alone(counting), chains, summed(traced))
+    traced = replace(traced, saved=saved_parts(plan, whole, local))
+    return _by_tokens(replace(counting, traced=traced), chains)
+
+
+def _of_ranks(plan: Plan, axis: str) -> Refusal:
+    row = next(one for one in meeting(plan) if one.primitive.limit is not None)
+    return Refusal(
+        Diagnostic(
+            "S857",
+            "the compressed results would differ from those of a single process",
+            Label(row.span or NOWHERE, "saves results of single operators"),
+            (),
+            (f"ranks that shard weights over `{axis}` call other operators than a single process",),
+            (
+                "save classes of operators instead: `checkpoint(save=[linear])`",
+                "or whole regions: `checkpoint(plan=rotor, memory=2GiB)`",
+            ),
+        )
+    )
+
+
+def _by_tokens(counting: Counting, chains: Chains) -> Parts | None:
+    """How ranks split it where they split sequences.
+
+    Two forwards of a rank's model on the meta device, of all tokens and of its own, with the
+    attention that runs on real devices, are compared.
+    Raises Refusal S935 where a rank saves other tensors than parts of those of the model.
+    """
+    plan, tokens = counting.plan, counting.tokens
+    if tokens is None or not plan.kept:
+        return counting.traced.saved
+    whole = _saved(replace(counting, tokens=None), chains)
+    local = _saved(counting, chains)
+    layout = tokens.layout(counting.sample)
+    cut = Cut(layout.total, layout.counts[0], tokens.ranks)
+    found: dict[tuple[str, str], tuple[Split, ...]] = {}
+    for fqn, each in whole.items():
+        for site in dict.fromkeys(one.site for one in (*each, *local[fqn])):
+            ours, mine = ([o.shape for o in some if o.site == site] for some in (each, local[fqn]))
+            splits = _aligned(cut, ours, mine)
+            if splits is None:
+                raise refusal(plan, fqn, plan.context_axes[0], _words(site, ours, mine))
+            found[fqn, site] = splits
+    by_token, weights = TokenParts(tokens.ranks, tokens.kind, found), counting.traced.saved
+    if weights is None:
+        return by_token
+    assert isinstance(weights, SavedParts), "weights are followed before tokens are"
+    return WeightsAndTokens(weights, by_token)
+
+
+Shapes = Sequence[tuple[int, ...]]
+
+
+def _aligned(cut: Cut, whole: Shapes, local: Shapes) -> tuple[Split, ...] | None:
+    """How each tensor of a rank is split, which keeps nothing of masks of queries and keys."""
+    if not whole:
+        return None if local else ()
+    if len(whole) > len(local) and whole[0][-2:] == (cut.total, cut.total):
+        found = _aligned(cut, whole[1:], local)
+        if found is not None:
+            return found
+    split = cut.of(whole[0], local[0]) if local else None
+    rest = _aligned(cut, whole[1:], local[1:]) if split is not None else None
+    return None if split is None or rest is None else (split, *rest)
+
+
+def _words(site: str, whole: Shapes, local: Shapes) -> str:
+    sizes = [", ".join(str(list(shape)) for shape in some) or "nothing" for some in (local, whole)]
+    return f"{sizes[0]} for {sizes[1]}, in `{site}`"
+
+
+def _saved(
+    counting: Counting, chains: Chains, parts: Sequence[str] = ()
+) -> Mapping[str, Sequence[Saved]]:
+    """What coded modules of the local model save in a forward without values.
+
+    `parts`: modules whose results ranks have as parts of sums, and keep as they are.
+    """
+    from schedlang.runtime.propagation.trace import Stack, watch_saved
+    from schedlang.runtime.sharding.leaf import know_coded
+    from schedlang.runtime.storage.fewer import put_inside, summing
+
+    found: dict[str, Any] = {}
+
+    def watch(model: Any) -> None:
+        stack = Stack()
+        know_coded(model)
+        put_inside(summing, model, parts)
+        run_again(counting.plan, model, chains)
+        stack.watch(model, lambda fqn: False)
+        found.update(watch_saved(model, [row.fqn for row in counting.plan.kept], stack))
+
+    with running(counting, watch):
+        return found
+
+
+# ---- What cannot stand beside activations in fewer bits: what else decides of what is saved.
+
+
+WHY = {
+    "recompute": "what is recomputed inside is not compressed, and nothing that is dropped at"
+    " run time",
+    "structure": "its kernel saves other tensors than the module does",
+    "residence": "what is offloaded inside is not compressed, and no parameters that are moved"
+    " in and out",
+}
+
+
+def check_kept(plan: Plan, traced: Traced, staged: Staged, slicing: Slicing | None) -> None:
+    """Refuse rows about the same modules (S857), split tensors (S858) and orders (S859) for which
+    nothing says what one process would keep."""
+    if not plan.kept:
+        return
+    coded = [row for row in plan.actions if _keeps(row)]
+    for row in coded:
+        for other in plan.actions:
+            facet = next((f for f in WHY if f in other.primitive.writes), None)
+            if facet is None or _keeps(other) or getattr(other.primitive, "what", "") in _STATE:
+                continue
+            _check_meeting(row, other, facet)
+    _check_choices(plan, traced)
+    _check_results(plan)
+    _check_split(plan, coded[0])
+    _check_capacity(plan, coded[0])
+    _check_order(staged, slicing, coded[0])
+
+
+_STATE = ("gradients", "optimizer")  # which no forward saves
+
+
+def _keeps(row: Action) -> bool:
+    return row.name == "compress" and "residence" in row.primitive.writes
+
+
+def _check_meeting(row: Action, other: Action, facet: str) -> None:
+    """Two rows about modules of which one holds the other, or is it."""
+    moves = other.name == "offload" and getattr(other.primitive, "what", "") == "activations"
+    again = other.primitive.reruns(other.sites, ()) is not None
+    pairs = ((a, b) for a in row.sites for b in other.sites)
+    pairs = ((a, b) for a, b in pairs if not (moves and _holds(b, a)))  # whole numbers may move
+    pairs = ((a, b) for a, b in pairs if not (again and _holds(a, b)))  # inputs may be rounded
+    met = next(((a, b) for a, b in pairs if _holds(a, b) or _holds(b, a)), None)
+    if met is None:
+        return
+    label = Label(row.span or NOWHERE, f"compresses the activations of `{met[0]}`")
+    also = Label(other.span or NOWHERE, f"`{other.name}` selects `{met[1]}`")
+    raise Refusal(
+        Diagnostic(
+            "S857",
+            f"`{other.name}` and `compress(activations)` both select `{met[0]}`",
+            label,
+            (also,),
+            (WHY[facet],),
+            ("select other modules in one of the two rows, or drop one",),
+        )
+    )
+
+
+def _check_choices(plan: Plan, traced: Traced) -> None:
+    """A second run from rounded inputs would choose otherwise than the first (S857)."""
+    for row, site in ((action, site) for action in meeting(plan) for site in action.sites):
+        found = next((fqn for fqn in traced.choices if _holds(site, fqn)), None)
+        if found is not None:
+            label = Label(row.span or NOWHERE, "recomputes from compressed inputs")
+            raise Refusal(
+                Diagnostic(
+                    "S857",
+                    f"`{site}` could choose differently when it is recomputed",
+                    label,
+                    (),
+                    (
+                        f"`{traced.choices[found]}` in `{found}` depends on values",
+                        "rounded inputs may change the choice: the backward would be of a"
+                        " different function",
+                    ),
+                    ("drop one of the two rows",),
+                )
+            )
+
+
+def _check_results(plan: Plan) -> None:
+    """What is kept beside inputs is what one process has, too: no message (S857)."""
+    for row in meeting(plan):
+        if not any("collective" in one.save for one in row.primitive.reruns(row.sites, ()) or ()):
+            continue
+        label = Label(row.span or NOWHERE, "saves results for the recomputation")
+        raise Refusal(
+            Diagnostic(
+                "S857",
+                "the compressed results would differ from those of a single process",
+                label,
+                (),
+                ("results of collectives do not exist in a single process",),
+                ("leave `collective` out: collectives are then repeated",),
+            )
+        )
+
+
+def _inside(name: str, modules: tuple[str, ...]) -> bool:
+    return any(_holds(module, name) for module in modules)
+
+
+def _check_capacity(plan: Plan, row: Action) -> None:
+    """A limit of experts counts tokens of the whole batch, and one process takes it in parts."""
+    limited = [fqn for fqn, _ in routings(plan)]
+    if not limited or plan.shares * plan.micro == 1:
+        return
+    raise Refusal(
+        Diagnostic(
+            "S858",
+            f"`{limited[0]}` has a `capacity` for the full batch, and activations are compressed",
+            Label(row.span or NOWHERE, "rounds saved activations"),
+            (),
+            (
+                f"a single process takes the batch in {plan.shares * plan.micro} parts, as the"
+                " ranks do, and counts the tokens of each part separately",
+            ),
+            ("leave out `capacity=`", "or drop this row"),
+        )
+    )
+
+
+def _holds(outer: str, inner: str) -> bool:
+    return outer in ("", inner) or inner.startswith(f"{outer}.")
+
+
+def _check_split(plan: Plan, row: Action) -> None:
+    """Blocks of a part are others than blocks of the whole; along one axis of weights one process
+    can tell them."""
+    data = {a for r in plan.replicas for over in r.axes for a in plan.mesh.fold(over)}
+    stage = {a for cut in plan.cuts for a in plan.mesh.fold(cut.axis)}
+    split = [axis for axis in plan.mesh.sizes if plan.mesh.size(axis) > 1]
+    split = [a for a in split if a in plan.used_axes and a not in data | stage]
+    weights = splitting(plan)
+    apart = experts_of(plan)
+    experts = {a for n, one in plan.layouts.items() if _inside(n, apart) for a in one.axes}
+    routed = [
+        axis
+        for name, layout in plan.layouts.items()
+        if not _inside(name, apart)
+        for axis in layout.axes
+        if axis in data and plan.mesh.size(axis) > 1
+    ]
+    tokens = [axis for axis in plan.context_axes if plan.mesh.size(axis) > 1]
+    others = [axis for axis in split if axis not in (*weights, *tokens, *experts)]
+    bad = [*others, *routed, *weights[1:]]
+    if not bad:
+        return
+    raise Refusal(
+        Diagnostic(
+            "S858",
+            f"activations sharded over `{bad[0]}` cannot be compressed",
+            Label(row.span or NOWHERE, "rounds saved activations, block by block"),
+            (),
+            (
+                "a shard has other blocks than the full tensor; a single process can reproduce them"
+                " for one axis that shards weights and one that splits tokens",
+            ),
+            (
+                f"leave `{bad[0]}` out: split the batch with `zero` instead",
+                f"or set `{bad[0]}` to 1: `--mesh {bad[0]}=1`",
+            ),
+        )
+    )
+
+
+def _check_order(staged: Staged, slicing: Slicing | None, row: Action) -> None:
+    """Where weights are stale or sequences cut, a tensor is saved in several pieces or versions."""
+    from schedlang.pipeline.timeline.versions import is_stale
+
+    stale = is_stale(staged.timeline)
+    if not stale and slicing is None:
+        return
+    what = "uses several versions of the weights" if stale else "splits sequences into slices"
+    raise Refusal(
+        Diagnostic(
+            "S859",
+            f"activations are compressed, and the order {what}",
+            Label(row.span or NOWHERE, "rounds saved activations"),
+            (),
+            ("what a single process would round is not known for such an order",),
+            ('use a synchronous order without slices: `pipeline(order="1F1B", micro=...)`',),
+        )
+    )

@@ -1,0 +1,204 @@
+"""All that can be known of a plan with a batch before there are ranks: traced, cut and laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostics.culprit import told
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Primitive
+from schedlang.passes.analyze.fewer_bits import Bits, allotted, check_kept, kept_by_ranks
+from schedlang.passes.analyze.holdings import holdings_of
+from schedlang.passes.analyze.residence import check_peers
+from schedlang.passes.analyze.routing import check_routing
+from schedlang.passes.analyze.sequence import slicing_of
+from schedlang.passes.analyze.staleness import check_stale
+from schedlang.passes.analyze.taking import check_keys, check_loss, check_rows
+from schedlang.passes.partition.chains import Chains, Counting, chains_of
+from schedlang.passes.partition.staging import Staged, stages_of
+from schedlang.passes.propagate.batch_weights import Weight, with_statistics
+from schedlang.passes.propagate.context import tokens_of
+from schedlang.passes.propagate.propagate import Traced, propagate
+
+if TYPE_CHECKING:
+    from schedlang.runtime.activation_memory.second_run import Difference
+    from schedlang.runtime.checkpointing.holding import Holding
+    from schedlang.runtime.context_parallel.local_tokens import Tokens
+    from schedlang.runtime.sequence_pipelining.slices import Slicing
+
+# ---- What rows refuse once the whole plan stands and is traced: see `Primitive.settled`.
+
+
+def check_settled(plan: Plan, traced: Traced) -> None:
+    """Ask every row about its sites; a refusal is placed at its row."""
+    for action in plan.actions:
+        if type(action.primitive).settled is Primitive.settled:
+            continue
+        for target in plan.targets(action):
+            try:
+                action.primitive.settled(target, plan, traced)
+            except Refusal as refusal:
+                if action.span is None:
+                    raise
+                raise refusal.at(action.span) from refusal
+
+
+# ---- Modules that would not compute the same when they are recomputed: refused before training.
+
+
+_SHOWN = 60
+
+
+def check_repeats(plan: Plan, sample: Mapping[str, Any], loss: Loss | None = None) -> None:
+    """Refuse (S843) a row that recomputes what draws from elsewhere than torch's generators.
+
+    One module of each kind is run on the meta device, once for each row and plan.
+    """
+    from schedlang.passes.propagate.propagate import backward_root
+    from schedlang.runtime.activation_memory.second_run import Repeats
+    from schedlang.runtime.tracing.constants import OnMeta
+    from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
+
+    rows = [action for action in plan.actions if "recompute" in action.primitive.writes]
+    kinds = {site: _kind(plan, site) for action in rows for site in action.sites}
+    key = ("repeats", tuple(sorted(kinds)))
+    if not kinds or key in plan.model.cache:
+        return
+    model: Any = hollow_model(plan.model.model, {})
+    model.train()
+    inputs = hollow_batch(dict(sample))
+    with OnMeta(dict(sample), inputs):
+        found = Repeats(model, kinds).run(lambda: backward_root(model, inputs, loss))
+    if found:
+        row = next(action for action in rows if found[0].module in action.sites)
+        raise Refusal(_told(plan, found[0], Label(row.span) if row.span else Label()))
+    plan.model.cache[key] = True
+
+
+def _kind(plan: Plan, site: str) -> object:
+    """Equal for modules that are alike, with all that they hold."""
+    prefix = f"{site}." if site else ""
+    sites = plan.model.sites
+    inside = (n for n in sites if n == site or n.startswith(prefix))
+    return tuple((name.removeprefix(site), sites[name].kind) for name in inside)
+
+
+def _told(plan: Plan, found: Difference, label: Label) -> Diagnostic:
+    runs = [
+        f"with {text[:_SHOWN]}" if text else "not at all, or as a different call"
+        for text in (found.first, found.second)
+    ]
+    name = plan.model.sites[found.module].class_name
+    return Diagnostic(
+        "S843",
+        f"recomputing `{found.module}` gives another result: `{found.function}` differs",
+        label,
+        notes=(
+            f"`{name}` calls it {runs[0]}, then {runs[1]}",
+            f"at {found.place}",
+            "recomputation repeats the random numbers of torch's generators, and no others",
+        ),
+        helps=(
+            "draw with torch: `torch.rand(())` instead of `random.random()`",
+            "or checkpoint other modules",
+        ),
+    )
+
+
+# ---- All that can be known of a plan with a batch before there are ranks: traced, cut and laid
+# out.
+
+
+Loss = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The same on every rank, and for every dtype of the model; it can be made once and sent."""
+
+    traced: Traced
+    staged: Staged
+    holdings: Mapping[str, Holding]
+    slicing: Slicing | None = None  # of sequences, where the pipeline cuts them
+    tokens: Tokens | None = None  # where ranks split them
+    chains: Chains = field(default_factory=dict)  # of rows with a limit of memory
+    bits: Bits = field(default_factory=dict)  # of saved tensors, of rows with a budget
+
+
+def prepare(
+    plan: Plan,
+    sample: Mapping[str, Any],
+    loss: Loss | None = None,
+    weight: Weight | None = None,
+    bits: Bits | None = None,
+    *,
+    trains: bool = True,
+) -> Prepared:
+    """Trace a plan with one microbatch and cut it; raises Refusal where it cannot run.
+
+    `trains`: there has to be a loss; a program that is only evaluated needs none.
+    `bits`: a table that is known, of this plan or of another one of the model; else it is measured.
+    """
+    assert not plan.completing, "rows are completed before a plan is prepared"
+    check_axes(plan)
+    check_routing(plan)
+    if weight is not None:
+        _check_weight(weight, sample)
+    check_rows(plan, sample)
+    traced = propagate(plan, sample, loss)
+    _check_draws(plan, traced)
+    if trains:
+        check_loss(traced)
+    if traced.lossless is None:  # else the key may be what a loss would read
+        check_keys(plan, sample, loss, weight)
+    check_settled(plan, traced)
+    traced = with_statistics(plan, traced, sample, loss, weight is not None)
+    staged = stages_of(plan, traced, sample, loss)
+    check_stale(plan, staged)
+    check_peers(plan, staged)
+    slicing = slicing_of(plan, traced, staged, sample, loss, weight)
+    check_kept(plan, traced, staged, slicing)
+    tokens = tokens_of(plan, traced, sample, loss, weight)
+    counting = Counting(plan, traced, staged, sample, loss, tokens)
+    chains = chains_of(counting)
+    traced = replace(traced, saved=kept_by_ranks(counting, chains))
+    check_repeats(plan, sample, loss)
+    bits = allotted(plan, sample, loss, chains) if bits is None else bits
+    return Prepared(traced, staged, holdings_of(plan, staged), slicing, tokens, chains, bits)
+
+
+def _check_draws(plan: Plan, traced: Traced) -> None:
+    """Several ranks must draw alike: refuses (S812) what no rank could draw as the model does."""
+    if plan.mesh.world > 1 and traced.apart:
+        from schedlang.runtime.rng.logical_dropout import without_form
+
+        raise without_form(*next(iter(traced.apart.items())))
+
+
+def _check_weight(weight: Weight, sample: Mapping[str, Any]) -> None:
+    """What a part weighs is a number; refuses (S865) at the line of a function that raises."""
+    try:
+        float(weight(sample))
+    except Exception as error:
+        raise told(error, "weight", weight) from error
+
+
+def check_axes(plan: Plan) -> None:
+    """Every axis must have work to do: ranks along an idle one would all do the same."""
+    used = plan.used_axes
+    for axis, size in plan.mesh.axes:
+        if size > 1 and axis not in used:
+            raise Refusal(
+                Diagnostic(
+                    "S205",
+                    f"no row uses the axis `{axis}`",
+                    notes=(f"its {size} ranks would all do the same work",),
+                    helps=(
+                        f"split the batch over it: `zero(stage=0, over={axis})`",
+                        f"or set `{axis}` to 1: `--mesh {axis}=1`",
+                    ),
+                )
+            )

@@ -1,0 +1,336 @@
+"""Where each parameter, gradient and state lies: device, host, disk, or the next pipeline rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, NoReturn
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.facets import Stored
+from schedlang.ir.plan import Action, Plan
+from schedlang.passes.partition.parks import peer_rows
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from schedlang.passes.lower.build import Builder
+    from schedlang.passes.partition.staging import Staged
+    from schedlang.runtime.checkpointing.holding import Holding
+    from schedlang.runtime.grad_reduction.zero import Sliced
+    from schedlang.runtime.offload.parameters import Held, Window
+    from schedlang.runtime.offload.peer import Peer
+    from schedlang.runtime.offload.step import Away, Home, Tiers
+    from schedlang.runtime.storage.scratch import Scratch
+
+# ---- What lies on the next rank of a pipeline: what is refused, and in which rounds state goes.
+
+
+NEAR = "keep it in host memory: `offload(optimizer, to=cpu)`"
+HOST = "keep them in host memory: `offload({}, to=cpu)`"
+
+
+def check_peers(plan: Plan, staged: Staged) -> None:
+    """Refuse rows to a peer that would gain nothing, or that could not be run (S851)."""
+    for row in peer_rows(plan):
+        _check_axis(row, staged)
+    states, lodgings = peer_rows(plan, "optimizer"), peer_rows(plan, "activations")
+    if states and any(store.tier == "disk" for store in plan.stores):
+        _refuse(
+            states[0],
+            "optimizer state cannot be sent to a peer where another row offloads to disk",
+            "a step that finds the disk full is undone, but the state has been sent already",
+            (NEAR, "or keep everything in memory: `to=cpu`"),
+        )
+    if states:
+        _check_homes(plan, states[0])
+    if lodgings and staged.timeline.slices > 1:
+        _refuse(
+            lodgings[0],
+            "activations of slices cannot be sent to a peer",
+            "slices of one sequence share keys and values, which sending one slice would remove",
+            (f"leave `slices` out, or {HOST.format('activations')}",),
+        )
+
+
+def _check_axis(row: Action, staged: Staged) -> None:
+    """A peer is the next rank of the pipeline: along other axes ranks hold as much."""
+    over, what = row.primitive.over, row.primitive.what  # type: ignore[attr-defined]
+    if over == staged.axis:
+        return
+    said = "state" if what == "optimizer" else f"of {what}"
+    near = NEAR if what == "optimizer" else HOST.format(what)
+    less = {
+        "optimizer": f"or keep a shard on each rank: `zero(stage=1, over={over})`",
+        "activations": "or save fewer of them: `layers.*  checkpoint()`",
+    }
+    _refuse(
+        row,
+        f"`to=peer` over `{over}` saves no memory: each rank keeps as much {said}",
+        "ranks would only exchange it: none would hold less",
+        (
+            f"use the axis of the pipeline: `over={staged.axis}`" if staged.axis else near,
+            less[what],
+        ),
+    )
+
+
+def _check_homes(plan: Plan, row: Action) -> None:
+    """State goes to a peer from parameters that lie on the device."""
+
+    lost = (n for n, t in tiers_of(plan).items() if t.state == "peer" and t.parameter != "device")
+    name = next(lost, None)
+    if name is not None:
+        _refuse(
+            row,
+            f"`{name}` is in host memory, and is updated there",
+            "its optimizer state would go to the host through another rank",
+            (NEAR, "or keep its parameters on the device"),
+        )
+
+
+def _refuse(row: Action, said: str, note: str, helps: tuple[str, ...]) -> NoReturn:
+    refusal = Refusal(Diagnostic("S851", said, notes=(note,), helps=helps))
+    raise refusal.at(row.span) if row.span is not None else refusal
+
+
+def peer_of(
+    builder: Builder,
+    found: Mapping[str, nn.Parameter],
+    tiers: Mapping[str, Tiers],
+    optimizer: Callable[..., torch.optim.Optimizer] | None,
+) -> Peer | None:
+    """This rank's place in the ring; None where no state goes to a peer, or nobody steps here."""
+    from schedlang.runtime.comm import world
+    from schedlang.runtime.offload.peer import Peer
+    from schedlang.runtime.optim.whole_step import is_elementwise, is_tensorwise
+    from schedlang.runtime.storage.leaving import local
+
+    rows = peer_rows(builder.plan, "optimizer")
+    if not rows or optimizer is None:
+        return None
+    if not (is_elementwise(optimizer) and is_tensorwise(optimizer)):
+        _refuse(
+            rows[0],
+            "this optimizer is not elementwise",
+            "the state is moved back for only a few parameters at a time",
+            ("use an elementwise optimizer (SGD, Adam, AdamW, ...)", NEAR),
+        )
+    names = [n for n, t in tiers.items() if t.state == "peer" and found[n].requires_grad]
+    rounds = [[names[k] for k in turn] for turn in _rounds([local(found[n]).nbytes for n in names])]
+    axis: str = rows[0].primitive.over  # type: ignore[attr-defined]
+    everyone = world.gathered(len(rounds))
+    group = replace(builder.ranks.group(axis), pg=builder.ranks.again(axis, "peer"))
+    return Peer(group, found, rounds, max(everyone[rank] for rank in group.ranks))
+
+
+def state_rounds(plan: Plan, holdings: Mapping[str, Holding], rank: int) -> Iterator[int]:
+    """By round the bytes of a rank's parameters whose state goes to its peer."""
+
+    out = [n for n, t in tiers_of(plan).items() if t.state == "peer" and n in holdings]
+    held = [n for n in out if holdings[n].held(plan.mesh, rank)]
+    facts = [plan.model.unique[n] for n in held if plan.model.unique[n].requires_grad]
+    sizes = [f.itemsize * prod(holdings[f.name].local_shape(plan.mesh, rank)) for f in facts]
+    for turn in _rounds(sizes):
+        yield sum(sizes[k] for k in turn)
+
+
+def _rounds(sizes: Sequence[int]) -> list[list[int]]:
+    """Which parameters of these bytes travel together."""
+    from schedlang.runtime.grad_reduction.flat import buckets
+
+    return buckets([(size, None) for size in sizes])
+
+
+# ---- Which tier each parameter lies on, and its gradients and state; and putting them there.
+
+
+UNCALLED = tuple(f"torch.nn.modules.container.{kind}" for kind in ("ModuleList", "ModuleDict"))
+
+
+def tiers_of(plan: Plan) -> dict[str, Tiers]:
+    """The tiers of every parameter (first names) of which a row keeps something off the device.
+
+    State lies no nearer than its parameter, and gradients leave where the parameter has left.
+    """
+    from schedlang.runtime.offload.step import Tiers
+    from schedlang.runtime.storage.tiers import CPU, DEVICE
+
+    said: dict[str, dict[str, str]] = {}
+    for row in plan.stores:
+        if row.what != "activations":
+            for fact in plan.model.below(row.fqn):
+                said.setdefault(fact.name, {})[row.what] = row.tier
+    found = {}
+    for name, tiers in said.items():
+        parameter = tiers.get("parameters", DEVICE)
+        least = DEVICE if parameter == DEVICE else CPU
+        found[name] = Tiers(parameter, tiers.get("gradients", least), tiers.get("optimizer", least))
+    return {name: found[name] for name in plan.model.unique if name in found}
+
+
+def streamed_units(plan: Plan, trunk: frozenset[str]) -> dict[str, tuple[Stored, tuple[str, ...]]]:
+    """The modules that are given parameters for a forward, each with its row and their first names.
+
+    A row about the model, or about a list, is about each element of the trunk, and what is beside.
+    Another module that shares such a parameter is given it too.
+    """
+    found: dict[str, tuple[Stored, tuple[str, ...]]] = {}
+    for row in plan.stores:
+        if row.what == "parameters":
+            for fqn, names in _units(plan, row.fqn, trunk):
+                found[fqn] = (row, names)
+    streamed = {name: row for row, names in found.values() for name in names}
+    for name, row in streamed.items():
+        for alias in plan.model.unique[name].names:
+            owner = alias.rpartition(".")[0]
+            inside = any(_within(owner, fqn) and name in names for fqn, (_, names) in found.items())
+            if not inside:
+                known = found.get(owner, (row, ()))[1]
+                found[owner] = (row, (*known, name))
+    return found
+
+
+def window_bytes(plan: Plan, staged: Staged, holdings: Mapping[str, Holding], place: int) -> int:
+    """Bytes of streamed parameters that a place has on the device at once, at most."""
+    from math import prod
+
+    found = []
+    for row, names in streamed_units(plan, staged.trunk).values():
+        held = [holdings[n] for n in names if not holdings[n].sliced]
+        mine = [h for h in held if h.stages is None or place in h.stages]
+        sizes = [
+            plan.model.unique[h.name].itemsize * prod(h.layout.local_shape(plan.mesh)) for h in mine
+        ]
+        found.append((sum(sizes), row.ahead))
+    ahead = max((ahead for _, ahead in found), default=0)
+    return sum(sorted(size for size, _ in found)[-1 - ahead :])
+
+
+def _units(plan: Plan, fqn: str, trunk: frozenset[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    site = plan.model.sites[fqn]
+    holds = any(one != fqn and _within(one, fqn) for one in trunk)
+    if fqn in trunk or not holds and not any(site.is_a(kind) for kind in UNCALLED):
+        names = tuple(dict.fromkeys(fact.name for fact in plan.model.below(fqn)))
+        if names:
+            yield fqn, names
+        return
+    for child in site.children:
+        yield from _units(plan, f"{fqn}.{child}" if fqn else child, trunk)
+    own = tuple(dict.fromkeys(fact.name for fact in site.parameters.values()))
+    if own:
+        yield fqn, own
+
+
+def _within(one: str, other: str) -> bool:
+    return one == other or not other or one.startswith(f"{other}.")
+
+
+def tier_of_unit(plan: Plan, fqn: str, names: Sequence[str]) -> str:
+    """Where the slices lie that `zero` gathers together for a module; refuses a mixture (S854)."""
+    from schedlang.runtime.storage.tiers import DEVICE
+
+    tiers = tiers_of(plan)
+    found = {name: tiers[name].parameter if name in tiers else DEVICE for name in names}
+    kinds = sorted(set(found.values()))
+    if len(kinds) > 1:
+        near = next(name for name, tier in found.items() if tier == kinds[-1])
+        away = next(name for name, tier in found.items() if tier == kinds[0])
+        unit = f"`{fqn}`" if fqn else "the part outside its list of layers"
+        row = next((a for a in plan.actions if a.name == "offload"), None)
+        refusal = Refusal(
+            Diagnostic(
+                "S854",
+                f"`zero` gathers {unit} as one, but its parameters are on two devices",
+                notes=(f"`{near}` is on `{kinds[-1]}`, `{away}` on `{kinds[0]}`",),
+                helps=(
+                    "select complete layers",
+                    "or leave the selector out: `offload(parameters, to=cpu)`",
+                ),
+            )
+        )
+        raise refusal.at(row.span) if row is not None and row.span is not None else refusal
+    return kinds[0] if kinds else DEVICE
+
+
+def away(
+    builder: Builder,
+    staged: Staged,
+    found: Mapping[str, nn.Parameter],
+    sliced: Mapping[int, Sliced],
+    optimizer: Callable[..., torch.optim.Optimizer] | None,
+) -> Away | None:
+    """Put this rank's parameters where they lie; None where all is on the device."""
+    from schedlang.runtime.offload.parameters import Window
+    from schedlang.runtime.offload.step import Away
+    from schedlang.runtime.optim.whole_step import is_tensorwise
+    from schedlang.runtime.storage.leaving import let_leave
+    from schedlang.runtime.storage.scratch import Scratch
+    from schedlang.runtime.storage.tiers import CPU, DISK
+
+    plan = builder.plan
+    disk = any(row.tier == DISK for row in plan.stores)
+    if not disk and all(row.what == "activations" for row in plan.stores):
+        return None
+    scratch, window = builder.shared("scratch", Scratch), Window()
+    tiers = {name: one for name, one in tiers_of(plan).items() if name in found}
+    homes = {**_sliced(found, sliced, scratch, tiers)}
+    homes |= _streamed(builder, staged, found, window, scratch, tiers, frozenset(homes))
+    for tier, to in ((CPU, None), (DISK, scratch)):
+        let_leave([found[name] for name, one in tiers.items() if one.gradient == tier], to)
+    alone = optimizer is None or is_tensorwise(optimizer)
+    files = any(r.tier == DISK and r.what in ("parameters", "optimizer") for r in plan.stores)
+    ring = peer_of(builder, found, tiers, optimizer)
+    made = Away(found, tiers, homes, window, scratch, disk, files, alone, ring)
+    made.check("the program was not built")
+    return made
+
+
+def _sliced(
+    found: Mapping[str, nn.Parameter],
+    sliced: Mapping[int, Sliced],
+    scratch: Scratch,
+    tiers: Mapping[str, Tiers],
+) -> dict[str, Home]:
+    """Slices that fully_shard gathers from the host."""
+    from schedlang.runtime.grad_reduction.zero import shards_of
+    from schedlang.runtime.storage.tiers import DEVICE, DISK, mark
+
+    held: dict[str, Home] = {}
+    shards = shards_of(unit for one in sliced.values() for unit in one.units)
+    for name, one in tiers.items():
+        shard = shards.get(found[name])
+        if shard is not None and one.parameter != DEVICE:
+            held[name] = shard
+            if one.parameter == DISK:
+                shard.settle(scratch.put(shard.home))
+            else:
+                mark(shard.home, one.parameter)
+    return held
+
+
+def _streamed(
+    builder: Builder,
+    staged: Staged,
+    found: Mapping[str, nn.Parameter],
+    window: Window,
+    scratch: Scratch,
+    tiers: Mapping[str, Tiers],
+    sliced: frozenset[str],
+) -> dict[str, Home]:
+    """Move whole parameters to their homes, and let modules fetch them."""
+    from schedlang.runtime.offload.parameters import Held, stream
+    from schedlang.runtime.storage.tiers import DISK, plain_copy
+
+    held: dict[str, Held] = {}
+    for fqn, (row, names) in streamed_units(builder.plan, staged.trunk).items():
+        mine = [name for name in names if name in found and name not in sliced]
+        for name in mine:
+            if name not in held:
+                put = scratch.put if tiers[name].parameter == DISK else plain_copy
+                held[name] = Held(found[name], put(found[name].detach()))
+        if mine:
+            stream(builder.at(fqn), [held[name] for name in mine], window, row.ahead)
+    return {**held}

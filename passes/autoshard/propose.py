@@ -1,0 +1,409 @@
+"""A schedule for any model and a mesh: what can be split is found by asking what is legal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.diagnostics.tables import number
+from schedlang.ir.plan import Plan
+from schedlang.language.syntax import parse
+from schedlang.passes.autoshard.special_rows import (
+    bag_rows,
+    context_rows,
+    expert_rows,
+    vocabulary_rows,
+)
+from schedlang.passes.complete.proposal_text import (
+    Row,
+    canonical,
+    mesh_text,
+    names_text,
+    rows_text,
+    wrapped,
+)
+from schedlang.passes.complete.proposal_trial import Trial
+from schedlang.passes.complete.tensor_rows import Finder, tensor_rows
+from schedlang.passes.elaborate.expand import expand
+from schedlang.passes.reduce_model.blocks import TABLES, Blocks, blocks_of, leaf_kind, splits
+from schedlang.passes.simulate.account import account
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# ---- What a proposed schedule says of itself: what stays replicated, where transformers differs.
+
+
+STYLES = {"colwise": "out", "rowwise": "in", "embedding_rowwise": "vocab"}
+SMALL = 500  # a weight with less than the 500th part of all parameters is not worth a line
+
+
+def headline(blocks: Blocks) -> str:
+    """What the model is, in one line."""
+    facts = blocks.facts
+    outer = [name for name in facts.sites if name in blocks.lists and "*" not in name]
+    counts = ((len(facts.children(name)), name) for name in outer)
+    said = " and ".join(f"{count} block{'s' * (count > 1)} of {name}" for count, name in counts)
+    total = f"{number(facts.numel(''))} parameters"
+    return f"{total}, {said}." if said else f"{total}, no repeated blocks."
+
+
+def left_whole(
+    plan: Plan,
+    blocks: Blocks,
+    axis: str,
+    said: Sequence[str],
+    named: Set[str],
+    read: Mapping[str, str],
+) -> Iterator[str]:
+    """Notes on large weights that no row splits, none of them `named`, nor in what was `said`.
+
+    `read` has the line of the model at which each module's output is first used.
+    """
+    total = blocks.facts.numel("")
+    known = " ".join(said)
+    groups: dict[str, dict[str, None]] = {}
+    for name, fact in blocks.facts.unique.items():
+        owner = name.rpartition(".")[0]
+        split = any(s.axis == axis for s in plan.held(name).splits)
+        common = blocks.common(owner)
+        if split or common in named or len(fact.shape) < 2 or fact.numel * SMALL < total:
+            continue
+        if not _mentioned(common, known):
+            why = _why(blocks, owner, len(fact.shape), read)
+            groups.setdefault(why, {})[common] = None
+    for why, names in groups.items():
+        yield f"replicated: {names_text(list(names))}: {why}"
+
+
+def _mentioned(common: str, known: str) -> bool:
+    """Is a name among some notes, where siblings stand in braces?"""
+    parent, _, last = common.rpartition(".")
+    braced = re.escape(parent) + r"\.\S*\{[^}]*\}\S*"
+    found = (match.group() for match in re.finditer(braced, known))
+    return common in known or any(_in_braces(last, text) for text in found)
+
+
+def _in_braces(last: str, text: str) -> bool:
+    front, _, rest = text.rpartition(".")[2].partition("{")
+    middle, _, back = rest.partition("}")
+    back = back.rstrip(":,")
+    return last in {front + one + back for one in middle.split(",")}
+
+
+def _why(blocks: Blocks, owner: str, dims: int, read: Mapping[str, str]) -> str:
+    site = blocks.facts.sites[owner]
+    if leaf_kind(site) in TABLES:
+        return "a small table"
+    if dims == 3 and not site.dims:
+        return "weights of several experts or heads in one"
+    if "Conv" in site.class_name and not splits(blocks.facts, owner):
+        return "a convolution of several groups"
+    if not splits(blocks.facts, owner):
+        return f"no style fits a `{site.class_name}`"
+    elsewhere = f"is used elsewhere, at {read[owner]}" if read.get(owner) else "leaves the model"
+    return f"no column/row pair found: its output {elsewhere}"
+
+
+def differences(plan: Plan, blocks: Blocks, axis: str) -> Iterator[str]:
+    """Where transformers' own plan for the model splits otherwise."""
+    theirs = getattr(blocks.facts.model, "tp_plan", None)
+    found: dict[str, dict[str, None]] = {}
+    for pattern, style in (theirs or {}).items() if isinstance(theirs, Mapping) else ():
+        wanted = STYLES.get(next((s for s in STYLES if str(style).startswith(s)), ""))
+        if wanted is None:
+            continue
+        regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        for fqn in filter(regex.fullmatch, blocks.facts.sites):
+            ours = _ours(plan, blocks, fqn, axis)
+            if ours not in (wanted, None):
+                words = f"`{style}` there, {f'split along {ours}' if ours else 'replicated'} here"
+                found.setdefault(words, {})[blocks.common(fqn)] = None
+    for words, names in found.items():
+        yield f"transformers' own plan differs: {names_text(list(names))}: {words}"
+
+
+def _ours(plan: Plan, blocks: Blocks, fqn: str, axis: str) -> str | None:
+    """The dim of the weight that is split, "" for none; None where it has no named dims."""
+    site = blocks.facts.sites[fqn]
+    dims = site.dims.get("weight", ())
+    if not dims or "weight" not in site.parameters:
+        return None
+    held = plan.held(site.parameters["weight"].name)
+    return next((dims[s.dim] for s in held.splits if s.axis == axis), "")
+
+
+# ---- A schedule for any model and a mesh: what can be split is found by asking what is legal.
+
+
+Loss = Callable[..., Any]
+ROLES = {
+    "dp": "data",
+    "data": "data",
+    "fsdp": "sliced",
+    "pp": "stages",
+    "pipe": "stages",
+    "tp": "parts",
+    "model": "parts",
+    "ep": "experts",
+    "cp": "tokens",
+}
+NONE = {"experts": "no experts were found", "tokens": "no attention over a sequence was found"}
+MORE = 2  # microbatches for each stage, where the batch has the rows
+
+
+@dataclass(frozen=True)
+class Proposed:
+    """A schedule in canonical form; `notes` say what was not split, and why."""
+
+    text: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a schedule is proposed for, and the same with as few blocks as show all."""
+
+    trial: Trial
+    blocks: Blocks
+    mesh: Mapping[str, int]
+    batch: Mapping[str, Any]
+    relax: str = ""  # what the last step gives up
+
+    def axis(self, role: str) -> str | None:
+        """The axis of a role, if the mesh has one."""
+        return next((name for name in self.mesh if ROLES[name] == role), None)
+
+
+def propose(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    mesh: Mapping[str, int],
+    loss: Loss | None = None,
+    weight: Loss | None = None,
+) -> Proposed:
+    """A schedule for a model (on any device), a batch of a whole step and axes with their sizes.
+
+    Raises Refusal S211 for an axis of an unknown name, S212 where nothing can be split over one,
+    and whatever refuses the model or the batch itself.
+    """
+    from schedlang.ir.model import ModelFacts
+    from schedlang.ir.plan import Plan
+    from schedlang.passes.analyze.taking import check_keys, check_loss
+    from schedlang.passes.propagate.propagate import propagate
+    from schedlang.runtime.batch import rows_of
+
+    check_mesh(mesh)
+    facts = ModelFacts(model)
+    rows_of(batch)
+    check_loss(propagate(Plan(facts), batch, loss))
+    check_keys(Plan(facts), batch, loss, weight)
+    blocks = blocks_of(facts)
+    asked = Asked(Trial(facts, blocks, batch, loss, weight), blocks, mesh, batch)
+    notes: list[str] = []
+    rows = _rows(asked, notes)
+    rest = _rest(asked)
+    stages = max(1, mesh.get(asked.axis("stages") or "", 1))
+    try:
+        text = _planned(asked.trial, lambda blocks: _text(asked, blocks, rows, rest, notes), stages)
+    except Refusal as refusal:
+        if refusal.diagnostic.code != "S668":
+            raise
+        # as trainers of such models do: the statistics are those of a microbatch
+        notes.append("relaxed: the loss takes statistics of each microbatch by itself")
+        again = replace(asked, relax="relax(batch_stats) ")
+        text = _planned(asked.trial, lambda blocks: _text(again, blocks, rows, rest, notes), stages)
+    return Proposed(text, tuple(notes))
+
+
+def _planned(trial: Trial, text: Callable[[Blocks], str], stages: int) -> str:
+    """The text for the whole model, planned; traced and cut with as few blocks as show all.
+
+    Raises Refusal for what is refused.
+    """
+    made = text(trial.all)
+    full = expand(parse(Source("proposed", made)), trial.facts).plan
+    short = trial.shorter(stages) if trial.shortened else trial.all
+    plan = expand(parse(Source("proposed", text(short))), short.facts).plan
+    assert full is not None and plan is not None
+    account(plan, trial.batch, trial.loss)
+    return made
+
+
+def check_mesh(mesh: Mapping[str, int]) -> None:
+    """Refuse axes whose names say nothing, and two of one role (S211)."""
+    legal = (
+        "it knows `dp`, `data` and `fsdp`, which split the batch, `ep` (experts), `cp`"
+        " (sequences), `pp` and `pipe` (stages), `tp` and `model` (tensors)"
+    )
+    for name in mesh:
+        if name not in ROLES:
+            title = f"`init` does not know the axis `{name}`"
+            raise Refusal(Diagnostic("S211", title, helps=(legal,)))
+    for role in set(ROLES.values()):
+        same = [name for name in mesh if ROLES[name] == role]
+        if len(same) > 1:
+            title = f"`{same[0]}` and `{same[1]}` would split the same"
+            raise Refusal(Diagnostic("S211", title, helps=("keep one of them", legal)))
+    if not mesh:
+        title = "`init` needs a mesh"
+        raise Refusal(Diagnostic("S211", title, helps=("`--mesh dp=2,tp=2`", legal)))
+
+
+def _rows(asked: Asked, notes: list[str]) -> dict[str, list[Row]]:
+    """The rows of each role that splits tensors; an axis for which there are none is refused."""
+    found: dict[str, list[Row]] = {}
+    for role in ("parts", "experts", "tokens"):
+        axis = asked.axis(role)
+        if axis is None:
+            continue
+        said: list[str] = []
+        finder = Finder(asked.trial, axis, max(2, asked.mesh[axis]), [], said)
+        if role == "parts":
+            tensor_rows(finder)
+            if asked.axis("experts") is None:
+                expert_rows(finder)
+            vocabulary_rows(finder)
+            bag_rows(finder)
+        elif role == "experts":
+            expert_rows(finder, Row((), f"zero(stage=1, over={axis})"))
+        else:
+            context_rows(finder)
+        if not finder.rows and asked.mesh[axis] > 1:
+            more = _remarks(asked, finder, said) if role == "parts" else [NONE[role]] * (not said)
+            raise _idle(axis, [*said, *more])
+        found[role] = sorted(finder.rows, key=lambda row: not _first(asked.blocks, row))
+        notes += said
+        if role == "parts":
+            notes += _remarks(asked, finder, notes)
+    return found
+
+
+def _first(blocks: Blocks, row: Row) -> bool:
+    """Does a row stand above all others: about a table, or its padding?"""
+    name = row.names[0]
+    table = leaf_kind(blocks.facts.sites[blocks.named[name][0]]) in TABLES
+    return row.call.startswith("pad(") or (table and not blocks.inside(name))
+
+
+def _idle(axis: str, said: list[str]) -> Refusal:
+    title = f"nothing of this model can be split over `{axis}`"
+    helps = (f"leave `{axis}` out of the mesh, or give its ranks to another axis: `{axis}=1`",)
+    return Refusal(Diagnostic("S212", title, notes=tuple(said[:8]), helps=helps))
+
+
+def _remarks(asked: Asked, finder: Finder, notes: list[str]) -> list[str]:
+    """What else stays whole, and where transformers' own plan differs."""
+    plan = asked.trial.plan(finder.rows, finder.axis, finder.ranks)
+    blocks, axis = asked.trial.blocks, finder.axis
+    named = {name for row in finder.rows for name in row.names}
+    read = finder.trial.fed.read
+    whole = left_whole(plan, blocks, axis, notes, named, read)
+    return [*whole, *differences(plan, blocks, axis)]
+
+
+# -- stages and the batch -------------------------------------------------------------------------
+
+
+def _rest(asked: Asked) -> list[Row]:
+    """The rows of the pipeline and of data parallelism."""
+    rows: list[Row] = []
+    stages, sliced = asked.axis("stages"), asked.axis("sliced")
+    data = [axis for axis in (asked.axis("data"), asked.axis("experts")) if axis is not None]
+    count = asked.mesh.get(stages or "", 1)
+    if stages is not None:
+        rows.append(_cut(asked, stages, count))
+    if sliced is not None:
+        rows.append(Row((), f"zero(stage=3, over={sliced})"))
+    if data:
+        over = data[0] if len(data) == 1 else f"({', '.join(data)})"
+        rows.append(Row((), f"zero(stage={0 if sliced else 1}, over={over})"))
+    if stages is not None:
+        rows.append(Row((), f'pipeline(order="1F1B", micro={_micro(asked, count)})'))
+    return rows
+
+
+def _micro(asked: Asked, stages: int) -> int:
+    """Microbatches for the rows that a rank has."""
+    from schedlang.runtime.batch import rows_of
+
+    parts = 1
+    for name, size in asked.mesh.items():
+        parts *= size if ROLES[name] in ("data", "sliced", "experts") else 1
+    return max(1, min(MORE * stages, rows_of(asked.batch) // parts))
+
+
+def _cut(asked: Asked, axis: str, stages: int) -> Row:
+    """The row that cuts the lists of blocks: all outermost ones, else the largest alone."""
+    facts, lists = asked.blocks.facts, asked.blocks.lists
+    outer = [name for name in lists if "*" not in name.split(".")]
+    outer.sort(key=lambda name: list(facts.sites).index(name))
+    largest = sorted(outer, key=lambda name: -facts.numel(name))
+    tried = [tuple(outer), *((name,) for name in largest)]
+    first: Refusal | None = None
+    for names in dict.fromkeys(names for names in tried if names):
+        row = Row(names, f"pipeline_split(over={axis})")
+        refusal = asked.trial.cut(row, axis, stages)
+        if refusal is None:
+            return row
+        first = first or refusal
+    if first is not None:
+        raise first
+    return _cut_between(asked, axis, stages)
+
+
+def _cut_between(asked: Asked, axis: str, stages: int) -> Row:
+    """The row that cuts a model without lists of blocks between the modules that it calls.
+
+    Raises Refusal S212 where there are fewer than stages, or the cut itself is refused.
+    """
+    from schedlang.passes.partition.stages import Unit, balanced
+    from schedlang.runtime.tracing.units import startable
+
+    facts = asked.blocks.facts
+    title = "this model has no list of blocks, and cannot be cut into stages between its modules"
+    try:
+        names = list(dict.fromkeys(startable(facts.model, asked.trial.sample)))
+        stage_of = balanced([Unit(name, facts.numel(name)) for name in names], stages)
+        starts = {stage: name for name, stage in zip(reversed(names), reversed(stage_of)) if stage}
+        row = Row(tuple(starts[stage] for stage in sorted(starts)), f"pipeline_split(over={axis})")
+        refusal = asked.trial.cut(row, axis, stages)
+        if refusal is None:
+            return row
+    except Refusal as refused:
+        refusal = refused
+    notes = [refusal.diagnostic.title, *refusal.diagnostic.notes]
+    helps = (f"leave the axis out: `{axis}=1`",)
+    raise Refusal(Diagnostic("S212", title, notes=tuple(notes), helps=helps)) from refusal
+
+
+# -- the text -------------------------------------------------------------------------------------
+
+
+STEPS = {"parts": "tensor parallel", "experts": "expert parallel", "tokens": "context parallel"}
+
+
+def _text(
+    asked: Asked, blocks: Blocks, rows: Mapping[str, list[Row]], rest: list[Row], notes: list[str]
+) -> str:
+    steps = [f"schedule 1 for {blocks.facts.class_name}\n\n# {headline(blocks)}\n"]
+    steps[0] += f"{mesh_text(asked.mesh)}\n"
+    for role, name in STEPS.items():
+        if rows.get(role):
+            body = rows_text(rows[role], blocks)
+            # experts are legal only beside the row that splits the batch, which stands below
+            check = "" if role == "experts" else "\nverify(forward, backward)"
+            steps.append(f'step "{name}" {{\n{body}{check}\n}}\n')
+    if rest:
+        cut = [row for row in rest if row.names]
+        lines = [f"{', '.join(row.names)}  {row.call}" for row in cut]
+        lines += [row.call for row in rest if not row.names]
+        name = "pipeline" if cut else "data"
+        lines.append("verify(train, steps=3)")
+        steps.append(f'step "{name}" {asked.relax}{{\n' + "\n".join(lines) + "\n}\n")
+    steps.append("".join(map(wrapped, notes)))
+    return canonical("\n".join(steps))

@@ -1,0 +1,1 @@
+"""Statements of a schedule executed: from syntax to a plan of rows."""

@@ -1,0 +1,217 @@
+"""Bases: a used file with steps or rows is spliced in; `override` and `drop` change its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, guess
+from schedlang.diagnostics.source import Span
+from schedlang.language import nodes as n
+from schedlang.language.syntax import parse, read
+
+# ---- What a schedule may grow to while it is executed: rows, calls inside calls, used files.
+
+
+ROWS = 20_000  # definitions that call definitions double them: 25 lines are 30 million rows
+DEEPEST = 100  # blocks and calls inside one another
+USED = 2**21  # bytes of used files, each as often as it is read
+SMALLEST = 2**10  # what a file counts at least
+
+_used: ContextVar[list[int] | None] = ContextVar("bytes of used files", default=None)
+
+
+@contextmanager
+def counted() -> Iterator[None]:
+    """Count the used files that are read inside, together with those of what stands around."""
+    if _used.get() is not None:
+        yield
+        return
+    token = _used.set([0])
+    try:
+        yield
+    finally:
+        _used.reset(token)
+
+
+def count_use(text: str, span: Span) -> None:
+    """One more file that is used; S116 where they are too much."""
+    count = _used.get()
+    if count is None:
+        return
+    count[0] += max(len(text), SMALLEST)
+    if count[0] > USED:
+        title = f"this schedule uses more than {USED // 2**20} MiB of other files"
+        helps = ("a file counts each time it is used: use it once, at the top",)
+        raise Refusal(
+            Diagnostic("S116", title, Label(span, "the limit is passed here"), helps=helps)
+        )
+
+
+def statement(rows: int, depth: int, span: Span) -> None:
+    """One more statement that is executed, inside of so many others; S116 where it is too much."""
+    if rows > ROWS:
+        title = f"this schedule has more than {ROWS:,} rows"
+        helps = ("use fewer rows: one selector with `*` selects many modules",)
+        label = Label(span, "including the rows of all definitions that are called")
+        raise Refusal(Diagnostic("S116", title, label, helps=helps))
+    if depth > DEEPEST:
+        title = f"blocks and calls are nested more than {DEEPEST} deep"
+        helps = ("call definitions one after another, not each from another",)
+        raise Refusal(Diagnostic("S116", title, Label(span), helps=helps))
+
+
+# ---- Bases: a used file with steps or rows is spliced in; `override` and `drop` change its
+# steps.
+
+
+ALONE = "remove one of these `use` lines"
+
+DEFINES = (n.Knob, n.Require, n.Def, n.Use, n.Pattern)  # all that a library has
+
+
+@dataclass(frozen=True)
+class Spliced:
+    """The items of a file and of its bases, all their headers, and what is wrong with changes."""
+
+    items: tuple[n.Item, ...] = ()
+    headers: tuple[n.Header, ...] = ()
+    problems: tuple[Diagnostic, ...] = ()
+
+
+def spliced(file: n.File) -> Spliced:
+    """The file with its bases in place of their `use`.
+
+    Nodes keep their places, so that a mistake is shown in the file where it is written.  A file
+    that cannot be read stays a `use`, which is refused where it is executed.
+    """
+    name = file.span.source.name if file.span else ""
+    splicer = _Splicer((Path(name).resolve(),) if name else ())
+    for item in file.items:
+        try:
+            splicer.take(item)
+        except Refusal as refusal:
+            splicer.problems += refusal.diagnostics
+    headers = (file.header, *splicer.headers)
+    return Spliced(tuple(splicer.items), headers, tuple(splicer.problems))
+
+
+def opened(use: n.Use, above: tuple[Path, ...]) -> Spliced:
+    """A base with its knobs as the `use` sets them; no items where it is a library, or unreadable.
+
+    Refuses S112 files that use each other, S115 a base under a name, S106 a knob it has not.
+    """
+    holder = Path(use.span.source.name).parent if use.span else Path()
+    place = (holder / use.path).resolve()
+    if place in above:
+        chain = " -> ".join(path.name for path in (*above, place))
+        label = Label(use.span, chain)
+        raise Refusal(Diagnostic("S112", "these files use each other", label, helps=(ALONE,)))
+    try:
+        source = read(place, str(holder / use.path))
+        file = parse(source)
+    except Refusal:
+        return Spliced()
+    count_use(source.text, use.span)
+    splicer = _Splicer((*above, place))
+    for item in file.items:
+        splicer.take(item)
+    if all(isinstance(item, DEFINES) for item in splicer.items):
+        return Spliced()
+    if use.alias is not None:
+        title = f"`{use.path}` is a base schedule: it has steps or rows"
+        label = Label(use.span, "a base schedule is used without `as`")
+        raise Refusal(Diagnostic("S115", title, label, helps=(f'write `use "{use.path}"`',)))
+    return Spliced(_with_knobs(use, splicer.items), (file.header, *splicer.headers))
+
+
+def is_base(use: n.Use) -> bool:
+    """Does a `use` bring in steps or rows?  May refuse."""
+    with counted():
+        return bool(opened(use, ()).items)
+
+
+class _Splicer:
+    """Takes the items of one file in order."""
+
+    def __init__(self, above: tuple[Path, ...]) -> None:
+        self.above = above
+        self.items: list[n.Item] = []
+        self.headers: list[n.Header] = []
+        self.problems: list[Diagnostic] = []
+        self._steps: dict[str, int] = {}  # those of bases: name -> where it stands
+        self._changed: dict[str, n.Override | n.Drop] = {}
+
+    def take(self, item: n.Item) -> None:
+        """One item: a base's are put in its place, a change is made."""
+        match item:
+            case n.Use():
+                base = opened(item, self.above)
+                self.headers += base.headers
+                for one in base.items:
+                    if isinstance(one, n.Step):
+                        self._steps[one.name] = len(self.items)
+                    self.items.append(one)
+                if not base.items:
+                    self.items.append(item)
+            case n.Override(step):
+                self.items[self._meant(item, step.name)] = step
+            case n.Drop(name):
+                place = self._meant(item, name)
+                del self.items[place]
+                self._steps = {
+                    known: at - (at > place) for known, at in self._steps.items() if known != name
+                }
+            case _:
+                self.items.append(item)
+
+    def _meant(self, item: n.Override | n.Drop, name: str) -> int:
+        """Where the step of a base stands that an item changes; refuses S114 and S101."""
+        word = "override" if isinstance(item, n.Override) else "drop"
+        first = self._changed.get(name)
+        if first is not None:
+            also = (Label(first.span, "first changed here"),)
+            title = f"the step `{name}` is changed twice"
+            raise Refusal(Diagnostic("S101", title, Label(item.span), also, (), ("keep one",)))
+        self._changed[name] = item
+        if name in self._steps:
+            return self._steps[name]
+        own = any(isinstance(one, n.Step) and one.name == name for one in self.items)
+        if own:
+            label = Label(item.span, "this file defines it itself")
+            help_ = "change the step where it is written"
+        else:
+            known = bool(self._steps)
+            label = Label(item.span, "" if known else f"no `use` above brings in a step to {word}")
+            near = guess(name, self._steps, "the bases' steps are")
+            help_ = near if known else 'use a base schedule above: `use "base.sched"`'
+        title = f"no base has a step `{name}`"
+        raise Refusal(Diagnostic("S114", title, label, helps=(help_,)))
+
+
+def _with_knobs(use: n.Use, items: Sequence[n.Item]) -> tuple[n.Item, ...]:
+    """The items with the knobs that a `use` sets: what it says is the default now."""
+    given = {arg.name: arg.value for arg in _keywords(use)}
+    known = [item.name for item in items if isinstance(item, n.Knob)]
+    for arg in _keywords(use):
+        if arg.name not in known:
+            title = f"the schedule has no knob `{arg.name}`"
+            help_ = guess(arg.name, known, "its knobs are") if known else "it has no knobs"
+            raise Refusal(Diagnostic("S106", title, Label(arg.span), helps=(help_,)))
+    return tuple(
+        replace(item, default=given[item.name])
+        if isinstance(item, n.Knob) and item.name in given
+        else item
+        for item in items
+    )
+
+
+def _keywords(use: n.Use) -> Iterator[n.Keyword]:
+    for arg in use.args or ():
+        if not isinstance(arg, n.Keyword):
+            label = Label(arg.span, "`(tp=4)`")
+            raise Refusal(Diagnostic("S302", "a base's knobs are set by name", label))
+        yield arg

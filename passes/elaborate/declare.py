@@ -1,0 +1,390 @@
+"""Declarations: header, knob, mesh, view, require, use and def, each from State to State."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest, guess, quoted
+from schedlang.diagnostics.source import Source, Span
+from schedlang.ir.mesh import Mesh
+from schedlang.ir.primitive import find
+from schedlang.language import nodes as n
+from schedlang.language import patterns, spelling
+from schedlang.language.evaluate import evaluate
+from schedlang.language.kinds import Axis, Mismatch, NoAxis, convert, describe
+from schedlang.language.knob import alternatives, decided, declare, unknown_settings
+from schedlang.language.misread import walk
+from schedlang.language.syntax import parse, read
+from schedlang.language.value import UNKNOWN, AxisSize, Bytes, Names, shown
+from schedlang.passes.elaborate import bases
+from schedlang.passes.elaborate.bases import ALONE
+from schedlang.passes.elaborate.state import Definition, Settings, State, no_primitive, start
+
+# ---- Arguments of a call to the parameters of a `def`.
+
+
+TYPES: Mapping[str, Any] = {
+    "axis": Axis,
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "str": str,
+    "bytes": Bytes,
+}
+
+
+def arguments_of(call: n.Call, node: n.Def, outer: Names, own: Names) -> Mapping[str, Any]:
+    """The value of every parameter (S302, S304, S305); defaults are evaluated in `own`."""
+    names = [param.name for param in node.params]
+    free = list(names)
+    found: dict[str, Any] = {}
+    for arg in call.args:
+        name = _target(call, arg, names, free, found)
+        inner = arg.value if isinstance(arg, n.Keyword) else arg
+        param = node.params[names.index(name)]
+        found[name] = _typed(param, evaluate(inner, outer), inner, outer)
+    for param in node.params:
+        if param.name not in found and param.default is not None:
+            value = evaluate(param.default, own)
+            found[param.name] = _typed(param, value, param.default, own)
+    lacking = [name for name in names if name not in found]
+    if lacking:
+        also = (Label(node.span, "defined here"),) if node.span else ()
+        title = f"`{call.name.text}` needs {quoted(lacking)}"
+        raise Refusal(Diagnostic("S305", title, Label(call.span), also))
+    return found
+
+
+def _target(
+    call: n.Call, arg: n.Node, names: list[str], free: list[str], found: Mapping[str, Any]
+) -> str:
+    """The parameter that an argument is for."""
+    title = ""
+    helps = (f"it takes {quoted(names)}",) if names else ("it takes none",)
+    if isinstance(arg, n.Keyword):
+        if arg.name in free:
+            free.remove(arg.name)
+            return arg.name
+        title = f"`{call.name.text}` takes no argument `{arg.name}`"
+        helps = (guess(arg.name, names, "it takes"),) if names else helps
+        if arg.name in found:
+            title, helps = f"`{arg.name}` is given twice", ("drop one",)
+    elif free:
+        return free.pop(0)
+    else:
+        title = f"`{call.name.text}` takes no further argument"
+    raise Refusal(Diagnostic("S302", title, Label(arg.span), helps=helps))
+
+
+def _typed(param: n.Param, value: Any, node: n.Node, names: Names) -> Any:
+    """The value, if it is of the parameter's type."""
+    if param.type is None or value is UNKNOWN:
+        return value
+    if param.type not in TYPES:
+        title = f"a parameter cannot be of type `{param.type}`"
+        help_ = guess(param.type, TYPES, "choose one of")
+        raise Refusal(Diagnostic("S102", title, Label(param.span), helps=(help_,)))
+    kind = TYPES[param.type]
+    try:
+        made = convert(kind, value, names.axes)
+    except NoAxis as unknown:
+        _no_axis(str(unknown), node, names)
+    except Mismatch:
+        title = f"`{param.name}` must be {describe(kind)}"
+        raise Refusal(
+            Diagnostic("S304", title, Label(node.span, f"this is {shown(value)}"))
+        ) from None
+    if kind is Axis and not isinstance(value, AxisSize):
+        return AxisSize.of(made, names.axes[made])
+    return value if kind is Axis else made
+
+
+def _no_axis(name: str, node: n.Node, names: Names) -> NoReturn:
+    helps = (guess(name, names.axes, "its axes are"),) if names.axes else ()
+    title = f"the mesh has no axis `{name}`"
+    raise Refusal(Diagnostic("S204", title, Label(node.span), helps=helps))
+
+
+# ---- Declarations: header, knob, mesh, view, require, use and def, each from State to State.
+
+
+MOST = 2**20  # ranks along one axis
+BEGINS = re.compile(r"(?:\s|#.*)*schedule[ \t]+\d")  # what a schedule begins with
+
+
+def refused(
+    code: str, title: str, span: Span, label: str = "", *helps: str, note: str = ""
+) -> NoReturn:
+    """Refuse at a place."""
+    raise Refusal(Diagnostic(code, title, Label(span, label), (), (note,) * bool(note), helps))
+
+
+def header(node: n.Header, state: State) -> State:
+    """The model must be of the class that the header names, or of a class made from it (S110)."""
+    if node.model and state.facts and node.model not in state.facts.class_names(""):
+        have = state.facts.class_name
+        help_ = f"a schedule for this model begins with `schedule 1 for {have}`"
+        title = f"this schedule is for the model class {node.model}"
+        refused("S110", title, node.span, f"the model is of class {have}", help_)
+    return state
+
+
+def knob(node: n.Knob, state: State) -> State:
+    """A parameter (S101 to S105)."""
+    _fresh(node.name, node.span, state)
+    return state.with_knob(declare(node, state.names, state.settings.knobs))
+
+
+def _fresh(name: str, span: Span, state: State) -> None:
+    taken = name in state.knobs or name in state.axes or name in state.defs
+    taken = taken or name in state.patterns
+    if taken:
+        known = state.knobs.get(name)
+        also = (Label(known.span, "first declared here"),) if known else ()
+        title = f"`{name}` is declared twice"
+        raise Refusal(Diagnostic("S101", title, Label(span), also, (), ("rename one",)))
+
+
+# ---- mesh and views -----------------------------------------------------------------------
+
+
+def mesh(node: n.Mesh, state: State) -> State:
+    """Named axes, slowest first; one size may be `_`, the rest of the ranks (S111)."""
+    if state.mesh is not None:
+        refused("S101", "the mesh is declared twice", node.span, "", "name all axes in one `mesh`")
+    if state.plan and state.plan.actions:
+        refused("S111", "the mesh stands above the first row", node.span)
+    sizes: dict[str, int | None] = {}
+    sized: dict[str, str] = {}
+    for arg in node.args:
+        if not isinstance(arg, n.Keyword):
+            refused("S111", "an axis needs a name and a size", arg.span, "", "write `mesh(tp=2)`")
+        if arg.name in sizes:
+            refused("S101", f"the axis `{arg.name}` is declared twice", arg.span)
+        sizes[arg.name] = _size(arg, state)
+        if isinstance(arg.value, n.Name) and arg.value.text in state.knobs:
+            sized[arg.name] = arg.value.text
+        _not_a_knob(arg, state)
+    _known_axes(node, sizes, state.settings)
+    axes = _filled(node, sizes, state.settings)
+    return replace(state.with_mesh(Mesh(axes, (), node.on)), sized=sized)
+
+
+def stand_in(node: n.Mesh, state: State) -> State:
+    """After a refused mesh: its axes are known by name, and nothing is planned any more."""
+    names = [arg.name for arg in node.args if isinstance(arg, n.Keyword)]
+    taken = [name for name in dict.fromkeys(names) if name not in state.axes]
+    axes = tuple((name, 1) for name in taken)
+    return replace(state, mesh=state.mesh or Mesh(axes), plan=None)
+
+
+def _size(arg: n.Keyword, state: State) -> int | None:
+    """The size of an axis; None for `_`."""
+    if arg.name in state.settings.mesh:
+        size: Any = state.settings.mesh[arg.name]
+    elif isinstance(arg.value, n.Name) and arg.value.text == "_":
+        return None
+    else:
+        size = evaluate(arg.value, state.names)
+    if size is UNKNOWN:
+        return 1
+    if isinstance(size, bool) or not isinstance(size, int):
+        names = list(state.knobs)
+        near = closest(str(size), names)
+        helps = (f"did you mean `{near}`?",) if near else ()
+        refused(
+            "S111", "the size of an axis must be a number", arg.span, f"is {shown(size)}", *helps
+        )
+    if not 1 <= size <= MOST or isinstance(size, Bytes):
+        refused("S111", f"an axis must have 1 to {MOST} ranks", arg.span, f"is {size}")
+    return int(size)
+
+
+def _not_a_knob(arg: n.Keyword, state: State) -> None:
+    own = isinstance(arg.value, n.Name) and arg.value.text == arg.name
+    if arg.name in state.knobs and not own:
+        help_ = f"give the axis the size of the knob, `{arg.name}={arg.name}`, or rename one"
+        title = f"`{arg.name}` is a knob and also an axis of another size"
+        refused("S101", title, arg.span, "", help_)
+
+
+def _known_axes(node: n.Mesh, sizes: Mapping[str, Any], settings: Settings) -> None:
+    for name in settings.mesh:
+        if name not in sizes:
+            help_ = guess(name, sizes, "its axes are")
+            refused("S204", f"the mesh has no axis `{name}`", node.span, "", help_)
+
+
+def _filled(
+    node: n.Mesh, sizes: Mapping[str, int | None], settings: Settings
+) -> tuple[tuple[str, int], ...]:
+    """The axes with `_` replaced by what is left: of the job's ranks, else of `on NAMExN`."""
+    blanks = [name for name, size in sizes.items() if size is None]
+    if not blanks:
+        return tuple((name, size) for name, size in sizes.items() if size is not None)
+    if len(blanks) > 1:
+        given = ", ".join(f"{k}={'_' if k == blanks[0] else v or 2}" for k, v in sizes.items())
+        help_ = f"give the others a size: `mesh({given})`"
+        said = f"{len(blanks)} axes are `_`"
+        refused("S111", "only one axis may be `_`", node.span, said, help_)
+    taken = math.prod(size for size in sizes.values() if size is not None)
+    machine = re.fullmatch(r".*?x(\d+)", node.on or "")
+    world = settings.world or (int(machine[1]) if machine else 2 * taken)
+    if world % taken:
+        said = f"the other axes take {taken} of {world} ranks"
+        help_ = "the product of their sizes must divide the number of ranks"
+        title = f"the ranks do not divide: `{blanks[0]}` has no integer size"
+        refused("S111", title, node.span, said, help_)
+    rest = world // taken
+    return tuple((name, rest if size is None else size) for name, size in sizes.items())
+
+
+def view(node: n.View, state: State) -> State:
+    """A second name for several axes folded together."""
+    _fresh(node.name, node.span, state)
+    known = state.mesh or Mesh()
+    for name in node.axes:
+        if name not in known.sizes:
+            note = f"the mesh is {known}"
+            help_ = guess(name, known.sizes, "its axes are") if known.sizes else "declare `mesh`"
+            refused("S204", f"the mesh has no axis `{name}`", node.span, "", help_, note=note)
+    if len(set(node.axes)) < len(node.axes):
+        refused("S111", "a view must fold different axes", node.span)
+    made = replace(known, views=(*known.views, (node.name, node.axes)))
+    if node.size is not None:
+        size, said = made.size(node.name), evaluate(node.size, state.names)
+        if said is not UNKNOWN and said != size:
+            title = f"`{node.name}` has {size} ranks, not {shown(said)}"
+            refused("S111", title, node.span, f"the mesh is {known}")
+    return state.with_mesh(made)
+
+
+# ---- require ------------------------------------------------------------------------------
+
+
+def require(node: n.Require, state: State) -> State:
+    """A condition on knobs, mesh and model (S104); unknown without a model."""
+    holds = evaluate(node.test, state.names)
+    if holds is UNKNOWN or holds is True:
+        return state
+    if holds is not False:
+        said = f"this is {shown(holds)}"
+        refused("S304", "`require` needs a condition: true or false", node.test.span, said)
+    used = {part for name in walk(node.test) if isinstance(name, n.Name) for part in name.parts[:1]}
+    knobs = {name: k for name, k in state.knobs.items() if name in used}
+    helps = alternatives(knobs, lambda new: evaluate(node.test, with_knobs(state, new)) is True)
+    label = ""
+    if isinstance(node.test, n.Chain) and isinstance(node.test.items[0], n.Node):
+        left = node.test.items[0]
+        value = evaluate(left, state.names)
+        value = int(value) if isinstance(value, AxisSize) else value
+        if not isinstance(left, n.Lit):
+            label = f"{spelling.expr(left)} is {shown(value)}"
+    note = f"with {decided(knobs)}" if knobs else ""
+    refused("S104", "`require` fails", node.span, label, *helps, note=note)
+
+
+def with_knobs(state: State, new: Mapping[str, Any]) -> Names:
+    """The names if some knobs had other values."""
+    names = state.names
+    axes = {axis: new.get(state.sized.get(axis, ""), size) for axis, size in names.axes.items()}
+    return replace(names, knobs={**names.knobs, **new}, axes=axes)
+
+
+# ---- definitions and libraries ------------------------------------------------------------
+
+
+def define(node: n.Def, state: State) -> State:
+    """A block with a name; it may call only what stands above it, so nothing recurs."""
+    _fresh(node.name, node.span, state)
+    if find(node.name) is not None:
+        help_ = "rename the definition"
+        refused("S101", f"`{node.name}` is a primitive", node.span, "", help_)
+    names = [param.name for param in node.params]
+    for name in names:
+        if names.count(name) > 1:
+            refused("S101", f"`{name}` is declared twice", node.span, "among the parameters")
+    problems = list(_unknown_calls(node, state))
+    if problems:
+        raise Refusal(*problems)
+    made = Definition(node, state.defs, state.names.knobs, state.patterns)
+    return replace(state, defs={**state.defs, node.name: made})
+
+
+def _unknown_calls(node: n.Def, state: State) -> Iterator[Diagnostic]:
+    for inner in walk(node.block):
+        if isinstance(inner, n.Rule | n.Do):
+            name = inner.call.name.text
+            if name not in state.defs and name not in state.broken and find(name) is None:
+                yield no_primitive(inner.call.name, state)
+
+
+def use(node: n.Use, state: State, above: tuple[Path, ...] = ()) -> State:
+    """Bring in the definitions of a library (S112); `above` are the files being read."""
+    holder = Path(node.span.source.name).parent if node.span else Path()
+    place = (holder / node.path).resolve()
+    if place in above:
+        chain = " -> ".join(path.name for path in (*above, place))
+        refused("S112", "these files use each other", node.span, chain, ALONE)
+    try:
+        source = read(place, str(holder / node.path))
+        _is_schedule(source, node)
+        file = parse(source)
+    except Refusal as refusal:
+        raise refusal.at(node.span) from None
+    bases.count_use(source.text, node.span)
+    given: dict[str, Any] = {}
+    for arg in node.args or ():
+        if not isinstance(arg, n.Keyword):
+            refused("S302", "a library's knobs are set by name", arg.span, "", "`(tp=4)`")
+        given[arg.name] = evaluate(arg.value, state.names)
+    inner = _library(file, state, given, (*above, place))
+    unknown_settings(given, inner.knobs, node.span)
+    prefix = f"{node.alias}." if node.alias else ""
+    made = {prefix + name: d for name, d in inner.defs.items()}
+    drawn = {prefix + name: p for name, p in inner.patterns.items()}
+    for name in (*made, *drawn):
+        _fresh(name, node.span, state)
+    return replace(state, defs={**state.defs, **made}, patterns={**state.patterns, **drawn})
+
+
+def _is_schedule(source: Source, node: n.Use) -> None:
+    """Refuse (S003) a file that does not begin as a schedule does; nothing of it is shown."""
+    if not BEGINS.match(source.text):
+        title = f"`{node.path}` is not a schedule"
+        help_ = "a schedule begins with its version and its model: `schedule 1 for Class`"
+        refused("S003", title, node.span, "used here", help_)
+
+
+def pattern(node: n.Pattern, state: State) -> State:
+    """A subgraph with a name (S885)."""
+    _fresh(node.name, node.span, state)
+    return replace(state, patterns={**state.patterns, node.name: patterns.declared(node)})
+
+
+def _library(
+    file: n.File, state: State, given: Mapping[str, Any], above: tuple[Path, ...]
+) -> State:
+    """The state at the end of a library: its knobs and definitions."""
+    inner = replace(start(None, Settings(given)), facts=state.facts)
+    inner = header(file.header, inner)
+    for item in file.items:
+        match item:
+            case n.Knob():
+                inner = knob(item, inner)
+            case n.Require():
+                inner = require(item, inner)
+            case n.Def():
+                inner = define(item, inner)
+            case n.Use():
+                inner = use(item, inner, above)
+            case n.Pattern():
+                inner = pattern(item, inner)
+            case _:
+                raise AssertionError("a base, whose items are executed one by one")
+    return inner

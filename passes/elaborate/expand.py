@@ -1,0 +1,444 @@
+"""Statements of a schedule, executed in order: from syntax to the plan's actions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from schedlang.diagnostics.diagnostic import MOST, Diagnostic, Label, Refusal, guess
+from schedlang.diagnostics.source import Span
+from schedlang.ir.primitive import Primitive, find
+from schedlang.language import nodes as n
+from schedlang.language import spelling
+from schedlang.language.binding import bind
+from schedlang.language.evaluate import evaluate
+from schedlang.language.knob import unknown_settings
+from schedlang.language.value import UNKNOWN, Names, shown
+from schedlang.passes.elaborate import bases, declare, expect, legality
+from schedlang.passes.elaborate import state as calls
+from schedlang.passes.elaborate.declare import arguments_of
+from schedlang.passes.elaborate.state import RELAXABLE, Settings, State, current, start
+from schedlang.uncollected import uncollected
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from schedlang.ir.model import ModelFacts
+    from schedlang.language.selector import Selector
+
+# ---- Steps: their names, and what their rows may give up.
+
+
+def open_step(node: n.Step, state: State) -> State:
+    """The state in which a step's name and what it may give up are known."""
+    if node.name in state.steps:
+        label = Label(node.span and step_head(node), "the second step of this name")
+        raise Refusal(Diagnostic("S101", f"there are two steps `{node.name}`", label))
+    for name in node.relax:
+        if name not in RELAXABLE:
+            title = f"a step cannot relax `{name}`"
+            help_ = guess(name, RELAXABLE, "choose among")
+            raise Refusal(Diagnostic("S303", title, Label(step_head(node)), helps=(help_,)))
+    plan = state.plan
+    if plan is not None:
+        plan = replace(plan, relaxed=(*plan.relaxed, (node.name, node.relax)))
+    return replace(state, steps=(*state.steps, node.name), plan=plan)
+
+
+def step_head(node: n.Step) -> Span:
+    """The words `step "name"`."""
+    if not node.span or not node.span.source.name.endswith(".sched"):
+        return node.span
+    start_ = node.span
+    end = start_.col + len(f'step "{node.name}"')
+    return Span(start_.source, start_.line, start_.col, start_.line, end)
+
+
+def allowed(primitive: Primitive, state: State, span: Span) -> None:
+    """Refuse a row that gives up what its step has not allowed (S505)."""
+    step = state.step
+    relaxed = {"rounding", *(step.relax if step else ())}
+    beyond = sorted(primitive.gives_up - relaxed)
+    if not beyond:
+        return
+    name = beyond[0]
+    title = f"this row changes numerics (`{name}`): its step does not allow that"
+    also = (Label(step_head(step), "allows only " + _allows(step)),) if step else ()
+    if step:
+        names = ", ".join((*step.relax, *beyond))
+        help_ = f'allow it: `step "{step.name}" relax({names}) {{`'
+    else:
+        help_ = f'move it into a step that allows it: `step "..." relax({name}) {{`'
+    label = Label(span, f"results may differ in {', '.join(beyond)}")
+    raise Refusal(Diagnostic("S505", title, label, also, (), (help_,)))
+
+
+def _allows(step: n.Step) -> str:
+    return " and ".join(("rounding", *step.relax))
+
+
+# ---- Statements of a schedule, executed in order: from syntax to the plan's actions.
+
+
+Roots = Sequence[str] | None  # the modules of a scope; None where there is no model
+
+
+@uncollected()
+@bases.counted()
+def expand(file: n.File, facts: ModelFacts | None, settings: Settings | None = None) -> State:
+    """Execute a whole file; every independent mistake is in the refusal.
+
+    Without `facts` syntax, names and arguments are checked, and the state's plan is None.
+    """
+    whole = bases.spliced(file)
+    settings = _sizing_knobs(whole.items, settings or Settings())
+    runner = Expander(start(facts, settings))
+    runner.problems += whole.problems
+    for header in whole.headers:
+        runner.attempt(partial(declare.header, header, runner.state))
+    for item in whole.items:
+        runner.item(item)
+    if not runner.problems:
+        runner.attempt(lambda: _settings_used(file, runner.state))
+    if not runner.problems:
+        runner.attempt(lambda: _ended(runner.state))
+    if runner.problems:
+        raise Refusal(*runner.problems)
+    return runner.state
+
+
+def _ended(state: State) -> State:
+    """What can only be counted when all rows are there."""
+    if state.plan is not None:
+        legality.check_cuts(state.plan)
+    return state
+
+
+def _sizing_knobs(items: Sequence[n.Item], settings: Settings) -> Settings:
+    """An axis size from outside also sets the knob that sizes the axis, before any `require`."""
+    knobs = dict(settings.knobs)
+    declared = {item.name for item in items if isinstance(item, n.Knob)}
+    for item in items:
+        for arg in item.args if isinstance(item, n.Mesh) else ():
+            if not isinstance(arg, n.Keyword) or not isinstance(arg.value, n.Name):
+                continue
+            size, name = settings.mesh.get(arg.name), arg.value.text
+            if size is None or name not in declared:
+                continue
+            if str(knobs.get(name, size)) != str(size):
+                title = f"the knob `{name}` is set to {knobs[name]} and its axis to {size}"
+                raise Refusal(Diagnostic("S109", title, Label(arg.span), helps=("set one",)))
+            knobs[name] = size
+    return replace(settings, knobs=knobs)
+
+
+def _settings_used(file: n.File, state: State) -> State:
+    unknown_settings(state.settings.knobs, state.knobs, file.header.span)
+    if state.settings.mesh and state.mesh is None:
+        raise Refusal(
+            Diagnostic("S204", "the schedule has no mesh to set", Label(file.header.span))
+        )
+    return state
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Sites of a row that was refused: what touches them afterwards may only follow from that."""
+
+    sites: tuple[str, ...]
+
+    def explains(self, plan_sites: Sequence[str]) -> bool:
+        """Whether one of the sites is, holds or lies in one of these."""
+        return any(
+            a == b or a.startswith(f"{b}." if b else "") or b.startswith(f"{a}." if a else "")
+            for a in self.sites
+            for b in plan_sites
+        )
+
+
+class Expander:
+    """Executes statements one by one; `state` is replaced, `problems` grows."""
+
+    def __init__(self, state: State, selector: Selector | None = None) -> None:
+        self.state = state
+        self.problems: list[Diagnostic] = []
+        self.failed: list[Failed] = []
+        self.rows: int = 0  # statements executed, those of definitions at each call
+        self.depth: int = 0  # blocks and calls around the one that is executed
+        self.selector = selector
+        if selector is None and state.facts is not None:
+            from schedlang.language.selector import Selector
+
+            self.selector = Selector(state.facts)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the rest is not looked at: there are rows or mistakes enough."""
+        return self.rows > bases.ROWS or len(self.problems) > MOST
+
+    def attempt(self, step: Callable[[], State]) -> bool:
+        """Take the state that `step` gives, or note why it refuses."""
+        try:
+            self.state = step()
+        except Refusal as refusal:
+            self.problems += [d for d in refusal.diagnostics if d not in self.problems]
+            return False
+        return True
+
+    # ---- declarations -----------------------------------------------------------------
+
+    def item(self, item: n.Item) -> None:
+        """One statement at the top of a file."""
+        if self.stopped:
+            return
+        state = self.state
+        match item:
+            case n.Knob(name):
+                self._declare(lambda: declare.knob(item, state), name)
+            case n.Mesh():
+                if not self._declare(lambda: declare.mesh(item, state)):
+                    self.state = declare.stand_in(item, self.state)
+            case n.View(name):
+                self._declare(lambda: declare.view(item, state), name)
+            case n.Require():
+                self._declare(lambda: declare.require(item, state))
+            case n.Def(name):
+                self._declare(lambda: declare.define(item, state), name)
+            case n.Use():
+                self._use(item)
+            case n.Step():
+                self.step(item)
+            case n.Pattern(name):
+                self._declare(lambda: declare.pattern(item, state), name)
+            case n.Override() | n.Drop():
+                raise AssertionError("bases were not spliced in")
+            case _:
+                self.statement(item, ("",) if state.facts else None, state.names)
+
+    def _use(self, node: n.Use) -> None:
+        """A library's definitions; a base's items, where no file has spliced them in before."""
+        above = (Path(node.span.source.name).resolve(),) if node.span else ()
+        with bases.counted():
+            self._used(node, above)
+
+    def _used(self, node: n.Use, above: tuple[Path, ...]) -> None:
+        base = bases.opened(node, above)
+        for header in base.headers:
+            self.attempt(partial(declare.header, header, self.state))
+        for item in base.items:
+            self.item(item)
+        if not base.items:
+            given = partial(declare.use, node, self.state, above)
+            self._declare(given, f"{node.alias}.")
+
+    def _declare(self, step: Callable[[], State], *names: str) -> bool:
+        """A declaration; if it is refused, what uses its names is not blamed."""
+        before = self.state.broken
+        try:
+            self.state = step()
+            return True
+        except Refusal as refusal:
+            self.state = self.state.without(*names)
+            if not any(self._follows(d, before) for d in refusal.diagnostics):
+                self.problems += refusal.diagnostics
+            return False
+
+    def _follows(self, problem: Diagnostic, broken: frozenset[str]) -> bool:
+        """Whether a message only says that a refused declaration is missing."""
+        if not broken or problem.code not in ("S204", "S210", "S301", "S106", "S111", "S304"):
+            return False
+        said = f"{problem.title} {problem.primary.text}"
+        return any(
+            f"`{name}" in said if name[-1] == "." else f"`{name}`" in said for name in broken
+        )
+
+    def step(self, node: n.Step) -> None:
+        """A phase with a name."""
+        with self.inside(node):
+            roots = ("",) if self.state.facts else None
+            for statement in node.block.body:
+                self.statement(statement, roots, self.state.names)
+
+    @contextmanager
+    def inside(self, node: n.Step) -> Iterator[None]:
+        """The state within a step, and after it."""
+        if not self.attempt(lambda: open_step(node, self.state)):
+            self.state = replace(self.state, steps=(*self.state.steps, node.name))
+        self.state = replace(self.state, step=node)
+        yield
+        self.state = replace(self.state, step=None)
+
+    # ---- statements -------------------------------------------------------------------
+
+    def statement(self, node: n.Stmt, roots: Roots, names: Names) -> None:
+        """One statement within a scope."""
+        if self.stopped:
+            return
+        self.rows += 1
+        self.depth += 1
+        try:
+            bases.statement(self.rows, self.depth, node.span)
+            self._statement(node, roots, names)
+        except Refusal as refusal:
+            self._note(refusal)
+        finally:
+            self.depth -= 1
+
+    def _statement(self, node: n.Stmt, roots: Roots, names: Names) -> None:
+        match node:
+            case n.Rule(call=call):
+                sites = self._or_nowhere(lambda: self._select(node.paths, roots, names))
+                self._call(call, sites, names, chosen=True)
+            case n.Do(_, call):
+                self._call(call, roots, names, chosen=False)
+            case n.At(block=block):
+                inner = self._or_nowhere(lambda: self._scope(node, roots, names))
+                for statement in block.body:
+                    self.statement(statement, inner, names)
+            case n.When(test, block, orelse):
+                self._when(test, block, orelse, roots, names)
+            case n.Expect():
+                self._expect(node, names)
+
+    def _or_nowhere(self, select: Callable[[], Roots]) -> Roots:
+        """The modules of a selection; of one that is refused none, and what is done with them is
+        checked for its names and arguments only."""
+        try:
+            return select()
+        except Refusal as refusal:
+            self._note(refusal)
+            return None
+
+    def _note(self, refusal: Refusal) -> None:
+        """What is wrong and does not follow from what was said already."""
+        broken = self.state.broken
+        self.problems += [
+            d
+            for d in refusal.diagnostics
+            if not self._follows(d, broken) and d not in self.problems
+        ]
+
+    def _expect(self, node: n.Expect, names: Names) -> None:
+        """Note a bound on the plan; it is held against it once its costs are counted."""
+        found, plan = expect.read(node, names), self.state.plan
+        if found is not None and plan is not None:
+            plan = replace(plan, expected=(*plan.expected, found))
+            self.state = replace(self.state, plan=plan)
+
+    def _select(self, paths: Sequence[n.Path], roots: Roots, names: Names) -> Roots:
+        if self.selector is None or roots is None:
+            return None
+        selector = self.selector = current(self.selector, self.state)
+        found = [selector.select(path, roots, names) for path in paths]
+        return found[0] if len(found) == 1 else selector.sort(itertools.chain(*found))
+
+    def _scope(self, node: n.At, roots: Roots, names: Names) -> Roots:
+        if self.selector is None or roots is None:
+            return None
+        self.selector = current(self.selector, self.state)
+        return self.selector.scope(node, roots, names)
+
+    def _when(
+        self, test: n.Expr, block: n.Block, orelse: n.Block | None, roots: Roots, names: Names
+    ) -> None:
+        holds = evaluate(test, names)
+        if holds is not UNKNOWN and not isinstance(holds, bool):
+            label = Label(test.span, f"this is {shown(holds)}")
+            raise Refusal(Diagnostic("S304", "`when` needs a condition: true or false", label))
+        taken = [block] if holds is True else [orelse] if holds is False else [block, orelse]
+        for body in taken:
+            for statement in body.body if body else ():
+                self.statement(statement, roots, names)
+
+    # ---- calls ------------------------------------------------------------------------
+
+    def _call(self, call: n.Call, sites: Roots, names: Names, chosen: bool) -> None:
+        """A definition's body, or one row of the plan."""
+        name = call.name.text
+        defs = self.state.defs
+        if name in defs:
+            self._expand(call, sites, names)
+        elif (kind := find(name)) is not None:
+            self._row(kind, call, sites, names, chosen)
+        else:
+            raise Refusal(calls.no_primitive(call.name, self.state))
+
+    def _expand(self, call: n.Call, sites: Roots, names: Names) -> None:
+        """Execute the body of a definition with its arguments, in the names of its own file."""
+        made = self.state.defs[call.name.text]
+        given = arguments_of(call, made.node, names, replace(names, knobs=made.knobs))
+        inner = replace(names, knobs=made.knobs, arguments=given)
+        outer, known = self.state, len(self.problems)
+        self.state = replace(outer, defs=made.above, patterns=made.patterns)
+        for statement in made.node.block.body:
+            self.statement(statement, sites, inner)
+        self.state = replace(self.state, defs=outer.defs, patterns=outer.patterns)
+        said = Label(call.span, f"in this call of `{call.name.text}`")
+        self.problems[known:] = [replace(d, also=(*d.also, said)) for d in self.problems[known:]]
+
+    def _row(
+        self, kind: type[Primitive], call: n.Call, sites: Roots, names: Names, chosen: bool
+    ) -> None:
+        primitive = bind(kind, calls.arguments(call, names), call.span, names.axes)
+        if kind.takes == "model" and chosen:
+            title = f"`{kind.__name__}` takes no selector"
+            help_ = f"leave the selector out: `{spelling.expr(call)}`"
+            label = Label(call.span, "acts on the whole scope")
+            raise Refusal(Diagnostic("S306", title, label, helps=(help_,)))
+        primitive = calls.resolved(primitive, self.state, call.span)
+        self.add(primitive, sites, call.span)
+
+    def add(self, primitive: Primitive, sites: Roots, span: Span) -> None:
+        """One row: all its sites, or none and a refusal."""
+        plan = self.state.plan
+        if plan is not None and sites is not None and not sites:
+            self.state = replace(self.state, idle=(*self.state.idle, span))
+        if plan is None or not sites:
+            calls.agreed(primitive, self.state, span)
+            return
+        if primitive.takes == "model" and len(sites) > 1:
+            title = f"`{type(primitive).__name__}` must stand in a scope of one module"
+            label = Label(span, f"this scope has {len(sites)} modules")
+            raise Refusal(Diagnostic("S306", title, label))
+        try:
+            primitive = primitive.located(_folder(span))
+        except Refusal as refusal:
+            raise refusal.at(span) from None
+        allowed(primitive, self.state, span)
+        step = self.state.step
+        try:
+            legality.check(plan, primitive, sites, span)
+            plan = plan.add(primitive, sites, step=step.name if step else "", span=span)
+        except Refusal as refusal:
+            follows = any(failed.explains(sites) for failed in self.failed)
+            self.failed.append(Failed((*sites, *legality.tied(plan, sites))))
+            if follows:
+                return
+            raise _beside(refusal.at(span), primitive, self.state) from None
+        self.state = replace(self.state, plan=plan)
+
+
+def _folder(span: Span) -> Path:
+    """Where paths in a row start: the folder of its file, of a Python line the working folder."""
+    name = Path(span.source.name)
+    return name.parent if name.suffix == ".sched" else Path()
+
+
+def _beside(refusal: Refusal, primitive: Primitive, state: State) -> Refusal:
+    """A message about two rows shows the earlier one of the same verb, if it shows none yet."""
+    rows = state.plan.actions if state.plan else ()
+    earlier = [a.span for a in rows if type(a.primitive) is type(primitive) and a.span]
+    if not earlier:
+        return refusal
+    also = (Label(earlier[-1], "the row above"),)
+    return Refusal(
+        *(
+            replace(d, also=also) if d.code.startswith("S5") and not d.also else d
+            for d in refusal.diagnostics
+        )
+    )

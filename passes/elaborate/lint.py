@@ -1,0 +1,215 @@
+"""Warnings: what a schedule says that has no effect, and what it does not verify as others do."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, foremost
+from schedlang.diagnostics.source import Span
+from schedlang.language import nodes as n
+from schedlang.language import spelling
+from schedlang.language.evaluate import evaluate
+from schedlang.language.knob import Knob
+from schedlang.language.misread import walk
+from schedlang.language.value import shown
+from schedlang.passes.elaborate.declare import with_knobs
+
+if TYPE_CHECKING:
+    from schedlang.passes.elaborate.state import State
+
+MOST = 1024  # settings of knobs that a condition is tried with
+# about what torch.testing.assert_close allows; without a model, what it allows at most
+USUAL = {"float64": 1e-7, "float32": 1.3e-6, "float16": 1e-3, "bfloat16": 2e-2}
+Rows = Sequence[n.Rule | n.Do]
+
+
+def lint(file: n.File, state: State | None = None) -> list[Diagnostic]:
+    """Warnings about a whole file, in the order of the text; they never refuse anything.
+
+    `state` is what executing the file came to; with a model it knows which rows selected nothing.
+    """
+    steps = [item for item in file.items if isinstance(item, n.Step)]
+    found = [*_unused(file), *_unverified(steps)]
+    if state is not None:
+        found += [*_never(file, state), *_of_one_rank(file, state), *_loose(file, state)]
+        found += _empty(file.items, state.idle)
+    return list(foremost(sorted(found, key=lambda d: (d.primary.span.line, d.primary.span.col))))
+
+
+# -- declared, and never used ----------------------------------------------------------------------
+
+
+def _unused(file: n.File) -> Iterator[Diagnostic]:
+    """W101 to W104: knobs, definitions, patterns and views.  Libraries are there for others."""
+    used = {part for node in walk(file) for part in _uses(node)}
+    called = {row.call.name.text for row in _rows(file)}
+    library = all(isinstance(x, n.Knob | n.Require | n.Def | n.Use | n.Pattern) for x in file.items)
+    for item in file.items:
+        if isinstance(item, n.Knob) and item.name not in used:
+            help_ = f"drop it, or use it: `mesh(tp={item.name})`"
+            yield _warning("W101", f"the knob `{item.name}` is never used", item, help_)
+        if isinstance(item, n.Def) and not library and item.name not in called:
+            help_ = f"drop it, or call it in a row: `path  {item.name}(...)`"
+            yield _warning("W102", f"`{item.name}` is never called", item, help_)
+        if isinstance(item, n.Pattern) and not library and item.name not in used:
+            help_ = f"drop it, or use it: `path  fuse({item.name})`"
+            yield _warning("W103", f"the pattern `{item.name}` is never used", item, help_)
+        if isinstance(item, n.View) and item.name not in used:
+            help_ = f"drop it, or name it in a row: `over={item.name}`"
+            yield _warning("W104", f"the view `{item.name}` is never used", item, help_)
+
+
+def _uses(node: n.Node) -> Iterator[str]:
+    """The names that a node mentions."""
+    if isinstance(node, n.Name):
+        yield node.parts[0]
+    elif isinstance(node, n.Lit):
+        yield node.text.strip('"')  # a pattern's name may be a text
+    elif isinstance(node, n.View):
+        yield from node.axes
+    elif isinstance(node, n.Seg):
+        for index in node.index:
+            bounds = (index,) if isinstance(index, str) else (index.start, index.stop, index.step)
+            yield from (bound for bound in bounds if bound)
+
+
+def _unverified(steps: Sequence[n.Step]) -> Iterator[Diagnostic]:
+    """W701: steps that are compared with the others only, not by themselves."""
+    for step in steps:
+        rows = _rows(step)
+        if rows and all(row.call.name.text != "verify" for row in rows):
+            title = f"the step `{step.name}` is never verified"
+            yield _warning("W701", title, step, "end it with `verify(forward, backward)`")
+
+
+# -- rows that do nothing --------------------------------------------------------------------------
+
+
+def _never(file: n.File, state: State) -> Iterator[Diagnostic]:
+    """W105: a `when` that holds for no values of the knobs."""
+    for node in _statements(file):
+        if isinstance(node, n.When) and _holds(node.test, state) == {False}:
+            title = f"`{spelling.expr(node.test)}` is never true"
+            names = {part for inner in walk(node.test) for part in _uses(inner)}
+            knobs = [knob for name, knob in state.knobs.items() if name in names and knob.options]
+            label = ", ".join(f"`{k.name}` is one of {shown(k.options)}" for k in knobs[:2])
+            help_ = "drop the block, or widen the domain of a knob"
+            yield _warning("W105", title, node, help_, label=label if len(label) < 80 else "")
+
+
+def _holds(test: n.Expr, state: State) -> set[object]:
+    """What a condition may be, for all values of the knobs; what cannot be told is anything."""
+    names = {part for node in walk(test) for part in _uses(node)}
+    names |= {knob for axis, knob in state.sized.items() if axis in names}
+    knobs = [knob for name, knob in state.knobs.items() if name in names]
+    options = [_options(knob) for knob in knobs]
+    if not all(options) or math.prod(map(len, options)) > MOST:
+        return {None}
+    found: set[object] = set()
+    for values in itertools.product(*options):
+        new = {knob.name: value for knob, value in zip(knobs, values)}
+        try:
+            found.add(evaluate(test, with_knobs(state, new)))
+        except Refusal:  # an argument of a definition, or another value for which it has no meaning
+            found.add(None)
+    return found
+
+
+def _options(knob: Knob) -> tuple[object, ...]:
+    """All values of a knob; of a choice each as the knob itself would have it."""
+    if knob.type != "choice":
+        return knob.options
+    return tuple(type(knob.value).of(str(o), knob.name, knob.value.options) for o in knob.options)
+
+
+def _of_one_rank(file: n.File, state: State) -> Iterator[Diagnostic]:
+    """W401: rows over an axis that has one rank only because a knob was left at its default."""
+    by_axis: dict[str, list[n.Rule | n.Do]] = {}
+    for row in _rows(file):
+        for arg in row.call.args:
+            if isinstance(arg, n.Keyword) and arg.name == "over" and isinstance(arg.value, n.Name):
+                by_axis.setdefault(arg.value.text, []).append(row)
+    for axis, rows in by_axis.items():
+        knob = state.knobs.get(state.sized.get(axis, ""))
+        if state.axes.get(axis) != 1 or knob is None or knob.options in ((1,), ()):
+            continue
+        if knob.name not in state.settings.knobs and axis not in state.settings.mesh:
+            title = f"`{axis}` has 1 rank: this row does nothing"
+            label = f"`{knob.name}` has its default value"
+            more = f" (and {len(rows) - 1} more like it)" if len(rows) > 1 else ""
+            help_ = f"set it: `--knob {knob.name}={next(o for o in knob.options if o != 1)}`"
+            yield _warning("W401", title + more, rows[0].call, help_, label=label)
+
+
+def _empty(body: Sequence[n.Node], idle: Sequence[Span], maybe: bool = False) -> list[Diagnostic]:
+    """W201: rows that selected nothing because a selector ends in `?`."""
+    found = []
+    for node in body:
+        match node:
+            case n.Step(block=block) | n.Def(block=block):
+                found += _empty(block.body, idle, maybe)
+            case n.At(paths=paths, block=block):
+                found += _empty(block.body, idle, maybe or any(p.maybe for p in paths))
+            case n.When(block=block, orelse=orelse):
+                found += _empty(block.body, idle, maybe)
+                found += _empty(orelse.body if orelse else (), idle, maybe)
+            case n.Rule(call=call) | n.Do(call=call):
+                asked = maybe or (isinstance(node, n.Rule) and any(p.maybe for p in node.paths))
+                if asked and call.span in idle:
+                    help_ = "drop the row; `schedlang tree FILE` shows the modules"
+                    found.append(_warning("W201", "this row selects no module", node, help_))
+    return found
+
+
+# -- verified otherwise ----------------------------------------------------------------------------
+
+
+def _loose(file: n.File, state: State) -> Iterator[Diagnostic]:
+    """W702: a tolerance beyond what is usual for the model's dtype."""
+    dtypes = {fact.dtype for fact in state.facts.unique.values()} if state.facts else set(USUAL)
+    usual = max((USUAL.get(dtype, 0.0) for dtype in dtypes), default=0.0)
+    for row in _rows(file):
+        for arg in row.call.args if row.call.name.text == "verify" else ():
+            if not isinstance(arg, n.Keyword) or arg.name != "rtol" or not usual:
+                continue
+            try:
+                value = evaluate(arg.value, state.names)
+            except Refusal:  # an argument of a definition
+                continue
+            if isinstance(value, float) and value > usual:
+                which = next(iter(dtypes)) if len(dtypes) == 1 else "any dtype"
+                title = f"a tolerance of {value:g} is looser than usual for {which}"
+                help_ = "leave `rtol` out"
+                yield _warning("W702", title, arg, help_, label=f"{usual:g} is usual")
+
+
+def _rows(node: n.Node) -> Rows:
+    return [inner for inner in _statements(node) if isinstance(inner, n.Rule | n.Do)]
+
+
+def _statements(node: n.Node) -> Iterator[n.Node]:
+    """What stands below a node as a statement, in the order of the text; expressions are not."""
+    match node:
+        case n.File(items=body) | n.Block(body=body):
+            inner: tuple[n.Node, ...] = body
+        case n.Step(block=block) | n.Def(block=block) | n.At(block=block):
+            inner = block.body
+        case n.When(block=block, orelse=orelse):
+            inner = (*block.body, *(orelse.body if orelse else ()))
+        case n.Override(step=step):
+            inner = (step,)
+        case _:
+            inner = ()
+    for one in inner:
+        yield one
+        yield from _statements(one)
+
+
+def _warning(code: str, title: str, node: n.Node, *helps: str, label: str = "") -> Diagnostic:
+    line = node.span.source.line(node.span.line)
+    end = node.span.end_col if node.span.end_line == node.span.line else len(line.rstrip()) + 1
+    span = Span(node.span.source, node.span.line, node.span.col, node.span.line, end)
+    return Diagnostic(code, title, Label(span, label), helps=helps, level="warning")

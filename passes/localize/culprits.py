@@ -1,0 +1,333 @@
+"""The fewest rows, at the fewest modules, on which a failure shows when it is repeated."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.plan import Action
+from schedlang.passes.analyze.reductions import is_lossy
+from schedlang.passes.analyze.routing import routings
+from schedlang.passes.elaborate.rows import only
+from schedlang.passes.verify.observe import Condition, Observation
+from schedlang.passes.verify.sides import Case, original, prepared, tried
+from schedlang.report import Row
+
+if TYPE_CHECKING:
+    from schedlang.runtime.launch.pool import Pool
+
+# ---- Again: a failure that was seen, repeated on some rows of the plan, as cheaply as it shows.
+
+
+# the rows of a whole comparison, state saved and working dtype included
+Whole = Callable[[Case, "Case | None", Sequence[Condition], Observation], list[Row]]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What was run and seen in a proof that failed: in float64, and the case in its own dtype."""
+
+    case: Case
+    working: Case | None
+    told: Sequence[Condition]
+    expected: Observation
+    actual: Observation
+    whole: Whole
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One way to look for a failure: a condition cut short, and with what else."""
+
+    condition: Condition
+    saved: bool = False  # with a save, and a load by one rank
+    working: bool = False  # in the working dtype, too
+    kernels: bool = False  # only the trials of kernels
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        """Training steps, float64 before all else."""
+        return len(self.condition.batches), self.saved + 2 * self.working
+
+
+def trials_of(rows: Sequence[Row], failure: Failure) -> list[Trial]:
+    """Ways in which these failing rows may be seen again, the cheapest first."""
+    found = [trial for row in rows for trial in _ways(row, failure)]
+    unique: list[Trial] = []
+    for trial in sorted(found, key=lambda t: t.cost):
+        if trial not in unique:
+            unique.append(trial)
+    return unique
+
+
+def _ways(row: Row, failure: Failure) -> Iterator[Trial]:
+    if row.condition == "kernels":
+        yield Trial(replace(failure.told[0], batches=failure.told[0].batches[:1]), kernels=True)
+        return
+    condition = next((c for c in failure.told if c.name == row.condition), failure.told[0])
+    most = len(condition.batches)
+    saved, working = row.kind == "saved state", row.kind.endswith(" in working dtype")
+    early = saved or working or row.kind.startswith("optimizer ")
+    needed = 1 if early or row.step is None else min(row.step + 1, most)
+    for count in sorted({needed, most}):
+        yield Trial(replace(condition, batches=condition.batches[:count]), saved, working)
+
+
+class Again:
+    """Whether some rows of a plan alone fail as was seen."""
+
+    def __init__(self, failure: Failure, trial: Trial, pool: Pool) -> None:
+        self.failure, self.trial, self.pool = failure, trial, pool
+        self._right: Observation | None = None
+
+    def __call__(self, rows: Sequence[Action]) -> bool:
+        """Does a plan of these rows fail? One that is not legal, or dies, does not fail so."""
+        from schedlang.runtime.launch.pool import Hang, RankDied
+
+        try:
+            return any(not row.ok for row in self.rows(rows))
+        except (Refusal, RankDied, Hang):
+            return False
+
+    def rows(self, rows: Sequence[Action]) -> list[Row]:
+        """What is compared on a plan of these rows; raises as a proof does."""
+        from schedlang.passes.verify.compare import compare
+        from schedlang.passes.verify.trials import trials
+
+        failure, trial = self.failure, self.trial
+        if trial.kernels:
+            assert failure.working is not None
+            plan = only(failure.working.plan, rows)
+            return trials(replace(failure.working, plan=plan), failure.told)[0]
+        case, told = _with(failure.case, rows), self._conditions(rows)
+        if self._right is None or _follows(failure.case):
+            self._right, _ = original(case, told)
+        if trial.saved or trial.working:
+            working = _with(failure.working, rows) if trial.working and failure.working else None
+            count = len(trial.condition.batches)
+            working = working and replace(working, batches=working.batches[:count])
+            found = failure.whole(case, working, told, self._right)
+            kind = " in working dtype" if trial.working else "saved state"
+            return [row for row in found if row.kind.endswith(kind)]
+        actual: Any = self.pool.run(tried, case.plan.mesh.world, case, told)[0]
+        return list(compare(self._right, actual, exact=not failure.case.plan.gives_up))
+
+    def _conditions(self, rows: Sequence[Action]) -> list[Condition]:
+        """The condition; before it, where it is saved, a step of the first, which is to load it."""
+        first = self.failure.told[0]
+        loads = self.trial.saved and self.trial.condition.name != first.name
+        before = [replace(first, batches=first.batches[:1])] if loads else []
+        return [*before, self._condition(rows)]
+
+    def _condition(self, rows: Sequence[Action]) -> Condition:
+        """The condition; where it has a case of its own, that with these rows."""
+        own = getattr(self.trial.condition, "case", None)
+        if own is None:
+            return self.trial.condition
+        other: Any = {"case": _with(own, rows)}
+        return replace(self.trial.condition, **other)
+
+
+def _follows(case: Case) -> bool:
+    """Whether the original does as rows say, so that it is another one for other rows."""
+    plan = case.plan
+    rules = plan.model.changes, plan.kept, any(routings(plan)), is_lossy(plan)
+    return case.parted or case.table is not None or any(map(bool, rules))
+
+
+def _with(case: Case, rows: Sequence[Action]) -> Case:
+    return prepared(replace(case, plan=only(case.plan, rows)))
+
+
+# ---- Blame: the fewest rows of a schedule that break it.
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Blame(Generic[T]):
+    """`rows` fail together, and none can be left out; empty if it fails without any row."""
+
+    rows: tuple[T, ...]
+    prefix: int  # rows of the shortest failing prefix that was found
+    runs: int  # how often the predicate was asked
+
+
+def blame(rows: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> Blame[T]:
+    """Find the rows to blame: bisect prefixes, then debug by deltas rows that fail only together.
+
+    `fails(subset)` is asked for subsets in their order; a subset that is not legal must answer
+    False. The whole is known to fail. About log2(n) runs for a single culprit. Delta debugging
+    after Zeller, Hildebrandt: Simplifying and isolating failure-inducing input, TSE 2002.
+    """
+    asked = _Asked(rows, fails)
+    everything = tuple(range(len(rows)))
+    if not everything or asked(()):
+        return Blame((), 0, asked.runs)
+    low, high = 0, len(rows)  # the prefix of `low` rows holds, that of `high` rows fails
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if asked(everything[:middle]) else (middle, high)
+    culprit = high - 1
+    found = (culprit,) if asked((culprit,)) else _minimal(everything[:high], culprit, asked)
+    found = _without_pairs(found, asked)
+    return Blame(tuple(rows[i] for i in found), high, asked.runs)
+
+
+def _without_pairs(
+    failing: tuple[int, ...], asked: Callable[[tuple[int, ...]], bool]
+) -> tuple[int, ...]:
+    """Leave out what can be, one or two at a time: two rows may be legal only together."""
+    if len(failing) < 2:
+        return failing
+    for count in (1, 2):
+        for out in itertools.combinations(failing, count):
+            rest = tuple(i for i in failing if i not in out)
+            if rest and asked(rest):
+                return _without_pairs(rest, asked)
+    return failing
+
+
+class _Asked(Generic[T]):
+    """The predicate on sets of indices; no set is asked twice."""
+
+    def __init__(self, rows: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> None:
+        self.rows, self.fails = rows, fails
+        self.known: dict[tuple[int, ...], bool] = {tuple(range(len(rows))): True}
+        self.runs = 0
+
+    def __call__(self, subset: tuple[int, ...]) -> bool:
+        if subset not in self.known:
+            self.runs += 1
+            self.known[subset] = self.fails(tuple(self.rows[i] for i in subset))
+        return self.known[subset]
+
+
+def _minimal(
+    failing: tuple[int, ...], culprit: int, asked: Callable[[tuple[int, ...]], bool]
+) -> tuple[int, ...]:
+    """A failing subset from which none of the others can be left out."""
+    others = tuple(i for i in failing if i != culprit)
+    pieces = 2
+    while others:
+        pieces = min(pieces, len(others))
+        size = -(-len(others) // pieces)
+        chunks = [others[i : i + size] for i in range(0, len(others), size)]
+        less = _less(others, chunks, lambda rest: asked((*rest, culprit)))
+        if less is not None:
+            others, pieces = less, max(2, pieces - 1)
+        elif pieces < len(others):
+            pieces = min(2 * pieces, len(others))
+        else:
+            break
+    return (*others, culprit)
+
+
+def _less(
+    others: tuple[int, ...],
+    chunks: list[tuple[int, ...]],
+    fails: Callable[[tuple[int, ...]], bool],
+) -> tuple[int, ...] | None:
+    """One chunk alone, or all without one chunk, that still fails."""
+    alone = [chunk for chunk in chunks if len(chunk) < len(others)]
+    without = [tuple(i for i in others if i not in chunk) for chunk in chunks]
+    return next((rest for rest in (*alone, *without) if fails(rest)), None)
+
+
+# ---- Culprits: the fewest rows, at the fewest modules, on which a failure shows again.
+
+
+MOST_RUNS = 24  # to find fewer modules
+
+
+def culprits(rows: Sequence[Action], again: Again, hints: Sequence[str]) -> Blame[Action]:
+    """The rows to blame; first those at the modules that are suspected, each by itself.
+
+    That all rows fail together is known.
+    """
+    asked = 0
+    for near in _near(rows, hints):
+        asked += 1
+        if again(near):
+            found = blame(near, again)
+            return replace(found, runs=found.runs + asked)
+    found = blame(rows, again)
+    return replace(found, runs=found.runs + asked)
+
+
+def _near(rows: Sequence[Action], hints: Sequence[str]) -> Iterator[tuple[Action, ...]]:
+    """Rows that change what a module computes: each alone, all of them, with those around it."""
+    told: set[tuple[int, ...]] = set()
+    for hint in hints:
+        for around in _outwards(hint):
+            at = [row for row in rows if _shapes(row) and _acts(row, around)]
+            for near in (*((row,) for row in at if around == hint), tuple(at)):
+                numbers = tuple(row.row for row in near)
+                if near and len(near) < len(rows) and numbers not in told:
+                    told.add(numbers)
+                    yield near
+
+
+def _outwards(fqn: str) -> Iterator[str]:
+    """A module, and the two around it."""
+    for _ in range(3):
+        if fqn:
+            yield fqn
+        fqn = fqn.rpartition(".")[0]
+
+
+def _shapes(row: Action) -> bool:
+    return bool(row.primitive.writes & {"placement", "structure", "shape"})
+
+
+def _acts(row: Action, fqn: str) -> bool:
+    return any(_touches(site, fqn) for site in row.sites)
+
+
+def _touches(site: str, fqn: str) -> bool:
+    inside = site == fqn or site.startswith(f"{fqn}.")
+    return bool(site) and bool(fqn) and (inside or fqn.startswith(f"{site}."))
+
+
+def fewest_sites(rows: Sequence[Action], again: Again, hints: Sequence[str]) -> tuple[Action, ...]:
+    """The rows at the fewest modules that still fail; nothing if each acts at one already.
+
+    First only at the modules that are suspected.
+    """
+    single = [replace(row, sites=group) for row in rows for group in row.each]
+    if len(single) == len(rows):
+        return ()
+    fails = _at_most(MOST_RUNS, again)
+    wanted = {row.row for row in rows}
+    for hint in hints:
+        for around in _outwards(hint):
+            near = [one for one in single if _acts(one, around)]
+            if len(near) < len(single) and {one.row for one in near} == wanted and fails(near):
+                return tuple(_joined(near))
+    places = {name: k for k, name in enumerate(again.failure.case.plan.model.sites)}
+    single.sort(key=lambda one: (places[one.sites[0]], one.row))
+    return tuple(_joined(blame(single, fails).rows))
+
+
+def _at_most(runs: int, again: Again) -> Callable[[Sequence[Action]], bool]:
+    """The predicate on parts of rows; what would cost more runs is taken to hold."""
+    left = [runs]
+
+    def fails(some: Sequence[Action]) -> bool:
+        left[0] -= 1
+        return left[0] >= 0 and again(_joined(some))
+
+    return fails
+
+
+def _joined(some: Sequence[Action]) -> list[Action]:
+    """Actions of one row as one, in the order of rows."""
+    joined: dict[int, Action] = {}
+    for one in some:
+        known = joined.get(one.row)
+        joined[one.row] = one if known is None else replace(known, sites=known.sites + one.sites)
+    return [joined[row] for row in sorted(joined)]

@@ -1,0 +1,335 @@
+"""By what arithmetic a wrong tensor comes from the right one, and the pattern behind a failure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from schedlang.ir.mesh import Mesh
+from schedlang.passes.localize.culprits import Failure
+from schedlang.passes.localize.localise import Location
+from schedlang.passes.verify.observe import Batch, Key, Observation
+from schedlang.report import Row
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# ---- Diagnose: by what arithmetic a wrong tensor comes from the right one.
+
+
+_FITS = 1e-6  # relative error below which a pattern is said to fit
+
+
+def diagnose(
+    actual: Tensor | None,
+    expected: Tensor | None,
+    sizes: Mapping[str, int],
+    others: Mapping[str, Tensor | None] | None = None,
+) -> str:
+    """The pattern that fits, in words; "" if none does.
+
+    `sizes` are the numbers that a mistake may have divided, multiplied or cut by: mesh axes,
+    microbatches. `others` are right tensors of other names (or steps) that may have taken this
+    one's place.
+    """
+    if actual is None or expected is None:
+        return "there is none: detached, or never reduced to its owner" if actual is None else ""
+    if actual.shape != expected.shape:
+        return f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    if not actual.numel():
+        return ""
+    x, r = actual.double(), expected.double()
+    if not bool(x.isfinite().all()):
+        return f"{int((~x.isfinite()).sum())} of {x.numel()} elements are not finite"
+    if not x.any():
+        return "it is zero: detached, or never received" if r.any() else ""
+    return (
+        _ratio(x, r, sizes)
+        or _again_and_again(x, r, others or {})
+        or _taken(x, r, others or {})
+        or _blocks(x, r, sizes)
+        or _permuted(x, r)
+        or _few(x, r)
+        or _rounded(x, r)
+        or "no simple pattern fits"
+    )
+
+
+def explain(row: Row, expected: Observation, actual: Observation, sizes: Mapping[str, int]) -> str:
+    """The pattern behind a failing row of `compare`, and what came out right just before it."""
+    key = next((k for k in expected.tensors if _is_of(k, row)), None)
+    if key is None:
+        return ""
+    others = {
+        k.name if k.name != key.name else f"{k.name} after step {k.step}": value
+        for k, value in expected.tensors.items()
+        if k != key and k[:2] == key[:2] and (k.step == key.step or k.name == key.name)
+    }
+    found = diagnose(actual.tensors.get(key), expected.tensors[key], sizes, others)
+    order = expected.order
+    if row.kind == "gradients" and row.name in order[1:]:
+        found += f"; equal just before it in backward: {order[order.index(row.name) - 1]}"
+    return found
+
+
+def _is_of(key: Key, row: Row) -> bool:
+    return key == (row.condition, row.kind, row.step, row.name)
+
+
+def _fits(x: Tensor, r: Tensor) -> bool:
+    return float((x - r).norm()) <= _FITS * float(r.norm())
+
+
+def _ratio(x: Tensor, r: Tensor, sizes: Mapping[str, int]) -> str:
+    """The same number times the right tensor everywhere."""
+    if not float(r.norm()):
+        return ""
+    factor = float((x * r).sum() / (r * r).sum())
+    if not factor or not _fits(x, factor * r) or abs(factor - 1) <= _FITS:
+        return ""
+    for words, value in _numbers(sizes):
+        if math.isclose(factor, value, rel_tol=_FITS):
+            return f"{words} times the right value everywhere"
+    return f"{factor:.6g} times the right value everywhere" if r.numel() > 1 else ""
+
+
+def _numbers(sizes: Mapping[str, int]) -> Iterator[tuple[str, float]]:
+    """Signed products and quotients of sizes, named; then small integers and their inverses."""
+    named = [(name, size) for name, size in sizes.items() if size > 1]
+    for count in (1, 2, 3):
+        for group in itertools.combinations(named, count):
+            words = " · ".join(name for name, _ in group)
+            value = math.prod(size for _, size in group)
+            inverse = f"1/({words})" if count > 1 else f"1/{words}"
+            yield from ((words + f" = {value}", value), (f"{inverse} = 1/{value}", 1 / value))
+    for (a, m), (b, n) in itertools.permutations(named, 2):
+        yield f"{a}/{b} = {m}/{n}", m / n
+    yield "-1", -1.0
+    for n in range(2, 17):
+        yield from ((str(n), float(n)), (f"1/{n}", 1 / n))
+
+
+def _again_and_again(x: Tensor, r: Tensor, others: Mapping[str, Tensor | None]) -> str:
+    """A vector, as a bias is, is in every row a few times too often."""
+    gap = x - r
+    for name, other in others.items():
+        if other is None or other.dim() != 1 or x.dim() < 2 or other.shape[0] != x.shape[-1]:
+            continue
+        row = other.double()
+        times = float((gap * row).sum() / (row.expand_as(gap) ** 2).sum()) if row.any() else 0.0
+        if round(times) and _fits(gap, round(times) * row.expand_as(gap)):
+            often = (
+                f"{round(times)} times too often" if times > 0 else f"{-round(times)} times less"
+            )
+            return f"it holds {name} {often} in every row: once per rank"
+    return ""
+
+
+def of_ranks(locals_: Sequence[Tensor | None], right: Sequence[Tensor], mesh: Mesh) -> str:
+    """How the ranks' own values make the right ones, where each is wrong by itself; "" if no way.
+
+    `right` is what each rank should hold.
+    """
+    for axis in (name for name, size in mesh.axes if size > 1):
+        ways = {_over(group, locals_, right) for group in mesh.groups(axis)}
+        if len(ways) == 1 and (way := ways.pop()):
+            return way.replace("AXIS", axis)
+    return ""
+
+
+def _over(group: Sequence[int], locals_: Sequence[Tensor | None], right: Sequence[Tensor]) -> str:
+    import torch
+
+    wanted = [right[rank].double() for rank in group]
+    if any(w.shape != wanted[0].shape or not _fits(w, wanted[0]) for w in wanted):
+        return ""  # each holds a part of its own
+    found = [locals_[rank] for rank in group]
+    ours = [torch.zeros_like(w) if x is None else x.double() for x, w in zip(found, wanted)]
+    if any(x.shape != wanted[0].shape for x in ours):
+        return ""
+    good = [place for place, x in enumerate(ours) if _fits(x, wanted[0])]
+    if 0 < len(good) < len(ours):
+        which = ", ".join(map(str, good))
+        return f"only place {which} along AXIS has the right value: not sent to the others"
+    total = torch.stack(ours).sum(0)
+    if good or not bool(total.isfinite().all()):
+        return ""
+    if _fits(total, wanted[0]):
+        return "the sum over AXIS of the ranks' values is right: a missing all-reduce over AXIS"
+    if _fits(total / len(ours), wanted[0]):
+        return "the mean over AXIS of the ranks' values is right"
+    return ""
+
+
+def of_parts(x: Tensor, r: Tensor, parts: Mapping[str, Tensor | None]) -> str:
+    """Whether a part of a sum (a microbatch) is missing or counted twice, in words; or ""."""
+    if x.shape != r.shape:
+        return ""
+    for name, part in parts.items():
+        if part is None or not float(part.norm()):
+            continue
+        for times, words in ((-1, "is missing"), (1, "is counted twice")):
+            if _fits(x.double() - r.double(), times * part.double()):
+                return f"the share of {name} {words}"
+    return ""
+
+
+def _taken(x: Tensor, r: Tensor, others: Mapping[str, Tensor | None]) -> str:
+    """Another tensor stands in its place."""
+    for name, other in others.items():
+        if other is None or other.shape != x.shape or not other.any():
+            continue
+        other = other.double()
+        if _fits(x, other) and not _fits(r, other):
+            return f"it is the value of {name}"
+        if _fits(x - r, other):
+            return f"the value of {name} has been added"
+    return ""
+
+
+def _blocks(x: Tensor, r: Tensor, sizes: Mapping[str, int]) -> str:
+    """Of n equal blocks along one dim some are right and others not, or all are out of order."""
+    for dim, (name, n) in itertools.product(range(x.dim()), sizes.items()):
+        if n < 2 or x.shape[dim] % n:
+            continue
+        ours, right = x.chunk(n, dim), r.chunk(n, dim)
+        scale = float(r.norm()) * _FITS
+        wrong = [i for i in range(n) if float((ours[i] - right[i]).norm()) > scale]
+        where = f"of {n} blocks along dim {dim} ({name} = {n})"
+        order = [next((j for j in range(n) if _fits(ours[i], right[j])), None) for i in range(n)]
+        if None not in order and order != list(range(n)):
+            return f"blocks are out of order: {order} {where}"
+        if 0 < len(wrong) < n:
+            zero = all(not ours[i].any() for i in wrong)
+            which = ", ".join(map(str, wrong))
+            return f"only block {which} {where} {'is zero' if zero else 'is wrong'}"
+    return ""
+
+
+def _permuted(x: Tensor, r: Tensor) -> str:
+    """The same slices in another order."""
+    for dim in range(x.dim()):
+        ours, right = (t.movedim(dim, 0).reshape(t.shape[dim], -1) for t in (x, r))
+        if len(ours) < 2 or _fits(ours, right):
+            continue
+        sums = [t.norm(dim=1).sort() for t in (ours, right)]
+        if _fits(sums[0].values, sums[1].values) and _fits(
+            ours[sums[0].indices], right[sums[1].indices]
+        ):
+            return f"the right slices along dim {dim}, in another order"
+    if x.dim() == 2 and x.shape[0] == x.shape[1] and _fits(x, r.T):
+        return "it is transposed"
+    return ""
+
+
+def _few(x: Tensor, r: Tensor) -> str:
+    """Most elements are right: how many are not, and whether they are the last ones."""
+    wrong = ((x - r).abs() > _FITS * float(r.norm())).flatten()
+    count = int(wrong.sum())
+    if not 0 < count <= x.numel() // 4:
+        return ""
+    last = bool(wrong[-count:].all())
+    zero = " and zero" if not x.flatten()[wrong].any() else ""
+    return f"only {'the last ' if last else ''}{count} of {x.numel()} elements are wrong{zero}"
+
+
+def _rounded(x: Tensor, r: Tensor) -> str:
+    """An error of the size of a lower precision's rounding; of a single number it says nothing."""
+    if x.numel() < 2:
+        return ""
+    size = float((x - r).norm() / r.norm()) if float(r.norm()) else math.inf
+    for name, low, high in (("float32", 1e-9, 3e-7), ("bfloat16 or float16", 2e-5, 1e-2)):
+        if low <= size <= high:
+            why = "something is not in float64, or a constant differs"
+            return f"off by {size:.0e}, the size of {name} rounding: {why}"
+    return ""
+
+
+# ---- Pattern: the arithmetic behind a failure, from the tensors that tell it best.
+
+
+NONE = "no simple pattern fits"
+
+
+def pattern(first: Row, failure: Failure, where: Location | None, batch: Batch) -> str:
+    """In words: of the first gradient that is wrong, or of what the first wrong module makes."""
+    plan = failure.case.plan
+    micro = plan.micro
+    sizes = dict(plan.mesh.axes) | ({"microbatches": micro} if micro > 1 else {})
+    found = explain(first, failure.expected, failure.actual, sizes)
+    if where is None:
+        return found
+    if found.startswith(NONE) or first.kind == "outputs":
+        found = _of_module(failure, where, sizes) or found
+    if first.kind == "gradients" and first.step == 0 and found.startswith((NONE, "only block")):
+        found = _of_gradient(first, failure, where, batch) or found
+    return found
+
+
+def _of_module(failure: Failure, where: Location, sizes: dict[str, int]) -> str:
+    """Of what a module makes that is fed what is right."""
+    if where.values is None:
+        return ""
+    got, want = where.values
+    name, _ = where.guilty[0]
+    model = failure.case.plan.model
+    own = {
+        f"its {attribute}": model.model.get_parameter(fact.name).detach()
+        for attribute, fact in model.sites[name].parameters.items()
+    }
+    found = diagnose(got, want, sizes, own)
+    return f"{found}, in {name or 'the model'}" if found and found != NONE else ""
+
+
+def _of_gradient(first: Row, failure: Failure, where: Location, batch: Batch) -> str:
+    """Of the ranks' own values, or of the shares of the parts of the batch."""
+    key = Key(first.condition, first.kind, 0, first.name)
+    got, want = failure.actual.tensors.get(key), failure.expected.tensors.get(key)
+    if want is None:
+        return ""
+    return _of_ranks(first.name, failure, where, want) or (
+        "" if got is None else of_parts(got, want, _shares(first.name, failure, batch))
+    )
+
+
+def _of_ranks(name: str, failure: Failure, where: Location, want: Tensor) -> str:
+    from schedlang.runtime.checkpointing.holding import take
+
+    prepared, mesh = failure.case.prepared, failure.case.plan.mesh
+    if prepared is None or name not in prepared.holdings:
+        return ""
+    holding = prepared.holdings[name]
+    if not all(holding.held(mesh, rank) for rank in range(mesh.world)):
+        return ""
+    right = [take(want, holding, mesh, rank) for rank in range(mesh.world)]
+    return of_ranks(where.locals, right, mesh)
+
+
+def _shares(name: str, failure: Failure, batch: Batch) -> dict[str, Tensor | None]:
+    """What each part of the batch adds to a gradient, on the original."""
+    from schedlang.passes.propagate.batch_weights import part_weight
+    from schedlang.passes.verify.original import Sequential
+    from schedlang.passes.verify.sides import modes_of, twin
+    from schedlang.runtime.batch import split
+    from schedlang.runtime.modes import ambient
+
+    case, plan = failure.case, failure.case.plan
+    micro = plan.micro
+    parts = [p for share in split(batch, plan.shares, micro) for p in share]
+    if len(parts) < 2:
+        return {}
+    weigh = part_weight(plan, parts[0].inputs, case.loss, case.weight, len(parts))
+    weights = [weigh(part.inputs) for part in parts]
+    subject = Sequential(twin(case), loss=case.loss)
+    found: dict[str, Tensor | None] = {}
+    modes, _ = modes_of(case.seed)
+    with ambient(*modes):
+        for number, (part, weight) in enumerate(zip(parts, weights)):
+            if weight:
+                subject.derive(part.inputs, part.rows)
+                grad = subject.gradients().get(name)
+                share = None if grad is None else grad.clone() * (weight / sum(weights))
+                found[f"part {number} of {len(parts)}"] = share
+    return found

@@ -1,0 +1,316 @@
+"""Localise: which module is wrong, by feeding each alone what the original's gets.
+
+Two runs of the ranks on one batch. In the first nobody interferes, and the first activation that
+differs is found; in the second every module gets the right input and cotangent (`runtime/alone`),
+so that one that merely receives something wrong is not blamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.ir.plan import Plan
+from schedlang.passes.verify.asked import unsliced
+from schedlang.passes.verify.observe import Batch
+from schedlang.passes.verify.sides import Case, modes_of, prepared, twin
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from schedlang.passes.analyze.prepare import Prepared
+    from schedlang.runtime.batch import Part
+    from schedlang.runtime.isolated import Calls, Finding, Frame, View
+    from schedlang.runtime.launch.pool import Pool
+    from schedlang.runtime.program import Program
+
+Seen = dict[tuple[int, "Frame"], tuple[float, bool]]
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a difference arose.
+
+    first    the first module, in the order in which they return, whose output differs in a run
+    before   the last one before it whose output agrees
+    guilty   modules that are wrong though they are given what is right, and what they make wrong
+    values   what the first of them makes, and what it should
+    judged   how many modules were tried alone; unknown: those whose layout could not be told
+    locals   the gradient of one parameter as each rank has it after a step
+    """
+
+    first: str = ""
+    before: str = ""
+    error: float = 0.0
+    guilty: tuple[tuple[str, str], ...] = ()
+    values: tuple[Tensor, Tensor] | None = None
+    judged: int = 0
+    unknown: tuple[str, ...] = ()
+    locals: tuple[Tensor | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Sight:
+    """What one rank saw: in a run, and of each module alone."""
+
+    seen: Seen
+    findings: tuple[Finding, ...]
+    judged: frozenset[str]
+    unknown: frozenset[str]
+    local: Tensor | None
+
+
+def localise(case: Case, batch: Batch, pool: Pool, parameter: str = "") -> Location:
+    """Find the module that is wrong on a batch, under the initial parameters.
+
+    Each rank also tells what it has of the gradient of `parameter`.
+    """
+    plain = prepared(replace(case, plan=_plain(case.plan)))
+    from schedlang.runtime.launch.pool import temporary
+
+    with temporary() as folder:
+        order = _record(case, batch, folder)
+        sights = pool.run(_rank, case.plan.mesh.world, case, plain, batch, folder, order, parameter)
+    return _told(order, sights)
+
+
+def _plain(plan: Plan) -> Plan:
+    """The plan without what changes no module: recomputation, offloading, slices of state."""
+    made = replace(
+        Plan.empty(plan.model, plan.mesh), decisions=plan.decisions, relaxed=plan.relaxed
+    )
+    for action in plan.actions:
+        writes = action.primitive.writes
+        if writes & {"recompute", "residence"}:
+            continue
+        primitive: Any = action.primitive
+        if "state" in writes:
+            primitive = unsliced(primitive)
+        made = made.add(primitive, action.sites, step=action.step, span=action.span)
+    return made
+
+
+def _opaque(plan: Plan) -> tuple[str, ...]:
+    """Modules whose inside is not the original's."""
+    return tuple(
+        site for a in plan.actions if "structure" in a.primitive.writes for site in a.sites
+    )
+
+
+def _parts(case: Case, batch: Batch) -> list[list[Part]]:
+    """The microbatches of each data-parallel rank."""
+    from schedlang.runtime.batch import split
+
+    return split(batch, case.plan.shares, case.plan.micro)
+
+
+# -- the original ------------------------------------------------------------------------------
+
+
+def _record(case: Case, batch: Batch, folder: str) -> tuple[Frame, ...]:
+    """Write down every call of the original for every part; the calls as they return."""
+    import torch
+
+    from schedlang.runtime.batch import called
+    from schedlang.runtime.isolated import Recorder
+    from schedlang.runtime.modes import ambient
+    from schedlang.runtime.no_labels import no_labels
+    from schedlang.runtime.scope import Scope, entered, named_sites
+
+    modes, _ = modes_of(case.seed)
+    order: tuple[Frame, ...] = ()
+    for replica, share in enumerate(_parts(case, batch)):
+        for micro, part in enumerate(share):
+            module = twin(case).train()
+            named_sites(module)
+            recorder = Recorder(module, _opaque(case.plan))
+            with ambient(*modes), entered(Scope(0, micro, part.rows)), no_labels(0.0):
+                called(module, part.inputs)
+            torch.save(recorder.calls, f"{folder}/{replica}-{micro}")
+            order = order or tuple(recorder.calls)
+    return order
+
+
+# -- the ranks ---------------------------------------------------------------------------------
+
+
+def _rank(
+    case: Case, plain: Case, batch: Batch, folder: str, order: Sequence[Frame], parameter: str
+) -> _Sight:
+    """One rank's part in both runs."""
+    import torch
+
+    from schedlang.passes.lower.build import build
+    from schedlang.runtime.float64 import Float64
+    from schedlang.runtime.grad_reduction.gradient import local_gradient
+    from schedlang.runtime.isolated import Judge, Watch, worst_of
+    from schedlang.runtime.modes import ambient
+
+    def made(one: Case) -> Program:
+        return build(
+            one.plan,
+            one.batches[0],
+            loss=one.loss,
+            weight=one.weight,
+            seed=one.seed,
+            prepared=one.prepared,
+        )
+
+    with ambient(Float64()):
+        program = made(case)
+        view = _view(case, program, order)
+        mesh = case.plan.mesh
+        parts = _parts(case, batch)[mesh.index(view.rank, case.plan.data_axes)]
+        replica = mesh.index(view.rank, case.plan.data_axes)
+        calls: list[Calls] = [
+            torch.load(f"{folder}/{replica}-{k}", weights_only=False, mmap=True)
+            for k in range(len(parts))
+        ]
+        watch = Watch(view, calls)
+        watch.follow(program.assembly.module, _opaque(case.plan))
+        _telling_stages(program, watch, grad=False)
+        program.train_step(batch)
+        held = program.assembly.parameters.get(parameter)
+        local = None if held is None else local_gradient(held)
+        program = made(plain)
+        view = _view(plain, program, order)
+        judge = Judge(program.assembly.module, view, calls, _opaque(case.plan))
+        _telling_stages(program, judge, grad=True)
+        _forward(program, parts)
+    found = tuple(worst_of(judge.findings))
+    return _Sight(watch.seen, found, frozenset(judge.judged), frozenset(judge.unknown), local)
+
+
+def _telling_stages(program: Program, told: Any, *, grad: bool) -> None:
+    """Say which stage runs, and record gradients in a run without backward."""
+    import torch
+
+    for number, stage in program.assembly.pipeline.stages.items():
+
+        def forward(*args: Any, _plain: Any = stage.forward, _number: int = number) -> Any:
+            told.stage = _number
+            with torch.set_grad_enabled(grad or torch.is_grad_enabled()):
+                return _plain(*args)
+
+        vars(stage)["forward"] = forward
+
+
+def _forward(program: Program, parts: Sequence[Part]) -> None:
+    """One forward in training mode; what backward there is, is of the modules alone."""
+    from contextlib import nullcontext
+
+    from schedlang.runtime.no_labels import no_labels
+    from schedlang.runtime.scope import Scope, entered
+    from schedlang.runtime.sharding import redistribute
+
+    a = program.assembly
+    a.module.train()
+    with a.dropout.drawn_in(0) if a.dropout is not None else nullcontext(), no_labels(0.0):
+        a.pipeline.run(
+            [part.inputs for part in parts],
+            train=False,
+            around=lambda op: entered(Scope(0, op.microbatch, parts[op.microbatch].rows)),
+        )
+    redistribute.forget()
+
+
+def _view(case: Case, program: Program, order: Sequence[Frame]) -> View:
+    from schedlang.runtime.isolated import View
+
+    plan, ready = case.plan, case.prepared
+    assert ready is not None
+    stages, spanning = _stages(ready, order)
+    ranks = program.assembly.ranks
+    names = {
+        (site.fqn, attribute): plan.model.parameters[fact.name].name
+        for site in plan.model.sites.values()
+        for attribute, fact in site.parameters.items()
+    }
+    return View(
+        plan.mesh,
+        ranks.rank,
+        {axis: ranks.group(axis) for axis in plan.mesh.names},
+        ready.traced.layouts,
+        ready.holdings,
+        ready.traced.partial,
+        stages,
+        spanning,
+        names,
+    )
+
+
+def _stages(ready: Prepared, order: Sequence[Frame]) -> tuple[dict[Frame, int], frozenset[Frame]]:
+    """The stage of every call, and the calls that are not inside one unit of a stage."""
+    staged = ready.staged
+    if staged.axis is None:
+        return {}, frozenset()
+    units: dict[str, int] = {}
+    for name, stage in zip(staged.cut.graph.units, staged.cut.stage_of):
+        # turns of a module that several stages call are counted on none of them
+        units[name] = stage if units.get(name, stage) == stage else -1
+    found: dict[Frame, int] = {}
+    outside, now = set(), 0
+    for frame in order:
+        inside = next((s for u, s in units.items() if _within(frame[0], u)), None)
+        now = now if inside is None else inside
+        found[frame] = now
+        if inside is None:
+            outside.add(frame)
+    for name in {name for name, turn in found if turn}:  # turns are not counted across stages
+        frames = [frame for frame in found if frame[0] == name]
+        if len({found[frame] for frame in frames}) > 1:
+            found |= dict.fromkeys(frames, -1)
+    return found, frozenset(outside)
+
+
+def _within(fqn: str, unit: str) -> bool:
+    return fqn == unit or fqn.startswith(f"{unit}.")
+
+
+# -- what is said of it ------------------------------------------------------------------------
+
+
+def _told(order: Sequence[Frame], sights: Sequence[_Sight]) -> Location:
+    worst: dict[Frame, tuple[float, bool]] = {}
+    for sight in sights:
+        for (_, frame), (error, ok) in sight.seen.items():
+            known = worst.get(frame, (0.0, True))
+            worst[frame] = max(known[0], error), known[1] and ok
+    first = next((frame for frame in order if not worst.get(frame, (0.0, True))[1]), None)
+    good = [f for f in order[: order.index(first)] if f in worst] if first is not None else []
+    found = _forward_first([one for sight in sights for one in sight.findings], order)
+    values = next(
+        ((f.got, f.want) for f in found if f.got is not None and f.want is not None), None
+    )
+    return Location(
+        "" if first is None else _named(first),
+        _named(good[-1]) if good else "",
+        0.0 if first is None else worst[first][0],
+        _guilty(found),
+        values,
+        len({name for sight in sights for name in sight.judged}),
+        tuple(sorted({name for sight in sights for name in sight.unknown})),
+        tuple(sight.local for sight in sights),
+    )
+
+
+def _forward_first(found: Sequence[Finding], order: Sequence[Frame]) -> list[Finding]:
+    """Findings in forward if there are any, else those in backward, as the modules return."""
+    place = {frame: k for k, frame in enumerate(order)}
+    told = [one for one in found if not one.back] or list(found)
+    return sorted(told, key=lambda one: place.get(one.frame, -1))
+
+
+def _guilty(found: Sequence[Finding]) -> tuple[tuple[str, str], ...]:
+    """Each guilty module once, with the first thing that it makes wrong."""
+    told: dict[str, str] = {}
+    for one in found:
+        size = "" if one.error == float("inf") else f" is off by {one.error:.1e}"
+        told.setdefault(one.frame[0], f"{one.what}{size}")
+    return tuple(told.items())
+
+
+def _named(frame: Frame) -> str:
+    name, turn = frame
+    return (name or "the model") + (f" (call {turn + 1})" if turn else "")

@@ -1,0 +1,360 @@
+"""Locks: what a schedule makes of a model, as the text of a file, and how two of them differ."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from schedlang import __version__
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.passes.elaborate.state import arguments_text
+from schedlang.passes.reduce_model.blocks import WHOLE, gathered, spread
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from schedlang.ir.plan import Plan
+    from schedlang.passes.simulate.account import Account
+
+# ---- What a lock file holds: the structure of a model, and what its schedule makes of it, as
+# names.
+
+
+Section = Mapping[str, tuple[str, ...]]
+SECTIONS = {  # in the order of the file; what the names of each are
+    "schedule": "decisions, mesh and order",
+    "modules": "classes, and what they say of themselves",
+    "parameters": "dtype and shape",
+    "buffers": "dtype and shape",
+    "rows": "what the schedule does to which module",
+    "placements": "parameters that do not lie whole on every rank",
+    "activations": "how they enter and leave a module",
+    "stages": "units of the pipeline",
+    "collectives": "of one step: how many, bytes each",
+    "ranks": "bytes held, by kind of rank",
+}
+STRUCTURE = ("modules", "parameters", "buffers")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+@dataclass(frozen=True)
+class Lock:
+    """A model and its schedule as they were found.
+
+    sections  section -> full name -> what is said of it; names of modules without ranges
+    settings  the settings it was made with: ("--mesh", "dp=2"), ("--knob", "micro=4")
+    made      versions of packages; information, not part of any comparison
+    """
+
+    sections: Mapping[str, Section]
+    settings: tuple[tuple[str, str], ...] = ()
+    made: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def structure(self) -> str:
+        """The hash of the model alone: its modules, parameters and buffers."""
+        lines = [
+            "\t".join((section, name, *said))
+            for section in STRUCTURE
+            for name, said in sorted(self.sections.get(section, {}).items())
+        ]
+        return "sha256:" + hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def lock(plan: Plan, account: Account, settings: tuple[tuple[str, str], ...] = ()) -> Lock:
+    """The lock of a plan and what it costs; the model may lie on the meta device."""
+    model = plan.model.model
+    sections = {
+        "schedule": _schedule(plan),
+        "modules": dict(_modules(model)),
+        "parameters": dict(_parameters(plan)),
+        "buffers": {
+            name: (_tensor(buffer.dtype, buffer.shape),) for name, buffer in model.named_buffers()
+        },
+        "rows": _rows(plan),
+        "placements": dict(_placements(plan)),
+        "activations": dict(_activations(plan)),
+        "stages": {name or WHOLE: (str(stage),) for name, stage in account.stages.items()},
+        "collectives": _collectives(plan, account),
+        "ranks": dict(_ranks(account)),
+    }
+    return Lock(sections, settings, installed_versions(model))
+
+
+def installed_versions(model: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Versions of this package and of those that the model's modules come from."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"schedlang": __version__}
+    for package in {"torch", *(_package(module) for module in model.modules())}:
+        try:
+            found[package] = version(package).partition("+")[0]
+        except PackageNotFoundError:
+            continue
+    return tuple(sorted(found.items()))
+
+
+def _package(module: nn.Module) -> str:
+    return type(module).__module__.partition(".")[0]
+
+
+def _schedule(plan: Plan) -> Section:
+    found = {f"knob {name}": (str(value),) for name, value in plan.decisions}
+    found |= {f"axis {name}": (str(size),) for name, size in plan.mesh.axes}
+    if plan.order is not None:
+        order = plan.order
+        parts = f"microbatches {order.micro}, stages a rank {order.chunks}"
+        parts += f", an update every {order.every}" if order.every is not None else ""
+        found["order"] = (f"{order.name}, {parts}",)
+    return {"model": (plan.model.class_name,), **found}
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Plain names of classes: where a library keeps a class is not structure."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        said = " ".join(_ADDRESS.sub("", module.extra_repr()).split())
+        yield name or WHOLE, (f"{type(module).__qualname__}({said})",)
+
+
+def _tensor(dtype: object, shape: object) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"  # type: ignore[call-overload]
+
+
+def _parameters(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for fact in plan.model.unique.values():
+        said = _tensor(fact.dtype, fact.shape) + ("" if fact.requires_grad else ", frozen")
+        yield fact.name, (said, *(f"tied to {name}" for name in fact.names[1:]))
+
+
+def _rows(plan: Plan) -> Section:
+    found: dict[str, tuple[str, ...]] = {}
+    for action in plan.actions:
+        if not action.primitive.writes:
+            continue  # a check changes nothing
+        said = f"{action.name}({arguments_text(action.primitive)})"
+        for site in action.sites:
+            found[site or WHOLE] = (*found.get(site or WHOLE, ()), said)
+    return found
+
+
+def _placements(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for name in plan.layouts:
+        held = plan.held(name)
+        blocks = [f"dim {s.dim} in blocks {list(s.blocks)}" for s in held.splits if s.blocks[1:]]
+        if held.splits:
+            yield name, (", ".join((held.show(), *blocks)),)
+
+
+def _activations(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for fqn, edges in plan.boundaries.items():
+        said = [
+            f"{edge.axis}: {_edge(edge.input)} -> {_edge(edge.output)}"
+            for edge in edges
+            if plan.mesh.size(edge.axis) > 1
+        ]
+        if said:
+            yield fqn or WHOLE, tuple(said)
+
+
+def _edge(placement: object) -> str:
+    return "as it comes" if placement is None else str(placement)
+
+
+def _collectives(plan: Plan, account: Account) -> Section:
+    if account.collectives is None:
+        return {WHOLE: ("not counted: there is no batch to count them with",)}
+    line = plan.cuts[0].axis if plan.cuts else ""
+    found: dict[str, list[str]] = {}
+    for one in account.collectives:
+        at = "" if one.places is None else f" at {line}={','.join(map(str, sorted(one.places)))}"
+        found.setdefault(one.fqn or WHOLE, []).append(
+            f"{one.phase}: {one.kind} over {'x'.join(one.axes)}{at}, {one.what}: "
+            f"{one.count} x {one.bytes} B"
+        )
+    return {fqn: tuple(sorted(said)) for fqn, said in found.items()}
+
+
+def _ranks(account: Account) -> Iterator[tuple[str, tuple[str, ...]]]:
+    if account.classes is None:
+        yield WHOLE, ("not counted: there is no batch to cut the model with",)
+        return
+    for one in account.classes:
+        yield (
+            f"from rank {one.first}",
+            (
+                f"ranks: {one.ranks}",
+                f"parameters: {one.parameters} B",
+                f"gradients: {one.gradients} B",
+                f"optimizer: {one.optimizer} B",
+                f"in a step: {one.working} B",
+            ),
+        )
+
+
+# ---- A lock as the text of its file, and back: TOML, one fact a line, sorted, equal on any
+# machine.
+
+
+VERSION = 1
+HEAD = """\
+# What the model and its schedule were when somebody last looked: `schedlang plan FILE --lock`
+# writes this file, `schedlang plan FILE --locked` compares.  h.0..3 stands for h.0 to h.3.
+"""
+
+
+def to_text(lock: Lock) -> str:
+    """The text of the file; equal locks have equal texts."""
+    lines = [HEAD, f"lock = {VERSION}", f"structure = {_quoted(lock.structure)}"]
+    lines += ["", "[made]  # not compared", *(f"{n} = {_quoted(v)}" for n, v in lock.made)]
+    if lock.settings:
+        pairs = [f"  {_quoted(f'{option} {value}')}," for option, value in lock.settings]
+        lines += ["", "[settings]", "given = [", *pairs, "]"]
+    for name, about in SECTIONS.items():
+        if lock.sections.get(name):
+            lines += ["", f"[{name}]  # {about}", *_section_lines(lock.sections[name])]
+    return "\n".join(lines) + "\n"
+
+
+def _section_lines(section: Section) -> Iterator[str]:
+    """The lines of a section, names of equal entries gathered."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, said in section.items():
+        alike.setdefault(said, []).append(name)
+    lines = [(name, said) for said, names in alike.items() for name in gathered(names)]
+    for name, said in sorted(lines, key=lambda line: _in_order(line[0])):
+        if len(said) == 1:
+            yield f"{_quoted(name)} = {_quoted(said[0])}"
+        else:
+            yield f"{_quoted(name)} = ["
+            yield from (f"  {_quoted(text)}," for text in said)
+            yield "]"
+
+
+def _in_order(name: str) -> list[tuple[int, int, str]]:
+    """Numbers by size: h.2 stands before h.10."""
+    parts = name.split(".")
+    return [(0, int(p), "") if p.isascii() and p.isdigit() else (1, 0, p) for p in parts]
+
+
+def _quoted(text: str) -> str:
+    """A basic string of TOML, which is one of JSON but for DEL."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def read_lock(text: str, name: str) -> Lock:
+    """The lock that a file holds; Refusal S721 if it is none, or was edited."""
+    try:
+        found = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # also numbers without end, tables in tables
+        _refuse(name, f"it is not TOML: {error}")
+    if found.get("lock") != VERSION:
+        _refuse(name, f"it is not of version {VERSION}")
+    sections = {key: _entries(found.get(key, {}), name) for key in SECTIONS}
+    made = found.get("made", {})
+    settings = found.get("settings", {})
+    given = settings.get("given", []) if isinstance(settings, dict) else None
+    if not isinstance(made, dict) or not isinstance(given, list):
+        _refuse(name, "a section is missing")
+    if not all(isinstance(text, str) for text in given):
+        _refuse(name, "`given` has a value that is not a string")
+    made_pairs = tuple((str(key), str(value)) for key, value in made.items())
+    pairs = [str(text).partition(" ") for text in given]
+    lock = Lock(sections, tuple((option, value) for option, _, value in pairs), made_pairs)
+    if found.get("structure") != lock.structure:
+        _refuse(name, "its lines and its hash of the model do not match")
+    return lock
+
+
+def _entries(section: Any, name: str) -> Section:
+    if not isinstance(section, dict):
+        _refuse(name, "a section is missing")
+    found: dict[str, tuple[str, ...]] = {}
+    for key, said in section.items():
+        texts = tuple(said) if isinstance(said, list) else (said,)
+        if not all(isinstance(text, str) for text in texts):
+            _refuse(name, f"`{key}` has a value that is not a string")
+        try:
+            found |= dict.fromkeys(spread(key), texts)
+        except ValueError as error:
+            _refuse(name, f"`{key[:60]}` {error}")
+    return found
+
+
+def _refuse(name: str, why: str) -> NoReturn:
+    title = f"`{name}` is not a readable lock"
+    helps = ("write it again: `schedlang plan FILE --lock`",)
+    raise Refusal(Diagnostic("S721", title, notes=(why,), helps=helps))
+
+
+# ---- How two locks differ, name by name, in lines that a reviewer can read.
+
+
+@dataclass(frozen=True)
+class Change:
+    """One fact that is not what it was, for all names of which the same is to be said.
+
+    sign   `+` new, `-` gone, `~` changed
+    """
+
+    sign: str
+    section: str
+    names: tuple[str, ...]  # with ranges
+    old: tuple[str, ...]
+    new: tuple[str, ...]
+
+    def lines(self) -> Iterator[str]:
+        """As text, one line for each group of names."""
+        gone = [text for text in self.old if text not in self.new]
+        come = [text for text in self.new if text not in self.old]
+        if sorted(self.old) == sorted(self.new):  # the same in another order, or another count
+            gone, come = list(self.old), list(self.new)
+        said = " -> ".join(", ".join(texts) for texts in (gone, come) if texts)
+        if not gone or not come:
+            said = f"{'now also' if come and self.old else ''} {said}".strip()
+            said = f"no longer {said}" if gone and self.new else said
+        for name in self.names:
+            yield f"{self.sign} {self.section}  {name}  {said}"
+
+    def to_json(self) -> dict[str, object]:
+        """As plain values."""
+        return {
+            "sign": self.sign,
+            "section": self.section,
+            "names": list(self.names),
+            "old": list(self.old),
+            "new": list(self.new),
+        }
+
+
+def changes(old: Lock, new: Lock) -> list[Change]:
+    """What is not the same; versions of packages are left out.  Empty if the locks agree."""
+    found: list[Change] = []
+    for section in SECTIONS:
+        found += _section(section, old.sections.get(section, {}), new.sections.get(section, {}))
+    return found
+
+
+def versions(old: Lock, new: Lock) -> list[str]:
+    """The packages whose versions differ, in words."""
+    was, now = dict(old.made), dict(new.made)
+    return [
+        f"{name} {was.get(name, 'none')} -> {now.get(name, 'none')}"
+        for name in sorted({*was, *now})
+        if was.get(name) != now.get(name)
+    ]
+
+
+def _section(section: str, old: Section, new: Section) -> Iterator[Change]:
+    alike: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
+    for name in [*old, *(name for name in new if name not in old)]:
+        pair = old.get(name, ()), new.get(name, ())
+        if pair[0] != pair[1]:
+            alike.setdefault(pair, []).append(name)
+    for (was, now), names in alike.items():
+        sign = "~" if was and now else "-" if was else "+"
+        yield Change(sign, section, tuple(gathered(names)), was, now)

@@ -1,0 +1,214 @@
+"""What all ranks of a job need alike to run one program: told to each other before it is built."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+from schedlang.ir.plan import Plan
+from schedlang.passes.elaborate.record import arguments, plain
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from schedlang.passes.lower.build import Options
+    from schedlang.runtime.comm.agreement import Item
+
+_NUMBERS = (bool, int, float, str)
+_OWN_TO_A_RANK = ("rank", "device", "host", "node", "pid", "path", "dir", "file")
+
+
+def built_from(plan: Plan, batch: Mapping[str, Any], given: Options) -> list[Item]:
+    """All that a program is made of, item by item; the first that differs is what is named."""
+    from schedlang.runtime.comm.agreement import Item
+
+    model = plan.model.model
+    options = {
+        "clip": given.clip,
+        "seed": given.seed,
+        "dropout": given.dropout,
+        "local": given.local,
+        "compare": given.compare,
+        "optimizer": None if given.optimizer is None else "a function",
+    }
+    return [
+        Item("version", dict(_versions()), helps=("install the same on all nodes",)),
+        Item(
+            "mesh",
+            {
+                "mesh": str(plan.mesh),
+                "axes": str(dict(plan.mesh.sizes)),
+                "views": str(plan.mesh.views),
+            },
+        ),
+        Item(
+            "model",
+            dict(_modules(model)),
+            helps=("build the model from the same file and config on every rank",),
+        ),
+        Item("parameters", dict(_parameters(plan))),
+        Item(
+            "code of the model",
+            dict(_codes(model)),
+            shown=False,
+            helps=("check that all nodes have the same files",),
+        ),
+        Item(
+            "schedule",
+            dict(_rows(plan)),
+            helps=("load the same file, with the same knobs, on every rank",),
+        ),
+        Item("options of `build`", {name: repr(value) for name, value in options.items()}),
+        Item(
+            "functions",
+            {"loss": code(given.loss), "weight": code(given.weight)},
+            shown=False,
+            helps=("give the same `loss` and `weight` on every rank",),
+        ),
+        Item("batch to build from", dict(_kinds(batch))),
+        Item(
+            "initial weights",
+            dict(_values(model)),
+            shown=False,
+            helps=(
+                "use the same seed before the model is built: `torch.manual_seed(0)`",
+                "or load the same checkpoint on every rank",
+            ),
+        ),
+    ]
+
+
+def optimized_by(optimizer: torch.optim.Optimizer | None, names: Mapping[int, str]) -> list[Item]:
+    """The optimizer and its settings of each parameter that this rank trains.
+
+    `names` are those of parameters, by id.  Ranks of other stages hold others, or none.
+    """
+    from schedlang.runtime.comm.agreement import Item
+
+    if optimizer is None:
+        return [Item("optimizer", {}, held=True)]
+    parts = {"class": type(optimizer).__qualname__} | _plain(optimizer.defaults)
+    for group in optimizer.param_groups:
+        own = _plain({k: v for k, v in group.items() if k not in ("params", "param_names")})
+        unusual = {k: v for k, v in own.items() if parts.get(k) != v}
+        said = ", ".join(f"{k} {v}" for k, v in unusual.items()) or "as usual"
+        parts |= {names[id(p)]: said for p in group["params"] if id(p) in names}
+    help_ = "build it with the same settings on every rank"
+    return [Item("optimizer", parts, held=True, helps=(help_,))]
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Numbers and words as text; a tensor (a learning rate that is captured) by its value."""
+    return {
+        name: repr(value.item() if hasattr(value, "item") and value.numel() == 1 else value)
+        for name, value in settings.items()
+        if not callable(value)
+    }
+
+
+# -- items -------------------------------------------------------------------------------------
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    import torch
+
+    import schedlang
+
+    yield "schedlang", schedlang.__version__
+    yield "torch", str(torch.__version__).partition("+")[0]
+    yield "Python", ".".join(platform.python_version_tuple()[:2])
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Class and plain settings of each module; a setting that is named for a rank is its own."""
+    for name, module in model.named_modules():
+        said = f"{type(module).__qualname__}({module.extra_repr()})"
+        own = (
+            f"{key}={value!r}"
+            for key, value in sorted(vars(module).items())
+            if type(value) in _NUMBERS
+            and key[0] != "_"
+            and key != "training"
+            and not any(word in key for word in _OWN_TO_A_RANK)
+        )
+        yield name or "the model", " ".join((said, *own))
+
+
+def _parameters(plan: Plan) -> Iterator[tuple[str, str]]:
+    for name, fact in plan.model.unique.items():
+        trained = "" if fact.requires_grad else ", frozen"
+        tied = f", also {', '.join(fact.names[1:])}" if len(fact.names) > 1 else ""
+        yield name, f"{fact.dtype} {tuple(fact.shape)}{trained}{tied}"
+
+
+def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    yield "knobs", str({name: plain(value) for name, value in plan.decisions})
+    for place, action in enumerate(plan.actions, 1):
+        args = ", ".join(f"{k}={v}" for k, v in arguments(action.primitive).items())
+        where = next(iter(action.sites), "") or "the model"
+        if len(action.sites) > 1:
+            sites = hashlib.blake2b(repr(action.sites).encode(), digest_size=4).hexdigest()
+            where += f" and {len(action.sites) - 1} more ({sites})"
+        yield f"row {place}", f"{action.name}({args}) at {where}"
+    yield "relaxed", str(sorted(plan.relaxed))
+
+
+def _kinds(batch: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    from torch import Tensor
+
+    for name, value in sorted(batch.items()):
+        tensor = isinstance(value, Tensor)
+        yield name, f"{value.dtype}, {value.dim()} dims" if tensor else type(value).__name__
+
+
+def _values(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """A checksum of each tensor of the state dict; of what lies on meta, none."""
+    from schedlang.runtime.comm.agreement import checksum
+
+    for name, parameter in model.named_parameters():
+        yield name, checksum(parameter)
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, checksum(buffer)
+
+
+# -- code --------------------------------------------------------------------------------------
+
+
+def _codes(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """What the classes of a model compute, but those of torch, whose version says it."""
+    classes = {
+        base
+        for module in model.modules()
+        for base in type(module).__mro__
+        if base is not object and not base.__module__.startswith("torch.")
+    }
+    for one in sorted(classes, key=lambda c: (c.__module__, c.__qualname__)):
+        found = [(name, code(value)) for name, value in sorted(vars(one).items())]
+        yield one.__qualname__, " ".join(f"{name} {said}" for name, said in found if said)
+
+
+def code(function: Callable[..., Any] | Any) -> str:
+    """A digest of what a function computes, without names of files and numbers of lines."""
+    inner = getattr(function, "__func__", function)
+    inner = getattr(inner, "__wrapped__", inner)
+    found = getattr(inner, "__code__", None)
+    if not isinstance(found, CodeType):
+        return ""
+    return hashlib.blake2b(repr(_constant(found)).encode(), digest_size=8).hexdigest()
+
+
+def _constant(value: object) -> object:
+    if isinstance(value, CodeType):
+        inside = [_constant(one) for one in value.co_consts]
+        return (value.co_code, value.co_names, value.co_varnames, value.co_freevars, inside)
+    if isinstance(value, frozenset):  # its order is another in every process
+        return sorted(map(repr, value))
+    if isinstance(value, tuple):
+        return [_constant(one) for one in value]
+    return repr(value)

@@ -1,0 +1,390 @@
+"""From a plan, a model and a batch to the program that this rank runs.
+
+The order is fixed, whatever the order of rows: the local copy with this rank's parts; structure
+(kernels, fusion); crossings; recomputation; residence; stages; slices of data-parallel state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.fewer_bits import Bits
+from schedlang.passes.analyze.prepare import Prepared, check_axes, prepare
+from schedlang.passes.analyze.residence import away
+from schedlang.passes.analyze.staleness import check_build
+from schedlang.passes.analyze.whole_step import whole_step
+from schedlang.passes.complete.complete import completed
+from schedlang.passes.lower.drawing import Asked, drawing_of
+from schedlang.passes.lower.executor import (
+    compressor_of,
+    early_sums,
+    pipeline_of,
+    slice_state,
+    sums_of,
+)
+from schedlang.passes.partition.chains import Chains
+from schedlang.passes.partition.staging import Staged, buffer_homes, buffer_stages, shape_up
+from schedlang.passes.propagate.batch_weights import weight_of
+from schedlang.passes.propagate.casts import cast_loss, loss_scale
+from schedlang.passes.propagate.context import exchange, weight_by_tokens
+from schedlang.passes.propagate.propagate import Traced
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from schedlang.runtime.assembly import Assembly, Weight
+    from schedlang.runtime.checkpointing.holding import Holding
+    from schedlang.runtime.comm.ranks import Ranks
+    from schedlang.runtime.grad_reduction.flat import Held
+    from schedlang.runtime.program import Program
+    from schedlang.runtime.step_batch import Comparing
+
+Loss = Callable[..., Any]
+# casts come around what sharding makes of a module: then what is sent is cast already
+FACETS = ("structure", "placement", "dtype", "recompute", "residence", "stage", "state", "order")
+
+
+@dataclass
+class Builder:
+    """What a primitive's `apply` changes: the local copy of the model, module by module."""
+
+    plan: Plan
+    module: nn.Module
+    traced: Traced
+    ranks: Ranks
+    chains: Chains = field(default_factory=dict)  # the sites of a row -> what fits into memory
+    bits: Bits = field(default_factory=dict)  # of saved tensors, by modules
+    _shared: dict[object, Any] = field(default_factory=dict)
+
+    def shared(self, key: object, make: Callable[[], Any]) -> Any:
+        """One object for all modules that ask with this key."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+    def at(self, fqn: str) -> nn.Module:
+        """The module of this name in the copy that is being built."""
+        return self.module.get_submodule(fqn)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a program is built with, beside its plan and a batch.
+
+    loss       loss(output, batch), where the model returns none
+    optimizer  a function from (name, parameter) pairs to an optimizer; `clip` bounds the norm
+    weight     weight(part) of a part of the batch in the mean; default: the labels that count
+    seed       of dropout's masks
+    dropout    "native": as torch draws it, from generators that each step seeds; "logical": masks
+               that do not depend on the layout; None: logical if there is a seed, else native on
+               several ranks, and as the process draws in a world of one
+    prepared   what `prepare` found for this plan and a microbatch of this batch, if it ran before
+    local      the batch is this rank's rows
+    compare    what ranks compare: `nothing`, what each builds (`build`), each batch too (`batches`)
+    wait       seconds in which all ranks come to `build`
+    hollow     everything lies on the meta device: for a step that only shows what would be sent
+    check      asked last of what is prepared, before anything is built; it may refuse
+    """
+
+    loss: Loss | None = None
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None
+    clip: float | None = None
+    weight: Weight | None = None
+    seed: int | None = None
+    dropout: str | None = None
+    prepared: Prepared | None = None
+    local: bool = False
+    compare: str = "build"
+    wait: float = 20.0
+    hollow: bool = False
+    check: Callable[[Plan, Mapping[str, Any], Prepared], None] | None = None
+
+
+PLAIN = Options()
+
+
+def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more: Any) -> Program:
+    """This rank's program.
+
+    `batch` is the keyword arguments of a whole step, for shapes only; `more` are options by name.
+    Raises Refusal before any collective where the plan cannot be built, and where ranks of the job
+    would build different things.
+    """
+    from schedlang.runtime.comm.agreement import all_come, told_if_refused
+    from schedlang.runtime.comm.world import join_world
+    from schedlang.runtime.launch.heart import watch
+
+    given = replace(options, **more)
+    all_come(given.wait)
+    join_world()
+    watch()
+    with told_if_refused():
+        return _built(plan, batch, given)
+
+
+def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
+    from schedlang.runtime.assembly import Assembly
+
+    loss = given.loss
+    _alike(plan, batch, given)
+    plan = completed(plan, batch, loss)
+    ranks = check_job(plan, given.hollow)
+    prepared = given.prepared or _prepared(plan, batch, given)
+    traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
+    check_build(staged, given.optimizer, given.clip, given.hollow)
+    if given.check is not None:
+        given.check(plan, batch, prepared)
+    module = _local_copy(plan, holdings, ranks, given.hollow)
+    builder = Builder(plan, module, traced, ranks, prepared.chains, prepared.bits)
+    _apply(builder, prepared)
+    sliced = slice_state(plan, module, ranks, prepared)
+    found = _own(plan, module, ranks, holdings)
+    lying = None if given.hollow else away(builder, staged, found, sliced, given.optimizer)
+    sums = sums_of(plan, traced, holdings, found, ranks)
+    drawing = drawing_of(plan, prepared, ranks, module, _asked(plan, batch, given))
+    pipeline = pipeline_of(
+        plan, module, ranks, prepared, cast_loss(plan, loss), given.weight, sliced
+    )
+    assembly = Assembly(
+        module=module,
+        pipeline=pipeline,
+        ranks=ranks,
+        replicas=plan.data_axes,
+        micro=plan.micro,
+        parameters=found,
+        holdings=holdings,
+        buffer_stages=buffer_stages(staged),
+        buffer_homes=next(iter(buffer_homes(staged)), {}),
+        ties=(*plan.model.ties, *plan.model.shared_buffers),
+        sums=tuple(sums),
+        sliced=sliced,
+        keys=tuple(plan.model.model.state_dict()),
+        loss_dtype=_loss_dtype(plan),
+        weight=given.weight or _weight(prepared, plan.shares * plan.micro),
+        compressor=compressor_of(plan, traced, holdings, found, ranks),
+        early=early_sums(plan, staged, found, sums),
+        last_rank=_last_rank(plan, staged),
+        stage_axis=staged.axis,
+        dropout=drawing.dropout,
+        native=drawing.native,
+        drawn_because=drawing.why,
+        inputs=frozenset(batch),
+        lossless=traced.lossless,
+        outputs_missing=staged.cut.missing if staged.axis is not None else (),
+        ends_early=_ends_early(plan, staged),
+        tokens=prepared.tokens,
+        context=plan.context_axes,
+    )
+    return _trained(plan, staged, assembly, lying, given)
+
+
+def _trained(plan: Plan, staged: Staged, a: Assembly, lying: Any, given: Options) -> Program:
+    """The program with its optimizer."""
+    from schedlang.runtime.program import Program
+
+    whole = whole_step(a, staged, given.optimizer)
+    optimizer = _optimizer(a, given.optimizer)
+    comparing = _steered_alike(a.parameters, optimizer, given)
+    scale = loss_scale(plan)
+    return Program(
+        a, optimizer, given.clip, whole=whole, away=lying, loss_scale=scale, comparing=comparing
+    )
+
+
+def _prepared(plan: Plan, batch: Mapping[str, Any], given: Options) -> Prepared:
+    """What is known before ranks run, found on each of them alike."""
+    from schedlang.runtime import batch as parts
+
+    sample = parts.sample(batch, 1 if given.local else plan.shares, plan.micro)
+    return _agreed(prepare(plan, sample, given.loss, given.weight, trains=False))
+
+
+def _asked(plan: Plan, batch: Mapping[str, Any], given: Options) -> Asked:
+    """How masks are to be drawn, and for how many rows at once."""
+    from schedlang.runtime import batch as parts
+
+    kind = given.dropout or ("logical" if given.seed is not None else None)
+    sample = parts.sample(batch, 1 if given.local else plan.shares, plan.micro)
+    return Asked(kind, given.seed, parts.rows_of(sample), given.hollow)
+
+
+def _alike(plan: Plan, batch: Mapping[str, Any], given: Options) -> None:
+    """Refuse (S650, S651) to build where the ranks of a job would not build the same."""
+    from schedlang.passes.lower.alike import built_from
+    from schedlang.runtime.comm.agreement import agree, others
+
+    if given.compare != "nothing" and not given.hollow and others():
+        agree(built_from(plan, batch, given), given.wait)
+
+
+def _steered_alike(
+    found: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None, given: Options
+) -> Comparing | None:
+    """Refuse optimizers with other settings; what compares each step's batch, if asked for."""
+    from schedlang.passes.lower.alike import optimized_by
+    from schedlang.runtime.comm.agreement import agree, others
+    from schedlang.runtime.step_batch import Comparing
+
+    if given.compare == "nothing" or given.hollow or not others():
+        return None
+    names = {id(parameter): name for name, parameter in found.items()}
+    agree(optimized_by(optimizer, names), given.wait)
+    if given.compare != "batches":
+        return None
+    return Comparing(lambda: optimized_by(optimizer, names))
+
+
+def _agreed(prepared: Prepared) -> Prepared:
+    """With the first rank's table of bits: each has measured its own, on a machine of its own."""
+    from schedlang.runtime.comm import world
+
+    if not prepared.bits:
+        return prepared
+    return replace(prepared, bits=world.told_by(0, prepared.bits))
+
+
+def _ends_early(plan: Plan, staged: Staged) -> bool:
+    """Do stages send on what is frozen, so that no gradient comes back to what it was made of?"""
+    frozen = any(not fact.requires_grad for fact in plan.model.parameters.values())
+    return frozen and staged.axis is not None and staged.cut.constant
+
+
+def _own(plan: Plan, module: nn.Module, ranks: Ranks, holdings: Mapping[str, Holding]) -> Held:
+    """The parameters that this rank holds, by name."""
+    from schedlang.runtime.grad_reduction.flat import Held
+
+    held = {name for name, holding in holdings.items() if holding.held(plan.mesh, ranks.rank)}
+    return Held({name: p for name, p in module.named_parameters() if name in held})
+
+
+def _optimizer(
+    a: Assembly, make: Callable[..., torch.optim.Optimizer] | None
+) -> torch.optim.Optimizer | None:
+    """The optimizer of what this rank trains; None where there is nothing."""
+    from schedlang.runtime.optim.whole_step import check_closure
+
+    trained = [(name, p) for name, p in a.parameters.items() if p.requires_grad]
+    if make is None or not trained:
+        return None
+    made = make(trained)
+    check_closure(made)
+    return made
+
+
+def _last_rank(plan: Plan, staged: Staged) -> int:
+    """A rank of the last stage, at place 0 of all other axes."""
+    last = {staged.axis: staged.ranks[-1]} if staged.axis is not None else {}
+    return plan.mesh.rank(dict.fromkeys(plan.mesh.sizes, 0) | last)
+
+
+def check_job(plan: Plan, hollow: bool = False) -> Ranks:
+    """Join the running job; refuse idle axes (S205) and a mesh of another size (S607)."""
+    from schedlang.runtime.comm import world
+    from schedlang.runtime.comm.ranks import Ranks
+
+    world.join_world()
+    check_axes(plan)
+    if hollow:
+        return Ranks(plan.mesh)
+    lies = next((one.device for one in plan.model.model.parameters()), None)
+    return Ranks(plan.mesh, world.here().home(lies))
+
+
+def _weight(prepared: Prepared, parts: int) -> Weight:
+    """What a part of a batch weighs; where sequences are split, by tokens if it has no labels."""
+    by = weight_of if prepared.tokens is None else weight_by_tokens
+    return by(prepared.traced, parts)
+
+
+# -- what lies where ---------------------------------------------------------------------------
+
+
+def _local_copy(
+    plan: Plan, holdings: Mapping[str, Holding], ranks: Ranks, hollow: bool = False
+) -> nn.Module:
+    """The model with this rank's part of every parameter before slicing; others have no values."""
+    from torch import nn
+
+    from schedlang.runtime.checkpointing.holding import take
+    from schedlang.runtime.tracing.meta import copy_with, hollow_parameter
+
+    _check_state(plan)
+    if not hollow and any(p.is_meta for p in plan.model.model.parameters()):
+        raise Refusal(
+            Diagnostic(
+                "S623",
+                "the model has no values: it is on the meta device",
+                helps=("build it on a real device; `plan` and `diff` need no values",),
+            )
+        )
+
+    def local(name: str, parameter: nn.Parameter) -> nn.Parameter:
+        holding = replace(holdings[name], sliced=())
+        if not holding.held(plan.mesh, ranks.rank):
+            return hollow_parameter(parameter)
+        if hollow:
+            return hollow_parameter(parameter, holding.local_shape(plan.mesh, ranks.rank))
+        part = take(parameter.detach(), holding, plan.mesh, ranks.rank).to(ranks.device)
+        return nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+    def other(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to("meta") if hollow else tensor.detach().clone().to(ranks.device)
+
+    return copy_with(plan.model.model, local, other)
+
+
+def _check_state(plan: Plan) -> None:
+    """Refuse state that is neither parameter nor buffer: no layout could keep it."""
+    model = plan.model.model
+    known = {n for n, _ in model.named_buffers(remove_duplicate=False)} | set(plan.model.parameters)
+    extra = [key for key in model.state_dict() if key not in known]
+    if extra:
+        raise Refusal(
+            Diagnostic(
+                "S624",
+                f"`{extra[0]}` of the state dict is not a parameter or a buffer",
+                notes=("a module returns it as extra state, which cannot be sharded or saved",),
+                helps=("leave it out: override `get_extra_state` in a subclass",),
+            )
+        )
+
+
+def _apply(builder: Builder, prepared: Prepared) -> None:
+    """Run every action's `apply`, facet by facet; sharding comes in before recomputation."""
+    from schedlang.runtime.grad_reduction.batch_statistics import Statistics
+    from schedlang.runtime.sharding.shard import Edge
+
+    plan, ranks = builder.plan, builder.ranks
+    exchange(plan, builder.module, prepared.tokens, ranks)
+
+    def at_home(edge: Edge | Statistics) -> Edge | Statistics:
+        axes = edge.group.axes
+        group = ranks.group(axes[0] if len(axes) == 1 else axes)
+        return replace(edge, group=replace(group, label=edge.group.label))
+
+    shaped = False
+    for action in sorted(plan.actions, key=lambda a: _phase(a.primitive.writes)):
+        if not shaped and _phase(action.primitive.writes) > FACETS.index("placement"):
+            shape_up(builder.module, builder.traced, at_home)
+            shaped = True
+        for target in plan.targets(action):
+            action.primitive.apply(target, builder)
+    if not shaped:
+        shape_up(builder.module, builder.traced, at_home)
+
+
+def _phase(writes: frozenset[str]) -> int:
+    return min((FACETS.index(f) for f in writes if f in FACETS), default=len(FACETS))
+
+
+def _loss_dtype(plan: Plan) -> torch.dtype:
+    """float64 for a float64 model, else float32: losses are sums of many terms."""
+    import torch
+
+    wide = any(fact.dtype == "float64" for fact in plan.model.unique.values())
+    return torch.float64 if wide else torch.float32

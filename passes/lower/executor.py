@@ -1,0 +1,242 @@
+"""Build what runs a step on this rank: stages, process groups, gradient sums and sharded state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.holdings import gathers_by_rows, slicing
+from schedlang.passes.analyze.prepare import Prepared
+from schedlang.passes.analyze.reductions import reductions, sliced_names, sliced_over
+from schedlang.passes.analyze.residence import tier_of_unit
+from schedlang.passes.analyze.sequence import slices_of
+from schedlang.passes.partition.parks import meet, peer_rows
+from schedlang.passes.partition.staging import Staged, local_skeleton
+from schedlang.passes.propagate.casts import gathered_in
+from schedlang.passes.propagate.context import exchange
+from schedlang.passes.propagate.propagate import Traced
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from schedlang.runtime.assembly import Weight
+    from schedlang.runtime.checkpointing.holding import Holding
+    from schedlang.runtime.comm.ranks import Ranks
+    from schedlang.runtime.grad_reduction.compressed import Compressor
+    from schedlang.runtime.grad_reduction.gradient import Sum
+    from schedlang.runtime.grad_reduction.zero import Sliced
+    from schedlang.runtime.pipeline.executor import Pipeline
+    from schedlang.runtime.pipeline.overlapped_sums import EarlySums
+
+# ---- Sums after the last backward and slices over data-parallel ranks, put into a rank's module.
+
+
+def slice_state(
+    plan: Plan, module: nn.Module, ranks: Ranks, prepared: Prepared
+) -> dict[int, Sliced]:
+    """Put fully_shard around the units of each stage of this rank."""
+    from schedlang.runtime.grad_reduction.zero import Sliced, Unit
+
+    staged, holdings = prepared.staged, prepared.holdings
+    sliced, _ = slicing(plan)
+    if sliced is None:
+        return {}
+    axes = plan.mesh.fold(sliced.axes)
+    every = dict.fromkeys((axes, *(h.sliced for h in holdings.values() if h.sliced)))
+    meshes = {over: ranks.device_mesh(over) for over in every}  # by all ranks, in one order
+    ignored = {
+        p
+        for n, p in module.named_parameters()
+        if not holdings[n].sliced or not holdings[n].held(plan.mesh, ranks.rank)
+    }
+    place = plan.mesh.index(ranks.rank, staged.axis) if staged.axis is not None else 0
+    reached = prepared.traced.reached
+    met = {p for n, p in module.named_parameters() if n in reached}
+    out = {}
+    for stage in staged.stages_at(place):
+        asked = prepared.traced.asked
+        out[stage] = one = Sliced(sliced.stage, meshes[axes], ignored, sliced.reshard, asked)
+        for fqn, names in sliced_names(plan, staged, holdings, stage).items():
+            over, tier = sliced_over(holdings, names) or axes, tier_of_unit(plan, fqn, names)
+            low = gathered_in(plan, names)
+            unit = Unit(root=not fqn, waits=_waits(plan, fqn), tier=tier, low=low)
+            one.add(module.get_submodule(fqn), meshes[over], unit, met)
+        one.prefetch(sliced.prefetch)
+    return out
+
+
+def _waits(plan: Plan, fqn: str) -> bool:
+    """Whether a row lets something in this module compute after its forward."""
+    late = (a for a in plan.actions if getattr(a.primitive, "waits", False))
+    return any(s == fqn or s.startswith(f"{fqn}.") for action in late for s in action.sites)
+
+
+def sums_of(
+    plan: Plan,
+    traced: Traced,
+    holdings: Mapping[str, Holding],
+    found: Mapping[str, nn.Parameter],
+    ranks: Ranks,
+) -> list[Sum]:
+    """The reductions after the last backward: over ties, over parts, over whole replicas."""
+    from schedlang.runtime.grad_reduction.gradient import Sum
+
+    sums = []
+    for axes in (plan.data_axes, plan.row_axes, plan.context_axes):
+        ranks.group(axes)  # made on every rank: outputs are gathered over it on some
+    for one in reductions(plan, traced, holdings):
+        names = tuple(name for name in one.names if name in found)
+        if one.stages is not None:  # every rank takes part in making these groups
+            ends = sorted(one.stages)
+            groups = [tuple(line[s] for s in ends) for line in plan.mesh.groups(one.axes)]
+            group = ranks.subset(one.axes[0], groups)
+        else:
+            group = ranks.group(one.axes)
+            if one.kind == "replicas" and "gradients" in plan.overlaps:
+                # begun in the middle of a backward, beside what that itself sends
+                group = replace(group, pg=ranks.again(one.axes, "early"))
+        if one.kind != "compressed" and group is not None and names:
+            sums.append(Sum(group, names, one.kind, one.bucket))
+    return sums
+
+
+def compressor_of(
+    plan: Plan,
+    traced: Traced,
+    holdings: Mapping[str, Holding],
+    found: Mapping[str, nn.Parameter],
+    ranks: Ranks,
+) -> Compressor | None:
+    """What does the compressed sums of this rank, where a row asks for them."""
+    from schedlang.runtime.checkpointing.holding import cleaned
+    from schedlang.runtime.grad_reduction.compressed import Codec, Compressor
+
+    how = plan.compression
+    rows = [one for one in reductions(plan, traced, holdings) if one.kind == "compressed"]
+    if how is None or not rows:
+        return None
+    (one,) = rows
+    codec = Codec(how.kind, how.rank, how.block, how.feedback)
+    names = tuple(name for name in one.names if name in found)
+
+    def clean(name: str, part: Tensor) -> Tensor:
+        return cleaned(part, holdings[name], plan.mesh, ranks.rank)
+
+    return Compressor(codec, ranks.group(one.axes), names, clean)
+
+
+# ---- What runs the timeline on this rank: its stages, its sums, and the groups that they use.
+
+
+Loss = Callable[..., Any]
+
+
+def pipeline_of(
+    plan: Plan,
+    module: nn.Module,
+    ranks: Ranks,
+    prepared: Prepared,
+    loss: Loss | None,
+    weight: Weight | None,
+    sliced: Mapping[int, Any],
+) -> Pipeline:
+    """The stages of this rank's module in the order of the plan; `sliced` are those of `zero`."""
+    from schedlang.runtime.grad_reduction.zero import gathering
+    from schedlang.runtime.pipeline.executor import Pipeline
+    from schedlang.runtime.pipeline.stage import Stage, Stub
+    from schedlang.runtime.tracing.units import Switch
+
+    staged, device = prepared.staged, ranks.device
+    slices = slices_of(prepared.slicing, module, prepared.traced, weight)
+    if staged.axis is None:
+        split = _splits(plan, staged, 0, sliced)
+        stage = Stage(module, staged.cut, 0, loss=loss, split=split, late=_late(plan))
+        alone = (ranks.rank,)
+        return Pipeline({0: stage}, staged.timeline, alone, device=device, slices=slices)
+    group = ranks.group(staged.axis)
+    down = ranks.again(staged.axis, "down") if ranks.one_way else None
+    place = plan.mesh.index(ranks.rank, staged.axis)
+    switch = Switch(module, staged.cut.graph.units)
+    skeleton = local_skeleton(plan, prepared.traced)
+    exchange(plan, skeleton, prepared.tokens, ranks)
+    stub = Stub(skeleton, staged.cut)
+    late = _late(plan)
+    stages = {
+        s: Stage(
+            module,
+            staged.cut,
+            s,
+            switch=switch,
+            stub=stub,
+            loss=loss,
+            split=_splits(plan, staged, s, sliced),
+            late=late,
+        )
+        for s in staged.stages_at(place)
+    }
+    return Pipeline(
+        stages,
+        staged.timeline,
+        group.ranks,
+        place,
+        group=group.pg,
+        down=down,
+        device=device,
+        lookahead=plan.ahead,
+        slices=slices,
+        parks=_parks(staged, ranks),
+        picked=bool(peer_rows(plan, "activations")),
+        handlers=gathering(sliced) if gathers_by_rows(plan, staged) else None,
+    )
+
+
+def early_sums(
+    plan: Plan, staged: Staged, found: Mapping[str, nn.Parameter], sums: Sequence[Sum]
+) -> EarlySums | None:
+    """The sums that begin before the step ends, where a row asks for it."""
+    from schedlang.runtime.pipeline.overlapped_sums import EarlySums
+
+    if "gradients" not in plan.overlaps:
+        return None
+    if staged.axis is None:
+        return EarlySums(found, sums, dict.fromkeys(found, frozenset([0])))
+    held = [(stage, staged.cut.parameters(stage)) for stage in range(staged.cut.stages)]
+    stages = {name: frozenset(s for s, names in held if name in names) for name in found}
+    return EarlySums(found, sums, stages)
+
+
+def _splits(plan: Plan, staged: Staged, stage: int, sliced: Mapping[int, Any]) -> bool:
+    """Whether a stage's backward is run in halves, where the order has halves.
+
+    Not where weights are gathered, which are gone again when the second half needs them, nor where
+    activations are computed again: each part of a backward would compute all of them.
+    """
+    if stage in sliced:
+        return False
+    units = [staged.cut.graph.units[k] for k in staged.cut.units(stage)]
+    again = {site for a in plan.actions if "recompute" in a.primitive.writes for site in a.sites}
+    return not any(meet(unit, site) for unit in units for site in again)
+
+
+def _parks(staged: Staged, ranks: Ranks) -> tuple[Any, ...]:
+    """Groups for activations that are parked on partners, where some are."""
+    from schedlang.pipeline.timeline import Kind
+
+    if staged.axis is None or not (staged.timeline.kind == Kind.EVICT).any():
+        return ()
+    return tuple(ranks.again(staged.axis, f"parked {way}") for way in range(4))
+
+
+def _late(plan: Plan) -> frozenset[str] | None:
+    """Parameters whose gradients may wait, under every name; None: all."""
+    if plan.late is None:
+        return None
+    inside = tuple(f"{fqn}." if fqn else "" for fqn in plan.late)
+    return frozenset(
+        name
+        for fact in plan.model.unique.values()
+        for name in fact.names
+        if any(other.startswith(inside) for other in fact.names)
+    )

@@ -1,0 +1,330 @@
+"""Train a few steps under a plan, and say how the loss went and what it took."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.plan import Plan
+from schedlang.pipeline.timeline import Kind, Timeline, Timing, timing
+from schedlang.pipeline.timeline.needs import WORK, dependencies
+
+if TYPE_CHECKING:
+    from schedlang.passes.analyze.prepare import Prepared
+    from schedlang.runtime.left import Left
+    from schedlang.runtime.measure import Memory
+    from schedlang.runtime.pipeline.measured import Ran, Watch
+    from schedlang.runtime.program import Program
+
+# ---- A pipeline's step as it ran, beside its timeline under the costs that were measured.
+
+
+Floats = NDArray[np.float64]
+WAITED = 2e-5  # seconds from which on an operation has waited for its inputs
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """One step: planned rows, and when each had its turn, started and ended, in seconds."""
+
+    timeline: Timeline
+    turn: Floats
+    start: Floats
+    end: Floats
+
+    @cached_property
+    def times(self) -> Timing:
+        """What was measured, from the first operation of all ranks on."""
+        zero = self.start.min(initial=np.inf) if len(self.start) else 0.0
+        none = np.zeros(self.timeline.ranks, dtype=np.int64)
+        return Timing(
+            self.timeline, self.start - zero, self.end - zero, None, none, none.astype(np.float64)
+        )
+
+    @cached_property
+    def costs(self) -> Floats:
+        """For each row the mean time of its kind at its stage."""
+        t, took = self.timeline, self.end - self.start
+        key = (t.kind.astype(np.int64) * t.stages + t.stage) * t.replicas + t.replica
+        count = np.maximum(np.bincount(key), 1)
+        mean: Floats = (np.bincount(key, took) / count)[key]
+        return mean
+
+    @cached_property
+    def transfer(self) -> float:
+        """The median time between the end of a value's maker and its arrival, where one waited."""
+        t = self.timeline
+        made, used = dependencies(t)
+        apart = t.rank[made] != t.rank[used]
+        latest = np.full(len(t), -np.inf)
+        np.maximum.at(latest, used[apart], self.end[made[apart]])
+        waited = np.isfinite(latest) & (self.start - self.turn > WAITED) & (latest >= self.turn)
+        return max(0.0, float(np.median((self.start - latest)[waited]))) if waited.any() else 0.0
+
+    @cached_property
+    def planned(self) -> Timing:
+        """The same timeline, simulated with the means of what was measured."""
+        return timing(self.timeline, self.costs, self.transfer)
+
+    def means(self) -> dict[tuple[str, int], float]:
+        """Mean seconds of each kind of operation at each stage."""
+        t = self.timeline
+        pairs = zip(t.kind.tolist(), t.stage.tolist(), self.costs.tolist())
+        work = {(Kind(kind).name, stage): cost for kind, stage, cost in pairs if Kind(kind) in WORK}
+        return dict(sorted(work.items(), key=lambda item: (Kind[item[0][0]], item[0][1])))
+
+    def to_json(self) -> dict[str, Any]:
+        """Figures, and the means that the simulated ones come from; seconds."""
+        return {
+            "micro": self.timeline.microbatches,
+            "slices": self.timeline.slices,
+            "measured": _figures(self.times),
+            "simulated": _figures(self.planned),
+            "transfer": self.transfer,
+            "means": [
+                {"kind": kind, "stage": stage, "seconds": cost}
+                for (kind, stage), cost in self.means().items()
+            ],
+        }
+
+    def text(self) -> str:
+        """One line for people."""
+        real, ideal = self.times, self.planned
+        return (
+            f"bubble {float(real.bubble):.1%} measured, {float(ideal.bubble):.1%} simulated   "
+            f"step of the pipeline {float(real.makespan) * 1e3:.1f} ms measured, "
+            f"{float(ideal.makespan) * 1e3:.1f} ms simulated"
+        )
+
+
+def _figures(times: Timing) -> dict[str, float]:
+    return {
+        "makespan": float(times.makespan),
+        "rank_span": float(times.rank_span),
+        "makespan_bubble": float(times.bubble),
+        "bubble": float(times.span_bubble),
+    }
+
+
+def measured(timeline: Timeline, ran: Sequence[Sequence[Ran]]) -> Measured:
+    """From what each place of a pipeline noted of one step, in the order of its rows.
+
+    Rows that are not noted (parked activations, updates) stand where the row before them ended.
+    """
+    t = timeline.compute()
+    turn, start, end = (np.zeros(len(t)) for _ in range(3))
+    for rank in range(t.ranks):
+        notes, last = list(ran[rank]), 0.0
+        for row, op in zip(range(int(t.starts[rank]), int(t.starts[rank + 1])), t.rows(rank)):
+            if notes and notes[0].op == op:
+                _, turn[row], start[row], end[row] = notes.pop(0)
+            else:
+                assert op.kind not in (Kind.F, Kind.B, Kind.I, Kind.W), f"{op} was not noted"
+                turn[row] = start[row] = end[row] = last
+            last = end[row]
+        assert not notes, f"{notes[0].op} was noted and not planned"
+    return Measured(t, turn, start, end)
+
+
+def settled(timeline: Timeline, steps: Sequence[Sequence[Sequence[Ran]]]) -> Measured:
+    """The median step by its time, of several: [place][step]."""
+    found = [measured(timeline, one) for one in zip(*steps)]
+    return sorted(found, key=lambda one: float(one.times.makespan))[len(found) // 2]
+
+
+# ---- Train a few steps under a plan, and say how the loss went and what it took.
+
+
+RATES = {"adamw": 3e-3, "sgd": 0.1}  # by optimizer
+
+
+@dataclass(frozen=True)
+class Course:
+    """What is trained, all that a rank needs; `batch(seed)` gives the batch of a step."""
+
+    plan: Plan
+    batch: Callable[[int], Mapping[str, Any]]
+    loss: Callable[..., Any] | None = None
+    weight: Callable[..., float] | None = None
+    steps: int = 20
+    optimizer: str = "adamw"
+    rate: float | None = None
+    seed: int = 0
+    watched: int = 0  # of how many steps at the end the operations are timed
+    prepared: Prepared | None = None  # what is known of the plan before there are ranks
+    check: Callable[..., None] | None = None  # of `build`: asked before anything is built
+
+    @property
+    def lr(self) -> float:
+        """The learning rate, that of the optimizer where none is given."""
+        return RATES[self.optimizer] if self.rate is None else self.rate
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: its loss, the seconds that it took, and how much its batch held."""
+
+    number: int
+    loss: float
+    seconds: float
+    work: int
+    unit: str
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The steps as rank 0 saw them, and the memory of every rank after the last."""
+
+    steps: tuple[Step, ...]
+    memory: tuple[Memory, ...]
+    measured: Measured | None = None
+    left: tuple[Left, ...] = ()  # calls that kernels left to the model, on any rank
+
+    @property
+    def settled(self) -> tuple[Step, ...]:
+        """The steps that count for speed: the first one also warms up."""
+        return self.steps[1:] or self.steps
+
+    @property
+    def median(self) -> float:
+        """Seconds of the median step."""
+        return statistics.median(step.seconds for step in self.settled)
+
+    @property
+    def per_second(self) -> float:
+        """Tokens (or rows) of all ranks together a second."""
+        settled = self.settled
+        return sum(step.work for step in settled) / sum(step.seconds for step in settled)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        return {
+            "losses": [step.loss for step in self.steps],
+            "first_loss": self.steps[0].loss,
+            "last_loss": self.steps[-1].loss,
+            "unit": self.steps[0].unit,
+            "per_second": self.per_second,
+            "step_seconds": self.median,
+            "memory": [one.to_json() for one in self.memory],
+            "left": [str(one) for one in self.left],
+            "activations": "not measured" if self.memory[0].peak is None else "in the peak",
+        } | ({} if self.measured is None else {"pipeline": self.measured.to_json()})
+
+
+Tell = Callable[[Step], None]
+
+
+def train(course: Course, tell: Tell | None = None) -> Trained:
+    """Run the course on this rank, which stands in the job's process group; all ranks together.
+
+    `tell` is called after each step, on every rank.  Without it a rank of a Pool tells its parent.
+    """
+    from schedlang.passes.lower.build import build
+    from schedlang.runtime.launch.pool import progress
+    from schedlang.runtime.left import merged
+
+    tell = tell or progress
+    home = _home(course.plan)
+    batch = home(course.batch(course.seed))
+    program = build(
+        course.plan,
+        batch,
+        loss=course.loss,
+        weight=course.weight,
+        seed=course.seed,
+        dropout="native",
+        optimizer=optimizer(course.optimizer, course.lr),
+        prepared=course.prepared,
+        check=course.check,
+    )
+    watch = _watch(program) if course.watched else None
+    steps = []
+    for number in range(course.steps):
+        batch = home(course.batch(course.seed + number)) if number else batch
+        program.watch = watch if number >= course.steps - course.watched else None
+        with program.watch.step() if program.watch is not None else nullcontext():
+            steps.append(_step(program, number, batch))
+        tell(steps[-1])
+    seen = None if watch is None else _measured(course.plan, program, watch)
+    everyone = _everyones(program)
+    left = merged(one for _, mine in everyone for one in mine)
+    return Trained(tuple(steps), tuple(memory for memory, _ in everyone), seen, left)
+
+
+def _watch(program: Program) -> Watch:
+    from schedlang.runtime.pipeline.measured import Watch
+
+    device = program.assembly.pipeline.mail.device
+    return Watch(program.assembly.pipeline, device)
+
+
+def _measured(plan: Plan, program: Program, watch: Watch) -> Measured:
+    """The median watched step of the pipeline at place 0 of all other axes."""
+    from schedlang.runtime.pipeline.measured import gathered
+
+    everyone, axis = gathered(watch), plan.cuts[0].axis
+    zero = dict.fromkeys(plan.mesh.sizes, 0)
+    places = [plan.mesh.rank(zero | {axis: k}) for k in range(plan.mesh.size(axis))]
+    return settled(program.assembly.pipeline.timeline, [everyone[rank] for rank in places])
+
+
+def _step(program: Any, number: int, batch: Mapping[str, Any]) -> Step:
+    from schedlang.runtime.measure import work_in
+
+    start = time.perf_counter()
+    loss = float(program.train_step(batch))
+    return Step(number, loss, time.perf_counter() - start, *work_in(batch))
+
+
+def _everyones(program: Any) -> tuple[tuple[Memory, tuple[Left, ...]], ...]:
+    """Of each rank its memory, and the calls that kernels left to the model there."""
+    from schedlang.runtime.comm import world
+    from schedlang.runtime.left import left_in
+    from schedlang.runtime.measure import memory_of
+
+    return tuple(world.gathered((memory_of(program), left_in(program.assembly.module))))
+
+
+def _home(plan: Plan) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Puts batches where the model's parameters are."""
+    from torch import Tensor
+
+    from schedlang.ir import nests as pytree
+
+    where = next((p.device for p in plan.model.model.parameters()), None)
+    home = lambda value: value.to(where) if isinstance(value, Tensor) else value  # noqa: E731
+    return lambda batch: pytree.tree_map(home, dict(batch))
+
+
+def optimizer(name: str, rate: float) -> Callable[..., Any]:
+    """A function from named parameters to the optimizer of this name."""
+    import torch
+
+    kinds: Mapping[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    assert kinds.keys() == RATES.keys()
+    return partial(kinds[name], lr=rate)
+
+
+def check(course: Course) -> None:
+    """Refuse numbers and names that no training can have (S109)."""
+    if course.optimizer not in RATES:
+        _refuse(
+            f"unknown optimizer: `--optimizer {course.optimizer}`", f"choose {' or '.join(RATES)}"
+        )
+    if course.steps < 1:
+        _refuse(f"`--steps` must be above 0, not {course.steps}", "give a number above 0")
+    if course.lr < 0:
+        _refuse(f"`--lr` cannot be negative: {course.lr}", "give a number of 0 or more")
+
+
+def _refuse(title: str, help_: str) -> None:
+    raise Refusal(Diagnostic("S109", title, helps=(help_,)))

@@ -1,0 +1,292 @@
+"""Rows that fit modules into memory, and stages balanced with what they recompute (AdaPipe)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from schedlang.ir.plan import Action, Plan
+from schedlang.passes.partition.stages import Weight, in_flight
+from schedlang.passes.propagate.context import tokens_of
+from schedlang.remat.partition import Repeated
+from schedlang.remat.rotor import Cost
+
+if TYPE_CHECKING:
+    from schedlang.passes.partition.staging import Staged
+    from schedlang.passes.propagate.dryrun import Loss
+    from schedlang.passes.propagate.propagate import Traced
+    from schedlang.pipeline.timeline import Timeline
+    from schedlang.runtime.context_parallel.local_tokens import Tokens
+    from schedlang.runtime.tracing.graph import StageGraph
+
+# ---- Rows that fit modules into memory: what each costs on a rank, and what is chosen for it.
+
+
+# the sites of a row -> the chains that it forms, each with what is done: a tree, choices, a budget
+Chains = Mapping[tuple[str, ...], tuple[tuple[tuple[str, ...], Any], ...]]
+
+
+@dataclass(frozen=True)
+class Counting:
+    """With what modules are counted: the plan's local model, and one microbatch."""
+
+    plan: Plan
+    traced: Traced
+    staged: Staged | None  # None: before it is cut
+    sample: Mapping[str, Any]
+    loss: Loss | None = None
+    tokens: Tokens | None = None
+
+
+def chains_of(counting: Counting) -> Chains:
+    """What rows with a limit of memory choose, from counts on the meta device; others not at all.
+
+    The limit is that of a rank. Where a pipeline keeps several microbatches at a time, each has an
+    equal part of it; so early stages, which keep more of them, recompute more (Sun et al., AdaPipe,
+    2024). Raises Refusal S841 at a row for which there is too little.
+    """
+    plan = counting.plan
+    rows = [action for action in plan.actions if action.primitive.limit is not None]
+    if not rows:
+        return {}
+    names = tuple(dict.fromkeys(site for action in rows for site in action.sites))
+    costs = dict(zip(names, costs_of(counting, names)))
+    return {action.sites: tuple(_chosen(counting, action, costs)) for action in rows}
+
+
+def _chosen(
+    counting: Counting, action: Action, costs: Mapping[str, Cost]
+) -> list[tuple[tuple[str, ...], Any]]:
+    from schedlang.diagnostics.diagnostic import Refusal
+
+    found = []
+    limit = action.primitive.limit
+    assert limit is not None and counting.staged is not None
+    for names, share in _by_stage(counting.staged, action.sites):
+        try:
+            chain = [costs[name] for name in names]
+            play = partial(_played, counting, action, names)
+            chosen = action.primitive.fit(chain, int(limit / share), play)
+        except Refusal as refusal:
+            raise refusal.at(action.span) if action.span is not None else refusal from None
+        found.append((names, chosen))
+    return found
+
+
+def told(plan: Plan, chains: Chains) -> list[str]:
+    """What rows with a limit of memory chose, in words, a line for each stage."""
+    return [
+        f"`{action.name}` of {' to '.join(dict.fromkeys((names[0], names[-1])))}:"
+        f" {action.primitive.said(found)}"
+        for action in plan.actions
+        for names, found in chains.get(action.sites, ())
+    ]
+
+
+def _by_stage(staged: Staged, sites: tuple[str, ...]) -> list[tuple[tuple[str, ...], float]]:
+    """The sites of each stage, and how many microbatches of all stages of its ranks are kept."""
+    if staged.axis is None:
+        return [(sites, 1.0)]
+    graph, stage_of = staged.cut.graph, staged.cut.stage_of
+    homes: dict[int, list[str]] = {}
+    for site in sites:
+        inside = [
+            stage_of[k]
+            for k, unit in enumerate(graph.units)
+            if unit == site or unit.startswith(f"{site}.")
+        ]
+        homes.setdefault(min(inside, default=0), []).append(site)
+    alive = in_flight(staged.timeline)
+    found = []
+    for stage, names in homes.items():
+        beside = max(
+            sum(alive[other] for other in staged.stages_at(place) if other in homes)
+            for place in staged.places(stage)
+        )
+        found.append((tuple(names), max(1.0, beside)))
+    return found
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """What a primitive's `apply` is given: a local model on the meta device, module by module."""
+
+    plan: Plan
+    module: Any
+    chains: Chains
+    bits: Mapping[str, Any] = field(default_factory=dict)  # of saved tensors, by modules
+
+    def at(self, fqn: str) -> Any:
+        """The module of this name."""
+        return self.module.get_submodule(fqn)
+
+
+def alone(counting: Counting) -> Counting:
+    """With what the untouched model of one process is counted."""
+    from schedlang.passes.propagate.propagate import Traced
+
+    plan = replace(counting.plan, layouts={})
+    return replace(counting, plan=plan, traced=Traced(), tokens=None)
+
+
+def run_again(plan: Plan, model: Any, chains: Chains) -> None:
+    """Let modules of a throwaway model run again as rows say that start from fewer bits."""
+    from schedlang.passes.propagate.saved_parts import experts_of, meeting
+    from schedlang.runtime.storage.fewer import put_inside, uncoded
+
+    put_inside(uncoded, model, experts_of(plan))
+    for action in meeting(plan):
+        sites = tuple(plan.model.sites[name] for name in action.sites)
+        action.primitive.apply(sites, Skeleton(plan, model, chains))
+
+
+def _played(counting: Counting, action: Action, names: tuple[str, ...], chosen: Any) -> Any:
+    """The local model, in which these modules did as chosen, after a forward and a backward."""
+    from schedlang.runtime.sharding import redistribute
+
+    def apply(model: Any) -> None:
+        sites = tuple(counting.plan.model.sites[name] for name in names)
+        given = Skeleton(counting.plan, model, {names: ((names, chosen),)})
+        action.primitive.apply(sites, given)
+
+    with running(counting, apply) as (model, root):
+        if root is not None:
+            root.backward()
+    redistribute.forget()
+    return model
+
+
+@contextmanager
+def running(
+    counting: Counting, change: Callable[[Any], None], watch: Callable[[Any], Any] = nullcontext
+) -> Iterator[tuple[Any, Any]]:
+    """The local model after a forward on the meta device, and where its backward begins."""
+    from schedlang.passes.partition.staging import local_skeleton
+    from schedlang.passes.propagate.context import seated
+    from schedlang.passes.propagate.propagate import backward_root
+    from schedlang.runtime.modes import ambient
+    from schedlang.runtime.propagation.stand_ins import Fused
+    from schedlang.runtime.tracing.constants import OnMeta
+    from schedlang.runtime.tracing.meta import hollow_batch
+
+    model = local_skeleton(counting.plan, counting.traced)
+    model.train()
+    change(model)
+    batch, sitting = seated(counting.plan, model, counting.tokens, counting.sample)
+    inputs = hollow_batch(dict(batch))
+    with sitting, ambient(Fused()), OnMeta(dict(batch), inputs), watch(model):
+        yield model, backward_root(model, inputs, counting.loss)
+
+
+def costs_of(counting: Counting, names: Sequence[str]) -> list[Cost]:
+    """Operations of a forward, bytes saved and bytes of the input of modules, on one rank."""
+    from schedlang.runtime.activation_memory.candidates import Menu
+    from schedlang.runtime.tracing.burden import counted
+
+    menu = Menu(len(names))
+
+    with running(counting, lambda model: None, lambda model: counted(menu, model, names)):
+        pass
+    known = sum(menu.flops)  # without a formula for any operator all count the same
+    own = zip(menu.flops, menu.saved, menu.given)
+    return [
+        Cost(
+            float(flops) if known else 1.0,
+            saved,
+            given,
+            menu.operators(unit),
+            menu.fixed[unit],
+            menu.forward[unit],
+            menu.small[unit],
+        )
+        for unit, (flops, saved, given) in enumerate(own)
+    ]
+
+
+# ---- Stages cut so that their times are in balance, what each repeats within its memory
+# included.
+
+
+BACKWARD = 2.0  # of a unit's forward
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row whose modules have a limit: of each unit how many of them begin before it."""
+
+    repeated: Repeated
+    before: tuple[int, ...]
+
+
+def time_of(
+    counting: Counting, rows: Sequence[Action], graph: StageGraph, timeline: Timeline
+) -> Weight:
+    """The work of a run of units in forward, backward and second runs, which rows with a limit
+    keep to what the memory of a stage makes them repeat."""
+    tokens = tokens_of(counting.plan, counting.traced, counting.sample, counting.loss, None)
+    whole = Counting(
+        counting.plan, counting.traced, counting.staged, counting.sample, counting.loss, tokens
+    )
+    names = tuple(dict.fromkeys(site for row in rows for site in row.sites))
+    costs = dict(zip(names, costs_of(whole, names)))
+    homes = _homes(graph.units, costs)
+    works = [float(flops) if home is None else 0.0 for flops, home in zip(graph.flops, homes)]
+    for name, cost in costs.items():
+        if name in homes:
+            works[homes.index(name)] += cost.forward
+    sums = [0.0, *accumulate(works)]
+    beside = _beside(timeline)
+    made = [_row(row, costs, homes, beside) for row in rows]
+
+    def weight(stage: int, low: int, high: int) -> float:
+        again = sum(r.repeated.of(stage, r.before[low], r.before[high]) for r in made)
+        return (1 + BACKWARD) * (sums[high] - sums[low]) + again
+
+    return weight
+
+
+def _homes(units: Sequence[str], costs: Mapping[str, Any]) -> list[str | None]:
+    """The module with a limit that each unit is, or lies in."""
+    found = []
+    for unit in units:
+        above = unit
+        while above and above not in costs:
+            above = above.rpartition(".")[0]
+        found.append(above or None)
+    return found
+
+
+def _row(
+    row: Action, costs: Mapping[str, Cost], homes: Sequence[str | None], beside: Sequence[float]
+) -> _Row:
+    firsts = {name: place for place, name in reversed(list(enumerate(homes))) if name is not None}
+    mine = sorted((firsts[name], name) for name in row.sites if name in firsts)
+    starts = [place for place, _ in mine]
+    before = tuple(sum(place < unit for place in starts) for unit in range(len(homes) + 1))
+    limit = row.primitive.limit
+    assert limit is not None
+    memory = [int(limit / share) for share in beside]
+    return _Row(Repeated([costs[name] for _, name in mine], memory), before)
+
+
+def _beside(timeline: Timeline) -> list[float]:
+    """Of each stage, how many microbatches of all stages of its ranks are kept at a time."""
+    alive = in_flight(timeline)
+    homes = timeline.homes.tolist()
+    found = []
+    for stage in range(timeline.stages):
+        places = {row[stage] for row in homes}
+        kept = [
+            sum(
+                alive[other]
+                for other in range(timeline.stages)
+                if any(row[other] == place for row in homes)
+            )
+            for place in places
+        ]
+        found.append(max(1.0, *kept))
+    return found

@@ -1,0 +1,294 @@
+"""What a run of units weighs on its stage, for cuts in balance: parameters, time or memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest, quoted
+from schedlang.diagnostics.source import NOWHERE
+from schedlang.ir.facets import Cut
+from schedlang.ir.memory import MOMENTS
+from schedlang.ir.plan import Plan
+from schedlang.pipeline.timeline import Kind, Timeline
+from schedlang.runtime.tracing.graph import refusal
+
+if TYPE_CHECKING:
+    from schedlang.runtime.tracing.graph import StageGraph
+
+# ---- Cut points to the stage of every unit: by name, evenly, or by the lightest heaviest stage.
+
+
+Weight = Callable[[int, int, int], float]
+LISTS = ("ModuleList", "ModuleDict", "Sequential")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit in call order: its name, its parameters, and whether it belongs to the trunk.
+
+    Only trunk units are counted when stages are made even; what stands before and after them
+    goes with the first and the last.
+    """
+
+    name: str
+    params: int
+    trunk: bool = True
+
+
+def at_units(units: Sequence[Unit], starts: Sequence[str]) -> tuple[int, ...]:
+    """A new stage starts at each unit named. Gives the stage of every unit."""
+    names = [unit.name for unit in units]
+    places = [_place(names, start) for start in starts]
+    if len(places) != len(set(places)) or 0 in places:
+        raise refusal(
+            "S613",
+            "",
+            f"`{names[0]}` is the first module: no stage would be before it"
+            if 0 in places
+            else "two stages start at one module",
+            f"stages may start at {quoted(names[1:])}",
+        )
+    return _stages(len(units), places)
+
+
+def _place(names: Sequence[str], start: str) -> int:
+    """The first unit that is a module or lies inside it."""
+    for place, name in enumerate(names):
+        if name == start or name.startswith((f"{start}.", f"{start}#")):
+            return place
+    guess = closest(start, names)
+    helps = (f"did you mean `{guess}`?",) if guess else (", ".join(names),)
+    raise refusal("S613", start, "is not a module at which a stage can start", *helps)
+
+
+def at_indices(units: Sequence[Unit], starts: Sequence[int]) -> tuple[int, ...]:
+    """A new stage starts at each trunk unit of these numbers (from 0)."""
+    trunk = [unit.name for unit in units if unit.trunk]
+    for start in starts:
+        if not 0 < start < len(trunk):
+            reason = f"no cut is possible before module {start} of the {len(trunk)} of the list"
+            raise refusal("S613", "", reason, f"1 to {len(trunk) - 1}")
+    return at_units(units, [trunk[start] for start in starts])
+
+
+def even(units: Sequence[Unit], stages: int) -> tuple[int, ...]:
+    """Trunk units in equal runs; where they do not divide, earlier stages take one more.
+
+    The last stage also holds what follows the trunk, so it is among the smaller ones.
+    """
+    trunk = [unit.name for unit in units if unit.trunk]
+    _enough(len(trunk), stages)
+    size, more = divmod(len(trunk), stages)
+    starts = list(accumulate(size + (k < more) for k in range(stages - 1)))
+    return at_units(units, [trunk[start] for start in starts])
+
+
+def balanced(units: Sequence[Unit], stages: int, weight: Weight | None = None) -> tuple[int, ...]:
+    """The cut whose heaviest stage is lightest; every stage has a trunk unit.
+
+    `weight(stage, first, after)` of the units first to after - 1 on a stage, which need not be a
+    sum over units; by default their parameters. Exact, by dynamic programming over runs of units
+    (linear partition; Skiena, The Algorithm Design Manual, §10.5). Of equal cuts the one with the
+    earliest starts.
+    """
+    trunk = [k for k, unit in enumerate(units) if unit.trunk]
+    _enough(len(trunk), stages)
+    bounds = [0, *trunk[1:], len(units)]  # units before the trunk go with its first, and so on
+    n = len(trunk)
+    if weight is None:
+        sums = [0, *accumulate(unit.params for unit in units)]
+        weight = lambda stage, low, high: sums[high] - sums[low]  # noqa: E731
+    best = [[0.0] * (n + 1) for _ in range(stages + 1)]
+    start = [[0] * (n + 1) for _ in range(stages + 1)]
+    for high in range(1, n + 1):
+        best[1][high] = weight(0, 0, bounds[high])
+    for k in range(2, stages + 1):
+        for high in range(k, n + 1):
+            options = (
+                (max(best[k - 1][low], weight(k - 1, bounds[low], bounds[high])), low)
+                for low in range(k - 1, high)
+            )
+            best[k][high], start[k][high] = min(options)
+    places, high = [], n
+    for k in range(stages, 1, -1):
+        high = start[k][high]
+        places.append(bounds[high])
+    return _stages(len(units), places[::-1])
+
+
+REGIONS = {"recompute": "recomputes", "structure": "computes"}
+
+
+def check_regions(plan: Plan, graph: StageGraph, stage_of: Sequence[int]) -> None:
+    """Refuse a cut inside of what a row recomputes or computes as one (S603)."""
+    rows = [(a, f) for a in plan.actions for f in REGIONS if f in a.primitive.writes]
+    for action, facet in rows:
+        for region in action.primitive.together(action.sites):
+            inside = [
+                k
+                for k, name in enumerate(graph.units)
+                if any(name.startswith(f"{site}.") for site in region)
+                or len(region) > 1
+                and name in region
+            ]
+            cuts = [graph.labels[b] for a, b in pairwise(inside) if stage_of[a] != stage_of[b]]
+            if cuts:
+                does = REGIONS[facet]
+                what = "checkpointed" if facet == "recompute" else "replaced"
+                ends = dict.fromkeys((region[0], region[-1]))
+                one = Label(
+                    action.span or NOWHERE, f"{does} {' to '.join(map(_quoted, ends))} as one"
+                )
+                raise Refusal(
+                    Diagnostic(
+                        "S603",
+                        f"a {what} region cannot span a pipeline cut",
+                        Label(text=f"cuts it in two before `{cuts[0]}`"),
+                        (one,),
+                        helps=(
+                            f"cut before `{region[0]}` or after `{region[-1]}`",
+                            f"or let `{action.name}` select the modules one by one",
+                        ),
+                    )
+                )
+
+
+def _quoted(name: str) -> str:
+    return f"`{name}`"
+
+
+def elements(plan: Plan, cut: Cut) -> tuple[str, ...]:
+    """What the lists of a cut hold, before any forward has shown what is called, and how often."""
+    unrolled = dict(plan.unrolled)
+
+    def calls(fqn: str) -> int:
+        inside = [n for name, n in unrolled.items() if name == fqn or name.startswith(f"{fqn}.")]
+        return max(1, sum(inside))
+
+    found = []
+    for trunk in cut.trunks:
+        site = plan.model.sites[trunk]
+        whole = trunk in unrolled or not any(site.is_a(kind) for kind in LISTS)
+        names = [trunk] if whole else [f"{trunk}.{child}" for child in site.children]
+        found += [name for name in names for _ in range(calls(name))]
+    return tuple(found)
+
+
+def _enough(units: int, stages: int) -> None:
+    if stages < 1 or units < stages:
+        reason = f"{units} modules of the list cannot be cut into {stages} stages"
+        raise refusal("S613", "", reason, f"1 to {units} stages")
+
+
+def _stages(count: int, starts: Sequence[int]) -> tuple[int, ...]:
+    stage, found = 0, []
+    for unit in range(count):
+        stage += unit in starts
+        found.append(stage)
+    return tuple(found)
+
+
+# ---- What a run of units weighs on its stage, for cuts in balance: parameters, time or memory.
+
+
+def weight_of(balance: str, plan: Plan, graph: StageGraph, timeline: Timeline) -> Weight:
+    """The weight of a run of units.
+
+    params  elements of the parameters that the run holds; one that several units share counts once
+    time    floating-point operations of the forward, counted on the meta device; the backward of
+            each is twice that, so it changes no cut
+    memory  bytes at the peak: parameters, gradients and AdamW's state as they lie on a rank, and
+            what the forward saves for the backward, for as many microbatches as the order keeps
+            alive on that stage; a unit that is recomputed whole keeps its arguments only
+    """
+    if balance == "time":
+        sums = [0, *accumulate(graph.flops)]
+        return lambda stage, low, high: sums[high] - sums[low]
+    held = _held(plan, graph)
+    if balance == "params":
+        table = _distinct(held, {n: float(f.numel) for n, f in plan.model.unique.items()})
+        return lambda stage, low, high: table[low][high]
+    table = _distinct(held, {name: state_bytes(plan, name) for name in plan.model.unique})
+    alive, sums = in_flight(timeline), [0, *accumulate(_kept(plan, graph))]
+    return lambda stage, low, high: table[low][high] + alive[stage] * (sums[high] - sums[low])
+
+
+def in_flight(timeline: Timeline) -> tuple[float, ...]:
+    """The most microbatches of each stage that are between forward and backward at one time.
+
+    A slice of a microbatch counts as its share.
+    """
+    t = timeline
+    made = (t.kind == Kind.F).astype(np.int64) - ((t.kind == Kind.B) | (t.kind == Kind.W))
+    slices = max(1, int(t.slice.max(initial=0)) + 1)
+    found = []
+    for stage in range(t.stages):
+        peaks = [
+            int(np.cumsum(made[(t.stage == stage) & (t.replica == replica)]).max(initial=0))
+            for replica in range(t.replicas)
+        ]
+        found.append(max(peaks) / slices)
+    return tuple(found)
+
+
+def state_bytes(plan: Plan, name: str) -> float:
+    """Bytes of a parameter, its gradient and moments on one rank, between the cut's other rows."""
+    fact = plan.model.unique[name]
+    part = float(fact.itemsize)
+    for dim in plan.held(name).local_shape(plan.mesh):
+        part *= dim
+    kinds = (3, 2, 1)  # the stage of ZeRO from which each is sliced: parameters, gradients, moments
+    trained = part if fact.requires_grad else 0.0
+    total = 0.0
+    for least, size in zip(kinds, (part, trained, trained * MOMENTS)):
+        for row in plan.replicas:
+            size /= plan.mesh.size(row.axes) if row.stage >= least else 1.0
+        total += size
+    return total
+
+
+def _held(plan: Plan, graph: StageGraph) -> list[set[str]]:
+    """The parameters (first names) that each unit reads itself."""
+    held: list[set[str]] = [set() for _ in graph.units]
+    for name, owners in graph.owners.items():
+        for unit in owners:
+            held[unit].add(plan.model.parameters[name].name)
+    return held
+
+
+def _distinct(held: Sequence[set[str]], sizes: Mapping[str, float]) -> list[list[float]]:
+    """Entry [low][high]: the sum over what units low to high - 1 hold, each name once."""
+    table = []
+    for low in range(len(held)):
+        seen: set[str] = set()
+        row, total = [0.0] * (low + 1), 0.0
+        for names in held[low:]:
+            total += sum(sizes[name] for name in names - seen)
+            seen |= names
+            row.append(total)
+        table.append(row)
+    return table
+
+
+def _kept(plan: Plan, graph: StageGraph) -> list[int]:
+    """Bytes that each unit keeps for the backward of one microbatch."""
+    rows = [action for action in plan.actions if "recompute" in action.primitive.writes]
+    first = {  # module -> the first of those that are recomputed with it, whose input is kept
+        site: region[0]
+        for action in rows
+        for region in action.primitive.together(action.sites)
+        for site in region
+    }
+    found = []
+    for name, saved, given in zip(graph.units, graph.saved, graph.given):
+        above = name
+        while above and above not in first:
+            above = above.rpartition(".")[0]
+        inside = above in first
+        found.append((given if first[above] == above else 0) if inside else saved)
+    return found

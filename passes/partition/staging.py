@@ -1,0 +1,296 @@
+"""The stages of a plan: the model cut by replay, the order of the pipeline, and who runs what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.plan import Plan
+from schedlang.passes.elaborate.legality import check_cuts
+from schedlang.passes.partition.parks import lodged
+from schedlang.passes.partition.stages import Unit, Weight, at_units, balanced, check_regions, even
+from schedlang.passes.propagate.casts import cast_modules
+from schedlang.passes.propagate.propagate import Traced
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from schedlang.pipeline.timeline import Timeline
+    from schedlang.runtime.tracing.graph import Cut, StageGraph
+
+Loss = Callable[..., Any]
+UNCALLED = tuple(f"torch.nn.modules.container.{kind}" for kind in ("ModuleList", "ModuleDict"))
+
+
+@dataclass(frozen=True)
+class Staged:
+    """The stages of a plan: the recorded cut, the order, and the pipeline rank of every stage.
+
+    `homes[replica][stage]` is a place along the pipeline's axis. `outside`: modules that are called
+    while a module around them does not run (DiT's first block lends its embedding), and that one.
+    """
+
+    cut: Cut
+    timeline: Timeline
+    homes: tuple[tuple[int, ...], ...]
+    axis: str | None
+    trunk: frozenset[str]
+    outside: frozenset[tuple[str, str]] = frozenset()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The place of every stage of replica 0."""
+        return self.homes[0]
+
+    def stages_at(self, place: int) -> tuple[int, ...]:
+        """The stages that a place runs, of any replica; all of them without a pipeline."""
+        if self.axis is None:
+            return tuple(range(self.cut.stages))
+        return tuple(s for s in range(self.cut.stages) if place in self.places(s))
+
+    def microbatches(self, stage: int, place: int, replica: int | None = None) -> int:
+        """How many microbatches of a step go through a stage at a place, or one replica of it."""
+        from schedlang.pipeline.timeline import Kind
+
+        t = self.timeline
+        here = (t.kind == Kind.F) & (t.stage == stage) & (t.rank == place) & (t.slice == 0)
+        return int((here if replica is None else here & (t.replica == replica)).sum())
+
+    def places(self, *stages: int) -> frozenset[int]:
+        """The places that hold some of these stages, over all replicas."""
+        return frozenset(row[stage] for row in self.homes for stage in stages)
+
+
+def local_skeleton(plan: Plan, traced: Traced) -> nn.Module:
+    """The local model on the meta device: right shapes, crossings that send nothing."""
+    from schedlang.runtime.tracing.meta import hollow_model
+
+    shapes = {name: plan.held(name).local_shape(plan.mesh) for name in plan.layouts}
+    model = hollow_model(plan.model.model, shapes)
+    shape_up(model, traced, lambda edge: edge)
+    cast_modules(plan, model)
+    return model
+
+
+def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) -> None:
+    """Divide the numbers that modules count by, and put crossings around sharded modules."""
+    from schedlang.runtime.grad_reduction.batch_statistics import gather_statistics, over
+    from schedlang.runtime.propagation.narrowed import WithParts
+    from schedlang.runtime.sharding.leaf import Sharded
+    from schedlang.runtime.sharding.sizes import WithSizes, set_number
+
+    for fqn, attribute, value in traced.numbers:
+        set_number(model.get_submodule(fqn), attribute, value)
+    for fqn, counted in traced.counted.items():
+        module = model.get_submodule(fqn)
+        module.forward = WithSizes(module, counted)
+    for fqn, parts in traced.parts.items():
+        own = tuple(replace(part, edge=at_home(part.edge)) for part in parts)
+        module = model.get_submodule(fqn)
+        module.forward = WithParts(module, own)
+    for fqn, edges in traced.edges.items():
+        module = model.get_submodule(fqn)
+        home = tuple(at_home(edge) for edge in edges)
+        module.forward = Sharded(module, traced.kinds[fqn], home)
+    if traced.statistics is not None:
+        mine = at_home(traced.statistics)
+        gather_statistics(model, mine.sums, over(mine.group))
+
+
+def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss | None) -> Staged:
+    """Cut the model as the plan asks; without cuts everything is one stage."""
+    from schedlang.runtime.tracing.graph import cut
+    from schedlang.runtime.training import Training
+
+    axis = plan.cuts[0].axis if plan.cuts else None
+    timeline = timeline_of(plan)
+    if axis is None or timeline.stages == 1:
+        if traced.entries:
+            _as_often(plan, traced)
+        return _one_stage(plan, timeline, traced.outside)
+    check_cuts(plan)
+    skeleton = local_skeleton(plan, traced)
+    Training(skeleton).on()
+    try:
+        graph = _graph(plan, traced, skeleton, batch, loss)
+        made = cut(graph, _stage_numbers(_Cutting(plan, traced, batch, loss), graph, timeline))
+    except Refusal as refusal:
+        raise placed(refusal, plan, "stage") from refusal
+    homes = tuple(tuple(row) for row in timeline.homes.tolist())
+    return lodged(plan, Staged(made, timeline, homes, axis, _trunk(plan), traced.outside))
+
+
+def _graph(
+    plan: Plan, traced: Traced, skeleton: nn.Module, batch: Mapping[str, Any], loss: Loss | None
+) -> StageGraph:
+    """What units read of each other; calls are asked for once more where the trace does not say."""
+    from schedlang.runtime.tracing.graph import once
+    from schedlang.runtime.tracing.record import record
+    from schedlang.runtime.tracing.units import units_of
+
+    at = [fqn for c in plan.cuts for fqn in c.before]
+    trunks, unrolled = [fqn for c in plan.cuts for fqn in c.trunks], dict(plan.unrolled)
+    seen = once(plan.model.model, {fqn: traced.entries[fqn] for fqn in traced.order})
+    if seen is not None:
+        try:
+            names = units_of(skeleton, batch, at, trunks=trunks, unrolled=unrolled, calls=seen)
+            return record(skeleton, names, batch, loss=loss)
+        except Refusal:
+            pass  # a forward that is called by its name is no unit; what is refused is told below
+    names = units_of(skeleton, batch, at, trunks=trunks, unrolled=unrolled)
+    return record(skeleton, names, batch, loss=loss)
+
+
+def _as_often(plan: Plan, traced: Traced) -> None:
+    """Refuse a row about another number of calls than the model makes (S601)."""
+    from schedlang.runtime.tracing.units import check_calls
+
+    try:
+        check_calls(dict(plan.unrolled), traced.entries)
+    except Refusal as refusal:
+        raise placed(refusal, plan, "stage") from refusal
+
+
+def timeline_of(plan: Plan) -> Timeline:
+    """The order of the plan, with backwards in halves where rows ask for it."""
+    from schedlang.pipeline.timeline import halved
+
+    made = _ordered(plan)
+    return made if plan.late is None else halved(made)
+
+
+def _ordered(plan: Plan) -> Timeline:
+    """The order alone; a plan that cuts nothing runs its microbatches one by one.
+
+    Raises Refusal S608 for sizes that the order does not run.
+    """
+    from schedlang.pipeline.schedules import OrderError, find, order
+
+    axis = plan.cuts[0].axis if plan.cuts else None
+    wanted = plan.order
+    try:
+        if wanted is None:
+            return order("GPipe", plan.mesh.size(axis) if axis is not None else 1, 1)
+        if axis is not None:
+            return wanted.timeline(plan.mesh.size(axis))
+        known = None if wanted.table else find(wanted.name)
+        if known is not None and (wanted.slices > 1 or known.relaxed):
+            return wanted.timeline(1)
+        return order("GPipe", 1, wanted.micro)
+    except OrderError as error:
+        told = Diagnostic("S608", error.reason, helps=(error.legal,))
+        raise placed(Refusal(told), plan, "order") from error
+
+
+def _one_stage(plan: Plan, timeline: Timeline, outside: frozenset[tuple[str, str]]) -> Staged:
+    from schedlang.runtime.tracing.graph import Cut, Reads, StageGraph
+
+    whole = StageGraph(("",), (Reads(),), Reads(), {}, (Reads(), Reads()), {})
+    return Staged(Cut(whole, (0,)), timeline, ((0,),), None, _trunk(plan), outside)
+
+
+@dataclass(frozen=True)
+class _Cutting:
+    """What is cut, and with what it is counted."""
+
+    plan: Plan
+    traced: Traced
+    batch: Mapping[str, Any]
+    loss: Loss | None
+
+
+def _stage_numbers(cutting: _Cutting, graph: StageGraph, timeline: Timeline) -> tuple[int, ...]:
+    """The stage of every unit, from the cuts of the plan; no cut lies inside of a region."""
+    found = _numbers(cutting, graph, timeline)
+    check_regions(cutting.plan, graph, found)
+    return found
+
+
+def _numbers(cutting: _Cutting, graph: StageGraph, timeline: Timeline) -> tuple[int, ...]:
+    from schedlang.runtime.tracing.units import in_trunk
+
+    plan = cutting.plan
+    trunks = [fqn for c in plan.cuts for fqn in c.trunks]
+    inside = in_trunk(plan.model.model, graph.units, trunks, dict(plan.unrolled))
+    units = [
+        Unit(label, plan.model.numel(name), trunk)
+        for name, label, trunk in zip(graph.units, graph.labels, inside)
+    ]
+    starts = [fqn for c in plan.cuts for fqn in c.before]
+    if starts:
+        return at_units(units, starts)
+    weight = _weight(cutting, graph, timeline)
+    if weight is None:
+        return even(units, timeline.stages)
+    return balanced(units, timeline.stages, weight)
+
+
+def _weight(cutting: _Cutting, graph: StageGraph, timeline: Timeline) -> Weight | None:
+    """What stages are balanced by; None: by nothing, they are even."""
+    from schedlang.passes.partition.chains import Counting, time_of
+    from schedlang.passes.partition.stages import weight_of
+
+    plan = cutting.plan
+    rows = [action for action in plan.actions if action.primitive.cuts]
+    if rows:
+        counting = Counting(plan, cutting.traced, None, cutting.batch, cutting.loss)
+        return time_of(counting, rows, graph, timeline)
+    balance = plan.cuts[0].balance
+    return None if balance == "even" else weight_of(balance, plan, graph, timeline)
+
+
+def _trunk(plan: Plan) -> frozenset[str]:
+    """The elements of the outermost module lists: what is gathered one by one."""
+    lists = [
+        fqn
+        for fqn, site in plan.model.sites.items()
+        if site.is_a("torch.nn.modules.container.ModuleList")
+    ]
+    outer = [
+        f for f in lists if not any(f.startswith(f"{other}.") for other in lists if other != f)
+    ]
+    return frozenset(one for fqn in outer for one in _elements(plan, fqn))
+
+
+def _elements(plan: Plan, fqn: str) -> Iterator[str]:
+    """What stands in a list, also in lists and dicts within it: modules that are called."""
+    for child in plan.model.sites[fqn].children:
+        name = f"{fqn}.{child}"
+        if any(plan.model.sites[name].is_a(kind) for kind in UNCALLED):
+            yield from _elements(plan, name)
+        else:
+            yield name
+
+
+def placed(refusal: Refusal, plan: Plan, facet: str) -> Refusal:
+    """The refusal at the first row that writes a facet."""
+    row = next((a for a in plan.actions if facet in a.primitive.writes), None)
+    return refusal.at(row.span) if row is not None and row.span is not None else refusal
+
+
+def buffer_stages(staged: Staged) -> dict[str, frozenset[int] | None]:
+    """Buffer -> the places along the pipeline's axis that hold it; empty without stages."""
+    if staged.axis is None:
+        return {}
+    found: dict[str, set[int]] = {}
+    for stage in range(staged.cut.stages):
+        for name in staged.cut.buffers(stage):
+            found.setdefault(name, set()).update(staged.places(stage))
+    return {name: frozenset(places) for name, places in found.items()}
+
+
+def buffer_homes(staged: Staged) -> tuple[dict[str, int], ...]:
+    """For each replica of the stages, buffer -> the place that keeps it; none without stages.
+
+    Replicas of a stage that share a place share its buffers; else each has its own.
+    """
+    if staged.axis is None:
+        return ()
+    found: list[dict[str, int]] = [{} for _ in staged.homes]
+    for stage in range(staged.cut.stages):
+        for name in staged.cut.buffers(stage):
+            for homes, row in zip(found, staged.homes):
+                homes[name] = min(homes.get(name, row[stage]), row[stage])
+    return tuple(found)

@@ -1,0 +1,277 @@
+"""How the model of a plan runs on some tokens of its sequences, where rows split them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from schedlang.diagnostics.diagnostic import Diagnostic, OwnError, Refusal
+from schedlang.ir.facets import Context
+from schedlang.ir.plan import Action, Plan
+from schedlang.passes.propagate.batch_weights import Weight, weight_of
+from schedlang.passes.propagate.dryrun import Loss
+from schedlang.passes.propagate.propagate import Traced
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from schedlang.runtime.comm.collectives import Group
+    from schedlang.runtime.comm.ranks import Ranks
+    from schedlang.runtime.context_parallel.local_tokens import How, Tokens
+    from schedlang.runtime.sequence_pipelining.trial import Trial
+
+# ---- A model tried on a small stand-in before it trains: how it may run on parts of its
+# sequences.
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is tried: the model of a plan, a microbatch, and a user's own loss and weight."""
+
+    plan: Plan
+    traced: Traced
+    sample: Mapping[str, Any]
+    loss: Loss | None = None
+    weight: Weight | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The untouched model."""
+        return self.plan.model.model
+
+    def trial(self, count: int, *, short: bool) -> Trial:
+        """A stand-in for `count` parts; `short`: of few tokens, and of one block of each kind."""
+        from schedlang.runtime.sequence_pipelining.trial import trial_of
+
+        labels = self.traced.labels
+        return trial_of(
+            self.model,
+            self.sample,
+            count,
+            loss=self.loss,
+            weight=self.weight or weight_by_tokens(self.traced, count),
+            rule=labels[0] if len(labels) == 1 else None,
+            random=self.traced.random,
+            short=short,
+        )
+
+
+@dataclass(frozen=True)
+class Question(Generic[T]):
+    """What a trial is to answer.
+
+    guess    the answer for a model without values, untried
+    probe    the answer of a trial, or a Refusal
+    refusal  of a title and notes, for a model that no trial can run
+    """
+
+    guess: Callable[[Trial], T]
+    probe: Callable[[Trial], T]
+    refusal: Callable[..., Refusal]
+
+
+def answer(subject: Subject, count: int, ask: Question[T]) -> T:
+    """What a short stand-in answers, else one with all blocks, as long as the sample."""
+    from schedlang.runtime.context_parallel.plain_run import runs
+
+    if hollow(subject.model):
+        return ask.guess(subject.trial(count, short=True))
+    try:
+        return ask.probe(subject.trial(count, short=True))
+    except Exception as error:
+        # whatever it says, a refusal too: blocks that were left out, or sequences too short for
+        # what it does, may be all that is wrong; the other stand-in is nearer, and has the word
+        short = error
+    trial = subject.trial(count, short=False)
+    try:
+        return ask.probe(trial)
+    except (Refusal, OwnError) as refusal:
+        raise refusal from short
+    except Exception as error:
+        error.__cause__ = short
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        if runs(trial):
+            kind = type(subject.model).__name__
+            raise OwnError(f"`{kind}` runs alone on a small batch", said) from error
+        title = f"`{type(subject.model).__name__}` does not run on a small batch, to be tried"
+        raise ask.refusal(title, said) from error
+
+
+def hollow(model: nn.Module) -> bool:
+    """Whether a model has no values."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def weight_by_tokens(traced: Traced, count: int) -> Weight:
+    """What a part weighs in the mean: its labels that count; its tokens where there are none."""
+    from schedlang.runtime.batch import rows_of
+    from schedlang.runtime.sequence_pipelining.slices import length_of
+
+    if traced.labels:
+        return weight_of(traced, count)
+    return lambda batch: float(rows_of(batch) * length_of(batch))
+
+
+# ---- How the model of a plan runs on some tokens of its sequences, where rows split them.
+
+
+def tokens_of(
+    plan: Plan, traced: Traced, sample: Mapping[str, Any], loss: Loss | None, weight: Weight | None
+) -> Tokens | None:
+    """What the probe finds for a microbatch; None where sequences stay whole.
+
+    Raises Refusal S659 at the last row that splits sequences if the model cannot be split so. A
+    model without values is not tried: it cannot be built either.
+    """
+    if plan.mesh.size(plan.context_axes) == 1:
+        return None
+    try:
+        _check(plan)
+        found = _found(Subject(plan, traced, sample, loss, weight))
+        found.layout(sample)  # are there enough tokens?
+        return found
+    except Refusal as refusal:
+        raise _at(refusal, row_of(plan)) from refusal
+
+
+def kind_of(plan: Plan) -> str:
+    """Which tokens a rank has: what some row says, else one run."""
+    said = {one.layout for rows in plan.contexts.values() for one in rows} - {None}
+    return next(iter(said), None) or "contiguous"
+
+
+def row_of(plan: Plan) -> Action | None:
+    """The last row that splits sequences."""
+    sites = set(plan.contexts)
+    return next((a for a in reversed(plan.actions) if _splits(a) and sites & set(a.sites)), None)
+
+
+@contextmanager
+def about_its_row(plan: Plan) -> Iterator[None]:
+    """What is refused inside stands at the last row that splits sequences, if there is one."""
+    try:
+        yield
+    except Refusal as refusal:
+        raise _at(refusal, row_of(plan)) from refusal
+
+
+def _splits(action: Action) -> bool:
+    return hasattr(action.primitive, "method") and "placement" in action.primitive.writes
+
+
+def _at(refusal: Refusal, row: Action | None) -> Refusal:
+    return refusal.at(row.span) if row is not None and row.span is not None else refusal
+
+
+def _check(plan: Plan) -> None:
+    if plan.order is not None and plan.order.slices > 1:
+        raise Refusal(
+            Diagnostic(
+                "S662",
+                "sequences are split over ranks, and into slices as well",
+                notes=("slices pass keys from one to the next, ranks exchange them",),
+                helps=("leave `slices` out: `slices=1`", "or leave `context_parallel` out"),
+            )
+        )
+    axes = {
+        site: plan.mesh.fold([a for one in rows for a in one.axes])
+        for site, rows in plan.contexts.items()
+    }
+    for site, mine in axes.items():
+        if mine != plan.context_axes:
+            rest = ", ".join(axis for axis in plan.context_axes if axis not in mine)
+            raise Refusal(
+                Diagnostic(
+                    "S660",
+                    f"`{site}` does not attend to the keys of all ranks",
+                    notes=(f"rows at other modules split sequences over `{rest}`, too",),
+                    helps=("use the same axes in the rows of all attentions",),
+                )
+            )
+
+
+def _found(subject: Subject) -> Tokens:
+    from schedlang.runtime.context_parallel.probe import guess, no_tokens, probe, unrunnable
+
+    without = no_tokens(subject.sample)
+    if without is not None:
+        raise without
+    plan = subject.plan
+    ranks, kind = plan.mesh.size(plan.context_axes), kind_of(plan)
+
+    def tried(one: Trial) -> Tokens:
+        held = {name for name, _ in one.model.named_modules()}
+        return probe(one, kind, ranks, [site for site in plan.contexts if site in held])
+
+    def refusal(title: str, said: str) -> Refusal:
+        return unrunnable(subject.model, title, said)
+
+    return answer(subject, ranks, Question(lambda one: guess(one, kind, ranks), tried, refusal))
+
+
+def exchange(plan: Plan, module: nn.Module, tokens: Tokens | None, ranks: Ranks) -> None:
+    """Let the attentions of a rank's module meet the keys of other ranks."""
+    from schedlang.runtime.context_parallel.install import install
+
+    if tokens is not None:
+        contexts = plan.contexts.items()
+        install(module, tokens, {site: _how(site, rows, ranks.group) for site, rows in contexts})
+
+
+def seated(
+    plan: Plan, model: nn.Module, tokens: Tokens | None, batch: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], AbstractContextManager[None]]:
+    """The first rank's part of a microbatch for a model without ranks, and where it runs."""
+    from schedlang.runtime.batch import Part
+    from schedlang.runtime.comm.collectives import Group
+    from schedlang.runtime.context_parallel.install import At, Unseen, install
+
+    if tokens is None:
+        return batch, nullcontext()
+
+    def group(axes: str | tuple[str, ...]) -> Group:
+        plain = plan.mesh.fold(axes)
+        return Group(plain, plan.mesh.group(0, plain), 0)
+
+    hows = {site: _how(site, rows, group) for site, rows in plan.contexts.items()}
+    install(model, tokens, hows)
+    part = tokens.part(Part(dict(batch), ()), 0, Unseen())
+    return part.inputs, At(tokens).sitting(part.seat, nullcontext())
+
+
+def _how(site: str, rows: tuple[Context, ...], group: Callable[[Any], Group]) -> How:
+    """The method of a module and its groups, outermost first."""
+    from schedlang.runtime.context_parallel.local_tokens import How
+
+    outer = sorted(rows, key=lambda one: one.method == "ulysses")
+    axes = [axis for one in outer for axis in _levels(one)]
+    methods = [one.method for one in outer for _ in _levels(one)]
+    groups = [replace(group(axis), label=site) for axis in axes]
+    real = [k for k, group in enumerate(groups) if group.size > 1]
+    if len(rows) == 1 and len(real) == len(groups):
+        return How(METHODS.get(methods[0], methods[0]), tuple(groups))
+    if len(real) == 2:
+        return How("usp", tuple(groups))
+    (k,) = real
+    return How(_alone(methods[k], k), (groups[k],))
+
+
+METHODS = {"double_ring": "double ring"}
+
+
+def _alone(method: str, level: int) -> str:
+    """A method of two levels of which one has one rank."""
+    if method == "double_ring":
+        return "ring"
+    inner = {"usp": "ulysses", "nbody": "gather"}.get(method)
+    return method if inner is None else ("ring", inner)[level]
+
+
+def _levels(one: Context) -> list[str | tuple[str, ...]]:
+    """The axes of a row as levels: of two-level methods each axis, else all as one."""
+    return list(one.axes) if one.method in ("usp", "double_ring", "nbody") else [one.axes]

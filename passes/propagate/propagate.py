@@ -1,0 +1,315 @@
+"""Layouts through one forward: how tensors arrive at each sharded module, and all that follows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.ir.fitting import remedies
+from schedlang.ir.plan import Action, Plan
+from schedlang.passes.propagate.dryrun import Choice, Loss, Run, record
+from schedlang.passes.propagate.leaves import alike, hoisted, leaves_of, touches
+from schedlang.passes.propagate.saved_parts import Parts, saved_parts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from schedlang.runtime.grad_reduction.batch_statistics import Statistics
+    from schedlang.runtime.propagation.narrowed import Narrowed
+    from schedlang.runtime.propagation.trace import LabelRule, Mismatch, Note, Recording, Tag
+    from schedlang.runtime.sharding.shard import Edge
+    from schedlang.runtime.sharding.sizes import Counted
+
+# ---- Where the backward of a model on the meta device can start.
+
+
+def backward_root(model: Any, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
+    """Something to go backward from: the loss, else the sum of what the model gives."""
+    import torch
+
+    from schedlang.runtime.batch import called
+
+    with torch.device("meta"):  # a forward that makes tensors of its own makes them there
+        output = called(model, inputs)
+        return root_of(output, loss(output, inputs) if loss is not None else None)
+
+
+def root_of(output: Any, loss: Tensor | None) -> Tensor | None:
+    """Where a backward can start: the loss, the model's own, else the sum of what it gives."""
+    import torch
+
+    from schedlang.runtime.tracing.record import loss_of
+    from schedlang.runtime.tracing.torch_calls import tensors_in
+
+    root = loss if loss is not None else loss_of(output, {}, None)
+    if root is None:
+        floats = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
+        root = torch.stack([t.sum() for t in floats]).sum() if floats else None
+    return root if root is not None and root.requires_grad else None
+
+
+# ---- Layouts through one forward: how tensors arrive at each sharded module, and all that
+# follows.
+# The plan's model runs twice on the meta device: once as it is, once with this plan's local
+# shapes, call by call beside the first.  Where the sharded one fails because a module counts heads
+# or widths by itself, the attribute that holds the number is found by trying, and divided; the
+# comparison of all later calls proves the choice.
+
+
+MOST_RUNS = 64
+RESHAPES = ("view", "reshape", "unflatten")
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What one forward showed.
+
+    edges     module -> its edges, with groups that have no processes yet
+    kinds     module -> how it computes (Linear, Conv1D, Embedding, or "" for as it is)
+    numbers   attributes to be divided: (module, attribute, local value)
+    counted   module -> sizes of its arguments by which it counts what it holds a part of
+    parts     module -> its arguments that are whole, and of which it takes a part
+    partial   parameter -> axes over which its gradient must still be summed
+    masks     (module, turn) of a random draw -> whole shape and split dims by axis
+    layouts   (module, turn) -> notes on the tensors that it is given and on those that it gives,
+              None where they are not known; empty where nothing is sharded
+    random    whether an operator draws random numbers
+    drawn     (module, turn) of each mask -> its whole shape; (): it is not told
+    apart     those that cannot be drawn alike on several ranks -> the module that they run in
+    reached   parameters that the loss depends on, whatever the values are
+    outside   modules that are called while a module around them does not run, and that one
+    lossless  what is said where there is no loss to train by
+    asked     whether the model asked for values: other ones may reach fewer parameters
+    order     modules in the order of their first call; entries: how often each is called
+    saved     how ranks split what modules save that keep it in fewer bits; None: they do not
+    choices   modules that choose by values (a top-k) -> the call that does
+    statistics  sums over all rows that ranks which share a batch have to share
+    """
+
+    edges: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    numbers: tuple[tuple[str, str, int], ...] = ()
+    counted: Mapping[str, tuple[Counted, ...]] = field(default_factory=dict)
+    parts: Mapping[str, tuple[Narrowed, ...]] = field(default_factory=dict)
+    partial: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    masks: Mapping[tuple[str, int], tuple[tuple[int, ...], Mapping[str, Tag]]] = field(
+        default_factory=dict
+    )
+    layouts: Mapping[tuple[str, int], Sequence[tuple[Note, ...] | None]] = field(
+        default_factory=dict
+    )
+    labels: tuple[LabelRule, ...] = ()
+    random: bool = False
+    drawn: Mapping[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
+    apart: Mapping[str, str] = field(default_factory=dict)
+    reached: frozenset[str] = frozenset()
+    outside: frozenset[tuple[str, str]] = frozenset()
+    lossless: Diagnostic | None = None
+    asked: bool = False
+    order: tuple[str, ...] = ()
+    entries: Mapping[str, int] = field(default_factory=dict)
+    saved: Parts | None = None
+    choices: Mapping[str, str] = field(default_factory=dict)
+    statistics: Statistics | None = None
+
+
+def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) -> Traced:
+    """Trace a plan with one microbatch; raises Refusal where it cannot work."""
+    from schedlang.runtime.propagation.trace import Hoist
+    from schedlang.runtime.tracing.meta import hollow_batch
+
+    inputs = hollow_batch(dict(batch))
+    leaves = leaves_of(plan)
+    recording = record(plan, batch, inputs, loss, leaves)
+    if not leaves:
+        return _traced(plan, recording)
+    # what served before is tried first: the comparison proves it anew
+    served: Any = plan.model.cache.setdefault(("divided", plan.mesh.axes), [])
+    # divided numbers, and at which call, and how, it failed without the last of them
+    tries: list[tuple[frozenset[Choice], tuple[int, str]]] = [
+        (found, (-1, "")) for found in (frozenset(), *served)
+    ]
+    pairs: list[tuple[frozenset[Choice], tuple[int, str]]] = []
+    tried: set[frozenset[Choice]] = set()
+    idle: set[tuple[frozenset[Choice], tuple[int, str]]] = set()
+    best: Mismatch | None = None
+    for _ in range(MOST_RUNS + len(plan.model.sites)):
+        if not tries and not pairs:
+            break
+        single = bool(tries)
+        divided, reached = (tries or pairs).pop()
+        if not single and any((divided - {number}, reached) in idle for number in divided):
+            continue  # one of the two changes nothing here
+        run = Run(plan, batch, inputs, loss, leaves, recording, divided)
+        try:
+            failure = run.attempt()
+        except Hoist as place:
+            for fqn in alike(plan, place.fqn):
+                leaves[fqn] = hoisted(fqn, leaves.get(fqn), place.axis)
+            tries.append((divided, reached))
+            continue
+        except Refusal as refusal:
+            raise _at_its_row(plan, refusal) from refusal
+        if failure is None:
+            if divided and divided not in served:
+                served.append(divided)
+            return _traced(plan, recording, run)
+        if best is None or _told(failure) > _told(best):
+            best = failure
+        if failure.place <= reached[0]:  # this division alone did not help
+            # but if it changed something, two numbers may stand in a call: `split([q, k, k])`
+            if (failure.place, failure.reason) == reached:
+                idle.add((divided, reached))
+            elif single:
+                more = [divided | {number} for number in run.candidates(failure)]
+                pairs += [(both, reached) for both in more if both not in tried]
+                tried.update(more)
+            continue
+        now = failure.place, failure.reason
+        tries += [(divided | {number}, now) for number in run.candidates(failure)]
+    assert best is not None
+    raise _refusal(plan, best)
+
+
+def _told(failure: Mismatch) -> tuple[int, bool]:
+    """Of two failures the later one is told, at one place that which knows a remedy."""
+    return failure.place, bool(failure.helps)
+
+
+# -- the result --------------------------------------------------------------------------------
+
+
+def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
+    shared = {
+        "labels": tuple(recording.labels),
+        "random": recording.random,
+        "drawn": dict(recording.drawn),
+        "apart": dict(recording.apart),
+        "reached": recording.reached,
+        "outside": recording.outside,
+        "asked": recording.asked,
+        "lossless": recording.lossless,
+        "order": tuple(recording.order),
+        "entries": dict(recording.entries),
+        "choices": recording.choices(),
+    }
+    if run is None:
+        return Traced(**shared)  # type: ignore[arg-type]
+    partial = {name: frozenset(axes) for name, axes in run.follower.partial.items()}
+    return Traced(
+        edges=run.edges,
+        kinds={fqn: run.leaves[fqn].kind for fqn in run.edges},
+        numbers=tuple(run.numbers),
+        counted=run.counted,
+        parts=run.parts,
+        partial=partial,
+        masks=run.follower.masks,
+        layouts=run.layouts,
+        saved=saved_parts(plan, recording.saved, run.saved),
+        **shared,  # type: ignore[arg-type]
+    )
+
+
+def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
+    """The failure as a message at the row that shards what was running."""
+    fqn = failure.frame[0]
+    action = _guilty(plan, failure)
+    heads = _heads(plan, failure)
+    line = f", at {failure.line}" if failure.line and not heads else ""
+    notes: tuple[str, ...] = (f"in the forward of `{fqn or plan.model.class_name}`{line}",)
+    title = heads[0] if heads else failure.reason
+    if not heads and failure.raw:
+        split = f"a `{failure.axis}` shard" if failure.axis is not None else "a shard"
+        title = f"`{fqn or plan.model.class_name}` needs the full tensor, but gets {split}"
+        notes = (*notes, f"torch says: {failure.reason}")
+    label = Label(action.span) if action is not None and action.span is not None else Label()
+    helps = (*heads[1:], *failure.helps) if heads else failure.helps or _fitting(plan, action)
+    made = () if heads else tuple(_made(plan, failure))
+    helps = (*(f"shard the other one, too: `{site}  {call}`" for site, call in made), *helps)
+    if line and failure.call in RESHAPES and failure.integers:
+        helps = (
+            f"write -1 in place of the number of heads, or of their size, at {failure.line}",
+            *helps,
+        )
+    return Refusal(
+        Diagnostic(
+            "S403" if heads else "S405",
+            title,
+            label,
+            notes=notes,
+            helps=helps,
+            facts=(
+                *(zip(("module", "call"), made[0]) if made else ()),
+                *((("line", line),) if line else ()),
+            ),
+        )
+    )
+
+
+def _made(plan: Plan, failure: Mismatch) -> Iterator[tuple[str, str]]:
+    """The rows for replicated parameters that meet sharded heads (a bias table): module, call."""
+    names, size = failure.made
+    for name in sorted(names) if failure.axis is not None else ():
+        fact, site = plan.model.parameters[name], plan.model.owner(name)
+        dims = [dim for dim, whole in enumerate(fact.shape) if whole == size]
+        if len(dims) == 1 and not site.dims and failure.axis not in plan.held(name).axes:
+            own = f"{name.rpartition('.')[2]}=S({dims[0]})"
+            yield str(site), f"shard({own}, over={failure.axis})"
+
+
+def _fitting(plan: Plan, action: Action | None) -> tuple[str, ...]:
+    """What lets the modules around a row fit to it."""
+    over = getattr(action.primitive, "over", None) if action is not None else None
+    if over is None or not isinstance(over, str) or over in plan.completing:
+        return ()
+    return (
+        f"add the missing rows: `complete(over={over})`, below",
+        "or gather its output: `output=R`",
+    )
+
+
+def _at_its_row(plan: Plan, refusal: Refusal) -> Refusal:
+    """A refusal without a place at the last row that shards a module that it names."""
+    said = " ".join(part for d in refusal.diagnostics for part in (d.title, *d.notes))
+    named = set(re.findall(r"`([^`]+)`", said))
+    shards = [a for a in plan.actions if "placement" in a.primitive.writes and a.span is not None]
+    row = next((a for a in reversed(shards) if named & set(a.sites)), None)
+    return refusal if row is None or row.span is None else refusal.at(row.span)
+
+
+def _guilty(plan: Plan, failure: Mismatch) -> Action | None:
+    """The row at the module that ran, else the one that split what failed, else one inside."""
+    fqn, by = failure.frame[0], failure.by
+    shards = [a for a in plan.actions if "placement" in a.primitive.writes]
+    exact = (a for name in (fqn, by) if name for a in reversed(shards) if name in a.sites)
+    return next(exact, next((a for a in shards if touches(a, fqn)), None))
+
+
+def _heads(plan: Plan, failure: Mismatch) -> tuple[str, ...]:
+    """Where a view takes a split dim apart into heads that the ranks do not divide: say so."""
+    axis, count = failure.axis, next(iter(failure.counted), None)
+    if axis is None or count is None:
+        return ()
+    ranks, row = plan.mesh.size(axis), _row(plan, failure.by, axis)
+    if count % ranks == 0 or (row is not None and row.uneven is not None):
+        return ()
+    legal = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+    title = f"{count} heads of `{failure.frame[0]}` cannot be split over {axis}={ranks}"
+    helps = [f"`{axis}` may be one of {legal}"]
+    if row is not None:
+        helps += remedies(f"{failure.by} {row.call}", count, ranks, row.style == "col")
+        if len(failure.counted) > 2 and row.blocks == 1:
+            helps.append(
+                f"if these are not heads, but {count} blocks side by side (q, k and v):"
+                f" `{failure.by} {row.call}, blocks={count})`"
+            )
+    return title, *helps
+
+
+def _row(plan: Plan, fqn: str, axis: str) -> Any:
+    """The call that splits a module over an axis so that heads can be said."""
+    rows = (a.primitive for a in reversed(plan.actions) if fqn and fqn in a.sites)
+    return next((p for p in rows if hasattr(p, "uneven") and getattr(p, "over", "") == axis), None)

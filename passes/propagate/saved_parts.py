@@ -1,0 +1,340 @@
+"""How ranks split what a module saves for backward: blocks, tokens, or whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostics.source import NOWHERE
+from schedlang.ir.plan import Action, Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from schedlang.passes.partition.chains import Chains
+    from schedlang.passes.propagate.propagate import Traced
+    from schedlang.remat.again import Again
+    from schedlang.runtime.context_parallel import Layout
+    from schedlang.runtime.propagation.trace import Saved
+
+# ---- How ranks split what a module saves for backward: the blocks that one process has to round.
+
+
+class Saving(NamedTuple):
+    """What is saved: by which coded module, in which module of it, as which there, from 1 on."""
+
+    fqn: str
+    site: str
+    turn: int
+    samples: int  # of the part of the batch
+
+
+_Place = tuple[str, str, int]  # coded module, the innermost module that saves, number of dims
+
+
+@dataclass(frozen=True)
+class SavedParts:
+    """How the ranks along the axis that splits weights split what coded modules save.
+
+    splits  place -> for each size of the last dim of the whole, the dim that is split, or None
+    blocks  module -> sizes of what it computes side by side (queries, keys, values), of which a
+            rank has a part each
+    """
+
+    ranks: int
+    splits: Mapping[_Place, Mapping[int, int | None]]
+    blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def each(self, at: Saving, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        """A whole tensor with each rank's part of it changed."""
+        import torch
+
+        dim = self._dim(at.fqn, at.site, tensor)
+        if dim is None:
+            return change(tensor)
+        sizes = self.blocks.get(at.site, ())
+        if sizes and sum(sizes) == tensor.shape[dim]:
+            return self._in_blocks(tensor, dim, sizes, change)
+        if dim:
+            return torch.cat([change(part) for part in tensor.chunk(self.ranks, dim)], dim)
+        runs = self._runs(tensor.shape[0], at.samples)  # samples, with heads in one dim
+        by_sample = tensor.reshape(runs, -1, *tensor.shape[1:])
+        parts = [change(part) for part in by_sample.chunk(self.ranks, 1)]
+        return torch.cat(parts, 1).flatten(0, 1)
+
+    def _in_blocks(
+        self, tensor: Tensor, dim: int, sizes: tuple[int, ...], change: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Each rank's part of all blocks changed as one."""
+        import torch
+
+        mine = [size // self.ranks for size in sizes]
+        pieces = [block.chunk(self.ranks, dim) for block in torch.split(tensor, list(sizes), dim)]
+        made = [
+            torch.split(change(torch.cat([piece[rank] for piece in pieces], dim)), mine, dim)
+            for rank in range(self.ranks)
+        ]
+        return torch.cat([torch.cat(parts, dim) for parts in zip(*made)], dim)
+
+    def _dim(self, fqn: str, site: str, tensor: Tensor) -> int | None:
+        for name in _upwards(site):  # a module whose inside is not followed stands for it
+            known = self.splits.get((fqn, name, tensor.dim()))
+            if known is not None:
+                dims = set(known.values())
+                return dims.pop() if len(dims) == 1 else known.get(tensor.shape[-1])
+        return None
+
+    def _runs(self, size: int, samples: int) -> int:
+        fits = size % samples == 0 and size // samples % self.ranks == 0
+        return samples if fits else 1
+
+
+def _upwards(site: str) -> Iterator[str]:
+    """A module and those around it, the innermost first."""
+    while site:
+        yield site
+        site = site.rpartition(".")[0]
+
+
+def experts_of(plan: Plan) -> tuple[str, ...]:
+    """The modules whose experts ranks share out: what they save is kept as it is."""
+    from schedlang.runtime.propagation.stand_ins import ROUTED
+
+    return tuple(fqn for fqn, kind in plan.computes.items() if kind in ROUTED)
+
+
+def splitting(plan: Plan) -> list[str]:
+    """The axes over which rows split weights, those of experts aside, along which ranks see the
+    same samples."""
+    data = {a for row in plan.replicas for over in row.axes for a in plan.mesh.fold(over)}
+    apart = experts_of(plan)
+    found = {
+        axis
+        for name, layout in plan.layouts.items()
+        if not _inside(name, apart)
+        for axis in layout.axes
+    }
+    return sorted(axis for axis in found - data if plan.mesh.size(axis) > 1)
+
+
+def coded_by(plan: Plan) -> tuple[str, ...]:
+    """The modules that keep what they save in fewer bits, where ranks split it."""
+    return tuple(row.fqn for row in plan.kept) if splitting(plan) else ()
+
+
+def recomputed(plan: Plan, chains: Chains | None = None) -> tuple[Again, ...]:
+    """What runs again from what is kept in fewer bits: modules that are coded, or lie in modules
+    that are; with what rows with a limit of memory chose, once that is known."""
+    found: dict[Again, None] = {}
+    for action in meeting(plan):
+        chosen = (chains or {}).get(action.sites, ())
+        found |= dict.fromkeys(action.primitive.reruns(action.sites, chosen) or ())
+    coded = [row.fqn for row in plan.kept]
+    return tuple(one for one in found if any(_inside(site, coded) for site in one.modules))
+
+
+def summed(traced: Traced) -> tuple[str, ...]:
+    """The modules whose results are parts of sums over ranks: a second run that is spared them is
+    given them as they are."""
+    from schedlang.ir.placement import P
+
+    pairs = traced.edges.items()
+    return tuple(fqn for fqn, edges in pairs if any(isinstance(e.computes, P) for e in edges))
+
+
+def meeting(plan: Plan) -> list[Action]:
+    """The rows by which something runs again from what is kept in fewer bits, or may."""
+    coded = [row.fqn for row in plan.kept]
+    rows = [row for row in plan.actions if coded and "recompute" in row.primitive.writes]
+    return [row for row in rows if any(_inside(site, coded) for site in row.sites)]
+
+
+def _inside(fqn: str, coded: Sequence[str]) -> bool:
+    return any(fqn == one or fqn.startswith(f"{one}.") for one in coded)
+
+
+def saved_parts(
+    plan: Plan, whole: Mapping[str, Sequence[Saved]], local: Mapping[str, Sequence[Saved]]
+) -> SavedParts | None:
+    """Compare what the original and a rank save; raises Refusal S935 where it is not the same."""
+    axes = splitting(plan)
+    if not whole or len(axes) != 1:  # of several axes it is said elsewhere
+        return None
+    ranks = plan.mesh.size(axes[0])
+    splits: dict[_Place, dict[int, int | None]] = {}
+    for fqn, saved in whole.items():
+        mine = local[fqn]
+        if len(saved) != len(mine):
+            what = f"{len(mine)} tensors a rank, {len(saved)} of the model"
+            raise refusal(plan, fqn, axes[0], what)
+        for one, part in zip(saved, mine):
+            dim = _split(one, part, ranks)
+            known = splits.setdefault((fqn, one.site, len(one.shape)), {})
+            if isinstance(dim, str) or known.setdefault(one.shape[-1], dim) != dim:
+                what = dim if isinstance(dim, str) else "one size, split and whole"
+                raise refusal(plan, fqn, axes[0], f"{what}, in `{one.site}`")
+    return SavedParts(ranks, splits, _blocks(plan, axes[0]))
+
+
+def _blocks(plan: Plan, axis: str) -> dict[str, tuple[int, ...]]:
+    """Modules whose weights rows split in several blocks, and the sizes of these."""
+    return {
+        name.rpartition(".")[0]: split.blocks
+        for name, layout in plan.layouts.items()
+        for split in layout.splits
+        if split.axis == axis and len(split.blocks) > 1
+    }
+
+
+def _split(whole: Saved, part: Saved, ranks: int) -> int | None | str:
+    """The dim along which a rank saves an equal part, None: none; or in words what differs."""
+    if whole.site != part.site or len(whole.shape) != len(part.shape):
+        return f"{list(part.shape)} in `{part.site}` for {list(whole.shape)}"
+    pairs = list(zip(whole.shape, part.shape))
+    found = [dim for dim, (all_, mine) in enumerate(pairs) if all_ != mine]
+    if not found:
+        return None
+    if len(found) > 1 or pairs[found[0]][0] != ranks * pairs[found[0]][1]:
+        return f"{list(part.shape)} for {list(whole.shape)}"
+    return found[0]
+
+
+def refusal(plan: Plan, fqn: str, axis: str, what: str) -> Refusal:
+    """Ranks along an axis save something else than equal parts of what the model saves."""
+    row = next(a for a in plan.actions if a.name == "compress" and fqn in a.sites)
+    label = Label(row.span or NOWHERE, "rounds saved activations, block by block")
+    return Refusal(
+        Diagnostic(
+            "S935",
+            f"ranks of `{axis}` save unequal shards of activations of `{fqn}`",
+            label,
+            notes=(what, "a single process would round other blocks"),
+            helps=(
+                "select modules whose activations are replicated, or sharded in equal parts",
+                f"or set `{axis}` to 1: `--mesh {axis}=1`",
+            ),
+        )
+    )
+
+
+# ---- How ranks that split sequences split what a module saves: the tokens or heads of each of
+# them.
+
+
+class Split(NamedTuple):
+    """What of a tensor a rank has.
+
+    tokens  the dim of tokens that is split as sequences are, None: all tokens are there
+    heads   whether dim 1 is split into equal runs of heads
+    copies  how often each head of dim 1 is there for one of the rank's (keys of several queries)
+    """
+
+    tokens: int | None = None
+    heads: bool = False
+    copies: int = 1
+
+
+@dataclass(frozen=True)
+class TokenParts:
+    """How the ranks that split sequences split what coded modules save.
+
+    splits  (coded module, module that saves) -> for each tensor that a call saves there, in order
+    """
+
+    ranks: int
+    kind: str  # of layout
+    splits: Mapping[tuple[str, str], tuple[Split, ...]]
+
+    def each(self, at: Saving, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        """A whole tensor with each rank's part of it changed."""
+        known = self.splits.get((at.fqn, at.site), (Split(),))
+        split = known[(at.turn - 1) % len(known)]
+        alone = tensor[:, :: split.copies] if split.copies > 1 else tensor
+        if split.heads:
+            made = _heads(alone, self.ranks, change)
+        elif split.tokens is None:
+            made = change(alone)
+        else:
+            made = self._tokens(alone, split.tokens, at.samples, change)
+        return made.repeat_interleave(split.copies, 1) if split.copies > 1 else made
+
+    def _tokens(
+        self, tensor: Tensor, dim: int, samples: int, change: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        if dim:
+            return _placed(tensor, dim, self._layout(tensor.shape[dim]), change)
+        rows = tensor.reshape(samples, -1, *tensor.shape[1:])  # of samples and tokens in one dim
+        return _placed(rows, 1, self._layout(rows.shape[1]), change).flatten(0, 1)
+
+    def _layout(self, total: int) -> Layout:
+        from schedlang.runtime.context_parallel import Layout
+
+        return Layout.of(self.kind, total, self.ranks)
+
+
+@dataclass(frozen=True)
+class WeightsAndTokens:
+    """How ranks split what coded modules save where rows split weights, and others sequences.
+
+    Of a rank's part by weights it has its tokens, or in Ulysses some of its heads.
+    """
+
+    weights: SavedParts
+    tokens: TokenParts
+
+    def each(self, at: Saving, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        """A whole tensor with each rank's part of it changed."""
+        return self.weights.each(at, tensor, lambda part: self.tokens.each(at, part, change))
+
+
+Parts = SavedParts | TokenParts | WeightsAndTokens
+
+
+def _heads(tensor: Tensor, ranks: int, change: Callable[[Tensor], Tensor]) -> Tensor:
+    import torch
+
+    return torch.cat([change(part) for part in tensor.chunk(ranks, 1)], 1)
+
+
+def _placed(tensor: Tensor, dim: int, layout: Layout, change: Callable[[Tensor], Tensor]) -> Tensor:
+    places = range(len(layout.runs))
+    return layout.whole([change(layout.take(tensor, dim, place)) for place in places], dim)
+
+
+class Cut(NamedTuple):
+    """How many tokens there are, how many of them a rank has, and how many ranks there are."""
+
+    total: int
+    here: int
+    ranks: int
+
+    def of(self, whole: tuple[int, ...], part: tuple[int, ...]) -> Split | None:
+        """How the rank has a part of a tensor; None: in no known way."""
+        if len(whole) != len(part):
+            return None
+        found = Split()
+        for dim, (all_, mine) in enumerate(zip(whole, part)):
+            if all_ == mine:
+                continue
+            if dim == 1 and self._has_heads(whole) and all_ % mine == 0:
+                many = self.ranks if part[2] == self.total else 1  # with all tokens, some heads
+                found = found._replace(heads=many > 1, copies=all_ // mine // many)
+                if mine * many * found.copies != all_:
+                    return None
+            elif dim < 3 and found.tokens is None and self._run(all_, mine, first=dim == 0):
+                found = found._replace(tokens=dim)
+            else:
+                return None
+        return found
+
+    def _has_heads(self, shape: tuple[int, ...]) -> bool:
+        """Are dims 1 and 2 heads and tokens?  Of three dims they may be tokens and a width."""
+        heads = len(shape) == 4 or (len(shape) == 3 and shape[1] != self.total)
+        return heads and shape[2] == self.total
+
+    def _run(self, all_: int, mine: int, *, first: bool) -> bool:
+        """Do sizes count tokens, of one sample or (in dim 0) of several after another?"""
+        samples = all_ // self.total if first and all_ % self.total == 0 else 1
+        return (all_, mine) == (samples * self.total, samples * self.here)

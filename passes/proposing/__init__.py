@@ -1,1 +1,0 @@
-"""Schedules written for a model and a mesh."""

@@ -1,0 +1,341 @@
+"""Prove that a plan computes what the model computes: run the ranks, run the original, compare."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.reductions import is_lossy
+from schedlang.passes.analyze.routing import routings
+from schedlang.passes.localize.culprits import Failure
+from schedlang.passes.localize.suspect import placed, suspected
+from schedlang.passes.simulate.expected import bounds
+from schedlang.passes.simulate.gains import Gained, gained
+from schedlang.passes.verify.asked import (
+    IN_ORACLE,
+    STEPS,
+    Asked,
+    asked,
+    baseline,
+    exact_rows,
+    given_up,
+)
+from schedlang.passes.verify.changed import changed_rows
+from schedlang.passes.verify.coverage import apart
+from schedlang.passes.verify.finite import check_original, check_trained
+from schedlang.passes.verify.observe import NATIVE, Condition, Key, Observation
+from schedlang.passes.verify.runs import Runs, check_parts, runs
+from schedlang.passes.verify.saved import (
+    NO_OUTPUTS,
+    UNLIKE,
+    Outputs,
+    archive_rows,
+    loaded,
+    reloaded,
+    saved,
+)
+from schedlang.passes.verify.sides import (
+    Case,
+    as_worked,
+    observed,
+    original,
+    prepared,
+    tried,
+    widened,
+)
+from schedlang.passes.verify.trials import trials
+from schedlang.passes.verify.working_dtype import TIPPED, curve_rows, undecided, working_rows
+from schedlang.report import Report, Row
+
+if TYPE_CHECKING:
+    from schedlang.runtime.launch.pool import Pool
+    from schedlang.runtime.left import Left
+    from schedlang.runtime.program import Program
+
+MOST_RANKS = 8
+Progress = Callable[..., None]  # progress(stage), and progress(stage, done, total) of its steps
+# in float64, in the working dtype, saved; and what kernels left to the model
+_Ran = tuple[Observation, Observation, dict[str, Any], tuple["Left", ...]]
+
+
+def prove(
+    case: Case,
+    *,
+    pool: Pool | None = None,
+    title: str = "",
+    command: str = "",
+    progress: Progress = lambda stage, done=0, total=0: None,
+) -> Report:
+    """Compare a plan with its original in float64; on failure name the rows to blame.
+
+    Raises Refusal for a plan or batch that cannot be run, RankDied or Hang for a run that failed.
+    """
+    from schedlang.runtime.launch import pool as launch
+    from schedlang.runtime.launch.job import Hang
+    from schedlang.runtime.launch.limit import TimeIsUp, current, let_go
+
+    start = time.perf_counter()
+    check_world(case.plan)
+    pool = pool or launch.shared()
+    wanted, (meant, whole) = asked(case.plan), case.meant or (case.plan, case.batches[0])
+    held = bounds(meant, whole, case.loss, case.weight)
+    case = check_trained(replace(case, meant=None))
+    case = prepared(_lengthened(case, wanted.steps))
+    working, case = as_worked(case), widened(case)
+    fewer = () if working is None else gained(working.plan, working.batches[0])
+    progress("the original")
+    case = check_parts(case)
+    working = working and replace(working, parted=case.parted)
+    ran = runs(case, wanted.evaluate)
+    told = ran.told
+    expected, drawn = original(case, told)
+    check_original(case, told, expected)
+    try:
+        seen = _ranks(case, working, told, pool, progress)
+    except Refusal as refusal:
+        progress("the row to blame")
+        raise placed(refusal, case, told, pool) from refusal.__cause__
+    actual = seen[0]
+    rows = _compared(case, working, told, expected, seen)
+    rows, unsure = undecided(rows, case, working, told, seen[1])
+    bits, unchecked = _baseline_rows(case, told, _named(actual, expected), pool)
+    extra, more = _in_working_dtype(working, told, wanted, pool)
+    report = Report(
+        (*rows, *bits, *extra, *changed_rows(case)),
+        title=title,
+        facts=(*_facts(case, ran), *_kernels(fewer, seen[3]), *_tipped(rows)),
+        command=command,
+        equivalence=_class(case),
+        unchecked=(*unsure, *unchecked, *more),
+        gaps=(*_gaps(case, ran, expected, actual, drawn), *apart(case.plan, working is not None)),
+        bounds=held,
+    )
+    if any(not row.ok for row in report.rows):
+        progress("the row to blame")
+        failure = Failure(
+            case,
+            working,
+            told,
+            expected,
+            actual,
+            lambda c, w, t, right: _compared(c, w, t, right, _ranks(c, w, t, pool)),
+        )
+        try:
+            report = suspected(report, failure, pool)
+        except (Hang, TimeIsUp):  # that it differs is known
+            if (limit := current()) is None or limit.left > 0:
+                raise
+            let_go()
+            report = replace(report, unchecked=(*report.unchecked, "the row to blame: out of time"))
+    return replace(report, seconds=time.perf_counter() - start)
+
+
+def _lengthened(case: Case, steps: int) -> Case:
+    """The case with at least so many batches, the given ones again where they are too few."""
+    given = case.batches
+    more = max(0, steps - len(given)) if steps > STEPS else 0
+    return replace(case, batches=(*given, *(given[k % len(given)] for k in range(more))))
+
+
+def _class(case: Case) -> str:
+    """The equivalence class of a schedule, in a word."""
+    names = ["batch_stats"] * case.parted + ["staleness"] * (case.table is not None)
+    names += ["routing"] * any(routings(case.plan)) + ["lossy"] * is_lossy(case.plan)
+    names += ["dtype"] * bool(case.plan.casts)
+    names += sorted(case.plan.gives_up & IN_ORACLE)
+    if names:
+        return f"relaxed ({', '.join(names)})"
+    return "algebraic" if given_up(case.plan) else "exact"
+
+
+def _in_working_dtype(
+    working: Case | None, told: Sequence[Condition], wanted: Asked, pool: Pool
+) -> tuple[list[Row], list[str]]:
+    """Kernels by themselves and loss curves; and what of it could not be run."""
+    if working is None:
+        lost = ["the `rtol` of `verify`"] if wanted.rtol else []
+        lost += [f"the loss curve of {curve.place}" for curve in wanted.curves]
+        return [], [f"{what}: nothing was run in a working dtype" for what in lost]
+    rows, untried = trials(working, told)
+    return [*rows, *curve_rows(working, wanted.curves, pool)], untried
+
+
+def check_world(plan: Plan, verb: str = "verify") -> None:
+    """Refuse more ranks than a laptop runs, naming a mesh that keeps every row (S702)."""
+    if plan.mesh.world <= MOST_RANKS:
+        return
+    sizes = dict(plan.mesh.axes)
+    for axis in sizes:  # two ranks along an axis show what more of them would
+        sizes[axis] = min(sizes[axis], 2)
+    for axis in list(sizes):
+        if _product(sizes.values()) > MOST_RANKS:
+            sizes[axis] = 1
+    small = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+    raise Refusal(
+        Diagnostic(
+            "S702",
+            f"`{verb}` starts at most {MOST_RANKS} ranks on one machine, not {plan.mesh.world}",
+            notes=(f"the mesh is {plan.mesh}",),
+            helps=(f"{verb} the same rows on a smaller mesh: `--mesh {small}`",),
+        )
+    )
+
+
+def _product(values: Iterable[int]) -> int:
+    out = 1
+    for value in values:
+        out *= value
+    return out
+
+
+# -- the two sides -----------------------------------------------------------------------------
+
+
+def _ranks(
+    case: Case,
+    working: Case | None,
+    told: Sequence[Condition],
+    pool: Pool,
+    progress: Progress | None = None,
+) -> _Ran:
+    """What the ranks saw in float64 and in the working dtype, and their saved state, loaded."""
+    from schedlang.runtime.launch.pool import temporary
+    from schedlang.runtime.left import merged
+
+    world = case.plan.mesh.world
+    steps = sum(len(condition.batches) for condition in told)
+    steps += 0 if working is None else len(working.batches)
+    done = itertools.count(1)
+
+    def heard(rank: int, message: object) -> None:
+        if rank == 0 and progress is not None:  # the first rank speaks for all
+            progress(stage, min(next(done), steps), steps)
+
+    stage = f"{world} rank{'s' * (world > 1)}"
+    if progress is not None:
+        progress(stage, 0, steps)
+    with temporary() as folder:
+        every = pool.run(_rank, world, case, working, tuple(told), folder, on_progress=heard)
+        seen, rounded, again, _ = every[0]
+        outputs = NO_OUTPUTS if case.parted else again  # each replica has statistics of its own
+        left = merged(one for ran in every for one in ran[3])
+        return seen, rounded, loaded(case, told, folder) | {"outputs": outputs}, left
+
+
+def _compared(
+    case: Case, working: Case | None, told: Sequence[Condition], expected: Observation, ran: _Ran
+) -> list[Row]:
+    """The rows of one run of the ranks."""
+    from schedlang.passes.verify.compare import compare
+
+    actual, rounded, archive, _ = ran
+    exact = not given_up(case.plan) and not case.parted
+    rows = [*compare(expected, actual, exact=exact)]
+    rows += archive_rows(told[saved(told)].name, archive, actual)
+    if working is None:
+        return rows
+    wrong = any(not row.ok for row in rows)
+    return rows + working_rows(case, working, told, expected, rounded, wrong=wrong)
+
+
+def _named(actual: Observation, expected: Observation) -> Observation:
+    """With what the original alone knows: the order of its gradients, and names of one weight."""
+    return replace(actual, order=expected.order, ties=expected.ties)
+
+
+def _baseline_rows(
+    case: Case, told: Sequence[Condition], actual: Observation, pool: Pool
+) -> tuple[list[Row], list[str]]:
+    """The first step against that of the plan without its exact rows; or why it was not run."""
+    assert case.prepared is not None
+    found = baseline(case.plan, case.prepared.staged.timeline.replicas)
+    if found is None or (not given_up(case.plan) and not case.parted):
+        return [], []  # no such rows, or the original itself is compared bit by bit
+    plan, words = found
+    first = [replace(told[0], batches=told[0].batches[:1])]
+    try:
+        plain = prepared(replace(case, plan=plan))
+        without = pool.run(tried, plan.mesh.world, plain, first)[0]
+    except Refusal as refusal:
+        return [], [f"bits {words}: {refusal.diagnostics[0].title}"]
+    return list(exact_rows(without, actual, words)), []
+
+
+def _rank(
+    case: Case, working: Case | None, told: Sequence[Condition], folder: str
+) -> tuple[Observation, Observation, tuple[Outputs, Outputs], tuple[Left, ...]]:
+    """One rank's part of the proof; only rank 0 keeps what it saw, each what kernels left."""
+    from schedlang.passes.verify.randomness import native_draws
+    from schedlang.runtime.activation_memory.quantized import noting
+    from schedlang.runtime.float64 import Float64
+    from schedlang.runtime.left import left_in, merged
+    from schedlang.runtime.modes import ambient
+    from schedlang.runtime.moe.choices import Choices
+
+    made: list[Program] = []
+    with ambient(Float64()):
+        seen = observed(case, told, made)
+        made[saved(told)].save(f"{folder}/state")
+        again = reloaded(made, case, told, folder)
+        drawn = native_draws(made[0], case.batches[0])
+        if drawn is not None and seen.tensors:
+            seen.streams[Key(told[0].name, NATIVE, 0, "")] = drawn
+
+    def left() -> tuple[Left, ...]:
+        return merged(one for program in made for one in left_in(program.assembly.module))
+
+    if working is None:
+        return seen, Observation(), again, left()
+    first = [replace(condition, batches=working.batches) for condition in told[:1]]
+    chosen = Choices()
+    with ambient(chosen), noting() as tipped:
+        rounded = observed(working, first, made)
+    rounded = replace(rounded, choices=chosen.everyone(), tipped=tipped.everyone())
+    return seen, rounded, again, left()
+
+
+# -- what is said about it ---------------------------------------------------------------------
+
+
+def _facts(case: Case, ran: Runs) -> tuple[tuple[str, str], ...]:
+    import torch
+
+    mesh = case.plan.mesh
+    derived = (("derived", ", ".join(ran.derived)),) if ran.derived else ()
+    return (
+        ("mesh", f"{mesh} ({mesh.world} ranks)" if mesh.axes else "one rank"),
+        ("seed", str(case.seed)),
+        ("dtype", "float64"),
+        ("torch", torch.__version__),
+        *derived,
+    )
+
+
+def _kernels(fewer: Sequence[Gained], left: Sequence[Left]) -> Iterator[tuple[str, str]]:
+    """What fused rows gain, and calls that kernels left to the model."""
+    yield from (("fused", str(one)) for one in fewer)
+    yield from (("W703", str(one)) for one in left)
+
+
+def _tipped(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """What is said of numbers that fall to either side."""
+    said = sum(row.note == TIPPED for row in rows)
+    if said:
+        yield ("in fewer bits", f"{TIPPED} ({said} rows in the working dtype)")
+
+
+def _gaps(
+    case: Case, ran: Runs, expected: Observation, actual: Observation, drawn: int
+) -> tuple[Any, ...]:
+    from schedlang.passes.verify.coverage import gaps, idle, repeating, unoffered
+
+    plan = case.plan
+    names = {name: fact.numel for name, fact in plan.model.unique.items()}
+    found = gaps(ran.batches, sizes=dict(plan.mesh.axes), drawn=drawn, parameters=names)
+    known = (UNLIKE,) if case.parted else ()
+    return (*found, *ran.gaps, *known, *repeating(plan), *idle(expected), *unoffered(actual))

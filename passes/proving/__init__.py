@@ -1,1 +1,0 @@
-"""Programs on ranks against the untouched original: runs, observations, comparisons."""

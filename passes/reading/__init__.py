@@ -1,1 +1,0 @@
-"""Statements of a schedule, read and executed: from syntax to the plan's actions."""

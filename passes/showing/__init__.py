@@ -1,1 +1,0 @@
-"""Plans and timelines as text, pictures, pages and traces."""

@@ -1,0 +1,346 @@
+"""Count what a plan costs: bytes per rank and collectives; and what differs between two plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.memory import CLASSES, heaviest
+from schedlang.ir.plan import Plan
+from schedlang.passes.simulate.gains import Gained, gains
+from schedlang.passes.simulate.memory import RankClass, rank_classes
+from schedlang.passes.simulate.rehearse import parked_bytes
+from schedlang.passes.simulate.traffic import Collective, collectives
+
+if TYPE_CHECKING:
+    from schedlang.ir.memory import RankMemory
+    from schedlang.passes.analyze.prepare import Prepared
+    from schedlang.passes.partition.staging import Staged
+    from schedlang.passes.propagate.batch_weights import Weight
+    from schedlang.passes.propagate.dryrun import Loss
+    from schedlang.pipeline.timeline import Timeline
+
+# ---- Activations that lie on the next rank of the pipeline: what is sent for them in a step.
+
+
+def lodgings(
+    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, prepared: Prepared
+) -> Iterator[Collective]:
+    """Once out and once home for each microbatch that leaves; what tells sizes is not counted.
+
+    `sample` is one microbatch.  A step is played to see what forwards save, so this raises what the
+    model raises where it cannot be played.
+    """
+    from schedlang.pipeline.timeline import Kind
+
+    axis, t = prepared.staged.axis, prepared.staged.timeline
+    away = t.pick(t.kind == Kind.EVICT)
+    if axis is None or not len(away):
+        return
+    sizes = parked_bytes(plan, sample, loss, prepared)
+    row = _row(plan)
+    ends = zip(away.stage.tolist(), away.rank.tolist(), away.peer.tolist())
+    counts: dict[tuple[int, int, int], int] = {}
+    for end in ends:
+        counts[end] = counts.get(end, 0) + 1
+    for (stage, place, to), count in sorted(counts.items()):
+        out = Collective(
+            "send",
+            (axis,),
+            "forward",
+            "activations to a peer",
+            "",
+            count,
+            sizes[stage],
+            frozenset({place}),
+            row,
+            to,
+        )
+        yield out
+        yield replace(
+            out,
+            phase="backward",
+            what="activations to their owner",
+            places=frozenset({to}),
+            to=place,
+        )
+
+
+def _row(plan: Plan) -> int | None:
+    """The row that asks for it: of activations, or of the order."""
+    from schedlang.passes.partition.parks import peer_rows
+
+    rows = peer_rows(plan, "activations") or [
+        a for a in plan.actions if "order" in a.primitive.writes
+    ]
+    return rows[0].row if rows else None
+
+
+# ---- What a plan costs, counted, not guessed: bytes per rank, collectives, the timeline.
+
+
+T = TypeVar("T")
+ACTIVATIONS = "not estimated"
+
+
+@dataclass(frozen=True)
+class Account:
+    """Exact figures of one training step.
+
+    classes      distinct kinds of ranks; None where stages are not known, for want of a batch
+    collectives  None where there is no batch to count them with
+    timeline     at unit cost: forward 1, backward 2; None without a pipeline
+    stages       unit -> stage; empty without a pipeline
+    notes        what is assumed or left out, in words
+    memory       bytes over the step by class; None where it was not asked for, or cannot be told
+    gains        kernels and bytes of fused modules, where memory was asked for
+    """
+
+    classes: tuple[RankClass, ...] | None
+    collectives: tuple[Collective, ...] | None
+    timeline: Timeline | None
+    stages: Mapping[str, int]
+    places: tuple[int, ...]
+    notes: tuple[str, ...]
+    memory: tuple[RankMemory, ...] | None = None
+    gains: tuple[Gained, ...] = ()
+
+    @property
+    def bubble(self) -> float | None:
+        """The idle share of the pipeline's ranks at unit cost."""
+        from schedlang.pipeline.timeline import timing
+
+        return None if self.timeline is None else float(timing(self.timeline).bubble)
+
+    def at(self, place: int | None) -> tuple[Collective, ...]:
+        """The collectives in which a rank at one place of the pipeline takes part."""
+        return tuple(
+            one
+            for one in self.collectives or ()
+            if one.places is None or place is None or place in one.places
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values; bytes throughout."""
+        classes, found = self.classes, self.collectives
+        memory = self.memory
+        return {
+            "activations": ACTIVATIONS if memory is None else max(m.activations for m in memory),
+            "memory": None if memory is None else [one.to_json() for one in memory],
+            "ranks": None if classes is None else [one.to_json() for one in classes],
+            "collectives": None if found is None else [one.to_json() for one in found],
+            "stages": dict(self.stages),
+            "bubble": self.bubble,
+            "timeline": None if self.timeline is None else self.timeline.text().split("\n"),
+            "notes": list(self.notes),
+            "fused": [one.to_json() for one in self.gains],
+        }
+
+
+def account(
+    plan: Plan,
+    batch: Mapping[str, Any] | None = None,
+    loss: Loss | None = None,
+    *,
+    weight: Weight | None = None,
+    memory: bool = False,
+) -> Account:
+    """Count what a plan costs; with `memory` also the bytes that ranks hold while a step runs.
+
+    `batch` is the keyword arguments of one whole step; without it what depends on it is left out.
+    Raises Refusal where the plan cannot be built for this batch.
+    """
+    if batch is None:
+        return _without_batch(plan)
+    from schedlang.passes.analyze import fewer_bits
+    from schedlang.passes.analyze.prepare import prepare
+    from schedlang.passes.complete.complete import completed
+    from schedlang.passes.lower.drawing import drawn_logically
+    from schedlang.passes.partition.chains import told
+    from schedlang.runtime import batch as parts
+
+    plan = completed(plan, batch, loss)
+    sample = parts.sample(batch, plan.shares, plan.micro)
+    prepared = prepare(plan, sample, loss, weight)
+    notes = [_MOMENTS]
+    if not parts.even(batch, plan.shares, plan.micro):
+        notes.append("microbatches differ in rows; bytes are those of the largest")
+    if why := drawn_logically(plan, prepared, parts.rows_of(sample)):
+        notes.append(f"dropout is drawn logically in training, too: {why}")
+    sent = collectives(plan, prepared, sample, loss)
+    lodged, why = _lodgings(plan, sample, loss, prepared)
+    sent, notes = (*sent, *lodged), [*notes, *([why] if why else [])]
+    if any(one.what == "tokens" for one in sent):
+        notes.append("tokens are counted as if all experts were chosen equally often")
+    held: tuple[RankMemory, ...] | None = None
+    gained: tuple[Gained, ...] = ()
+    if memory:
+        notes += [*told(plan, prepared.chains), *fewer_bits.told(plan, prepared.bits)]
+        gained = gains(plan, sample)
+        held, why = _memory(plan, batch, loss, prepared)
+        notes += [why] if why else []
+        notes += dict.fromkeys(f"W703: {said}" for one in held or () for said in one.left)
+    staged = prepared.staged
+    return Account(
+        rank_classes(plan, staged, prepared.holdings),
+        sent,
+        _timeline(staged),
+        _stages(staged),
+        staged.ranks,
+        tuple(notes),
+        held,
+        gained,
+    )
+
+
+def _lodgings(
+    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, prepared: Prepared
+) -> tuple[tuple[Collective, ...], str]:
+    """What activations on a peer send; or nothing and why it cannot be told."""
+
+    return _told(
+        lambda: tuple(lodgings(plan, sample, loss, prepared)),
+        (),
+        "what is sent to keep activations on a peer is not counted",
+    )
+
+
+def _memory(
+    plan: Plan, batch: Mapping[str, Any], loss: Loss | None, prepared: Prepared
+) -> tuple[tuple[RankMemory, ...] | None, str]:
+    """Bytes over a step by class; or None and why they cannot be told."""
+    from schedlang.passes.simulate.rehearse import estimate
+
+    none: tuple[RankMemory, ...] | None = None
+    return _told(lambda: estimate(plan, batch, loss, prepared), none, _UNTOLD)
+
+
+def _told(play: Callable[[], T], otherwise: T, said: str) -> tuple[T, str]:
+    """What a played step shows; or something else, and why it cannot be played."""
+    from schedlang.runtime.comm.tap import free
+
+    if not free():
+        return otherwise, f"{said}: this process is a rank of a job, and cannot simulate others"
+    try:
+        return play(), ""
+    except Refusal as refusal:
+        return otherwise, f"{said}: {refusal.diagnostics[0].title}"
+    except Exception as error:  # a model may ask for what only values tell, a kernel for a device
+        first = str(error).split("\n")[0]
+        return otherwise, f"{said}: {type(error).__name__}: {first}"
+
+
+_UNTOLD = "memory over the step is not estimated"
+_MOMENTS = "optimizer state: two moments of AdamW in the parameter's dtype"
+_NO_BATCH = "collectives are not counted: there is no batch to count them with"
+_NO_STAGES = "what each stage holds is not known: there is no batch to cut the model with"
+
+
+def _without_batch(plan: Plan) -> Account:
+    from schedlang.passes.analyze.holdings import holdings_of
+    from schedlang.passes.partition.staging import stages_of
+    from schedlang.passes.propagate.propagate import Traced
+
+    if any(plan.mesh.size(cut.axis) > 1 for cut in plan.cuts):
+        return Account(None, None, None, {}, (), (_NO_BATCH, _NO_STAGES))
+    staged = stages_of(plan, Traced(), {}, None)
+    classes = rank_classes(plan, staged, holdings_of(plan, staged))
+    return Account(classes, None, None, {}, staged.ranks, (_MOMENTS, _NO_BATCH))
+
+
+def _timeline(staged: Staged) -> Timeline | None:
+    return staged.timeline if staged.axis is not None else None
+
+
+def _stages(staged: Staged) -> dict[str, int]:
+    if staged.axis is None:
+        return {}
+    return dict(zip(staged.cut.graph.units, staged.cut.stage_of))
+
+
+# ---- What changes in cost from one plan to another.
+
+
+PEAK = "peak of the fullest rank"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One figure before and after; None where it is not counted."""
+
+    name: str
+    unit: str  # "bytes", "share" or "times"
+    old: float | None
+    new: float | None
+
+    def to_json(self) -> dict[str, object]:
+        """As plain values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        if self.old == self.new:
+            return f"{self.name} unchanged ({self.said(self.new)})"
+        change = f" ({self.change})" if self.change else ""
+        return f"{self.name} {self.said(self.old)} -> {self.said(self.new)}{change}"
+
+    @property
+    def change(self) -> str:
+        """By how much it is more or less; empty where nothing can be said."""
+        if self.old is None or self.new is None or self.old == self.new:
+            return ""
+        if self.unit == "share":
+            return f"{100 * (self.new - self.old):+.1f} points"
+        return f"{self.new / self.old - 1:+.1%}" if self.old else ""
+
+    def said(self, value: float | None) -> str:
+        """A value of this figure in words."""
+        from schedlang.diagnostics.tables import size
+
+        if value is None:
+            return "not counted"
+        if self.unit == "bytes":
+            return size(int(value))
+        return f"{value:.1%}" if self.unit == "share" else f"{value:g}"
+
+
+def delta(old: Account, new: Account) -> tuple[Cost, ...]:
+    """Bytes of the fullest rank at its peak, by class and between steps, collectives, the bubble.
+
+    What neither plan tells (the peak, where no memory was asked for) is left out.
+    """
+    return tuple(
+        Cost(name, unit, before, after)
+        for (name, unit, before), (_, _, after) in zip(_figures(old), _figures(new))
+        if not (name.startswith(PEAK) and before is None and after is None)
+    )
+
+
+def _peaks(one: Account) -> Iterator[tuple[str, str, float | None]]:
+    """The peak of the fullest rank, and what it holds then."""
+    top = heaviest(one.memory) if one.memory else None
+    yield PEAK, "bytes", None if top is None else top.peak
+    for name in CLASSES:
+        yield f"{PEAK}: {name}", "bytes", None if top is None else top.classes[name]
+
+
+def _figures(one: Account) -> Iterator[tuple[str, str, float | None]]:
+    yield from _peaks(one)
+    classes = one.classes
+    for name in ("parameters", "gradients", "optimizer"):
+        most = None if classes is None else max(getattr(c, name) for c in classes)
+        yield f"{name} per rank, at most", "bytes", most
+    counted = one.collectives is not None
+    mine = [one.at(c.place) for c in classes or ()]
+    yield (
+        "collectives of a step per rank, at most",
+        "times",
+        max((sum(x.count for x in m) for m in mine), default=None) if counted else None,
+    )
+    yield (
+        "their bytes, at most",
+        "bytes",
+        max((sum(x.total for x in m) for m in mine), default=None) if counted else None,
+    )
+    yield "bubble", "share", one.bubble or 0.0

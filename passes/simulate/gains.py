@@ -1,0 +1,125 @@
+"""What rows that are there for fewer kernels gain, counted with a batch; or S888, if nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.ir.plan import Action, Plan
+from schedlang.ir.primitive import Count, Gain, Primitive
+
+
+@dataclass(frozen=True)
+class Gained:
+    """The gain of one row at modules of one kind; counted at the first of them, whole, on one
+    microbatch."""
+
+    row: int
+    what: str  # the row's call
+    sites: tuple[str, ...]
+    gain: Gain
+
+    def __str__(self) -> str:
+        before, after = self.gain.before, self.gain.after
+        more = f" and {len(self.sites) - 1} more" if len(self.sites) > 1 else ""
+        return (
+            f"`{self.what}` at `{self.sites[0]}`{more}: {before.forward} kernels forward and"
+            f" {before.backward} backward become {after.forward} and {after.backward},"
+            f" {before.bytes} bytes {after.bytes}"
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """As plain values."""
+        return {
+            "row": self.row,
+            "what": self.what,
+            "sites": list(self.sites),
+            "before": _json(self.gain.before),
+            "after": _json(self.gain.after),
+            "sources": list(self.gain.sources),
+        }
+
+
+def _json(count: Count) -> dict[str, int]:
+    return {"forward": count.forward, "backward": count.backward, "bytes": count.bytes}
+
+
+def gains(plan: Plan, batch: Mapping[str, Any]) -> tuple[Gained, ...]:
+    """Of each row and each kind of module; raises Refusal S888 for a row that gains nothing."""
+    groups: dict[tuple[int, Any], tuple[Action, list[str]]] = {}
+    for action in plan.actions:
+        if type(action.primitive).gain is not Primitive.gain:
+            for fqn in action.sites:
+                kind = plan.model.sites[fqn].kind
+                groups.setdefault((action.row, kind), (action, []))[1].append(fqn)
+    calls = _calls(plan, batch, {sites[0] for _, sites in groups.values()}) if groups else {}
+    found = []
+    for action, sites in groups.values():
+        if sites[0] not in calls:
+            continue  # a module that this batch does not reach
+        gain = action.primitive.gain(plan.model.sites[sites[0]], plan, calls[sites[0]])
+        if gain is not None:
+            found.append(Gained(action.row, str(action.primitive), tuple(sites), gain))
+            if not gain.any:
+                raise _nothing(action, sites[0], gain)
+    return tuple(found)
+
+
+def gained(plan: Plan, batch: Mapping[str, Any]) -> tuple[Gained, ...]:
+    """The same for a batch of a whole step, where they can be counted; raises Refusal S888."""
+    from schedlang.runtime.batch import split
+
+    if all(type(action.primitive).gain is Primitive.gain for action in plan.actions):
+        return ()
+    try:
+        return gains(plan, split(batch, plan.shares, plan.micro)[0][0].inputs)
+    except Refusal as refusal:
+        if refusal.diagnostic.code == "S888":
+            raise
+        return ()  # whatever else is wrong is told by those who build
+    except Exception:  # a model that asks for values may be built, and trained, all the same
+        return ()
+
+
+def _nothing(action: Action, site: str, gain: Gain) -> Refusal:
+    before, after = gain.before, gain.after
+    note = (
+        f"{before.kernels} kernels and {before.bytes} bytes become {after.kernels} kernels and "
+        f"{after.bytes} bytes, forward and backward"
+    )
+    place = Label(action.span) if action.span else Label()
+    return Refusal(
+        Diagnostic(
+            "S888",
+            f"`{action.primitive}` gains nothing at `{site}`",
+            place,
+            notes=(note,),
+            helps=("drop the row", "or select a larger module"),
+        )
+    )
+
+
+def _calls(plan: Plan, batch: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]:
+    """The arguments of one call of each module, without values."""
+    import torch
+
+    from schedlang.runtime.batch import called
+    from schedlang.runtime.tracing.constants import on_meta
+    from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
+
+    model, calls = hollow_model(plan.model.model, {}), dict[str, Any]()
+
+    def noting(fqn: str) -> Any:
+        def note(module: Any, args: Any, kwargs: Any) -> None:
+            calls.setdefault(fqn, (args, kwargs))
+
+        return note
+
+    for fqn in sorted(wanted):
+        model.get_submodule(fqn).register_forward_pre_hook(noting(fqn), with_kwargs=True)
+    inputs = hollow_batch(dict(batch))
+    with torch.no_grad(), torch.device("meta"), on_meta(dict(batch), inputs):
+        called(model, inputs)
+    return calls

@@ -1,0 +1,215 @@
+"""Exact bytes of parameters, gradients and optimizer state on each distinct kind of rank."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from schedlang.ir.memory import MOMENTS
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.holdings import gathers_of, slicing
+from schedlang.passes.analyze.reductions import sliced_names
+from schedlang.passes.analyze.residence import tiers_of, window_bytes
+from schedlang.passes.propagate.casts import gathered_in
+
+if TYPE_CHECKING:
+    from schedlang.passes.partition.staging import Staged
+    from schedlang.runtime.checkpointing.holding import Holding
+
+
+@dataclass(frozen=True)
+class RankClass:
+    """Ranks that hold equally much: how many they are, the lowest one, and what each holds.
+
+    place       along the pipeline's axis, if there is one
+    elements    of parameters, padding included
+    parameters, gradients, optimizer   bytes, as they lie between two steps
+    working     bytes besides, at most, while a step runs: gathered parameters and gradients not yet
+                reduced, of what ZeRO slices; other versions of the weights, where they are stale;
+                parameters that come to the device module by module
+    peer        bytes of other ranks' optimizer state that it holds for them
+    cpu, disk   bytes of parameters, gradients and optimizer state that rows keep there, and not on
+                the device, which the entries above are about
+    """
+
+    ranks: int
+    first: int
+    place: int | None
+    elements: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    working: int = 0
+    cpu: int = 0
+    disk: int = 0
+    peer: int = 0
+
+    @property
+    def state(self) -> int:
+        """Bytes of parameters, gradients and optimizer state together, on the device."""
+        return self.parameters + self.gradients + self.optimizer
+
+    def to_json(self) -> dict[str, object]:
+        """As plain values; tiers that hold nothing are left out."""
+        away = [name for name in ("cpu", "disk", "peer") if not getattr(self, name)]
+        told = {name: value for name, value in asdict(self).items() if name not in away}
+        return {**told, "state": self.state}
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Parameters that lie alike: on these stages, each slice with as many elements."""
+
+    stages: frozenset[int] | None
+    elements: tuple[tuple[int, int], ...]  # runs of equal slices: their first place, and how many
+    itemsize: int
+    trained: bool
+    tiers: tuple[str, str, str]  # of the parameter, its gradients and its optimizer state
+
+
+def rank_classes(
+    plan: Plan, staged: Staged, holdings: Mapping[str, Holding], moments: int = MOMENTS
+) -> tuple[RankClass, ...]:
+    """What ranks hold, one entry for each distinct kind of rank, in the order of their first rank.
+
+    `moments` are tensors of optimizer state per trained parameter, of its shape and dtype.  The
+    cost grows with distinct shapes, stages and slices, not with ranks.
+    """
+    mesh = plan.mesh
+    row, _ = slicing(plan)
+    axes = mesh.fold(row.axes) if row is not None else ()
+    kinds = Counter(_kinds(plan, holdings, axes))
+    places = mesh.size(staged.axis) if staged.axis is not None else 1
+    slices = mesh.size(axes) if axes else 1
+    share = mesh.world // (places * slices)
+    cuts = sorted({0, *(first for kind in kinds for first, _ in kind.elements)})
+    found: dict[tuple[int, ...], list[int]] = {}
+    for place in range(places):
+        working = _working(plan, staged, holdings, place)
+        working += window_bytes(plan, staged, holdings, place)
+        for cut, end in zip(cuts, [*cuts[1:], slices]):
+            held, away = _held(kinds, place, cut, moments)
+            kept = working + _others(staged, place) * held[2]
+            first = _first(plan, staged, axes, place, cut)
+            away = (*away[:2], _held(kinds, (place - 1) % places, cut, moments)[1][2])
+            entry = found.setdefault((place, *held, kept, *away), [0, first])
+            entry[0], entry[1] = entry[0] + share * (end - cut), min(entry[1], first)
+    classes = [
+        RankClass(count, first, place if staged.axis is not None else None, *held)
+        for (place, *held), (count, first) in found.items()
+    ]
+    return tuple(sorted(classes, key=lambda one: one.first))
+
+
+def _kinds(plan: Plan, holdings: Mapping[str, Holding], axes: tuple[str, ...]) -> Iterator[_Kind]:
+    """The kind of every parameter; parts are measured once per distinct layout."""
+    known: dict[object, tuple[tuple[int, int], ...]] = {}
+    tiers = tiers_of(plan)
+    for name, holding in holdings.items():
+        fact = plan.model.unique[name]
+        key = (holding.layout, holding.sliced)
+        if key not in known:
+            known[key] = _sizes(plan, holding, axes)
+        lies = tiers[name].each if name in tiers else ("device",) * 3
+        yield _Kind(holding.stages, known[key], fact.itemsize, fact.requires_grad, lies)
+
+
+def _sizes(plan: Plan, holding: Holding, axes: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+    """Elements of a parameter's slices, by the place from which on they are as many."""
+
+    def size(place: int) -> int:
+        rank = plan.mesh.member(0, axes, place) if axes else 0
+        return math.prod(holding.local_shape(plan.mesh, rank))
+
+    count = plan.mesh.size(axes) if holding.sliced else 1
+    if plan.mesh.fold(holding.sliced) != axes:  # over some of the axes: they come again and again
+        return tuple((place, size(place)) for place in range(count))
+    found, place = [], 0
+    while place < count:  # slices never grow: full ones, one that is not, empty ones
+        found.append((place, size(place)))
+        rest = range(place, count)
+        place += bisect_right(rest, -found[-1][1], key=lambda at: -size(at))
+    return tuple(found)
+
+
+def _held(
+    kinds: Mapping[_Kind, int], place: int, cut: int, moments: int
+) -> tuple[tuple[int, int, int, int], tuple[int, int, int]]:
+    """Elements and bytes on the device; bytes in host memory, on disk and on a peer."""
+    elements, device, away = 0, [0, 0, 0], Counter[str]()
+    for kind, count in kinds.items():
+        if kind.stages is not None and place not in kind.stages:
+            continue
+        size = count * next(size for first, size in reversed(kind.elements) if first <= cut)
+        elements += size
+        gradients = size * kind.itemsize * kind.trained
+        sizes = (size * kind.itemsize, gradients, gradients * moments)
+        for what, (tier, number) in enumerate(zip(kind.tiers, sizes)):
+            if tier == "device":
+                device[what] += number
+            else:
+                away[tier] += number
+    return (elements, device[0], device[1], device[2]), (away["cpu"], away["disk"], away["peer"])
+
+
+def _others(staged: Staged, place: int) -> int:
+    """How many versions of the weights a place keeps, at most, beside those that it trains."""
+    from schedlang.pipeline.timeline.versions import weight_copies
+
+    copies = weight_copies(staged.timeline)
+    return int(max((copies[stage] - 1 for stage in staged.stages_at(place)), default=0))
+
+
+def _first(plan: Plan, staged: Staged, axes: tuple[str, ...], place: int, cut: int) -> int:
+    """The lowest rank at a place of the pipeline and a place of the slices."""
+    rank = plan.mesh.member(0, axes, cut) if axes else 0
+    return rank if staged.axis is None else plan.mesh.member(rank, staged.axis, place)
+
+
+def _together(plan: Plan) -> int:
+    """How many modules are recomputed as one, at most; of those that a limit groups all may be."""
+    rows = [a for a in plan.actions if "recompute" in a.primitive.writes]
+    sizes = [len(region) for a in rows for region in a.primitive.together(a.sites)]
+    return max([1, *sizes, *(len(a.sites) for a in rows if a.primitive.limit is not None)])
+
+
+def gathered_bytes(
+    plan: Plan, holdings: Mapping[str, Holding], names: tuple[str, ...], *, cast: bool = False
+) -> int:
+    """Bytes of parameters that are gathered whole from slices of equal size; `cast`: as used."""
+    total, low = 0, gathered_in(plan, names) if cast else None
+    for name in names:
+        count = plan.mesh.size(holdings[name].sliced)
+        shape = holdings[name].layout.local_shape(plan.mesh)
+        rows = -(-shape[0] // count) * count  # as fully_shard pads
+        item = 2 if low is not None else plan.model.unique[name].itemsize
+        total += rows * math.prod(shape[1:]) * item
+    return total
+
+
+def _working(plan: Plan, staged: Staged, holdings: Mapping[str, Holding], place: int) -> int:
+    """Stage 1 and 2 keep all units gathered through the step, 3 one at a time (and those next).
+
+    Gradients are whole until they are reduced: all of them at the end in stage 1, else one unit's.
+    A stage that rows of the timeline hold gathered is whole with its gradients, one at a time, and
+    a unit on its way besides.
+    """
+    row, _ = slicing(plan)
+    if row is None:
+        return 0
+    whole, held = [], 0
+    for stage in staged.stages_at(place):
+        units = sliced_names(plan, staged, holdings, stage).values()
+        mine = [gathered_bytes(plan, holdings, names) for names in units]
+        whole += mine
+        if gathers_of(plan, staged, stage, place) is not None:
+            held = max(held, 2 * sum(mine) + max(mine, default=0))
+    largest = sum(sorted(whole)[-max(2, 1 + row.prefetch, 1 + _together(plan)) :])
+    parameters = sum(whole) if row.stage < 3 or not row.reshard else largest
+    several = plan.order is not None and plan.order.micro > 1
+    gradients = sum(whole) if row.stage == 1 and several else max(whole, default=0)
+    return max(parameters + gradients, held)

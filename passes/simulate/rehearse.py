@@ -1,0 +1,404 @@
+"""A step of each kind of rank, played on the meta device, and the memory of each over a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from schedlang.ir.memory import CLASSES, MOMENTS, STATE, Moment, RankMemory
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.holdings import slicing
+from schedlang.passes.analyze.prepare import Prepared
+from schedlang.passes.analyze.residence import tiers_of
+from schedlang.passes.simulate.memory import RankClass, rank_classes
+from schedlang.passes.static_checks.roles import fewer, places, repeated
+from schedlang.pipeline.timeline import Kind
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from schedlang.passes.partition.staging import Staged
+    from schedlang.passes.propagate.dryrun import Loss
+    from schedlang.pipeline.timeline import Op
+    from schedlang.runtime.program import Program
+    from schedlang.runtime.storage.footprint import Footprint, Levels, Work
+
+# ---- What was played of a step on each kind of rank, laid along the order of a whole step.
+
+
+LODGES = {Kind.HOLD: 1, Kind.GIVE: -1}  # what a partner does
+
+
+@dataclass(frozen=True)
+class Played:
+    """What the operations of a few microbatches did on one rank, in the order in which they ran.
+
+    ops   by what tells them apart but for the microbatch: what was held before, at most, and after
+    rest  what ran after them, likewise
+    parked  by stage the bytes of a microbatch that a partner holds for a while
+    """
+
+    of: RankClass
+    start: Levels
+    ops: Mapping[Any, Sequence[Run]]
+    rest: Sequence[Run]
+    host: int
+    left: tuple[str, ...]
+    parked: Mapping[int, int]
+
+
+class Run(NamedTuple):
+    """Bytes by class before something ran, at most while it did, and afterwards; at most of what
+    is no state; and what it did."""
+
+    before: Levels
+    most: Levels
+    end: Levels
+    passing: int
+    work: Work
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The classes of ranks, and what was played of the one that stands for each.
+
+    parked  by stage the bytes that a microbatch's forward parks on a partner
+    """
+
+    classes: tuple[RankClass, ...]
+    of: Mapping[RankClass, Played]
+    parked: Mapping[int, int]
+
+
+def key(staged: Staged, place: int | None, op: Op) -> tuple[Any, ...]:
+    """Equal for operations of alike stages that differ in their microbatch alone."""
+    from schedlang.pipeline.timeline import TRANSFERS
+
+    stages = staged.stages_at(place or 0)
+    to = op.peer - op.stage if op.kind in TRANSFERS else 0
+    return op.kind, stages.index(op.stage), op.slice, to
+
+
+# -- along the whole order ---------------------------------------------------------------------
+
+
+def in_order(
+    plan: Plan, staged: Staged, place: int | None, played: Played, parked: Mapping[int, int]
+) -> Iterator[tuple[Op, Run]]:
+    """Each operation of a place in a whole step, with what was played for it.
+
+    `parked`: by stage what a partner holds of it for a while.
+    """
+    rows = _rows(plan, staged, place)
+    often = Counter(key(staged, place, op) for op in rows if op.kind not in LODGES)
+    turns: Counter[Any] = Counter()
+    lodgers = {
+        (stage, kind): _lodged(size * sign, played.start)
+        for stage, size in parked.items()
+        for kind, sign in LODGES.items()
+    }
+    for op in rows:
+        if op.kind in LODGES:
+            yield op, lodgers[op.stage, op.kind]
+            continue
+        alike = key(staged, place, op)
+        runs = played.ops.get(alike)
+        if runs is not None:
+            yield op, runs[_turn(turns[alike], often[alike], len(runs))]
+        turns[alike] += 1
+
+
+def _lodged(size: int, before: Levels) -> Run:
+    """A partner's activations come (or go, below zero)."""
+    from schedlang.runtime.storage.footprint import Work
+
+    end = before.copy()
+    end[CLASSES.index("activations")] += size
+    passing = int(before[len(STATE) :].sum()) + max(size, 0)
+    return Run(before, end if size > 0 else before, end, passing, Work())
+
+
+def _rows(plan: Plan, staged: Staged, place: int | None) -> list[Op]:
+    """What a place runs in a whole step, with what it sends and gathers."""
+    from schedlang.passes.analyze.holdings import gathers_by_rows
+    from schedlang.pipeline.timeline import with_gathers, with_transfers
+
+    made = with_transfers(staged.timeline.with_edges(staged.cut.edges), plan.ahead)
+    if gathers_by_rows(plan, staged):
+        made = with_gathers(made)
+    return list(made.rows(place or 0))
+
+
+def _turn(turn: int, often: int, played: int) -> int:
+    """Which of the played ones stands for one of many: the first, the last, or one between."""
+    if turn == 0 or played == 1:
+        return 0
+    return played - 1 if turn == often - 1 else min(turn, max(1, played - 2))
+
+
+# ---- A step of each kind of rank, played on the meta device: what its operations hold, and do.
+# Of a pipeline a few microbatches are played; `Rehearsal` tells which of them stands for one of a
+# whole step.
+
+
+PLAYED = 3  # microbatches: the first, one between, the last
+DEVICE = "device"
+
+
+def rehearse(
+    plan: Plan,
+    batch: Mapping[str, Any],
+    loss: Loss | None,
+    prepared: Prepared,
+    works: bool = False,
+) -> Rehearsal:
+    """Play a short step of each kind of rank; optimizer: AdamW's moments.
+
+    `batch` is that of a whole step, `prepared` what is known of the plan; with `works` operations
+    and bytes of every operator are counted too.  Raises what the model raises where it cannot be
+    played.
+    """
+    from schedlang.runtime import batch as parts
+
+    sample = parts.sample(batch, plan.shares, plan.micro)
+    return _rehearsed(_Step(plan, sample, loss, prepared, works))
+
+
+def parked_bytes(
+    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, prepared: Prepared
+) -> Mapping[int, int]:
+    """What a microbatch's forward of a stage parks on a partner, by stage; raises as above."""
+    return _rehearsed(_Step(plan, sample, loss, prepared, False)).parked
+
+
+def _rehearsed(step: _Step) -> Rehearsal:
+    plan, prepared = step.plan, step.prepared
+    kinds = places(plan, prepared)
+    classes = rank_classes(plan, prepared.staged, prepared.holdings)
+    played: dict[int | None, Played] = {}
+    found = {}
+    for one in classes:
+        kind = None if one.place is None else kinds[one.place]
+        if kind not in played:
+            of = next(c for c in classes if c.place == kind)
+            played[kind] = _play(step, of)
+        found[one] = played[kind]
+    return Rehearsal(classes, found, _parked(prepared, kinds, played))
+
+
+def _parked(
+    prepared: Prepared, kinds: Mapping[int, int], played: Mapping[int | None, Played]
+) -> dict[int, int]:
+    staged = prepared.staged
+    t, found = staged.timeline, {}
+    for stage in sorted(set(t.stage[t.kind == Kind.EVICT].tolist())):
+        place = staged.ranks[stage]
+        turn, kind = staged.stages_at(place).index(stage), kinds[place]
+        found[stage] = played[kind].parked[staged.stages_at(kind)[turn]]
+    return found
+
+
+# -- playing -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What is played, with one microbatch of it, and whether its work is counted."""
+
+    plan: Plan
+    sample: Mapping[str, Any]
+    loss: Loss | None
+    prepared: Prepared
+    works: bool
+
+
+def _play(step: _Step, of: RankClass) -> Played:
+    """A short step of the first rank of a class, watched."""
+    from schedlang.passes.lower.build import build
+    from schedlang.runtime.comm.tap import playing
+    from schedlang.runtime.grad_reduction.zero import without_values
+    from schedlang.runtime.left import left_in
+    from schedlang.runtime.offload.saved_tensors import watched
+    from schedlang.runtime.played import play
+    from schedlang.runtime.storage.footprint import Footprint, Message
+
+    plan, prepared = step.plan, step.prepared
+    short, staged = _short(plan, prepared.staged)
+    ready = replace(prepared, staged=staged)
+    few = repeated(step.sample, plan.shares * short.micro)
+    footprint = Footprint("meta", step.works)
+    with playing(of.first, plan.mesh.world) as tap, watched(footprint):
+        state, tap.holds = _state_ranks(plan, of.first), False
+        tap.touch = lambda tensor, lane: footprint.touched(tensor, lane.ranks == state)
+        tap.heard = lambda op, lane, size, ends: footprint.sent(Message(op, lane.ranks, size, ends))
+        program = build(short, few, loss=step.loss, optimizer=_adamw, prepared=ready, hollow=True)
+        away = {name for name, one in tiers_of(plan).items() if one.each[2] != DEVICE}
+        _start(program, footprint, away)
+        units = [unit for one in program.assembly.sliced.values() for unit in one.units]
+        with without_values(units):
+            play(program, staged.cut, few, footprint)
+    left = tuple(map(str, left_in(program.assembly.module)))
+    sent = dict(program.assembly.pipeline.parking.sent)
+    return _table(footprint, of, ready.staged, left, sent)
+
+
+def _short(plan: Plan, staged: Staged) -> tuple[Plan, Staged]:
+    """The plan with a few microbatches: as many as show each stage that parks what it saves."""
+    from schedlang.passes.partition.parks import lodged
+    from schedlang.passes.partition.staging import timeline_of
+
+    def parking(one: Staged) -> set[int]:
+        return set(one.timeline.stage[one.timeline.kind == Kind.EVICT].tolist())
+
+    least = PLAYED
+    while True:
+        order, few = fewer(plan, staged, least)
+        short = replace(plan, order=order)
+        few = lodged(short, replace(few, timeline=timeline_of(short)))
+        if order == plan.order or parking(few) >= parking(staged):
+            return short, few
+        least *= 2
+
+
+def _state_ranks(plan: Plan, rank: int) -> tuple[int, ...]:
+    """The ranks between which slices of parameters and gradients are sent."""
+    row, _ = slicing(plan)
+    return () if row is None else tuple(plan.mesh.group(rank, plan.mesh.fold(row.axes)))
+
+
+def _adamw(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    from torch.optim import AdamW
+
+    return AdamW([parameter for _, parameter in named])
+
+
+def _start(program: Program, footprint: Footprint, away: Collection[str]) -> None:
+    """What lies there before a step, but for the first: parameters, buffers, moments.
+
+    `away` are parameters whose moments lie elsewhere.
+    """
+    import torch
+
+    assembly, optimizer = program.assembly, program.optimizer
+    footprint.hold("parameters", assembly.parameters.values())
+    footprint.hold("parameters", assembly.buffers.values())
+    for name, parameter in assembly.parameters.items() if optimizer is not None else ():
+        if parameter.requires_grad:
+            assert optimizer is not None
+            moments = [torch.empty_like(parameter) for _ in range(MOMENTS)]
+            optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": moments[0],
+                "exp_avg_sq": moments[1],
+            }
+            footprint.hold("optimizer", () if name in away else moments)
+
+
+def _table(
+    footprint: Footprint,
+    of: RankClass,
+    staged: Staged,
+    left: tuple[str, ...],
+    parked: Mapping[int, int],
+) -> Played:
+    marks = [one.what for one in footprint.stretches]
+    ran = footprint.ran([op for op in marks if op is not None and op.kind is Kind.F])
+    runs = [Run(a.end, b.most, b.end, b.passing, b.work) for a, b in zip(ran, ran[1:])]
+    ops: dict[Any, list[Run]] = {}
+    rest: list[Run] = []
+    for one, run in zip(ran[1:], runs):
+        if one.what is None:
+            rest.append(run)
+        elif one.what.kind not in LODGES:  # a partner's bytes are not known here
+            ops.setdefault(key(staged, of.place, one.what), []).append(run)
+    return Played(of, ran[0].end, ops, rest, footprint.host, left, parked)
+
+
+# ---- Memory of each kind of rank over a step, by class, without a GPU and without values.
+# A step of the very program that would run is played on the meta device, and every storage in it
+# is watched.  Of a pipeline a few microbatches are played, and what their operations hold, free
+# and need for a while is laid along the whole order.
+
+
+BEFORE, AFTER = "before", "sums and update"
+
+
+def estimate(
+    plan: Plan, batch: Mapping[str, Any], loss: Loss | None, prepared: Prepared
+) -> tuple[RankMemory, ...]:
+    """What each kind of rank holds, in the order of their first rank; optimizer: AdamW's moments.
+
+    `batch` is that of a whole step, `prepared` what is known of the plan.  Microbatches count as
+    if all were as large as the first.  Raises what the model raises where it cannot be played.
+    """
+    return held(plan, prepared, rehearse(plan, batch, loss, prepared))
+
+
+def held(plan: Plan, prepared: Prepared, played: Rehearsal) -> tuple[RankMemory, ...]:
+    """The same of steps that were played already."""
+    return tuple(_memory(plan, prepared, one, played) for one in played.classes)
+
+
+# -- along the whole order ---------------------------------------------------------------------
+
+
+def _memory(plan: Plan, prepared: Prepared, one: RankClass, rehearsal: Rehearsal) -> RankMemory:
+    """The played operations in the order of this rank's place; what it holds for others besides."""
+    staged, played = prepared.staged, rehearsal.of[one]
+    level = played.start + _lodging(one)
+    moments = [Moment(BEFORE, _plain(level), _plain(level))]
+
+    def then(what: str, run: Run) -> None:
+        nonlocal level
+        more = level - run.before
+        passing = run.passing + int(more[len(STATE) :].sum())
+        moments.append(Moment(what, _plain(run.most + more), _plain(run.end + more), passing))
+        level = run.end + more
+
+    for op, run in in_order(plan, staged, one.place, played, rehearsal.parked):
+        then(str(op), run)
+    for run in played.rest:
+        then(AFTER, run)
+    scale = [_ratio(getattr(one, name), getattr(played.of, name)) for name in STATE]
+    return RankMemory(
+        one.ranks,
+        one.first,
+        one.place,
+        tuple(_scaled(m, scale) for m in moments),
+        played.host,
+        played.left,
+    )
+
+
+def _lodging(one: RankClass) -> Levels:
+    """What a rank holds of another one's state, all the time."""
+    import numpy as np
+
+    found: Levels = np.zeros(len(CLASSES), dtype=np.int64)
+    found[CLASSES.index("optimizer")] = one.peer
+    return found
+
+
+def _ratio(mine: int, other: int) -> float:
+    return mine / other if other else 1.0
+
+
+def _scaled(moment: Moment, scale: Sequence[float]) -> Moment:
+    """The same on a rank with larger or smaller slices of the state."""
+
+    def of(levels: tuple[int, ...]) -> tuple[int, ...]:
+        state = (round(size * factor) for size, factor in zip(levels, scale))
+        return (*state, *levels[len(scale) :])
+
+    return (
+        moment
+        if all(factor == 1 for factor in scale)
+        else Moment(moment.what, of(moment.most), of(moment.end), moment.passing)
+    )
+
+
+def _plain(levels: Levels) -> tuple[int, ...]:
+    return tuple(int(size) for size in levels)

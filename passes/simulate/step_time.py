@@ -1,0 +1,294 @@
+"""What a step takes on a cluster: the work of the very program, timed along the plan's timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.prepare import Prepared
+from schedlang.passes.simulate.rehearse import Rehearsal, in_order
+from schedlang.pipeline.cost import Cost
+
+if TYPE_CHECKING:
+    from schedlang.passes.partition.staging import Staged
+    from schedlang.passes.simulate.cluster import Cluster
+    from schedlang.passes.simulate.rehearse import Played
+    from schedlang.pipeline.timeline import Op, Timeline
+    from schedlang.runtime.storage.footprint import Message, Work
+
+# ---- What a step takes: simulated with times that are given, or with what a run measured.
+
+
+MEASURE = "measure again: `schedlang run FILE --timeline t.html --json > measured.json`"
+TAIL = ("reduce", "step")  # what comes once, after the last backward
+
+
+@dataclass(frozen=True)
+class Took:
+    """Seconds of one step, and in words what they are made of."""
+
+    seconds: float
+    how: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a run measured of its pipeline, in seconds.
+
+    means   of each kind of operation at each stage
+    rest    of a step beside its pipeline: sums of gradients, the update
+    mesh, micro, slices   under which that was so
+    """
+
+    means: Mapping[tuple[str, int], float]
+    transfer: float
+    rest: float
+    mesh: Mapping[str, int]
+    micro: int
+    slices: int
+
+
+def simulated_step(plan: Plan, given: Cost | Measurement) -> Took:
+    """A step of the plan, by the timeline of its order; one microbatch after the other without.
+
+    A `Cost` counts milliseconds, all stages alike.  Raises Refusal S608 for sizes that the order
+    does not run, S914 where the plan runs what was not measured.
+    """
+    from schedlang.passes.partition.staging import timeline_of
+
+    line = timeline_of(plan).compute()
+    return _by_cost(line, given) if isinstance(given, Cost) else _by_measure(plan, line, given)
+
+
+def _by_cost(line: Timeline, cost: Cost) -> Took:
+    from schedlang.pipeline.timeline import Kind, timing
+
+    tail = [name for name in TAIL if not (line.kind == Kind[name.upper()]).any()]
+    once = sum(float(getattr(cost, name)) for name in tail)
+    span = float(timing(line, cost).makespan)
+    said = ", ".join(f"{name}={float(getattr(cost, name.lower())):.4g}" for name in "FIW")
+    rest = ", ".join(f"{name}={float(getattr(cost, name)):.4g}" for name in ("comm", *TAIL))
+    how = f"simulated with {said}, {rest} ms: {span:.4g} ms of microbatches, {once:.4g} ms after"
+    return Took((span + once) / 1e3, (how,))
+
+
+def _by_measure(plan: Plan, line: Timeline, given: Measurement) -> Took:
+    import numpy as np
+
+    from schedlang.pipeline.timeline import Kind, timing
+
+    mine = (dict(plan.mesh.sizes), line.microbatches, line.slices)
+    if mine != (dict(given.mesh), given.micro, given.slices):
+        _unfit(_ran(*mine), _ran(given.mesh, given.micro, given.slices))
+    pairs = [(Kind(k).name, s) for k, s in zip(line.kind.tolist(), line.stage.tolist())]
+    known = {pair: _mean(given.means, *pair) for pair in set(pairs)}
+    if missing := sorted(f"{kind} of stage {s}" for (kind, s), t in known.items() if t is None):
+        _unfit(f"it runs {', '.join(missing[:3])}", "without a measured time")
+    costs = np.array([known[pair] for pair in pairs], dtype=np.float64)
+    span = float(timing(line, costs, given.transfer).makespan)
+    how = f"simulated with measured times: {span * 1e3:.4g} ms of the pipeline"
+    return Took(span + given.rest, (f"{how}, {given.rest * 1e3:.4g} ms beside it",))
+
+
+def _mean(means: Mapping[tuple[str, int], float], kind: str, stage: int) -> float | None:
+    """The time of an operation; a whole backward is its two halves."""
+    if kind == "B" and ("B", stage) not in means:
+        halves = [means.get((half, stage)) for half in "IW"]
+        return None if None in halves else sum(filter(None, halves))
+    return means.get((kind, stage))
+
+
+def _ran(mesh: Mapping[str, int], micro: int, slices: int) -> str:
+    axes = ", ".join(f"{name}={size}" for name, size in mesh.items()) or "one rank"
+    return f"mesh {axes}, {micro} microbatches" + (f", {slices} slices" if slices > 1 else "")
+
+
+def _unfit(plan: str, run: str) -> NoReturn:
+    title = "the measured times are not those of this plan"
+    notes = (f"the plan: {plan}", f"measured: {run}")
+    raise Refusal(Diagnostic("S914", title, notes=notes, helps=(MEASURE,)))
+
+
+def measurement(made: Any) -> Measurement:
+    """What `run --timeline --json` printed, read; raises KeyError, TypeError, ValueError or
+    IndexError for anything else."""
+    ran = made["pipeline"]
+    means = {(str(m["kind"]), int(m["stage"])): float(m["seconds"]) for m in ran["means"]}
+    rest = float(made["step_seconds"]) - float(ran["measured"]["makespan"])
+    mesh = {str(name): int(size) for name, size in made["mesh"].items()}
+    return Measurement(
+        means, float(ran["transfer"]), max(0.0, rest), mesh, int(ran["micro"]), int(ran["slices"])
+    )
+
+
+# ---- What a step takes on a cluster: the work of the very program, timed along the plan's
+# timeline.
+
+
+SUMS = ("all_reduce", "all_gather", "reduce_scatter")  # what data parallelism sends
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step, and of them those of the rank that is busy longest.
+
+    computing  of that rank
+    sending    in which it waits for collectives; transfers between stages are left out
+    """
+
+    seconds: float
+    computing: float
+    sending: float
+
+    @property
+    def idle(self) -> float:
+        """In which it waits for other stages."""
+        return max(0.0, self.seconds - self.computing - self.sending)
+
+
+@dataclass(frozen=True)
+class _Took:
+    """Seconds of an operation: of it computing, and waiting for what is sent."""
+
+    computing: float
+    sending: float
+
+    @property
+    def seconds(self) -> float:
+        return self.computing + self.sending
+
+    def __add__(self, other: _Took) -> _Took:
+        return _Took(self.computing + other.computing, self.sending + other.sending)
+
+
+def step_time(plan: Plan, prepared: Prepared, played: Rehearsal, cluster: Cluster) -> StepTime:
+    """The step of a plan whose ranks were played.
+
+    What an operation sends to the ranks with which it shares its data lies on its way: it waits.
+    Parameters that are gathered and gradients that are summed over replicas run beside the
+    computing, as does a ring that passes on what was computed with, and count where they take
+    longer.  What comes after the last backward counts whole.  A transfer between stages is that of
+    the largest.
+    """
+    import numpy as np
+
+    from schedlang.pipeline.timeline import timing
+
+    clock = _Clock(plan, prepared.staged, cluster)
+    line = _line(plan, prepared.staged)
+    places = {one.place or 0: played.of[one] for one in played.classes}
+    by_op = [_times(clock, place, places[place], played.parked) for place in range(line.ranks)]
+    took = [by_op[rank].get(op, _NOTHING) for rank, op in _ops(line)]
+    transfer = max((clock.transfer(one) for one in places.values()), default=0.0)
+    timed = timing(line, np.array([one.seconds for one in took]), transfer)
+    rests = [clock.rest(places[place]) for place in range(line.ranks)]
+    total = [
+        sum((one for rank, one in zip(line.rank.tolist(), took) if rank == place), rests[place])
+        for place in range(line.ranks)
+    ]
+    busiest = max(total, key=lambda one: one.seconds)
+    ends = [timed.end[line.rank == place].max(initial=0.0) for place in range(line.ranks)]
+    seconds = max(float(end) + rest.seconds for end, rest in zip(ends, rests))
+    return StepTime(seconds, busiest.computing, busiest.sending)
+
+
+_NOTHING = _Took(0.0, 0.0)
+
+
+def _line(plan: Plan, staged: Staged) -> Timeline:
+    """The timeline that ranks run, with gathers where rows of it are their own."""
+    from schedlang.passes.analyze.holdings import gathers_by_rows
+    from schedlang.pipeline.timeline import with_gathers
+
+    line = staged.timeline.with_edges(staged.cut.edges)
+    return with_gathers(line) if gathers_by_rows(plan, staged) else line
+
+
+def _ops(line: Timeline) -> Iterable[tuple[int, Op]]:
+    """Every row with its rank."""
+    for rank in range(line.ranks):
+        for op in line.rows(rank):
+            yield rank, op
+
+
+def _times(
+    clock: _Clock, place: int, played: Played, parked: Mapping[int, int]
+) -> Mapping[Op, _Took]:
+    """What each operation of a place takes."""
+    at = place if clock.staged.axis is not None else None
+    known: dict[int, _Took] = {}
+    found = {}
+    for op, run in in_order(clock.plan, clock.staged, at, played, parked):
+        key = id(run)
+        if key not in known:
+            known[key] = clock.took(run.work)
+        found[op] = known[key]
+    return found
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """Times of what one cluster does under one plan."""
+
+    plan: Plan
+    staged: Staged
+    cluster: Cluster
+
+    def took(self, work: Work) -> _Took:
+        """An operation: computing, with what it has to wait for."""
+        computing, waits, beside = self.cluster.computing(work), 0.0, 0.0
+        for message, often in work.messages.items():
+            seconds = often * self.cluster.sending(message)
+            if self._between_stages(message) or message.op == "recv":
+                continue
+            if self._beside(message):
+                beside += seconds
+            else:
+                waits += seconds
+        return _Took(computing, waits + max(0.0, beside - computing))
+
+    def rest(self, played: Played) -> _Took:
+        """What comes after the last backward."""
+        found = _NOTHING
+        for run in played.rest:
+            sent = sum(
+                often * self.cluster.sending(message)
+                for message, often in run.work.messages.items()
+                if message.op != "recv"
+            )
+            found += _Took(self.cluster.computing(run.work), sent)
+        return found
+
+    def transfer(self, played: Played) -> float:
+        """The longest that one operation sends to another stage."""
+        works = [run.work for runs in played.ops.values() for run in runs]
+        return max((self._transfer(work) for work in works), default=0.0)
+
+    def _transfer(self, work: Work) -> float:
+        return sum(
+            often * self.cluster.sending(message)
+            for message, often in work.messages.items()
+            if message.op != "recv" and self._between_stages(message)
+        )
+
+    def _between_stages(self, message: Message) -> bool:
+        axis = self.staged.axis
+        if axis is None or message.ends is None:
+            return False
+        first, second = (self.plan.mesh.coordinates(rank)[axis] for rank in message.ends)
+        return first != second
+
+    def _beside(self, message: Message) -> bool:
+        """Messages of a ring, parameters that are gathered, gradients that are summed."""
+        if message.ends is not None:
+            return True
+        replicas = {axis for row in self.plan.replicas for axis in self.plan.mesh.fold(row.axes)}
+        return message.op in SUMS and self._along(message) <= replicas
+
+    def _along(self, message: Message) -> set[str]:
+        """The axes along which ranks of a message differ."""
+        first, *others = map(self.plan.mesh.coordinates, message.ranks)
+        return {axis for other in others for axis in other if other[axis] != first[axis]}

@@ -1,0 +1,517 @@
+"""The collectives of one training step: kind, axes, how often, how many bytes, of which row."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.ir.memory import MOMENTS
+from schedlang.ir.placement import P, Placement, Replicate, S
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.holdings import gathers, slicing
+from schedlang.passes.analyze.reductions import Reduction, reductions, sliced_names, sliced_over
+from schedlang.passes.analyze.residence import state_rounds
+from schedlang.passes.partition.chains import Skeleton
+from schedlang.passes.partition.parks import peer_rows
+from schedlang.passes.partition.staging import Staged
+from schedlang.passes.propagate.propagate import backward_root
+from schedlang.passes.simulate.memory import gathered_bytes
+
+if TYPE_CHECKING:
+    from schedlang.passes.analyze.prepare import Prepared
+    from schedlang.passes.propagate.dryrun import Loss
+    from schedlang.passes.propagate.propagate import Traced
+    from schedlang.runtime.checkpointing.holding import Holding
+    from schedlang.runtime.context_parallel.local_tokens import Tokens
+    from schedlang.runtime.sharding.shard import Edge
+
+# ---- One collective of a step as a value, and the plan as counting them asks for it.
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective operation of a step, as often as one rank takes part in it.
+
+    phase    "forward", "backward" (with recomputed forwards) or "step" (after the last backward)
+    what     what is sent, in words: "output", "input grad", "parameters", ...
+    fqn      the module where it happens; empty for the model as a whole
+    bytes    of the whole tensor, once; of the largest slice where ranks sum slices of their own
+    places   along the pipeline's axis where it happens; None: everywhere
+    row      the row of the plan that asks for it, if one does
+    to       the place along the pipeline's axis to which it is sent; None: not to a certain one
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    phase: str
+    what: str
+    fqn: str
+    count: int
+    bytes: int
+    places: frozenset[int] | None = None
+    row: int | None = None
+    to: int | None = None
+
+    @property
+    def total(self) -> int:
+        """Bytes of all of them."""
+        return self.count * self.bytes
+
+    def to_json(self) -> dict[str, object]:
+        """As plain values."""
+        places = None if self.places is None else sorted(self.places)
+        return {**asdict(self), "axes": list(self.axes), "places": places, "total": self.total}
+
+
+@dataclass(frozen=True)
+class Context:
+    """A plan, and what is known of it, as counting asks for them."""
+
+    plan: Plan
+    prepared: Prepared
+
+    @property
+    def traced(self) -> Traced:
+        """What a forward showed."""
+        return self.prepared.traced
+
+    @property
+    def staged(self) -> Staged:
+        """The stages."""
+        return self.prepared.staged
+
+    @property
+    def holdings(self) -> Mapping[str, Holding]:
+        """Where the parts of every parameter lie."""
+        return self.prepared.holdings
+
+    @property
+    def tokens(self) -> Tokens | None:
+        """How sequences are split over ranks, where they are."""
+        return self.prepared.tokens
+
+    @property
+    def micro(self) -> int:
+        """Microbatches of a step."""
+        return self.plan.micro
+
+    def row(self, facet: str) -> int | None:
+        """The last row that writes a facet."""
+        found = [a.row for a in self.plan.actions if facet in a.primitive.writes]
+        return found[-1] if found else None
+
+    def runs(self, fqn: str) -> list[tuple[frozenset[int] | None, int]]:
+        """Where along the pipeline a module runs, and for how many microbatches.
+
+        Code between units runs on several stages, which are not told apart.
+        """
+        cut = self.staged.cut
+        for unit, name in enumerate(cut.graph.units if self.staged.axis is not None else ()):
+            if fqn == name or fqn.startswith(f"{name}."):
+                return self.copies(cut.stage_of[unit])
+        return [(None, self.micro)]
+
+    def copies(self, stage: int) -> list[tuple[frozenset[int] | None, int]]:
+        """The places that hold a stage, and how many microbatches each of them runs."""
+        if self.staged.axis is None:
+            return [(None, self.micro)]
+        found: dict[int, set[int]] = {}
+        for place in self.staged.places(stage):
+            found.setdefault(self.staged.microbatches(stage, place), set()).add(place)
+        return [(frozenset(places), count) for count, places in found.items()]
+
+
+# ---- The messages of one sum of gradients: buckets of whole ones, codes of compressed ones.
+
+
+Message = tuple[str, str, int, str]  # kind, what it says ("": gradients), bytes, module
+
+CODED = {  # by what is sent, as runtime/grad_reduction/compressed.py has it
+    "there": ("all-reduce", "which grads there are"),
+    "small": ("all-reduce", "grads"),
+    "p": ("all-reduce", "grads, low rank"),
+    "q": ("all-reduce", "grads, low rank"),
+    "codes": ("all-gather", "grads, coded"),
+    "scales": ("all-gather", "scales of grads"),
+}
+
+
+def messages(
+    plan: Plan, staged: Staged, holdings: Mapping[str, Holding], one: Reduction, place: int | None
+) -> Iterator[Message]:
+    """What is sent for one sum at a place of the pipeline; sizes whole, as they arrive."""
+    rank = 0
+    if place is not None and staged.axis is not None:
+        rank = plan.mesh.member(0, staged.axis, place)
+    names = [n for n in one.names if holdings[n].held(plan.mesh, rank)]
+    shapes = [holdings[n].local_shape(plan.mesh, rank) for n in names]
+    if one.kind == "compressed":
+        yield from _coded(plan, one, names, shapes)
+        return
+    for size, fqn in _buckets(plan, names, shapes, one.bucket):
+        yield "all-reduce", "", size, fqn
+
+
+def _buckets(
+    plan: Plan, names: list[str], shapes: list[tuple[int, ...]], bytes_: int | None
+) -> Iterator[tuple[int, str]]:
+    """Bytes of each bucket, with the module that holds all of it (one number more a parameter)."""
+    from schedlang.runtime.grad_reduction.flat import buckets
+
+    facts = [plan.model.unique[n] for n in names]
+    counts = [math.prod(shape) for shape in shapes]
+    sizes = [(count * f.itemsize, f.dtype) for count, f in zip(counts, facts)]
+    for bucket in buckets(sizes, bytes_):
+        elements = sum(counts[k] for k in bucket) + len(bucket)
+        owners = [plan.model.owner(names[k]).fqn for k in bucket]
+        yield elements * facts[bucket[0]].itemsize, _common(owners)
+
+
+def _coded(
+    plan: Plan, one: Reduction, names: list[str], shapes: list[tuple[int, ...]]
+) -> Iterator[Message]:
+    from schedlang.runtime.grad_reduction.compressed import Codec, message_bytes
+
+    how = plan.compression
+    assert how is not None
+    codec = Codec(how.kind, how.rank, how.block, how.feedback)
+    sizes = [plan.model.unique[n].itemsize for n in names]
+    found = message_bytes(codec, list(zip(shapes, sizes)), plan.mesh.size(one.axes))
+    for what, size in found.items():
+        kind, words = CODED[what]
+        yield kind, words, size, ""
+
+
+def _common(owners: list[str]) -> str:
+    """The innermost module that holds all of them."""
+    rows = [owner.split(".") for owner in owners]
+    shared = []
+    for column in zip(*rows):
+        if len(set(column)) > 1:
+            break
+        shared.append(column[0])
+    return ".".join(shared)
+
+
+# ---- What a microbatch sends inside its forward and backward, heard on the meta device.
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective of one forward and backward: what, over which axes, how many bytes, where."""
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    fqn: str
+    backward: bool
+
+
+def activations(
+    context: Context, batch: Mapping[str, Any], loss: Loss | None
+) -> Iterator[Collective]:
+    """The collectives around modules, each as often as its module runs."""
+    traced = context.traced
+    sends = traced.edges or context.tokens is not None or traced.statistics is not None
+    heard = _heard(context, batch, loss) if sends else []
+    for (one, what), count in Counter((e, _what(context, e)) for e in heard).items():
+        for places, micro in context.runs(one.fqn):
+            yield Collective(
+                one.kind,
+                one.axes,
+                "backward" if one.backward else "forward",
+                what,
+                one.fqn,
+                count * micro,
+                one.bytes,
+                places,
+                _row_of(context.plan, one.fqn),
+            )
+
+
+def _row_of(plan: Plan, fqn: str) -> int | None:
+    """The last row that places this module, else one inside it (it gathers for its children)."""
+    rows = [a for a in plan.actions if "placement" in a.primitive.writes]
+    own = [a.row for a in rows if fqn in a.sites]
+    below = (a.row for a in rows if any(site.startswith(f"{fqn}.") for site in a.sites))
+    return own[-1] if own else next(below, None)
+
+
+def _heard(context: Context, batch: Mapping[str, Any], loss: Loss | None) -> list[Exchange]:
+    """What a microbatch sends: the sharded model on meta, recomputed where rows ask for it."""
+    from schedlang.passes.partition.staging import local_skeleton
+    from schedlang.passes.propagate.context import about_its_row, seated
+    from schedlang.runtime.comm.collectives import Group, listening
+    from schedlang.runtime.sharding import redistribute
+    from schedlang.runtime.tracing.constants import OnMeta
+    from schedlang.runtime.tracing.meta import hollow_batch
+
+    plan = context.plan
+    model = local_skeleton(plan, context.traced)
+    model.train()
+    at_skeleton(plan, model, context.prepared)
+    heard: list[Exchange] = []
+    backward = False
+
+    def listen(kind: str, group: Group, size: int) -> None:
+        heard.append(Exchange(kind, group.axes, size, group.label, backward))
+
+    batch, sitting = seated(plan, model, context.tokens, batch)
+    inputs = hollow_batch(dict(batch))
+    # a model may ask for values of masks, and what is indexed by one has a backward that does
+    with about_its_row(plan), listening(listen), sitting, OnMeta(dict(batch), inputs):
+        value = backward_root(model, inputs, loss)
+        backward = True
+        if value is not None:
+            value.backward()
+    redistribute.forget()
+    return heard
+
+
+def at_skeleton(plan: Plan, model: Any, prepared: Prepared) -> None:
+    """Let modules of a local model on meta keep less where rows ask for it: recomputed, or coded.
+
+    What is moved elsewhere and comes back as it was is kept all the same.
+    """
+    at = Skeleton(plan, model, prepared.chains, prepared.bits)
+    for action in plan.actions:
+        writes, coded = action.primitive.writes, bool(action.primitive.gives_up)
+        if "recompute" in writes or ("residence" in writes and coded):
+            for target in plan.targets(action):
+                action.primitive.apply(target, at)
+
+
+# (from, to) -> kind in forward, kind in backward; of an entry the backward only where ranks differ
+_ENTRY: Mapping[tuple[type, type], tuple[str, str]] = {
+    (Replicate, Replicate): ("", "all-reduce"),
+    (S, Replicate): ("all-gather", "reduce-scatter"),
+    (Replicate, S): ("", "all-gather"),
+}
+_EXIT: Mapping[tuple[type, type], tuple[str, str]] = {
+    (P, Replicate): ("all-reduce", ""),
+    (P, S): ("reduce-scatter", "all-gather"),
+    (S, Replicate): ("all-gather", ""),
+    (Replicate, S): ("", "all-gather"),
+}
+
+
+# what a module of experts sends; shares of tokens are those of equally many for each expert
+_ROUTED = {"all-to-all": "token", "all-gather": "expert", "reduce-scatter": "expert"}
+
+
+def _what(context: Context, one: Exchange) -> str:
+    """Which tensor of its module an exchange is of."""
+    traced, plan = context.traced, context.plan
+    if one.fqn in plan.contexts and set(plan.mesh.fold(one.axes)) <= set(plan.context_axes):
+        return "keys and values"
+    edge = next((e for e in traced.edges.get(one.fqn, ()) if e.group.axes == one.axes), None)
+    if edge is None:
+        return "statistics" if traced.statistics is not None else "activation"
+    if edge.told is not None and one.kind in _ROUTED:
+        return _ROUTED[one.kind] + (" grads" if one.backward else "s")
+    enters, leaves = _ends(edge)
+    entry, leave = enters[one.backward] == one.kind, leaves[one.backward] == one.kind
+    if edge.head and not one.backward and not entry:
+        return "loss"
+    if one.kind not in (*enters, *leaves):  # between its own parts
+        return "parts, backward" if one.backward else "parts"
+    side = "input or output" if entry and leave else "output" if leave else "input"
+    if one.backward and not (entry or leave):  # recomputed
+        return "input again" if enters[False] == one.kind else "output again"
+    return f"{side} grad" if one.backward else side
+
+
+def _ends(edge: Edge) -> tuple[tuple[str, str], tuple[str, str]]:
+    from schedlang.runtime.sharding.redistribute import switches
+
+    def kinds(table: Mapping[Any, Any], a: Placement, b: Placement) -> tuple[str, str]:
+        if switches(a, b):
+            return "all-to-all", "all-to-all"
+        found: tuple[str, str] = table.get((type(a), type(b)), ("", ""))
+        return found
+
+    forward, backward = kinds(_ENTRY, edge.arrives, edge.wants)
+    needed = edge.differ or not isinstance(edge.arrives, Replicate | S) or edge.wants != Replicate()
+    enters = (forward, backward if needed else "")
+    return enters, kinds(_EXIT, edge.computes, edge.leaves)
+
+
+# ---- The collectives of one training step: kind, axes, how often, how many bytes, and at whose
+# row.
+
+
+def collectives(
+    plan: Plan, prepared: Prepared, batch: Mapping[str, Any], loss: Loss | None = None
+) -> tuple[Collective, ...]:
+    """All collectives of a step; `batch` is one microbatch, the one that was prepared with.
+
+    Sizes are those of that microbatch; smaller ones send less.
+    """
+    context, staged = Context(plan, prepared), prepared.staged
+    found = [
+        *(_by_slice(one, staged) for one in activations(context, batch, loss)),
+        *(_by_slice(one, staged) for one in _transfers(context, batch)),
+        *_slices(context),
+        *_sums(context),
+        *_states(context),
+    ]
+    if plan.mesh.world > 1:
+        everyone = tuple(axis for axis, size in plan.mesh.axes if size > 1)
+        both = "loss and gradient norm"
+        flags = sum(
+            bool(holding.sliced) for holding in prepared.holdings.values()
+        )  # was each one used?
+        flags += plan.scaled is not None  # did any rank's gradients overflow?
+        found.append(Collective("all-reduce", everyone, "step", both, "", 1, 8 * (2 + flags)))
+    return tuple(found)
+
+
+def _by_slice(one: Collective, staged: Staged) -> Collective:
+    """What a microbatch sends is sent slice by slice; of mean length, where they differ."""
+    slices = staged.timeline.slices
+    return replace(one, count=one.count * slices, bytes=one.bytes // slices)
+
+
+# -- between stages, and over data-parallel ranks ----------------------------------------------
+
+
+def _transfers(context: Context, batch: Mapping[str, Any]) -> Iterator[Collective]:
+    """What stages send to each other, per value; only between stages of different ranks."""
+    staged = context.staged
+    local = context.tokens.sizes(batch) if context.tokens is not None else tuple
+    if staged.axis is None:
+        return
+    for replica, homes in enumerate(staged.homes):
+        for (source, target), tokens in staged.cut.routes.items():
+            ends = homes[source], homes[target]
+            for token in tokens if ends[0] != ends[1] else ():
+                yield from _sent(context, token, (source, target), replica, local)
+
+
+def _sent(
+    context: Context,
+    token: tuple[int, int],
+    edge: tuple[int, int],
+    replica: int,
+    local: Callable[[Any], tuple[int, ...]],
+) -> Iterator[Collective]:
+    """One value of an edge between two places, and its gradient."""
+    staged = context.staged
+    assert staged.axis is not None
+    ends = [staged.homes[replica][stage] for stage in edge]
+    leaf, fqn = staged.cut.graph.leaves[token], staged.cut.graph.units[token[0]]
+    count = staged.microbatches(edge[0], ends[0], replica)
+    sent = Collective(
+        "send",
+        (staged.axis,),
+        "forward",
+        f"to stage {edge[1]}",
+        fqn,
+        count,
+        _bytes(local(leaf.shape), leaf.dtype),
+        frozenset(ends[:1]),
+        context.row("stage"),
+        ends[1],
+    )
+    yield sent
+    if leaf.differentiable:
+        what = f"grad to stage {edge[0]}"
+        yield replace(sent, phase="backward", what=what, places=frozenset(ends[1:]), to=ends[0])
+
+
+def _bytes(shape: Iterable[int], dtype: str) -> int:
+    import torch
+
+    kind: torch.dtype = getattr(torch, dtype)
+    return math.prod(shape) * kind.itemsize
+
+
+def _states(context: Context) -> Iterator[Collective]:
+    """Optimizer state that lies on the next rank: home before its step, and out again."""
+    staged, plan = context.staged, context.plan
+    row = next((a.row for a in peer_rows(plan, "optimizer")), None)
+    if staged.axis is None or row is None:
+        return
+    places = plan.mesh.size(staged.axis)
+    for place in range(places):
+        rank, after = plan.mesh.member(0, staged.axis, place), (place + 1) % places
+        for size in state_rounds(plan, context.holdings, rank):
+            out = Collective(
+                "send",
+                (staged.axis,),
+                "step",
+                "state to a peer",
+                "",
+                1,
+                size * MOMENTS,
+                frozenset({place}),
+                row,
+                after,
+            )
+            yield out
+            yield replace(out, what="state to its owner", places=frozenset({after}), to=place)
+
+
+def _slices(context: Context) -> Iterator[Collective]:
+    """Gathers of sliced parameters and reductions of their gradients, unit by unit.
+
+    As runtime/grad_reduction/zero.py has them: parameters are gathered once a step, or for every
+    forward and backward (stage 3); gradients are reduced once a step, or after every backward
+    (stages 2, 3).  Stages that rows of the timeline hold gathered: both once for each run.  Whole
+    copies of slices are summed once a step, as all other sums are.
+    """
+    plan, staged = context.plan, context.staged
+    row, _ = slicing(plan)
+    if row is None:
+        return
+    line = context.row("state")
+    copies = [(s, *copy) for s in range(staged.cut.stages) for copy in context.copies(s)]
+    found = [(c[0], *often) for c in copies for often in gathers(plan, staged, *c)]
+    for stage, places, forwards, backwards in found:
+        for fqn, names in sliced_names(plan, staged, context.holdings, stage).items():
+            trained = tuple(n for n in names if plan.model.unique[n].requires_grad)
+            axes = sliced_over(context.holdings, names)
+            size = gathered_bytes(plan, context.holdings, names, cast=True)
+            grads = gathered_bytes(plan, context.holdings, trained)
+            times = backwards if row.stage > 1 else 1
+            gather = Collective(
+                "all-gather",
+                axes,
+                "forward",
+                "parameters",
+                fqn,
+                forwards if row.stage == 3 else 1,
+                size,
+                places,
+                line,
+            )
+            if names:
+                yield gather
+            if names and row.stage == 3 and row.reshard and fqn:  # the root's stay anyway
+                yield replace(gather, phase="backward", count=backwards)
+            if trained:
+                reduce = replace(gather, kind="reduce-scatter", phase="backward", what="grads")
+                yield replace(reduce, count=times, bytes=grads)
+
+
+# -- after the last backward -------------------------------------------------------------------
+
+FACETS = {"partial": "placement", "tied": "stage", "replicas": "state", "compressed": "state"}
+WORDS = {"partial": "grads of parts", "tied": "grads of ties", "replicas": "grads"}
+
+
+def _sums(context: Context) -> Iterator[Collective]:
+    """Sums of gradients in buckets, which differ by stage."""
+    plan, staged = context.plan, context.staged
+    places = range(plan.mesh.size(staged.axis)) if staged.axis is not None else (None,)
+    for one in reductions(plan, context.traced, context.holdings):
+        row = context.row(FACETS[one.kind])
+        for place in places:
+            if one.stages is None or place in one.stages:
+                at = None if place is None else frozenset([place])
+                for kind, what, size, fqn in messages(plan, staged, context.holdings, one, place):
+                    words = what or WORDS[one.kind]
+                    yield Collective(kind, one.axes, "step", words, fqn, 1, size, at, row)

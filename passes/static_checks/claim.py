@@ -1,0 +1,105 @@
+"""What one static proof says: how much it looked at, and what does not hold, with the line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Label
+from schedlang.ir.plan import Action, Plan
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One proof: its name, what was counted, what does not hold, and what it cannot see.
+
+    `checked` False: nothing was looked at, for the reason that `said` gives.
+    """
+
+    name: str
+    said: str
+    problems: tuple[Diagnostic, ...] = ()
+    checked: bool = True
+    unseen: tuple[str, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        """Was it looked at, and nothing found?"""
+        return self.checked and not self.problems
+
+    @property
+    def verdict(self) -> str:
+        """In a word or two."""
+        if not self.checked:
+            return "not checked"
+        return "DOES NOT HOLD" if self.problems else "holds"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "proof": self.name,
+            "checked": self.checked,
+            "holds": self.holds,
+            "said": self.said,
+            "diagnostics": [d.to_json() for d in self.problems],
+            "unseen": list(self.unseen),
+        }
+
+
+def facet_row(plan: Plan, facet: str) -> Action | None:
+    """The last row that writes a facet."""
+    return next((a for a in reversed(plan.actions) if facet in a.primitive.writes), None)
+
+
+def axis_row(plan: Plan, fqn: str, axis: str) -> Action | None:
+    """The row that brings an axis to a module: of those that use it, the one nearest by name.
+
+    Data axes come with `zero`, the pipeline's with the cut, others with placements.
+    """
+    if axis in plan.data_axes:
+        return facet_row(plan, "state")
+    if any(axis in plan.mesh.fold(cut.axis) for cut in plan.cuts):
+        return facet_row(plan, "stage")
+    best: tuple[tuple[int, int], Action] | None = None
+    for action in plan.actions:
+        if "placement" not in action.primitive.writes:
+            continue
+        for site in action.sites:
+            over = (b.axis for b in plan.boundaries.get(site, ()))
+            if any(axis in plan.mesh.fold(name) for name in over):
+                near = (_shared(site, fqn), -abs(len(site) - len(fqn)))
+                if best is None or near > best[0]:
+                    best = (near, action)
+    return best[1] if best is not None else None
+
+
+def _shared(one: str, other: str) -> int:
+    """How many leading names two modules share."""
+    count = 0
+    for a, b in zip(one.split("."), other.split(".")):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def placed(row: Action | None) -> Label:
+    """Where a row stands."""
+    return Label(row.span) if row is not None and row.span is not None else Label()
+
+
+def folded(problems: Iterable[tuple[str, Diagnostic]]) -> tuple[Diagnostic, ...]:
+    """Problems that say the same of several names at one line, as one that lists the names."""
+    from dataclasses import replace
+
+    from schedlang.diagnostics.diagnostic import quoted
+
+    same: dict[tuple[object, ...], tuple[Diagnostic, list[str]]] = {}
+    for name, one in problems:
+        key = (one.code, one.title, one.primary, one.notes, one.helps)
+        same.setdefault(key, (one, []))[1].append(name)
+    return tuple(
+        replace(one, notes=(f"of {quoted(dict.fromkeys(names), 4)}", *one.notes))
+        for one, names in same.values()
+    )

@@ -1,0 +1,245 @@
+"""Prove without a rank that every gradient is summed over the axes on which it is partial."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostics.diagnostic import Diagnostic
+from schedlang.ir.mesh import neighbours
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.prepare import Prepared
+from schedlang.passes.analyze.reductions import Book, Booked
+from schedlang.passes.static_checks.claim import Claim, axis_row, folded, placed
+
+if TYPE_CHECKING:
+    from schedlang.passes.partition.staging import Staged
+    from schedlang.passes.propagate.dryrun import Loss
+    from schedlang.runtime.adjoint import Fault, Gradient
+
+# ---- What every parameter's gradient is when the last backward has run, derived from types
+# alone.
+# One microbatch of the local model on the meta device, forward and backward, with all stages in
+# one graph, so that a tied weight is one node with several uses.
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradient of each trained parameter that has one, and all calls that do not fit.
+
+    `calls` were typed, `sums` of them wanted a pending sum.
+    """
+
+    found: Mapping[str, Gradient]
+    faults: tuple[Fault, ...]
+    calls: int
+    sums: int
+
+
+def gradients(
+    plan: Plan, prepared: Prepared, sample: Mapping[str, Any], loss: Loss | None
+) -> Gradients | None:
+    """Types through one forward and backward; None where the model returns no loss."""
+    import torch
+
+    from schedlang.passes.partition.staging import local_skeleton
+    from schedlang.passes.propagate.propagate import backward_root
+    from schedlang.runtime.adjoint import Adjoint, Typed
+    from schedlang.runtime.propagation.trace import Stack
+    from schedlang.runtime.sharding import redistribute
+    from schedlang.runtime.tracing.constants import OnMeta
+    from schedlang.runtime.tracing.meta import hollow_batch
+    from schedlang.runtime.tracing.torch_calls import tensors_in
+
+    model, stack = local_skeleton(plan, prepared.traced), Stack()
+    model.train()
+    typed = Typed(stack, plan.mesh.fold)
+    parameters = {}
+    for name, parameter in model.named_parameters():
+        axes = {plain for split in plan.held(name).splits for plain in plan.mesh.fold(split.axis)}
+        typed.put(parameter, frozenset(axes))
+        parameters[id(parameter)] = (name, frozenset(axes))
+    stack.watch(model, lambda fqn: False)
+    inputs = hollow_batch(dict(sample))
+    data = frozenset(axis for axis in plan.data_axes if plan.mesh.size(axis) > 1)
+    for tensor in tensors_in(inputs):
+        typed.put(tensor, data)
+    with typed.watching():
+        with OnMeta(dict(sample), inputs), typed, torch.device("meta"):
+            root = backward_root(model, inputs, loss)
+        if root is None:
+            return None
+        axes_ = tuple(name for name, size in plan.mesh.axes if size > 1)
+        walk = Adjoint(root, typed, axes_, parameters, _stage_of(prepared.staged))
+        root.backward()
+    redistribute.forget()
+    found = walk.run(last=prepared.staged.cut.stages - 1)
+    faults = tuple(dict.fromkeys((*typed.faults, *walk.faults)))
+    return Gradients(found, faults, typed.calls, typed.sums)
+
+
+def _stage_of(staged: Staged) -> Any:
+    """The stages that call a module; None for code between units."""
+    if staged.axis is None:
+        return lambda fqn: frozenset([0])
+    stages: dict[str, frozenset[int]] = {}
+    for name, stage in zip(staged.cut.graph.units, staged.cut.stage_of):
+        stages[name] = stages.get(name, frozenset()) | {stage}
+    known: dict[str, frozenset[int] | None] = {}
+
+    def stage_of(fqn: str) -> frozenset[int] | None:
+        if fqn not in known:
+            above, at = fqn, stages.get(fqn)
+            while at is None and above:
+                above = above.rpartition(".")[0]
+                at = stages.get(above) if above else None
+            known[fqn] = at
+        return known[fqn]
+
+    return stage_of
+
+
+# ---- Proof that whatever is summed is a pending sum: only linear calls stand before a sum.
+
+
+def types(plan: Plan, gradients: Gradients) -> Claim:
+    """The calls of one forward by their types on each axis (S713)."""
+    problems = [
+        (f.fqn, Diagnostic("S713", f.reason, placed(axis_row(plan, f.fqn, f.axis))))
+        for f in gradients.faults
+        if f.kind == "type"
+    ]
+    said = f"{gradients.calls} calls, {gradients.sums} pending sums"
+    return Claim("placement types", said, folded(problems))
+
+
+# ---- Proof that every gradient is summed over the axes that it is a part over, once, and no
+# other.
+# Two derivations that share nothing but the model: which gradients are parts follows from types
+# (`gradients`); which sums a step does is seen where one is played (`book`).
+
+
+def ledger(plan: Plan, prepared: Prepared, gradients: Gradients, book: Book) -> Claim:
+    """Compare what gradients are with what is summed (S711 missing, S712 too often).
+
+    `book` are the sums at each place of the pipeline.
+    """
+    problems: list[tuple[str, Diagnostic]] = []
+    kinds: Counter[tuple[object, ...]] = Counter()
+    for name, gradient in gradients.found.items():
+        places = sorted(prepared.holdings[name].stages or book)
+        mine = {p: [one for one in book[p] if name in one.names] for p in places}
+        kinds[_kind(gradient)] += 1
+        for axis in gradient.shares:
+            if axis in _pipeline(plan):
+                continue
+            problems += ((name, d) for d in _axis(plan, name, gradient, axis, mine))
+        problems += ((name, d) for d in _copies(plan, name, gradient, mine))
+        problems += ((name, d) for d in _divided(plan, name, mine))
+        problems += ((name, d) for d in _stages(plan, prepared, name, gradient, mine))
+    problems += ((f.fqn, _fault(plan, f)) for f in gradients.faults if f.kind == "sum")
+    still = len(plan.model.unique) - len(gradients.found)
+    more = f", {still} without a gradient" if still else ""
+    said = f"{len(gradients.found)} parameters, {len(kinds)} kind{'s' * (len(kinds) != 1)}{more}"
+    return Claim("reductions", said, folded(problems))
+
+
+def _pipeline(plan: Plan) -> tuple[str, ...]:
+    return tuple(axis for cut in plan.cuts for axis in plan.mesh.fold(cut.axis))
+
+
+def _kind(gradient: Gradient) -> tuple[object, ...]:
+    """Parameters whose gradients are alike in all that is compared."""
+    shares = tuple((axis, share.kind) for axis, share in gradient.shares.items())
+    return (*shares, len(gradient.stages) > 1)
+
+
+def _fault(plan: Plan, fault: object) -> Diagnostic:
+    from schedlang.runtime.adjoint import Fault
+
+    assert isinstance(fault, Fault)
+    code = "S712" if "alike on all ranks" in fault.reason else "S711"
+    row = axis_row(plan, fault.fqn, fault.axis)
+    return Diagnostic(code, fault.reason, placed(row))
+
+
+def _axis(plan: Plan, name: str, gradient: Gradient, axis: str, mine: Book) -> Iterator[Diagnostic]:
+    """One parameter along one axis that holds no stages, at each place that holds it."""
+    share = gradient.shares[axis]
+    due = int(share.kind == "part")
+    label = placed(axis_row(plan, _user(plan, name, gradient), axis))
+    for sums in mine.values():
+        done = sum(axis in one.axes for one in sums)
+        over = done - due + share.times
+        if done < due:
+            said = f"gradients are partial over `{axis}`, and nothing sums them over it"
+            yield Diagnostic("S711", said, label)
+            return
+        if over > 0:
+            times = f"{plan.mesh.size(axis)}" + (f"**{over}" if over > 1 else "")
+            said = f"gradients are summed too often over `{axis}`: {times} times too large"
+            yield Diagnostic("S712", said, label)
+            return
+
+
+def _copies(plan: Plan, name: str, gradient: Gradient, mine: Book) -> Iterator[Diagnostic]:
+    """A part that several ranks hold: each has a part of its gradient, summed over them, once."""
+    for split in plan.held(name).splits:
+        copies = neighbours(split.axis, split.uneven.repeat)
+        for sums in mine.values() if split.uneven.repeat > 1 else ():
+            done = sum(copies in one.axes or split.axis in one.axes for one in sums)
+            if done != 1:
+                said = f"{split.uneven.repeat} ranks of `{split.axis}` hold each part, and its"
+                said += f" gradient is summed over them {done} times"
+                label = placed(axis_row(plan, _user(plan, name, gradient), split.axis))
+                yield Diagnostic("S712" if done else "S711", said, label)
+                return
+
+
+def _divided(plan: Plan, name: str, mine: Book) -> Iterator[Diagnostic]:
+    """The weight of each part of the batch stands in its loss; no sum may divide once more."""
+    for one in (one for sums in mine.values() for one in sums if one.divisor != 1.0):
+        over = f" over `{', '.join(one.axes)}`" if one.axes else ""
+        said = f"the sum of gradients{over} is divided by {one.divisor:g}"
+        note = "the loss of each rank is already weighted by its share of the batch"
+        summed = next((s.axes for s in (one, *_last_first(mine)) if s.axes), ())
+        row = axis_row(plan, name, summed[0]) if summed else None
+        yield Diagnostic("S712", said, placed(row), notes=(note,))
+
+
+def _last_first(mine: Book) -> list[Booked]:
+    """All sums at all places, the last one first."""
+    return [one for sums in mine.values() for one in reversed(sums)]
+
+
+def _user(plan: Plan, name: str, gradient: Gradient) -> str:
+    owner = plan.model.owner(name).fqn
+    return owner or next(iter(gradient.sites), "")
+
+
+def _stages(
+    plan: Plan, prepared: Prepared, name: str, gradient: Gradient, mine: Book
+) -> Iterator[Diagnostic]:
+    """A parameter that several stages use: held by each, and summed over them, once."""
+    staged = prepared.staged
+    if staged.axis is None:
+        return
+    used = staged.places(*gradient.stages)
+    label = placed(axis_row(plan, name, staged.axis))
+    lacking = used - (prepared.holdings[name].stages or frozenset())
+    if lacking:
+        said = f"stages at {sorted(lacking)} of `{staged.axis}` use parameters that they lack"
+        yield Diagnostic("S711", said, label)
+    for place in sorted(used - lacking):  # one without a gradient of its own only takes part
+        axes = set(plan.mesh.fold(staged.axis))
+        along = [one for one in mine[place] if axes & set(one.axes)]
+        if len(mine) > 1 and not any(mine.keys() <= one.places for one in along):
+            said = f"{len(mine)} stages hold a copy, and nothing sums its gradients over them"
+            yield Diagnostic("S711", said, label)
+            return
+        if len(along) > 1:
+            said = f"gradients are summed {len(along)} times over the stages that hold them"
+            yield Diagnostic("S712", said, label)
+            return

@@ -1,0 +1,162 @@
+"""Proof that everything a model keeps has its owner: stages of parameters and of buffers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostics.diagnostic import Diagnostic
+from schedlang.ir.plan import Action, Plan
+from schedlang.passes.analyze.prepare import Prepared
+from schedlang.passes.partition.staging import buffer_stages
+from schedlang.passes.propagate.propagate import Traced
+from schedlang.passes.static_checks.claim import Claim, facet_row, folded, placed
+from schedlang.passes.static_checks.gradients import Gradients
+from schedlang.passes.static_checks.roles import Role
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# ---- Proof that rows which change how a module computes leave what it is: names, hooks, state.
+
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def kept(plan: Plan) -> Iterator[tuple[str, str, Action]]:
+    """Apply kernels and regions to a copy, one module of each kind a row, and compare.
+
+    Gives module, reason and row where a parameter, its dtype or `requires_grad`, a buffer, a child
+    or a hook is no longer what it was.
+    """
+    from schedlang.passes.lower.build import Builder
+    from schedlang.runtime.tracing.meta import hollow_model
+
+    rows = [a for a in plan.actions if "structure" in a.primitive.writes]
+    if not rows:
+        return
+    model: Any = hollow_model(plan.model.model, {})
+    builder = Builder(plan, model, Traced(), None)  # type: ignore[arg-type]
+    for action in rows:
+        seen = set()
+        for fqn in action.sites:
+            site = plan.model.sites[fqn]
+            if site.kind in seen:
+                continue
+            seen.add(site.kind)
+            before = _facts(model.get_submodule(fqn))
+            action.primitive.apply(site, builder)
+            after = _facts(model.get_submodule(fqn))
+            for what in before:
+                if before[what] != after[what]:
+                    yield fqn, f"`{action.name}` changes its {what}", action
+
+
+def _facts(module: nn.Module) -> dict[str, object]:
+    """What may not change, by words."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    hooks = {
+        (name, kind): tuple(getattr(part, kind, {}).values())
+        for name, part in module.named_modules()
+        for kind in HOOKS
+    }
+    return {
+        "parameters": {name: id(p) for name, p in parameters.items()},
+        "dtypes": {name: p.dtype for name, p in parameters.items()},
+        "requires_grad": {name: p.requires_grad for name, p in parameters.items()},
+        "buffers": {n: id(b) for n, b in module.named_buffers(remove_duplicate=False)},
+        "children": [name for name, _ in module.named_modules()],
+        "hooks": hooks,
+        "mode": module.training,
+    }
+
+
+# ---- Proof that everything a model keeps has its owner: stages of parameters and of buffers.
+
+
+def owners(
+    plan: Plan, prepared: Prepared, gradients: Gradients | None, played: Sequence[Role]
+) -> Claim:
+    """Parameters in one stage or shared by ties or code between units; buffers assigned (S715).
+
+    Ranks that were played told their optimizer of each trained parameter that they hold, once.
+    """
+    problems = [*_parameters(plan, prepared, gradients), *_buffers(plan, prepared)]
+    problems += _optimizers(plan, played)
+    stages = prepared.staged.cut.stages
+    buffers = dict(plan.model.model.named_buffers())
+    said = (
+        f"{len(plan.model.unique)} parameters, {len(buffers)} buffers,"
+        f" {stages} stage{'s' * (stages != 1)}"
+    )
+    label = placed(facet_row(plan, "stage"))
+    found = [(name, Diagnostic("S715", why, label)) for name, why in problems]
+    found += [(fqn, Diagnostic("S715", why, placed(row))) for fqn, why, row in kept(plan)]
+    return Claim("ownership", said, folded(found))
+
+
+def _units(prepared: Prepared, names: tuple[str, ...]) -> frozenset[int]:
+    """The stages of the units that a tensor of these names stands in."""
+    cut = prepared.staged.cut
+    return frozenset(
+        stage
+        for unit, stage in zip(cut.graph.units, cut.stage_of)
+        if any(name.startswith(f"{unit}.") for name in names)
+    )
+
+
+def _parameters(
+    plan: Plan, prepared: Prepared, gradients: Gradients | None
+) -> Iterator[tuple[str, str]]:
+    staged = prepared.staged
+    if prepared.holdings.keys() != plan.model.unique.keys():
+        for name in prepared.holdings.keys() ^ plan.model.unique.keys():
+            yield name, "a parameter has no place"
+    if staged.axis is None:
+        return
+    for name, fact in plan.model.unique.items():
+        holders = prepared.holdings[name].stages if name in prepared.holdings else None
+        if not holders:
+            yield name, "a parameter is held by no stage"
+            continue
+        inside = staged.places(*_units(prepared, fact.names))
+        used = gradients.found.get(name) if gradients is not None else None
+        reads = staged.places(*used.stages) if used is not None else inside
+        if reads - holders:
+            yield name, f"stages at {sorted(reads - holders)} use it and do not hold it"
+
+
+def _buffers(plan: Plan, prepared: Prepared) -> Iterator[tuple[str, str]]:
+    """A buffer of a unit belongs to the unit's stage; others to the stages that read them."""
+    staged = prepared.staged
+    if staged.axis is None:
+        return
+    assigned = buffer_stages(staged)
+    same = {names[0]: names for names in plan.model.shared_buffers}
+    for name, _ in plan.model.model.named_buffers():
+        inside = staged.places(*_units(prepared, same.get(name, (name,))))
+        holders = assigned.get(name)
+        if holders is not None and not holders:
+            yield name, "a buffer is held by no stage"
+        elif holders is None and inside:
+            yield name, f"a buffer of units at {sorted(inside)} is assigned to no stage"
+
+
+def _optimizers(plan: Plan, played: Sequence[Role]) -> Iterator[tuple[str, str]]:
+    """Every trained parameter that a rank holds is given to its optimizer once, and no other."""
+    for role in played:
+        given = Counter(role.trained)
+        for name, fact in plan.model.unique.items():
+            due = int(fact.requires_grad and name in role.held)
+            if given.pop(name, 0) != due:
+                yield name, f"the optimizer of rank {role.rank} does not train it exactly once"
+        for name in given:
+            yield name, f"the optimizer of rank {role.rank} trains what the model does not have"

@@ -1,0 +1,102 @@
+"""All static proofs of a plan, without running a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.analyze.reductions import Booked, executed
+from schedlang.passes.static_checks.claim import Claim
+from schedlang.passes.static_checks.gradients import gradients, ledger, types
+from schedlang.passes.static_checks.matching import matching
+from schedlang.passes.static_checks.owners import owners
+from schedlang.passes.static_checks.roles import Role, Step, roles, slices
+from schedlang.passes.static_checks.shares import weights
+
+if TYPE_CHECKING:
+    from schedlang.diagnostics.diagnostic import Diagnostic
+    from schedlang.passes.propagate.dryrun import Loss
+
+UNSEEN = (
+    "values: nothing is computed; whether calls compute the right values is for `verify`",
+    "kernels, compiled regions and recomputation: assumed to compute what they replace",
+)
+
+
+@dataclass(frozen=True)
+class Static:
+    """The claims of all proofs, and what none of them can see."""
+
+    claims: tuple[Claim, ...]
+    unseen: tuple[str, ...]
+
+    @property
+    def problems(self) -> tuple[Diagnostic, ...]:
+        """Everything that does not hold."""
+        return tuple(one for claim in self.claims for one in claim.problems)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {"proofs": [c.to_json() for c in self.claims], "unseen": list(self.unseen)}
+
+
+def static(
+    plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None, weight: Any = None
+) -> Static:
+    """Prove what can be proven from shapes and types alone, with one microbatch of a batch.
+
+    Raises Refusal where the plan cannot be built for this batch.
+    """
+    from schedlang.runtime import batch as parts
+
+    if plan.kept:  # the same tensors, but for their rounding
+        found = static(replace(plan, kept=()), batch, loss, weight)
+        return replace(found, unseen=(*found.unseen, "rounding of saved activations"))
+    if plan.compression is not None:  # the same sums of the same parts, but for the codec
+        found = static(replace(plan, compression=None), batch, loss, weight)
+        return replace(
+            found, unseen=(*found.unseen, "compressed gradients: simulated as uncompressed sums")
+        )
+    micro = plan.micro
+    sample = parts.sample(batch, plan.shares, micro)
+    step = Step(plan, prepare(plan, sample, loss, weight), sample, loss, weight)
+    told = gradients(plan, step.prepared, sample, loss)
+    assert told is not None, "a model without a loss is refused before"
+    played, sliced, why = _played(step)
+    book = executed(plan, step.prepared, played, sliced)
+    return _all(
+        ledger(plan, step.prepared, told, book),
+        types(plan, told),
+        weights(step, batch, played),
+        matching(plan, step.prepared, played) if not why else Claim("matching", why, checked=False),
+        owners(plan, step.prepared, told, played),
+    )
+
+
+def _played(step: Step) -> tuple[list[Role], dict[int, tuple[Booked, ...]], str]:
+    """Ranks played, their sums over slices by place; nothing of both, and why, if none could be."""
+    from schedlang.diagnostics.diagnostic import Refusal
+    from schedlang.runtime.comm.tap import free
+
+    if not free():
+        return [], {}, "this process is a rank of a job, and cannot simulate others"
+    try:
+        found = roles(step)
+        first = {role.place: role.rank for role in reversed(found)}
+        return found, {place: slices(step, rank) for place, rank in first.items()}, ""
+    except Refusal:
+        raise
+    except Exception as error:  # a model may ask for what only values tell
+        first_line = str(error).split("\n")[0]
+        return (
+            [],
+            {},
+            f"no rank can be simulated without values: {type(error).__name__}: {first_line}",
+        )
+
+
+def _all(*claims: Claim) -> Static:
+    return Static(claims, (*(u for claim in claims for u in claim.unseen), *UNSEEN))

@@ -1,1 +1,0 @@
-"""Many settings of a schedule, or meshes of a model, priced side by side."""

@@ -1,0 +1,1 @@
+"""The original and programs on ranks: runs, observations, comparisons."""

@@ -1,0 +1,233 @@
+"""What the `verify(...)` rows of a schedule ask for beyond what every proof checks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.plan import Action, Plan
+from schedlang.passes.elaborate.state import arguments_text
+from schedlang.passes.verify.observe import Key, Observation
+from schedlang.report import Row
+
+if TYPE_CHECKING:
+    from schedlang.ir.primitive import Primitive
+
+# ---- What a plan must equal to the last bit: the original, or itself without its exact rows.
+
+
+_OVER_AXES = frozenset({"shape", "placement", "stage", "state", "order"})
+_REMOVABLE = frozenset({"recompute", "residence"})  # no other row needs such a row
+IN_ORACLE = frozenset({"updates", "model"})  # the original follows the same rule, to the last bit
+_KINDS = (
+    *("outputs", "training outputs", "loss", "gradients", "input gradients", "parameters"),
+    *("other state", "hidden buffers"),
+)
+EXACT = "exact rows"
+_UNSLICED = "at stage 0"
+_BACKWARD = ("gradients", "input gradients", "parameters")
+_REGROUPED = 8 * 2.0**-52  # of the norm: a few float64 additions, made in another order
+
+
+def given_up(plan: Plan) -> frozenset[str]:
+    """What the result may differ in: nothing by rows over axes of size 1 and one microbatch."""
+    alone = plan.mesh.world == 1 and (plan.order is None or plan.order.micro == 1)
+    return frozenset(
+        name
+        for action in plan.actions
+        if not (alone and action.primitive.writes <= _OVER_AXES)
+        for name in action.primitive.gives_up - IN_ORACLE
+    )
+
+
+def exact_row(action: Action) -> bool:
+    """Whether a row gives up nothing and can be left out: recomputation, offloading."""
+    writes = action.primitive.writes
+    return bool(writes) and writes <= _REMOVABLE and not action.primitive.gives_up
+
+
+def _exact(plan: Plan, action: Action) -> bool:
+    """Whether a row of this plan is exact: what runs again from rounded inputs gives up what they
+    do."""
+    from schedlang.passes.propagate.saved_parts import meeting
+
+    return exact_row(action) and action not in meeting(plan)
+
+
+def baseline(plan: Plan, copies: int = 1) -> tuple[Plan, str] | None:
+    """The plan without its exact rows, its state unsliced; and in words what was taken away.
+
+    Unsliced only where sums are the same ones: gradients of two replicas that are reduced once a
+    step. With more replicas, or where the order of a pipeline has `copies` of its stages, their
+    order, and with a reduction for each microbatch their grouping, is another, so a sliced state is
+    then equal but for rounding.
+    """
+    exact = [action for action in plan.actions if _exact(plan, action)]
+    dropped = sorted({action.name for action in exact})
+    micro = plan.micro
+    two = plan.mesh.size(plan.data_axes) * copies == 2
+    words = [f"without {' and '.join(dropped)}"] if dropped else []
+    rows: list[tuple[Primitive, Action]] = []
+    for action in plan.actions:
+        if action in exact or not action.primitive.writes:
+            continue
+        primitive, stage = action.primitive, getattr(action.primitive, "stage", 0)
+        if action.primitive.writes == {"state"} and stage and two and (micro == 1 or stage == 1):
+            primitive = unsliced(primitive)
+            words.append(f"{action.name} {_UNSLICED}")
+        rows.append((primitive, action))
+    if not words:
+        return None
+    made = replace(
+        Plan.empty(plan.model, plan.mesh), decisions=plan.decisions, relaxed=plan.relaxed
+    )
+    for primitive, action in rows:
+        made = made.add(primitive, action.sites, step=action.step, span=action.span)
+    return made, ", ".join(words)
+
+
+def unsliced(primitive: Any) -> Any:
+    """The row at stage 0; what else it says is about slices."""
+    usual = {f.name: f.default for f in fields(primitive) if f.default is not MISSING}
+    return replace(primitive, **{**usual, "stage": 0})
+
+
+def exact_rows(without: Observation, program: Observation, words: str) -> Iterator[Row]:
+    """Rows for the first step of a program against that of its baseline, bit by bit.
+
+    Beside sliced state a few roundings are allowed to gradients that may be added in another order.
+    """
+    from schedlang.passes.verify.compare import compare
+
+    def first(seen: Observation) -> Observation:
+        kept = {k: v for k, v in seen.tensors.items() if k in wanted}
+        return Observation(kept, order=seen.order, left_out=seen.left_out)
+
+    wanted = {k for k in without.tensors if k.step == 0 and k.kind in _KINDS}
+    rows = compare(first(without), first(program), exact=True)
+    for row in _regrouped(rows, without, program) if _UNSLICED in words else rows:
+        yield replace(row, kind=EXACT, name=f"{row.kind}: {row.name}", note=row.note or words)
+
+
+def _regrouped(rows: Iterable[Row], without: Observation, program: Observation) -> Iterator[Row]:
+    """Let pass what differs by the order in which gradients of a value with several readers add up.
+
+    Units of sliced state stand as nodes of their own in the graph: what a unit reads several times,
+    and others read as well, gets (a + b) + c in the place of (c + b) + a.  So does what lies before
+    it, and nothing else: forwards are equal bit by bit, and so is the gradient that is made first.
+    """
+    rows = list(rows)
+    made = {row.name: row for row in rows if row.kind == "gradients"}
+    first = next((made[name] for name in program.order if name in made), None)
+    start = without.tensors[_key(first)] if first is not None and first.ok else None
+    same = start is not None and bool(start.any())
+    tied = {name for names in program.ties for name in names}  # other names of what is updated
+    same = same and all(row.ok or row.kind in _BACKWARD or row.name in tied for row in rows)
+    for row in rows:
+        if row.ok or not same:
+            yield row
+            continue
+        want, got = without.tensors[_key(row)], program.tensors[_key(row)]
+        error = math.inf
+        if want is not None and got is not None:
+            error = float((got - want).norm() / want.norm())
+        if error <= _REGROUPED:
+            note = "added in another order"
+            row = replace(row, error=error, gate=_REGROUPED, ok=True, note=note)
+        yield row
+
+
+def _key(row: Row) -> Key:
+    return Key(row.condition, row.kind, row.step or 0, row.name)
+
+
+# ---- What the `verify(...)` rows of a schedule ask for beyond what every proof checks.
+
+
+STEPS = 3  # of every proof
+_SCOPES = {
+    "forward": ("outputs", "training outputs", "loss"),
+    "backward": ("gradients", "input gradients", "gradient norm"),
+    "train": ("parameters",),
+    "loss": ("loss",),
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A loss curve that stays within a share of the original's, in the working dtype."""
+
+    within: float
+    steps: int
+    place: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`rtol` by kind replaces the rule of rounding in the working dtype; float64 is never wider."""
+
+    steps: int = STEPS
+    rtol: Mapping[str, float] = field(default_factory=dict)
+    curves: tuple[Curve, ...] = ()
+    evaluate: bool = False
+    exact: tuple[str, ...] = ()  # places of rows that ask for equal bits
+
+
+def asked(plan: Plan) -> Asked:
+    """All `verify` rows together; raises Refusal S709 where bits are asked of rows that round."""
+    found = Asked()
+    rtol: dict[str, float] = {}
+    for action in plan.actions:
+        if action.name != "verify":
+            continue
+        row: Any = action.primitive
+        scopes = [what for what in row.what if what in _SCOPES] or ["forward", "backward", "train"]
+        for kind in (kind for scope in scopes for kind in _SCOPES[scope]):
+            if row.rtol is not None:
+                rtol[kind] = min(row.rtol, rtol.get(kind, row.rtol))
+        curves, steps, exact = found.curves, found.steps, found.exact
+        if row.within is not None:
+            curves = (*curves, Curve(row.within, row.steps or STEPS, _place(action)))
+        elif row.steps is not None:
+            steps = max(steps, row.steps)
+        if "exact" in row.what:
+            _check_exact(plan, action)
+            exact = (*exact, _place(action))
+        found = Asked(steps, rtol, curves, found.evaluate or row.mode == "eval", exact)
+    return found
+
+
+def steps_of(plan: Plan) -> int:
+    """How many batches a proof of this plan wants."""
+    return asked(plan).steps
+
+
+def _check_exact(plan: Plan, action: Action) -> None:
+    """Bits can be asked of what gives up nothing: the rows of the same step."""
+
+    allowed = given_up(plan)
+    inexact = [a for a in plan.actions if a.step == action.step and a.primitive.gives_up & allowed]
+    if inexact:
+        refusal = Refusal(
+            Diagnostic(
+                "S709",
+                f"`{inexact[0].name}` cannot be bitwise equal",
+                notes=(
+                    f"it changes {', '.join(sorted(inexact[0].primitive.gives_up))}, and is"
+                    f" in the step that `verify({arguments_text(action.primitive)})` checks",
+                ),
+                helps=(
+                    "leave `exact` out: float64 is compared to 1e-9",
+                    "or move the rows that are exact (`checkpoint`, `offload`) into another step",
+                ),
+            )
+        )
+        raise refusal.at(action.span) if action.span is not None else refusal
+
+
+def _place(action: Action) -> str:
+    span = action.span
+    return f"{span.source.name}:{span.line}" if span is not None and span.line else "verify"

@@ -1,0 +1,291 @@
+"""Compare: an observation of a program against one of the original, tensor by tensor, by name.
+
+Two tensors are equal if |x - r| <= rtol |r| + 1e-12 s, with s the largest norm among the original's
+tensors of the same kind: a gradient that is zero but for rounding has no relative error. The same
+with the largest element in place of the norm, a hundred times wider: one wrong element among
+millions moves no norm. Nothing compares equal to NaN, but for places of outputs that are NaN
+on both sides: what a mask hides need be no number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from typing import TYPE_CHECKING
+
+from schedlang.passes.verify.observe import HIDDEN, Batch, Key, Observation
+from schedlang.report import Row
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+    from schedlang.passes.verify.original import Sequential
+
+RTOL = 1e-9
+FLOOR = 1e-12  # of the largest norm among tensors of the kind
+ELEMENT = 100.0  # how much wider the gate of a single element is
+
+OUTPUTS = ("outputs", "training outputs")
+DRAWS = "dropout draws"
+
+# in this order a difference is found first where it arose
+_ORDER: tuple[str, ...] = (
+    *("trainable set", "state_dict keys", "outputs", "training outputs", "loss", "gradients"),
+    *("input gradients", "gradient norm", "parameters", "other state", HIDDEN),
+    DRAWS,
+)
+
+
+def compare(
+    expected: Observation, actual: Observation, *, rtol: float = RTOL, exact: bool = False
+) -> tuple[Row, ...]:
+    """All comparisons, in the order in which a difference arises: forward, backward, updates.
+
+    With `exact` everything has to be equal to the last bit. What the actual side does not offer
+    (`actual.missing`, `actual.left_out`) is not compared: report it.  What the expected side drew
+    is judged by itself.
+    """
+    sets = list(_sets(expected, actual))
+    rows = [row for row in sets if row.kind != DRAWS]
+    rows += _tensors(expected, actual, rtol, exact)
+    rows += _ties(expected, actual)
+    rows += [row for row in sets if row.kind == DRAWS]
+    for key, (count, same) in expected.streams.items():
+        note = "" if not same else f"{len(same)} repeat: {same[0]}"
+        name = f"{count - len(same)} {'instead of' if same else '='} {count}"
+        rows.append(Row(key.condition, key.kind, name, len(same), 0.0, not same, None, note))
+    for key, (count, wrong) in actual.streams.items():
+        name = f"{count} masks in steps as training takes them"
+        note = "; ".join(wrong[:2])
+        rows.append(Row(key.condition, key.kind, name, len(wrong), 0.0, not wrong, None, note))
+    for key, error in actual.replicas.items():
+        gate = 0.0 if exact else rtol
+        ok = error <= gate
+        note = "" if ok else "copies on different ranks differ"
+        rows.append(Row(key.condition, "replicas", key.name, error, gate, ok, key.step, note))
+    return tuple(rows)
+
+
+def _sets(expected: Observation, actual: Observation) -> Iterator[Row]:
+    keys = dict.fromkeys((*expected.sets, *actual.sets))
+    for key in sorted(keys, key=lambda k: _ORDER.index(k.kind)):
+        if key.kind in actual.missing:
+            continue
+        want, got = expected.sets.get(key, frozenset()), actual.sets.get(key, frozenset())
+        lost, extra = sorted(want - got), sorted(got - want)
+        note = "; ".join(
+            f"{word}: {', '.join(names[:8])}"
+            for word, names in (("lost", lost), ("extra", extra))
+            if names
+        )
+        name = f"{len(got)} = {len(want)}" if not note else f"{len(got)} instead of {len(want)}"
+        yield Row(
+            key.condition, key.kind, name, float(len(lost) + len(extra)), 0.0, not note, None, note
+        )
+
+
+def _tensors(expected: Observation, actual: Observation, rtol: float, exact: bool) -> Iterator[Row]:
+    scales = _scales(expected)
+    place = {name: i for i, name in enumerate(expected.order)}
+
+    def when(key: Key) -> tuple[int, int, int]:
+        rank = _ORDER.index(key.kind) if key.kind in _ORDER else len(_ORDER)
+        return key.step, rank, place.get(key.name, -1)
+
+    # dicts keep the order of observation, and sorting is stable: conditions stay together
+    keys = {**dict.fromkeys(expected.tensors), **dict.fromkeys(actual.tensors)}
+    conditions = {key.condition: i for i, key in enumerate(keys)}
+    for key in sorted(keys, key=lambda k: (conditions[k.condition], when(k))):
+        if key.kind in actual.missing or is_left_out(key, actual.left_out):
+            continue
+        error, ok, note = _difference(expected, actual, key, scales, rtol, exact)
+        found = expected.tensors.get(key)
+        shape = None if found is None else tuple(found.shape)
+        gate = 0.0 if exact or found is None or not found.is_floating_point() else rtol
+        yield Row(key.condition, key.kind, key.name, error, gate, ok, key.step, note, shape)
+
+
+def is_left_out(key: Key, left_out: Mapping[str, str]) -> bool:
+    """Whether a tensor stands in a part of the output that the program does not give."""
+    return key.kind in OUTPUTS and any(
+        key.name == name or key.name.startswith(f"{name}.") for name in left_out
+    )
+
+
+def _scales(expected: Observation) -> dict[tuple[str, str, int], tuple[float, float]]:
+    """Largest norm and largest element among the finite tensors of each (condition, kind, step)."""
+    scales: dict[tuple[str, str, int], tuple[float, float]] = {}
+    for key, value in expected.tensors.items():
+        if value is not None and value.numel() and (norm := _norm(value)) < math.inf:
+            big = scales.get(key[:3], (0.0, 0.0))
+            scales[key[:3]] = (max(big[0], norm), max(big[1], _most(value)))
+    return scales
+
+
+def _difference(
+    expected: Observation,
+    actual: Observation,
+    key: Key,
+    scales: Mapping[tuple[str, str, int], tuple[float, float]],
+    rtol: float,
+    exact: bool,
+) -> tuple[float, bool, str]:
+    """Relative error, verdict and explanation for one tensor."""
+    import torch
+
+    # not to name a tensor is to have none: an unused parameter has no gradient on either side
+    x, r = actual.tensors.get(key), expected.tensors.get(key)
+    if r is None and x is not None and key.kind == "input gradients" and not x.any():
+        return 0.0, True, "zero, as of an input that nothing reads"  # slicing passes all inputs on
+    if x is None or r is None:
+        note = "missing in the program" if x is None else "the original has none"
+        return (0.0, True, "none on both sides") if x is r else (math.inf, False, note)
+    # comparing a thing with itself proves nothing
+    assert not x.numel() or x.untyped_storage().data_ptr() != r.untyped_storage().data_ptr(), key
+    if x.shape != r.shape or x.dtype != r.dtype:
+        note = f"{x.dtype} {tuple(x.shape)} instead of {r.dtype} {tuple(r.shape)}"
+        return math.inf, False, note
+    x, r = unhidden(key, x, r)
+    if exact or not (r.is_floating_point() or r.is_complex()):
+        return _count(x, r), torch.equal(x, r), "" if torch.equal(x, r) else "not equal bit by bit"
+    return _close(x, r, *scales.get(key[:3], (0.0, 0.0)), rtol)
+
+
+def unhidden(key: Key, *values: Tensor) -> tuple[Tensor, ...]:
+    """Outputs with 0 where all of them are NaN, but not everywhere; others as they are."""
+    import torch
+
+    if key.kind not in OUTPUTS or not all(v.is_floating_point() for v in values):
+        return values
+    hidden = reduce(torch.logical_and, (v.isnan() for v in values))
+    some = bool(hidden.any()) and not bool(hidden.all())
+    return tuple(torch.where(hidden, 0, v) for v in values) if some else values
+
+
+def _count(x: Tensor, r: Tensor) -> float:
+    """The part of the elements that differ."""
+    return float((x != r).double().mean()) if x.numel() else 0.0
+
+
+def _close(x: Tensor, r: Tensor, scale: float, most: float, rtol: float) -> tuple[float, bool, str]:
+    import torch
+
+    same = (x == r) & r.isinf()  # masked scores are -inf on both sides
+    x, r = (torch.where(same, 0, t) for t in (x, r))
+    if not bool(r.isfinite().all()):
+        return math.nan, False, "the original itself is not finite"
+    floor = FLOOR / RTOL  # so that an error of rtol is the gate, whatever rtol is
+    error = _over(_norm(x - r), _norm(r) + floor * scale)
+    element = _over(_most(x - r), _most(r) + floor * most)
+    if not error <= rtol:
+        return error, False, "not finite" if math.isnan(error) else ""
+    if not element <= ELEMENT * rtol:
+        return element, False, "a single element is off"
+    return error, True, ""
+
+
+def _over(a: float, b: float) -> float:
+    return a / b if b else (0.0 if a == 0 else math.inf)
+
+
+def _norm(x: Tensor) -> float:
+    """Frobenius norm, in float64; NaN if any element is."""
+    import torch
+
+    return float(torch.linalg.vector_norm(x.to(_wide(x)).flatten())) if x.numel() else 0.0
+
+
+def _most(x: Tensor) -> float:
+    return float(x.to(_wide(x)).abs().max()) if x.numel() else 0.0
+
+
+def _wide(x: Tensor) -> dtype:
+    import torch
+
+    return torch.complex128 if x.is_complex() else torch.float64
+
+
+def _ties(expected: Observation, actual: Observation) -> Iterator[Row]:
+    """Names of one weight still hold one value."""
+    import torch
+
+    states = {k[:3] for k in actual.tensors if k.kind == "parameters"}
+    for condition, _, step in sorted(states):
+        for group in expected.ties:
+            held = [_state(actual, condition, step, name) for name in group]
+            values = [v for v in held if v is not None]
+            ok = all(torch.equal(v, values[0]) for v in values[1:])
+            note = "" if ok else "tied names hold different values"
+            name = " = ".join(group)
+            error = max((_count(v, values[0]) for v in values[1:]), default=0.0)
+            yield Row(condition, "tied weights", name, error, 0.0, ok, step, note)
+
+
+def _state(seen: Observation, condition: str, step: int, name: str) -> Tensor | None:
+    for kind in ("parameters", "other state"):
+        if (value := seen.tensors.get(Key(condition, kind, step, name))) is not None:
+            return value
+    return None
+
+
+def parts_agree(
+    subject: Sequential,
+    batch: Batch,
+    parts: Sequence[tuple[Batch, Sequence[int]]],
+    weights: Sequence[float],
+    weighed: Sequence[Mapping[str, Tensor | None]] | None = None,
+    *,
+    rtol: float = RTOL,
+) -> tuple[Row, ...]:
+    """Whether, on the original, loss and gradients are the weighed means of those of the parts.
+
+    Each part comes with the ids of its samples. Buffers are put back as they were. `weighed` are
+    the losses and gradients of the parts, times their weights, where they were derived together.
+    """
+    from schedlang.passes.verify.original import rows
+
+    name = f"{len(parts)} parts"
+    whole = _derived(subject, batch, range(rows(batch)))
+    total: dict[str, Tensor | None] = {}
+    for found in _weighed(subject, parts, weights) if weighed is None else weighed:
+        for key, share in found.items():
+            before = total.get(key)
+            total[key] = share if before is None else before if share is None else before + share
+    sides = [
+        Observation(
+            {
+                Key(name, "loss of parts" if k == "" else "gradients of parts", 0, k or "loss"): v
+                for k, v in found.items()
+            },
+            order=subject.order,
+        )
+        for found in (whole, total)
+    ]
+    return tuple(_tensors(sides[0], sides[1], rtol, exact=False))
+
+
+def _weighed(
+    subject: Sequential,
+    parts: Sequence[tuple[Batch, Sequence[int]]],
+    weights: Sequence[float],
+) -> Iterator[Mapping[str, Tensor | None]]:
+    """Of each part that has a label that counts, loss and gradients times its weight."""
+    for (part, samples), weight in zip(parts, weights, strict=True):
+        share = weight / sum(weights) if weight else 0.0
+        if share:
+            found = _derived(subject, part, samples)
+            yield {key: None if x is None else x * share for key, x in found.items()}
+
+
+def _derived(subject: Sequential, batch: Batch, samples: Iterable[int]) -> dict[str, Tensor | None]:
+    """Loss (under "") and gradients; buffers are put back."""
+    import torch
+
+    buffers = {name: b.clone() for name, b in subject.module.named_buffers()}
+    found: dict[str, Tensor | None] = {"": subject.derive(batch, tuple(samples)).clone()}
+    found |= {n: None if g is None else g.clone() for n, g in subject.gradients().items()}
+    with torch.no_grad():
+        for name, buffer in subject.module.named_buffers():
+            buffer.copy_(buffers[name])
+    return found

@@ -1,0 +1,408 @@
+"""The original whose modules keep what they save in fewer bits: what `relax(lossy)` allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from schedlang.ir.facets import Kept
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.fewer_bits import numbers
+from schedlang.passes.propagate.saved_parts import Saving, experts_of, recomputed, summed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor, nn
+
+    from schedlang.passes.analyze.prepare import Prepared
+    from schedlang.passes.propagate.saved_parts import Parts
+    from schedlang.remat.again import Again
+    from schedlang.runtime.activation_memory.quantized import Found
+
+# ---- The original whose modules run again in backward from what is kept in fewer bits.
+# Written apart from what programs run (torch's `checkpoint`,
+# `runtime/activation_memory/recompute_region.py` and `selective.py`): here the second run comes at
+# once, and backward is handed what it saved.  Both share the names by which single operators are
+# known.
+
+
+def with_second_runs(plan: Plan, module: nn.Module, known: Prepared | None) -> None:
+    """Let those modules of a copy of the original run again that are kept in fewer bits."""
+    parts = summed(known.traced) if known is not None else ()
+    for again in recomputed(plan, known.chains if known is not None else {}):
+        region = _Region(again, parts)
+        for place, fqn in enumerate(again.modules):
+            part: Any = module.get_submodule(fqn)
+            part.forward = partial(_forward_again, region, place, part, part.forward)
+
+
+@dataclass
+class _Region:
+    """Modules that run again as one, and what tensors of this pass are in their second run."""
+
+    again: Again
+    summed: tuple[str, ...]  # modules of which ranks have parts of sums, kept as they are
+    next: int = 0
+    known: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)  # its version, the other
+
+    def enter(self, place: int) -> None:
+        """A call out of turn begins anew."""
+        if place == 0 or place != self.next:
+            self.known = []
+        self.next = place + 1
+
+    def given(self, tensors: list[Tensor]) -> list[Tensor]:
+        """What the second run is given: what it made itself, and else what was kept."""
+        from schedlang.runtime.activation_memory.second_run import through
+
+        if not self.again.once:
+            return through(tensors)
+        new: list[Tensor] = []
+        for tensor in tensors:
+            if self._other(tensor) is None and not any(_same(tensor, one) for one in new):
+                new.append(tensor)
+        for tensor, value in zip(new, through(new)):
+            self.note(tensor, value)
+        found = [(tensor, self._other(tensor)) for tensor in tensors]
+        return [
+            value.detach().requires_grad_(tensor.requires_grad)
+            for tensor, value in found
+            if value is not None
+        ]
+
+    def made(self, output: Any, second: Any) -> None:
+        """The results of a call, in both runs."""
+        from torch import Tensor
+
+        from schedlang.ir.nests import tree_leaves
+
+        for one, two in zip(tree_leaves(output), tree_leaves(second), strict=True):
+            if self.again.once and isinstance(one, Tensor):
+                self.note(one, two.detach())
+
+    def note(self, tensor: Tensor, value: Tensor) -> None:
+        """What a tensor is in the second run."""
+        self.known.append((tensor, tensor._version, value))
+
+    def _other(self, tensor: Tensor) -> Tensor | None:
+        return next(
+            (
+                value
+                for one, version, value in self.known
+                if version == tensor._version and _same(one, tensor)
+            ),
+            None,
+        )
+
+
+def _same(one: Tensor, two: Tensor) -> bool:
+    """Are they the same view of the same memory?"""
+    facts = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (one, two))
+    return next(facts) == next(facts)
+
+
+def _forward_again(
+    region: _Region,
+    place: int,
+    module: nn.Module,
+    inner: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The output for the arguments as they are; its backward is that of a run from those kept."""
+    import torch
+    from torch.autograd.graph import saved_tensors_hooks
+
+    from schedlang.runtime.activation_memory.second_run import Results
+    from schedlang.runtime.pipeline.arguments import put, take
+
+    if not torch.is_grad_enabled():
+        return inner(*args, **kwargs)
+    region.enter(place)
+    tensors: list[Tensor] = []
+    template = take((args, kwargs), tensors)
+    given, apart = region.given(tensors), _Apart(module)
+    results = Results(region.again, region.summed)
+    again: list[Tensor] = []
+    places = count()
+    with saved_tensors_hooks(lambda tensor: next(places), lambda place: again[place]):
+        output = results.noting(inner, *args, **kwargs)
+    results.keep()
+    some, named = put(template, given)
+    second = apart.run(again, partial(results.given, inner, *some, **named))
+    assert len(again) == next(places), "a second run saves as many tensors"
+    region.made(output, second)
+    return output
+
+
+class _Apart:
+    """Where a call begins: what is drawn and counted in a second run is drawn and counted alike."""
+
+    def __init__(self, module: nn.Module) -> None:
+        import torch
+
+        from schedlang.runtime.device import Replayed, own_generators
+        from schedlang.runtime.scope import capture
+
+        self.place = capture()
+        self.draws = Replayed([torch.default_generator, *own_generators(module)])
+
+    def run(self, saved: list[Tensor], call: Callable[[], Any]) -> Any:
+        """A call's result; what autograd would keep of it is put into a list."""
+        from torch.autograd.graph import saved_tensors_hooks
+
+        def note(tensor: Tensor) -> Tensor:
+            saved.append(tensor.detach())
+            return tensor
+
+        with self.place(), self.draws, saved_tensors_hooks(note, lambda tensor: tensor):
+            return call()
+
+
+# ---- The original whose modules keep what they save in fewer bits: what `relax(lossy)` allows.
+# Written apart from what programs run (`runtime/activation_memory/quantized.py`
+# beside it): numbers are not packed here, and what is coded is decided anew.  Both share the hash
+# that draws are made by.
+
+
+def with_kept(
+    plan: Plan, module: nn.Module, known: Prepared | None, tipped: Found | None = None
+) -> nn.Module:
+    """A copy of the original in which modules keep what the plan says of them.
+
+    `known` of the plan: how ranks split it, for each of them rounds its own, the bits of single
+    tensors, and what runs again; `tipped`: numbers that lie where two are as near, as ranks took
+    them.
+    """
+    for fqn in experts_of(plan):
+        experts: Any = module.get_submodule(fqn)
+        experts.forward = partial(_apart, experts.forward)
+    # inside: what they are given is kept in fewer bits, too
+    with_second_runs(plan, module, known)
+    for row in plan.kept:
+        assert known is not None, "a plan is prepared before it is compared"
+        part: Any = module.get_submodule(row.fqn)
+        bits = numbers(known.bits, row.fqn)
+        saved = _Saved(row, part, known.traced.saved, tipped or {}, bits)
+        part.forward = partial(_forward, saved, part.forward)
+    return module
+
+
+@dataclass
+class _Saved:
+    """One module: what tells its calls apart, and what it saves in the one that runs."""
+
+    row: Kept
+    module: nn.Module
+    parts: Parts | None = None
+    tipped: Found = field(default_factory=dict)
+    bits: dict[int, int] = field(default_factory=dict)  # of tensors by number
+    place: tuple[int, tuple[int, ...]] = (-1, ())
+    calls: int = 0
+    numbers: int = 0
+    rows: list[tuple[int, ...]] = field(default_factory=list)
+    given: list[Tensor] = field(default_factory=list)
+    turns: dict[str, int] = field(default_factory=dict)  # tensors saved so far, by site
+    seen: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)  # version, value
+
+    def begin(self, arguments: Any) -> None:
+        """A call begins; those of a part of a step are counted from 0."""
+        from torch.nn import Parameter
+
+        from schedlang.runtime.scope import current
+        from schedlang.runtime.tracing.torch_calls import tensors_in
+
+        here = current()
+        assert here is not None, "the original runs in a scope"
+        place = here.step, here.samples
+        self.calls = self.calls + 1 if place == self.place else 0
+        self.place, self.numbers, self.rows, self.seen, self.turns = place, 0, [], [], {}
+        known = tensors_in(arguments)
+        self.given = [t for t in known if not t.requires_grad or isinstance(t, Parameter)]
+
+    def count(self) -> None:
+        """One tensor more: of this call, and of those of the module that saves it."""
+        from schedlang.runtime.scope import site
+
+        self.numbers += 1
+        self.turns[site()] = self.turns.get(site(), 0) + 1
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """What backward sees of a saved tensor."""
+        from schedlang.runtime.scope import site
+
+        whole = tensor.dim() > 2 and tuple(tensor.shape) in self.rows
+        self.rows.append(tuple(tensor.shape[:-1]))
+        if whole:
+            return tensor
+        rounded = partial(self.rounded, held=tensor.untyped_storage().nbytes())
+        if self.parts is None:
+            return rounded(tensor)
+        at = Saving(self.row.fqn, site(), self.turns.get(site(), 0), len(self.place[1]))
+        return self.parts.each(at, tensor.detach(), rounded)
+
+    def rounded(self, part: Tensor, held: int) -> Tensor:
+        """What a rank makes of its part; of one that it has saved before what it made then."""
+        for other, version, before in self.seen:
+            if version == part._version and _alike(other, part):
+                return before.reshape(part.shape)
+        value = self.coded(part, held)
+        if value is not part:
+            self.seen.append((part, part._version, value))
+        return value
+
+    def coded(self, part: Tensor, held: int) -> Tensor:
+        """In whole numbers, if they are fewer bytes than those held now."""
+        from schedlang.runtime.activation_memory.quantized import stream
+
+        row = replace(self.row, bits=self.bits.get(self.numbers, self.row.bits))
+        if part.numel() < row.block or part.shape[-1] == 1:
+            return part
+        each = row.block * row.bits // 8 + 2 * max(4, part.element_size())
+        if -(-part.numel() // row.block) * each >= held:
+            return part
+        words = self.row.fqn, self.calls, *self.place, self.numbers
+        return approximated(part, row, stream(*words), self.tipped)
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Is it an activation: neither a weight, however cast, nor given without a gradient, nor of
+        experts that ranks share out?"""
+        if _experts.get():
+            return False
+        held = [*self.module.parameters(), *self.module.buffers()]
+        mine = tensor.untyped_storage().data_ptr()
+        if any(one.untyped_storage().data_ptr() == mine for one in (*held, *self.given)):
+            return False
+        floats = tensor.is_floating_point() and tensor.numel() > 0 and _sized(tensor)
+        return floats and not any(_is_cast(one, tensor) for one in held)
+
+
+_experts: ContextVar[bool] = ContextVar("experts", default=False)  # whether such run
+
+
+def _apart(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    token = _experts.set(True)
+    try:
+        return inner(*args, **kwargs)
+    finally:
+        _experts.reset(token)
+
+
+@contextmanager
+def _saving(saved: _Saved) -> Iterator[None]:
+    """Saved tensors are remembered by their first value: the same view is coded once."""
+    from torch.autograd.graph import saved_tensors_hooks
+
+    seen: list[tuple[Tensor, int, Tensor]] = []  # what was saved, its version, its value
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not saved.counts(tensor):
+            return tensor
+        saved.count()
+        for other, version, before in seen:
+            if version == tensor._version and _alike(other, tensor):
+                return before.reshape(tensor.shape)
+        value = saved.value(tensor)
+        if value is not tensor:
+            seen.append((tensor, tensor._version, value))
+        return value
+
+    with saved_tensors_hooks(pack, lambda value: value):
+        yield
+
+
+def _sized(tensor: Tensor) -> bool:
+    """Is there no value that stands for none, as in a mask of scores?"""
+    import torch
+
+    return bool((tensor.detach().abs() < torch.finfo(tensor.dtype).max / 4).all())
+
+
+def _is_cast(weight: Tensor, tensor: Tensor) -> bool:
+    """Is this the weight, or its transpose, with fewer bits?"""
+    if tensor.dtype.itemsize != 2 or weight.dtype.itemsize != 4 or weight.dim() != tensor.dim():
+        return False
+    made = weight.detach().to(tensor.dtype)
+    forms = [made, made.mT] if made.dim() == 2 else [made]
+    return any(one.shape == tensor.shape and bool((one == tensor).all()) for one in forms)
+
+
+def _alike(one: Tensor, two: Tensor) -> bool:
+    """The same numbers in memory, read in the same order."""
+    if (one.data_ptr(), one.numel(), one.dtype) != (two.data_ptr(), two.numel(), two.dtype):
+        return False
+    return bool((_places(one) == _places(two)).all())
+
+
+def _places(tensor: Tensor) -> Tensor:
+    """Where each element lies, in order, from the first on."""
+    import torch
+
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return torch.arange(last + 1).as_strided(tensor.shape, tensor.stride()).flatten()
+
+
+def _forward(saved: _Saved, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    if not torch.is_grad_enabled():
+        return inner(*args, **kwargs)
+    saved.begin((args, kwargs))
+    with _saving(saved):
+        return inner(*args, **kwargs)
+
+
+def approximated(tensor: Tensor, row: Kept, stream: int, tipped: Found | None = None) -> Tensor:
+    """A tensor as its whole numbers say it: in each block the least value and so many steps."""
+    import torch
+
+    from schedlang.runtime.rng.logical_dropout import mixed
+
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        digits = 53 if work == torch.float64 else 24
+        flat = tensor.detach().to(work).reshape(-1)
+        draws = mixed(torch.arange(1, flat.numel() + 1), torch.tensor(stream)) >> (53 - digits)
+        drawn = draws.to(work) / 2**digits
+        end = flat.numel() // row.block * row.block  # the last block may be shorter
+        least, step, moved = (
+            torch.cat(parts)
+            for parts in zip(
+                _blocks(flat[:end].view(-1, row.block), drawn[:end], row),
+                _blocks(flat[end:].view(-1, max(1, flat.numel() - end)), drawn[end:], row),
+            )
+        )
+        numbers = _taken(moved, row, (tipped or {}).get(stream))
+        found = least + step * numbers.clamp(0, 2**row.bits - 1)
+        return found.to(tensor.dtype).view(tensor.shape)
+
+
+def _blocks(values: Tensor, drawn: Tensor, row: Kept) -> tuple[Tensor, Tensor, Tensor]:
+    """Of blocks, each in a row, for every element: the least, the step, what is rounded down."""
+    import torch
+
+    least, most = values.min(1, keepdim=True)[0], values.max(1, keepdim=True)[0]
+    step = (most - least) / (2**row.bits - 1)
+    steps = torch.where(step > 0, (values - least) / step, 0.0)
+    moved = steps.flatten() + drawn
+    return least.expand_as(values).flatten(), step.expand_as(values).flatten(), moved
+
+
+def _taken(moved: Tensor, row: Kept, noted: tuple[Tensor, Tensor] | None) -> Tensor:
+    """The whole numbers, where two are as near the one that a rank took."""
+    import torch
+
+    from schedlang.runtime.activation_memory.quantized import margin
+
+    numbers = torch.floor(moved)
+    if noted is not None:
+        places, theirs = (one[noted[0] < moved.numel()] for one in noted)
+        same = (theirs - moved[places]).abs() <= margin(2**row.bits - 1)
+        numbers[places[same]] = theirs[same].floor().to(numbers.dtype)
+    return numbers

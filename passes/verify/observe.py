@@ -1,0 +1,301 @@
+"""Observe: run one protocol of training, and write down all that can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+from schedlang.runtime.launch.forkserver import progress
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+DISTINCT = "distinct draws"  # of one side: that no two of them are one
+NATIVE = "native draws"  # of training: who draws alike, and who apart
+HIDDEN = "hidden buffers"  # those that a state dict leaves out
+Batch = Mapping[str, Any]
+Loss = Callable[[Any, Batch], "Tensor"]
+MakeOptimizer = Callable[[Sequence[tuple[str, "nn.Parameter"]]], "Optimizer"]
+
+
+@runtime_checkable
+class Subject(Protocol):
+    """Something that trains: the original, or a program whose ranks all call alike.
+
+    Names are the original's; a tied weight has its name in `named_parameters`.
+    """
+
+    grad_norm: Tensor | float | None  # of the last step, before clipping
+
+    @property
+    def output(self) -> Any:
+        """Of the last training step, structured as the model's own."""
+
+    def train_step(self, batch: Batch) -> Tensor:
+        """One optimizer step in training mode; the loss of the whole batch."""
+
+    def eval_step(self, batch: Batch) -> Any:
+        """The model's output for the whole batch in eval mode, the same on every rank."""
+
+    def gradients(self) -> Mapping[str, Tensor | None]:
+        """Whole gradients as the last step left them (clipped), of every trainable parameter."""
+
+    def input_gradients(self) -> Mapping[str, Tensor | None] | None:
+        """Gradients of the batch's float tensors by key; None if they cannot be had."""
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """Whole parameters and buffers."""
+
+    def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
+        """Whole optimizer state, by parameter and slot."""
+
+    def trainable(self) -> Iterable[str]:
+        """Names of the parameters that the optimizer updates."""
+
+    def replicas(self) -> Mapping[str, float] | None:
+        """Greatest relative difference between copies of a tensor, by name; None if unknown."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One training run: fresh parameters, an optimizer, a clip, and a batch per step.
+
+    scale     by what the loss is multiplied
+    evaluate  train in eval mode: no dropout, statistics as they stand
+    follow    float inputs ask for gradients; else they are as training gives them
+    case      what is run, where it is not the case of the proof itself (some parameters frozen)
+    """
+
+    name: str
+    optimizer: MakeOptimizer
+    batches: tuple[Batch, ...]
+    clip: float | None = None
+    scale: float = 1.0
+    evaluate: bool = False
+    follow: bool = True
+    case: Any = None
+
+
+def conditions(
+    batches: Sequence[Batch], norm: float, others: Sequence[Batch] = ()
+) -> tuple[Condition, ...]:
+    """SGD, never clipped, shows scales of gradients; AdamW, always clipped, counts and the norm.
+
+    `norm` is the gradient norm of the original at the first batch. AdamW runs on the batches
+    `others` if there are any, given as training gives them: what asks for no gradient goes other
+    ways (a region that is computed again, a hook on an input, a stage that sends nothing back).
+    """
+    return (
+        Condition("SGD", _sgd, tuple(batches), 1e6 * norm),
+        Condition("AdamW, clipped", _adamw, tuple(others or batches), norm / 4, follow=False),
+    )
+
+
+def _sgd(named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+    import torch
+
+    return torch.optim.SGD(_groups(named), lr=0.01, momentum=0.9)
+
+
+def _adamw(named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+    import torch
+
+    # with torch's own eps, rounding of a gradient that is zero would be blown up to a difference
+    return torch.optim.AdamW(_groups(named), lr=0.003, eps=1e-5)
+
+
+def _groups(named: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+    """Two groups with and without decay, parted by name: no layout parts them otherwise."""
+    parted: tuple[list[Any], list[Any]] = ([], [])
+    for name, parameter in named:
+        parted[sum(name.encode()) % 2].append((name, parameter))
+    groups: list[dict[str, Any]] = [
+        {"params": members, "weight_decay": decay} for members, decay in zip(parted, (0.0, 0.1))
+    ]
+    return [group for group in groups if group["params"]]
+
+
+class Key(NamedTuple):
+    """What a tensor is: its condition, kind and name, and the step after which it was seen."""
+
+    condition: str
+    kind: str
+    step: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Observation:
+    """All that was seen. A tensor that should be there and is not (a missing gradient) is None."""
+
+    tensors: dict[Key, Tensor | None] = field(default_factory=dict)
+    sets: dict[Key, frozenset[str]] = field(default_factory=dict)
+    replicas: dict[Key, float] = field(default_factory=dict)
+    # of a side that can tell: from how many streams masks were drawn, and what is wrong with them
+    streams: dict[Key, tuple[int, list[str]]] = field(default_factory=dict)
+    order: tuple[
+        str, ...
+    ] = ()  # parameters in the order in which backward finished their gradients
+    ties: tuple[tuple[str, ...], ...] = ()
+    missing: frozenset[str] = frozenset()  # kinds that the subject does not offer
+    unread: frozenset[str] = frozenset()  # types in the output that are no tensors
+    left_out: Mapping[str, str] = field(default_factory=dict)  # place in the output -> why
+    choices: Mapping[Any, Tensor] = field(default_factory=dict)  # of discrete operators, if noted
+    # numbers of activations in fewer bits that roundings tip, if noted
+    tipped: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+def observe(
+    make: Callable[[Condition], Subject], conditions: Iterable[Condition], *, keep: bool = True
+) -> Observation:
+    """Run each condition on a fresh subject; without `keep`, as on other ranks, keep nothing.
+
+    The function modes of the comparison (float64, logical dropout) are for the caller to enter.
+    """
+    import torch
+
+    from schedlang.runtime.device import undrawn
+
+    seen = Observation()
+    order: tuple[str, ...] = ()
+    ties: tuple[tuple[str, ...], ...] = ()
+    gone: set[str] = set()
+    unread: set[str] = set()
+    left: dict[str, str] = {}
+    for condition in conditions:
+        with undrawn():
+            torch.manual_seed(0)  # a side that draws from torch's generator leaves another state
+            subject = make(condition)
+            sight = _Sight(seen, condition.name, condition.follow, keep, gone, unread, left)
+            for step, batch in enumerate(condition.batches):
+                sight.step(subject, step, batch)
+                progress({"condition": condition.name, "step": step})
+            sight.end(subject, len(condition.batches) - 1, condition.batches[0])
+        order = order or tuple(getattr(subject, "order", ()))
+        ties = ties or tuple(getattr(subject, "ties", ()))
+    return Observation(
+        seen.tensors,
+        seen.sets,
+        seen.replicas,
+        seen.streams,
+        order,
+        ties,
+        frozenset(gone),
+        frozenset(unread),
+        left,
+    )
+
+
+@dataclass
+class _Sight:
+    """Writes down one condition."""
+
+    seen: Observation
+    condition: str
+    follow: bool
+    keep: bool
+    missing: set[str]
+    unread: set[str]
+    left_out: dict[str, str]
+
+    def step(self, subject: Subject, step: int, batch: Batch) -> None:
+        """One training step, and before the first one the names and the output."""
+        if step == 0:
+            self.names("trainable set", subject.trainable())
+            self.names("state_dict keys", subject.state_dict())
+            self.outputs("outputs", step, subject, subject.eval_step(batch))
+        self.tensor("loss", step, "loss", subject.train_step(batch))
+        self.outputs("training outputs", step, subject, getattr(subject, "output", None))
+        norm = subject.grad_norm
+        if norm is None:
+            self.missing.add("gradient norm")
+        else:
+            self.tensor("gradient norm", step, "norm", norm)
+        self.tensors("gradients", step, subject.gradients())
+        given = subject.input_gradients() if self.follow else {}
+        if given is None:
+            self.missing.add("input gradients")
+        else:
+            self.tensors("input gradients", step, given)
+        if step == 0:
+            self.state(subject, step)
+
+    def end(self, subject: Subject, step: int, batch: Batch) -> None:
+        """What the last step leaves: state, the optimizer's too, the output, what was drawn."""
+        if step:
+            self.state(subject, step)
+        for name, slots in subject.optimizer_state().items():
+            for slot, value in slots.items():
+                self.tensor(f"optimizer {slot}", step, name, value)
+        self.outputs("outputs", step + 1, subject, subject.eval_step(batch))
+        self.tensors("generator state", step, self.asked(subject, "generators", "generator state"))
+        if draws := self.asked(subject, "draws", "dropout draws"):
+            self.names("dropout draws", draws)
+        if self.keep and hasattr(subject, "streams") and (told := subject.streams())[0]:
+            self.seen.streams[Key(self.condition, DISTINCT, step, "")] = told
+
+    def state(self, subject: Subject, step: int) -> None:
+        """Parameters, buffers, and copies of them on other ranks."""
+        trainable = set(subject.trainable())
+        state = subject.state_dict()
+        for name, value in state.items():
+            self.tensor("parameters" if name in trainable else "other state", step, name, value)
+        hidden = self.asked(subject, "buffers", HIDDEN)
+        self.tensors(HIDDEN, step, {k: v for k, v in hidden.items() if k not in state})
+        copies = subject.replicas()
+        if copies is None:
+            self.missing.add("replicas")
+        elif self.keep:
+            for name, error in copies.items():
+                self.seen.replicas[Key(self.condition, "replicas", step, name)] = error
+
+    def asked(self, subject: Any, question: str, kind: str) -> Any:
+        """What a subject says that need not be able to; if it is not, the kind is missing."""
+        if hasattr(subject, question):
+            return getattr(subject, question)()
+        self.missing.add(kind)
+        return {}
+
+    def outputs(self, kind: str, step: int, subject: Subject, output: Any) -> None:
+        """The tensors and numbers in an output, and what it leaves out."""
+        self.tensors(kind, step, dict(flattened(output, self.unread)))
+        self.left_out.update(getattr(subject, "left_out", {}))
+
+    def tensors(self, kind: str, step: int, values: Mapping[str, Tensor | None]) -> None:
+        """Several of one kind, by name."""
+        for name, value in values.items():
+            self.tensor(kind, step, name, value)
+
+    def tensor(self, kind: str, step: int, name: str, value: Any) -> None:
+        """A copy of one tensor or number; None if there is none."""
+        import torch
+
+        if not self.keep:
+            return
+        if value is not None:
+            # a copy: what is compared must not be what the next step changes, or the other side's
+            if isinstance(value, float):
+                value = torch.tensor(value, dtype=torch.float64)
+            value = torch.as_tensor(value).detach().to("cpu", copy=True)
+        self.seen.tensors[Key(self.condition, kind, step, name)] = value
+
+    def names(self, kind: str, names: Iterable[str]) -> None:
+        """A set of names."""
+        if self.keep:
+            self.seen.sets[Key(self.condition, kind, 0, "")] = frozenset(names)
+
+
+def flattened(value: Any, unread: set[str]) -> Iterable[tuple[str, Any]]:
+    """The tensors and numbers in an output, by path; other types are named in `unread`."""
+    from torch import Tensor
+
+    from schedlang.ir.nests import tree_flatten_with_path
+    from schedlang.runtime.batch import dotted
+
+    for path, leaf in tree_flatten_with_path(value)[0]:
+        if isinstance(leaf, (Tensor, int, float)):
+            yield dotted(path) or "output", leaf
+        elif leaf is not None and not isinstance(leaf, str):
+            unread.add(type(leaf).__name__)

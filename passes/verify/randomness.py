@@ -1,0 +1,217 @@
+"""What can honestly be compared of randomness, and what training draws natively."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from schedlang.passes.verify.observe import Batch
+    from schedlang.runtime.program import Program
+    from schedlang.runtime.rng.logical_dropout import Begun, Stream
+    from schedlang.runtime.rng.native import Content, Noted
+    from schedlang.runtime.scope import Moment
+
+# ---- Chance: what can honestly be compared of randomness: the draws made, and the generators
+# left.
+
+
+Draws = Mapping[tuple["Moment", str, int], Iterable[int]]  # (step, site, call) -> samples
+
+
+def generators(module: nn.Module) -> dict[str, Tensor]:
+    """The state of torch's own generator and of those that modules keep as attributes.
+
+    Dropout of a proof is drawn logically, so both sides have to leave them as they were.
+    """
+    import torch
+
+    found = {"torch": torch.get_rng_state()}
+    for path, child in module.named_modules():
+        for name, value in vars(child).items():
+            if isinstance(value, torch.Generator):
+                found[f"{path}.{name}".lstrip(".")] = value.get_state()
+    return found
+
+
+def draws_in_words(noted: Draws) -> list[str]:
+    """Each draw as a text: where, the how manyth, in which step, for which samples."""
+    return [
+        f"`{site or 'model'}` call {call}, {_when(step)}, rows {_runs(sorted(samples))}"
+        for (step, site, call), samples in noted.items()
+    ]
+
+
+def repeated(begun: Mapping[Stream, Begun]) -> list[str]:
+    """Draws that begin as another one does, each with that one, in words; there should be none.
+
+    Both sides of a proof draw by one function of step, site, call and sample: where it leaves one
+    of them out they agree, under masks that no training has.  Numbers have 53 bits, so that two
+    streams of a proof do not share one by chance, also where one runs behind the other.
+    """
+    found = [f"{_stream(stream)} twice" for stream, one in begun.items() if one.twice]
+    first: dict[int, Stream] = {}
+    for stream, one in begun.items():
+        before = {first.setdefault(number, stream) for number in one.numbers} - {stream}
+        found += [f"{_stream(stream)} as {_stream(min(before, key=str))}"] if before else []
+    return found
+
+
+def _stream(stream: Stream) -> str:
+    step, site, call, sample = stream
+    return f"`{site or 'model'}` call {call}, {_when(step)}, row {sample}"
+
+
+def _when(moment: Moment) -> str:
+    """A step, or an evaluation before it."""
+    if isinstance(moment, int):
+        return f"step {moment}"
+    return f"evaluation {moment[1]} before step {moment[0]}"
+
+
+def together(everyone: Sequence[Draws | None]) -> dict[tuple[Moment, str, int], set[int]]:
+    """The draws of all ranks: each has some samples, some sites, or a slice of the same mask."""
+    out: dict[tuple[Moment, str, int], set[int]] = {}
+    for noted in everyone:
+        for key, samples in (noted or {}).items():
+            out.setdefault(key, set()).update(samples)
+    return out
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """Sorted numbers as "0-3,5"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1][-1:] = [parts[-1][-1], number] if len(parts[-1]) == 1 else [number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)
+
+
+def generators_agree(everyone: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """By generator 0 if all ranks left it in one state, else 1."""
+    import torch
+
+    first = everyone[0]
+    return {
+        f"generator {name}": float(
+            any(name not in o or not torch.equal(o[name], state) for o in everyone[1:])
+        )
+        for name, state in first.items()
+    }
+
+
+# ---- What training draws natively: at the places of the proof, alike on replicas, apart
+# elsewhere.
+# A proof draws masks logically, and training draws otherwise.  So the program, once proven, trains
+# two more steps as training does, with an eye on each draw: which module draws for which samples
+# and which part of the logical mask, and with which number its stream begins.  That number has to
+# be one for the same part of a mask, on all ranks and in each recomputation, and another for any
+# other part.
+
+
+STEPS = 2  # masks of one must not be those of the other
+REPLICAS = 1e-9  # by how much copies of a parameter may differ
+
+Sites = Mapping[tuple[str, int], set[int]]  # (module, call) -> samples
+
+
+@dataclass(frozen=True)
+class Mine:
+    """One rank's part: what it drew natively, by step what that was, and what it drew logically."""
+
+    begun: Mapping[Content, set[float]]
+    sites: Sequence[Sites]
+    logical: Sites
+
+
+def native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] | None:
+    """How many masks two steps drew natively, and what is wrong with them; None: none are drawn.
+
+    All ranks call together.
+    """
+    from schedlang.runtime.batch import followed
+    from schedlang.runtime.comm import world
+    from schedlang.runtime.rng.logical_dropout import LogicalDropout
+    from schedlang.runtime.rng.native import Noting
+
+    assembly = program.assembly
+    logical, native = assembly.dropout, assembly.native
+    if native is None or not isinstance(logical, LogicalDropout):
+        return None
+    noticed = logical.noted or {}
+    trained = [moment for moment, _, _ in noticed if isinstance(moment, int)]
+    if not any(world.gathered(bool(trained))):  # a stage may draw nothing, and trains with the rest
+        return None
+    noting, first = Noting(native, logical.slices), program.step
+    program.assembly, program.follow_inputs = replace(assembly, dropout=native), False
+    try:
+        for _ in range(STEPS):
+            with ExitStack() as stack:
+                stack.enter_context(noting.on())
+                program.train_step(followed(batch, grad=False))
+    finally:
+        program.assembly = assembly
+    noted, step = noting.noted, min(trained, default=None)
+    known = {(site, call): set(rows) for (k, site, call), rows in noticed.items() if k == step}
+    mine = Mine(noted.begun, [_of(noted, first + k) for k in range(STEPS)], known)
+    wrong = wrong_draws(world.gathered(mine))
+    copies = program.replica_errors()
+    wrong += [
+        f"copies of `{name}` on different ranks differ"
+        for name, error in copies.items()
+        if not error <= REPLICAS
+    ]
+    return len(noted.begun), wrong
+
+
+def _of(noted: Noted, step: int) -> Sites:
+    return {(site, call): rows for (k, site, call), rows in noted.shapes.items() if k == step}
+
+
+def wrong_draws(everyone: Sequence[Mine]) -> list[str]:
+    """What is wrong with the draws of all ranks, in words."""
+    return [*_places(everyone), *_streams(everyone)]
+
+
+def _places(everyone: Sequence[Mine]) -> Iterator[str]:
+    """Draws that a rank makes in training and not in the proof, or the other way round."""
+    for rank, mine in enumerate(everyone):
+        for drawn in mine.sites:
+            differ = [
+                key for key in {**mine.logical, **drawn} if mine.logical.get(key) != drawn.get(key)
+            ]
+            for site, call in differ[:1]:
+                word = "not drawn" if (site, call) not in drawn else "drawn otherwise"
+                yield f"`{site or 'model'}` call {call} is {word} in training, on rank {rank}"
+
+
+def _streams(everyone: Sequence[Mine]) -> Iterator[str]:
+    """One number for each part of a mask, one part for each number."""
+    numbers: dict[Content, dict[float, int]] = {}
+    parts: dict[float, tuple[Content, int]] = {}
+    for rank, mine in enumerate(everyone):
+        for content, begun in mine.begun.items():
+            for number in begun:
+                numbers.setdefault(content, {}).setdefault(number, rank)
+                parts.setdefault(number, (content, rank))
+                other, where = parts[number]
+                if other != content:
+                    yield f"{_said(content, rank)} draws as {_said(other, where)}"
+    for content, found in numbers.items():
+        if len(found) > 1:
+            ranks = sorted(set(found.values()))
+            among = "when it is computed again" if len(ranks) == 1 else f"on ranks {ranks}"
+            yield f"{_said(content, ranks[0])} draws otherwise {among}"
+
+
+def _said(content: Content, rank: int) -> str:
+    step, samples, site, call, held = content
+    rows = ",".join(map(str, samples))
+    part: Any = "" if held is None else ", a part"
+    return f"`{site or 'model'}` call {call}, step {step}, rows {rows}{part} (rank {rank})"

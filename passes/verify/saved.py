@@ -1,0 +1,157 @@
+"""Saved state: written by the ranks, read by one rank and by the ranks, equal to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.ir.plan import Plan
+from schedlang.passes.verify.observe import Batch, Condition, Observation, flattened
+from schedlang.passes.verify.sides import Case
+from schedlang.report import Gap, Row
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from schedlang.runtime.program import Program
+
+Outputs = Mapping[str, Any]
+NO_OUTPUTS: tuple[Outputs, Outputs] = ({}, {})
+UNLIKE = Gap(
+    "outputs with a loaded state: replicas have statistics of their own, and one is saved",
+    "a load that leaves out what the outputs hang on",
+)
+
+
+def saved(told: Sequence[Condition]) -> int:
+    """The run whose last state is saved: AdamW's, if it is among them."""
+    return min(1, len(told) - 1)
+
+
+def loaded(case: Case, told: Sequence[Condition], folder: str) -> dict[str, Any]:
+    """The saved state, loaded by a program of one rank with no rows."""
+    from schedlang.ir.mesh import Mesh
+    from schedlang.passes.lower.build import build
+    from schedlang.runtime.float64 import Float64
+    from schedlang.runtime.modes import ambient
+
+    condition = told[saved(told)]
+    case = condition.case or case
+    plain = Plan(case.plan.model, Mesh())
+    with ambient(Float64()):
+        program = build(plain, case.batches[0], loss=case.loss, optimizer=condition.optimizer)
+        program.load(f"{folder}/state")
+        return {
+            "state": program.state_dict(),
+            "optimizer": program.optimizer_state(),
+            "steps": program.step,
+        }
+
+
+def reloaded(
+    made: Sequence[Program], case: Case, told: Sequence[Condition], folder: str
+) -> tuple[Outputs, Outputs]:
+    """On a rank: what the saved program computes, and what another of its layout does with it.
+
+    The other one is the first that was made.  Another set of parameters may be frozen in it, by
+    which torch computes in another order: whether `matmul` folds the leading dims of an activation
+    hangs on `requires_grad` of the weight, in evaluation as well.  Where this is all that can be
+    meant, as the outputs differ by roundings, one that is frozen alike has to give the same bits.
+    """
+    from schedlang.passes.verify.compare import FLOOR, RTOL
+    from schedlang.runtime.comm import world
+
+    saver, condition, batch = made[saved(told)], told[saved(told)], case.batches[0]
+    want, got = _with_state(saver, made[0], batch, folder)
+    rounded = not _alike(want, got) and _alike(want, got, RTOL, FLOOR)
+    again = condition.case is not None and rounded
+    if any(world.gathered(again)):  # ranks build together or not at all
+        return _with_state(saver, _frozen_alike(case, condition), batch, folder)
+    return want, got
+
+
+def _with_state(
+    program: Program, other: Program, batch: Batch, folder: str
+) -> tuple[Outputs, Outputs]:
+    """The outputs of both; the other has computed with weights of its own just before it loads."""
+    other = replace(other, optimizer=None)  # it may be of another class
+    other.eval_step(batch)
+    other.load(f"{folder}/state")
+    program.evaluated = other.evaluated = (0, 0)  # what both draw is the same
+    want, got = program.eval_step(batch), other.eval_step(batch)
+    return dict(flattened(want, set())), dict(flattened(got, set()))
+
+
+def _frozen_alike(case: Case, condition: Condition) -> Program:
+    """A program of the condition's own case that has trained a step from other weights.
+
+    The frozen ones differ, too: a load that leaves these out shows.
+    """
+    from schedlang.passes.verify.original import randomised
+    from schedlang.passes.verify.sides import built
+
+    run = condition.case or case
+    run = run.with_model(randomised(run.plan.model.base.model, run.seed + 1))
+    program = built(case, replace(condition, case=run))
+    program.train_step(run.batches[0])
+    return program
+
+
+def _alike(want: Outputs, got: Outputs, rtol: float = 0.0, atol: float = 0.0) -> bool:
+    return want.keys() == got.keys() and all(_same(want[k], got[k], rtol, atol) for k in want)
+
+
+def archive_rows(condition: str, archive: Mapping[str, Any], actual: Observation) -> list[Row]:
+    """Saved under this layout and loaded by one rank: equal to the last bit."""
+    import torch
+
+    steps = [k.step for k in actual.tensors if k[:2] == (condition, "parameters")]
+    last = max(steps)
+    rows = []
+    for key, value in actual.tensors.items():
+        if key.condition != condition or key.step != last or value is None:
+            continue
+        if key.kind in ("parameters", "other state"):
+            got = archive["state"].get(key.name)
+        elif key.kind.startswith("optimizer "):
+            got = archive["optimizer"].get(key.name, {}).get(key.kind.removeprefix("optimizer "))
+        else:
+            continue
+        same = got is not None and torch.equal(torch.as_tensor(got).to(value.dtype), value)
+        note = "" if same else "lost" if got is None else "not what was saved"
+        shape = tuple(value.shape)
+        rows.append(
+            Row(
+                condition,
+                "saved state",
+                key.name,
+                0.0 if same else 1.0,
+                0.0,
+                same,
+                last,
+                note,
+                shape,
+            )
+        )
+    steps_ = archive["steps"]
+    rows.append(_row(condition, "number of steps", steps_ == last + 1, last, f"{steps_} steps"))
+    want, got = archive["outputs"]
+    for name, value in want.items():
+        same = name in got and _same(value, got[name])
+        rows.append(_row(condition, f"outputs with it: {name}", same, last, "not those of before"))
+    return rows
+
+
+def _row(condition: str, name: str, same: bool, step: int, note: str) -> Row:
+    error = 0.0 if same else 1.0
+    return Row(condition, "saved state", name, error, 0.0, same, step, "" if same else note)
+
+
+def _same(a: Tensor | float, b: Tensor | float, rtol: float = 0.0, atol: float = 0.0) -> bool:
+    import torch
+
+    a, b = torch.as_tensor(a), torch.as_tensor(b)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.allclose(a, b, rtol=rtol, atol=atol, equal_nan=True)

@@ -1,0 +1,382 @@
+"""The two sides of a proof: the original in this process, the program on its ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.routing import limited
+from schedlang.passes.verify.observe import Batch, Condition, Loss, Observation, observe
+from schedlang.passes.verify.randomness import (
+    draws_in_words,
+    generators,
+    generators_agree,
+    together,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from schedlang.passes.analyze.prepare import Prepared
+    from schedlang.passes.analyze.staleness import Table
+    from schedlang.passes.verify.original import Sequential
+    from schedlang.runtime.activation_memory.quantized import Found
+    from schedlang.runtime.program import Program
+    from schedlang.runtime.rng.logical_dropout import LogicalDropout
+
+DTYPES = ("float32", "bfloat16", "float16", "none")
+Weight = Callable[[Batch], float]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is to be proven, all that a rank needs to run it.
+
+    `batches` one for each step; `prepared` what is known of the plan before there are ranks.
+    `dtype` is the working dtype that is checked beside float64: that of the model if None, not
+    checked if "none".
+    """
+
+    plan: Plan
+    batches: tuple[Batch, ...]
+    loss: Loss | None = None
+    weight: Weight | None = None
+    seed: int = 0
+    dtype: str | None = None
+    prepared: Prepared | None = None
+    parted: bool = False  # compare with the original trained by parts: statistics are relaxed
+    tipped: Found | None = None  # numbers that lie where two are as near, as ranks took them
+    # the plan that expectations are about and a batch of it, where another one is run
+    meant: tuple[Plan, Batch] | None = None
+
+    @property
+    def cuts(self) -> tuple[int, int]:
+        """How many replicas share a batch, and how many microbatches each makes of its share."""
+        order = self.plan.order
+        return self.plan.shares, 1 if order is None else order.micro
+
+    @property
+    def table(self) -> Table | None:
+        """The versions of weights that are met, where they are stale; the case is prepared."""
+        from schedlang.passes.analyze.staleness import table_of
+
+        return table_of(self.prepared.staged) if self.prepared is not None else None
+
+    def with_model(self, module: nn.Module) -> Case:
+        """The same for another untouched module of the same names and shapes, changed by rows."""
+        return replace(self, plan=replace(self.plan, model=self.plan.model.like(module)))
+
+
+def prepared(case: Case) -> Case:
+    """The case with its plan traced once, here, for all ranks: here it is refused, if it is.
+
+    A case that was prepared keeps its table of bits: what it is compared with has the same.
+    """
+    from schedlang.passes.analyze.prepare import prepare
+    from schedlang.passes.complete.complete import completed
+    from schedlang.runtime.batch import split
+
+    plan = completed(case.plan, case.batches[0], case.loss)
+    case = replace(case, plan=plan)
+    micro = plan.micro
+    sample = split(case.batches[0], plan.shares, micro)[0][0].inputs
+    bits = case.prepared.bits if case.prepared is not None else None
+    return replace(case, prepared=prepare(plan, sample, case.loss, case.weight, bits))
+
+
+def widened(case: Case) -> Case:
+    """The case on a float64 copy of the model with other parameters, and float64 batches."""
+    from schedlang.passes.verify.original import randomised
+    from schedlang.runtime.float64 import as_float64
+    from schedlang.runtime.float64 import widened as wide
+
+    module = as_float64(randomised(_typed(case), case.seed))
+    batches = tuple(wide(_cast(case, batch)) for batch in case.batches)
+    return replace(case.with_model(module), batches=batches)
+
+
+def as_worked(case: Case) -> Case | None:
+    """The case in the working dtype, from the very weights that the float64 run starts from."""
+    import torch
+
+    from schedlang.passes.verify.original import randomised
+
+    module = case.plan.model.base.model
+    if case.dtype == "none":
+        return None
+    if case.dtype is not None:
+        if case.dtype not in DTYPES:
+            raise Refusal(
+                Diagnostic(
+                    "S704",
+                    f"`{case.dtype}` is not a working dtype",
+                    helps=(f"choose one of {', '.join(DTYPES)}",),
+                )
+            )
+        module = _typed(case)
+    kinds = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    if kinds == {torch.float64}:
+        return None
+    batches = tuple(_cast(case, batch) for batch in case.batches)
+    return replace(case.with_model(randomised(module, case.seed)), batches=batches)
+
+
+def _typed(case: Case) -> nn.Module:
+    """The model in the dtype asked for."""
+
+    import torch
+
+    module = case.plan.model.base.model
+    if case.dtype in (None, "none"):
+        return module
+    return copy.deepcopy(module).to(getattr(torch, str(case.dtype)))
+
+
+def _cast(case: Case, batch: Batch) -> dict[str, Any]:
+    """The batch with its floats in the dtype asked for: a model takes what it computes in."""
+    import torch
+
+    if case.dtype in (None, "none"):
+        return dict(batch)
+    from schedlang.ir import nests as pytree
+
+    dtype = getattr(torch, str(case.dtype))
+
+    def cast(value: Any) -> Any:
+        floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if floats else value
+
+    out: dict[str, Any] = pytree.tree_map(cast, dict(batch))
+    return out
+
+
+def modes_of(seed: int) -> Any:
+    """The modes that both sides run under, and the dropout among them."""
+    from schedlang.runtime.float64 import Float64
+    from schedlang.runtime.rng.logical_dropout import LogicalDropout
+
+    dropout = LogicalDropout(seed)
+    return (Float64(), dropout), dropout
+
+
+def twin(case: Case) -> nn.Module:
+    """A copy of the original, which training may change; experts drop what rows let them drop."""
+    return limited(case.plan, copy.deepcopy(case.plan.model.compared))
+
+
+def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:
+    """What the original shows under each condition, and how many dropout masks it drew."""
+    from schedlang.runtime.modes import ambient
+
+    modes, dropout = modes_of(case.seed)
+
+    def make(condition: Condition) -> Sequential:
+        return sequential(condition.case or case, condition, dropout)
+
+    with ambient(*modes):
+        return observe(make, told), dropout.drawn
+
+
+def sequential(
+    case: Case, condition: Condition, dropout: LogicalDropout | None = None, *, cast: bool = False
+) -> Sequential:
+    """The loop around a copy of the model, under a condition: plain, or as the rows relax it.
+
+    `cast`: what rows let compute in another dtype does.
+    """
+    from schedlang.passes.analyze.reductions import compressed_over
+    from schedlang.passes.propagate.batch_weights import weight_of
+    from schedlang.passes.verify.cast_original import ScaledParted, ScaledSteps, cast_twin
+    from schedlang.passes.verify.fewer_bits import with_kept
+    from schedlang.passes.verify.original import Sequential
+    from schedlang.passes.verify.parted import Parted, directions_of
+    from schedlang.passes.verify.stale_and_compressed import Compressed, Replayed
+    from schedlang.runtime.batch import split
+
+    options: dict[str, Any] = {
+        "loss": case.loss,
+        "clip": condition.clip,
+        "scale": condition.scale,
+        "evaluate": condition.evaluate,
+        "follow": condition.follow,
+        "dropout": dropout,
+    }
+    table, module = case.table, twin(case)
+    few = bool(compressed_over(case.plan))
+    row = case.plan.scaled if cast else None
+    if cast:
+        cast_twin(case.plan, module, options)
+    known = case.prepared
+    # around the casts, as a program has it
+    module = with_kept(case.plan, module, known, case.tipped)
+    if row is not None and not case.parted and not case.plan.kept:
+        return ScaledSteps(module, condition.optimizer, **options, row=row)
+    if not case.parted and table is None and not few and not case.plan.kept:
+        return Sequential(module, condition.optimizer, **options)
+    assert case.prepared is not None
+    replicas, micro = case.cuts
+    weigh = case.weight or weight_of(case.prepared.traced, replicas * micro)
+    options |= {
+        "split": lambda batch: split(batch, replicas, micro),
+        "weigh": weigh,
+        "directions": directions_of(case.prepared.staged),
+    }
+    if table is not None:
+        return Replayed(module, condition.optimizer, **options, table=table)
+    if few:
+        held = case.prepared.holdings
+        return Compressed(module, condition.optimizer, **options, plan=case.plan, holdings=held)
+    if row is not None:
+        return ScaledParted(module, condition.optimizer, **options, row=row)
+    return Parted(module, condition.optimizer, **options)
+
+
+class Distributed:
+    """A program as a subject of observation; all ranks call alike."""
+
+    def __init__(
+        self, program: Program, evaluate: bool = False, *, apart: bool = False, follow: bool = True
+    ) -> None:
+        self.program, self.apart = program, apart  # apart: each replica has buffers of its own
+        from schedlang.runtime.scope import named_sites
+
+        program.evaluate = evaluate
+        self.logical = _logical(program)
+        if self.logical is not None:
+            self.logical.noted = {}
+        else:  # then nobody has asked the modules for their places
+            named_sites(program.assembly.module)
+        program.follow_inputs = self.follow = follow
+        program.keep_output = True
+        self.grad_norm: Tensor | float | None = None  # of the last step, before clipping
+
+    @property
+    def output(self) -> Any:
+        """Of the last training step."""
+        return self.program.output
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """What the last output does not hold, and why."""
+        return self.program.left_out
+
+    def train_step(self, batch: Batch) -> Tensor:
+        """One step of the program."""
+        from schedlang.runtime.batch import followed
+
+        # what a model writes into what it is given is not to be met again
+        loss = self.program.train_step(batch if self.follow else followed(batch, grad=False))
+        self.grad_norm = self.program.grad_norm
+        return loss
+
+    def eval_step(self, batch: Batch) -> Any:
+        """The output, without what the last stage cannot give."""
+        from schedlang.runtime.modes import ambient
+        from schedlang.runtime.rng.logical_dropout import Undrawn
+
+        if self.program.assembly.dropout is not None:
+            return self.program.eval_step(batch)
+        with ambient(Undrawn(0)):
+            return self.program.eval_step(batch)
+
+    def gradients(self) -> Mapping[str, Tensor | None]:
+        """Whole gradients; one that no rank has is None."""
+        found = self.program.gradients()
+        return {name: found.get(name) for name in self.program.trained()}
+
+    def input_gradients(self) -> Mapping[str, Tensor | None] | None:
+        """Of the batch's float tensors."""
+        return self.program.input_gradients()
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """Whole state under original names."""
+        return self.program.state_dict()
+
+    def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
+        """Whole optimizer state by name."""
+        return self.program.optimizer_state()
+
+    def trainable(self) -> list[str]:
+        """Names of updated parameters."""
+        return self.program.trained()
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        """Whole, also those that the state dict leaves out."""
+        return self.program.buffers()
+
+    def generators(self) -> Mapping[str, Tensor]:
+        """Of this rank; those of others are compared as copies."""
+        return generators(self.program.assembly.module)
+
+    def draws(self) -> list[str]:
+        """The masks drawn by all ranks, in words."""
+        noted = self.logical.noted if self.logical is not None else None
+        return draws_in_words(together(self._gathered(noted)))
+
+    def replicas(self) -> Mapping[str, float]:
+        """Differences between copies on different ranks."""
+        everyone = self._gathered(self.generators())
+        return {
+            **self.program.replica_errors(),
+            **({} if self.apart else self.program.buffer_errors()),
+            **generators_agree(everyone),
+        }
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        from schedlang.runtime.comm import world
+
+        return world.gathered(mine)
+
+
+def _logical(program: Program) -> LogicalDropout | None:
+    from schedlang.runtime.rng.logical_dropout import LogicalDropout
+
+    dropout = program.assembly.dropout
+    return dropout if isinstance(dropout, LogicalDropout) else None
+
+
+def built(case: Case, condition: Condition) -> Program:
+    """The program that a rank runs under a condition; what it offloads moves, however small."""
+    from schedlang.passes.lower.build import build
+    from schedlang.runtime.grad_reduction.loss_weights import Scaled
+    from schedlang.runtime.offload.saved_tensors import everything_moves
+
+    run = condition.case or case
+    loss = run.loss if condition.scale == 1 else Scaled(run.loss, condition.scale)
+    with everything_moves():
+        return build(
+            run.plan,
+            run.batches[0],
+            loss=loss,
+            optimizer=condition.optimizer,
+            clip=condition.clip,
+            weight=run.weight,
+            seed=run.seed,
+            prepared=run.prepared,
+        )
+
+
+def observed(case: Case, told: Sequence[Condition], made: list[Program]) -> Observation:
+    """One rank's observation of programs, which are noted in `made`."""
+    from schedlang.runtime.comm import world
+
+    def make(condition: Condition) -> Distributed:
+        program = built(case, condition)
+        made.append(program)
+        apart = (condition.case or case).parted
+        return Distributed(program, condition.evaluate, apart=apart, follow=condition.follow)
+
+    return observe(make, told, keep=world.rank() == 0)
+
+
+def tried(case: Case, told: Sequence[Condition]) -> Observation:
+    """One rank's observation while looking for the row to blame."""
+    from schedlang.runtime.float64 import Float64
+    from schedlang.runtime.modes import ambient
+
+    with ambient(Float64()):
+        return observed(case, told, [])

@@ -1,0 +1,151 @@
+"""Trials: kernels and compiled regions, run by themselves beside the proof in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from schedlang.ir.plan import Action
+from schedlang.ir.primitive import Primitive
+from schedlang.passes.verify.observe import Batch, Condition
+from schedlang.passes.verify.variants import TEXT
+from schedlang.report import Row
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from schedlang.passes.verify.sides import Case
+
+Call = tuple[Any, Any]  # arguments, and those by name
+AGAIN, OTHER = "again, with other values", "in another shape"
+
+
+def trials(working: Case, told: Sequence[Condition]) -> tuple[list[Row], list[str]]:
+    """The rows of all trials, and what could not be run; one trial for each kind of module.
+
+    The case is in the model's own dtype: forwards of its batches give each module its arguments.
+    """
+    plan = working.plan
+    wanted: dict[Any, tuple[Action, str]] = {}
+    for action in plan.actions:
+        if type(action.primitive).trial is Primitive.trial:
+            continue
+        for fqn in action.sites:
+            wanted.setdefault((action.primitive, plan.model.sites[fqn].kind), (action, fqn))
+    if not wanted:
+        return [], []
+    named = {fqn for _, fqn in wanted.values()}
+    calls = _calls(plan.model.model, list(_batches(working, told)), named)
+    rows, unchecked = [], []
+    for action, fqn in wanted.values():
+        for trial in action.primitive.trial(plan.model.sites[fqn], plan, calls[fqn]):
+            kind = f"{action.name} itself"
+            rows.append(Row("kernels", kind, trial.name, trial.error, trial.allowed, trial.ok))
+            if not trial.ran:
+                unchecked.append(f"{action.primitive} at `{fqn}` was not run: {trial.name}")
+    return rows, unchecked
+
+
+def _batches(working: Case, told: Sequence[Condition]) -> Iterator[Batch]:
+    """The given batches and their variants in the working dtype; of text, a shorter one."""
+    import torch
+
+    first = working.batches[0]
+
+    def as_given(name: str, value: Any) -> Any:
+        like = first.get(name)
+        if isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor):
+            return value.to(like.dtype)
+        return value
+
+    yield from working.batches
+    others = [batch for condition in told[1:2] for batch in condition.batches]
+    made = [{name: as_given(name, v) for name, v in batch.items()} for batch in others]
+    last = made[-1] if made else first
+    if TEXT.issuperset(last):
+        yield {k: v[:, :-1] if v.dim() == 2 and v.shape[1] > 2 else v for k, v in last.items()}
+    yield from made
+
+
+def _calls(
+    model: nn.Module, batches: Sequence[Batch], wanted: set[str]
+) -> dict[str, dict[str, Call]]:
+    """Of each module a first call, one with other values in the same shapes, one in others."""
+    calls: dict[str, dict[str, Call]] = {}
+    for place, batch in enumerate(batches):
+        try:
+            found = _called(model, batch, wanted)
+        except Exception:  # whatever the model raises for what its user never gave it
+            if not place:
+                raise
+            continue
+        for fqn, call in found.items():
+            known = calls.setdefault(fqn, {"": call})
+            alike = _shapes(call) == _shapes(known[""])
+            if not alike or not _equal(call, known[""]):
+                known.setdefault(AGAIN if alike else OTHER, call)
+        if all(len(known) == 3 for known in calls.values()):
+            break
+    for known in calls.values():
+        known.setdefault(AGAIN, _turned(known[""]))
+    return {
+        fqn: {k: known[k] for k in ("", AGAIN, OTHER) if k in known} for fqn, known in calls.items()
+    }
+
+
+def _called(model: nn.Module, batch: Batch, wanted: set[str]) -> dict[str, Call]:
+    """The arguments of the first call of each module in a forward."""
+    import torch
+
+    from schedlang.runtime.batch import called
+
+    calls: dict[str, Call] = {}
+
+    def noting(fqn: str) -> Any:
+        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            calls.setdefault(fqn, (args, kwargs))
+
+        return note
+
+    handles = [
+        model.get_submodule(fqn).register_forward_pre_hook(noting(fqn), with_kwargs=True)
+        for fqn in sorted(wanted)
+    ]
+    flags = [(module, module.training) for module in model.modules()]
+    try:
+        with torch.no_grad():
+            called(model.eval(), batch)
+    finally:
+        for module, flag in flags:
+            module.training = flag
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _shapes(call: Call) -> list[Any]:
+    from torch import Tensor
+    from torch.utils._pytree import tree_leaves
+
+    return [(x.shape, x.dtype) if isinstance(x, Tensor) else type(x) for x in tree_leaves(call)]
+
+
+def _equal(one: Call, other: Call) -> bool:
+    from torch import Tensor, equal
+    from torch.utils._pytree import tree_leaves
+
+    pairs = zip(tree_leaves(one), tree_leaves(other))
+    return all(equal(a, b) if isinstance(a, Tensor) else a is b or a == b for a, b in pairs)
+
+
+def _turned(call: Call) -> Call:
+    """The call with the rows of its numbers in another order; what is no number stays."""
+    from torch import Tensor
+    from torch.utils._pytree import tree_map
+
+    def turned(x: Any) -> Any:
+        numbers = isinstance(x, Tensor) and x.is_floating_point() and x.dim()
+        return x.roll(1, 0) if numbers else x
+
+    found: Call = tree_map(turned, call)
+    return found

@@ -1,0 +1,472 @@
+"""Compare the program in its working dtype: with float64, with the original, and loss curves."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.passes.verify.asked import Curve, asked
+from schedlang.passes.verify.compare import is_left_out, unhidden
+from schedlang.passes.verify.observe import Batch, Condition, Key, Observation, conditions, observe
+from schedlang.passes.verify.pooled_draws import CHANCE, bound
+from schedlang.passes.verify.sides import Case, modes_of, original, sequential, twin
+from schedlang.report import Row
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from schedlang.passes.verify.original import Sequential
+    from schedlang.runtime.launch.pool import Pool
+
+# ---- Rounding: the model as it stands, in its working dtype, against the original's own error.
+# With r the float64 result from the rounded weights, s the original's and x the program's in the
+# working dtype, two orders of the same sums: |x - r| <= k |s - r| + 4 u |r| per tensor, u the
+# dtype's unit roundoff. What a fixed tolerance cannot know, the condition of a sum, is in |s - r|.
+#
+# Of a tensor whose elements err together, a small bias, one |s - r| may be small by luck. Other
+# runs of the original are more draws of the same error: one by the parts that the program makes,
+# whose sums are rounded one by one before they cancel (the larger of both counts), and several
+# from values that differ by one rounding, which together tell how large an error may be by luck
+# (`luck`). The program's may be twice that: it rounds parts of sums before it adds them.
+
+
+# how much larger than the original's an error may be: above all that was measured on random models
+_TIMES = {
+    "outputs": 4.0,
+    "training outputs": 4.0,
+    "gradients": 8.0,
+    "input gradients": 8.0,
+    "parameters": 16.0,
+}
+
+
+# a single number: its error may vanish by luck, so it has a gate by its own size, in roundings
+_SCALARS = {"loss": 16.0, "gradient norm": 16.0}
+IN_DTYPE = " in working dtype"
+OVERFLOWS = "the original itself is not finite"
+
+
+def within_rounding(
+    exact: Observation,
+    original: Observation,
+    program: Observation,
+    *,
+    times: float = 1.0,
+    rtol: Mapping[str, float] | None = None,
+    low: float = 0.0,
+    parts: Observation | None = None,
+    draws: Sequence[Observation] = (),
+) -> tuple[Row, ...]:
+    """Rows for outputs, loss, gradients, norm and parameter updates; an error of 1 is the gate.
+
+    `exact` is the original in float64 started from the weights of the other two. `times` widens all
+    gates. For kinds in `rtol` the schedule has given a bound of its own for the relative error.
+    With `low`, the spacing of a low dtype at 1, that both computed in: an error is at most twice
+    the original's own under the same casts, or `low` times its size. Of its errors the larger
+    counts: of the run `original`, and of the one by `parts`. What is above all that is held against
+    `draws`, runs of the original from values that differ by a rounding: in a right program some row
+    is above twice their bound with a chance of at most `CHANCE`.
+    """
+    return tuple(_rows(exact, original, program, times, rtol or {}, low, parts, draws))
+
+
+def _rows(
+    exact: Observation,
+    original: Observation,
+    program: Observation,
+    times: float,
+    rtol: Mapping[str, float],
+    low: float,
+    parts: Observation | None,
+    draws: Sequence[Observation],
+) -> Iterator[Row]:
+    unit = unit_of(original)
+    chance = CHANCE / max(1, len(exact.tensors))
+    last = {key[:2]: key.step for key in exact.tensors}
+    for key in exact.tensors:
+        if key.kind in _SCALARS:
+            pass
+        elif key.kind not in _TIMES or (key.kind == "parameters" and key.step != last[key[:2]]):
+            continue
+        r, s, x = (_value(seen, key) for seen in (exact, original, program))
+        if r is None or not r.is_floating_point() or (r.dim() == 0 and key.kind not in _SCALARS):
+            continue
+        if key.kind in program.missing or is_left_out(key, program.left_out):
+            continue
+        kind, gate = key.kind + IN_DTYPE, rtol.get(key.kind, 1.0)
+        if x is None or s is None or x.shape != r.shape:
+            yield Row(key.condition, kind, key.name, float("inf"), gate, False, key.step, "missing")
+            continue
+        r, s, x = unhidden(key, r, s, x)
+        if not low and bool((r.isfinite() & ~s.isfinite()).any()):
+            yield Row(key.condition, kind, key.name, math.nan, gate, False, key.step, OVERFLOWS)
+            continue
+        if key.kind in rtol:
+            error, note = _relative(x, r), "the bound of the schedule"
+        elif low:
+            own = _off([original, *([parts] if parts is not None else ())], key, r)
+            error, note = _twice(x, s, r, low, own), ""
+        elif key.kind in _SCALARS:
+            error, note = _number(x, s, r, unit * _SCALARS[key.kind] * times), ""
+        else:
+            error, note = _error(x, s, r, _TIMES[key.kind] * times), ""
+        if draws and not error <= gate and key.kind not in rtol:
+            error = min(error, _beyond(exact, program, draws, key, chance) / times)
+        yield Row(key.condition, kind, key.name, error, gate, error <= gate, key.step, note)
+
+
+def unit_of(original: Observation) -> float:
+    """The unit roundoff of the coarsest dtype that the original worked in."""
+    import torch
+
+    floats = {v.dtype for v in original.tensors.values() if v is not None and v.is_floating_point()}
+    return max((torch.finfo(dtype).eps / 2 for dtype in floats), default=0.0)
+
+
+def _relative(x: Tensor, r: Tensor) -> float:
+    x, r = x.double(), r.double()
+    size = float(r.norm())
+    error = float((x - r).norm())
+    return error / size if size else (0.0 if error == 0 else float("inf"))
+
+
+def _off(runs: Sequence[Observation], key: Key, r: Tensor) -> float:
+    """The largest finite error of a tensor in some runs of the original."""
+    found = (_value(one, key) for one in runs)
+    there = [v for v in found if v is not None and v.shape == r.shape]
+    errors = [float((v.double() - r.double()).norm()) for v in there]
+    return max((error for error in errors if math.isfinite(error)), default=0.0)
+
+
+def _beyond(
+    exact: Observation, program: Observation, draws: Sequence[Observation], key: Key, chance: float
+) -> float:
+    """How far an error is beyond what it may be by luck, told from draws of it."""
+    error = _errors(exact, program, [key])
+    every = [key]
+    if key.kind in _SCALARS:  # one number tells little of its law, those of all steps tell more
+        every = [k for k in exact.tensors if k._replace(step=0) == key._replace(step=0)]
+    found = [_errors(exact, one, every) for one in draws]
+    gate = 2.0 * bound([e for e in found if e is not None], chance)
+    size = math.inf if error is None else float(error.norm())
+    return size / gate if gate and math.isfinite(size) else math.inf
+
+
+def _errors(exact: Observation, seen: Observation, keys: Sequence[Key]) -> Tensor | None:
+    """The errors of a tensor, or of numbers each by its size; None if one is not there."""
+    import torch
+
+    found = []
+    for key in keys:
+        r, v = (_value(one, key) for one in (exact, seen))
+        if r is None or v is None or v.shape != r.shape:
+            return None
+        r, v = unhidden(key, r.double(), v.double())
+        same = (v == r) & r.isinf()
+        v, r = (torch.where(same, 0, t) for t in (v, r))
+        size = float(r.abs()) or 1.0 if key.kind in _SCALARS else 1.0
+        found.append((v - r).flatten() / size)
+    return torch.cat(found)
+
+
+def _twice(x: Tensor, s: Tensor, r: Tensor, low: float, own: float) -> float:
+    """The rule for casts, `own` being the original's own error; what overflows there must here."""
+    x, s, r = x.double(), s.double(), r.double()
+    if not bool(s.isfinite().all()):
+        return float(bool(x.isfinite().all())) * float("inf") if bool(x.isfinite().all()) else 0.0
+    gate = max(2.0 * own, low * float(r.norm()))
+    error = float((x - r).norm())
+    return error / gate if gate else (0.0 if error == 0 else float("inf"))
+
+
+def _number(x: Tensor, s: Tensor, r: Tensor, share: float) -> float:
+    """A mean or a norm is a sum of terms of one sign, so its own size is that of its terms."""
+    gate = 4.0 * abs(float(s) - float(r)) + share * abs(float(r))
+    error = abs(float(x) - float(r))
+    return error / gate if gate else (0.0 if error == 0 else float("inf"))
+
+
+def _value(seen: Observation, key: Key) -> Tensor | None:
+    """A tensor; of parameters the change since the first step, which their size does not swamp."""
+    value = seen.tensors.get(key)
+    if key.kind != "parameters" or value is None:
+        return value
+    first = seen.tensors.get(key._replace(step=0))
+    return value if first is None else value - first
+
+
+def _error(x: Tensor, s: Tensor, r: Tensor, times: float) -> float:
+    import torch
+
+    unit = torch.finfo(s.dtype).eps / 2
+    x, s, r = x.double(), s.double(), r.double()
+    same = (x == s) & r.isinf()  # masked scores
+    x, s, r = (torch.where(same, 0, t) for t in (x, s, r))
+    gate = times * float((s - r).norm()) + 4 * unit * float(r.norm())
+    error = float((x - r).norm())
+    return error / gate if gate else (0.0 if error == 0 else float("inf"))
+
+
+# ---- The program in the working dtype, against float64 and against the original's own rounding.
+
+
+DRAWS = 8  # runs of the original from values that differ by a rounding
+TIPPED = "numbers that roundings tip are taken as ranks took them"
+
+
+def working_rows(
+    case: Case,
+    working: Case,
+    told: Sequence[Condition],
+    exact: Observation,
+    program: Observation,
+    *,
+    wrong: bool = False,
+) -> list[Row]:
+    """Rows of the first condition; `exact` is the original in float64, `program` in the other.
+
+    Of activations in fewer bits a number that lies where two are as near falls to either side: one
+    is a whole step of its block off, above every gate for rounding.  Where rows fail for it, the
+    original is run again with such numbers, and no others, as ranks took them; gates stay.
+    What fails then may be luck, unless the program is known to be `wrong`, and is drawn again.
+    """
+    plain = _plain(working, told)
+    rows, note = list(_rows_worked(working, told, exact, program, plain)), ""
+    if program.tipped and not all(row.ok for row in rows):
+        case, working = (replace(one, tipped=program.tipped) for one in (case, working))
+        exact, _ = original(case, told[:1])
+        plain, note = _plain(working, told), TIPPED
+        rows = list(_rows_worked(working, told, exact, program, plain))
+    if not wrong and not all(row.ok for row in rows):
+        rows = _drawn_again(rows, case, working, told, exact, program, plain)
+    return [replace(row, note=note) if row.ok and not row.note else row for row in rows]
+
+
+def _rows_worked(
+    working: Case,
+    told: Sequence[Condition],
+    exact: Observation,
+    program: Observation,
+    plain: Observation,
+    parts: Observation | None = None,
+    draws: Sequence[Observation] = (),
+) -> Iterator[Row]:
+    from schedlang.passes.propagate.casts import lowest
+
+    names = {condition.name for condition in told[:1]}
+    tensors = {k: v for k, v in exact.tensors.items() if k.condition in names}
+    wanted = replace(exact, tensors=tensors)
+    rtol, low = asked(working.plan).rtol, lowest(working.plan)
+    return iter(
+        within_rounding(wanted, plain, program, rtol=rtol, low=low, parts=parts, draws=draws)
+    )
+
+
+def _plain(working: Case, told: Sequence[Condition]) -> Observation:
+    """The original in the working dtype, under the casts of the plan, and what it chose."""
+    from schedlang.runtime.modes import ambient
+    from schedlang.runtime.moe.choices import Choices
+    from schedlang.runtime.rng.logical_dropout import LogicalDropout
+
+    def make(condition: Condition) -> Sequential:
+        return sequential(working, condition, cast=True)
+
+    first = [replace(condition, batches=working.batches) for condition in told[:1]]
+    noted = Choices()
+    with ambient(LogicalDropout(working.seed), noted):
+        return replace(observe(make, first), choices=noted.found)
+
+
+# -- more draws of the original's error ------------------------------------------------------------
+
+
+def _drawn_again(
+    rows: list[Row],
+    case: Case,
+    working: Case,
+    told: Sequence[Condition],
+    exact: Observation,
+    program: Observation,
+    plain: Observation,
+) -> list[Row]:
+    """Where rows fail: the same against more runs of the original.
+
+    The first goes by the parts of the program: parts whose sums cancel are rounded one by one.  The
+    others start from values that differ by one rounding, and tell together what is luck.  One that
+    chooses otherwise than float64 does is a run of another function, and tells nothing.
+    """
+    from schedlang.passes.analyze.routing import routings
+    from schedlang.passes.propagate.casts import lowest
+
+    plan, known = working.plan, working.prepared
+    low = lowest(plan)
+    right = chosen(case, told[:1], wide=True) if plain.choices else {}
+    if known is None or tipped(right, plain.choices) or tipped(right, program.choices):
+        return rows
+    parts = None
+    whole = any(routings(plan)) or known.traced.statistics is not None  # parts are another function
+    whole = whole or bool(plan.kept) or plan.compression is not None  # and these go by parts
+    if math.prod(working.cuts) > 1 and not (whole or working.parted or working.table is not None):
+        working = replace(working, parted=True)
+        parts = _plain(working, told)
+        rows = list(_rows_worked(working, told, exact, program, plain, parts))
+        if all(row.ok for row in rows):
+            return rows
+    first = plain if parts is None else parts
+    unit = low / 2 or unit_of(plain)
+    draws = [first, *(_plain(nudged(working, unit, k), told) for k in range(DRAWS))]
+    draws = [one for one in draws if not tipped(right, one.choices)]
+    return list(_rows_worked(working, told, exact, program, plain, parts, draws))
+
+
+def nudged(case: Case, unit: float, draw: int) -> Case:
+    """The case with every weight and float input off by at most one rounding.
+
+    Whole numbers stay: no dtype rounds them, and of a mask of 0 and 1 other ones make no mask.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(case.seed * DRAWS + draw)
+
+    def near(value: Tensor) -> Tensor:
+        noise = 2 * torch.rand(value.shape, generator=generator, dtype=torch.float64) - 1
+        wide = value.detach().double().cpu()
+        return torch.where(wide == wide.round(), wide, wide * (1 + unit * noise)).to(value)
+
+    module = copy.deepcopy(case.plan.model.base.model)
+    with torch.no_grad():
+        for p in module.parameters():
+            if p.is_floating_point():
+                p.copy_(near(p))
+    batches = tuple(
+        {
+            k: near(v) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+            for k, v in batch.items()
+        }
+        for batch in case.batches
+    )
+    return replace(case.with_model(module), batches=batches)
+
+
+# ---- Flips: choices that rounding tips, behind which errors in the working dtype say nothing.
+
+
+def undecided(
+    rows: Sequence[Row],
+    case: Case,
+    working: Case | None,
+    told: Sequence[Condition],
+    program: Observation,
+) -> tuple[list[Row], list[str]]:
+    """The rows without those that a tipped choice leaves undecided; and what those are.
+
+    A top-k of nearly equal scores chooses otherwise in a coarser dtype, and everything behind it is
+    another function.  No bound is widened for that: such rows are not checked, which is said.
+    Neither are those of which the original itself, in its working dtype, makes no finite number.
+    """
+    rows, said = _overflown(rows)
+    bad = [row for row in rows if not row.ok and row.kind.endswith(IN_DTYPE)]
+    if not bad or working is None:
+        return rows, said
+    first = [told[0]]
+    right = chosen(case, first, wide=True)
+    plain = chosen(working, [replace(told[0], batches=working.batches)], wide=False)
+    words = [*tipped(right, plain), *tipped(right, program.choices)]
+    if not words:
+        return rows, said
+    said += [f"{len(bad)} rows in the working dtype, the first {bad[0].place}: {words[0]}"]
+    return [row for row in rows if row not in bad], said
+
+
+def _overflown(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
+    over = [row for row in rows if row.note == OVERFLOWS and row.kind.endswith(IN_DTYPE)]
+    if not over:
+        return list(rows), []
+    said = f"{len(over)} rows in the working dtype, the first {over[0].place}: {OVERFLOWS} there"
+    return [row for row in rows if row not in over], [said]
+
+
+def tipped(right: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> list[str]:
+    """By site and operator, how many of the choices that can be compared are others."""
+    counts: dict[tuple[str, str], list[int]] = {}
+    for key, wanted in right.items():
+        found = other.get(key)
+        if found is not None and found.shape == wanted.shape:
+            count = counts.setdefault((key[1], key[2]), [0, 0])
+            count[0] += int((found != wanted).sum())
+            count[1] += wanted.numel()
+    return [
+        f"{wrong} of {many} choices of `{name}` in `{site or 'the model'}` fall otherwise"
+        for (site, name), (wrong, many) in counts.items()
+        if wrong
+    ]
+
+
+def chosen(case: Case, told: Iterable[Condition], *, wide: bool) -> Mapping[Any, Tensor]:
+    """What the original chooses, in float64 or in its working dtype."""
+    from schedlang.runtime.modes import ambient
+    from schedlang.runtime.moe.choices import Choices
+
+    (float64, dropout), _ = modes_of(case.seed)
+    noted = Choices()
+    modes = (float64, dropout, noted) if wide else (dropout, noted)
+    with ambient(*modes):
+        observe(lambda condition: sequential(case, condition), told, keep=False)
+    return noted.found
+
+
+# ---- Loss curves: the program's and the original's, side by side in the working dtype.
+
+
+def curve_rows(working: Case, curves: Sequence[Curve], pool: Pool) -> list[Row]:
+    """One row for each curve: the step at which it is farthest from the original's."""
+    if not curves:
+        return []
+    steps = max(curve.steps for curve in curves)
+    right = _original(working, steps)
+    seen = pool.run(_program, working.plan.mesh.world, working, steps)[0]
+    rows = []
+    for curve in curves:
+        off = [abs(x - r) / (abs(r) or 1.0) for x, r in zip(seen, right)][: curve.steps]
+        bad = next((k for k, error in enumerate(off) if not error <= curve.within), None)
+        step = bad if bad is not None else max(range(len(off)), key=lambda k: off[k])
+        name = f"{curve.steps} steps ({curve.place})"
+        rows.append(
+            Row("loss curve", "loss curve", name, off[step], curve.within, bad is None, step)
+        )
+    return rows
+
+
+def _original(working: Case, steps: int) -> list[float]:
+    from schedlang.passes.verify.original import Sequential
+    from schedlang.runtime.modes import ambient
+    from schedlang.runtime.rng.logical_dropout import LogicalDropout
+
+    adamw = conditions(working.batches, 1.0)[1].optimizer
+    with ambient(LogicalDropout(working.seed)):
+        subject = Sequential(twin(working), adamw, loss=working.loss)
+        return [float(subject.train_step(batch)) for batch in _cycled(working, steps)]
+
+
+def _program(working: Case, steps: int) -> list[float]:
+    """On a rank: the losses of the program, whole on each."""
+    from schedlang.passes.lower.build import build
+
+    adamw = conditions(working.batches, 1.0)[1].optimizer
+    program = build(
+        working.plan,
+        working.batches[0],
+        loss=working.loss,
+        optimizer=adamw,
+        weight=working.weight,
+        seed=working.seed,
+        prepared=working.prepared,
+    )
+    return [float(program.train_step(batch)) for batch in _cycled(working, steps)]
+
+
+def _cycled(working: Case, steps: int) -> list[Batch]:
+    return [working.batches[k % len(working.batches)] for k in range(steps)]

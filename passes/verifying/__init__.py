@@ -1,1 +1,0 @@
-"""A whole proof: programs on ranks, the original beside them, and blame where they differ."""

@@ -1,1 +1,0 @@
-"""What the codes of messages are about, by family; `schedlang.codes` has them all."""

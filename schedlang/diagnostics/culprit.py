@@ -1,0 +1,61 @@
+"""An error that came out of a user's own function, as a message at the line where it arose."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostics.source import NOWHERE, Source, Span, shown_path
+
+CODES = {"model": "S863", "batch": "S864", "loss": "S865", "weight": "S865"}
+HELPS = {
+    "model": "it is called without arguments, and once more on the meta device: `model()`",
+    "batch": "it is called with a seed, if it takes one, and must return a dict: `batch(seed)`",
+    "loss": "it is called with the model's output and the batch: `loss(output, batch)`",
+    "weight": "it is called with a part of the batch: `weight(batch)`",
+}
+
+
+def told(error: Exception, name: str, function: Callable[..., Any]) -> Refusal:
+    """The error of a function of the model file (one of CODES), at its own line.
+
+    Where the error arose deeper, in a library that the function calls, a note says where.
+    """
+    file = _file(function)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if file and os.path.abspath(frame.filename) == file]
+    said = f"{type(error).__name__}: {error}".split("\n")[0].removesuffix(": ")
+    deepest = frames[-1] if frames else None
+    notes = []
+    if deepest is not None and deepest not in own[-1:]:
+        notes.append(f"raised at {Path(deepest.filename).name}:{deepest.lineno}: {deepest.line}")
+    label = Label(_span(own[-1]), "here") if own else Label()
+    title = f"`{name}` of the model file raises {said}"
+    return Refusal(Diagnostic(CODES[name], title, label, notes=tuple(notes), helps=(HELPS[name],)))
+
+
+def _file(function: Callable[..., Any]) -> str:
+    """Where a function is written, as an absolute path; empty where nobody knows."""
+    try:
+        found = inspect.getsourcefile(inspect.unwrap(function))
+    except TypeError:  # a callable object, a partial function
+        return ""
+    return os.path.abspath(found) if found else ""
+
+
+def _span(frame: traceback.FrameSummary) -> Span:
+    """The expression that a frame was at."""
+    try:
+        text = Path(frame.filename).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return NOWHERE
+    source, line = Source(shown_path(frame.filename), text), frame.lineno or 1
+    col, end = frame.colno, frame.end_colno
+    if col is None or end is None or frame.end_lineno is None:
+        return Span(source, line, 1, line, len(source.line(line)) + 1)
+    return Span(source, line, col + 1, frame.end_lineno, end + 1)

@@ -1,0 +1,270 @@
+"""Own errors: what only a mistake of schedlang explains, and what a report of it should hold."""
+
+from __future__ import annotations
+
+import difflib
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FunctionType
+from typing import TypeVar
+
+from schedlang.diagnostics.source import NOWHERE, Source, Span, python_span
+from schedlang.diagnostics.tables import PLAIN, wrapped
+from schedlang.diagnostics.told_once import in_a_job, install
+
+# ---- Diagnostic: what went wrong, where, why, and what to write instead; Refusal raises it.
+
+
+T = TypeVar("T")
+Spell = Callable[[str], str]
+# how helps are spelled for a caller in Python: `schedlang.language.in_python` knows, and says so
+SPELLED: list[Spell] = []
+TYPED = {"<stdin>"}  # lines that Python does not keep: there is nothing to show of them
+SIMILAR = 0.6  # below this a guess does more harm than good
+MOST = 100  # messages that are shown at once
+WIDEST = 160  # columns of a line that are shown
+LONGEST = 1000  # characters of a sentence
+NARROWEST = 40  # columns that a label below its marks has at least
+CONTROL = dict.fromkeys((*range(32), *range(127, 160)), "\ufffd") | {9: " "}
+
+
+@dataclass(frozen=True)
+class Label:
+    """A place and what is to be said about it."""
+
+    span: Span = NOWHERE
+    text: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class Diagnostic:
+    """One message: a sentence that stands alone, the place, other places, facts, and remedies.
+
+    `facts` are names and values for programs that act on a message; they are not printed.
+    """
+
+    code: str
+    title: str
+    primary: Label = Label()
+    also: tuple[Label, ...] = ()
+    notes: tuple[str, ...] = ()
+    helps: tuple[str, ...] = ()
+    level: str = "error"
+    facts: tuple[tuple[str, str], ...] = ()
+
+    def fact(self, name: str) -> str | None:
+        """The fact of this name, or None."""
+        return dict(self.facts).get(name)
+
+    def at(self, span: Span) -> Diagnostic:
+        """The same message at `span`, if it does not name a place of its own yet."""
+        if self.primary.span:
+            return self
+        return replace(self, primary=Label(span, self.primary.text))
+
+    def __repr__(self) -> str:
+        at = f" ({self.primary.span})" if self.primary.span else ""
+        return f"<{self.level}[{self.code}]: {self.title}{at}>"
+
+    def render(self, width: int | None = None) -> str:
+        """The message as text, framed as rustc frames its own; sentences in `width` columns.
+
+        Quoted source is never broken; without a width nothing is."""
+        return "\n".join(_render(self, width))
+
+    def to_json(self) -> dict[str, object]:
+        """The same facts for machines; places count lines and columns from 1."""
+        return {
+            "code": self.code,
+            "level": self.level,
+            "title": _short(self.title),
+            "at": {**self.primary.span.to_json(), "label": _short(self.primary.text)},
+            "also": [{**label.span.to_json(), "label": _short(label.text)} for label in self.also],
+            "notes": list(map(_short, self.notes)),
+            "helps": list(map(_short, self.helps)),
+        }
+
+
+class Refusal(Exception):
+    """A user's mistake, or several independent ones, sorted by place; the first `MOST` of them."""
+
+    def __init__(self, *diagnostics: Diagnostic) -> None:
+        assert diagnostics, "a refusal says why"
+        self.diagnostics: tuple[Diagnostic, ...] = foremost(sorted(diagnostics, key=_place))
+        super().__init__(*self.diagnostics)
+
+    @property
+    def diagnostic(self) -> Diagnostic:
+        """The first message."""
+        return self.diagnostics[0]
+
+    def at(self, span: Span) -> Refusal:
+        """The same refusal, its homeless messages placed at `span`."""
+        return Refusal(*(d.at(span) for d in self.diagnostics))
+
+    def render(self, width: int | None = None) -> str:
+        """All messages, a blank line between two."""
+        return "\n\n".join(d.render(width) for d in self.diagnostics)
+
+    def __str__(self) -> str:
+        return "\n" + self.render(PLAIN)
+
+
+def foremost(diagnostics: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
+    """The first `MOST` messages; the last of them says where there are more."""
+    if len(diagnostics) <= MOST:
+        return tuple(diagnostics)
+    *first, last = diagnostics[:MOST]
+    return (
+        *first,
+        replace(last, notes=(*last.notes, f"there are more messages; the first {MOST} are shown")),
+    )
+
+
+@contextmanager
+def at_the_callers_line() -> Iterator[None]:
+    """What is refused inside stands at the caller's line of Python, unless it has a place."""
+    try:
+        yield
+    except Refusal as refusal:
+        if in_a_job():
+            install()
+        raise refusal.at(python_span()) from refusal.__cause__
+
+
+def at_their_callers_lines(cls: type[T]) -> type[T]:
+    """A class whose public methods and properties place what they refuse at the caller's line."""
+    for name, found in list(vars(cls).items()):
+        if name.startswith("_") and name != "__call__":
+            continue
+        if isinstance(found, FunctionType):
+            setattr(cls, name, at_the_callers_line()(found))
+        elif isinstance(found, property) and found.fget is not None:
+            placed = at_the_callers_line()(found.fget)
+            setattr(cls, name, property(placed, found.fset, found.fdel, found.__doc__))
+    return cls
+
+
+def closest(word: str, options: Iterable[str]) -> str | None:
+    """The one option similar enough to `word` to be meant, or None."""
+    known = sorted(set(options))
+    low = {option.lower(): option for option in reversed(known)}
+    hits = difflib.get_close_matches(word.lower(), list(low), 1, SIMILAR)
+    return low[hits[0]] if hits else None
+
+
+def quoted(names: Iterable[str], most: int = 8) -> str:
+    """`a`, `b`, `c`: names in code marks, cut after `most` of them."""
+    every = list(names)
+    shown = ", ".join(f"`{name}`" for name in every[:most])
+    return shown if len(every) <= most else f"{shown} and {len(every) - most} more"
+
+
+def guess(word: str, options: Iterable[str], choose: str) -> str:
+    """The help for an unknown `word`: the one that was meant, else all of them."""
+    known = list(options)
+    near = closest(word, known)
+    return f"did you mean `{near}`?" if near else f"{choose} {quoted(known)}"
+
+
+def _place(d: Diagnostic) -> tuple[str, int, int]:
+    return d.primary.span.source.name, d.primary.span.line, d.primary.span.col
+
+
+def _width(text: str) -> int:
+    """Columns that a terminal needs for `text`."""
+    return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
+
+
+def _short(text: str) -> str:
+    """A sentence, cut where it quotes something very long."""
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def _framed(label: Label, sign: str) -> tuple[str, str]:
+    """A label's line, or what of a very long one is around it, and the ^^^ or --- under it."""
+    span = label.span
+    row = span.source.line(span.line).translate(CONTROL)
+    end = span.end_col if span.end_line == span.line else len(row) + 1
+    missing = max(0, span.col - 1 - len(row))  # it may lie behind the end: what is missing there
+    first = max(0, span.col - WIDEST // 4) if len(row) > WIDEST else 0
+    last = first + WIDEST if len(row) > WIDEST else len(row)
+    left, right = "..." if first else "", "..." if last < len(row) else ""
+    before, under = left + row[first : span.col - 1], row[span.col - 1 : min(end - 1, last)]
+    marks = f"{' ' * (_width(before) + missing)}{sign * max(1, _width(under))}"
+    return f"{left}{row[first:last]}{right}", marks
+
+
+def _labelled(marks: str, text: str, width: int | None) -> list[str]:
+    """Marks with their text behind them, or below them where both do not fit a line."""
+    if not text or width is None or len(marks) + 1 + len(text) <= width:
+        return [f"{marks} {text}".rstrip()]
+    left = len(marks) - len(marks.lstrip())
+    return [marks, *wrapped(text, width, " " * max(0, min(left, width - NARROWEST)), None)]
+
+
+def _frame(labels: list[Label], primary: Label, gutter: int, width: int | None) -> Iterable[str]:
+    """The marked lines of one source, `...` where lines are left out."""
+    room = None if width is None else max(width - gutter - len(" | "), NARROWEST)
+    last, shown = None, ""
+    for label in sorted(labels, key=lambda x: (x.span.line, x.span.col)):
+        number = label.span.line
+        row, marks = _framed(label, "^" if label is primary else "-")
+        if last is not None and number > last + 1:
+            yield "..."
+        if number != last or row != shown:
+            yield f"{number:>{gutter}} | {row}".rstrip()
+        last, shown = number, row
+        for line in _labelled(marks, _short(label.text), room):
+            yield f"{' ' * gutter} | {line}"
+
+
+def _render(d: Diagnostic, width: int | None) -> Iterator[str]:
+    yield from wrapped(_short(d.title), width, f"{d.level}[{d.code}]: ", None)
+    placed = [label for label in (d.primary, *d.also) if label.span]
+    gutter = len(str(max((label.span.line for label in placed), default=0)))
+    by_source: dict[Source, list[Label]] = {}
+    for label in placed:
+        by_source.setdefault(label.span.source, []).append(label)
+    for number, (source, labels) in enumerate(by_source.items()):
+        first = d.primary.span if number == 0 and d.primary.span else labels[0].span
+        arrow = "-->" if number == 0 else ":::"
+        if source.name not in TYPED or source.text:
+            yield f"{' ' * gutter}{arrow} {source.name}:{first.line}:{first.col}"
+        if source.text:
+            yield f"{' ' * gutter} |"
+            yield from _frame(labels, d.primary, gutter, width)
+            yield f"{' ' * gutter} |"
+    told = [] if d.primary.span.source.text else [d.primary.text]
+    told += [
+        f"{label.span}: {_short(label.text)}"
+        for label in d.also
+        if label.span and label.text and not label.span.source.text
+    ]
+    said = [("note", note) for note in (*told, *d.notes) if note]
+    for kind, text in (*said, *(("help", text) for text in _helps(d))):
+        yield from wrapped(_short(text), width, f"{' ' * gutter} = {kind}: ", None)
+
+
+def _helps(d: Diagnostic) -> Iterator[str]:
+    """What would be legal, in the words of who asked: a schedule's, or Python's."""
+    spell = SPELLED[-1] if SPELLED and d.primary.span.source.python else str
+    yield from map(spell, d.helps)
+
+
+# ---- Own errors: what only a mistake of schedlang explains, and what a report of it should hold.
+
+
+class OwnError(AssertionError):
+    """A mistake of ours, found out before it was said of the user's model."""
+
+    def __init__(self, found: str, *facts: str) -> None:
+        from schedlang import __version__
+
+        asked = (f"schedlang {__version__}", *facts, "the model file, and the schedule")
+        super().__init__(
+            f"an error of schedlang, not of the model: {found}\nplease report it, with\n"
+            + "\n".join(f"  {fact}" for fact in asked)
+        )

@@ -1,0 +1,529 @@
+"""Verbs, orders and arguments in words of other systems and papers: tables, no code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+# ---- Verbs and orders in words of other systems and papers, and what is here: tables, no code.
+
+
+_COPIES = "each rank of an axis has rows of the batch and a whole copy: `zero(stage=0, over=dp)`"
+_SLICES = "parameters are sliced and gathered: `zero(stage=3, over=dp)`"
+_RECOMPUTES = "`layers.*  checkpoint()` recomputes"
+_SEQUENCES = "`layers.*.attn  context_parallel(ring, over=cp)` splits sequences"
+_MICRO = 'a batch is cut into microbatches by `pipeline(order="1F1B", micro=4)`'
+_SPLITS = "`mlp.up  shard(col, over=tp)` and `mlp.down  shard(row, over=tp)` split a pair"
+
+
+def _told(words: str, *helps: str) -> dict[str, tuple[str, ...]]:
+    return dict.fromkeys(words.split(), helps)
+
+
+VERBS: Mapping[str, tuple[str, ...]] = {
+    **_told("replicate data_parallel ddp dp broadcast", _COPIES),
+    **_told("fsdp fully_shard fsdp2 hsdp", _SLICES),
+    **_told("zero1 zero_1", "`zero(stage=1, over=dp)` slices optimizer state"),
+    **_told("zero2 zero_2", "`zero(stage=2, over=dp)` slices gradients, too"),
+    **_told("zero3 zero_3", _SLICES),
+    **_told(
+        "reduce allreduce all_reduce",
+        "gradients are summed by `zero(stage=0, over=dp)`",
+        "in fewer bytes with `compress(gradients, int8, over=dp)` below it",
+    ),
+    **_told(
+        "slice split microbatch micro_batch accumulate",
+        _MICRO,
+        'sequences by `pipeline(order="Seq1F1B", micro=4, slices=4)`',
+    ),
+    **_told("tensor_parallel tp parallelize column_parallel row_parallel", _SPLITS),
+    **_told(
+        "sequence_parallel sp",
+        "between a row and a column: `layers.*.norm  shard(input=S(seq), output=S(seq), over=tp)`",
+        _SEQUENCES,
+    ),
+    **_told("ring ring_attention ulysses cp", _SEQUENCES),
+    **_told(
+        "pipeline_parallel pp stages stage",
+        "`layers  pipeline_split(over=pp)` cuts stages",
+        'and `pipeline(order="1F1B", micro=4)` runs them',
+    ),
+    **_told("expert ep moe experts", "`mlp.experts  expert_parallel(over=ep)` spreads experts"),
+    **_told(
+        "place shadow",
+        "hot experts are with all tokens by `mlp.experts  expert_parallel(over=ep, shadow=[0])`",
+    ),
+    **_told(
+        "recompute remat rematerialize activation_checkpointing gradient_checkpointing ckpt",
+        _RECOMPUTES,
+    ),
+    **_told(
+        "swap stream cpu_offload", "`layers.*  offload(activations, to=cpu)` moves what is saved"
+    ),
+    **_told(
+        "quantize quantise",
+        "saved activations in few bits: `layers.*  compress(activations, int8)`",
+        "arithmetic in sixteen: `cast(bf16)`",
+    ),
+    **_told("autocast amp mixed_precision half", "`cast(bf16)` computes in sixteen bits"),
+    **_told("compile jit script torch_compile", "`layers.*.mlp  fuse()` compiles a region"),
+    **_told("kernel swap_kernel", "`layers.*.norm  replace_kernel(rms_norm)`"),
+    **_told("reorder", "weights' gradients wait behind `layers.*  split_backward()`"),
+    **_told("share share_weights", "`layers[2:]  tie()` gives modules one set of parameters"),
+    **_told(
+        "rewrite",
+        "a module of your own takes another's place: `layers.*.mlp  replace(my_mlp)`",
+        "a bias apart from its product: `layers.*.mlp.up  decompose(bias)`",
+    ),
+    **_told("sync", "`shard` says both ends: `mlp.down  shard(row, output=R, over=tp)`"),
+    **_told("capture trace", "nothing has to be traced: drop the row"),
+    **_told(
+        "plan search tune",
+        "stages by what they cost: `layers  pipeline_split(over=pp, balance=time)`",
+        "what is recomputed: `layers.*  checkpoint(plan=rotor, memory=2GiB)`",
+        "a command writes rows for a model and a mesh: `schedlang init MODEL`",
+    ),
+    **_told(
+        "simulate", "that is a command: `schedlang simulate --order 1f1b --stages 4 --micro 8`"
+    ),
+    **_told(
+        "protect", "a program saves and loads its state under any layout: `program.save(path)`"
+    ),
+    **_told("init", "a command writes rows for a model: `schedlang init MODEL`"),
+    **_told(
+        "relax",
+        'it stands on the step whose rows give something up: `step "name" relax(staleness) {`',
+    ),
+    **_told(
+        "cache",
+        "no row keeps stale copies of rows of an embedding: "
+        "`embed  shard(vocab, over=tp)` splits it",
+    ),
+}
+
+ORDERS: Mapping[str, str] = {
+    "zb": "ZB-H1",
+    "zbh1": "ZB-H1",
+    "zbh2": "ZB-H2",
+    "zerobubble": "ZB-H1",
+    "zero_bubble": "ZB-H1",
+    "v_half": "V-Half",
+    "v_min": "V-Min",
+    "v_zb": "ZB-V",
+    "vhalf": "V-Half",
+    "vmin": "V-Min",
+    "fold": "Interleaved1F1B",
+    "fold3d": "Interleaved1F1B",
+    "vpp": "Interleaved1F1B",
+    "looped": "BFS",
+    "bidirectional": "Chimera",
+    "searched": "search",
+    "tessel": "search",
+    "dapple": "Eager1F1B",
+    "afab": "GPipe",
+    "f_then_b": "GPipe",
+    "flush": "1F1B",
+    "pipedream_flush": "1F1B",
+    "pipedream_2bw": "PipeDream-2BW",
+    "lwp": "Pipelined-Backprop",
+    "graph": "1F1B",
+    "modality": "1F1B",
+    "adaptive": "1F1B",
+    "swarm": "Varuna",
+    "csp": "1F1B",
+    "dualpipe_v": "DualPipeV",
+    "seq_1f1b": "Seq1F1B",
+    "layer_major": "GPipe",
+}
+
+# Names of orders that are known, in small letters: reading a file does not import the orders.
+ORDER_NAMES = frozenset(
+    (
+        "1f1b",
+        "1f1b-eager",
+        "1f1b-i",
+        "1f1b-v",
+        "2bw",
+        "bfs",
+        "bpipe",
+        "breadth-first",
+        "chimera",
+        "dapple-pb",
+        "dualpipe",
+        "dualpipev",
+        "eager1f1b",
+        "gems",
+        "gis",
+        "gis-h",
+        "gpipe",
+        "hanayo",
+        "interleaved",
+        "interleaved-zb",
+        "interleaved1f1b",
+        "interleavedzerobubble",
+        "loopedbfs",
+        "pb",
+        "pipedream",
+        "pipedream-2bw",
+        "pipedream-flush",
+        "pipelined-backprop",
+        "pipelinedbackprop",
+        "pipemare",
+        "schedule1f1b",
+        "scheduledualpipev",
+        "schedulegpipe",
+        "scheduleinterleaved1f1b",
+        "scheduleinterleavedzerobubble",
+        "scheduleloopedbfs",
+        "schedulezbvzerobubble",
+        "search",
+        "seq1f1b",
+        "terapipe",
+        "v-half",
+        "v-min",
+        "varuna",
+        "wave",
+        "zb-1p",
+        "zb-2p",
+        "zb-h1",
+        "zb-h2",
+        "zb-i",
+        "zb-v",
+        "zbv",
+        "zbvzerobubble",
+    )
+)
+
+
+# ---- Arguments in words of other systems and papers, and what is written here: a table, no code.
+
+
+class Other(NamedTuple):
+    """What takes the place of an argument that is written elsewhere and not here.
+
+    here  the argument in its place, `{}` being its value; "": it is left out; None: the whole row
+          becomes `row`; of several the one with the value, or the first, takes its place, and the
+          others go with it where nothing else is said of them
+    why   what a reader may not expect of that
+    row   another row, in the place of this one or (with `here`) beside it
+    """
+
+    here: str | None = ""
+    why: str = ""
+    row: str = ""
+
+
+Table = Mapping[str, Other]  # by `argument=value`, `argument`, or `=value` for one without a name
+
+_OWN_MASK = "a kernel hides what the model's own mask hides, and is tried against the module"
+_OWN_DRAWS = "masks of dropout are drawn as the model draws them, and nothing is given up"
+_ROUTER = "how tokens are routed is the model's own, and stays"
+_AS_STORED = "parameters, their gradients and moments stay as they are stored"
+_ONE = "a row moves one thing"
+_CHOSEN = "what is moved or recomputed is chosen by the selector: `layers[:6]`"
+_ORDER = Other("", "in which order stages run is a row of its own", 'pipeline(order="{}", micro=4)')
+_EXPERTS_BESIDE = Other(
+    None,
+    "tokens are sent in parts, each under way while the part before is computed",
+    "layers.*.mlp.experts  expert_parallel(over=ep, chunks=2)",
+)
+_GRADIENTS = Other("gradients")
+_TRANSFERS = Other("transfers")
+_BEHIND = Other(
+    None, "gathers run ahead of the modules that need them", "zero(stage=3, over=dp, prefetch=1)"
+)
+_GRID = "a product over a grid of ranks has a verb of its own"
+_EIGHT = "no row computes in eight bits; sixteen are the fewest"
+
+
+def _each(words: str, one: Other) -> dict[str, Other]:
+    return dict.fromkeys(words.split(), one)
+
+
+ARGUMENTS: Mapping[str, Table] = {
+    "checkpoint": {
+        **_each(
+            "save=flash_attention save=sdpa save=flex_attention save=flash save=attn save=attn_out"
+            " save=attention_core save=scaled_dot_product_attention",
+            Other("attention", "`attention` is whichever kernel computes it"),
+        ),
+        **_each("save=matmul save=mm save=gemm save=linears save=matrix_products", Other("linear")),
+        **_each(
+            "save=all_to_all save=all_reduce save=all_gather save=reduce_scatter save=comm",
+            Other("collective"),
+        ),
+        "=selective": Other("save=[linear]", "`save` names what is kept"),
+        "=full": Other(""),
+        "=except_last": Other(None, "the others are selected", "layers[:-1]  checkpoint()"),
+        "=dtr": Other("plan=dtr, memory=2GiB"),
+        "=rotor": Other("plan=rotor, memory=2GiB"),
+        "=sqrt": Other("group=sqrt"),
+        "=save": Other("save=[attention]"),
+        **_each("mem budget", Other("plan=rotor, memory={}", "a plan fits modules into it")),
+        **_each(
+            "mem=cap budget=cap cap",
+            Other(
+                "memory=2GiB, plan=rotor", "a plan fits modules into the memory that it is given"
+            ),
+        ),
+        **_each("segments into", Other("group=sqrt", "`group` counts the modules of a group")),
+        **_each("policy context_fn", Other("save=[linear]")),
+        "ratio": Other(None, _CHOSEN, "layers[:6]  checkpoint()"),
+        "offload": Other("", "", "layers.*  offload(activations)"),
+        **_each("use_reentrant preserve_rng_state h reuse =reuse", Other("")),
+    },
+    "offload": {
+        **_each("what=grads what=grad", _GRADIENTS),
+        **_each("what=params what=weights", Other("parameters")),
+        **_each("what=optim what=optimizer_state what=states", Other("optimizer")),
+        **_each("to=nvme to=ssd to=file", Other("disk")),
+        **_each("to=host to=ram to=memory to=pinned", Other("cpu")),
+        **_each("window=auto prefetch=auto =stream", Other("prefetch=1")),
+        "window": Other("prefetch={}"),
+        **_each("ratio =pipeline_aware group chunk", Other("", _CHOSEN)),
+        **_each("pin_memory non_blocking", Other("", "copies are pinned and beside on a GPU")),
+        "optimizer": Other("", "the step is made where its state lies"),
+        **_each("=optimizer =optim", Other("", _ONE, "offload(optimizer, to=cpu)")),
+        **_each("=params =parameters", Other("", _ONE, "offload(parameters, to=cpu)")),
+        **_each("=grads =gradients", Other("", _ONE, "offload(gradients, to=cpu)")),
+        "=activations": Other("", _ONE, "layers.*  offload(activations, to=cpu)"),
+        "prefetch=predict": Other("prefetch=1"),
+        "stage": Other(
+            None, "what a stage saves is parked by an order", 'pipeline(order="BPipe", micro=8)'
+        ),
+    },
+    "compress": {
+        **_each("what=grads what=grad what=reduce", Other("gradients, over=dp")),
+        **_each(
+            "what=weights what=params what=pipe what=a2a what=pipe.backward",
+            Other(
+                None,
+                "sums of gradients and saved activations are what is sent or kept in few bytes",
+                "compress(gradients, int8, over=dp)",
+            ),
+        ),
+        "what=acts": Other("activations"),
+        "how=zfp": Other("int8"),
+        **_each("group block_size", Other("block={}")),
+        **_each(
+            "error feedback ef",
+            Other("error_feedback=true", "`error_feedback` is on if nothing is said"),
+        ),
+        "stochastic": Other("", "rounding is stochastic always"),
+        "=stochastic": Other("", "rounding is stochastic always"),
+        **_each("ema per select warmup two_level =a2a =two_level =adam", Other("")),
+    },
+    "cast": {
+        **_each("dtype=half dtype=float16", Other("fp16")),
+        "dtype=bfloat16": Other("bf16"),
+        **_each("dtype=float dtype=float32 dtype=full", Other("fp32")),
+        **_each("dtype=fp8 dtype=s2fp8 dtype=int8 dtype=float8", Other("bf16", _EIGHT)),
+        **_each(
+            "loss_scale=dynamic =loss_scale scaler grad_scaler",
+            Other("", "any `fp16` row scales the loss, and follows it"),
+        ),
+        "loss_scale": Other("scale={}"),
+        **_each("master =master =master_weights", Other("", _AS_STORED)),
+        "=autocast": Other("", "it is torch's autocast unless `params=true` is said"),
+        **_each("=e4m3 =e5m2 =chunk =stochastic_round chunk group act =ptq", Other("")),
+        "reduce": Other("", "gradients are summed in the dtype that they are stored in"),
+    },
+    "fuse": {
+        **_each("with=triton backend=triton with=rowwise", Other("backend=rowwise")),
+        **_each(
+            "with=inductor with=compile with=torch_compile with=nvfuser with=torchscript"
+            " backend=compile backend=torchscript backend=nvfuser",
+            Other("backend=inductor"),
+        ),
+        "with=auto": Other("backend=auto"),
+        "rng": Other("", _OWN_DRAWS),
+        **_each("fullgraph dynamic mode", Other("", "a region is one graph, or it is refused")),
+    },
+    "replace_kernel": {
+        "causal": Other("", _OWN_MASK),
+        **_each(
+            "mask window dropout dropout_p scale softcap is_causal softmax_scale",
+            Other("", _OWN_MASK),
+        ),
+        **_each("eps offset block", Other("", "it is found by probing the module")),
+        **_each("kernel=flash kernel=fa kernel=flash_attn", Other("flash_attention")),
+        **_each("kernel=flex", Other("flex_attention")),
+        **_each(
+            "kernel=attention kernel=xformers kernel=scaled_dot_product_attention", Other("sdpa")
+        ),
+        **_each(
+            "kernel=grouped_gemm kernel=grouped_mm kernel=megablocks kernel=scatter2scatter"
+            " kernel=scattermoe",
+            Other("grouped"),
+        ),
+        **_each(
+            "kernel=swiglu kernel=geglu kernel=liger.swiglu kernel=liger.geglu", Other("gated")
+        ),
+        "kernel=liger.rope": Other("rope"),
+        "kernel=liger.cross_entropy": Other("cross_entropy"),
+        **_each(
+            "kernel=liger.fused_linear_cross_entropy kernel=fused_linear_cross_entropy",
+            Other("linear_cross_entropy"),
+        ),
+        **_each(
+            "kernel=sliding_window kernel=tiled_gemm",
+            Other(
+                None,
+                "a kernel computes what its module computes; another module is your own",
+                "layers.*.attn  replace(my_attention)",
+            ),
+        ),
+    },
+    "decompose": {"what=linear": Other("bias")},
+    "pipeline_split": {
+        **_each("balance=peak_memory balance=mem", Other("memory")),
+        **_each("balance=flops balance=latency balance=cost", Other("time")),
+        "balance=parameters": Other("params"),
+        **_each("balance=layers balance=uniform balance=none", Other("even")),
+        **_each("order schedule using =", _ORDER),
+        **_each(
+            "into stages parts",
+            Other("", "as many stages as `over` has ranks, times the `chunks` of the order"),
+        ),
+        **_each(
+            "chunks waves directions",
+            Other(
+                "",
+                "stages on each rank are the order's",
+                'pipeline(order="Interleaved1F1B", micro=8, chunks={})',
+            ),
+        ),
+        "side": Other("", "a stage begins with the module that is named"),
+        **_each(
+            "micro microbatches", Other("", "the order says it", 'pipeline(order="1F1B", micro={})')
+        ),
+    },
+    "pipeline": {
+        **_each("schedule using", Other('order="{}"')),
+        **_each("microbatches num_microbatches n_microbatches micro_batches", Other("micro={}")),
+        **_each("accumulate gradient_accumulation_steps", Other("micro={}")),
+        **_each("into stages", Other("", "", "layers  pipeline_split(over=pp)")),
+        **_each("stash checkpoint", Other("")),
+    },
+    "zero": {
+        "reshard_after_forward": Other("reshard={}"),
+        **_each(
+            "unit =unit =chunk capture", Other("", "units are the elements of the model's lists")
+        ),
+        **_each("offload cpu_offload", Other("", "", "offload(optimizer, to=cpu)")),
+        **_each(
+            "secondary group",
+            Other("", "slices stay within an axis of a mesh", "zero(stage=0, over=nodes)"),
+        ),
+    },
+    "shard": {
+        **_each(
+            "style=column style=colwise style=columnwise style=column_parallel by=column",
+            Other("col"),
+        ),
+        **_each("style=rowwise style=row_parallel", Other("row")),
+        **_each(
+            "style=seq style=sequence",
+            Other("input=S(seq), output=S(seq)", "a norm between two sharded layers"),
+        ),
+        **_each("style=vocab_parallel style=embedding", Other("vocab")),
+        "style=summa": Other(None, _GRID, "layers.*.mlp.up  grid(summa, over=(r, c))"),
+        "style=cube": Other(None, _GRID, "layers.*.mlp.up  grid(cube, over=(x, y, z))"),
+        **_each(
+            "style=h style=w style=spatial",
+            Other(
+                None,
+                "pictures are split along a dim; how far neighbours reach is found by trying",
+                "conv  shard(input=S(2), output=S(2), over=sp)",
+            ),
+        ),
+        "style=dim": Other(
+            None,
+            "what a module wants and gives is said at its ends",
+            "layers.*.attn  shard(input=S(2), output=S(1), over=cp)",
+        ),
+        **_each(
+            "style=batch style=data",
+            Other(None, "the batch is split over the axes of `zero`", "zero(stage=0, over=dp)"),
+        ),
+        "by=col": Other("col"),
+        "by=row": Other("row"),
+        "by=vocab": Other("vocab"),
+        **_each(
+            "rng=per_rank rng",
+            Other(
+                "",
+                "every rank draws the whole mask and keeps its part:"
+                " the same numbers as one process",
+            ),
+        ),
+        **_each("gather_output", Other("output=R")),
+        "input_is_parallel": Other("input=S(-1)"),
+        "sequence_parallel": Other("output=S(seq)"),
+        **_each("halo stride", Other("", "how far neighbours reach is found by tracing")),
+    },
+    "context_parallel": {
+        **_each("method=ring_attention method=p2p", Other("ring")),
+        **_each("method=all_gather method=allgather method=kv_gather", Other("gather")),
+        **_each("method=all_to_all method=a2a method=deepspeed_ulysses", Other("ulysses")),
+        **_each("method=two_d method=loongtrain", Other("usp")),
+        **_each("method=n_body method=wallfacer", Other("nbody")),
+        "method=burst": Other("double_ring"),
+        **_each("layout=head_tail layout=load_balanced layout=balanced", Other("layout=zigzag")),
+        **_each("layout=stripe layout=round_robin", Other("layout=striped")),
+        "balance": Other("layout=zigzag", "a layout gives all ranks equal work"),
+        "double": Other("", "rings in rings have a word: `double_ring, over=(nodes, gpus)`"),
+        **_each("blockwise store inner_ring first causal c", Other("")),
+    },
+    "expert_parallel": {
+        **_each("dispatch=a2a dispatch=alltoall dispatch=all2all", Other("dispatch=all_to_all")),
+        **_each("=a2a =all_to_all", Other("dispatch=all_to_all")),
+        **_each("dispatch=allgather dispatch=all_gather =gather", Other("dispatch=gather")),
+        "=fetch": Other("dispatch=fetch"),
+        "=experts": Other(""),
+        "=adaptive": Other(""),
+        **_each(
+            "capacity=inf capacity=infinite", Other("", "no token is dropped if nothing is said")
+        ),
+        "capacity_factor": Other("capacity={}"),
+        **_each("degree slices parts", Other("chunks={}")),
+        **_each("tp tensor", Other("inner=tp")),
+        **_each("top top_k group residual topology_loss", Other("", _ROUTER)),
+        **_each("prefetch share", Other("")),
+    },
+    "overlap": {
+        **_each(
+            "what=reduce what=allreduce what=all_reduce what=grads what=reduce_scatter what=grad",
+            _GRADIENTS,
+        ),
+        **_each("what=p2p what=send what=recv what=sends", _TRANSFERS),
+        **_each("what=gather what=all_gather what=allgather what=params", _BEHIND),
+        **_each(
+            "what=all_to_all what=a2a what=alltoall what=dispatch what=combine", _EXPERTS_BESIDE
+        ),
+        "what=load": Other(
+            None,
+            "copies run ahead of the modules that need them",
+            "offload(parameters, to=cpu, prefetch=1)",
+        ),
+        "what=place": Other(
+            None,
+            "hot experts come to all tokens",
+            "layers.*.mlp.experts  expert_parallel(over=ep, shadow=[0])",
+        ),
+        **_each(
+            "what=priority what=first_layer_first what=optimal_order",
+            Other("gradients", "sums begin in the order in which backward makes them"),
+        ),
+        "into": Other(""),
+        **_each("with priority", Other("", "what runs beside is whatever there is to compute")),
+    },
+    "split_backward": _each("=wgrad =late wgrad", Other("")),
+    "pad": _each("to multiple_of", Other("multiple={}")),
+    "freeze": _each(
+        "names=grad_norm names=rotate",
+        Other(None, "which modules are trained is said by a selector", "layers[:2]  freeze()"),
+    ),
+    "tie": {"to": Other("", "the first of the selected modules gives its parameters")},
+    "verify": {"atol": Other("", "in float64 what is allowed follows from the norms")},
+}

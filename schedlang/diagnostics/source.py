@@ -1,0 +1,173 @@
+"""Source and Span: a text with a name, and a place in it (a schedule file or a Python file)."""
+
+from __future__ import annotations
+
+import errno
+import linecache
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO
+
+# ---- Reading files whole: regular ones, of a bounded size.  Nothing waits for a pipe, or for
+# ever.
+
+
+MOST = 2**28  # bytes; a table of eight million operations has a third of it
+
+
+@contextmanager
+def regular(path: str | Path) -> Iterator[BinaryIO]:
+    """A file to read from; OSError also where it is a device or a pipe."""
+    with open(path, "rb", opener=_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        yield file
+
+
+def bytes_of(path: str | Path, most: int = MOST) -> bytes:
+    """All that a regular file holds; OSError also where that is too much."""
+    with regular(path) as file:
+        found = file.read(most + 1)
+    if len(found) > most:
+        raise OSError(errno.EFBIG, f"more than {most // 2**20} MiB", str(path))
+    return found
+
+
+def text_of(path: str | Path, most: int = MOST) -> str:
+    """The same, as the UTF-8 text that it is; UnicodeDecodeError where it is none."""
+    return bytes_of(path, most).decode("utf-8").replace("\r\n", "\n")
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Open a file without waiting until somebody writes into a pipe."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+# ---- Source and Span: a text with a name, and a place in it (a schedule file or a Python file).
+
+
+HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # schedlang/
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text and the name a user knows it by; `python`: it is a program, not a schedule."""
+
+    name: str
+    text: str = field(repr=False)
+    python: bool = False
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines without their ends, split where the language splits them."""
+        return self.text.replace("\r\n", "\n").split("\n")
+
+    def line(self, number: int) -> str:
+        """Line `number`, counted from 1; the empty string where the text has no such line."""
+        lines = self.lines
+        return lines[number - 1] if 0 < number <= len(lines) else ""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A place in a source: lines and columns count from 1, the end column is exclusive."""
+
+    source: Source
+    line: int
+    col: int
+    end_line: int
+    end_col: int
+
+    def __bool__(self) -> bool:
+        return self.line > 0
+
+    def __str__(self) -> str:
+        return f"{self.source.name}:{self.line}" if self else "nowhere"
+
+    def to(self, other: Span) -> Span:
+        """From the start of this span to the end of `other`, which lies after it."""
+        return Span(self.source, self.line, self.col, other.end_line, other.end_col)
+
+    def to_json(self) -> dict[str, object]:
+        """File, lines and columns, for machines."""
+        return {
+            "file": self.source.name,
+            "line": self.line,
+            "col": self.col,
+            "end_line": self.end_line,
+            "end_col": self.end_col,
+        }
+
+
+NOWHERE = Span(Source("", ""), 0, 0, 0, 0)
+
+
+@lru_cache(maxsize=64)
+def _interned(name: str, text: str) -> Source:
+    """One object per text, so that a pickled plan carries each file once."""
+    return Source(name, text, python=True)
+
+
+def shown_path(filename: str) -> str:
+    """A path below the working directory is shown relative to it."""
+    here = os.getcwd() + os.sep
+    return filename.removeprefix(here)
+
+
+# they call what we gave them; who calls them is whom a message is for
+BETWEEN = {"contextlib", "functools", "torch"}
+# they run verbs, tests of schedules and ranks: beyond them stands no line of a user's
+RUNNERS = {
+    "_pytest",
+    "asyncio",
+    "click",
+    "multiprocessing",
+    "pluggy",
+    "pygls",
+    "threading",
+    "typer",
+}
+RANKS = "__runs_ranks__"  # what a module says that calls a function on every rank
+
+
+def _is_ours(frame: FrameType) -> bool:
+    filename = os.path.abspath(frame.f_code.co_filename)
+    return filename.startswith(HOME + os.sep) or _home(frame) in BETWEEN
+
+
+def _home(frame: FrameType) -> str:
+    """The name of the package that a frame runs."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _users_frame() -> FrameType | None:
+    """The nearest frame outside this package; None where none called it, as on a rank of ours."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and _is_ours(frame) and RANKS not in frame.f_globals:
+        frame = frame.f_back
+    if frame is None or RANKS in frame.f_globals or _home(frame) in RUNNERS:
+        return None
+    return frame
+
+
+def python_span() -> Span:
+    """The place in the caller's Python code, of the nearest frame that is no library's."""
+    frame = _users_frame()
+    if frame is None:
+        return NOWHERE
+    filename = frame.f_code.co_filename
+    linecache.checkcache(filename)  # a script that was edited and is run again in one process
+    source = _interned(shown_path(filename), "".join(linecache.getlines(filename, frame.f_globals)))
+    at = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
+    line, end_line, col, end_col = at
+    if line is None or end_line is None or col is None or end_col is None:
+        return Span(source, frame.f_lineno, 1, frame.f_lineno, len(source.line(frame.f_lineno)) + 1)
+    return Span(source, line, col + 1, end_line, end_col + 1)

@@ -1,0 +1,119 @@
+"""Tables of a terminal: columns that are too many for a line go below, names are never cut."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TextIO
+
+# ---- Bytes and counts as people read them.
+
+
+def size(count: int) -> str:
+    """Bytes for people: 62.7 MiB."""
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 999.5 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{count} B" if unit == "B" else f"{value:.3g} {unit}"
+
+
+def number(count: int) -> str:
+    """A count for people: 124.4 M."""
+    for unit, factor in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return str(count)
+
+
+# ---- Tables of a terminal: columns that are too many for a line go below, names are never cut.
+
+
+Row = Sequence[str]
+GAP = "  "
+PLAIN = 80  # columns of messages where no terminal says how many there are
+# what is written in code marks, and shapes; their spaces meanwhile
+CODE, GLUE = re.compile(r"`[^`\n]*`|\[[\d, ]+\]"), "\0"
+
+
+def columns(out: TextIO | None = None) -> int | None:
+    """The columns of the terminal; None where the output goes elsewhere, and may be any width."""
+    return shutil.get_terminal_size().columns if (out or sys.stdout).isatty() else None
+
+
+def for_messages(out: TextIO | None = None) -> int:
+    """The columns that messages are broken at: those of the terminal, 80 in files and pipes."""
+    return columns(out) or PLAIN
+
+
+def wrapped(text: str, width: int | None, indent: str = "", more: str | None = "  ") -> list[str]:
+    """Lines broken between words, never within one, nor within `what is to be pasted`.
+
+    Those after the first stand `more` in; None: as far in as the first text, whatever stands there.
+    Lines of a text that has several stay lines; those that begin with a space are never broken.
+    """
+    if "\n" in text:
+        first, *rest = text.split("\n")
+        later = " " * len(indent) if more is None else indent + more
+        lines = wrapped(first, width, indent, more)
+        for line in rest:
+            lines += [line] if line.startswith(" ") else wrapped(line, width, later, "")
+        return lines
+    if width is None or len(indent) + len(text) <= width:
+        return [indent + text]
+    later = " " * len(indent) if more is None else indent + more
+    glued = CODE.sub(lambda found: found[0].replace(" ", GLUE), text)
+    lines = textwrap.wrap(
+        glued,
+        max(width, 40),
+        initial_indent=indent,
+        subsequent_indent=later,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace(GLUE, " ") for line in lines]
+
+
+def fitted(text: str, width: int | None) -> str:
+    """The same with its long lines broken between words; what is broken off stands further in."""
+    if width is None:
+        return text
+    lines = ((line.lstrip(" "), line) for line in text.split("\n"))
+    return "\n".join(
+        part
+        for inner, line in lines
+        for part in wrapped(inner, width, " " * (len(line) - len(inner)), "    ")
+    )
+
+
+def widths(rows: Sequence[Row]) -> list[int]:
+    """The width of each column."""
+    return [max(len(cell) for cell in column) for column in zip(*rows)]
+
+
+def joined(row: Row, wide: Sequence[int]) -> str:
+    """One line; a column that is empty everywhere takes no room."""
+    return (GAP + GAP.join(c.ljust(w) for c, w in zip(row, wide) if w)).rstrip()
+
+
+def table(rows: Sequence[Row], width: int | None = None, keys: int = 1) -> Iterator[str]:
+    """The lines of a table; too wide, it comes in parts, each with the first `keys` columns."""
+    wide = widths(rows)
+    start, count = keys, len(wide)
+    while True:
+        end = count
+        if width is not None:
+            used = sum(len(GAP) + w for w in wide[:keys] if w)
+            end = start
+            while end < count and (end == start or used + len(GAP) + wide[end] <= width):
+                used += len(GAP) + wide[end] if wide[end] else 0
+                end += 1
+        part = [*range(keys), *range(start, end)]
+        yield from (joined([row[k] for k in part], [wide[k] for k in part]) for row in rows)
+        if end >= count:
+            return
+        start = end

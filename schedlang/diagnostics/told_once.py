@@ -1,0 +1,85 @@
+"""A refusal under torchrun is told once, by the rank that gets to it first, without tracebacks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from functools import cache
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostics.tables import for_messages
+
+if TYPE_CHECKING:
+    from schedlang.diagnostics.diagnostic import Refusal
+
+JOB = "TORCHELASTIC_RUN_ID"  # torchrun's own
+PATIENCE = 5.0  # seconds: for the store, and for the rank that speaks
+
+
+def in_a_job() -> bool:
+    """Has torchrun started this process beside others?"""
+    return JOB in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+@cache
+def install() -> None:
+    """From now on a refusal that nobody catches is told by one rank; all else is as before.
+
+    Called when the first one is raised, so that nothing is touched in a job without.
+    """
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        from schedlang.diagnostics.diagnostic import Refusal
+
+        if isinstance(error, Refusal):
+            tell(error)
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def tell(refusal: Refusal) -> None:
+    """Print a refusal if no other rank has; then all ranks may end, which ends the others."""
+    from datetime import timedelta
+
+    store, key = job_store(), _key(refusal)
+    if store is None:
+        speaks = os.environ.get("RANK", "0") == "0"
+    else:
+        speaks = store.add(f"{key}/count", 1) == 1
+    if speaks:
+        said = refusal.render(for_messages(sys.stderr))
+        print(f"rank {os.environ.get('RANK', '0')}: {said}", file=sys.stderr, flush=True)
+        if store is not None:
+            store.set(f"{key}/told", "1")
+    elif store is not None:
+        with suppress(Exception):  # whoever ends first has torchrun end the rest
+            store.wait([f"{key}/told"], timedelta(seconds=PATIENCE))
+
+
+def _key(refusal: Refusal) -> str:
+    """Of what is said, without the places: ranks may have been started with other paths."""
+    import hashlib
+
+    said = repr([(d.code, d.title) for d in refusal.diagnostics]).encode()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"schedlang/refused/{attempt}/{hashlib.blake2b(said, digest_size=8).hexdigest()}"
+
+
+def job_store() -> Any:
+    """The job's own store, which torchrun keeps; None where it cannot be had."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    with suppress(Exception):
+        from datetime import timedelta
+
+        from torch import distributed as dist
+
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        wait = timedelta(seconds=PATIENCE)
+        return dist.TCPStore(host, port, is_master=False, timeout=wait)  # type: ignore[attr-defined]
+    return None

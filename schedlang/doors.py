@@ -1,0 +1,75 @@
+"""The doors of schedlang, in the order in which a schedule goes through them.
+
+Open this file first. Each door is one function: what it takes, what it gives, and where it lies.
+What it gives is an immutable value, and all that the next doors read; `docs/architecture.md` shows
+them as a picture. A test holds every line against the function itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Door:
+    """One function on the way from a text to a report: its name, module, arguments and result."""
+
+    name: str
+    module: str
+    takes: tuple[str, ...]
+    gives: str
+    about: str
+
+    def function(self) -> Callable[..., Any]:
+        """Import the module and return the function."""
+        return getattr(importlib.import_module(f"schedlang.{self.module}"), self.name)  # type: ignore[no-any-return]
+
+
+WAY = (
+    Door("read", "language.syntax", ("path",), "Source", "the text of a schedule, and its name"),
+    Door("parse", "language.syntax", ("source",), "File", "the syntax tree; every node has a span"),
+    Door(
+        *("expand", "passes.elaborate.expand", ("file", "facts", "settings"), "State"),
+        "statements executed in order; `State.plan` is the plan: rows, bound to modules",
+    ),
+    Door(
+        *("propagate", "passes.propagate.propagate", ("plan", "batch", "loss"), "Traced"),
+        "the model recorded on the meta device: layouts and redistributions of its activations",
+    ),
+    Door(
+        *("stages_of", "passes.partition.staging", ("plan", "traced", "batch", "loss"), "Staged"),
+        "units assigned to stages, and the timeline of the pipeline",
+    ),
+    Door(
+        *("prepare", "passes.analyze.prepare", ("plan", "sample", "loss"), "Prepared"),
+        "the two doors before it, and all that is known before there are ranks: who holds what,"
+        " which gradients are partial, what does not go together",
+    ),
+    Door(
+        *("build", "passes.lower.build", ("plan", "batch", "options"), "Program"),
+        "on each rank: the executable module; calls `prepare` if that was not done",
+    ),
+    Door(
+        *("prove", "passes.prove", ("case",), "Report"),
+        "programs on local ranks against the untouched original; on failure the rows to blame",
+    ),
+)
+
+# without ranks, from the same values
+SIDE = (
+    Door(
+        *("static", "passes.static_checks.static", ("plan", "batch", "loss"), "Static"),
+        "proofs from shapes and types alone: sums, owners, weights, matching collectives",
+    ),
+    Door(
+        *("rehearse", "passes.simulate.rehearse", ("plan", "batch", "loss", "prepared")),
+        *("Rehearsal", "a step of each kind of rank on the meta device: work and bytes alive"),
+    ),
+    Door(
+        *("account", "passes.simulate.account", ("plan", "batch", "loss"), "Account"),
+        "what a plan costs: bytes per rank, and each collective of a step",
+    ),
+)

@@ -1,0 +1,1 @@
+"""Immutable values that passes read and write: meshes, placements, models, primitives, plans."""

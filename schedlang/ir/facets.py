@@ -1,0 +1,210 @@
+"""What a row says of one thing: a boundary, a cut, an order, replicas, a cast; values of a plan."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from schedlang.ir.placement import Placement, R
+
+if TYPE_CHECKING:
+    from schedlang.diagnostics.source import Span
+    from schedlang.ir.mesh import Mesh
+    from schedlang.pipeline.timeline import Timeline
+
+
+BOUNDS: Mapping[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """How activations enter and leave a sharded module, for one axis; None: as they come.
+
+    differ: the module is whole on every rank, and what follows uses a part of its result.
+    """
+
+    axis: str
+    input: Placement | None = R
+    output: Placement | None = R
+    differ: bool = False
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Cuts of the trunk for one pipeline axis.
+
+    `before` are modules before which a cut falls; `trunks` lists of modules (and single ones
+    beside them) that are cut into shares in call order, once the number of stages is known.
+    """
+
+    axis: str
+    before: tuple[str, ...] = ()
+    trunks: tuple[str, ...] = ()
+    balance: str = "even"
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order in which a pipeline runs its microbatches.
+
+    chunks   stages on each rank (of one replica)
+    slices   runs of the sequence into which each microbatch is cut
+    memory   limit of a search, in microbatches of one rank's share of the model
+    table    the text of a table that lists the order; else the name says it
+    every    microbatches of an update, of orders that update inside the step; None: their own
+    """
+
+    axis: str | None
+    name: str
+    micro: int
+    chunks: int = 1
+    slices: int = 1
+    memory: float | None = None
+    table: str = ""
+    every: int | None = None
+
+    def timeline(self, ranks: int) -> Timeline:
+        """The operations of every rank; raises OrderError for sizes that the order does not run."""
+        return _timeline(replace(self, axis=None), ranks)
+
+    def stages(self, ranks: int) -> int:
+        """Into how many stages the model is cut."""
+        return self.timeline(ranks).stages if self.table else ranks * self.chunks
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """What the ranks along `axes`, which see different rows of the batch, keep whole or split.
+
+    stage 0: all whole; 1: optimizer state split; 2: gradients too; 3: parameters too (ZeRO).
+    Of stage 3: `prefetch` units are gathered ahead; `reshard` frees them between the passes.
+    Of stage 0: gradients are summed in buckets of up to so many bytes (None: the runtime's own).
+    """
+
+    axes: tuple[str, ...]
+    stage: int
+    prefetch: int = 0
+    reshard: bool = True
+    bucket: int | None = None
+
+
+@dataclass(frozen=True)
+class Context:
+    """Attention over sequences whose tokens are split over ranks.
+
+    axes    those that the method exchanges over, as named in the row, outermost first
+    method  how queries meet the keys of other ranks
+    layout  which tokens a rank has: "contiguous", "zigzag" or "striped"; None: another row says
+    """
+
+    axes: tuple[str, ...]
+    method: str
+    layout: str | None = None
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How the sum of gradients over data axes is sent in fewer bytes.
+
+    kind      "powersgd" (a product of `rank`), "int8" or "onebit" (in blocks of `block` elements)
+    feedback  what a step leaves out is added to the gradients of the next
+    """
+
+    axes: tuple[str, ...]
+    kind: str
+    rank: int
+    block: int
+    feedback: bool
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a module saves for backward is kept in numbers of `bits` bits, in blocks of `block`.
+
+    With a `budget` of bits for an element a table says the bits of each tensor; `bits` of others.
+    """
+
+    fqn: str
+    bits: int
+    block: int
+    budget: float | None = None
+
+
+@dataclass(frozen=True)
+class Cast:
+    """What a module computes in.
+
+    dtype    "bf16", "fp16" or "fp32"
+    params   parameters are cast as they are used, and all that comes in; else operations by a list
+    scale    of the loss at first, and after how many good steps it is doubled (fp16)
+    """
+
+    fqn: str
+    dtype: str
+    params: bool
+    scale: int
+    growth: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a row keeps off the device of a module, and of all that it holds.
+
+    what   "activations", "parameters", "gradients" or "optimizer" (its state)
+    tier   "cpu" (host memory), "disk" or "peer" (the next rank of the pipeline)
+    ahead  how many modules come back to the device before it is their turn
+    """
+
+    fqn: str
+    what: str
+    tier: str
+    ahead: int
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """A bound on what the plan costs: `said` as written, `bound` in bytes, seconds or a share.
+
+    `axes` are those over which bytes are counted (none: all); `on` the machine that it is about.
+    """
+
+    measure: str
+    axes: tuple[str, ...]
+    op: str
+    bound: float
+    said: str
+    on: str | None = None
+    span: Span | None = field(default=None, compare=False)
+
+    def applies(self, mesh: Mesh) -> bool:
+        """What is expected on a machine is about plans on it, or on none that is named."""
+        return self.on is None or mesh.device is None or self.on == mesh.device
+
+    def holds(self, found: float) -> bool:
+        """Whether a value is within the bound."""
+        return BOUNDS[self.op](found, self.bound)
+
+
+@lru_cache(maxsize=32)  # searched orders take seconds
+def _timeline(order: Order, ranks: int) -> Timeline:
+    from schedlang.pipeline import schedules
+
+    if order.table:
+        return schedules.read_table(order.table, ranks, order.micro)
+    return schedules.order(
+        order.name,
+        ranks,
+        order.micro,
+        order.chunks,
+        slices=order.slices,
+        memory=order.memory,
+        every=order.every,
+    )

@@ -1,0 +1,299 @@
+"""Facts of an untouched model: modules, parameters, ties and named dims.  Reads, never writes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from schedlang.uncollected import uncollected
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    Change = Callable[[nn.Module], nn.Module]  # to a copy that is trained by another rule
+
+# The names that a class gives to the dims of its parameters, by the class's qualified name;
+# a subclass inherits them.  Parameters of other classes are addressed by dim number.
+DIMS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "torch.nn.modules.linear.Linear": {"weight": ("out", "in"), "bias": ("out",)},
+    "torch.nn.modules.sparse.Embedding": {"weight": ("vocab", "hidden")},
+    "torch.nn.modules.sparse.EmbeddingBag": {"weight": ("vocab", "hidden")},
+    "torch.nn.modules.conv.Conv1d": {"weight": ("out", "in", "width"), "bias": ("out",)},
+    "torch.nn.modules.conv.Conv2d": {"weight": ("out", "in", "height", "width"), "bias": ("out",)},
+    "torch.nn.modules.conv.Conv3d": {
+        "weight": ("out", "in", "depth", "height", "width"),
+        "bias": ("out",),
+    },
+    "transformers.pytorch_utils.Conv1D": {"weight": ("in", "out"), "bias": ("out",)},
+    "torch.nn.modules.normalization.LayerNorm": {"weight": ("hidden",), "bias": ("hidden",)},
+    "torch.nn.modules.normalization.RMSNorm": {"weight": ("hidden",)},
+}
+
+BASE = "torch.nn.modules.module.Module"
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterFact:
+    """One parameter: its first name in model order, shape, dtype and whether it is trained."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    requires_grad: bool
+    names: tuple[str, ...]  # all names of the same tensor, itself first
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One module of the untouched model.
+
+    `classes` are the qualified names of its class and bases; `dims` the names of the dims of its
+    own parameters; `parameters` maps a local name ("weight") to the parameter, which may be tied.
+    """
+
+    fqn: str
+    classes: tuple[str, ...]
+    children: tuple[str, ...]
+    parameters: Mapping[str, ParameterFact] = field(hash=False)
+    buffers: tuple[str, ...] = ()
+
+    @property
+    def class_name(self) -> str:
+        """The plain name of the module's class."""
+        return self.classes[0].rpartition(".")[2]
+
+    def is_a(self, name: str) -> bool:
+        """Is this class, or one that it inherits from, called `name` (plain or qualified)?"""
+        return any(name in (known, known.rpartition(".")[2]) for known in self.classes)
+
+    @property
+    def dims(self) -> Mapping[str, tuple[str, ...]]:
+        """The names of the dims of each own parameter, where its class defines them."""
+        return next((DIMS[known] for known in self.classes if known in DIMS), {})
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for sites that are alike: same class, parameter shapes and dtypes."""
+        shapes = ((name, fact.shape, fact.dtype) for name, fact in self.parameters.items())
+        return (self.classes[0], tuple(shapes))
+
+    def __str__(self) -> str:
+        return self.fqn or "the model"
+
+
+class ModelFacts:
+    """All sites of one model in model order, found once; the model itself stays as it is.
+
+    The model may lie on the meta device.  `model` is kept to answer `attribute` and for `build`.
+    Where rows change what is trained (`freeze`, `tie`) or what computes (`replace`), `model` is a
+    copy with these `changes`, and `base` has the facts of the untouched one.
+    """
+
+    def __init__(
+        self, model: nn.Module, base: ModelFacts | None = None, changes: tuple[Change, ...] = ()
+    ) -> None:
+        self.model = model
+        self.base: ModelFacts = base or self
+        self.changes: tuple[Change, ...] = changes
+        self.class_name: str = type(model).__name__
+        self._modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+        self._classes: dict[type, tuple[str, ...]] = {}
+        self.cache: dict[object, object] = {}  # answers of probes, by what was asked
+        self.given: dict[str, Any] = {}  # replacements that were named in Python
+
+    def changed(self, change: Change) -> ModelFacts:
+        """The facts of the model after one more change."""
+        return ModelFacts(change(self.model), self.base, (*self.changes, change))
+
+    def like(self, module: nn.Module) -> ModelFacts:
+        """The facts of another untouched module of the same structure, changed as this one is."""
+        facts = ModelFacts(module)
+        for change in self.changes:
+            facts = facts.changed(change)
+        return facts
+
+    @property
+    def replacements(self) -> Mapping[str, Any]:
+        """Modules of the user's own by name: what the model file or its class gave the model."""
+        found = getattr(self.base.model, "replacements", None)
+        return {**(found if isinstance(found, Mapping) else {}), **self.base.given}
+
+    def named(self, value: object) -> object:
+        """A name by which rows say a module, or a function that makes one; others as they are."""
+        if not callable(value):
+            return value
+        said = getattr(value, "__name__", type(value).__name__)
+        stem = name = said if said.isidentifier() else "replacement"
+        number = 1
+        while self.given.get(name, value) is not value:
+            number += 1
+            name = f"{stem}_{number}"
+        self.given[name] = value
+        return name
+
+    @property
+    def rewritten(self) -> bool:
+        """Does some row change what computes?"""
+        return any(getattr(change, "rewrites", False) for change in self.changes)
+
+    @cached_property
+    def compared(self) -> nn.Module:
+        """What a proof compares with: the model trained as rows say, computing as it always did."""
+        if not self.rewritten:
+            return self.model
+        facts = self.base
+        for change in self.changes:
+            facts = facts if getattr(change, "rewrites", False) else facts.changed(change)
+        return facts.model
+
+    @cached_property
+    def parameters(self) -> Mapping[str, ParameterFact]:
+        """Every parameter by every name it has; tied names share one fact."""
+        with uncollected():
+            return self._parameters()
+
+    def _parameters(self) -> Mapping[str, ParameterFact]:
+        names: dict[int, list[str]] = {}
+        tensors = {
+            f"{fqn}.{name}" if fqn else name: tensor
+            for fqn, module in self._modules.items()
+            for name, tensor in module._parameters.items()
+            if tensor is not None
+        }
+        for name, tensor in tensors.items():
+            names.setdefault(id(tensor), []).append(name)
+        facts: dict[str, ParameterFact] = {}
+        dtypes: dict[Any, tuple[str, int]] = {}
+        shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # one for very many equal ones
+        for same in names.values():
+            tensor = tensors[same[0]]
+            kind = tensor.dtype
+            if kind not in dtypes:
+                dtypes[kind] = str(kind).removeprefix("torch."), tensor.itemsize
+            shape = tuple(tensor.shape)
+            alike = shapes.setdefault(shape, shape), *dtypes[kind], tensor.requires_grad
+            fact = ParameterFact(same[0], *alike, tuple(same))
+            for name in same:
+                facts[name] = fact
+        return {name: facts[name] for name in tensors}
+
+    @cached_property
+    def unique(self) -> Mapping[str, ParameterFact]:
+        """Every parameter once, by its first name."""
+        return {fact.name: fact for fact in self.parameters.values()}
+
+    @cached_property
+    def ties(self) -> tuple[tuple[str, ...], ...]:
+        """The groups of names that are one tensor."""
+        return tuple(fact.names for fact in self.unique.values() if len(fact.names) > 1)
+
+    @cached_property
+    def shared_buffers(self) -> tuple[tuple[str, ...], ...]:
+        """The groups of names that are one buffer, the first in model order first."""
+        names: dict[int, list[str]] = {}
+        for fqn, module in self._modules.items():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    names.setdefault(id(buffer), []).append(f"{fqn}.{name}" if fqn else name)
+        return tuple(tuple(same) for same in names.values() if len(same) > 1)
+
+    @cached_property
+    def sites(self) -> Mapping[str, Site]:
+        """Every module by its name; the model itself is ""."""
+        facts, modules = self.parameters, self._modules
+        with uncollected():
+            return {fqn: self._site(fqn, module, facts) for fqn, module in modules.items()}
+
+    def _site(self, fqn: str, module: nn.Module, facts: Mapping[str, ParameterFact]) -> Site:
+        prefix = f"{fqn}." if fqn else ""
+        own = {name: facts[prefix + name] for name in _there(module._parameters)}
+        classes = self._classes.get(type(module)) or _bases(type(module))
+        self._classes[type(module)] = classes
+        return Site(fqn, classes, _there(module._modules), own, _there(module._buffers))
+
+    # -- what selectors ask ------------------------------------------------------------------
+
+    def children(self, fqn: str) -> Sequence[str]:
+        """The names of the direct children of a module."""
+        return self.sites[fqn].children
+
+    def class_names(self, fqn: str) -> tuple[str, ...]:
+        """The plain names of a module's class and of its bases."""
+        return tuple(name.rpartition(".")[2] for name in self.sites[fqn].classes)
+
+    def attribute(self, fqn: str, name: str) -> object:
+        """An attribute of a module; AttributeError if it has none of that name, or computes it.
+
+        Nothing of the model's own code runs for it.
+        """
+        module = self._modules[fqn]
+        if isinstance(inspect.getattr_static(type(module), name, None), property | cached_property):
+            raise AttributeError(name)
+        return getattr(module, name)
+
+    def attributes(self, fqn: str) -> list[str]:
+        """The public names of what a module itself holds, beside parameters and children."""
+        own = vars(self._modules[fqn])  # torch puts `training` there
+        return [name for name in own if not name.startswith("_") and name != "training"]
+
+    def module(self, fqn: str) -> nn.Module:
+        """The module itself, which stays as it is."""
+        return self._modules[fqn]
+
+    def computes_as(self, fqn: str, name: str) -> bool:
+        """Does the module run the forward of its base class `name`, unchanged?"""
+        module = self._modules[fqn]
+        base = next((c for c in type(module).__mro__ if c.__name__ == name), None)
+        own = "forward" in vars(module)
+        if base is None or own:
+            return False
+        return getattr(type(module), "forward", None) is getattr(base, "forward", None)
+
+    def numel(self, fqn: str) -> int:
+        """The number of elements of a module's parameters, each tensor once."""
+        return sum(fact.numel for fact in {id(f): f for f in self.below(fqn)}.values())
+
+    def below(self, fqn: str) -> list[ParameterFact]:
+        """The parameters of a module and all below it, by every name there."""
+        return [self.parameters[name] for name in self.names_below(fqn)]
+
+    def names_below(self, fqn: str) -> Iterator[str]:
+        """The names of the parameters of a module and all below it, in model order."""
+        site, prefix = self.sites[fqn], f"{fqn}." if fqn else ""
+        yield from (prefix + name for name in site.parameters)
+        for child in site.children:
+            yield from self.names_below(prefix + child)
+
+    def owner(self, parameter: str) -> Site:
+        """The module that holds a parameter of this name."""
+        return self.sites[parameter.rpartition(".")[0]]
+
+
+def _there(held: Mapping[str, object]) -> tuple[str, ...]:
+    """The names under which a module holds something."""
+    if not held:
+        return ()
+    return tuple([name for name, value in held.items() if value is not None])
+
+
+def _bases(kind: type) -> tuple[str, ...]:
+    """The qualified names of a class of modules and of its bases."""
+    names = (f"{c.__module__}.{c.__qualname__}" for c in kind.__mro__)
+    return tuple(name for name in names if name not in (BASE, "builtins.object")) or (BASE,)
+
+
+def inside(name: str, fqn: str) -> bool:
+    """Is this the module of a path, or anything inside of it?"""
+    return not fqn or name == fqn or name.startswith(f"{fqn}.")

@@ -1,0 +1,326 @@
+"""Nests of values, flattened and put together again whatever classes they are made of.
+
+torch's pytree knows lists, tuples and dicts.  What models take and return is also made of
+dataclasses, attrs classes, mappings and namespaces; and libraries register classes of their own
+that pytree cannot name the places of.  These functions are pytree's under the same names, and see
+to it first that every class that holds a tensor in the nest is known to it: then hooks that flatten
+by themselves (those of fully_shard) find the tensors, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._pytree import (
+    GetAttrKey,
+    MappingKey,
+    SequenceKey,
+    keystr,
+    tree_unflatten,
+)
+
+__all__ = [
+    "GetAttrKey",
+    "MappingKey",
+    "SequenceKey",
+    "closed",
+    "flat",
+    "keystr",
+    "know",
+    "known_classes",
+    "open_classes",
+    "separable",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_map_with_path",
+    "tree_unflatten",
+]
+
+IsLeaf = Callable[[Any], bool]
+_PLAIN = (Tensor, int, float, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
+_LEAVES = frozenset([Tensor, int, float, bool, str, bytes, type(None), torch.dtype, torch.device])
+_NAMED: dict[type, None] = {}  # classes that were made known here, in order
+
+
+def flat(tree: Any) -> bool:
+    """Is it a dict of tensors and plain values alone, as most batches are?  Quickly told."""
+    return type(tree) is dict and _LEAVES.issuperset(map(type, tree.values()))
+
+
+def tree_flatten(tree: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], Any]:
+    """The leaves of a nest, and how they are put together."""
+    return pytree.tree_flatten(know(tree), is_leaf)
+
+
+def tree_leaves(tree: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
+    """The leaves of a nest."""
+    if flat(tree):
+        return list(tree.values())
+    return pytree.tree_leaves(know(tree), is_leaf)
+
+
+def tree_flatten_with_path(
+    tree: Any, is_leaf: IsLeaf | None = None
+) -> tuple[list[tuple[Any, Any]], Any]:
+    """The leaves of a nest with their places, and how they are put together."""
+    return pytree.tree_flatten_with_path(know(tree), is_leaf)
+
+
+def tree_map(function: Callable[..., Any], tree: Any, is_leaf: IsLeaf | None = None) -> Any:
+    """The nest with each leaf changed."""
+    if flat(tree):
+        return {name: function(value) for name, value in tree.items()}
+    return pytree.tree_map(function, know(tree), is_leaf=is_leaf)
+
+
+def tree_map_only(kinds: Any, function: Callable[..., Any], tree: Any) -> Any:
+    """The nest with each leaf of some classes changed."""
+    return pytree.tree_map_only(kinds, function, know(tree))
+
+
+def tree_map_with_path(
+    function: Callable[..., Any], tree: Any, is_leaf: IsLeaf | None = None
+) -> Any:
+    """The nest with each leaf changed, by its place and itself."""
+    return pytree.tree_map_with_path(function, know(tree), is_leaf=is_leaf)
+
+
+def known_classes() -> tuple[type, ...]:
+    """The classes that this process had to make known: for another that has not seen the values."""
+    return tuple(_NAMED)
+
+
+def open_classes(kinds: Iterable[type]) -> None:
+    """Make classes known before a value of them is seen."""
+    for kind in kinds:
+        _register(kind)
+
+
+def know(tree: Any) -> Any:
+    """The nest itself; every class in it that holds a tensor is known to pytree afterwards."""
+    _holds(tree)
+    return tree
+
+
+def separable(value: Any) -> bool:
+    """Is it one object of many samples that gives them back and is made of them anew, as a `Batch`
+    of torch_geometric?"""
+    return _form_of(type(value)) == "samples"
+
+
+def closed(value: Any) -> bool:
+    """Is it an object with tensors inside, of a class that it is not known how to take apart?"""
+    kind = type(value)
+    if isinstance(value, (*_PLAIN, list, tuple)):
+        return False
+    if kind in pytree.SUPPORTED_NODES or _form_of(kind) is not None:
+        return False
+    return _deep(value, 3)
+
+
+def _deep(value: Any, depth: int) -> bool:
+    """Is there a tensor so deep inside of it, in attributes or items?"""
+    if isinstance(value, _PLAIN) or not depth:
+        return isinstance(value, Tensor)
+    if isinstance(value, (list, tuple)):
+        return any(_deep(one, depth - 1) for one in value)
+    held = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    return any(_deep(held[name], depth - 1) for name in held)
+
+
+def _holds(value: Any) -> bool:
+    """Does a value hold a tensor?  Its classes are made known on the way."""
+    if isinstance(value, _PLAIN):
+        return isinstance(value, Tensor)
+    kind = type(value)
+    if kind is list or isinstance(value, tuple):
+        return any([_holds(one) for one in value])  # all of them, not up to the first
+    if kind is dict:
+        return any([_holds(one) for one in value.values()])
+    # private, like the table itself: torch has no other way to ask, or to add what is missing
+    node = pytree.SUPPORTED_NODES.get(kind)
+    if node is not None:
+        if node.flatten_with_keys_fn is None:
+            pytree.SUPPORTED_NODES[kind] = node._replace(flatten_with_keys_fn=_with_keys(node))
+        return any([_holds(one) for one in node.flatten_fn(value)[0]])
+    if _form_of(kind) is None or not any([_holds(one) for one in _children(value)[1]]):
+        return False
+    _register(kind)
+    return True
+
+
+def _with_keys(node: Any) -> Callable[[Any], tuple[list[tuple[Any, Any]], Any]]:
+    """The places of what a registered class holds: by name where its context lists the names."""
+
+    def flatten(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        held, context = node.flatten_fn(value)
+        children = list(held)
+        named = isinstance(context, (list, tuple)) and len(context) == len(children)
+        if named and all(isinstance(name, str) for name in context):
+            return [(MappingKey(n), c) for n, c in zip(context, children)], context
+        return [(SequenceKey(k), c) for k, c in enumerate(children)], context
+
+    return flatten
+
+
+# -- classes that pytree has not heard of ----------------------------------------------------------
+
+
+def _form_of(kind: type) -> str | None:
+    """How values of a class hold others: as attributes, as items, or (None) not in a known way.
+
+    What answers calls of torch by itself stands for a tensor, whatever it is made of.
+    """
+    if hasattr(kind, "__torch_function__"):
+        return None
+    if all(hasattr(kind, word) for word in ("to_data_list", "from_data_list", "num_graphs")):
+        return "samples"
+    if dataclasses.is_dataclass(kind) and not issubclass(kind, Mapping):
+        return "attributes"
+    if hasattr(kind, "__attrs_attrs__") or issubclass(kind, SimpleNamespace):
+        return "attributes"
+    return "items" if issubclass(kind, Mapping) else None
+
+
+def _register(kind: type) -> None:
+    if kind in pytree.SUPPORTED_NODES:
+        return
+    if _form_of(kind) == "samples":  # may be made while it runs: no other process knows its name
+        return _register_samples(kind)
+    _NAMED[kind] = None
+
+    def flatten(value: Any) -> tuple[list[Any], Any]:
+        names, children = _children(value)
+        return children, (tuple(names), Rest(value, names))
+
+    def with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        children, context = flatten(value)
+        key = MappingKey if _form_of(kind) == "items" else GetAttrKey
+        return [(key(name), child) for name, child in zip(context[0], children)], context
+
+    def unflatten(children: Iterable[Any], context: Any) -> Any:
+        return _made(kind, dict(zip(context[0], children)), context[1])
+
+    pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys)
+
+
+def _register_samples(kind: type) -> None:
+    """Objects of many samples: what they hold lies in stores, or in attributes."""
+
+    def flatten(value: Any) -> tuple[list[Any], Any]:
+        places = list(_places(value))
+        names = tuple(name for name, _, _ in places)
+        return [store[key] for _, store, key in places], (names, Bare(value))
+
+    def with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        children, context = flatten(value)
+        return [(MappingKey(name), child) for name, child in zip(context[0], children)], context
+
+    def unflatten(children: Iterable[Any], context: Any) -> Any:
+        return context[1].filled(children)
+
+    pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys)
+
+
+def _places(value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Everything that an object of many samples holds, by its name and by where it lies."""
+    for store in getattr(value, "stores", None) or [vars(value)]:
+        kind = getattr(store, "_key", None)  # of nodes or edges, where there are several
+        words = [] if kind is None else [kind] if isinstance(kind, str) else ["__".join(kind)]
+        for key in list(store.keys()):
+            yield ".".join([*words, str(key)]), store, key
+
+
+class Bare:
+    """An object of many samples without what it holds; of equal structure are all of its class."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = copy.copy(value)
+        for _, store, key in list(_places(self.value)):
+            store[key] = 0  # its tensors are not kept alive
+
+    def filled(self, children: Iterable[Any]) -> Any:
+        """One like it that holds others."""
+        made = copy.copy(self.value)
+        for (_, store, key), child in zip(list(_places(made)), children):
+            store[key] = child
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Bare) and type(self.value) is type(other.value)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return ""
+
+
+class Rest:
+    """What a value has beside its children; of equal structure are values whatever it is."""
+
+    def __init__(self, value: Any, names: Sequence[Any]) -> None:
+        held = getattr(value, "__dict__", {})
+        mine = _form_of(type(value)) == "items"
+        inside = ("data",) if isinstance(value, UserDict) else ()
+        self.state = {k: v for k, v in held.items() if k not in inside and (mine or k not in names)}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rest)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return ""
+
+
+def _children(value: Any) -> tuple[list[Any], list[Any]]:
+    """The names and the values of what a value holds."""
+    kind = type(value)
+    if _form_of(kind) == "items":
+        return list(value.keys()), [value[key] for key in value]
+    if _form_of(kind) == "samples":
+        held = [(name, store[key]) for name, store, key in _places(value)]
+        return [name for name, _ in held], [one for _, one in held]
+    if dataclasses.is_dataclass(kind):
+        names = [field.name for field in dataclasses.fields(kind)]
+    elif hasattr(kind, "__attrs_attrs__"):
+        names = [one.name for one in kind.__attrs_attrs__]
+    else:
+        names = list(vars(value))
+    names = [name for name in names if hasattr(value, name)]
+    return names, [getattr(value, name) for name in names]
+
+
+def _made(kind: Any, children: Mapping[Any, Any], rest: Rest) -> Any:
+    """A value of a class with other children; its own code does not run if it need not."""
+    if issubclass(kind, dict):
+        made = kind.__new__(kind)
+        put = OrderedDict if issubclass(kind, OrderedDict) else dict
+        for name, child in children.items():
+            put.__setitem__(made, name, child)
+    elif issubclass(kind, UserDict):
+        made = kind.__new__(kind)
+        made.__dict__["data"] = dict(children)
+    elif issubclass(kind, Mapping):
+        return kind(dict(children))
+    else:
+        made = kind.__new__(kind)
+        for name, child in children.items():
+            object.__setattr__(made, name, child)
+    # a dict whose items are attributes as well keeps both alike
+    for name, value in rest.state.items():
+        object.__setattr__(made, name, children.get(name, value))
+    return made

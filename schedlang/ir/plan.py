@@ -1,0 +1,312 @@
+"""The plan: an immutable value that says what will be done, where, in which order, for whom."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from schedlang.ir.facets import (
+    Boundary,
+    Cast,
+    Compression,
+    Context,
+    Cut,
+    Expectation,
+    Kept,
+    Order,
+    Replicas,
+    Stored,
+)
+from schedlang.ir.mesh import Mesh
+from schedlang.ir.model import ModelFacts
+from schedlang.ir.placement import Layout
+from schedlang.ir.sharing import Trail, changed, holders, persistent, shared
+
+if TYPE_CHECKING:
+    from schedlang.diagnostics.source import Span
+    from schedlang.ir.primitive import Primitive
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class Action:
+    """One row at the modules that it selects; `row` counts the rows of the plan from 0."""
+
+    primitive: Primitive
+    sites: tuple[str, ...]
+    step: str
+    row: int
+    span: Span | None = field(default=None, compare=False)
+
+    @property
+    def name(self) -> str:
+        """The word of the language for what is done."""
+        return type(self.primitive).__name__
+
+    def target(self, group: Sequence[str], model: ModelFacts) -> Any:
+        """What the primitive is given of a group of sites: them all, or the only one."""
+        known = tuple(model.sites[fqn] for fqn in group)
+        return known if self.primitive.takes == "selection" else known[0]
+
+    @property
+    def each(self) -> Iterator[tuple[str, ...]]:
+        """The groups of sites that the primitive takes at a time."""
+        return iter(self.primitive.taken(self.sites))
+
+
+class Printed(Protocol):
+    """How a plan is shown to a user; `passes.showing` does it, and says so."""
+
+    def text(self, plan: Plan) -> str:
+        """For a terminal."""
+        ...
+
+    def picture(self, plan: Plan) -> str:
+        """For a notebook."""
+        ...
+
+
+PRINTED: list[Printed] = []
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """Mesh, decisions, actions, and what follows from the actions.  Every change makes a new plan.
+
+    layouts     parameter (first name) -> Layout, where it is not whole everywhere
+    boundaries  module -> its boundaries, one per axis that shards it
+    computes    module -> the kind of computation that a row chose for it; else its class says it
+    told        module -> what that row says of it
+    spread      parameters (first names) split over an axis that splits the batch too: what their
+                modules send makes their gradients whole over it, and no sum over replicas does
+    """
+
+    model: ModelFacts = field(compare=False, repr=False)
+    mesh: Mesh = Mesh()
+    decisions: tuple[tuple[str, Any], ...] = ()
+    actions: tuple[Action, ...] = ()
+    relaxed: tuple[tuple[str, tuple[str, ...]], ...] = ()  # step -> what it may give up
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    boundaries: Mapping[str, tuple[Boundary, ...]] = field(default_factory=dict)
+    computes: Mapping[str, str] = field(default_factory=dict)
+    told: Mapping[str, Any] = field(default_factory=dict)
+    spread: frozenset[str] = frozenset()
+    completing: tuple[str, ...] = ()  # axes along which rows are added once there is a batch
+    unrolled: tuple[tuple[str, int], ...] = ()  # module -> its calls, each a unit of its own
+    cuts: tuple[Cut, ...] = ()
+    order: Order | None = None
+    late: tuple[str, ...] | None = None  # modules whose weight gradients may wait; None: all
+    overlaps: tuple[str, ...] = ()  # communication that runs beside the computation
+    ahead: int = 1  # operations before its use at which a receive is posted
+    replicas: tuple[Replicas, ...] = ()
+    contexts: Mapping[str, tuple[Context, ...]] = field(default_factory=dict)  # by module
+    compression: Compression | None = None  # of the sums of gradients over some data axes
+    casts: Sequence[Cast] = ()  # modules that compute in another dtype than they are stored in
+    stores: Sequence[Stored] = ()  # what does not lie on the device
+    kept: Sequence[Kept] = ()  # what is saved for backward in fewer bits
+    expected: tuple[Expectation, ...] = ()  # bounds on what it costs
+    known: Trail = field(default_factory=Trail, compare=False, repr=False)
+
+    @staticmethod
+    def empty(model: ModelFacts, mesh: Mesh | None = None) -> Plan:
+        """The plan that does nothing: the untouched model's, whatever rows have changed in it."""
+        return Plan(model.base, mesh or Mesh())
+
+    def __repr__(self) -> str:
+        rows = f"{len(self.actions)} row{'s' * (len(self.actions) != 1)}"
+        differs = f", may differ in {', '.join(sorted(self.gives_up))}" if self.gives_up else ""
+        return f"<Plan for {self.model.class_name} on {self.mesh}: {rows}{differs}>"
+
+    def __getstate__(self) -> tuple[dict[str, Any], tuple[type, ...]]:
+        """With the model made fit to be sent, and the classes of what it takes and returns."""
+        from schedlang.ir.nests import known_classes
+        from schedlang.ir.pickling import let_travel
+
+        for module in {id(m): m for m in (self.model.model, self.model.base.model)}.values():
+            let_travel(module)
+        return dict(vars(self)), known_classes()
+
+    def __setstate__(self, state: tuple[dict[str, Any], tuple[type, ...]]) -> None:
+        """In another process, with what making the model there would have noted."""
+        from schedlang.ir.nests import open_classes
+        from schedlang.ir.pickling import register
+
+        vars(self).update(state[0])
+        open_classes(state[1])
+        register(self.model.model)
+
+    def __str__(self) -> str:
+        """What the verb `plan` shows, without a batch."""
+        return PRINTED[-1].text(self) if PRINTED else self.rows()
+
+    def _repr_html_(self) -> str:
+        """The plan as a picture, for notebooks: placements on the model's tree, and memory."""
+        return PRINTED[-1].picture(self) if PRINTED else f"<pre>{html.escape(self.rows())}</pre>"
+
+    def rows(self) -> str:
+        """One line for each row: its step, where it acts and what it does."""
+        lines = [f"{self.model.class_name} on {self.mesh}, {len(self.actions)} rows"]
+        for action in self.actions:
+            first = action.sites[0] or "the model"
+            more = f" and {len(action.sites) - 1} more" if len(action.sites) > 1 else ""
+            lines.append(f"  {action.step or '-'}: {first}{more}  {action.primitive}")
+        return "\n".join(lines)
+
+    def add(
+        self,
+        primitive: Primitive,
+        sites: Sequence[str],
+        *,
+        step: str = "",
+        span: Span | None = None,
+    ) -> Plan:
+        """The plan with one more row, applied to all its sites or to none.
+
+        Raises Refusal from the primitive's own checks; `self` is never changed.
+        """
+        primitive.agree(self.mesh.names)
+        row = self.actions[-1].row + 1 if self.actions else 0
+        action = Action(primitive, tuple(sites), step, row, span)
+        together = shared(self, action)
+        plan = together or self._each(action)
+        actions = (*self.actions, action)
+        wide = len(sites) > 1 or bool(self.model.children(sites[0]))
+        alone = wide and together is None and changed(self, plan)
+        return replace(plan, actions=actions, known=self.trail.after(actions, alone))
+
+    @property
+    def trail(self) -> Trail:
+        """Which rows stand at each module: kept as rows are added, found anew for other rows."""
+        return self.known if self.known.of is self.actions else Trail.along(self.actions)
+
+    def _each(self, action: Action) -> Plan:
+        """The plan after a row, every module (or group of them) taken by itself."""
+        plan, primitive = self, action.primitive
+        for target in self.targets(action):
+            primitive.check(target, plan)
+            plan = primitive.effect(target, plan)
+        return plan
+
+    def targets(self, action: Action) -> Iterator[Any]:
+        """What the primitive of an action is given, one after the other: a site, or several."""
+        return (action.target(group, self.model) for group in action.each)
+
+    def layout(self, parameter: str) -> Layout:
+        """How a parameter (any of its names) lies on the mesh."""
+        fact = self.model.parameters[parameter]
+        return self.layouts.get(fact.name) or Layout.whole(fact.shape)
+
+    def held(self, parameter: str) -> Layout:
+        """How a parameter really lies: axes of size 1 split nothing, and padding serves a split."""
+        layout = self.layout(parameter)
+        real = tuple(split for split in layout.splits if self.mesh.size(split.axis) > 1)
+        return replace(layout, splits=real) if real else Layout.whole(layout.shape)
+
+    def with_layout(self, parameter: str, layout: Layout) -> Plan:
+        """The plan in which a parameter, under all its names, lies as given."""
+        name = self.model.parameters[parameter].name
+        return replace(self, layouts=_put(self.layouts, name, layout))
+
+    def with_spread(self, parameter: str, layout: Layout) -> Plan:
+        """The plan in which a parameter lies as given, and its module completes its gradient."""
+        name = self.model.parameters[parameter].name
+        plan = self.with_layout(parameter, layout)
+        return replace(plan, spread=plan.spread | {name})
+
+    def with_kind(self, fqn: str, kind: str, told: Any = None) -> Plan:
+        """The plan in which a module computes as a kind of its own."""
+        told = self.told if told is None else _put(self.told, fqn, told)
+        return replace(self, computes=_put(self.computes, fqn, kind), told=told)
+
+    def with_boundary(self, fqn: str, boundary: Boundary) -> Plan:
+        """The plan with one more boundary at a module."""
+        known = self.boundaries.get(fqn, ())
+        return replace(self, boundaries=_put(self.boundaries, fqn, (*known, boundary)))
+
+    @property
+    def micro(self) -> int:
+        """Into how many microbatches a rank's rows are split."""
+        return self.order.micro if self.order is not None else 1
+
+    def stages(self, axis: str) -> int:
+        """Into how many stages the model is cut along an axis."""
+        ranks = self.mesh.size(axis)
+        return self.order.stages(ranks) if self.order is not None else ranks
+
+    @property
+    def gives_up(self) -> frozenset[str]:
+        """All that the schedule's result may differ in from the original's."""
+        return frozenset(name for a in self.actions for name in a.primitive.gives_up)
+
+    @property
+    def scaled(self) -> Cast | None:
+        """The row that says how the loss is scaled, if it is."""
+        return next((one for one in self.casts if one.dtype == "fp16"), None)
+
+    @property
+    def used_axes(self) -> frozenset[str]:
+        """The plain axes that some row uses."""
+        over = [axis for r in self.replicas for axis in r.axes]
+        over += [*self.context_axes]
+        over += [b.axis for boundaries in self.boundaries.values() for b in boundaries]
+        over += [axis for layout in self.layouts.values() for axis in layout.axes]
+        over += [cut.axis for cut in self.cuts]
+        return frozenset(plain for axis in over for plain in self.mesh.fold(axis))
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The plain axes whose ranks see different rows or tokens of the batch, in mesh order."""
+        named = {axis for r in self.replicas for over in r.axes for axis in self.mesh.fold(over)}
+        named.update(self.context_axes)
+        return tuple(axis for axis in self.mesh.sizes if axis in named)
+
+    @property
+    def context_axes(self) -> tuple[str, ...]:
+        """The plain axes whose ranks see different tokens of the same rows, in mesh order."""
+        named = [axis for rows in self.contexts.values() for row in rows for axis in row.axes]
+        return self.mesh.fold(named)
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """The plain axes whose ranks see different rows of the batch, in mesh order."""
+        tokens = self.context_axes
+        return tuple(axis for axis in self.data_axes if axis not in tokens)
+
+    @property
+    def shares(self) -> int:
+        """Into how many parts the rows of a batch are split."""
+        return self.mesh.size(self.row_axes)
+
+    @property
+    def copies(self) -> tuple[Replicas, ...]:
+        """`replicas`, and those that split sequences alone: what they hold is whole."""
+        named = {axis for one in self.replicas for axis in self.mesh.fold(one.axes)}
+        alone = tuple(axis for axis in self.context_axes if axis not in named)
+        return (*self.replicas, Replicas(alone, 0)) if alone else self.replicas
+
+    def split_axes(self, parameter: str) -> frozenset[str]:
+        """The plain axes that split a parameter."""
+        layout = self.layout(parameter)
+        return frozenset(plain for axis in layout.axes for plain in self.mesh.fold(axis))
+
+    def copied_over(self, parameter: str) -> tuple[str, ...]:
+        """The data axes along which ranks hold the same of a parameter, in mesh order."""
+        split = self.split_axes(parameter)
+        return tuple(axis for axis in self.data_axes if axis not in split)
+
+    def rows_at(self, fqn: str) -> list[Action]:
+        """The actions whose sites are this module or hold it."""
+        places = {p for rows in self.trail.at.many((fqn, *holders(fqn)), ()) for p in rows}
+        return [self.actions[place] for place in sorted(places)]
+
+    def rows_near(self, fqn: str) -> list[Action]:
+        """The actions at this module, at what holds it and at what it holds."""
+        return [self.actions[place] for place in sorted(self.trail.around((fqn,)))]
+
+
+def _put(known: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
+    return persistent(known).put({key: value})

@@ -1,0 +1,1 @@
+"""The language as text and values: grammar, syntax tree, printer, selectors, arguments."""

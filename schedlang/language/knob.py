@@ -1,0 +1,190 @@
+"""Knobs: the parameters of a schedule, their types, domains and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, guess
+from schedlang.diagnostics.source import Span
+from schedlang.language import nodes as n
+from schedlang.language import spelling
+from schedlang.language.evaluate import evaluate
+from schedlang.language.value import AxisSize, Choice, Names, Symbol, listed, shown
+
+TYPES = ("int", "float", "bool", "choice")
+OF_TYPE: Mapping[str, str] = {
+    "int": "an integer: `4`",
+    "float": "a number: `0.5`",
+    "bool": "`true` or `false`",
+    "choice": "a name: `full`",
+}
+WIDEST = 4096  # an interval with more members is not listed
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A parameter: its type, its domain (None: anything of the type) and its value."""
+
+    name: str
+    type: str
+    value: Any
+    choices: tuple[Any, ...] | None
+    interval: tuple[Any, Any] | None
+    span: Span
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """Every value it may have, where they can be listed."""
+        if self.choices is not None:
+            return self.choices
+        if self.interval and self.type == "int" and self.interval[1] - self.interval[0] < WIDEST:
+            return tuple(range(self.interval[0], self.interval[1] + 1))
+        return (False, True) if self.type == "bool" else ()
+
+    def allows(self, value: Any) -> bool:
+        """Whether a value of the right type lies in the domain."""
+        if self.choices is not None:
+            return value in self.choices
+        return self.interval is None or self.interval[0] <= value <= self.interval[1]
+
+
+def declare(node: n.Knob, names: Names, settings: Mapping[str, Any]) -> Knob:
+    """The knob of a declaration, set or at its default.
+
+    Refuses S102 (no such type, a value of another type), S103 (outside the domain) and S105 (no
+    value at all).  Settings from a command line are texts.
+    """
+    if node.type not in TYPES:
+        title = f"a knob cannot be of type `{node.type}`"
+        help_ = guess(node.type, TYPES, "choose one of")
+        raise Refusal(Diagnostic("S102", title, Label(node.span), helps=(help_,)))
+    choices, interval = _domain(node, names)
+    knob = Knob(node.name, node.type, None, choices, interval, node.span)
+    if node.name in settings:
+        value, place = _setting(knob, settings[node.name]), node.span
+    elif node.default is not None:
+        value, place = _typed(knob, evaluate(node.default, names), node.default.span), None
+    else:
+        title = f"`{node.name}` has no value"
+        help_ = f"set it: `--knob {node.name}=...`, or give it a default"
+        raise Refusal(Diagnostic("S105", title, Label(node.span, "no default"), helps=(help_,)))
+    if not knob.allows(value):
+        _outside(knob, node, value, from_setting=place is not None)
+    if knob.type == "choice":
+        value = Choice.of(str(value), knob.name, [str(option) for option in knob.options])
+    return Knob(node.name, node.type, value, choices, interval, node.span)
+
+
+def _domain(node: n.Knob, names: Names) -> tuple[tuple[Any, ...] | None, tuple[Any, Any] | None]:
+    blank = Knob(node.name, node.type, None, None, None, node.span)
+    if node.domain is None:
+        return None, None
+    if isinstance(node.domain, n.Interval):
+        low = _typed(blank, evaluate(node.domain.low, names), node.domain.low.span)
+        high = _typed(blank, evaluate(node.domain.high, names), node.domain.high.span)
+        if node.type not in ("int", "float") or low > high:
+            said = (
+                "the first number is larger than the second"
+                if node.type in ("int", "float")
+                else "numbers only"
+            )
+            title = "an interval goes from the smaller to the larger number"
+            helps: tuple[str, ...] = ("swap the two numbers: `in 1..8`",)
+            if node.type not in ("int", "float"):
+                helps = ("list the values: `in [...]`",)
+            raise Refusal(Diagnostic("S102", title, Label(node.domain.span, said), helps=helps))
+        return None, (low, high)
+    values = evaluate(node.domain, names)
+    if not isinstance(values, tuple) or not values:
+        title = "the values of a knob are a list or an interval"
+        helps = ("`in [1, 2, 4]`", "`in 1..8`")
+        raise Refusal(Diagnostic("S102", title, Label(node.domain.span), helps=helps))
+    return tuple(_typed(blank, value, node.domain.span) for value in values), None
+
+
+def _typed(knob: Knob, value: Any, span: Span) -> Any:
+    """The value as one of the knob's type (S102)."""
+    kinds: Mapping[str, Callable[[Any], bool]] = {
+        "int": lambda v: isinstance(v, int) and not isinstance(v, bool),
+        "float": lambda v: isinstance(v, int | float) and not isinstance(v, bool),
+        "bool": lambda v: isinstance(v, bool),
+        "choice": lambda v: isinstance(v, str | AxisSize),
+    }
+    if not kinds[knob.type](value):
+        title = f"`{knob.name}` must be of type {knob.type}"
+        helps: tuple[str, ...] = (f"give it {OF_TYPE[knob.type]}",)
+        if other := next((name for name, fits in kinds.items() if fits(value)), None):
+            helps = (*helps, f"or declare it so: `knob {knob.name}: {other}`")
+        raise Refusal(
+            Diagnostic("S102", title, Label(span, f"this is {shown(value)}"), helps=helps)
+        )
+    if knob.type == "choice":
+        return Symbol(value.name if isinstance(value, AxisSize) else value)
+    return {"int": int, "float": float, "bool": bool}[knob.type](value)
+
+
+def _setting(knob: Knob, given: Any) -> Any:
+    """A setting from outside the file; a text is read as the knob's type asks."""
+    value = given
+    if isinstance(given, str) and knob.type != "choice":
+        readers: Mapping[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": _bool}
+        try:
+            value = readers[knob.type](given)
+        except ValueError:
+            title = f"`{knob.name}` cannot be `{given}`"
+            label = Label(knob.span, f"is of type {knob.type}")
+            helps = (f"give it {OF_TYPE[knob.type]}",)
+            raise Refusal(Diagnostic("S102", title, label, helps=helps)) from None
+    return _typed(knob, value, knob.span)
+
+
+def _bool(text: str) -> bool:
+    known = {"true": True, "false": False, "1": True, "0": False}
+    if text.lower() not in known:
+        raise ValueError(text)
+    return known[text.lower()]
+
+
+def _outside(knob: Knob, node: n.Knob, value: Any, from_setting: bool) -> None:
+    assert node.domain is not None
+    said = spelling.expr(node.domain)
+    many = f"set `{knob.name}` to one of {said}" if knob.choices else f"choose from {said}"
+    title = f"`{knob.name}` cannot be {shown(value).strip('`')}"
+    also = () if from_setting or node.default is None else (Label(node.default.span, "default"),)
+    label = Label(node.domain.span, "its allowed values")
+    raise Refusal(Diagnostic("S103", title, label, also, helps=(many,)))
+
+
+def unknown_settings(settings: Mapping[str, Any], knobs: Mapping[str, Knob], at: Span) -> None:
+    """Refuse S106 a setting of a knob that the schedule does not have."""
+    for name in settings:
+        if name not in knobs:
+            help_ = guess(name, knobs, "its knobs are") if knobs else "it has no knobs"
+            title = f"the schedule has no knob `{name}`"
+            raise Refusal(Diagnostic("S106", title, Label(at), helps=(help_,)))
+
+
+def alternatives(
+    knobs: Mapping[str, Knob], holds: Callable[[Mapping[str, Any]], bool]
+) -> list[str]:
+    """Values of one knob each that would make a requirement hold, as text."""
+    found = []
+    for knob in knobs.values():
+        fits = [v for v in knob.options if v != knob.value and _tries(holds, {knob.name: v})]
+        if fits:
+            found.append(f"`{knob.name}` may be {listed(fits[:6])}")
+    return found
+
+
+def _tries(holds: Callable[[Mapping[str, Any]], bool], changed: Mapping[str, Any]) -> bool:
+    try:
+        return holds(changed)
+    except Refusal:
+        return False
+
+
+def decided(knobs: Mapping[str, Knob]) -> str:
+    """tp = 4, pp = 2: what the knobs are set to."""
+    return ", ".join(f"{k.name} = {shown(k.value).strip('`')}" for k in knobs.values())

@@ -1,0 +1,133 @@
+"""What `explain` says of a primitive, made from its class alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from typing import Any, Literal
+
+from schedlang.ir import placement
+from schedlang.ir.primitive import Primitive, conflicts, registry
+from schedlang.language.binding import surface
+from schedlang.language.kinds import MANY, REST, Axes, Axis, describe
+from schedlang.language.value import shown
+
+SUBJECT = {
+    "module": "each selected module by itself",
+    "selection": "all selected modules together",
+    "model": "the whole scope: no selector stands before it",
+}
+
+
+def signature(primitive: type[Primitive]) -> str:
+    """shard(col | row | vocab, over=axis, blocks=1): arguments as one writes them."""
+    return f"{primitive.__name__}({', '.join(_parameter(primitive, f) for f in _own(primitive))})"
+
+
+def explain(primitive: type[Primitive]) -> str:
+    """The whole page: signature, documentation, arguments, an example, facets, what it gives up."""
+    parts = [signature(primitive), inspect.cleandoc(primitive.__doc__ or "")]
+    told = rows(primitive)
+    if told:
+        width = max(len(name) for name, _ in told)
+        parts.append("\n".join(f"{name:<{width}}  {said}" for name, said in told))
+    parts.append(f"example   {primitive.example}")
+    facts = [f"takes     {SUBJECT[primitive.takes]}"]
+    facts += [f"{word:<9} {_names(getattr(primitive, word))}" for word in ("reads", "writes")]
+    facts.append(f"gives up  {gives_up(primitive)}")
+    facts += [f"{word:<9} {said}" for word, said in _order(primitive)]
+    return "\n\n".join([*parts, "\n".join(facts)]) + "\n"
+
+
+def rows(primitive: type[Primitive]) -> list[tuple[str, str]]:
+    """The name of each argument, and what it may be."""
+    return [_row(primitive, f) for f in _own(primitive)]
+
+
+def gives_up(primitive: type[Primitive]) -> str:
+    """What its result may differ in, in words."""
+    names: Any = inspect.getattr_static(primitive, "gives_up")
+    return "depends on its arguments" if isinstance(names, property) else _names(names)
+
+
+def to_json(primitive: type[Primitive]) -> dict[str, object]:
+    """The same page for machines."""
+    return {
+        "name": primitive.__name__,
+        "signature": signature(primitive),
+        "documentation": inspect.cleandoc(primitive.__doc__ or ""),
+        "arguments": dict(rows(primitive)),
+        "example": primitive.example,
+        "takes": primitive.takes,
+        "reads": sorted(primitive.reads),
+        "writes": sorted(primitive.writes),
+        "gives_up": gives_up(primitive),
+    }
+
+
+def _own(primitive: Any) -> list[dataclasses.Field[Any]]:
+    return [f for f in dataclasses.fields(primitive) if f.init]
+
+
+def _names(names: Any) -> str:
+    return ", ".join(sorted(names)) or "nothing"
+
+
+def _default(field: dataclasses.Field[Any]) -> str | None:
+    if field.default is dataclasses.MISSING:
+        return None if field.default_factory is dataclasses.MISSING else ""
+    return "none" if field.default is None else shown(field.default).strip("`")
+
+
+def _parameter(primitive: type[Primitive], field: dataclasses.Field[Any]) -> str:
+    kind = surface(primitive).types[field.name]
+    mark = getattr(kind, "__metadata__", ("",))[0]
+    if mark == REST:
+        return f"name={_short(_element(kind, 1))}, ..."
+    if mark == MANY:
+        return f"{_short(_element(kind))}, ..."
+    default = _default(field)
+    if default is None:
+        first = typing.get_origin(kind) is Literal and not field.kw_only
+        return _short(kind) if first else f"{field.name}={_short(kind)}"
+    return f"{field.name}={default}"
+
+
+def _element(kind: Any, place: int | None = None) -> Any:
+    """The type of one of several values of a field; of a pair's value at `place`."""
+    one = typing.get_args(typing.get_args(kind)[0])[0]
+    return one if place is None else typing.get_args(one)[place]
+
+
+def _short(kind: Any) -> str:
+    if kind is Axis:
+        return "axis"
+    if kind == Axes:
+        return "axes"
+    if kind == placement.Placement:
+        return "S(dim) | R | P(sum)"
+    if typing.get_origin(kind) is Literal:
+        return " | ".join(map(str, typing.get_args(kind)))
+    return str(getattr(kind, "__name__", describe(kind)))
+
+
+def _row(primitive: type[Primitive], field: dataclasses.Field[Any]) -> tuple[str, str]:
+    kind = surface(primitive).types[field.name]
+    mark = getattr(kind, "__metadata__", ("",))[0]
+    if mark == REST:
+        return "name=", f"by the name of a tensor: {describe(_element(kind, 1))}"
+    if mark == MANY:
+        return field.name, f"any number: {describe(_element(kind))}"
+    default = _default(field)
+    said = f"; {default or 'empty'} unless given" if default is not None else "; must be given"
+    return field.name, describe(kind).replace("`", "") + said
+
+
+def _order(primitive: type[Primitive]) -> list[tuple[str, str]]:
+    """Which verbs must stand above it, and which below, where both touch a module."""
+    others = [other for other in registry().values() if other is not primitive]
+    above = [o.__name__ for o in others if conflicts(primitive, o) == "clash"]
+    below = [o.__name__ for o in others if conflicts(o, primitive) == "clash"]
+    found = [("after", above), ("before", below)]
+    return [(word, ", ".join(sorted(names))) for word, names in found if names]

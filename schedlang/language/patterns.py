@@ -1,0 +1,238 @@
+"""Pattern: a function of tensors as a schedule writes it, `pattern name(x, b) { gelu(x + b) }`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias, Union
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest, guess
+from schedlang.diagnostics.source import Source
+from schedlang.language import nodes as n
+from schedlang.language import spelling
+from schedlang.language.syntax import parse
+
+# what a pattern may be made of: a function of torch, and the order of its arguments in a pattern;
+# what torch has besides (shapes, flags) is told by name, or left open
+FUNCTIONS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        (
+            "gelu",
+            "relu",
+            "silu",
+            "sigmoid",
+            "tanh",
+            "erf",
+            "exp",
+            "log",
+            "sqrt",
+            "rsqrt",
+            "square",
+            "abs",
+            "neg",
+            "softplus",
+            "mish",
+            "relu6",
+            "hardswish",
+            "elu",
+            "leaky_relu",
+            "logsigmoid",
+            "reciprocal",
+            "sin",
+            "cos",
+            "to",
+        ),
+        ("input",),
+    ),
+    **dict.fromkeys(
+        ("add", "sub", "mul", "div", "matmul", "maximum", "minimum"), ("input", "other")
+    ),
+    "pow": ("input", "exponent"),
+    "mean": ("input", "dim"),
+    "sum": ("input", "dim"),
+    "softmax": ("input", "dim"),
+    "log_softmax": ("input", "dim"),
+    "dropout": ("input", "p"),
+    "layer_norm": ("input", "weight", "bias"),
+    "rms_norm": ("input", "weight"),
+    "linear": ("input", "weight", "bias"),
+    "masked_fill": ("input", "mask", "value"),
+    "where": ("condition", "input", "other"),
+    "clamp": ("input", "min", "max"),
+}
+NAMED: Mapping[str, tuple[str, ...]] = {
+    "gelu": ("approximate",),
+    "layer_norm": ("eps",),
+    "rms_norm": ("eps",),
+    "to": ("dtype",),
+    "elu": ("alpha",),
+    "leaky_relu": ("negative_slope",),
+    "mean": ("keepdim",),
+    "sum": ("keepdim",),
+}
+COMMUTES = frozenset({"add", "mul", "maximum", "minimum"})
+OPERATORS: Mapping[str, str] = {"+": "add", "-": "sub", "*": "mul", "/": "div", "@": "matmul"}
+
+
+@dataclass(frozen=True)
+class Var:
+    """A parameter of a pattern: any value, the same at every place."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Const:
+    """A literal, which must be the very one."""
+
+    value: Any
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+@dataclass(frozen=True)
+class Op:
+    """A function of torch and what it is given, by name; what is left out may be anything."""
+
+    name: str
+    given: tuple[tuple[str, Term], ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(str(term) for _, term in self.given)})"
+
+    @property
+    def size(self) -> int:
+        """How many functions it is made of."""
+        return 1 + sum(term.size for _, term in self.given if isinstance(term, Op))
+
+
+Term: TypeAlias = Union[Var, Const, Op]  # noqa: UP007
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A declared pattern; `text` is its declaration in canonical form."""
+
+    name: str
+    params: tuple[str, ...]
+    body: Op
+    text: str
+
+
+def declared(node: n.Pattern) -> Pattern:
+    """The pattern that a declaration says; S885 where it cannot be one."""
+    params = tuple(p.name for p in node.params)
+    for given in node.params:
+        if given.type or given.default is not None:
+            _refused("a pattern's parameters are tensors", given, f"write `{given.name}`")
+    body = _term(node.body, params)
+    if not isinstance(body, Op):
+        _refused(
+            "a pattern must be a function of its parameters", node.body, "for example `gelu(x + b)`"
+        )
+    idle = [name for name in params if name not in _names(body)]
+    if idle:
+        _refused(f"the pattern does not use `{idle[0]}`", node, "drop it")
+    return Pattern(node.name, params, body, spelling.head(node))
+
+
+def read(text: str) -> Pattern:
+    """The pattern of a declaration's text."""
+    return declared(node_of(text))
+
+
+def node_of(text: str) -> n.Pattern:
+    """The declaration in a text, with or without its keyword."""
+    said = text if text.lstrip().startswith("pattern ") else f"pattern {text}"
+    items = parse(Source("<string>", f"schedule 1\n{said}\n")).items
+    if len(items) != 1 or not isinstance(items[0], n.Pattern):
+        raise Refusal(
+            Diagnostic(
+                "S885",
+                "this is not a single pattern",
+                helps=("write `bias_gelu(x, b) { gelu(x + b) }`",),
+            )
+        )
+    return items[0]
+
+
+def _literal(text: str, node: n.Node) -> Any:
+    try:
+        return {"true": True, "false": False}[text] if text in ("true", "false") else _plain(text)
+    except ValueError:
+        _refused(
+            f"`{text}` is not a number", node, "a pattern may contain plain numbers and strings"
+        )
+
+
+def _plain(text: str) -> Any:
+    if text.startswith('"'):
+        return text[1:-1]
+    return int(text) if text.isdigit() else float(text)
+
+
+def _names(term: Term) -> set[str]:
+    if isinstance(term, Op):
+        return {name for _, inner in term.given for name in _names(inner)}
+    return {term.name} if isinstance(term, Var) else set()
+
+
+def _term(node: n.Node, params: Sequence[str]) -> Term:
+    match node:
+        case n.Lit(text):
+            return Const(_literal(text, node))
+        case n.Name(parts):
+            name = ".".join(parts)
+            return Var(name) if name in params else Const(name)
+        case n.Group((inner,)):
+            return _term(inner, params)
+        case n.Unary("-", operand):
+            term = _term(operand, params)
+            if isinstance(term, Const) and isinstance(term.value, int | float):
+                return Const(-term.value)
+            return Op("neg", (("input", term),))
+        case n.Chain(items):
+            return _chain(node, items, params)
+        case n.Call():
+            return _call(node, params)
+    _refused("a pattern may contain functions, operators and literals", node)
+
+
+def _chain(node: n.Node, items: Sequence[Any], params: Sequence[str]) -> Term:
+    left = _term(items[0], params)
+    for op, right in zip(items[1::2], items[2::2], strict=True):
+        if op not in OPERATORS:
+            _refused(
+                f"`{op}` is not allowed in a pattern", node, f"allowed are {', '.join(OPERATORS)}"
+            )
+        left = Op(OPERATORS[op], (("input", left), ("other", _term(right, params))))
+    return left
+
+
+def _call(node: n.Call, params: Sequence[str]) -> Op:
+    name = node.name.text
+    if name not in FUNCTIONS:
+        near = closest(name, FUNCTIONS)
+        help_ = f"did you mean `{near}`?" if near else guess(name, FUNCTIONS, "it knows")
+        _refused(f"the function `{name}` is not allowed in a pattern", node.name, help_)
+    order, given = FUNCTIONS[name], {}
+    free = list(order)
+    for arg in node.args:
+        word = arg.name if isinstance(arg, n.Keyword) else free[0] if free else ""
+        if word not in (*order, *NAMED.get(name, ())):
+            said = ", ".join((*order, *(f"{one}=" for one in NAMED.get(name, ()))))
+            _refused(f"`{name}` takes no such argument", arg, f"it takes {said}")
+        if word in free:
+            free.remove(word)
+        given[word] = _term(arg.value if isinstance(arg, n.Keyword) else arg, params)
+    if order[0] not in given:
+        _refused(f"`{name}` needs an argument", node, f"write `{name}(x)`")
+    return Op(name, tuple(given.items()))
+
+
+def _refused(title: str, node: n.Node, *helps: str) -> NoReturn:
+    raise Refusal(Diagnostic("S885", title, Label(node.span), helps=helps))

@@ -1,0 +1,254 @@
+"""Syntax tree to canonical text: two spaces, columns for runs of rules, comments kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from schedlang.diagnostics.source import Source
+from schedlang.language import nodes as n
+from schedlang.language import spelling
+from schedlang.language.syntax import parse
+
+# ---- Rows of a formatted file to text: runs of rules at one depth share their columns.
+
+
+INDENT = "  "
+
+
+@dataclass
+class Row:
+    """One line to be: `right` is set for a rule, whose second column is aligned with its run's."""
+
+    depth: int
+    left: str
+    right: str | None = None
+    comment: str | None = None
+
+    @property
+    def blank(self) -> bool:
+        """An empty line."""
+        return not self.left
+
+    @property
+    def opens(self) -> bool:
+        """The first line of a block."""
+        return self.left.endswith("{") and not self.left.startswith("#")
+
+
+def lay_out(rows: list[Row]) -> str:
+    """The text of all rows, each line ended."""
+    return "".join(line.rstrip() + "\n" for run in _runs(rows) for line in _aligned(run))
+
+
+def _runs(rows: list[Row]) -> Iterator[list[Row]]:
+    """Maximal runs of rules at one depth; every other row is a run of its own."""
+    run: list[Row] = []
+    for row in rows:
+        together = run and row.right is not None and run[-1].right is not None
+        if together and row.depth == run[-1].depth:
+            run.append(row)
+            continue
+        if run:
+            yield run
+        run = [row]
+    if run:
+        yield run
+
+
+def _aligned(run: list[Row]) -> list[str]:
+    width = max(len(row.left) for row in run)
+    texts = []
+    for row in run:
+        text = row.left if row.right is None else f"{row.left:<{width}}  {row.right}"
+        texts.append(INDENT * row.depth + text)
+    column = max((len(t) for t, row in zip(texts, run) if row.comment), default=0)
+    return [f"{t:<{column}}  {row.comment}" if row.comment else t for t, row in zip(texts, run)]
+
+
+# ---- Syntax tree to canonical text: two spaces, columns for runs of rules, comments kept.
+
+
+WIDTH = 88
+
+
+def fmt(source: Source) -> str:
+    """The canonical form of a schedule; a pure function that knows no primitive."""
+    return to_text(parse(source))
+
+
+def to_text(file: n.File) -> str:
+    """A tree as canonical text.  Nodes that do not stand in `file`'s own text may be mixed in."""
+    return Printer(file).print()
+
+
+class Printer:
+    """Walks a file once, taking each comment from the queue when its line has passed."""
+
+    def __init__(self, file: n.File) -> None:
+        self.file = file
+        self.rows: list[Row] = []
+        self.comments = list(file.comments)
+        self.depth = 0
+        self.last = 0  # the line of the original that was printed last; 0 for none
+
+    def print(self) -> str:
+        """The whole file."""
+        header = self.file.header
+        self._leading(header)
+        self._put(spelling.head(header))
+        self._trailing(self._line(header))
+        before: n.Item | None = None
+        for item in self.file.items:
+            self._leading(item, apart=_apart(before, item))
+            self._statement(item)
+            before = item
+        self._remaining(10**9)
+        return lay_out(self.rows)
+
+    # ---- lines of the original ----------------------------------------------------------
+
+    def _line(self, node: n.Node) -> int:
+        """The line on which the node begins; 0 for a node that stands elsewhere."""
+        return node.span.line if node.span.source is self.file.span.source else 0
+
+    def _end(self, node: n.Node) -> int:
+        return node.span.end_line if node.span.source is self.file.span.source else 0
+
+    def _put(self, left: str, right: str | None = None) -> None:
+        self.rows.append(Row(self.depth, left, right))
+
+    def _gap(self, line: int) -> bool:
+        """Keep one of the author's blank lines, unless it stands just inside a brace."""
+        kept = bool(self.last and line > self.last + 1 and self.rows and not self.rows[-1].opens)
+        if kept:
+            self.rows.append(Row(0, ""))
+        self.last = line
+        return kept
+
+    def _remaining(self, line: int) -> bool:
+        """The comments above `line`, on lines of their own; whether a blank line came with one."""
+        blank = False
+        while self.comments and self.comments[0].span.line < line:
+            comment = self.comments.pop(0)
+            blank |= self._gap(comment.span.line)
+            self._put(comment.text)
+        return blank
+
+    def _leading(self, node: n.Node, apart: bool = False) -> None:
+        """Comments and blank lines above a node; `apart` asks for at least one blank line."""
+        line, start = self._line(node), len(self.rows)
+        if line:
+            inside = self._head_end(node)
+            blank = self._remaining(inside)
+            self.last = min(self.last, line)
+            blank |= self._gap(line) if self.last < line else False
+            self.last = line
+            apart = apart and not blank
+        if apart and self.rows:
+            self.rows.insert(start, Row(0, ""))
+
+    def _head_end(self, node: n.Node) -> int:
+        """The first line whose comments no longer belong above the node."""
+        block = _first_block(node)
+        return max(self._line(node), block.span.line if block else self._end(node))
+
+    def _trailing(self, line: int) -> None:
+        """The comment that ends `line` of the original ends the row just printed."""
+        if line and self.comments and self.comments[0].span.line == line and self.rows:
+            self.rows[-1].comment = self.comments.pop(0).text
+        self.last = max(self.last, line)
+
+    # ---- statements ---------------------------------------------------------------------
+
+    def _statement(self, node: n.Node) -> None:
+        match node:
+            case n.Rule(call=call):
+                self._call(spelling.paths(node.paths), call.name.text, call.args)
+            case n.Do(path, call):
+                self._call("", spelling.path(path), call.args)
+            case n.At(block=block):
+                self._at(node, block)
+            case n.When(_, block, orelse):
+                self._when(node, block, orelse)
+            case n.Def(block=block) | n.Step(block=block) | n.Override(n.Step(block=block)):
+                self._block(spelling.head(node), block)
+            case _:
+                self._put(spelling.head(node))
+        self._trailing(self._end(node))
+
+    def _call(self, left: str, name: str, args: Sequence[n.Node]) -> None:
+        """A row; one argument per line where it would grow too long."""
+        text = name + spelling.args(args)
+        size = len(INDENT) * self.depth + len(left) + len("  ") * bool(left) + len(text)
+        first = text if size <= WIDTH or not args else name + "("
+        self._put(left or first, first if left else None)
+        if first is not text:
+            for arg in args:
+                self._put(f"{INDENT}{spelling.expr(arg)},")
+            self._put(")")
+
+    def _at(self, node: n.At, block: n.Block) -> None:
+        """An `at` with one call and room stays on one line."""
+        head = spelling.head(node)
+        if len(block.body) == 1 and isinstance(block.body[0], n.Do):
+            line = f"{head} {{ {spelling.statement(block.body[0])} }}"
+            if len(INDENT) * self.depth + len(line) <= WIDTH and not self._holds_comment(block):
+                self._put(line)
+                return
+        self._block(head, block)
+
+    def _holds_comment(self, block: n.Block) -> bool:
+        """Whether a comment stands between the braces."""
+        return bool(self.comments) and self.comments[0].span.line < self._end(block)
+
+    def _block(self, head: str, block: n.Block) -> None:
+        if not block.body and not self._holds_comment(block):
+            self._put(head + " {}")
+        else:
+            self._put(head + " {")
+            self._body(block)
+            self._put("}")
+
+    def _when(self, node: n.When, block: n.Block, orelse: n.Block | None) -> None:
+        head = spelling.head(node)
+        if orelse is None:
+            self._block(head, block)
+            return
+        self._put(head + " {")
+        self._body(block)
+        if not orelse.body and not self._holds_comment(orelse):
+            self._put("} else {}")
+            return
+        self._put("} else {")
+        self._body(orelse)
+        self._put("}")
+
+    def _body(self, block: n.Block) -> None:
+        line = self._line(block)
+        first = self._line(block.body[0]) if block.body else 0
+        if line and first != line:
+            self._trailing(line)
+        self.depth += 1
+        for node in block.body:
+            self._leading(node)
+            self._statement(node)
+        self._remaining(self._end(block))
+        self.depth -= 1
+        self.last = max(self.last, self._end(block))
+
+
+def _first_block(node: n.Node) -> n.Block | None:
+    match node:
+        case n.At(block=block) | n.When(block=block) | n.Def(block=block) | n.Step(block=block):
+            return block
+        case n.Override(step):
+            return step.block
+    return None
+
+
+def _apart(before: n.Item | None, item: n.Item) -> bool:
+    """Whether a blank line must stand between two items at the top of a file."""
+    blocks = n.Step | n.Def | n.Override
+    same = type(before) is type(item)
+    return not same or isinstance(item, blocks) or isinstance(before, blocks)

@@ -1,0 +1,403 @@
+"""A path and a tree of modules to the modules it names, in model order."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest, quoted
+from schedlang.language import nodes as n
+from schedlang.language import spelling
+from schedlang.language.evaluate import evaluate, reached
+from schedlang.language.misread import walk
+from schedlang.language.value import UNKNOWN, Missing, Names, Symbol, shown
+
+SEEN = ("params", "dtype", "fqn", "index")  # of every module, in a `where`
+
+
+class Typed(Protocol):
+    """A parameter, as far as `where` sees it."""
+
+    @property
+    def dtype(self) -> str:
+        """The name of the element type: float32."""
+
+
+class Tree(Protocol):
+    """What selectors ask of a model; modules are named as PyTorch names them, "" is the model."""
+
+    def children(self, fqn: str) -> Sequence[str]:
+        """The names of a module's direct children, in order."""
+
+    def class_names(self, fqn: str) -> tuple[str, ...]:
+        """The plain names of a module's class and of its bases."""
+
+    def attribute(self, fqn: str, name: str) -> object:
+        """A plain attribute of a module, or AttributeError."""
+
+    def attributes(self, fqn: str) -> Sequence[str]:
+        """The public names of a module's own attributes."""
+
+    def numel(self, fqn: str) -> int:
+        """The number of elements of a module's parameters, those of its children included."""
+
+    def below(self, fqn: str) -> Sequence[Typed]:
+        """The parameters of a module and its children."""
+
+
+class Found(NamedTuple):
+    """Modules found under one outer match; `loose` once a `**` has been passed."""
+
+    root: str
+    modules: tuple[str, ...]
+    loose: bool = False
+
+
+class Selector:
+    """Resolves paths against one tree; the order of modules is found once."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+        self._known: dict[tuple[n.Path, tuple[str, ...]], tuple[str, ...]] = {}
+        self._named: dict[tuple[str, Sequence[str]], Sequence[str]] = {}
+
+    @cached_property
+    def order(self) -> dict[str, int]:
+        """The place of every module in model order."""
+        return {fqn: place for place, fqn in enumerate(self.descend(""))}
+
+    def descend(self, fqn: str) -> Iterator[str]:
+        """A module and everything below it, in model order."""
+        waiting = [fqn]
+        while waiting:
+            fqn = waiting.pop()
+            yield fqn
+            if there := self.tree.children(fqn):
+                prefix = f"{fqn}." if fqn else ""
+                waiting += [prefix + name for name in reversed(there)]
+
+    def sort(self, modules: Iterable[str]) -> tuple[str, ...]:
+        """Model order, each module once."""
+        modules = tuple(modules)
+        places = list(map(self.order.__getitem__, modules))
+        if all(map(operator.lt, places, places[1:])):
+            return modules
+        return tuple(sorted(set(modules), key=self.order.__getitem__))
+
+    # ---- paths ----------------------------------------------------------------------------
+
+    def select(self, path: n.Path, roots: Sequence[str], names: Names) -> tuple[str, ...]:
+        """The modules that `path` names below each of `roots`.
+
+        Refuses S201 (a segment matches nothing under some outer match), S202 (an index out of
+        range) and S203 (no module of the type), unless the path ends in `?`.
+        """
+        key = (path, tuple(roots))
+        if key not in self._known:
+            found = self._select(path, roots, names)
+            if not _fixed(path):
+                return found
+            self._known[key] = found
+        return self._known[key]
+
+    def _select(self, path: n.Path, roots: Sequence[str], names: Names) -> tuple[str, ...]:
+        groups = [Found(root, (root,)) for root in roots]
+        for seg in path.segs:
+            named = self._everywhere(seg, groups)
+            if named and seg is path.segs[-1] and not seg.index and not path.type:
+                return self.sort(fqn for _, names in named for fqn in names)
+            found = [Found(root, (fqn,)) for root, names in named for fqn in names]
+            groups = found or self._steps(seg, groups, path.maybe)
+            if seg.index:
+                groups = [self._index(seg, group, names) for group in groups]
+        if path.type:
+            return self.sort(m for same in _by_root(groups) for m in self._of_type(path, same))
+        return self.sort(m for group in groups for m in group.modules)
+
+    def _everywhere(self, seg: n.Seg, groups: Sequence[Found]) -> list[tuple[str, list[str]]]:
+        """One segment further down, by outer match; nothing where a module lacks one of the names.
+
+        Modules with the same children are looked at once.
+        """
+        if seg.text == "**" or any(group.loose for group in groups):
+            return []
+        found = []
+        for group in groups:
+            for fqn in group.modules:
+                key = (seg.text, tuple(self.tree.children(fqn)))
+                names = self._named[key] if key in self._named else _hits(*key)
+                self._named[key] = names
+                if not names:
+                    return []
+                prefix = f"{fqn}." if fqn else ""
+                found.append((group.root, [prefix + name for name in names]))
+        return found
+
+    def _steps(self, seg: n.Seg, groups: Sequence[Found], maybe: bool) -> list[Found]:
+        """One segment further down, module by module."""
+        looked = [m for group in groups for m in group.modules]
+        return [new for group in groups for new in self._step(seg, group, looked, maybe)]
+
+    def _step(self, seg: n.Seg, group: Found, looked: Sequence[str], maybe: bool) -> list[Found]:
+        """One segment further down; `maybe` lets it match nothing."""
+        if seg.text == "**":
+            below = self.sort(d for m in group.modules for d in self.descend(m))
+            return [Found(group.root, below, loose=True)]
+        found: list[str] = []
+        for wanted in _alternatives(seg.text):
+            hits = [_join(m, c) for m in group.modules for c in self._children(m, wanted, seg)]
+            if not hits and group.modules and not maybe:
+                self._no_match(seg, wanted, group, looked)
+            found += hits
+        if group.loose:
+            return [Found(group.root, self.sort(found), loose=True)]
+        return [Found(group.root, (fqn,)) for fqn in self.sort(found)]
+
+    def _children(self, fqn: str, wanted: str, seg: n.Seg) -> list[str]:
+        there = self.tree.children(fqn)
+        if wanted.isdigit() and wanted not in there and there:
+            return [self._numbered(fqn, int(wanted), seg)]
+        pattern = _pattern(wanted)
+        return [name for name in there if pattern.fullmatch(name)]
+
+    def _numbered(self, fqn: str, index: int, seg: n.Seg) -> str:
+        """The child at a position, counted from the end if negative (S202)."""
+        there = self.tree.children(fqn)
+        if not -len(there) <= index < len(there):
+            count = f"{len(there)} children, 0 to {len(there) - 1}" if there else "no children"
+            label = Label(seg.span, f"{_name(fqn)} has {count}")
+            helps = ("count from the end: the last is `-1`",) if there else ()
+            raise Refusal(Diagnostic("S202", f"index {index} is out of range", label, helps=helps))
+        return there[index]
+
+    def _index(self, seg: n.Seg, group: Found, names: Names) -> Found:
+        """The children picked by [3], [-1], [0:12], [::2], [:ckpt]."""
+        picked: list[str] = []
+        for fqn in group.modules:
+            there = self.tree.children(fqn)
+            for item in seg.index:
+                if isinstance(item, str):
+                    place = _bound(item, seg, names)
+                    assert place is not None
+                    picked.append(_join(fqn, self._numbered(fqn, place, seg)))
+                else:
+                    picked += [_join(fqn, name) for name in _sliced(there, item, seg, names, fqn)]
+        return Found(group.root, self.sort(picked), group.loose)
+
+    def _of_type(self, path: n.Path, found: tuple[str, ...]) -> tuple[str, ...]:
+        kept = tuple(fqn for fqn in found if path.type in self.tree.class_names(fqn))
+        if kept or path.maybe or not found:
+            return kept
+        assert path.type is not None
+        there = sorted({self.tree.class_names(fqn)[0] for fqn in found})
+        near = closest(path.type, there)
+        help_ = f"did you mean `:{near}`?" if near else f"the types there are {quoted(there)}"
+        count = f"selects {len(found)} modules, none" if len(found) > 1 else "selects 1 module, not"
+        label = Label(path.span, f"{count} of this type")
+        title = f"no selected module is a `{path.type}`"
+        raise Refusal(Diagnostic("S203", title, label, helps=(help_,)))
+
+    def _no_match(self, seg: n.Seg, wanted: str, group: Found, looked: Sequence[str]) -> NoReturn:
+        children = sorted({name for m in group.modules for name in self.tree.children(m)})
+        where = _name(group.modules[0])
+        says = f"{where} has no child `{wanted}`" if children else f"{where} has no children"
+        notes: tuple[str, ...] = ()
+        if len(looked) > 1:
+            notes = (f"searched {len(looked)} modules, {_name(looked[0])} to {_name(looked[-1])}",)
+            having = [m for m in looked if self._has(m, wanted)]
+            if having:
+                notes += (
+                    f"{len(having)} of them have one; end the path in `?` to select only those",
+                )
+        near = closest(wanted, children)
+        helps: tuple[str, ...] = (f"did you mean `{near}`?",) if near else ()
+        if not near and children:
+            helps = (f"its children are {quoted(children)}",)
+        label = Label(seg.span, says)
+        raise Refusal(Diagnostic("S201", "selector matches no module", label, (), notes, helps))
+
+    def _has(self, fqn: str, wanted: str) -> bool:
+        return any(_pattern(wanted).fullmatch(name) for name in self.tree.children(fqn))
+
+    # ---- at ... where ... except ... ------------------------------------------------------
+
+    def scope(self, at: n.At, roots: Sequence[str], names: Names) -> tuple[str, ...]:
+        """The modules of an `at`; refuses S207 when `where` or `except` leave none of them."""
+        found = self.sort(m for path in at.paths for m in self.select(path, roots, names))
+        if not found:
+            return found
+        kept = self._where(at.where, found, names) if at.where is not None else found
+        gone = {m for path in at.except_ for m in self.select(path, roots, names)}
+        left = tuple(fqn for fqn in kept if fqn not in gone)
+        if not left:
+            title = "this selection is empty"
+            label = Label(at.paths[0].span.to(at.paths[-1].span), _counted(found))
+            notes: tuple[str, ...] = ("`except` removes all of them",)
+            if not kept and at.where is not None:
+                notes = ("`where` is false for all of them", *self._told(at.where, found, names))
+            helps = ("change the condition, or end the path in `?`: then it may select nothing",)
+            raise Refusal(Diagnostic("S207", title, label, notes=notes, helps=helps))
+        return left
+
+    def _where(self, test: n.Expr, found: tuple[str, ...], names: Names) -> tuple[str, ...]:
+        """The modules for which the test holds; one that lacks an attribute is not kept."""
+        kept, lacking = [], []
+        for index, fqn in enumerate(found):
+            try:
+                holds = evaluate(test, replace(names, here=self._sight(fqn, index)))
+            except Missing as missing:
+                lacking.append(str(missing))
+                continue
+            if not isinstance(holds, bool) and holds is not UNKNOWN:
+                label = Label(test.span, f"this is {shown(holds)}")
+                raise Refusal(Diagnostic("S304", "`where` needs a condition: true or false", label))
+            if holds is True:
+                kept.append(fqn)
+        if lacking and len(lacking) == len(found):
+            label = Label(test.span, f"in `{spelling.expr(test)}`")
+            title = f"no selected module has an attribute `{lacking[0]}`"
+            own = self.tree.attributes(found[0])
+            helps: tuple[str, ...] = (f"every module has {quoted(SEEN)}",)
+            if near := closest(lacking[0], [*SEEN, *own]):
+                helps = (f"did you mean `{near}`?", *helps)
+            raise Refusal(Diagnostic("S208", title, label, helps=helps))
+        return tuple(kept)
+
+    def _told(self, test: n.Expr, found: tuple[str, ...], names: Names) -> Iterator[str]:
+        """What the names in a test are of the modules that were selected."""
+        for word in dict.fromkeys(node.text for node in walk(test) if isinstance(node, n.Name)):
+            values: dict[str, None] = {}
+            for index, fqn in enumerate(found):
+                with suppress(AttributeError):
+                    values[shown(self._sight(fqn, index)(word))] = None
+            known = list(values)
+            if known and word not in names.known():
+                more = f" and {len(known) - 4} more" if len(known) > 4 else ""
+                yield f"`{word}` is {', '.join(known[:4])}{more}"
+
+    def _sight(self, fqn: str, index: int) -> Any:
+        """What names mean in a `where` that looks at one module."""
+
+        def here(name: str) -> object:
+            if name == "fqn":
+                return fqn
+            if name == "index":
+                return index
+            if name == "params":
+                return self.tree.numel(fqn)
+            if name == "dtype":
+                kinds = {p.dtype for p in self.tree.below(fqn)}
+                return kinds.pop() if len(kinds) == 1 else "mixed" if kinds else "none"
+            first, *path = name.split(".")
+            if first.startswith("_"):
+                raise AttributeError(name)
+            return reached(self.tree.attribute(fqn, first), path)
+
+        return here
+
+
+def _by_root(groups: Sequence[Found]) -> Iterator[tuple[str, ...]]:
+    """What was found below each root."""
+    for root in dict.fromkeys(group.root for group in groups):
+        yield tuple(m for group in groups if group.root == root for m in group.modules)
+
+
+def _join(fqn: str, name: str) -> str:
+    return f"{fqn}.{name}" if fqn else name
+
+
+def _name(fqn: str) -> str:
+    return f"`{fqn}`" if fqn else "the model"
+
+
+def _counted(found: Sequence[str]) -> str:
+    return f"selects {len(found)} modules" if len(found) > 1 else f"selects {_name(found[0])}"
+
+
+@lru_cache
+def _alternatives(text: str) -> tuple[str, ...]:
+    """{q,k}_proj is q_proj and k_proj; each must match."""
+    bare = text.strip("`")
+    if text.startswith("`"):
+        return (f"`{bare}",)
+    parts = re.findall(r"\{[^}]*\}|[^{]+", bare)
+    options = [part[1:-1].split(",") if part[0] == "{" else [part] for part in parts]
+    return tuple("".join(choice) for choice in itertools.product(*options))
+
+
+@lru_cache
+def _pattern(text: str) -> re.Pattern[str]:
+    """The names that a segment without alternatives matches; one in backquotes is taken as is."""
+    if text.startswith("`"):
+        return re.compile(re.escape(text[1:]))
+    first, *rest = map(re.escape, re.split(r"\*+", text))
+    steps = [f"(?>[^.]*?{part})" for part in rest[:-1]]  # the nearest will do: nothing is retried
+    return re.compile("".join([first, *steps, *(f"[^.]*{part}" for part in rest[-1:])]))
+
+
+def _fixed(path: n.Path) -> bool:
+    """Whether a path names the same whatever names mean: its bounds are numbers."""
+    items = [item for seg in path.segs for item in seg.index]
+    each = (
+        (item,) if isinstance(item, str) else (item.start, item.stop, item.step) for item in items
+    )
+    return all(not text or text.lstrip("-").isdigit() for texts in each for text in texts)
+
+
+def _hits(text: str, there: Sequence[str]) -> Sequence[str]:
+    """The children that a segment names, in order; none if one of its alternatives has none."""
+    found: set[str] = set()
+    for wanted in _alternatives(text):
+        pattern = _pattern(wanted)
+        hits = [name for name in there if pattern.fullmatch(name)]
+        if not hits:
+            return ()
+        found.update(hits)
+    return [name for name in there if name in found]
+
+
+def _bound(text: str | None, seg: n.Seg, names: Names) -> int | None:
+    """The value of one bound: a number, or a name that has one."""
+    if text is None:
+        return None
+    if text.lstrip("-").isdigit():
+        return int(text)
+    value = evaluate(n.Name((text,), span=seg.span), names)
+    if value is UNKNOWN:
+        return 0
+    if type(value) is Symbol:
+        known = names.known()
+        near = closest(text, known)
+        helps = (f"did you mean `{near}`?",) if near else ()
+        title = f"unknown name `{text}`"
+        raise Refusal(Diagnostic("S210", title, Label(seg.span, "used as an index"), helps=helps))
+    if isinstance(value, bool) or not isinstance(value, int):
+        label = Label(seg.span, f"`{text}` is {shown(value)}")
+        raise Refusal(Diagnostic("S304", "an index must be an integer", label))
+    return int(value)
+
+
+def _sliced(
+    there: Sequence[str], item: n.Slice, seg: n.Seg, names: Names, fqn: str
+) -> Sequence[str]:
+    """A slice of the children; empty only if a knob made it so."""
+    texts = (item.start, item.stop, item.step)
+    bounds = [_bound(text, seg, names) for text in texts]
+    if bounds[2] == 0:
+        helps = ("write `[::2]` for every second module",)
+        raise Refusal(
+            Diagnostic("S202", "the step of a slice cannot be 0", Label(seg.span), helps=helps)
+        )
+    picked = there[slice(*bounds)]
+    numbers = all(text is None or text.lstrip("-").isdigit() for text in texts)
+    if not picked and numbers:
+        label = Label(seg.span, f"{_name(fqn)} has {len(there)} children")
+        helps = ("the end is not included: `[0:2]` selects two modules",)
+        raise Refusal(Diagnostic("S202", "this slice is empty", label, helps=helps))
+    return picked

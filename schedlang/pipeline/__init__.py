@@ -1,0 +1,1 @@
+"""Pipelines without torch: schedules of operations, their timelines, and what operations cost."""

@@ -1,0 +1,185 @@
+"""Orders of a pipeline's operations: one short generator each, with its paper and closed form."""
+
+from __future__ import annotations
+
+from schedlang.diagnostics.diagnostic import closest
+from schedlang.diagnostics.other_systems import ORDERS as OTHER_ORDERS
+from schedlang.pipeline.cost import UNIT_COST, Cost
+from schedlang.pipeline.schedules import (
+    block,
+    breadth,
+    dualpipe,
+    flush,
+    gis,
+    heuristic,
+    interleaved,
+    opposite,
+    parked,
+    search,
+    sliced,
+    stale,
+    varuna,
+    vee,
+    wave,
+    zero_bubble,
+)
+from schedlang.pipeline.schedules.csv_table import read_table, table_order, write_table
+from schedlang.pipeline.schedules.registry import Order, OrderError, Size
+from schedlang.pipeline.timeline import Timeline
+
+KNOWN: tuple[Order, ...] = (
+    *flush.ORDERS,
+    *interleaved.ORDERS,
+    *breadth.ORDERS,
+    *zero_bubble.ORDERS,
+    *heuristic.ORDERS,
+    *vee.ORDERS,
+    *block.ORDERS,
+    *gis.ORDERS,
+    *opposite.ORDERS,
+    *dualpipe.ORDERS,
+    *wave.ORDERS,
+    *sliced.ORDERS,
+    *parked.ORDERS,
+    *varuna.ORDERS,
+    *stale.ORDERS,
+)
+ORDERS: tuple[Order, ...] = (*KNOWN, search.search(KNOWN))
+
+__all__ = [
+    "ORDERS",
+    "Order",
+    "OrderError",
+    "Size",
+    "chunks_of",
+    "find",
+    "meant",
+    "order",
+    "read_table",
+    "sized",
+    "write_table",
+]
+
+
+def order(
+    name: str,
+    ranks: int,
+    micro: int,
+    chunks: int | None = None,
+    *,
+    slices: int = 1,
+    cost: Cost = UNIT_COST,
+    memory: float | None = None,
+    every: int | None = None,
+    barrier: bool = True,
+) -> Timeline:
+    """The compute operations of every rank under a named order.
+
+    `name` in any case, torch's class names included; `micro` microbatches; `chunks` stages per
+    rank, None: the order's own number; see `Size` for the rest. Raises OrderError for sizes that
+    the order does not have.
+    """
+    found = find(name)
+    size = sized(
+        found,
+        ranks,
+        micro,
+        chunks,
+        slices=slices,
+        cost=cost,
+        memory=memory,
+        every=every,
+        barrier=barrier,
+    )
+    return found.make(size)
+
+
+def sized(
+    found: Order,
+    ranks: int,
+    micro: int,
+    chunks: int | None = None,
+    *,
+    slices: int = 1,
+    cost: Cost = UNIT_COST,
+    memory: float | None = None,
+    every: int | None = None,
+    barrier: bool = True,
+) -> Size:
+    """The sizes of an order, checked; `chunks` None is its own number. Raises OrderError."""
+    from fractions import Fraction
+
+    chunks = chunks_of(name=found.name) if chunks is None else chunks
+    if min(ranks, micro, chunks, slices) < 1:
+        raise OrderError(
+            f"a pipeline of {ranks} ranks, {micro} microbatches and {chunks} chunks is empty",
+            "each of them is at least 1",
+        )
+    if found.chunks is not None and chunks not in found.chunks:
+        raise OrderError(*_other_chunks(found, chunks))
+    if found.chunks is None and chunks == 1 and found.default_chunks > 1 and not found.alone:
+        raise OrderError(
+            f"{found.name} needs several stages per rank",
+            f'chunks={found.default_chunks}, or order="1F1B"',
+        )
+    if slices > 1 and not found.sliced:
+        able = ", ".join(o.name for o in ORDERS if o.sliced)
+        raise OrderError(f"{found.name} does not cut sequences", f"slices=1, or one of {able}")
+    if every is not None:
+        _check_every(found, micro, every)
+    limit = None if memory is None else Fraction(memory)
+    size = Size(ranks, micro, chunks, slices, cost, limit, every, barrier)
+    problem = found.problem(size)
+    if problem is not None:
+        raise OrderError(*problem)
+    return size
+
+
+def chunks_of(name: str) -> int:
+    """How many stages an order puts on each rank unless it is told."""
+    found = find(name)
+    return found.default_chunks if found.chunks is None else found.chunks[0]
+
+
+def find(name: str) -> Order:
+    """The order of this name or alias, in any case, or of the table in a file `*.csv`."""
+    if name.lower().endswith(".csv"):
+        return table_order(name)
+    for known in ORDERS:
+        if name.lower() in (known.name.lower(), *(a.lower() for a in known.aliases)):
+            return known
+    raise OrderError(f"there is no order `{name}`", _legal(name))
+
+
+def meant(name: str) -> str | None:
+    """The order that an alias, a name of another system, or a misspelling stands for."""
+    every = {known: one.name for one in ORDERS for known in (one.name, *one.aliases)}
+    near = closest(name, every)
+    return OTHER_ORDERS.get(name.lower()) or (every[near] if near else None)
+
+
+def _legal(name: str) -> str:
+    """What to write for an order that nobody knows."""
+    found = meant(name)
+    return f'write `order="{found}"`' if found else "orders: " + ", ".join(o.name for o in ORDERS)
+
+
+def _check_every(found: Order, micro: int, every: int) -> None:
+    """Updates inside a step are of equally many microbatches, and not every order has them."""
+    if "staleness" not in found.relaxed:
+        stale = ", ".join(o.name for o in ORDERS if "staleness" in o.relaxed)
+        raise OrderError(
+            f"{found.name} makes one update a step", f"leave `every` out, or one of {stale}"
+        )
+    if every < 1 or micro % every:
+        legal = ", ".join(str(n) for n in range(1, micro + 1) if micro % n == 0)
+        raise OrderError(
+            f"{micro} microbatches are no whole number of updates of {every}", f"every= {legal}"
+        )
+
+
+def _other_chunks(found: Order, chunks: int) -> tuple[str, str]:
+    legal = " or ".join(str(n) for n in found.chunks or ())
+    stages = "one stage" if legal == "1" else f"{legal} stages"
+    other = f', or order="Interleaved1F1B", chunks={chunks}' if chunks > 1 else ""
+    return f"this order runs {stages} per rank, not {chunks}", f"chunks={legal}{other}"

@@ -1,0 +1,235 @@
+"""Orders as tables: one line per rank, one cell per operation, as torch reads and writes them.
+
+A cell is `[stage][kind][microbatch]`: `0F0`, `2I1`, `2W1`, `3B0`; an empty one is idle. Two that
+torch overlaps, `(0F1;1B0)OVERLAP_F_B`, run one after the other. Kinds are F, B (whole backward), I
+(input gradient), W (weight gradient), RECOMPUTE, OFFLOAD, RELOAD, EVICT, LOAD, STEP, BARRIER.
+Sends, receives, gathers and reductions, which torch's `compute_comms` form lists too, follow from
+these and are passed over. What torch has no word for stands after the microbatch, in this order,
+each left out where it is 0: `r1` the replica of the stage, `s2` the slice of the sequence, `v1` the
+version of the weights, `~3` the partner rank of EVICT and LOAD: `0F5r1`, `2B0s3`, `1EVICT4~2`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from schedlang.diagnostics.source import text_of
+from schedlang.pipeline.schedules.registry import Order, OrderError, Problem, Size
+from schedlang.pipeline.timeline import Kind, Op, Timeline, TimelineError, timeline, timing
+
+WORK = (Kind.F, Kind.B, Kind.I, Kind.W)
+ASIDE = (Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD, Kind.EVICT, Kind.LOAD)
+LISTED = (*WORK, *ASIDE, Kind.STEP, Kind.BARRIER)
+PASSED = {kind.name for kind in Kind if kind not in LISTED} | {"REDUCE_GRAD"}
+WORDS = sorted({kind.name for kind in Kind} | PASSED, key=lambda word: -len(word))
+CELL = re.compile(
+    rf"(\d{{1,9}})({'|'.join(WORDS)})(\d{{0,9}})"
+    r"(?:r(\d{1,9}))?(?:s(\d{1,9}))?(?:v(\d{1,9}))?(?:~(\d{1,9}))?",
+    re.ASCII,
+)
+QUOTED = re.compile(r"[\w~();]{1,40}")  # what may have been meant as a cell
+BOTH = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+LEGAL = "cells are like 0F0, 2I1, 2W1, 3B0, or empty; with replica, slice and version 0F5r1s2v1"
+
+
+class Cell(NamedTuple):
+    """An operation and where it stands: line, column and rank, counted from 1, 1 and 0."""
+
+    op: Op
+    line: int
+    column: int
+
+    @property
+    def place(self) -> str:
+        """In words."""
+        return f"line {self.line}, column {self.column}"
+
+
+def read_table(text: str, ranks: int | None = None, micro: int | None = None) -> Timeline:
+    """The timeline of a table; `ranks` and `micro`: what it must have, if that is known.
+
+    Raises OrderError with line and column for cells that are unknown or there twice, for stages on
+    two ranks, and for tables that are incomplete or would never end.
+    """
+    lines = text.removeprefix("\ufeff").splitlines()
+    while ranks is not None and len(lines) > ranks and not lines[-1].strip():
+        lines.pop()
+    cells = [list(_cells(line, number)) for number, line in enumerate(lines, 1)]
+    if not any(cells):
+        raise OrderError("the table lists no operation", LEGAL)
+    _homes(cells)
+    _complete(cells)
+    rows = [[cell.op for cell in row] for row in cells]
+    count = 1 + max(op.microbatch for row in rows for op in row)
+    for what, found, wanted in (("ranks", len(rows), ranks), ("microbatches", count, micro)):
+        if wanted is not None and found != wanted:
+            word = "micro" if what == "microbatches" else what
+            raise OrderError(f"the table is for {found} {what}, not {wanted}", f"{word}={found}")
+    made = timeline(rows)
+    try:
+        timing(made)
+    except TimelineError as error:
+        raise OrderError(str(error), "move the operation that is waited for further up") from error
+    return made
+
+
+def table_order(path: str) -> Order:
+    """The order that a table in a file lists, for the sizes that it is for.
+
+    Raises OrderError where the file cannot be read, and as `read_table`.
+    """
+    try:
+        t = read_table(text_of(path))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise OrderError(
+            f"cannot read the table `{path}`: {reason}", 'name a table, or an order: "1F1B"'
+        ) from error
+
+    def problem(size: Size) -> Problem | None:
+        both = (t.ranks, t.microbatches)
+        if (size.ranks, size.micro) == both:
+            return None
+        return "the table is for {} ranks and {} microbatches".format(*both), (
+            f"{t.ranks} ranks with micro={t.microbatches}"
+        )
+
+    chunks = -(-t.stages // t.ranks)
+    return Order(
+        path,
+        "a table",
+        lambda size: t,
+        problem=problem,
+        chunks=(chunks,),
+        replicas=t.replicas,
+        sliced=t.slices > 1,
+    )
+
+
+def write_table(t: Timeline) -> str:
+    """The table of a timeline, one line per rank; what follows from the rest is left out."""
+    lines = []
+    for rank in range(t.ranks):
+        lines.append(",".join(_text(op) for op in t.rows(rank) if op.kind in LISTED))
+    return "\n".join(lines) + "\n"
+
+
+def _text(op: Op) -> str:
+    more = ((op.replica, "r"), (op.slice, "s"), (op.version, "v"))
+    tail = "".join(f"{letter}{value}" for value, letter in more if value)
+    return f"{op.stage}{op.kind.name}{op.microbatch}{tail}" + (f"~{op.peer}" * (op.peer >= 0))
+
+
+def _cells(line: str, number: int) -> Iterator[Cell]:
+    column = 1
+    for word in line.split(","):
+        start = column + len(word) - len(word.lstrip())
+        inner = word.strip().strip('"')
+        for op in _ops(inner, f"line {number}, column {start}"):
+            yield Cell(op, number, start)
+        column += len(word) + 1
+
+
+def _ops(word: str, place: str) -> Iterator[Op]:
+    if both := BOTH.fullmatch(word):
+        for part in both[1].split(";"):
+            yield from _ops(part.strip(), place)
+        return
+    if not word:
+        return
+    found = CELL.fullmatch(word)
+    if found is None:
+        said = f"`{word}`" if QUOTED.fullmatch(word) else "what stands there"
+        raise OrderError(f"{place}: {said} is no operation", LEGAL)
+    stage, name, *numbers = found.groups()
+    if name in PASSED:
+        return
+    kind = Kind[name]
+    microbatch, replica, part, version = (int(n or 0) for n in numbers[:4])
+    if kind in WORK and not numbers[0]:
+        raise OrderError(f"{place}: `{word}` does not say of which microbatch", f"{word}0")
+    peer = int(numbers[4]) if numbers[4] else -1
+    if (kind in (Kind.EVICT, Kind.LOAD)) != (peer >= 0):
+        raise OrderError(
+            f"{place}: `{word}`: EVICT and LOAD, and no other, name a partner rank",
+            f"{stage}EVICT{microbatch}~1",
+        )
+    yield Op(kind, int(stage), microbatch, replica, part, version, peer)
+
+
+def _homes(cells: list[list[Cell]]) -> None:
+    """Refuse a stage of one replica on two ranks."""
+    homes: dict[tuple[int, int], tuple[int, Cell]] = {}
+    for rank, row in enumerate(cells):
+        for cell in row:
+            home, first = homes.setdefault((cell.op.replica, cell.op.stage), (rank, cell))
+            if home != rank:
+                raise OrderError(
+                    f"{cell.place}: stage {cell.op.stage} is on rank {rank}, "
+                    f"and at {first.place} on rank {home}",
+                    "a stage has one rank; a copy of it is another replica: "
+                    f"`{_text(cell.op._replace(replica=cell.op.replica + 1))}`",
+                )
+
+
+def _complete(cells: list[list[Cell]]) -> None:
+    """Refuse what is there twice, or missing."""
+    seen: dict[tuple[str, int, int, int], Cell] = {}
+    for cell in (cell for row in cells for cell in row if cell.op.kind in WORK):
+        op = cell.op
+        role = "B" if op.kind is Kind.I else op.kind.name
+        first = seen.setdefault((role, op.stage, op.microbatch, op.slice), cell)
+        if first is not cell:
+            raise OrderError(
+                f"{cell.place}: `{_text(op)}` does again what `{_text(first.op)}` "
+                f"does at {first.place}",
+                "each stage does each microbatch once: drop one of the two",
+            )
+    ops = [cell.op for row in cells for cell in row if cell.op.kind in WORK]
+    if not ops:
+        raise OrderError("the table has no forward and no backward", LEGAL)
+    stages, micro, slices = (1 + max(column) for column in list(zip(*ops))[1:3] + [_slices(ops)])
+    lines = {cell.op.stage: cell for row in cells for cell in row}
+    for stage in range(stages):
+        for microbatch in range(micro):
+            for part in range(slices):
+                _unit(seen, lines, stage, microbatch, part)
+
+
+def _slices(ops: list[Op]) -> tuple[int, ...]:
+    return tuple(op.slice for op in ops)
+
+
+def _unit(
+    seen: dict[tuple[str, int, int, int], Cell],
+    lines: dict[int, Cell],
+    stage: int,
+    microbatch: int,
+    part: int,
+) -> None:
+    """Refuse a stage that lacks its forward, its backward or its W of one slice."""
+    unit = (stage, microbatch, part)
+    back = seen.get(("B", *unit))
+    wanted = ["F", "B"] + (["W"] if back is not None and back.op.kind is Kind.I else [])
+    where = f"line {lines[stage].line}: " if stage in lines else ""
+    for role in wanted:
+        if (role, *unit) not in seen:
+            name = _text(Op(Kind[role], stage, microbatch, slice=part))
+            raise OrderError(
+                f"{where}`{name}` is missing", f"add `{name}` to the rank of its stage"
+            )
+    weight, forward = seen.get(("W", *unit)), seen[("F", *unit)]
+    if weight is not None and "W" not in wanted:
+        raise OrderError(
+            f"{weight.place}: `{_text(weight.op)}` has no input gradient",
+            f"write the backward as `{_text(weight.op._replace(kind=Kind.I))}`",
+        )
+    for other in (back, weight):
+        if other is not None and other.op.replica != forward.op.replica:
+            raise OrderError(
+                f"{other.place}: `{_text(other.op)}` is of another replica than "
+                f"`{_text(forward.op)}` at {forward.place}",
+                "a microbatch goes through one replica",
+            )

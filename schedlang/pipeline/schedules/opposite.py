@@ -1,0 +1,135 @@
+"""Chimera and GEMS: two copies of the stages, laid over the ranks in opposite directions.
+
+Replica 0 has stage s on rank s, replica 1 has it on rank p - 1 - s; even microbatches go through
+replica 0, odd ones through replica 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+import numpy as np
+
+from schedlang.pipeline.schedules.registry import Order, Problem, Size
+from schedlang.pipeline.schedules.slots import by_slot
+from schedlang.pipeline.timeline import Kind, Timeline
+
+KINDS = np.array([Kind.F, Kind.B])
+
+
+def _chimera(size: Size) -> Timeline:
+    """Each replica runs 1F1B in slots that the other leaves free; units of p microbatches follow.
+
+    With slots of one operation, microbatch i of a unit and replica is forwarded by stage s in slot
+    s + 2i and goes back in slot 2p - 1 - s + 2i. On a rank the stages of the two replicas differ by
+    an odd number, so one of them has the even slots and the other the odd ones. A unit takes each
+    rank 2p slots in a row, so that the next one may follow 2p later (direct concatenation).
+    """
+    p = size.ranks
+    microbatch, stage = np.meshgrid(np.arange(size.micro), np.arange(p), indexing="ij")
+    replica = microbatch % 2
+    unit, turn = np.divmod(microbatch // 2, p // 2)
+    forward = 2 * p * unit + 2 * turn + stage
+    backward = 2 * p * unit + 2 * turn + 2 * p - 1 - stage
+    slot = np.stack([forward, backward], -1)
+    columns = (_rank(p, stage, replica), KINDS, stage, microbatch, replica)
+    return by_slot(p, slot, *(c if c is KINDS else c[..., None] for c in columns))
+
+
+def _gems(size: Size) -> Timeline:
+    """One microbatch after the other, forward and back, from the two ends in turn."""
+    p = size.ranks
+    microbatch, stage = np.meshgrid(np.arange(size.micro), np.arange(p), indexing="ij")
+    slot = np.stack([2 * microbatch, 2 * microbatch + 1], -1)
+    replica = microbatch % 2
+    columns = (_rank(p, stage, replica), KINDS, stage, microbatch, replica)
+    return by_slot(p, slot, *(c if c is KINDS else c[..., None] for c in columns))
+
+
+def _rank(ranks: int, stage: np.ndarray, replica: np.ndarray) -> np.ndarray:
+    return np.where(replica == 0, stage, ranks - 1 - stage)
+
+
+def even(size: Size, least: Callable[[int], int]) -> Problem | None:
+    """Why two directions cannot share the ranks and the microbatches equally, and what can be.
+
+    `least`: the fewest microbatches for a number of ranks.
+    """
+    p, m = size.ranks, size.micro
+    if p % 2:
+        legal = [(q, _near(m, least(q))) for q in (p - 1, p + 1) if q > 1]
+        said = [f"{q} ranks" + (f" with micro={found[0]}" * (found[0] != m)) for q, found in legal]
+        return f"two directions meet between two ranks: not on {p}", " or ".join(said)
+    found = _near(m, least(p))
+    if m in found:
+        return None
+    at_least = f", at least {least(p)}" if least(p) > 2 else ""
+    why = f"two directions share an even number of microbatches{at_least}, not {m}"
+    return why, " or ".join(f"micro={n}" for n in found)
+
+
+def _near(micro: int, least: int) -> list[int]:
+    """The even numbers that are nearest to `micro` among those from `least`."""
+    if micro < least:
+        return [least]
+    return [micro - 1, micro + 1] if micro % 2 and micro > least else [micro + micro % 2]
+
+
+def _shared(size: Size) -> Problem | None:
+    return even(size, lambda ranks: 2)
+
+
+def _pair(size: Size) -> Problem | None:
+    micro = "micro=2" * (size.micro < 2)
+    if size.ranks < 2:
+        return "two directions need several ranks", "2 ranks" + f" with {micro}" * bool(micro)
+    return ("two directions need a microbatch each, not one", micro) if micro else None
+
+
+def _chimera_idle(size: Size) -> Fraction:
+    """(p-2) (max(F, B) + (n-1) |F - B|) over n whole units of p microbatches, with B = I + W.
+
+    With equal F and B this is the rate (p-2) / (2m + p-2), with B = 2F and one unit the rate
+    (p-2) / (3m/2 + p-2), both of §3.2 of the paper. A last unit of 2q < p microbatches leaves
+    (p - 2q) min(F, B) more, of which it may fill a part in the unit before.
+    """
+    p, f = size.ranks, Fraction(size.cost.f)
+    b = Fraction(size.cost.i) + Fraction(size.cost.w)
+    units = -(-size.micro // p)
+    missing = p // 2 - (size.micro - (units - 1) * p) // 2
+    filled = min(f, missing * (b - f)) if units > 1 and b > f else 0
+    return (p - 2) * (max(f, b) + (units - 1) * abs(f - b)) + 2 * missing * min(f, b) - filled
+
+
+def _gems_idle(size: Size) -> Fraction:
+    """p (F + B) + (m-1) (p max(F, B) + min(F, B)) - m (F + B), within the makespan.
+
+    With B = 2F the rate tends to (p-1) / (p + 1/2).
+    """
+    p, m, f = size.ranks, size.micro, Fraction(size.cost.f)
+    b = Fraction(size.cost.i) + Fraction(size.cost.w)
+    first = p * (f + b)
+    return first + (m - 1) * (p * max(f, b) + min(f, b)) - m * (f + b)
+
+
+ORDERS = (
+    Order(
+        "Chimera",
+        "Li and Hoefler 2021 (2107.06925), §3; direct concatenation where m > p",
+        _chimera,
+        problem=_shared,
+        bubble=_chimera_idle,
+        peak=lambda size: Fraction(min(size.ranks, size.micro)),
+        replicas=2,
+    ),
+    Order(
+        "GEMS",
+        "Jain et al., GEMS, 2020; as compared in Li and Hoefler 2021 (2107.06925), Table 2",
+        _gems,
+        problem=_pair,
+        bubble=_gems_idle,
+        peak=lambda size: Fraction(1),
+        replicas=2,
+    ),
+)

@@ -1,0 +1,79 @@
+"""Seq1F1B and TeraPipe: microbatches cut along the sequence, each slice a unit of the pipeline.
+
+Slices of a microbatch go forward in order, because later ones read the keys and values of earlier
+ones, and back in reverse.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+
+from schedlang.pipeline.schedules.lay import Ints, merge
+from schedlang.pipeline.schedules.registry import Order, Size
+from schedlang.pipeline.schedules.slots import by_slot
+from schedlang.pipeline.timeline import Timeline
+
+
+def _seq1f1b(size: Size) -> Timeline:
+    """One forward and one backward of a slice in turn, after p - r - 2 + k forwards on rank r.
+
+    The first backward is that of the last slice of its microbatch, so k - 1 more are in flight
+    than in 1F1B.
+    """
+    warmup = [size.ranks - rank - 2 + size.slices for rank in range(size.ranks)]
+    micro, part = np.divmod(np.arange(size.micro * size.slices), size.slices)
+    backward = micro * size.slices + (size.slices - 1 - part)
+    return _sliced(size, backward, warmup)
+
+
+def _terapipe(size: Size) -> Timeline:
+    """All forwards, then all backwards in exactly the reverse order."""
+    units = size.micro * size.slices
+    return _sliced(size, np.arange(units)[::-1], [units] * size.ranks)
+
+
+def _sliced(size: Size, backward: Ints, warmup: list[int]) -> Timeline:
+    """Rows of units (microbatch * slices + slice) that are the same on every rank but for the
+    number of forwards that come first."""
+    forward = np.arange(len(backward))
+    rows = [merge(forward, backward, min(first, len(forward))) for first in warmup]
+    kind = np.stack([kinds for kinds, _ in rows])
+    microbatch, part = np.divmod(np.stack([units for _, units in rows]), size.slices)
+    rank = np.arange(size.ranks)[:, None]
+    turn = np.arange(kind.shape[1])
+    return by_slot(size.ranks, turn, rank, kind, rank, microbatch, part=part)
+
+
+def _idle(size: Size) -> Fraction:
+    """(p-1) (F + B) / k with B = I + W, for slices of equal cost."""
+    cost = size.cost
+    whole = Fraction(cost.f) + Fraction(cost.i) + Fraction(cost.w)
+    return (size.ranks - 1) * whole / size.slices
+
+
+def _seq_peak(size: Size) -> Fraction:
+    """min(p - 1 + k, m k) slices on rank 0, of 1/k each."""
+    most = min(size.ranks - 1 + size.slices, size.micro * size.slices)
+    return Fraction(most, size.slices)
+
+
+ORDERS = (
+    Order(
+        "Seq1F1B",
+        "Sun et al., Seq1F1B, 2024 (2406.03488), §3",
+        _seq1f1b,
+        bubble=_idle,
+        peak=_seq_peak,
+        sliced=True,
+    ),
+    Order(
+        "TeraPipe",
+        "Li et al., TeraPipe, 2021 (2102.07988), §3",
+        _terapipe,
+        bubble=_idle,
+        peak=lambda size: Fraction(size.micro),
+        sliced=True,
+    ),
+)

@@ -1,0 +1,108 @@
+"""The activations that ranks hold along a timeline: in microbatches of one rank's share."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedlang.pipeline.cost import UNIT_COST, Cost
+from schedlang.pipeline.timeline.needs import Places
+from schedlang.pipeline.timeline.parking import with_holds
+from schedlang.pipeline.timeline.simulation import Ticks, exact_ticks, number, weights
+from schedlang.pipeline.timeline.table import TRANSFERS, Kind, Timeline
+
+AWAY, BACK = (Kind.EVICT, Kind.OFFLOAD, Kind.GIVE), (Kind.LOAD, Kind.RELOAD, Kind.HOLD)
+
+
+def peak(timeline: Timeline, cost: Cost = UNIT_COST) -> NDArray[Any]:
+    """The most that each rank holds, in M_B: one microbatch's activations on one rank's share.
+
+    A forward makes the activations of its stage and slice, which are `1 / (v k)`; the whole
+    backward frees them, or the input gradient all but `cost.kept` and the weight gradient that.
+    What is parked counts where it lies, and what is on the host nowhere. Exact where costs are.
+    """
+    t = parked(timeline)
+    steps, tick = _steps(t, cost)
+    tops = _tops(t, steps)
+    if tick is None:
+        return tops.astype(np.float64)
+    return np.array([int(x) * tick for x in tops.tolist()], dtype=object)
+
+
+def peak_live(timeline: Timeline) -> NDArray[np.int64]:
+    """The largest number of activations that each rank holds, in (stage, microbatch, slice).
+
+    A forward makes one, the whole backward or the weight gradient frees it; parked ones count
+    where they lie, those on the host nowhere.
+    """
+    t = parked(timeline)
+    made = np.isin(t.kind, (Kind.F, *BACK)).astype(np.int64)
+    return _tops(t, made - np.isin(t.kind, (Kind.B, Kind.W, *AWAY)))
+
+
+def held(timeline: Timeline, cost: Cost = UNIT_COST) -> tuple[Timeline, Ticks, Fraction | None]:
+    """What each rank holds after each row, in ticks; the timeline with what is parked."""
+    t = parked(timeline)
+    steps, tick = _steps(t, cost)
+    total = np.cumsum(steps)
+    before = np.where(t.starts[:-1] > 0, total[t.starts[:-1] - 1], 0)
+    return t, total - before[t.rank], tick
+
+
+def parked(timeline: Timeline) -> Timeline:
+    """Without sends and receives, with the partner's side of what is parked on it."""
+    added = np.isin(timeline.kind, TRANSFERS)
+    return with_holds(timeline.pick(~added) if added.any() else timeline)
+
+
+def _steps(t: Timeline, cost: Cost) -> tuple[Ticks, Fraction | None]:
+    """By how much each row changes what its rank holds."""
+    one = np.array([Fraction(1)], dtype=object)
+    given = cost.shares if cost.held is None else cost.held
+    stage = one if given is None else weights(given, t.stages, "stages")
+    part = one if cost.slices is None else weights(cost.slices, t.slices, "slices")
+    share = stage[:, None] * part * Fraction(t.ranks, max(1, t.stages) * max(1, t.slices))
+    kept, inputs = number(cost.kept), number(cost.inputs)
+    change = {Kind.F: 1, Kind.B: -1, Kind.I: kept - 1, Kind.W: -kept}
+    change |= dict.fromkeys(AWAY, -1) | dict.fromkeys(BACK, 1)
+    again = _again(t)
+    if again is None:
+        table = _table([change], share)
+        which: Any = 0
+    else:
+        small = {Kind.F: inputs, Kind.RECOMPUTE: 1 - inputs}
+        small |= dict.fromkeys(AWAY, -inputs) | dict.fromkeys(BACK, inputs)
+        table, which = _table([change, change | small], share), again.astype(np.int64)
+    ticks, tick = exact_ticks(table, len(t))
+    place = (t.stage if table.shape[2] > 1 else 0, t.slice if table.shape[3] > 1 else 0)
+    return ticks[(which, t.kind, *place)], tick
+
+
+def _table(changes: list[dict[Kind, Any]], share: NDArray[Any]) -> NDArray[Any]:
+    numbers = [[number(change.get(kind, 0)) for kind in Kind] for change in changes]
+    return np.asarray(np.array(numbers, dtype=object)[:, :, None, None] * share)
+
+
+def _again(t: Timeline) -> NDArray[np.bool_] | None:
+    """The rows whose activations are computed again, None where there are none."""
+    if not (t.kind == Kind.RECOMPUTE).any():
+        return None
+    table = Places(t)
+    found: NDArray[np.bool_] = table.rows_of(Kind.RECOMPUTE)[table.where] >= 0
+    return found
+
+
+def _tops(t: Timeline, steps: Ticks) -> Ticks:
+    """The largest running sum of every rank."""
+    tops = np.zeros(t.ranks, dtype=steps.dtype)
+    if not len(t):
+        return tops
+    total = np.cumsum(steps)
+    low = t.starts[:-1]
+    full = t.starts[1:] > low
+    before = np.where(low > 0, total[low - 1], 0)
+    tops[full] = np.maximum.reduceat(total, low[full]) - before[full]
+    return tops.clip(0)

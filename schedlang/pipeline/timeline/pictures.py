@@ -1,0 +1,379 @@
+"""Pictures of a timeline: bars in the terminal, and one self-contained SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedlang.pipeline.cost import Number
+from schedlang.pipeline.timeline.needs import dependencies
+from schedlang.pipeline.timeline.simulation import COPIES, Costs, Timing, timing
+from schedlang.pipeline.timeline.table import UNIT, Kind, Timeline
+
+# ---- How operations look in every picture: colours, words, shades and labels.
+
+
+# Okabe and Ito's palette; F, B, I and W are apart in lightness or hue for every kind of sight
+FILL = {
+    Kind.F: "#56b4e9",
+    Kind.B: "#e69f00",
+    Kind.I: "#f5d565",
+    Kind.W: "#009e73",
+    Kind.RECOMPUTE: "#cc79a7",
+    Kind.EVICT: "#d55e00",
+    Kind.LOAD: "#0072b2",
+    Kind.OFFLOAD: "#d55e00",
+    Kind.RELOAD: "#0072b2",
+    Kind.STEP: "#f0f0f0",
+}
+OTHER = "#a0a0a0"
+WORD = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input gradient",
+    Kind.W: "weight gradient",
+    Kind.RECOMPUTE: "forward again",
+    Kind.EVICT: "activations leave",
+    Kind.HOLD: "partner's activations",
+    Kind.GIVE: "partner's activations go home",
+    Kind.LOAD: "activations come home",
+    Kind.OFFLOAD: "activations to the host",
+    Kind.RELOAD: "activations from the host",
+    Kind.STEP: "update",
+    Kind.BARRIER: "barrier",
+}
+FAINTEST = 0.5  # how much of its colour the last stage of a rank has; the rest is white
+
+
+def fill(kind: Kind) -> str:
+    """The colour of a kind."""
+    return FILL.get(kind, OTHER)
+
+
+def word(kind: Kind) -> str:
+    """A kind in words."""
+    return WORD.get(kind, kind.name.lower())
+
+
+def levels(timeline: Timeline) -> NDArray[np.int64]:
+    """For each row the place of its stage among the stages that its rank runs of its replica."""
+    t = timeline
+    level = np.zeros((max(1, t.replicas), max(1, t.stages)), dtype=np.int64)
+    for replica, row in enumerate(t.homes):
+        seen: dict[int, int] = {}
+        for stage, rank in enumerate(row.tolist()):
+            level[replica, stage] = seen.get(rank, 0)
+            seen[rank] = seen.get(rank, 0) + 1
+    found: NDArray[np.int64] = level[t.replica, t.stage]
+    return found
+
+
+def shaded(kind: Kind, level: int, most: int) -> str:
+    """The colour of a block: the first stage of a rank is full, later ones are fainter.
+
+    Mixed with white in the dark as well: what is written on it is dark on either ground.
+    """
+    part = 1.0 - (1.0 - FAINTEST) * level / most if most else 1.0
+    full = (int(fill(kind)[k : k + 2], 16) for k in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - (255 - one) * part):02x}" for one in full)
+
+
+def label(microbatch: int, part: int, slices: int) -> str:
+    """What stands on a block: the microbatch, and the slice where it has several."""
+    return f"{microbatch}.{part}" if slices > 1 else str(microbatch)
+
+
+def named(
+    timeline: Timeline,
+    kind: int,
+    stage: int,
+    replica: int,
+    microbatch: int,
+    part: int,
+    version: int,
+) -> str:
+    """An operation in words, as little as tells it from others."""
+    if Kind(kind) in (Kind.STEP, Kind.BARRIER):
+        text = f"{word(Kind(kind))}, stage {stage}"
+    else:
+        text = f"{word(Kind(kind))}, stage {stage}, microbatch {microbatch}"
+    text += f", slice {part}" if timeline.slices > 1 else ""
+    text += f", replica {replica}" if timeline.replicas > 1 else ""
+    return text + (f", version {version}" if version else "")
+
+
+# ---- A timeline in the terminal: one bar for each rank, to scale, as wide as asked.
+
+
+IDLE = "\N{MIDDLE DOT}"
+MOST_RANKS = 40
+DARK = "\x1b[38;2;17;17;17m"
+END = "\x1b[0m"
+
+
+def bars(times: Timing, width: int = 100, *, colour: bool = False, ranks: str = "rank ") -> str:
+    """One line per rank: each cell has the letter of what its rank does in the middle of it.
+
+    Where an operation is wide enough its microbatch follows the letter. Of many ranks the middle
+    ones are left out. `colour`: as in the other pictures; letters tell all of it without.
+    """
+    t = times.timeline
+    head = len(f"{ranks}{t.ranks - 1} ")
+    cells = max(10, width - head)
+    scale = cells / max(float(times.end.max(initial=0.0)), 1e-12)
+    shown = list(range(t.ranks))
+    half = MOST_RANKS // 2
+    lines = []
+    for rank in shown if t.ranks <= MOST_RANKS else [*shown[:half], -1, *shown[-half:]]:
+        if rank < 0:
+            lines.append(f"{'..':>{head - 1}} {t.ranks - 2 * half} ranks more")
+            continue
+        rows = np.arange(t.starts[rank], t.starts[rank + 1])
+        rows = rows[~np.isin(t.kind[rows], COPIES) & (times.end[rows] > times.start[rows])]
+        edges = times.start[rows] * scale, times.end[rows] * scale
+        text = "".join(_bar(t, rows, *edges, cells, colour))
+        lines.append(f"{f'{ranks}{rank}':<{head - 1}} {text}")
+    return "\n".join([*lines, _legend_line(t, times, head, colour)])
+
+
+def _bar(
+    t: Timeline,
+    rows: NDArray[np.int64],
+    start: NDArray[np.float64],
+    end: NDArray[np.float64],
+    cells: int,
+    colour: bool,
+) -> Iterator[str]:
+    """Runs of cells that belong to one operation, or to none."""
+    middle = np.arange(cells) + 0.5
+    place = np.searchsorted(end, middle, side="right") if len(rows) else np.zeros(cells, int)
+    there = place < len(rows)
+    there[there] = start[place[there]] <= middle[there]
+    owner = np.where(there, place, -1)
+    first = np.flatnonzero(np.diff(owner, prepend=-2))
+    for low, high in zip(first.tolist(), [*first[1:].tolist(), cells]):
+        if owner[low] < 0:
+            yield IDLE * (high - low)
+            continue
+        row = rows[owner[low]]
+        kind = Kind(int(t.kind[row]))
+        words = kind.name[0] + str(int(t.microbatch[row]))
+        words = words if len(words) < high - low else kind.name[0]
+        yield _painted(words.ljust(high - low, "-"), kind, colour)
+
+
+def _painted(text: str, kind: Kind, colour: bool) -> str:
+    if not colour:
+        return text
+    red, green, blue = (int(fill(kind)[k : k + 2], 16) for k in (1, 3, 5))
+    return f"\x1b[48;2;{red};{green};{blue}m{DARK}{text.replace('-', ' ')}{END}"
+
+
+def _legend_line(t: Timeline, times: Timing, head: int, colour: bool) -> str:
+    kinds: Sequence[int] = np.unique(t.kind[times.end > times.start]).tolist()
+    words = [f"{_painted(Kind(k).name[0], Kind(k), colour)} {word(Kind(k))}" for k in kinds]
+    return " " * head + "   ".join([*words, f"{IDLE} idle"])
+
+
+# ---- A picture of a timeline: one self-contained SVG, light and dark, safe for colour blindness.
+
+
+ROW, BLOCK, UNIT_WIDTH, LEFT, TOP = 26, 22, 24.0, 58, 30
+MOST_BLOCKS = 4000  # beyond this many, blocks of a kind are one path without words
+STYLE = (
+    ".t text{font:11px system-ui,sans-serif;fill:#1f2328}.t .op{fill:#111;text-anchor:middle}"
+    ".t .lane{fill:#eef1f4}.t rect.b,.t path.b{stroke:#fff;stroke-width:.7}"
+    ".t path.k{stroke:#111}.t .bg{fill:#fff}"
+    ".t .way{fill:none;stroke:#57606a;stroke-width:.8}.t .way.back{stroke-dasharray:3 2}"
+    ".t .r{fill:none;stroke:#111;stroke-width:1}"
+    "@media(prefers-color-scheme:dark){.t text{fill:#e6edf3}.t .op{fill:#111}"
+    ".t .lane{fill:#22272e}.t rect.b,.t path.b{stroke:#0d1117}.t .way{stroke:#9198a1}"
+    ".t path.k{stroke:#e6edf3}.t .bg{fill:#0d1117}}"
+)
+HATCH = (
+    '<defs><pattern id="replica" width="6" height="6" patternUnits="userSpaceOnUse" '
+    'patternTransform="rotate(45)"><path d="M0 0V6" stroke="#111" stroke-width="1.6" '
+    'stroke-opacity=".45"/></pattern></defs>'
+)
+# drawn upwards or downwards from the middle of a lane where an operation takes no time
+SHAPES = {
+    Kind.EVICT: "M{x} {a}l5 9h-10z",
+    Kind.OFFLOAD: "M{x} {a}l5 9h-10z",
+    Kind.GIVE: "M{x} {a}l5 9h-10z",
+    Kind.LOAD: "M{x} {b}l5 -9h-10z",
+    Kind.RELOAD: "M{x} {b}l5 -9h-10z",
+    Kind.HOLD: "M{x} {b}l5 -9h-10z",
+    Kind.STEP: "M{x} {a}l6 7l-6 7l-6 -7z",
+    Kind.BARRIER: "M{x} {top}v22",
+}
+OTHER_SHAPE = "M{x} {a}l3 4l-3 4l-3 -4z"
+
+
+def svg(
+    timeline: Timeline,
+    cost: Costs = UNIT,
+    transfer: Number = 0.0,
+    title: str = "",
+    widest: float = 4000.0,
+    ranks: int | None = None,
+    unit: float = UNIT_WIDTH,
+    *,
+    transfers: bool = False,
+    who: str = "rank ",
+) -> str:
+    """The operations of every rank over time, as SVG text; see `drawn`."""
+    times = {"": timing(timeline, cost, transfer)}
+    return drawn(
+        times, title=title, widest=widest, ranks=ranks, unit=unit, transfers=transfers, who=who
+    )
+
+
+def drawn(
+    layers: Mapping[str, Timing],
+    *,
+    title: str = "",
+    widest: float = 4000.0,
+    ranks: int | None = None,
+    unit: float = UNIT_WIDTH,
+    transfers: bool = False,
+    who: str = "rank ",
+) -> str:
+    """Timings of one pipeline, each rank's bars under each other and named, as SVG text.
+
+    A block is named by its microbatch (and slice). On a rank with several stages later stages are
+    fainter; blocks of the second replica are hatched. Operations that take no time are marks:
+    a triangle up where activations leave, down where they come back, a diamond for an update.
+    A unit of cost is `unit` points wide, or less where all would be more than `widest`. `ranks`:
+    only the first so many are drawn, at their times among all. `transfers`: lines from where a
+    value is made to where it is used. `who`: what stands before a lane's number, as `pp=`.
+    """
+    first = next(iter(layers.values()))
+    lanes = first.timeline.ranks if ranks is None else min(ranks, first.timeline.ranks)
+    end = max(float(max(times.makespan for times in layers.values())), 1e-9)
+    scale = min(unit, widest / end)
+    step = ROW * len(layers) + 6 * (len(layers) > 1)
+    left = LEFT + 60 * any(layers)
+    width, height = left + end * scale + 10, TOP + lanes * step + 26
+    text = title or f"bubble {float(first.bubble):.1%}, {end:g} units"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="t" viewBox="0 0 {width:.0f} {height}" '
+        f'width="{width:.0f}" height="{height}" role="img" aria-label="{escape(text)}">',
+        f"<style>{STYLE}</style>",
+        f'<rect class="bg" width="{width:.0f}" height="{height}"/>',
+        HATCH if any(times.timeline.replicas > 1 for times in layers.values()) else "",
+        f'<text x="{left}" y="18">{escape(text)}</text>',
+    ]
+    for place, (name, times) in enumerate(layers.items()):
+        tops = [TOP + rank * step + place * ROW for rank in range(lanes)]
+        for rank, y in enumerate(tops):
+            lane = f"{who}{rank}" if not place else ""
+            parts += _lane(lane, name, y, left, end * scale)
+        parts += _layer(times, scale, tops, left)
+        parts += _lines(times, scale, tops, left) if transfers else ()
+    kinds = np.unique(np.concatenate([times.timeline.kind for times in layers.values()]))
+    several = first.timeline.replicas > 1
+    parts += _legend([Kind(k) for k in kinds.tolist()], several, left, TOP + lanes * step + 6)
+    return "\n".join([*filter(None, parts), "</svg>"]) + "\n"
+
+
+def _lane(who: str, name: str, y: int, left: int, wide: float) -> Iterator[str]:
+    if who:
+        yield f'<text x="4" y="{y + 16}">{who}</text>'
+    if name:
+        yield f'<text x="{LEFT}" y="{y + 16}">{escape(name)}</text>'
+    yield f'<rect class="lane" x="{left}" y="{y}" width="{wide:.1f}" height="{BLOCK}"/>'
+
+
+def _layer(times: Timing, scale: float, tops: Sequence[int], left: int) -> Iterator[str]:
+    """Blocks first, then marks above them."""
+    t = times.timeline
+    seen = (times.end > times.start) & (t.rank < len(tops))
+    if np.count_nonzero(seen) > MOST_BLOCKS:
+        yield from _paths(times, scale, tops, left)
+    else:
+        yield from _blocks(times, scale, tops, left)
+    marks = np.flatnonzero((times.end <= times.start) & (t.rank < len(tops)))
+    for row in marks.tolist():
+        kind = Kind(int(t.kind[row]))
+        if kind in (Kind.F, Kind.B, Kind.I, Kind.W):
+            continue
+        y, x = tops[int(t.rank[row])], left + float(times.start[row]) * scale
+        shape = SHAPES.get(kind, OTHER_SHAPE).format(x=f"{x:.1f}", a=y + 4, b=y + 18, top=y)
+        yield f'<path class="k" d="{shape}" fill="{fill(kind)}">{_title(t, row)}</path>'
+
+
+def _title(t: Timeline, row: int) -> str:
+    names = ("kind", "stage", "replica", "microbatch", "slice", "version")
+    return f"<title>{named(t, *(int(getattr(t, name)[row]) for name in names))}</title>"
+
+
+def _blocks(times: Timing, scale: float, tops: Sequence[int], left: int) -> Iterator[str]:
+    t, level = times.timeline, levels(times.timeline)
+    most, slices = int(level.max(initial=0)), t.slices
+    columns = (t.rank, t.kind, t.replica, t.microbatch, t.slice, level, times.start, times.end)
+    for row, (rank, kind, replica, microbatch, part, high, start, end) in enumerate(
+        zip(*(c.tolist() for c in columns))
+    ):
+        wide = (end - start) * scale
+        if wide <= 0 or rank >= len(tops):
+            continue
+        x, y = left + start * scale, tops[rank]
+        box = f'x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{BLOCK}"'
+        yield (
+            f'<rect class="b" {box} fill="{shaded(Kind(kind), high, most)}">{_title(t, row)}</rect>'
+        )
+        if replica:
+            yield f'<rect {box} fill="url(#replica)" pointer-events="none"/>'
+        words = label(microbatch, part, slices)
+        if wide >= 6.5 * len(words) + 4:
+            yield f'<text class="op" x="{x + wide / 2:.1f}" y="{y + 15}">{words}</text>'
+
+
+def _paths(times: Timing, scale: float, tops: Sequence[int], left: int) -> Iterator[str]:
+    """All blocks of one kind, stage's place and replica as one path: large timelines stay small."""
+    t, level = times.timeline, levels(times.timeline)
+    most = int(level.max(initial=0))
+    shown = (times.end > times.start) & (t.rank < len(tops))
+    sorts = np.stack([t.kind, level, t.replica], axis=1)
+    x = np.round(left + times.start * scale, 2)
+    wide = np.round((times.end - times.start) * scale, 2)
+    top = np.array(tops)
+    for kind, high, replica in np.unique(sorts[shown], axis=0).tolist():
+        rows = shown & (sorts == (kind, high, replica)).all(axis=1)
+        pieces = zip(x[rows].tolist(), top[t.rank[rows]].tolist(), wide[rows].tolist())
+        path = "".join(f"M{a:g} {y}h{w:g}v{BLOCK}h-{w:g}z" for a, y, w in pieces)
+        yield f'<path d="{path}" fill="{shaded(Kind(kind), high, most)}"/>'
+        if replica:
+            yield f'<path d="{path}" fill="url(#replica)"/>'
+
+
+def _lines(times: Timing, scale: float, tops: Sequence[int], left: int) -> Iterator[str]:
+    """Transfers between ranks, from the end of what makes to the start of what uses."""
+    t = times.timeline
+    made, used = dependencies(t)
+    apart = (t.rank[made] != t.rank[used]) & (np.maximum(t.rank[made], t.rank[used]) < len(tops))
+    found: dict[str, list[str]] = {"way": [], "way back": []}
+    for a, b in zip(made[apart].tolist(), used[apart].tolist()):
+        kind = "way" if t.kind[a] == Kind.F else "way back"
+        x1, x2 = left + float(times.end[a]) * scale, left + float(times.start[b]) * scale
+        y1, y2 = tops[int(t.rank[a])], tops[int(t.rank[b])]
+        down = y2 > y1
+        found[kind].append(f"M{x1:.1f} {y1 + BLOCK * down}L{x2:.1f} {y2 + BLOCK * (not down)}")
+    for kind, lines in found.items():
+        if lines:
+            yield f'<path class="{kind}" d="{"".join(lines)}"/>'
+
+
+def _legend(kinds: Sequence[Kind], hatched: bool, left: int, y: int) -> Iterator[str]:
+    x = float(left)
+    for kind in kinds:
+        yield f'<rect x="{x:.0f}" y="{y}" width="12" height="12" fill="{fill(kind)}"/>'
+        yield f'<text x="{x + 16:.0f}" y="{y + 10}">{word(kind)}</text>'
+        x += 32 + 6.5 * len(word(kind))
+    if hatched:
+        yield f'<rect class="r" x="{x:.0f}" y="{y}" width="12" height="12"/>'
+        yield f'<rect x="{x:.0f}" y="{y}" width="12" height="12" fill="url(#replica)"/>'
+        yield f'<text x="{x + 16:.0f}" y="{y + 10}">second replica</text>'

@@ -1,0 +1,101 @@
+"""Sharded weights along a timeline: gathered where they are used, their gradients reduced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from schedlang.pipeline.timeline.needs import describe, latest_before
+from schedlang.pipeline.timeline.table import COLUMNS, Kind, Rows, Timeline, TimelineError
+
+# ---- Gathers of sliced weights along a timeline: once for a run of operations of one stage.
+# Lamy-Poirier, Breadth-First Pipeline Parallelism (2022, 2211.05953): a rank that runs all
+# microbatches of a stage one after the other gathers its weights once for all of them.
+
+
+# BEFORE and AFTER a row: UNSHARD stands before the first of a run, REDUCE and RESHARD after it
+BEFORE, SELF, REDUCED, AFTER, PLACE = range(5)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of forwards, or of backwards, of one stage on its rank: first and last row of each."""
+
+    first: Rows
+    last: Rows
+    backward: Rows
+
+
+def runs(t: Timeline) -> Runs:
+    """The runs of the stages whose weights are held gathered from the first of a run to its last.
+
+    Those are the stages of ranks that run several stages, if every run of the stage has at least
+    two operations. A stage that is alone on its rank is none: all weights of the rank would be
+    gathered through the step, which is what slices of weights are to avoid. With runs of one there
+    is nothing to save. Weight gradients on their own (W) come when the run is over: no such stage.
+    """
+    rows = np.flatnonzero(np.isin(t.kind, (Kind.F, Kind.B, Kind.I, Kind.RECOMPUTE)))
+    stage = t.rank[rows].astype(np.int64) * t.stages + t.stage[rows]
+    back = (t.kind[rows] != Kind.F).astype(np.int64)
+    starts = np.flatnonzero(np.diff(stage * 2 + back, prepend=-1))
+    if not len(starts):
+        return Runs(starts, starts, starts)
+    ends = np.append(starts[1:], len(rows)) - 1
+    several = np.add.reduceat((t.kind[rows] != Kind.RECOMPUTE).astype(np.int64), starts) > 1
+    halves = t.rank.astype(np.int64) * t.stages + t.stage
+    there = np.unique(stage)
+    shared = there[np.bincount(there // t.stages)[there // t.stages] > 1]
+    out = np.union1d(stage[starts[~several]], halves[t.kind == Kind.W])
+    held = np.isin(stage[starts], np.setdiff1d(shared, out))
+    return Runs(rows[starts[held]], rows[ends[held]], back[starts[held]])
+
+
+def with_gathers(t: Timeline) -> Timeline:
+    """The same order with UNSHARD before each run of a held stage, RESHARD and REDUCE after it.
+
+    Gradients are reduced once a run of backwards. Stages that are not held get no rows.
+    """
+    found = runs(t)
+    if not len(found.first):
+        return t
+    done = found.last[found.backward == 1]
+    source = np.concatenate([np.arange(len(t)), found.first, done, found.last])
+    counts = (len(t), len(found.first), len(done), len(found.last))
+    place = source * PLACE + np.repeat((SELF, BEFORE, REDUCED, AFTER), counts)
+    order = np.argsort(place, kind="stable")
+    columns = {name: getattr(t, name)[source][order] for name in COLUMNS}
+    added = np.repeat((-1, Kind.UNSHARD, Kind.REDUCE, Kind.RESHARD), counts)[order]
+    columns["kind"] = np.where(added < 0, columns["kind"], added).astype(np.int32)
+    columns["peer"] = np.where(added < 0, columns["peer"], -1).astype(np.int32)
+    return replace(t, **columns)
+
+
+# ---- Sharded weights along a timeline: gathered where they are used, their gradients reduced.
+
+
+USERS = (Kind.F, Kind.B, Kind.I, Kind.RECOMPUTE)  # these compute with the weights
+
+
+def check_shards(t: Timeline) -> None:
+    """A stage that is unsharded by rows is so wherever it computes; its gradients are reduced.
+
+    Raises TimelineError for an operation between a RESHARD and the next UNSHARD, and for gradients
+    that come after the last REDUCE of a stage that has any.
+    """
+    if not np.isin(t.kind, (Kind.UNSHARD, Kind.REDUCE)).any():
+        return
+    key = t.rank.astype(np.int64) * t.stages + t.stage
+    gathered = np.flatnonzero(np.isin(t.kind, (Kind.UNSHARD, Kind.RESHARD)))
+    users = np.flatnonzero(np.isin(t.kind, USERS) & np.isin(key, key[t.kind == Kind.UNSHARD]))
+    latest = latest_before(key, gathered, users)
+    wrong = np.flatnonzero((latest < 0) | (t.kind[latest] != Kind.UNSHARD))
+    if len(wrong):
+        raise TimelineError(f"{describe(t, int(users[wrong[0]]))} waits for an UNSHARD before it")
+    reduces = np.flatnonzero(t.kind == Kind.REDUCE)
+    rows = np.flatnonzero(np.isin(t.kind, (Kind.B, Kind.W)) & np.isin(key, key[reduces]))
+    last = np.full(t.ranks * t.stages, -1, dtype=np.int64)
+    np.maximum.at(last, key[reduces], reduces)
+    lost = np.flatnonzero(rows > last[key[rows]])
+    if len(lost):
+        raise TimelineError(f"{describe(t, int(rows[lost[0]]))} has no REDUCE after it")

@@ -1,0 +1,466 @@
+"""When each operation of a timeline runs under given costs: rows in order, as soon as ready."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedlang.pipeline.cost import Cost, Number
+from schedlang.pipeline.timeline.needs import barriers, dependencies, describe
+from schedlang.pipeline.timeline.table import UNIT, Kind, Rows, Timeline, TimelineError
+
+# ---- The clock of a timeline: every rank runs its rows in order, each as soon as its needs
+# ended.
+
+
+Ticks = NDArray[Any]  # float64, int64, or objects where whole numbers are too large for int64
+
+MANY_RANKS = 32  # from here on a round over all ranks is quicker than a step per row
+WINDOW, POOR = 256, 12  # rounds watched, and rows per round below which steps are quicker
+
+
+@dataclass(frozen=True)
+class Needs:
+    """For each row the rows that must have ended before it, and how long after: by row.
+
+    Those of row r are `made[first[r]:first[r + 1]]`, with `lag` likewise.
+    """
+
+    first: Rows
+    made: Rows
+    lag: Ticks
+
+    @staticmethod
+    def of(count: int, made: Rows, used: Rows, lag: Ticks) -> Needs:
+        """From pairs of rows in any order."""
+        order = np.argsort(used, kind="stable")
+        first = np.zeros(count + 1, dtype=np.int64)
+        np.cumsum(np.bincount(used, minlength=count), out=first[1:])
+        return Needs(first, made[order], lag[order])
+
+
+class Clock:
+    """The state of a run: where each rank stands, when it is free, what has ended.
+
+    `copies` marks rows that run on a rank's copy stream, one after the other, beside its others.
+    """
+
+    def __init__(
+        self, starts: Rows, duration: Ticks, needs: Needs, copies: NDArray[np.bool_] | None = None
+    ) -> None:
+        self.duration, self.needs, self.copies = duration, needs, copies
+        self.at, self.stop = starts[:-1].copy(), starts[1:].copy()
+        zero = np.zeros(len(self.at), dtype=duration.dtype)
+        self.free, self.copied, self.ready = zero, zero.copy(), zero.copy()
+        self.cursor = needs.first[self.at]
+        self.start = np.zeros_like(duration)
+        self.end = np.full_like(duration, -1)
+
+    def run(self) -> dict[int, int]:
+        """To the end, or until nothing moves: then row -> the row that it waits for."""
+        exact = self.duration.dtype == object
+        if len(self.at) < MANY_RANKS or exact or not self._rounds():
+            self._steps()
+        stuck = np.flatnonzero(self.at < self.stop)
+        return {int(self.at[r]): int(self.needs.made[self.cursor[r]]) for r in stuck}
+
+    def _rounds(self) -> bool:
+        """Every rank whose next row can run runs it; False where too few can for this to pay."""
+        active = np.flatnonzero(self.at < self.stop)
+        ran, rounds = 0, 0
+        while active.size:
+            moved = self._round(active)
+            if not moved.size:
+                break
+            ran, rounds = ran + len(moved), rounds + 1
+            if (self.at[moved] == self.stop[moved]).any():
+                active = active[self.at[active] < self.stop[active]]
+            if rounds % WINDOW == 0:
+                if ran < WINDOW * POOR:
+                    return False
+                ran = 0
+        return True
+
+    def _round(self, active: Rows) -> Rows:
+        """One row of every rank that can run one; those ranks."""
+        rows = self.at[active]
+        last, cursor = self.needs.first[rows + 1], self.cursor[active]
+        ready = self.ready[active]
+        open_ = np.flatnonzero(cursor < last)
+        while open_.size:
+            k = cursor[open_]
+            ended = self.end[self.needs.made[k]]
+            there = ended >= 0
+            open_, k, ended = open_[there], k[there], ended[there]
+            ready[open_] = np.maximum(ready[open_], ended + self.needs.lag[k])
+            cursor[open_] = k + 1
+            open_ = open_[k + 1 < last[open_]]
+        self.cursor[active], self.ready[active] = cursor, ready
+        go = cursor == last
+        ranks, rows, ready = active[go], rows[go], ready[go]
+        start = np.maximum(self.free[ranks], ready)
+        if self.copies is not None:
+            self._beside(ranks, rows, start)
+        else:
+            self.free[ranks] = start + self.duration[rows]
+        self.start[rows] = start
+        self.end[rows] = start + self.duration[rows]
+        self.at[ranks] += 1
+        self.ready[ranks] = 0
+        moved: Rows = ranks
+        return moved
+
+    def _beside(self, ranks: Rows, rows: Rows, start: Ticks) -> None:
+        """Take the time of rows on the stream of each; copies wait for the copies before them."""
+        assert self.copies is not None
+        copy = self.copies[rows]
+        start[copy] = np.maximum(start[copy], self.copied[ranks[copy]])
+        end = start + self.duration[rows]
+        self.copied[ranks[copy]] = end[copy]
+        self.free[ranks[~copy]] = end[~copy]
+
+    def _steps(self) -> None:
+        """Event simulation, near-linear: a row is visited once, and once more when it must wait."""
+        first, made, lag = (x.tolist() for x in vars(self.needs).values())
+        cost, stop, at = self.duration.tolist(), self.stop.tolist(), self.at.tolist()
+        start, end = self.start.tolist(), self.end.tolist()
+        free, copied, since = self.free.tolist(), self.copied.tolist(), self.ready.tolist()
+        cursor = self.cursor.tolist()
+        copies = None if self.copies is None else self.copies.tolist()
+        waiting: dict[int, list[int]] = {}
+        stack = list(range(len(at) - 1, -1, -1))
+        while stack:
+            rank = stack.pop()
+            row, now, ready, k = at[rank], free[rank], since[rank], cursor[rank]
+            while row < stop[rank]:
+                stops = first[row + 1]
+                while k < stops and (ended := end[made[k]]) >= 0:
+                    if ended + lag[k] > ready:
+                        ready = ended + lag[k]
+                    k += 1
+                if k < stops:
+                    waiting.setdefault(made[k], []).append(rank)
+                    break
+                begin = now if now > ready else ready
+                if copies is not None and copies[row]:
+                    begin = max(begin, copied[rank])
+                    copied[rank] = begin + cost[row]
+                else:
+                    now = begin + cost[row]
+                start[row], end[row], ready = begin, begin + cost[row], 0
+                if row in waiting:
+                    stack.extend(waiting.pop(row))
+                row += 1
+            at[rank], free[rank], since[rank], cursor[rank] = row, now, ready, k
+        dtype = self.duration.dtype
+        self.start, self.end = np.array(start, dtype), np.array(end, dtype)
+        self.at, self.cursor = np.array(at), np.array(cursor)
+
+
+# ---- What each row of a timeline costs, in ticks: whole numbers where the costs are exact.
+
+
+Costs = Cost | Mapping[Kind, Number] | NDArray[Any] | Sequence[Number]
+LARGEST = 2**62
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Ticks of each row and of each transfer; a tick is `tick` units of cost, None: floats."""
+
+    rows: Ticks
+    lags: Ticks
+    tick: Fraction | None
+
+
+def durations(t: Timeline, cost: Costs, transfer: Number, made: Rows, used: Rows) -> Durations:
+    """The costs of the rows, and of the transfers (made, used) between ranks.
+
+    `transfer` is what a transfer takes where `cost` is not a `Cost`, which says it itself.
+    """
+    row_at: Any
+    lag_at: Any = (0,)
+    if isinstance(cost, Cost):
+        rows, lags = _of(t, cost), _lags(t, cost)
+        row_at = (t.kind, *_index(rows.shape[1:], t.stage, t.slice))
+        lag_at = _index(lags.shape, t.stage[made], t.stage[used], t.slice[made])
+    elif isinstance(cost, Mapping):
+        rows, lags = _array([cost.get(kind, 0) for kind in Kind]), _array([transfer])
+        row_at = (t.kind,)
+    else:
+        rows, lags, row_at = _array(cost), _array([transfer]), slice(None)
+        if len(rows) != len(t):
+            raise ValueError(f"{len(rows)} costs for {len(t)} operations")
+    both = np.concatenate([rows.ravel(), lags.ravel()])
+    both, tick = exact_ticks(both, len(t) + len(made))
+    rows, lags = both[: rows.size].reshape(rows.shape), both[rows.size :].reshape(lags.shape)
+    found = np.zeros(len(made), dtype=both.dtype)
+    found[:] = lags[lag_at]
+    found[t.rank[made] == t.rank[used]] = 0
+    return Durations(rows[row_at], found, tick)
+
+
+def weights(given: Sequence[Number], count: int, what: str) -> NDArray[Any]:
+    """Relative weights with a mean of one, exact where they are given exactly."""
+    if len(given) != count:
+        raise ValueError(f"{len(given)} weights of {what}, and there are {count}")
+    total = sum(number(x) for x in given)
+    return np.array([number(x) * count / total for x in given], dtype=object)
+
+
+_ONE = np.array([Fraction(1)], dtype=object)
+
+
+def _of(t: Timeline, cost: Cost) -> NDArray[Any]:
+    """[kind, stage, slice] in units of cost; stage and slice of size one where all are alike."""
+    again = cost.f if cost.recompute is None else cost.recompute
+    sliced = {
+        Kind.F: cost.f,
+        Kind.I: cost.i,
+        Kind.W: cost.w,
+        Kind.RECOMPUTE: again,
+        Kind.B: number(cost.i) + number(cost.w),
+        Kind.EVICT: cost.evict,
+        Kind.LOAD: cost.load,
+        Kind.OFFLOAD: cost.offload,
+        Kind.RELOAD: cost.reload,
+    }
+    whole = {
+        Kind.UNSHARD: cost.unshard,
+        Kind.RESHARD: cost.reshard,
+        Kind.REDUCE: cost.reduce,
+        Kind.STEP: cost.step,
+    }
+    stage = _ONE if cost.shares is None else weights(cost.shares, t.stages, "stages")
+    stage = stage * Fraction(t.ranks, max(1, t.stages))
+    part = _ONE if cost.slices is None else weights(cost.slices, t.slices, "slices")
+    part = part / max(1, t.slices)
+    table = _column(sliced) * stage[:, None] * part + _column(whole) * stage[:, None]
+    table[Kind.BARRIER] = number(cost.barrier)
+    return np.asarray(table)
+
+
+def _column(costs: Mapping[Kind, Number]) -> NDArray[Any]:
+    numbers = [number(costs.get(kind, 0)) for kind in Kind]
+    return np.array(numbers, dtype=object)[:, None, None]
+
+
+def _lags(t: Timeline, cost: Cost) -> NDArray[Any]:
+    """[from stage, to stage, slice], of size one where all are alike."""
+    part = weights(cost.slices, t.slices, "slices") if cost.slices is not None else _ONE
+    table = np.full((1, 1, 1), number(cost.comm), dtype=object)
+    if cost.between is not None:
+        table = np.full((t.stages, t.stages, 1), number(cost.comm), dtype=object)
+        for (source, target), value in cost.between.items():
+            table[source, target] = table[target, source] = number(value)
+    return table * (part / max(1, t.slices))
+
+
+def _index(shape: tuple[int, ...], *columns: Any) -> tuple[Any, ...]:
+    """Columns as an index, where a dim of size one has one place for all."""
+    return tuple(c if size > 1 else 0 for size, c in zip(shape, columns))
+
+
+def number(value: Number) -> Number:
+    """A number that keeps its exactness: Python's own, and whole ones as fractions."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    return Fraction(value) if isinstance(value, int) else value
+
+
+def _array(values: Any) -> NDArray[Any]:
+    found = np.asarray(values)
+    if found.dtype == np.float64:
+        return found
+    return np.array([number(x) for x in values], dtype=object)
+
+
+def exact_ticks(table: NDArray[Any], count: int) -> tuple[Ticks, Fraction | None]:
+    """A table as floats, or as whole numbers of ticks and what a tick is; `count` are added up."""
+    if table.dtype != object or any(isinstance(x, float) for x in table.ravel()):
+        return table.astype(np.float64), None
+    scale = math.lcm(*{x.denominator for x in table.ravel()})
+    whole = np.array([int(x * scale) for x in table.ravel()], dtype=object).reshape(table.shape)
+    largest = max((abs(x) for x in whole.ravel()), default=0)
+    return whole.astype(np.int64 if largest * (count + 1) < LARGEST else object), Fraction(1, scale)
+
+
+# ---- When every operation of a timeline runs, under given costs.
+
+
+Floats = NDArray[np.float64]
+
+# these run on a rank's copy stream, beside its computing, one after the other
+COPIES = (
+    Kind.OFFLOAD,
+    Kind.RELOAD,
+    Kind.EVICT,
+    Kind.LOAD,
+    Kind.UNSHARD,
+    Kind.RESHARD,
+    Kind.REDUCE,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Timing:
+    """Start and end of every compute operation, and what follows from them.
+
+    Spans, bubbles and sums are exact fractions where all costs are, else floats. `begins` and
+    `ends` count in ticks of `tick` units of cost (None: in units of cost, as floats).
+    """
+
+    timeline: Timeline
+    begins: Ticks
+    ends: Ticks
+    tick: Fraction | None
+    sent: Rows
+    sending_ticks: Ticks
+
+    @cached_property
+    def start(self) -> Floats:
+        """Start of every operation, in units of cost, as floats."""
+        return self._floats(self.begins)
+
+    @cached_property
+    def end(self) -> Floats:
+        """End of every operation, in units of cost, as floats."""
+        return self._floats(self.ends)
+
+    @cached_property
+    def makespan(self) -> Any:
+        """From zero to the end of the last operation of all ranks."""
+        return self._number(self.ends.max() if len(self.ends) else 0)
+
+    @cached_property
+    def rank_span(self) -> Any:
+        """The longest time of one rank from its first operation to its last (no barrier)."""
+        first, last = self._ends()
+        return self._number((last - first).max() if len(first) else 0)
+
+    @cached_property
+    def busy(self) -> NDArray[Any]:
+        """Time at work, per rank; copies beside the work do not count."""
+        t = self.timeline
+        took = self.ends - self.begins
+        took[np.isin(t.kind, COPIES)] = 0
+        found = np.zeros(t.ranks, dtype=took.dtype)
+        low = t.starts[:-1][self._full]
+        if len(low):
+            found[self._full] = np.add.reduceat(took, low)
+        return self._numbers(found)
+
+    @property
+    def bubble(self) -> Any:
+        """Idle share of the ranks under a barrier at the end (over the makespan)."""
+        return 1 - self.busy.mean() / self.makespan if self.makespan else self._number(0)
+
+    @property
+    def span_bubble(self) -> Any:
+        """Idle share without a barrier (over the rank span), the measure of Zero Bubble."""
+        return 1 - self.busy.mean() / self.rank_span if self.rank_span else self._number(0)
+
+    @property
+    def messages(self) -> int:
+        """Transfers between ranks, activations that are parked on another one included."""
+        return int(self.sent.sum())
+
+    @property
+    def sending(self) -> NDArray[Any]:
+        """Time in which messages of each rank are on their way, added up."""
+        return self._numbers(self.sending_ticks)
+
+    @cached_property
+    def _full(self) -> NDArray[np.bool_]:
+        starts = self.timeline.starts
+        full: NDArray[np.bool_] = starts[1:] > starts[:-1]
+        return full
+
+    def _ends(self) -> tuple[Ticks, Ticks]:
+        low = self.timeline.starts[:-1][self._full]
+        if not len(low):
+            return self.begins, self.ends
+        return np.minimum.reduceat(self.begins, low), np.maximum.reduceat(self.ends, low)
+
+    def _floats(self, ticks: Ticks) -> Floats:
+        scale = 1.0 if self.tick is None else float(self.tick)
+        return ticks.astype(np.float64) * scale
+
+    def _number(self, ticks: Any) -> Any:
+        return float(ticks) if self.tick is None else int(ticks) * self.tick
+
+    def _numbers(self, ticks: Ticks) -> NDArray[Any]:
+        if self.tick is None:
+            return ticks
+        return np.array([int(x) * self.tick for x in ticks.tolist()], dtype=object)
+
+
+def timing(timeline: Timeline, cost: Costs = UNIT, transfer: Number = 0.0) -> Timing:
+    """When every compute operation runs, each rank in its order, as early as its inputs are there.
+
+    `cost`: a `Cost`, whose chunks and slices take their parts of it; or time per kind, the same
+    for every stage, or one time per compute row, both with `transfer` between ranks. Raises
+    TimelineError, naming what each rank waits for, if the order never ends.
+    """
+    t = timeline.compute()
+    made, used = dependencies(t)
+    took = durations(t, cost, transfer, made, used)
+    if min(took.rows.min(initial=0), took.lags.min(initial=0)) < 0:
+        raise ValueError("costs are times: none below zero")
+    copies = np.isin(t.kind, COPIES)
+    apart = t.rank[made] != t.rank[used]
+    sent, sending = _sent(t, made[apart], took.lags[apart])
+    live = apart | (made > used) | copies[made]  # else the rank has done it anyway
+    pairs = made[live], used[live], took.lags[live]
+    clock = Clock(
+        t.starts, took.rows, _needs(t, copies, took.rows, *pairs), copies if copies.any() else None
+    )
+    if waits := clock.run():
+        raise TimelineError("the order never ends: " + never_ends(t, waits))
+    return Timing(t, clock.start, clock.end, took.tick, sent, sending)
+
+
+def _needs(
+    t: Timeline, copies: NDArray[np.bool_], took: Ticks, made: Rows, used: Rows, lags: Ticks
+) -> Needs:
+    """The needs of every row, those of barriers too."""
+    if not (t.kind == Kind.BARRIER).any():
+        return Needs.of(len(t), made, used, lags)
+    before, waits, table = barriers(t, copies)
+    first = np.broadcast_to(table[0], table[1:].shape).ravel()
+    others = table[1:].ravel()
+    none = np.zeros(len(before), dtype=lags.dtype)
+    return Needs.of(
+        len(t),
+        np.concatenate([made, before, first]),
+        np.concatenate([used, waits, others]),
+        np.concatenate([lags, none, -took[first]]),  # all start as the first one does
+    )
+
+
+def _sent(t: Timeline, made: Rows, lags: Ticks) -> tuple[Rows, Ticks]:
+    """Messages that each rank sends, and their time."""
+    sending = np.zeros(t.ranks, dtype=lags.dtype)
+    np.add.at(sending, t.rank[made], lags)
+    away = t.rank[t.kind == Kind.EVICT]
+    home = t.peer[(t.kind == Kind.LOAD) & (t.peer >= 0)]
+    return np.bincount(np.concatenate([t.rank[made], away, home]), minlength=t.ranks), sending
+
+
+def never_ends(t: Timeline, waits: dict[int, int]) -> str:
+    """A circle of rows that wait for each other, in words; the ranks stand at the keys."""
+    at = {int(t.rank[row]): row for row in waits}
+    rank, seen = next(iter(at)), list[int]()
+    while rank in at and rank not in seen:
+        seen.append(rank)
+        rank = int(t.rank[waits[at[rank]]])
+    circle = seen[seen.index(rank) :] if rank in seen else seen
+    pairs = [f"{describe(t, at[r])} waits for {describe(t, waits[at[r]])}" for r in circle[:6]]
+    return "; ".join(pairs + (["and so on"] if len(circle) > 6 else []))

@@ -1,0 +1,171 @@
+"""Which operators of a module are kept when it is recomputed: bytes kept against work repeated.
+
+A result that is kept spares its own operator in the second run, and no other. So of all sets of
+operators those are worth a look that no other set beats in both, and they are found by adding one
+operator after another and dropping what is beaten (Nemhauser and Ullmann, Discrete dynamic
+programming and capital allocation, 1969). To keep what costs many operations per byte and repeat
+what costs few: Yuan et al., Accelerating the training of large language models using efficient
+activation rematerialization and optimal hybrid parallelism (ATC 2024).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from schedlang.remat.rotor import Cost
+
+POINTS = 128  # of a frontier that are told apart; with more, bytes are told apart in as many steps
+
+Key = tuple[str, int]  # the name of an operator, and which of its calls in the module
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One call of an operator in the forward of a module.
+
+    work   operations
+    bytes  of what it returns
+    saved  of these what autograd saves anyway, in a forward or in a second run
+    """
+
+    key: Key
+    work: float
+    bytes: int
+    saved: int = 0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is done with one module.
+
+    kept    the operators whose results are kept; None: the module is not recomputed at all
+    held    bytes between forward and backward
+    during  bytes besides, while it is recomputed
+    again   the work of the second run
+    """
+
+    kept: tuple[Key, ...] | None
+    held: int
+    during: int
+    again: float
+
+
+def frontier(operators: Sequence[Operator]) -> list[tuple[int, float, tuple[int, ...]]]:
+    """Bytes kept, work repeated and places of the operators kept: what no other set beats.
+
+    In the order of bytes, from nothing kept on.
+    """
+    total = sum(one.work for one in operators)
+    points: list[tuple[int, float, tuple[int, ...]]] = [(0, total, ())]
+    for place, one in enumerate(operators):
+        more = [(size + one.bytes, work - one.work, (*kept, place)) for size, work, kept in points]
+        points = _undominated([*points, *more])
+    return points
+
+
+@cache
+def choices(cost: Cost) -> tuple[Choice, ...]:
+    """What can be done with a module, by the bytes that it then holds: the frontier, and all."""
+    found = [Choice(None, cost.saved, 0, 0.0)]
+    for size, work, kept in frontier(cost.operators):
+        inside = sum(cost.operators[place].saved for place in kept)
+        keys = tuple(cost.operators[place].key for place in kept)
+        held, again = cost.input + size, cost.fixed + work
+        if held < cost.saved:
+            found.append(Choice(keys, held, max(0, cost.saved - inside), again))
+    return tuple(sorted(found, key=lambda one: (one.held, one.again)))
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Modules one after another: bytes held by all, the work repeated, and what was chosen."""
+
+    held: int
+    again: float
+    last: Choice | None = None
+    before: Fitted | None = None
+
+    @property
+    def chosen(self) -> tuple[Choice, ...]:
+        """The choice of each module, in order."""
+        found: list[Choice] = []
+        at: Fitted | None = self
+        while at is not None and at.last is not None:
+            found.append(at.last)
+            at = at.before
+        return tuple(found[::-1])
+
+
+START: tuple[Fitted, ...] = (Fitted(0, 0.0),)
+
+
+def extended(before: Iterable[Fitted], cost: Cost, memory: int) -> tuple[Fitted, ...]:
+    """With one module more, all of which fit: what no other choices beat in bytes and in work."""
+    found = [
+        (one.held + choice.held, one.again + choice.again, one, choice)
+        for one in before
+        for choice in choices(cost)
+        if one.held + choice.held + choice.during <= memory
+    ]
+    return tuple(Fitted(size, work, last, one) for size, work, one, last in _undominated(found))
+
+
+def pareto(chain: Sequence[Cost], memory: int) -> tuple[Choice, ...] | None:
+    """What to keep of each module so that least is repeated, within memory; None: nothing fits."""
+    found = START
+    for cost in chain:
+        found = extended(found, cost, memory)
+    return found[-1].chosen if found else None
+
+
+def words(chosen: Sequence[Choice]) -> str:
+    """What is kept of how many modules, and what they repeat."""
+    found = []
+    for one, count in Counter(chosen).items():
+        if one.kept is None:
+            found.append(f"{count} kept whole ({one.held} bytes each)")
+            continue
+        names = Counter(name.rpartition("::")[2] for name, _ in one.kept)
+        kept = ", ".join(f"{often} {name}" for name, often in names.items()) or "nothing"
+        found.append(
+            f"{count} recomputed, of which are kept: {kept} ({one.held} bytes each,"
+            f" {one.again:.3g} operations again)"
+        )
+    return "; ".join(found)
+
+
+def needed(chain: Sequence[Cost]) -> int:
+    """The fewest bytes in which `pareto` finds something."""
+    low, high = 0, sum(one.saved for one in chain)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fits(chain, middle) else (middle + 1, high)
+    return low
+
+
+def _fits(chain: Sequence[Cost], memory: int) -> bool:
+    """Whether there is any choice: to hold as little as fits is never worse for what follows."""
+    before = 0
+    for cost in chain:
+        fitting = (c for c in choices(cost) if before + c.held + c.during <= memory)
+        least = next(fitting, None)  # they are in the order of what they hold
+        if least is None:
+            return False
+        before += least.held
+    return True
+
+
+def _undominated(points: list[tuple]) -> list[tuple]:  # type: ignore[type-arg]
+    """Of tuples that begin with bytes and work, those that are not beaten in both."""
+    found: list[tuple] = []  # type: ignore[type-arg]
+    for point in sorted(points, key=lambda one: one[:2]):
+        if not found or point[1] < found[-1][1]:
+            found.append(point)
+    if len(found) <= POINTS:
+        return found
+    step = -(-(found[-1][0] - found[0][0]) // (POINTS - 1))  # the last of each step works least
+    steps = {(point[0] - found[0][0]) // step: point for point in found}
+    return [found[0], *(point for point in steps.values() if point is not found[0])]

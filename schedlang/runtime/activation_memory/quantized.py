@@ -1,0 +1,527 @@
+"""A module's saved activations as small whole numbers between forward and backward."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.runtime import scope
+from schedlang.runtime.comm import world
+from schedlang.runtime.device import on_accelerator
+from schedlang.runtime.forward import wrap
+from schedlang.runtime.offload.saved_tensors import Move, back, mover
+from schedlang.runtime.rng.logical_dropout import mixed
+from schedlang.runtime.sharding.leaf import know_coded
+from schedlang.runtime.storage.fewer import is_uncoded, keeping
+from schedlang.runtime.storage.own import (
+    HALVES,
+    Addresses,
+    given_whole,
+    is_candidate,
+    is_copy,
+    own,
+    place,
+)
+from schedlang.runtime.storage.tiers import reference_to
+
+# ---- Numbers that roundings tip: those of activations in fewer bits that lie where two are as
+# near.
+# A float32 that is off by its last digit may be rounded to the other whole number.  Both are
+# right; which one a program took must be known to whoever compares it with another order of the
+# same sums.
+
+
+_SHARE = 2.0**-14  # of a block's range: far above what orders of float32 sums differ by
+
+Found = Mapping[int, tuple[Tensor, Tensor]]  # stream -> places; before they were rounded, and after
+
+
+@dataclass
+class Tipped:
+    """By stream of draws: the places of such numbers, what was rounded down, and to what."""
+
+    found: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def note(self, stream: int, first: int, moved: Tensor, levels: int) -> None:
+        """`moved`: what is rounded down to numbers up to `levels`, of elements from `first` on."""
+        flat = moved.detach().reshape(-1)
+        near = ((flat - flat.round()).abs() <= margin(levels)).nonzero()[:, 0]
+        places, values = (near + first).cpu(), flat[near].double().cpu()
+        if stream in self.found:
+            known = self.found[stream]
+            places, values = torch.cat([known[0], places]), torch.cat([known[1], values])
+        self.found[stream] = places, values
+
+    def everyone(self) -> Found:
+        """What all ranks noted; those that share a stream draw alike for parts of their own."""
+        if world.size() == 1:
+            return self.found
+        out: dict[int, tuple[Tensor, Tensor]] = {}
+        for found in world.gathered(self.found):
+            for stream, (places, values) in found.items():
+                known = out.get(stream, (places[:0], values[:0]))
+                out[stream] = torch.cat([known[0], places]), torch.cat([known[1], values])
+        return out
+
+
+def margin(levels: int) -> float:
+    """How near to the next number, in steps, one may be tipped."""
+    return levels * _SHARE
+
+
+_noting: ContextVar[Tipped | None] = ContextVar("tipped", default=None)
+
+
+@contextmanager
+def noting() -> Iterator[Tipped]:
+    """Note what is drawn in float32 in this thread."""
+    tipped = Tipped()
+    token = _noting.set(tipped)
+    try:
+        yield tipped
+    finally:
+        _noting.reset(token)
+
+
+def drawn(stream: int, first: int, moved: Tensor, levels: int) -> None:
+    """Numbers are about to be rounded down; noted if somebody asked for it."""
+    tipped = _noting.get()
+    if tipped is not None and moved.dtype == torch.float32 and not moved.is_meta:
+        tipped.note(stream, first, moved, levels)
+
+
+# ---- Tensors as whole numbers of 8, 4 or 2 bits: a least value and a step for each block of
+# elements.
+# Stochastically rounded, so that the mean over draws is the tensor itself (Chen et al., ActNN,
+# 2021; Pan et al., Mesa, 2021; Liu et al., GACT, 2022).  The draws are a hash of a stream and of
+# the place of an element, so that the same call rounds alike wherever, and however often, it runs.
+# Where nobody has looked at the values, those that have no size (masked scores) keep a number for
+# themselves: they come back as they were, and the others of their block as fine as one number less
+# lets them.
+
+
+AT_ONCE = 2**20  # elements that are worked on at a time: what that needs is not saved
+_DRAWN = 53  # bits of a draw
+_PACKED = {2: 4, 4: 2}  # bits -> numbers in a byte
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How tensors are kept: numbers of `bits` bits, in blocks of `block` elements.
+
+    Above 8 bits a number has 64 to itself: then next to nothing is lost, and nothing is saved.
+    """
+
+    bits: int
+    block: int = 256
+
+    @property
+    def levels(self) -> int:
+        """The largest number."""
+        return int(2**self.bits - 1)
+
+    @property
+    def last(self) -> int:
+        """The number that stands for what has no size, in a block that has such."""
+        return self.levels if self.bits <= 8 else -1
+
+    def kept(self, count: int, item: int) -> int:
+        """The bytes that `count` elements of `item` bytes are kept in."""
+        blocks = -(-count // self.block)
+        each = 8 if self.bits > 8 else self.bits / 8
+        return round(blocks * self.block * each) + 2 * blocks * max(item, 4)
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A tensor in whole numbers: `least + step * number`, with a `least` and `step` per block."""
+
+    coding: Coding
+    codes: Tensor
+    least: Tensor
+    step: Tensor
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    far: Tensor | None = None  # for the largest number of blocks whose step is below zero
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes."""
+        return sum(t.untyped_storage().nbytes() for t in (self.codes, self.least, self.step))
+
+    def tensor(self) -> Tensor:
+        """The tensor that is meant; equal at each call."""
+        made = torch.empty_strided(
+            self.shape, self.stride, dtype=self.dtype, device=self.codes.device
+        )
+        plain = made.is_contiguous()
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            flat = made.view(-1) if plain else made.new_empty(made.numel())
+            for blocks, elements in _pieces(self.coding, flat):
+                codes, step = _unpacked(self.codes[blocks], self.coding), self.step[blocks, None]
+                numbers = codes.to(self.least.dtype).mul_(step.abs()).add_(self.least[blocks, None])
+                if self.far is not None:
+                    away = (codes == self.coding.last) & step.signbit()
+                    numbers = torch.where(away, self.far, numbers)
+                flat[elements] = numbers.view(-1)[: elements.stop - elements.start]
+            return made if plain else made.copy_(flat.view(self.shape))
+
+
+def rounded(tensor: Tensor, coding: Coding, stream: int, unseen: bool = False) -> Rounded:
+    """A tensor of floats in whole numbers, drawn from `stream` (a signed 64-bit number).
+
+    `unseen`: it may hold what has no size, of one value (of several, the farthest stands for all).
+    """
+    work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    blocks = -(-tensor.numel() // coding.block)
+    stride = torch.empty_like(tensor, device="meta").stride()  # as dense as it can be
+    new = tensor.detach().new_empty
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        width = coding.block // _PACKED.get(coding.bits, 1)
+        codes = new((blocks, width), dtype=torch.uint8 if coding.bits <= 8 else torch.int64)
+        least, step = new(blocks, dtype=work), new(blocks, dtype=work)
+        flat = tensor.detach().reshape(-1)
+        ends = Ends(flat, work) if unseen else None
+        _fill(flat, coding, stream, (codes, least, step), ends)
+        far = None if ends is None else ends.one()
+    return Rounded(coding, codes, least, step, tensor.dtype, tensor.shape, stride, far)
+
+
+def _fill(
+    flat: Tensor,
+    coding: Coding,
+    stream: int,
+    into: tuple[Tensor, Tensor, Tensor],
+    ends: Ends | None,
+) -> None:
+    """Write the numbers of some elements, piece by piece."""
+    codes, least, step = into
+    for blocks, elements in _pieces(coding, flat):
+        rows = _rows(flat[elements], coding.block).to(least.dtype)
+        away = None if ends is None else ends.note(rows)
+        if away is None:
+            low, levels = rows.amin(1), coding.levels
+            size = (rows.amax(1) - low) / levels
+            least[blocks], step[blocks] = low, size
+        else:
+            low, high = _within(rows, away)
+            some = away.any(1)
+            size = (high - low) / (coding.levels - some.to(low.dtype))
+            least[blocks], step[blocks] = low, torch.where(some, -size, size)
+        exact = (rows - low[:, None]) / torch.where(size > 0, size, 1.0)[:, None]
+        moved = exact + _draws(exact, elements.start, stream)
+        drawn(stream, elements.start, moved, coding.levels)
+        numbers = moved.floor_().clamp_(0, coding.levels)
+        if away is not None:
+            most = (coding.levels - away.any(1).to(low.dtype))[:, None]
+            numbers = torch.where(away, coding.last, torch.minimum(numbers, most))
+        codes[blocks] = _packed(numbers, coding)
+
+
+def _within(rows: Tensor, away: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the largest of each row, without what is away; of nothing else, zeros."""
+    low, high = rows.masked_fill(away, torch.inf).amin(1), rows.masked_fill(away, -torch.inf)
+    none = away.all(1)
+    return low.masked_fill(none, 0.0), high.amax(1).masked_fill(none, 0.0)
+
+
+def bound(dtype: torch.dtype) -> float:
+    """From which size on a value stands for none; float16 has real ones near its end."""
+    most = torch.finfo(dtype).max
+    return most * 0.9 if dtype == torch.float16 else most / 4
+
+
+class Ends:
+    """The farthest of what has no size in a tensor; the host knows neither it nor whether."""
+
+    def __init__(self, flat: Tensor, work: torch.dtype) -> None:
+        self.bound = bound(flat.dtype)
+        self.least = flat.new_full((), torch.inf, dtype=work)
+        self.most = flat.new_full((), -torch.inf, dtype=work)
+
+    def note(self, rows: Tensor) -> Tensor:
+        """Which elements have no size: infinite ones, those near the end, what is no number."""
+        away = ~(rows.abs() < self.bound)
+        self.least = torch.minimum(self.least, rows.masked_fill(~away, torch.inf).amin())
+        self.most = torch.maximum(self.most, rows.masked_fill(~away, -torch.inf).amax())
+        return away
+
+    def one(self) -> Tensor:
+        """What stands for all of them; no number where there are some on both sides."""
+        above = torch.where(self.least > 0, self.most, torch.nan)
+        return torch.where(self.most < 0, self.least, above)
+
+
+def _pieces(coding: Coding, flat: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Runs of blocks, and their elements; without values the first stands for all."""
+    often, count = max(1, AT_ONCE // coding.block), flat.numel()
+    for first in range(0, -(-count // coding.block), often)[: 1 if flat.is_meta else None]:
+        last = first + often
+        yield (
+            slice(first, min(last, -(-count // coding.block))),
+            slice(first * coding.block, min(last * coding.block, count)),
+        )
+
+
+def _rows(flat: Tensor, block: int) -> Tensor:
+    """A row for each block; the last is filled up with its own last element."""
+    missing = -flat.numel() % block
+    if missing:
+        flat = torch.cat([flat, flat[-1:].expand(missing)])
+    return flat.view(-1, block)
+
+
+def _draws(like: Tensor, first: int, stream: int) -> Tensor:
+    """Numbers in [0, 1) for elements from place `first` on, with as many digits as fit."""
+    places = torch.arange(1, like.numel() + 1, device=like.device).add_(first)
+    digits = 1 - round(math.log2(torch.finfo(like.dtype).eps))
+    bits = mixed(places, places.new_full((), stream)) >> (_DRAWN - digits)
+    return bits.to(like.dtype).div_(2**digits).view_as(like)
+
+
+def _packed(numbers: Tensor, coding: Coding) -> Tensor:
+    """Numbers as bytes, several in one where they are small; the first in its lowest bits."""
+    if coding.bits > 8:
+        return numbers.to(torch.int64)
+    whole = numbers.to(torch.uint8)
+    each = _PACKED.get(coding.bits, 1)
+    out = whole[:, ::each].clone()
+    for turn in range(1, each):
+        out |= whole[:, turn::each] << (coding.bits * turn)
+    return out
+
+
+def _unpacked(codes: Tensor, coding: Coding) -> Tensor:
+    """Back to one number for each element."""
+    each = _PACKED.get(coding.bits, 1)
+    if each == 1:
+        return codes
+    some = [(codes >> (coding.bits * turn)) & coding.levels for turn in range(each)]
+    return torch.stack(some, -1).flatten(1)
+
+
+# ---- Keep a module's saved activations as small whole numbers between forward and backward.
+# Saved-tensor hooks around the forward of one module instance, as `offload` puts them.  What is
+# kept as it is: parameters and buffers, in another dtype too, what the module is given without a
+# gradient (masks, tables of positions), whatever is no float, and what is too small to gain
+# anything.  Draws follow from step, samples, module, call and the place among the other floats
+# that the call saves, so that a tensor is rounded alike in every layout that cuts the batch in the
+# same parts.  Ranks that split a tensor draw alike for their parts of it: so copies of what they
+# do not split stay alike. Inside of an offloaded module the whole numbers move.  Results that a
+# recomputation keeps beside what autograd saves come here by `fewer.keeper`.  Experts that ranks
+# share out compute rows of other ranks, in an order that no single process has: what they save is
+# kept as it is.
+#
+# On an accelerator the host looks at values once: what the first call has shown of a saved tensor,
+# by its turn in the call, holds for all later ones, and if such a tensor then has masked scores in
+# it all the same, its numbers say them (`rounded`).
+
+
+@dataclass
+class Tally:
+    """What the coded modules of one program have kept so far: bytes before and after, tensors."""
+
+    before: int = 0
+    after: int = 0
+    tensors: int = 0
+
+    def note(self, tensor: Tensor, made: Rounded) -> None:
+        """One more."""
+        self.tensors += 1
+        self.before += tensor.numel() * tensor.element_size()
+        self.after += made.nbytes
+
+
+def code(
+    module: nn.Module,
+    fqn: str,
+    coding: Coding,
+    tally: Tally | None = None,
+    bits: Mapping[int, int] | None = None,
+) -> None:
+    """Keep what `module`, called `fqn`, saves for backward in whole numbers, in place.
+
+    `bits` of single tensors, by their number among the floats that a call saves, from 1 on.
+    """
+    know_coded(module)
+    wrap(module, "code", Code(module, fqn, coding, tally or Tally(), bits or {}))
+
+
+@dataclass(eq=False)
+class Code:
+    """The layer around a module's forward."""
+
+    module: nn.Module
+    fqn: str
+    coding: Coding
+    tally: Tally = field(default_factory=Tally)
+    bits: Mapping[int, int] = field(default_factory=dict)
+    loose: int = 0  # calls outside of any scope
+    looked: dict[tuple[object, ...], bool] = field(default_factory=dict)  # at values of a device
+
+    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run `inner` with the hooks on; plainly where no gradient is recorded."""
+        if not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        call = _Call(
+            self, _words(self), given_whole((args, kwargs)), mover(), Addresses(self.module)
+        )
+        try:
+            with keeping(call.pack), torch.autograd.graph.saved_tensors_hooks(call.pack, unpack):
+                return inner(*args, **kwargs)
+        finally:
+            call.known.clear()
+
+    def at(self, number: int) -> Coding | None:
+        """How a tensor is kept, by its number in a call; None: as it is."""
+        return replace(self.coding, bits=self.bits.get(number, self.coding.bits))
+
+    def note(self, number: int, tensor: Tensor, made: Rounded) -> None:
+        """A tensor is kept in whole numbers."""
+        self.tally.note(tensor, made)
+
+    def casts(self, tensor: Tensor) -> bool:
+        """Is a tensor one of the module's own, cast?"""
+        return any(is_copy(tensor, one) for one in own(self.module))
+
+    def sees(self, asked: Callable[[Tensor], bool], tensor: Tensor, *turn: object) -> bool:
+        """What is asked of a tensor's values; on an accelerator, what was found there before."""
+        if not on_accelerator(tensor):
+            return asked(tensor)
+        key = asked.__name__, tensor.dtype, *turn
+        if key not in self.looked:
+            self.looked[key] = asked(tensor)
+        return self.looked[key]
+
+
+def _words(layer: Code) -> tuple[object, ...]:
+    """What tells one call of a module from all others of a training."""
+    here = scope.current()
+    if here is None:
+        layer.loose += 1
+        return (layer.fqn, layer.loose)
+    return (layer.fqn, scope.next_call(f"{layer.fqn} coded"), here.step, here.samples)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A tensor in whole numbers that have left the device."""
+
+    rest: Rounded
+    codes: Any
+
+
+@dataclass
+class _Call:
+    """One call of a coded module: what it has saved so far."""
+
+    layer: Code
+    words: tuple[object, ...]
+    given: frozenset[int]
+    move: Move
+    own: Addresses
+    asked: int = 0  # tensors that may be coded, so far; `saved`: those that have numbers
+    saved: int = 0
+    rows: set[tuple[int, ...]] = field(default_factory=set)  # of what was saved, less the last dim
+    known: dict[tuple[object, ...], tuple[Any, Rounded | Moved]] = field(default_factory=dict)
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What autograd keeps of a tensor; one that is saved twice is kept once."""
+        if is_uncoded() or not is_candidate(tensor, self.given):
+            return self.move(tensor)
+        if place(tensor) in self.own:
+            return self.move(tensor)
+        self.asked += 1
+        layer, turn = self.layer, (self.asked, tensor.dim())
+        if tensor.dtype in HALVES and layer.sees(layer.casts, tensor, *turn, tensor.shape):
+            return self.move(tensor)
+        reference = reference_to(tensor)  # keeps the place, not the memory
+        key = (reference.cdata, tensor._version, tensor.dtype, *_view(tensor))
+        if key not in self.known and layer.sees(extreme, tensor, *turn):
+            return self.move(tensor)  # uncounted: of masks of scores not every layout keeps one
+        self.saved += 1
+        if key not in self.known:
+            coding = self.layer.at(self.saved)
+            stays = coding is None or self.stays(tensor, coding)
+            self.rows.add(tuple(tensor.shape[:-1]))
+            if stays or coding is None:
+                return self.move(tensor)
+            self.known[key] = reference, self.coded(tensor, coding)
+        made = self.known[key][1]
+        if isinstance(made, Rounded):
+            return _shaped(made, tensor.shape)
+        return replace(made, rest=_shaped(made.rest, tensor.shape))
+
+    def coded(self, tensor: Tensor, coding: Coding) -> Rounded | Moved:
+        """A tensor in whole numbers, which move where tensors do."""
+        unseen = on_accelerator(tensor)
+        made = rounded(tensor, coding, stream(*self.words, self.saved), unseen)
+        self.layer.note(self.saved, tensor, made)
+        codes = self.move(made.codes)
+        return made if codes is made.codes else Moved(replace(made, codes=_NONE), codes)
+
+    def stays(self, tensor: Tensor, coding: Coding) -> bool:
+        """Is what could be coded kept as it is?"""
+        if tensor.numel() < coding.block or tensor.shape[-1] == 1:
+            return True
+        if tensor.is_neg() or tensor.is_inference():
+            return True
+        if tensor.dim() > 2 and tuple(tensor.shape) in self.rows:  # sums of rows, as attention's
+            return True
+        takes = coding.kept(tensor.numel(), tensor.element_size())
+        return takes >= tensor.untyped_storage().nbytes()  # if it is expanded
+
+
+_NONE = torch.empty(0, dtype=torch.uint8)
+
+
+def _shaped(made: Rounded, shape: torch.Size) -> Rounded:
+    """The same elements in another shape."""
+    if made.shape == shape:
+        return made
+    return replace(made, shape=shape, stride=torch.empty(shape, device="meta").stride())
+
+
+def unpack(packed: Any) -> Tensor:
+    """What backward is given."""
+    if isinstance(packed, Rounded):
+        return packed.tensor()
+    if isinstance(packed, Moved):
+        return replace(packed.rest, codes=back(packed.codes)).tensor()
+    return back(packed)
+
+
+def extreme(tensor: Tensor) -> bool:
+    """Does a tensor hold what has no size, as masked scores do?  Its other values would be lost."""
+    if tensor.is_meta:
+        return False
+    with torch._C.DisableTorchFunction():
+        low, high = torch.aminmax(tensor.detach())
+        most = torch.finfo(tensor.dtype).max / 4
+        return not bool((low > -most) & (high < most))  # one wait for both
+
+
+def stream(*words: object) -> int:
+    """The stream of draws of one saved tensor, as a signed 64-bit number."""
+    digest = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _view(tensor: Tensor) -> tuple[object, ...]:
+    """Equal for views of one storage that have the same elements in the same order."""
+    dims: list[tuple[int, int]] = []  # sizes and strides, with dims that follow on as one
+    for size, stride in zip(tensor.shape, tensor.stride()):
+        if dims and dims[-1][1] == size * stride:
+            dims[-1] = dims[-1][0] * size, stride
+        elif size > 1:
+            dims.append((size, stride))
+    return tensor.storage_offset(), *dims

@@ -1,0 +1,312 @@
+"""Modules that run again in backward: whether they compute the same; which results they keep."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from schedlang.runtime.activation_memory.recompute import numbers
+from schedlang.runtime.device import Replayed, on_host, own_generators
+from schedlang.runtime.pipeline.arguments import put, take
+from schedlang.runtime.scope import capture, site
+from schedlang.runtime.tracing.torch_calls import name_of
+from schedlang.runtime.tracing.units import Switch
+
+if TYPE_CHECKING:
+    from schedlang.remat.again import Again
+
+# ---- Whether modules compute the same when they run again: which call of torch differs, and
+# where.
+# Recomputation replays the generators of torch. What a module draws from Python or numpy, or keeps
+# from call to call, it cannot replay. Such a module calls torch with other numbers in its next
+# run, which shows on the meta device: the calls of two runs are compared, with all that is no
+# tensor.
+
+
+SHOWN = 40  # characters of a value in a message
+_OURS = ("torch", "schedlang")
+_NAMES = {"lift_fresh": "from_numpy"}  # what makes a tensor of data calls nothing else
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first call of torch that two runs of a module make in two ways.
+
+    `first` and `second` are what it was given, or "" where a run does not make the call.
+    """
+
+    module: str
+    function: str
+    place: str
+    first: str
+    second: str
+
+
+class Repeats:
+    """Runs modules once more than they are called, twice, and compares; one of each kind."""
+
+    def __init__(self, model: nn.Module, kinds: Mapping[str, object]) -> None:
+        self.model, self.names, self.kinds = model, tuple(kinds), kinds
+        self.seen: set[object] = set()
+        self.found: list[Difference] = []
+        self.quiet = False
+
+    def run(self, forward: Any) -> list[Difference]:
+        """What differs during `forward()`, which calls the model."""
+        switch = Switch(self.model, self.names)
+        try:
+            with switch.using(self._call):
+                forward()
+        finally:
+            switch.remove()
+        return self.found
+
+    def _call(self, unit: int, original: Any, args: Any, kwargs: Any) -> Any:
+        name = self.names[unit]
+        kind = self.kinds[name]
+        if kind in self.seen:
+            return original(*args, **kwargs)
+        self.seen.add(kind)
+        tensors: list[Tensor] = []
+        template = take((args, kwargs), tensors)
+        module = self.model.get_submodule(name)
+        draws = Replayed([torch.default_generator, *own_generators(module)])
+        output = original(*args, **kwargs)  # what a module makes at its first call is there now
+        with draws:
+            first = _calls(original, put(template, tensors))
+        with draws:
+            second = _calls(original, put(template, tensors))
+        self.found += list(_differ(name, first, second))[:1]
+        return output
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A call of torch: its function, the line it stands in, and what it was given but tensors."""
+
+    function: str
+    place: str
+    given: str
+
+
+def _differ(module: str, first: Sequence[_Made], second: Sequence[_Made]) -> Iterator[Difference]:
+    for one, other in zip_longest(first, second):
+        if (
+            one is None
+            or other is None
+            or (one.function, one.given) != (other.function, other.given)
+        ):
+            known = one or other
+            alike = one is not None and other is not None and one.function == other.function
+            yield Difference(
+                module,
+                known.function,
+                known.place,
+                one.given if one is not None else "",
+                other.given if other is not None and alike else "",
+            )
+
+
+def _calls(original: Any, given: Any) -> list[_Made]:
+    args, kwargs = given
+    heard = _Listening()
+    with heard:
+        original(*args, **kwargs)
+    return heard.made
+
+
+class _Listening(TorchFunctionMode):
+    """Takes note of every call of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[_Made] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        said = ", ".join(filter(None, map(_said, tree_leaves((args, kwargs)))))
+        name = name_of(func).removesuffix(".default")
+        self.made.append(_Made(_NAMES.get(name, name), _line(), said))
+        return func(*args, **kwargs)
+
+
+def _said(value: Any) -> str:
+    """What a value is, of tensors what is known without data."""
+    if isinstance(value, Tensor):
+        known = f"{list(value.shape)}"
+        if type(value) is Tensor and on_host(value) and not value.requires_grad:
+            return known + "".join(map(repr, value.flatten()[:SHOWN].tolist()))
+        return known
+    if isinstance(value, (bool, int, float, complex, str)):
+        return repr(value)
+    if hasattr(value, "tobytes"):  # of numpy
+        return str(value.tolist())
+    return ""
+
+
+def _line() -> str:
+    """The line of the model from which torch was called."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+# ---- Tensors as the saved-tensor hooks around give them back: what runs again begins with those.
+
+
+def through(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors as the innermost hooks give them back, detached; each asks for its gradient."""
+    if not tensors:
+        return []
+    begin = torch.zeros((), device=tensors[0].device).requires_grad_()  # without it none is saved
+    made: Any = _Keep.apply(begin, *tensors)  # type: ignore[no-untyped-call]
+    kept = made.grad_fn.saved_tensors
+    return [new.detach().requires_grad_(old.requires_grad) for old, new in zip(tensors, kept)]
+
+
+class _Keep(torch.autograd.Function):
+    """Saves its inputs, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, begin: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return begin.clone()
+
+
+def watch_again(model: nn.Module, modules: Iterable[str]) -> None:
+    """Let some modules of a throwaway copy save what they are given, and nothing else.
+
+    Wrap them before what they save is watched (`propagation/trace.py`): it is theirs.
+    """
+    for fqn in modules:
+        module = model.get_submodule(fqn)
+        module.forward = partial(_again, module.forward)
+
+
+def _again(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    tensors: list[Tensor] = []
+    take((args, kwargs), tensors)
+    with torch._C.DisableTorchFunction():
+        through(tensors)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        return inner(*args, **kwargs)
+
+
+# ---- Results of operators that are kept for a second run, as one process that is compared has
+# them.
+# Programs do it in `selective.py`: here the first run is over before anything is put away.
+
+
+@dataclass
+class _Result:
+    """What one operator gave: where it ran, its tensors with their versions, and their values.
+
+    `whole`: it is kept as it is; where it was written into since, it is made again (`stale`).
+    """
+
+    place: Callable[[], Any]
+    leaves: list[Any]
+    spec: Any
+    whole: bool
+    copies: list[tuple[int, Tensor]]
+    stale: bool = False
+
+    def keep(self) -> None:
+        """Let the hooks around keep it, as what the operator's module saves."""
+        kept = iter(self.copies)
+        for k, leaf in enumerate(self.leaves):
+            if isinstance(leaf, Tensor):
+                version, copy = next(kept)
+                now = leaf if leaf._version == version else copy
+                self.stale |= self.whole and now is copy
+                with self.place():
+                    (value,) = [now] if self.whole else through([now])
+                self.leaves[k] = value.detach()
+
+    def given(self) -> Any:
+        """It again, for somebody who may write into it."""
+        leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return tree_unflatten(leaves, self.spec)
+
+
+class Results:
+    """The results that are kept of one call of a module; in some `parts` of it as they are."""
+
+    def __init__(self, again: Again, parts: Collection[str] = ()) -> None:
+        self.some, self.parts = again.results, parts
+        self.numbers, self.chosen = numbers(again.save, again.chosen)
+        self.found: dict[Hashable, _Result] = {}
+
+    def names(self, key: Hashable | None) -> bool:
+        """Whether the result of the call of this name is kept."""
+        return key is not None and (self.chosen is None or key in self.chosen)
+
+    def noting(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The first run."""
+        if not self.some:
+            return inner(*args, **kwargs)
+        with _Noting(self):
+            return inner(*args, **kwargs)
+
+    def keep(self) -> None:
+        """In their order."""
+        for result in self.found.values():
+            result.keep()
+
+    def given(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The second run, in which they take the place of what their operators would give."""
+        if not self.some:
+            return inner(*args, **kwargs)
+        with _Giving(self):
+            return inner(*args, **kwargs)
+
+
+class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, results: Results) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.results, self.turns = results, results.numbers()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        key = self.turns.of(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if self.results.names(key):
+            leaves, spec = tree_flatten(out)
+            # a later operator may write into them
+            copies = [(t._version, t.clone()) for t in leaves if isinstance(t, torch.Tensor)]
+            whole = any(_inside(site(), part) for part in self.results.parts)
+            self.results.found[key] = _Result(capture(), leaves, spec, whole, copies)
+        return out
+
+
+def _inside(fqn: str, part: str) -> bool:
+    return fqn == part or fqn.startswith(f"{part}.")
+
+
+class _Giving(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, results: Results) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.results, self.turns = results, results.numbers()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        key = self.turns.of(func, args, kwargs)
+        kept = self.results.found.get(key)
+        return func(*args, **kwargs) if kept is None or kept.stale else kept.given()

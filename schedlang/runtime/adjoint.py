@@ -1,0 +1,458 @@
+"""Derive which tensors differ by rank through forward and backward, and what each gradient is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from schedlang.runtime.comm import collectives
+from schedlang.runtime.comm.collectives import Group, listening
+from schedlang.runtime.grad_reduction import batch_statistics
+from schedlang.runtime.lazy_logits import vocab_parallel
+from schedlang.runtime.propagation.pending import Made, trouble
+from schedlang.runtime.propagation.trace import Stack
+from schedlang.runtime.sharding import grid, norms
+from schedlang.runtime.sharding.grid import InParts
+from schedlang.runtime.tracing.torch_calls import name_of, tensors_in
+
+# ---- Which tensors differ from rank to rank, through one forward and backward on the meta
+# device.
+# The types are those of spmd_types, one for each mesh axis: a tensor is alike on all ranks (I, R)
+# or varies (V), and a varying tensor that is summed has to be a pending sum (P).  Nothing here
+# knows what the plan thinks that its sums are: types follow from what parameters are split, what
+# the batch is split over, and which collectives the modules were heard to send.
+
+
+Axes = frozenset[str]
+NONE: Axes = frozenset()
+SUMS = ("all-reduce", "reduce-scatter")
+# what these give still differs from rank to rank: every rank gets parts of others, for its own
+MOVES = ("all-to-all", "shift", "broadcast", "reduce")
+# the modules whose functions of autograd communicate
+TALKING = (collectives, grid, norms, batch_statistics, vocab_parallel)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One call whose types do not fit: where, over which axis, and why."""
+
+    kind: str  # "type" or "sum"
+    fqn: str
+    axis: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Heard:
+    """One collective: its kind, its plain axes, and for whose sake."""
+
+    kind: str
+    axes: tuple[str, ...]
+    label: str
+
+
+@dataclass
+class Crossed:
+    """What a communicating function did: types before and after, collectives both ways.
+
+    `settles` are axes over which it has to sum gradients itself: what it gives for an input that
+    varies over one is then that input's own.
+    """
+
+    fqn: str
+    before: Axes
+    after: Axes
+    back: list[Heard] = field(default_factory=list)
+    settles: Axes = NONE
+
+
+class Typed(TorchFunctionMode):
+    """Runs beside one forward of the local model; types stand on the tensors themselves."""
+
+    def __init__(self, stack: Stack, fold: Callable[[tuple[str, ...]], tuple[str, ...]]) -> None:
+        super().__init__()
+        self.stack, self.fold = stack, fold
+        self.varying: dict[tuple[Any, int], Axes] = {}  # (node of autograd, output) -> axes
+        self.sites: dict[Any, str] = {}  # node -> the module that ran
+        self.faults: list[Fault] = []
+        self.calls = 0
+        self.sums = 0  # collectives in forward that wanted a pending sum
+        self.heard: list[list[Heard]] = []  # one list for each function that is running
+
+    # -- types -----------------------------------------------------------------------------------
+
+    def varies(self, tensor: Tensor) -> Axes:
+        """The axes along which a tensor differs from rank to rank."""
+        known: Axes | None = tensor.__dict__.get("_schedlang_varies")
+        if known is None and tensor.grad_fn is not None:
+            return self.varies_at(tensor.grad_fn, tensor.output_nr)
+        return known or NONE
+
+    def varies_at(self, node: Any, output: int) -> Axes:
+        """The same of an output of a node of autograd.
+
+        A node that ran unseen, inside one call, varies where anything that it was given does.
+        """
+        at = (node, output)
+        if at not in self.varying:
+            crossed: Crossed | None = getattr(node, "schedlang", None)
+            if hasattr(node, "variable"):
+                self.varying[at] = node.variable.__dict__.get("_schedlang_varies", NONE)
+            elif crossed is not None:
+                self.varying[at] = crossed.after
+            else:
+                edges = (edge for edge in node.next_functions if edge[0] is not None)
+                self.varying[at] = NONE.union(*(self.varies_at(*edge) for edge in edges))
+        return self.varying[at]
+
+    def put(self, tensor: Tensor, axes: Axes, made: Made | None = None) -> None:
+        """Write the type of a tensor down, and how it was made if it varies."""
+        tensor.__dict__["_schedlang_varies"] = axes
+        tensor.__dict__["_schedlang_made"] = made if axes else None
+        if tensor.grad_fn is not None:
+            self.varying[tensor.grad_fn, tensor.output_nr] = axes
+            self.sites.setdefault(tensor.grad_fn, self.site)
+
+    @property
+    def site(self) -> str:
+        """The module that is running."""
+        return self.stack.frames[-1][0]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the call; what it makes varies where anything that it was given does."""
+        kwargs = dict(kwargs or {})
+        out, heard = self._listened(lambda: func(*args, **kwargs))
+        outputs = tensors_in(out)
+        if outputs:
+            self.calls += 1
+        if outputs and not heard:  # else its own nodes tell more, see `varies_at`
+            inputs = tensors_in((args, kwargs))
+            axes = NONE.union(*(self.varies(t) for t in inputs))
+            made = Made(name_of(func), tuple(inputs)) if axes else None
+            for tensor in outputs:
+                written = any(tensor is given for given in inputs)
+                if not written or (name_of(func).endswith("_") and axes - self.varies(tensor)):
+                    self.put(tensor, axes, made)
+        return out
+
+    # -- functions that communicate ----------------------------------------------------------------
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch every function of the runtime that communicates, forward and backward."""
+        found: list[tuple[Any, bool]] = [
+            (kind, module is collectives)
+            for module in TALKING
+            for kind in vars(module).values()
+            if isinstance(kind, type) and issubclass(kind, torch.autograd.Function)
+        ]
+        before = [(kind, kind.forward, kind.backward) for kind, _ in found]
+        try:
+            for kind, plain in found:
+                made = self._forward(kind.forward, plain)
+                if issubclass(kind, InParts):
+                    made = self._product(kind.forward, kind.summed)
+                kind.forward = staticmethod(made)
+                kind.backward = staticmethod(self._backward(kind.backward))
+            with listening(self._listen):
+                yield
+        finally:
+            for kind, forward, backward in before:
+                kind.forward, kind.backward = staticmethod(forward), staticmethod(backward)
+
+    def _listen(self, kind: str, group: Group, size: int) -> None:
+        for running in self.heard if group.size > 1 else ():
+            running.append(Heard(kind, self.fold(group.axes), group.label))
+
+    def _listened(self, run: Callable[..., Any], *args: Any) -> tuple[Any, list[Heard]]:
+        self.heard.append([])
+        try:
+            out = run(*args)
+        finally:
+            heard = self.heard.pop()
+        return out, heard
+
+    def _forward(self, inner: Callable[..., Any], plain: bool) -> Callable[..., Any]:
+        def forward(ctx: Any, *args: Any) -> Any:
+            out, heard = self._listened(inner, ctx, *args)
+            given = tensors_in(args)
+            before = NONE.union(*(self.varies(t) for t in given))
+            after = self._after(given[0], before, tensors_in(out)[0], args, heard, plain)
+            ctx.schedlang = Crossed(self.site, before, after)
+            # a plain sum over one axis leaves what is pending over another so
+            linear = (*MOVES, "all-reduce", "reduce-scatter") if plain else MOVES
+            moved = bool(heard) and all(one.kind in linear for one in heard)
+            made = Made("moved", tuple(given)) if moved else Made("collective", ())
+            for tensor in tensors_in(out):
+                tensor.__dict__["_schedlang_varies"] = after
+                tensor.__dict__["_schedlang_made"] = made if after else None
+            return out
+
+        return forward
+
+    def _product(
+        self, inner: Callable[..., Any], summed: Callable[[Any], tuple[Group, ...]]
+    ) -> Callable[..., Any]:
+        """A product in parts sums over the dim that its factors share, and all else varies on."""
+
+        def forward(ctx: Any, x: Tensor, weight: Tensor, *args: Any) -> Any:
+            out, _ = self._listened(inner, ctx, x, weight, *args)
+            shared = frozenset(self.fold(args[0].down.axes))
+            after = self.varies(x) | (self.varies(weight) - shared)
+            due = frozenset(a for g in summed(ctx) for a in self.fold(g.axes))
+            ctx.schedlang = Crossed(self.site, self.varies(x), after, settles=due)
+            out.__dict__["_schedlang_varies"] = after
+            out.__dict__["_schedlang_made"] = Made("collective", ()) if after else None
+            return out
+
+        return forward
+
+    def _after(
+        self, x: Tensor, before: Axes, out: Tensor, args: Any, heard: list[Heard], plain: bool
+    ) -> Axes:
+        """The type of what a communicating function gives."""
+        after = before
+        for one in heard:
+            for axis in one.axes:
+                if one.kind in SUMS:
+                    self._summed(x, before, axis, one, plain)
+                if one.kind not in ("reduce-scatter", *MOVES):
+                    after -= {axis}
+        if not heard and plain and out.shape != x.shape:  # every rank keeps a part of its own
+            groups = (a for a in args if isinstance(a, Group))
+            after |= {axis for group in groups for axis in self.fold(group.axes)}
+        return after
+
+    def _summed(self, x: Tensor, before: Axes, axis: str, one: Heard, plain: bool) -> None:
+        self.sums += 1
+        fqn = one.label or self.site
+        if axis not in before:
+            reason = f"its {one.kind} sums what is alike on all ranks of `{axis}`"
+            self.faults.append(Fault("sum", fqn, axis, reason))
+        elif plain:
+            wrong = trouble(x, axis, self.varies)
+            if wrong is not None:
+                self.faults.append(Fault("type", fqn, axis, wrong))
+
+    def _backward(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(ctx: Any, *grads: Any) -> Any:
+            out, heard = self._listened(inner, ctx, *grads)
+            if hasattr(ctx, "schedlang"):
+                ctx.schedlang.back.extend(heard)
+            return out
+
+        return backward
+
+
+# ---- What each gradient is, axis by axis: whole on every rank, a part of a sum, or summed too
+# often.
+# A walk over the graph that autograd made of one forward of the local model, in the order of the
+# backward, with the types that the forward had and the collectives that the backward was heard to
+# send.  A gradient is a linear function of the one behind it, so along an axis it stays what it
+# was, except where a tensor that is alike on all ranks meets one that varies: there it becomes a
+# part.
+
+
+OWN, WHOLE, PART = "own", "whole", "part"
+
+
+@dataclass(frozen=True)
+class Share:
+    """A gradient along one axis.
+
+    own     of a tensor that differs by rank; whole  alike on all ranks; part  to be summed.
+    `times` counts how often a sum ran that was not due: the gradient is n**times too large.
+    """
+
+    kind: str
+    times: int = 0
+
+
+Shares = Mapping[str, Share]
+
+
+@dataclass
+class Gradient:
+    """What reaches one parameter: its shares by axis, the stages that give it one, and users."""
+
+    shares: dict[str, Share] = field(default_factory=dict)
+    stages: frozenset[int] = frozenset()
+    sites: list[str] = field(default_factory=list)
+
+
+def nodes_of(root: Any) -> list[Any]:
+    """The nodes of a graph, each after all that use it: the order of a backward."""
+    order: list[Any] = []
+    seen: set[Any] = set()
+    open_: list[tuple[Any, bool]] = [(root, False)]
+    while open_:
+        node, left = open_.pop()
+        if left:
+            order.append(node)
+            continue
+        if node in seen:
+            continue
+        seen.add(node)
+        open_.append((node, True))
+        open_ += [(n, False) for n, _ in node.next_functions if n is not None and n not in seen]
+    return order[::-1]
+
+
+class Adjoint:
+    """The walk: `split` are the axes that split each parameter, `stage_of` a module's stages."""
+
+    def __init__(
+        self,
+        loss: Tensor,
+        typed: Typed,
+        axes: tuple[str, ...],
+        parameters: Mapping[int, tuple[str, Axes]],
+        stage_of: Callable[[str], frozenset[int] | None],
+    ) -> None:
+        self.typed, self.axes, self.parameters = typed, axes, parameters
+        self.stage_of = stage_of
+        self.root = loss.grad_fn
+        self.nodes = nodes_of(self.root)
+        self.root_varies = typed.varies(loss)
+        self.faults: list[Fault] = []
+        self.found: dict[str, Gradient] = {}
+
+    def run(self, last: int) -> dict[str, Gradient]:
+        """The gradient of every parameter that gets one; `last` is the stage of the loss."""
+        first = {a: Share(OWN if a in self.root_varies else WHOLE) for a in self.axes}
+        arrived: dict[Any, list[tuple[int, Shares]]] = {self.root: [(0, first)]}
+        stages: dict[Any, frozenset[int]] = {self.root: frozenset([last])}
+        sites = dict(self.typed.sites)
+        sites.setdefault(self.root, "")
+        for node in self.nodes:
+            came = arrived.pop(node, [])
+            if not came:
+                continue
+            site = sites[node]
+            shares, outputs = self._joined(came, site), frozenset(nr for nr, _ in came)
+            if hasattr(node, "variable"):
+                self._reached(node.variable, shares, stages[node])
+                continue
+            own = self.stage_of(site)
+            here = stages[node] if own is None else own
+            for edge in node.next_functions:
+                if edge[0] is None:
+                    continue
+                arrived.setdefault(edge[0], []).append(
+                    (edge[1], self._through(node, outputs, edge, shares, site))
+                )
+                stages[edge[0]] = stages.get(edge[0], frozenset()) | here
+                sites.setdefault(edge[0], site)
+                if hasattr(edge[0], "variable"):
+                    self._used(edge[0].variable, site)
+        return self.found
+
+    def _used(self, parameter: Tensor, site: str) -> None:
+        known = self.parameters.get(id(parameter))
+        if known is not None:
+            self.found.setdefault(known[0], Gradient()).sites.append(site)
+
+    def _reached(self, parameter: Tensor, shares: Shares, stages: frozenset[int]) -> None:
+        known = self.parameters.get(id(parameter))
+        if known is not None:
+            made = self.found.setdefault(known[0], Gradient())
+            made.shares, made.stages = dict(shares), stages
+
+    def _joined(self, came: list[tuple[int, Shares]], site: str) -> Shares:
+        """The sum of gradients from several uses; they have to be of one kind."""
+        joined = dict(came[0][1])
+        for _, more in came[1:]:
+            for axis, share in more.items():
+                if share != joined[axis]:
+                    mine = joined[axis]
+                    self._fault(
+                        site,
+                        axis,
+                        f"adds a gradient that is {_said(share)} over `{axis}`"
+                        f" to one that is {_said(mine)}",
+                    )
+                    joined[axis] = max(share, mine, key=lambda s: (s.kind == PART, s.times))
+        return joined
+
+    def _through(
+        self, node: Any, outputs: frozenset[int], edge: Any, shares: Shares, site: str
+    ) -> Shares:
+        crossed = _crossed(node)
+        out = NONE.union(*(self.typed.varies_at(node, nr) for nr in outputs))
+        into = self.typed.varies_at(*edge)
+        found = {}
+        if crossed is not None and crossed.settles:
+            shares = self._settled(crossed, shares, into, site)
+            crossed = None
+        for axis, share in shares.items():
+            heard = [h for h in crossed.back if axis in h.axes] if crossed is not None else []
+            label = next((h.label for h in heard if h.label), site)
+            found[axis] = self._along(axis, share, axis in out, axis in into, heard, label)
+        return found
+
+    def _along(
+        self, axis: str, share: Share, out: bool, into: bool, heard: list[Heard], site: str
+    ) -> Share:
+        """One step of the backward along one axis."""
+        kind, times = share.kind, share.times
+        if out and not into:
+            kind = PART  # every rank has only what its own part of the result gives
+        for one in heard:
+            if one.kind in MOVES:  # each part goes back to where it came from
+                continue
+            if one.kind == "all-gather":
+                kind = OWN if into else WHOLE
+                continue
+            if kind != PART:
+                times += 1
+            kind = WHOLE if one.kind == "all-reduce" else OWN
+        if into:
+            if kind == PART:
+                self._fault(
+                    site,
+                    axis,
+                    f"a gradient that is a part over `{axis}` is taken for the"
+                    " whole, without a sum",
+                )
+            kind = OWN
+        return Share(kind, times) if (kind, times) != (share.kind, share.times) else share
+
+    def _settled(self, crossed: Crossed, shares: Shares, into: Axes, site: str) -> Shares:
+        """The gradient of a factor, from a product that sums those of its factors itself."""
+        found = dict(shares)
+        for axis in sorted(crossed.settles):
+            heard = [h for h in crossed.back if axis in h.axes and h.kind.startswith("reduce")]
+            label = next((h.label for h in heard if h.label), site)
+            if not heard:
+                self._fault(
+                    label,
+                    axis,
+                    f"its gradients are parts over `{axis}`, and its backward does not sum them",
+                )
+            elif shares[axis].kind == WHOLE:
+                self._fault(
+                    label, axis, f"its backward sums over `{axis}` what is alike on all ranks"
+                )
+            if axis in into:
+                found[axis] = Share(OWN, shares[axis].times)
+        return found
+
+    def _fault(self, fqn: str, axis: str, reason: str) -> None:
+        self.faults.append(Fault("sum", fqn, axis, reason))
+
+
+def _crossed(node: Any) -> Crossed | None:
+    found: Crossed | None = getattr(node, "schedlang", None)
+    return found
+
+
+def _said(share: Share) -> str:
+    return share.kind if not share.times else f"{share.kind}, summed {share.times} times too often"

@@ -1,0 +1,393 @@
+"""Split a batch: what the model takes of it, this rank's rows, its microbatches, their weights."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir import nests as pytree
+
+# ---- Which keys of a batch the forward of a model takes: what else is there is for the loss.
+
+
+def called(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """The output of a model for a batch, of which it is given what its forward takes."""
+    return model(**taken(model, batch))
+
+
+def taken(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a forward: the keys that it names, or all if it has `**kwargs`."""
+    names = named_arguments(model)
+    return {key: value for key, value in batch.items() if names is None or key in names}
+
+
+def named_arguments(model: nn.Module | None) -> frozenset[str] | None:
+    """The arguments that a forward takes by name; None if it takes any.
+
+    A wrapper that says nothing but `*args, **kwargs` speaks for the forward of its class.
+    """
+    if model is None:
+        return None
+    own = vars(model).get("forward")
+    found = _named(own) if own is not None else None
+    return found if found is not None else _of_class(type(model).forward)
+
+
+def _named(forward: Callable[..., Any], skipped: int = 0) -> frozenset[str] | None:
+    try:
+        given = list(inspect.signature(forward).parameters.values())[skipped:]
+    except (TypeError, ValueError):  # compiled code that tells nothing
+        return None
+    if any(one.kind is one.VAR_KEYWORD for one in given):
+        return None
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(one.name for one in given if one.kind in by_name)
+
+
+@lru_cache(maxsize=256)
+def _of_class(forward: Callable[..., Any]) -> frozenset[str] | None:
+    return _named(forward, skipped=1)
+
+
+# ---- A batch in parts: the rows of this rank, its microbatches, and what each part weighs.
+
+
+Batch = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some rows of a batch, or tokens of them, as keyword arguments; and the rows' numbers."""
+
+    inputs: dict[str, Any]
+    rows: tuple[int, ...]
+    seat: Any = None  # where its tokens stand, if ranks split sequences
+    weighed: dict[str, Any] | None = None  # what its weight is taken from; None: its inputs
+
+
+def named_tensors(batch: Batch, inside: bool = True) -> dict[str, Tensor]:
+    """The tensors of a batch by name; those inside of dicts and lists by path: `side.scale.0`.
+
+    `inside`: those of objects of many samples, too.
+    """
+    whole = dict(batch)
+    if pytree.flat(whole):
+        return {str(name): value for name, value in whole.items() if isinstance(value, Tensor)}
+    closed = None if inside else pytree.separable
+    leaves, _ = pytree.tree_flatten_with_path(whole, closed)
+    return {dotted(keys): value for keys, value in leaves if isinstance(value, Tensor)}
+
+
+def dotted(keys: Sequence[Any]) -> str:
+    """A place in nested dicts and lists, as pytree gives it, by its words: `side.scale.0`."""
+    words = (
+        [getattr(k, word) for word in ("key", "idx", "name") if hasattr(k, word)] for k in keys
+    )
+    return ".".join(str(word[0]) for word in words)
+
+
+def followed(batch: Batch, grad: bool = True) -> dict[str, Any]:
+    """The batch with its float tensors as leaves of their own, which get gradients if `grad`."""
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        return value.detach().clone().requires_grad_(grad)
+
+    out: dict[str, Any] = pytree.tree_map(leaf, dict(batch))
+    return out
+
+
+def moved(batch: Batch, device: torch.device) -> dict[str, Any]:
+    """The batch with its tensors on a device; those that are there already are the same."""
+
+    def leaf(value: Any) -> Any:
+        return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+    out: dict[str, Any] = pytree.tree_map(leaf, dict(batch))
+    return out
+
+
+def rows_of(batch: Batch) -> int:
+    """How many rows (samples) a batch has: the size of dim 0 of its first tensor with dims.
+
+    Raises Refusal S605 for a batch that has none.
+    """
+    if pytree.flat(batch):
+        for value in batch.values():
+            if isinstance(value, Tensor) and value.ndim:
+                return value.shape[0]
+    _check_lists(batch)
+    for value in pytree.tree_leaves(dict(batch), is_leaf=pytree.separable):
+        if pytree.separable(value):
+            return int(value.num_graphs)
+    for value in named_tensors(batch).values():
+        if value.ndim:
+            return value.shape[0]
+    objects = _closed(batch)
+    if objects:
+        key, one, _ = objects[0]
+        raise Refusal(
+            Diagnostic(
+                "S605",
+                f"the batch has no rows: `{key}` is made of `{type(one).__name__}`",
+                notes=(
+                    "the batch is split by rows, dim 0 of its tensors; objects of this class"
+                    " cannot be split",
+                ),
+                helps=_APART,
+            )
+        )
+    raise Refusal(
+        Diagnostic(
+            "S605",
+            "the batch has no rows",
+            notes=("none of its values is a tensor whose dim 0 is the samples",),
+            helps=("return a dict of tensors from `batch(seed)`: `{'input_ids': ...}`",),
+        )
+    )
+
+
+_APART = (
+    "pass `forward` the tensors inside, by name: `{'x': data.x, 'edges': data.edge_index}`",
+    "to split them by rows, pad samples to one size: tensors of [samples, ...]",
+    "or make one object of them that is split by samples: torch_geometric's `Batch.from_data_list`",
+)
+
+
+def _closed(batch: Batch) -> list[tuple[str, Any, int | None]]:
+    """Objects with tensors inside that cannot be cut, alone or in lists, by the key they are at;
+    and of how many samples they are, where that can be told."""
+    found: list[tuple[str, Any, int | None]] = []
+    for key, value in () if pytree.flat(batch) else batch.items():
+        listed = isinstance(value, (list, tuple)) and len(value) > 0
+        one = value[0] if listed else value
+        if pytree.closed(one):
+            counts = (getattr(one, word, None) for word in ("num_graphs", "batch_size"))
+            count = len(value) if listed else next((c for c in counts if isinstance(c, int)), None)
+            found.append((key, one, count))
+    return found
+
+
+def _check_closed(batch: Batch, count: int) -> None:
+    """Refuse (S670) objects that have as many samples as the batch has rows: each part would be
+    given all of them."""
+    for key, one, samples in _closed(batch):
+        if samples == count:
+            raise Refusal(
+                Diagnostic(
+                    "S670",
+                    f"the batch cannot be split by rows: `{key}` is made of `{type(one).__name__}`",
+                    notes=(
+                        f"it has {samples} samples, as many as the batch has rows, but"
+                        f" objects of"
+                        " this class cannot be split",
+                    ),
+                    helps=(
+                        *_APART,
+                        "or do not split the batch: 1 rank on the axes of `zero`, 1 microbatch",
+                    ),
+                )
+            )
+
+
+def _check_lists(batch: Batch) -> None:
+    """Refuse (S605) lists of samples, one tensor each: their first dims are no rows."""
+    lists = {key: value for key, value in batch.items() if isinstance(value, (list, tuple))}
+    if len(lists) < len(batch) or not lists:
+        return
+    sizes = {value.shape[:1] for value in named_tensors(batch).values()}
+    if len(sizes) > 1:
+        key, value = next(iter(lists.items()))
+        raise Refusal(
+            Diagnostic(
+                "S605",
+                "the batch has no rows: it is made of lists of samples",
+                notes=(
+                    f"`{key}` is a list of {len(value)}, and what is in the lists has first dims"
+                    f" of {', '.join(str(s[0]) if s else 'none' for s in sorted(sizes))}",
+                    "the batch is split by rows, dim 0 of its tensors",
+                ),
+                helps=("stack the samples, padded to one size: `torch.stack(images)`",),
+            )
+        )
+
+
+def cut(batch: Batch, rows: Sequence[int], count: int) -> dict[str, Any]:
+    """Consecutive rows of each tensor that has as many rows as the batch; the rest as it is.
+
+    Tensors inside of dicts and lists are cut, too.  Objects of as many samples, as a `Batch` of
+    torch_geometric, are made anew of some of them.
+    """
+    first, last = rows[0], rows[-1] + 1
+
+    def part(value: Any) -> Any:
+        if pytree.separable(value):
+            return _of_samples(value, first, last) if value.num_graphs == count else value
+        whole = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
+        return value[first:last] if whole else value
+
+    given = dict(batch)
+    if pytree.flat(given):  # nothing in it is made of samples
+        return {
+            name: value[first:last]
+            if isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
+            else value
+            for name, value in given.items()
+        }
+    whole: dict[str, Any] = pytree.tree_map(part, given, is_leaf=pytree.separable)
+    return whole
+
+
+def _of_samples(value: Any, first: int, last: int) -> Any:
+    """An object of some of the samples of another: graphs keep their edges, numbered anew.
+
+    Raises Refusal S670 where it does not give its samples back.
+    """
+    if (first, last) == (0, value.num_graphs):
+        return value
+    kind = type(value)
+    held: list[str] = list(value.keys()) if hasattr(value, "keys") else []
+    followed = [key.removesuffix("_batch") for key in held if key.endswith("_batch")]
+    more = {"follow_batch": followed} if followed else {}
+    root: Any = next(one for one in reversed(kind.__mro__) if hasattr(one, "from_data_list"))
+    try:
+        return root.from_data_list(value.to_data_list()[first:last], **more)
+    except Exception as error:
+        raise Refusal(
+            Diagnostic(
+                "S670",
+                f"the batch cannot be split by samples: `{kind.__name__}` does not return them",
+                notes=(f"{type(error).__name__}: {error}",),
+                helps=("build it by `from_data_list`, or by a loader that does",),
+            )
+        ) from error
+
+
+def shares(count: int, parts: int) -> list[range]:
+    """`count` rows in `parts` runs that differ by at most one row, larger ones first."""
+    base, extra = divmod(count, parts)
+    starts = [place * base + min(place, extra) for place in range(parts + 1)]
+    return [range(a, b) for a, b in zip(starts, starts[1:])]
+
+
+def split(batch: Batch, replicas: int, micro: int) -> list[list[Part]]:
+    """For each of `replicas` data-parallel ranks its `micro` microbatches.
+
+    Raises Refusal S606 if there are fewer rows than parts.
+    """
+    count = _enough(batch, replicas, micro)
+    out = []
+    for share in shares(count, replicas):
+        runs = [
+            range(share.start + r.start, share.start + r.stop) for r in shares(len(share), micro)
+        ]
+        out.append([Part(cut(batch, run, count), tuple(run)) for run in runs])
+    return out
+
+
+def sample(batch: Batch, replicas: int, micro: int) -> dict[str, Any]:
+    """The first of the parts, which is as large as any: found without the others.  Or S606."""
+    count = _enough(batch, replicas, micro)
+    share = (count + replicas - 1) // replicas
+    return cut(batch, range((share + micro - 1) // micro), count)
+
+
+def even(batch: Batch, replicas: int, micro: int) -> bool:
+    """Whether all parts have as many rows."""
+    return rows_of(batch) % (replicas * micro) == 0
+
+
+def _enough(batch: Batch, replicas: int, micro: int) -> int:
+    """The rows of a batch, which are as many as its parts at least (S606)."""
+    count = rows_of(batch)
+    if replicas * micro > 1:
+        _check_closed(batch, count)
+    if count < replicas * micro:
+        raise Refusal(
+            Diagnostic(
+                "S606",
+                f"the batch has {count} row{'s' * (count != 1)}, but {replicas * micro} are needed",
+                notes=(
+                    f"{replicas} data-parallel ranks with {micro}"
+                    f" microbatch{'es' * (micro > 1)} each",
+                ),
+                helps=(f"use a batch of at least {replicas * micro} rows",),
+            )
+        )
+    return count
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Stands in an output for what the whole batch has and its parts do not give."""
+
+    reason: str
+    place: str = ""  # if more than this leaf is lost: what, by path
+
+
+def stack(outputs: Sequence[Any], rows: Sequence[int], weights: Sequence[float]) -> Any:
+    """The output for the whole batch from the outputs of its parts.
+
+    Tensors with one row per sample, or the same number of rows, are put one after the other, other
+    floating-point numbers (losses) are averaged by weight.  Of anything else one stands for all if
+    they are equal; if not it is Absent.
+    """
+    flat = [pytree.tree_flatten(output) for output in outputs]
+    leaves = zip(*(leaves for leaves, _ in flat))
+    weights = weights if sum(weights) > 0 else [1.0] * len(rows)
+    whole = [_stacked(values, rows, weights) for values in leaves]
+    return pytree.tree_unflatten(whole, flat[0][1])
+
+
+def _stacked(values: Sequence[Any], rows: Sequence[int], weights: Sequence[float]) -> Any:
+    first = values[0]
+    absent = next((v for v in values if isinstance(v, Absent)), None)
+    if absent is not None or len(values) == 1:
+        return absent or first
+    if all(isinstance(v, Tensor) for v in values):
+        if _by_rows(values, rows):
+            if _either_dim(values, rows):
+                return Absent("which of its dims has the rows is not known")
+            return torch.cat(list(values))
+        alike = all(v.shape == first.shape for v in values)
+        if alike and first.is_floating_point():
+            return _mean(values, weights)
+        if alike and all(torch.equal(v, first) for v in values):
+            return first
+        return Absent("its parts cannot be concatenated")
+    if all(isinstance(v, float) for v in values):
+        return _mean(values, weights)
+    plain = isinstance(first, (bool, int, str, type(None)))
+    if plain and all(type(v) is type(first) and v == first for v in values):
+        return first
+    return Absent(f"parts of a `{type(first).__name__}` cannot be concatenated")
+
+
+def _either_dim(values: Sequence[Tensor], rows: Sequence[int]) -> bool:
+    """Whether dim 0 has several entries for each row, and another dim has exactly one."""
+    if values[0].shape[0] == rows[0]:
+        return False
+    others = zip(*(v.shape[1:] for v in values))
+    return any(sizes == tuple(rows) for sizes in others)
+
+
+def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """The mean by weight; a part that weighs nothing may have no number (the mean of no label)."""
+    total = sum(weights)
+    return sum(value * (weight / total) for value, weight in zip(values, weights) if weight)
+
+
+def _by_rows(values: Sequence[Tensor], rows: Sequence[int]) -> bool:
+    """Whether dim 0 holds the same number of rows for each sample, in all parts."""
+    if any(not v.ndim or v.shape[0] % count for v, count in zip(values, rows)):
+        return False
+    each = {v.shape[0] // count for v, count in zip(values, rows)}
+    return len(each) == 1 and each != {0} and len({v.shape[1:] for v in values}) == 1

@@ -1,1 +1,0 @@
-"""Modules that compute in another dtype than they are stored in."""

@@ -1,0 +1,523 @@
+"""Save a program's state under any layout, and load it under any other."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, quoted
+from schedlang.runtime.checkpointing import moments as residue
+from schedlang.runtime.checkpointing import steps
+from schedlang.runtime.checkpointing.boxes import (
+    Boxed,
+    indexed,
+    plain_torch,
+    read,
+    read_value,
+    reason,
+    whole,
+    write,
+)
+from schedlang.runtime.checkpointing.holding import blocks
+from schedlang.runtime.checkpointing.index import DTYPES, Index, Unreadable, state_of
+from schedlang.runtime.checkpointing.moments import (
+    Moments,
+    described,
+    grouped_otherwise,
+    like_parameter,
+    local,
+    named,
+    put_back,
+    unfit,
+)
+from schedlang.runtime.comm import world as comm
+from schedlang.runtime.grad_reduction.zero import reshard
+from schedlang.runtime.storage.folder import together
+
+if TYPE_CHECKING:
+    from schedlang.runtime.program import Program
+
+# ---- The small things of a checkpoint: what they must be for a program to take them over.
+# Whoever has written a folder decides what is in it.  So all of it is looked at before anything of
+# the program is changed: each entry is there, of its kind and in its bounds.
+
+
+VERSION = 1
+_MOST = 1 << 62
+Is = Callable[[Any], bool]
+
+
+def checked(found: Any) -> dict[str, Any]:
+    """The contents, as `archive.save` writes them.  Raises Unreadable."""
+    if not isinstance(found, dict) or found.get("version") != VERSION:
+        raise Unreadable(f"its version is not {VERSION}")
+    _entries(
+        found,
+        "",
+        step=_count,
+        optimizer=_is_dict,
+        parameters=_named(_shape),
+        buffers=_named(_shape),
+        dtypes=_named(_dtype),
+        ties=_list(_list(_text)),
+    )
+    missing = (found["parameters"].keys() | found["buffers"].keys()) - found["dtypes"].keys()
+    if missing:
+        raise Unreadable(f"the dtype of `{min(missing)}` is missing")
+    _optimizer(found["optimizer"])
+    if (sums := found.get("sums")) is not None:
+        _entries(
+            sums,
+            "sums.",
+            step=_count,
+            places=lambda n: _count(n) and 0 < n <= 1 << 20,
+            errors=_named(_dtype),
+            starts=_named(_start),
+        )
+    if (scale := found.get("loss scale")) is not None:
+        _entries(scale, "loss scale.", scale=_scale, good=_count)
+    return found
+
+
+def _optimizer(told: dict[str, Any]) -> None:
+    _entries(
+        told,
+        "optimizer.",
+        kind=lambda kind: kind is None or _text(kind),
+        groups=_list(_named(_plain)),
+        of=_named(_count),
+        parts=_named(_named(_dtype)),
+        values=_named(_named(_plain)),
+    )
+    if extra := told.keys() - {"kind", "groups", "of", "parts", "values"}:
+        raise Unreadable(f"`optimizer` has an unknown entry: `{min(map(str, extra))}`")
+    if any(number >= len(told["groups"]) for number in told["of"].values()):
+        raise Unreadable("`optimizer.of` names a group that does not exist")
+    if any({"params", "param_names"} & group.keys() for group in told["groups"]):
+        raise Unreadable("a group of the optimizer has its own parameters")
+    for what in ("parts", "values"):
+        if odd := told[what].keys() - told["of"].keys():
+            raise Unreadable(f"`optimizer.{what}` names `{min(odd)}`, which it did not train")
+    for name, values in told["values"].items():
+        if twice := values.keys() & told["parts"].get(name, {}).keys():
+            raise Unreadable(f"`{min(twice)}` of `{name}` is in the optimizer's state twice")
+
+
+def _entries(found: Any, at: str, **wanted: Is) -> None:
+    """Each of these entries is there, and of its kind."""
+    if not isinstance(found, dict):
+        raise Unreadable(f"`{at.rstrip('.')}` is not a table")
+    for key, right in wanted.items():
+        if key not in found:
+            raise Unreadable(f"`{at}{key}` is missing")
+        if not right(found[key]):
+            raise Unreadable(f"`{at}{key}` has a wrong type")
+
+
+# -- kinds -----------------------------------------------------------------------------------------
+
+
+def _is_dict(found: Any) -> bool:
+    return isinstance(found, Mapping)
+
+
+def _text(found: Any) -> bool:
+    return isinstance(found, str)
+
+
+def _count(found: Any) -> bool:
+    return type(found) is int and 0 <= found < _MOST
+
+
+def _dtype(found: Any) -> bool:
+    return isinstance(found, str) and found in DTYPES
+
+
+def _shape(found: Any) -> bool:
+    return isinstance(found, list | tuple) and all(map(_count, found))
+
+
+def _start(found: Any) -> bool:
+    """The size and the dtype of what an iteration starts from."""
+    return (
+        isinstance(found, list | tuple)
+        and len(found) == 2
+        and _shape(found[0])
+        and len(found[0]) == 2
+        and _dtype(found[1])
+    )
+
+
+def _scale(found: Any) -> bool:
+    return isinstance(found, float | int) and math.isfinite(found) and found > 0
+
+
+def _plain(found: Any) -> bool:
+    """What `moments` writes of a value: numbers, texts, lists of such, and tensors."""
+    if isinstance(found, dict):
+        tensor, moved = found.get("tensor"), found.get("moved")
+        return len(found) == 2 and type(tensor) is Tensor and isinstance(moved, bool)
+    if isinstance(found, list | tuple):
+        return all(map(_plain, found))
+    return found is None or isinstance(found, bool | int | float | str)
+
+
+def _named(right: Is) -> Is:
+    def of_each(found: Any) -> bool:
+        return isinstance(found, dict) and all(_text(k) and right(v) for k, v in found.items())
+
+    return of_each
+
+
+def _list(right: Is) -> Is:
+    return lambda found: isinstance(found, list | tuple) and all(map(right, found))
+
+
+# ---- Save a program's state under any layout, and load it under any other.
+
+
+CONTENTS = ("schedlang",)  # where the small things lie
+TRIES = 8  # of a load while another job saves and takes old checkpoints away
+
+FAILURES = (OSError, Unreadable)
+
+SAME_MODEL = "build the program of a model with these names: the model that was saved"
+TRAINED = "build the program with the `freeze` rows and `requires_grad` that it was saved under"
+
+
+def save(program: Program, path: str | os.PathLike[str], keep: int | None = 3) -> None:
+    """Save parameters, buffers, optimizer and step count as a new checkpoint; all ranks together.
+
+    `path` is a folder of checkpoints, rank 0's: each lies in a folder of its own, `step-00000012`,
+    and `latest` names the last when all of it is on the disk.  Then of the older ones `keep - 1`
+    stay (None: all).  Each rank writes the parts that it speaks for, as boxes of whole tensors by
+    original name, in the format of torch.distributed.checkpoint.  Raises Refusal S631, S632, S637
+    or S638 on all ranks, leaving every older checkpoint as it was.
+    """
+    a = program.assembly
+    world, rank = a.ranks.mesh.world, a.ranks.rank
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise _keeps(keep)
+    target, id_ = comm.told_by(0, (steps.resolved(path), secrets.token_hex(8)))
+    moments = described(program)
+    contents = {
+        "version": VERSION,
+        "step": program.step,
+        "optimizer": moments.plain(),
+        "parameters": {name: list(h.layout.shape) for name, h in a.holdings.items()},
+        "buffers": {name: list(buffer.shape) for name, buffer in _buffers(program).items()},
+        "dtypes": _dtypes(program),
+        "ties": [list(names) for names in a.ties],
+        "sums": residue.residue_described(program),
+        "loss scale": program.loss_scale.described() if program.loss_scale is not None else None,
+    }
+    values: dict[tuple[str, ...], Any] = {CONTENTS: contents} if rank == 0 else {}
+    tensors = [
+        *_model_tensors(program),
+        *_moment_tensors(program),
+        *residue.residue_tensors(program),
+    ]
+    told = partial(_unwritten, target, f"rank {rank}: " if world > 1 else "")
+
+    def fill(folder: Path) -> None:
+        mine = together(lambda: write(folder, id_, rank, tensors, values), told, (Exception,))
+        everyone = comm.at_first(mine)
+        together(lambda: indexed(folder, id_, everyone) if rank == 0 else None, told)
+
+    steps.save_step(target, id_, program.step, rank, keep, fill, told)
+
+
+@dataclass
+class _Found:
+    """What a checkpoint has for this rank, read whole and looked at."""
+
+    contents: dict[str, Any]
+    told: Moments
+    model: dict[str, Boxed]
+    moments: dict[tuple[str, str], Boxed]
+    kept: dict[tuple[str, str], Boxed]
+
+
+def load(program: Program, path: str | os.PathLike[str]) -> None:
+    """Take over what `save` wrote, under whatever layout; all ranks together.
+
+    `path` is a folder of checkpoints, of which the last is taken, or one of these.  A program
+    without an optimizer takes over the rest.  Nothing that is read is run.  Raises Refusal S633
+    (unreadable, damaged), S634 (names), S635 (shapes, dtypes) or S636 (optimizer) on all ranks,
+    before anything is changed.
+    """
+    folder = comm.told_by(0, steps.resolved(path))
+    for _ in range(TRIES):
+        target, id_ = comm.told_by(
+            0, together(lambda: _last(program, folder), partial(_unread, folder, folder), FAILURES)
+        )
+        try:
+            found = _read(program, folder, target, id_)
+            break
+        except Refusal as refusal:  # another job may have saved, and taken this one away
+            if refusal.diagnostic.code != "S633" or not comm.told_by(0, _moved(folder, target)):
+                raise
+            missed = refusal
+    else:
+        raise missed
+    _take_over(program, {name: tensor.local for name, tensor in found.model.items()})
+    put_back(program, found.told, {key: tensor.local for key, tensor in found.moments.items()})
+    residue.residue_put_back(program, found.contents.get("sums"), found.kept)
+    if program.loss_scale is not None:
+        program.loss_scale.put_back(found.contents.get("loss scale"))
+    program.step = found.contents["step"]
+
+
+def _last(program: Program, folder: Path) -> tuple[Path, str | None]:
+    """On the first rank: what is to be loaded."""
+    return steps.to_load(folder) if program.assembly.ranks.rank == 0 else (folder, None)
+
+
+def _moved(folder: Path, target: Path) -> bool:
+    """Is another checkpoint the last one now?"""
+    try:
+        return steps.to_load(folder)[0] != target
+    except FAILURES:
+        return False
+
+
+def _read(program: Program, folder: Path, target: Path, id_: str | None) -> _Found:
+    """All of this rank's parts, none of which is in the program yet."""
+
+    def reading(step: Callable[[], Any]) -> Any:  # whatever a crafted folder leads to
+        return together(step, partial(_unread, folder, target), (Exception,))
+
+    before, index, contents = reading(lambda: _contents(target, id_))
+    first = comm.told_by(0, index.mark)
+    told = Moments(**contents["optimizer"])
+    _check(program, contents, told)
+    model, moments, kept = reading(lambda: _blank(program, contents, told))
+    every = [*model.values(), *moments.values(), *kept.values()]
+    reading(lambda: read(target, index, every))
+    reading(lambda: _unmoved(target, before, index.mark == first))
+    return _Found(contents, told, model, moments, kept)
+
+
+def _blank(program: Program, contents: Mapping[str, Any], told: Moments) -> Any:
+    """Room for this rank's parts: of the model, of the optimizer's state, of compressed sums."""
+    model = {t.path[-1]: t for t in _model_tensors(program, blank=True)}
+    sums = residue.residue_blank(program, contents.get("sums"))
+    return model, _blank_moments(program, told), sums
+
+
+def _unmoved(target: Path, before: tuple[int, ...], same: bool) -> None:
+    if not same:
+        raise Unreadable("the ranks have read different checkpoints")
+    if state_of(target) != before:
+        raise Unreadable("it was changed while it was read")
+
+
+# -- what there is to save -------------------------------------------------------------------------
+
+
+def _model_tensors(program: Program, blank: bool = False) -> list[Boxed]:
+    """This rank's parts of parameters, and all buffers; `blank`: empty ones on the CPU."""
+    a = program.assembly
+    out = []
+    for name, parameter in a.parameters.items():
+        part = local(parameter)
+        out.append(
+            _part(program, name, ("model", name), _empty(part, part.dtype) if blank else part)
+        )
+    place = a.ranks.rank
+    for name, buffer in _buffers(program).items():
+        tensor = _empty(buffer, buffer.dtype) if blank else buffer.detach()
+        out.append(whole(("model", name), tensor, speaks=place == _speaker(program, name)))
+    return out
+
+
+def _moment_tensors(program: Program) -> list[Boxed]:
+    optimizer = program.optimizer
+    return [
+        _part(program, name, _moment_path(name, key), local(value))
+        for name, parameter in named(program).items()
+        for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items()
+        if like_parameter(value, parameter)
+    ]
+
+
+def _blank_moments(program: Program, told: Moments) -> dict[tuple[str, str], Boxed]:
+    return {
+        (name, key): _part(
+            program, name, _moment_path(name, key), _empty(local(parameter), getattr(torch, dtype))
+        )
+        for name, parameter in named(program).items()
+        for key, dtype in told.parts.get(name, {}).items()
+    }
+
+
+def _moment_path(name: str, key: str) -> tuple[str, ...]:
+    return ("optim", "state", name, key)
+
+
+def _part(program: Program, name: str, path: tuple[str, ...], tensor: Tensor) -> Boxed:
+    a = program.assembly
+    holding, mesh, rank = a.holdings[name], a.ranks.mesh, a.ranks.rank
+    shape = holding.layout.shape
+    boxes = tuple(blocks(holding.segments(mesh, rank), shape))
+    return Boxed(path, tensor, shape, boxes, holding.primary(mesh, rank))
+
+
+def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros, so that padding is what it always is; on the CPU, whatever function mode is on."""
+    with plain_torch():
+        return torch.zeros(like.shape, dtype=dtype)
+
+
+def _buffers(program: Program) -> dict[str, Tensor]:
+    """The buffers of the state dict."""
+    a = program.assembly
+    return {name: buffer for name, buffer in a.buffers.items() if name in a.keys}
+
+
+def _speaker(program: Program, name: str) -> int:
+    """The rank that writes a buffer: the first at the place whose value counts."""
+    a = program.assembly
+    home = a.buffer_homes.get(name)
+    if a.stage_axis is None or home is None:
+        return 0
+    mesh, axis = a.ranks.mesh, a.stage_axis
+    return next(rank for rank in range(mesh.world) if mesh.index(rank, axis) == home)
+
+
+def _dtypes(program: Program) -> dict[str, str]:
+    """The dtypes of all parameters, of this rank's and of others', and of buffers."""
+    tensors = {**dict(program.assembly.module.named_parameters()), **_buffers(program)}
+    return {name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()}
+
+
+# -- what is read ----------------------------------------------------------------------------------
+
+
+def _contents(target: Path, id_: str | None) -> tuple[tuple[int, ...], Index, dict[str, Any]]:
+    """The index and the small things of a checkpoint, and how the index looks on the disk."""
+    index = steps.checked_index(target, id_)
+    return state_of(target), index, checked(read_value(target, index, CONTENTS))
+
+
+def _check(program: Program, contents: Mapping[str, Any], told: Moments) -> None:
+    """Raise the same Refusal on all ranks where checkpoint and program do not fit."""
+    a = program.assembly
+    here = {name: list(holding.layout.shape) for name, holding in a.holdings.items()}
+    here |= {name: list(buffer.shape) for name, buffer in _buffers(program).items()}
+    saved = {**contents["parameters"], **contents["buffers"]}
+    _same_names("S634", "the checkpoint does not fit this model", saved, here, SAME_MODEL)
+    dtypes = _dtypes(program)
+    for name, shape in here.items():
+        ours, theirs = (dtypes[name], shape), (contents["dtypes"][name], saved[name])
+        if ours != theirs:
+            raise Refusal(
+                Diagnostic(
+                    "S635",
+                    f"`{name}` was saved as {_kind(theirs)}, but is {_kind(ours)}",
+                    helps=("load it into a program of the same model and dtype",),
+                )
+            )
+    kind = type(program.optimizer).__qualname__ if program.optimizer is not None else None
+    found = comm.distinct((kind, list(named(program))))
+    kinds = [kind for kind, _ in found if kind is not None]
+    if kinds:
+        _check_optimizer(kinds[0], {name for _, names in found for name in names}, told)
+        mixed = next((m for m in comm.distinct(grouped_otherwise(program, told)) if m), None)
+        if mixed:
+            raise _other_optimizer(f"its parameter groups differ: {quoted(mixed)} were in two")
+        odd = next((key for key in comm.distinct(unfit(program, told)) if key), None)
+        if odd:
+            raise _other_optimizer(f"`{odd}` of its groups has a different type here")
+
+
+def _check_optimizer(kind: str, names: set[str], told: Moments) -> None:
+    if told.kind is None:
+        raise _other_optimizer("the checkpoint was saved without an optimizer")
+    if told.kind != kind:
+        raise _other_optimizer(f"it was saved from `{told.kind}`, but the program has `{kind}`")
+    _same_names(
+        "S636", "the optimizer of the checkpoint trained other parameters", told.of, names, TRAINED
+    )
+
+
+def _same_names(
+    code: str, title: str, saved: Iterable[str], here: Iterable[str], help_: str
+) -> None:
+    missing, unknown = sorted(set(here) - set(saved)), sorted(set(saved) - set(here))
+    notes = [f"missing in the checkpoint: {quoted(missing)}"] if missing else []
+    notes += [f"not in the model: {quoted(unknown)}"] if unknown else []
+    if notes:
+        raise Refusal(Diagnostic(code, title, notes=tuple(notes), helps=(help_,)))
+
+
+def _take_over(program: Program, values: Mapping[str, Tensor]) -> None:
+    a = program.assembly
+    with torch.no_grad():
+        for name, parameter in a.parameters.items():
+            local(parameter).copy_(values[name])
+        for name, buffer in _buffers(program).items():
+            buffer.copy_(values[name])
+    reshard(a.sliced)
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def _kind(found: tuple[str, list[int]]) -> str:
+    return f"{found[0]}{found[1]}"
+
+
+def _unwritten(target: Path, where: str, error: BaseException) -> Diagnostic:
+    return Diagnostic(
+        "S631",
+        f"cannot write a checkpoint into `{target}`",
+        notes=(where + reason(error), "what was there before is unchanged"),
+        helps=("give a different folder, one that every rank can write",),
+    )
+
+
+def _keeps(keep: Any) -> Refusal:
+    return Refusal(
+        Diagnostic(
+            "S631",
+            f"`keep` must be None, or 1 or more, not {keep!r}",
+            notes=("the new checkpoint is always kept",),
+            helps=("`keep=3`: it and the two before it", "`keep=None`: all"),
+        )
+    )
+
+
+def _unread(folder: Path, target: Path, error: BaseException) -> Diagnostic:
+    older = steps.last_whole(folder, target)
+    return Diagnostic(
+        "S633",
+        f"cannot read the checkpoint `{target}`",
+        notes=(reason(error), "the program is unchanged"),
+        helps=("give the folder that `program.save` wrote",)
+        if older is None
+        else (f"load another checkpoint of this folder: `{older}`",),
+    )
+
+
+def _other_optimizer(note: str) -> Refusal:
+    return Refusal(
+        Diagnostic(
+            "S636",
+            "the checkpoint is of a different optimizer",
+            notes=(note,),
+            helps=(
+                "build the program with the optimizer of the checkpoint",
+                "or without an optimizer, to load only the model",
+            ),
+        )
+    )

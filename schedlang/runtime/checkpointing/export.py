@@ -1,0 +1,110 @@
+"""export: whole weights as safetensors, in a folder that the model's own library reads."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.comm import world
+from schedlang.runtime.storage.folder import replace_folder
+
+if TYPE_CHECKING:
+    from schedlang.runtime.program import Program
+
+MARK = "model.safetensors"
+MARKS = (MARK, f"{MARK}.index.json")  # of one file, of several
+MOST = 2**36  # bytes of one file
+
+
+def export(program: Program, path: str | os.PathLike[str], model: nn.Module) -> None:
+    """Write the weights of all ranks under the original's names; all ranks together.
+
+    `model` is the one that the schedule was made for, and is only read.  A model of transformers is
+    written by its own `save_pretrained`, with its configuration and in its files' names, so that
+    `from_pretrained` loads the folder, ties intact.  Any other becomes one file of whole tensors,
+    for `safetensors.torch.load_model`; what is tied is written once.  What was at the path stays
+    until the new folder takes its name, in one move.  Raises Refusal S631, S632, S634 or S638 on
+    all ranks, leaving what was at the path as it was.
+    """
+    a = program.assembly
+    rank = a.ranks.rank
+    target = Path(
+        world.told_by(0, os.path.realpath(path))
+    )  # a link stays, and what it leads to is new
+    state = program.state_dict()
+    _check(target, state, model)
+
+    def fill(folder: Path) -> None:
+        if rank == 0:
+            _write(folder, state, model)
+
+    replace_folder(
+        target,
+        rank,
+        fill,
+        marks=MARKS,
+        told=lambda error: _unwritten(target, str(error)),
+        failures=(Exception,),
+    )
+
+
+def _check(target: Path, state: dict[str, Tensor], model: nn.Module) -> None:
+    """Refuse another model, and one whose ties would undo what has been trained apart."""
+    if not isinstance(model, nn.Module):
+        raise Refusal(
+            Diagnostic(
+                "S634",
+                f"this is a {type(model).__name__}, not the model that was scheduled",
+                helps=("give the module that was passed to `create_schedule`",),
+            )
+        )
+    known = model.state_dict(keep_vars=True)
+    if odd := sorted(known.keys() ^ state.keys()):
+        raise Refusal(
+            Diagnostic(
+                "S634",
+                f"this is not the model that was scheduled: `{odd[0]}`",
+                helps=("give the model that the schedule was made for",),
+            )
+        )
+    first: dict[int, str] = {}
+    for name, tensor in known.items():
+        one = first.setdefault(id(tensor), name)
+        if not torch.equal(state[one], state[name]):
+            raise Refusal(
+                _unwritten(
+                    target,
+                    f"`{one}` and `{name}` are one parameter of the "
+                    "given model, but were trained separately",
+                    "give a model in which they are not tied",
+                )
+            )
+
+
+def _write(folder: Path, state: dict[str, Tensor], model: nn.Module) -> None:
+    if hasattr(model, "save_pretrained"):
+        # saving notes classes and dtypes in the configuration: in that of a copy
+        tensors = (*model.parameters(), *model.buffers())
+        memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+        twin: Any = copy.deepcopy(model, memo)
+        twin.save_pretrained(folder, state_dict=state, max_shard_size=MOST)
+        return
+    from safetensors.torch import save_file
+
+    kept: dict[tuple[int, torch.Size], str] = {}
+    told = {"format": "pt"}
+    for name, tensor in state.items():
+        one = kept.setdefault((tensor.data_ptr() or id(tensor), tensor.shape), name)
+        if one != name:
+            told[name] = one
+    save_file({name: state[name].contiguous() for name in kept.values()}, folder / MARK, told)
+
+
+def _unwritten(target: Path, why: str, *helps: str) -> Diagnostic:
+    return Diagnostic("S631", f"cannot write the weights to `{target}`", notes=(why,), helps=helps)

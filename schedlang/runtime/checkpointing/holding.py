@@ -1,0 +1,201 @@
+"""Which part of each tensor this rank holds, and how parts become whole tensors again."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from schedlang.ir.mesh import Mesh
+from schedlang.ir.placement import Layout, Segment
+from schedlang.runtime.comm import world
+from schedlang.runtime.comm.ranks import Ranks
+from schedlang.runtime.grad_reduction.flat import buckets
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Where the parts of one parameter lie.
+
+    layout   its splits by `shard` and `pad`
+    sliced   axes over which dim 0 of what `layout` leaves is cut once more (ZeRO)
+    stages   places along `axis` (the pipeline's) that hold it; None: all
+    """
+
+    name: str
+    layout: Layout
+    sliced: tuple[str, ...] = ()
+    axis: str | None = None
+    stages: frozenset[int] | None = None
+
+    def held(self, mesh: Mesh, rank: int) -> bool:
+        """Does this rank hold a part?"""
+        if self.stages is None or self.axis is None:
+            return True
+        return mesh.index(rank, self.axis) in self.stages
+
+    def segments(self, mesh: Mesh, rank: int) -> tuple[tuple[Segment, ...], ...]:
+        """For each dim the runs of the (padded) whole that this rank holds, in its own order."""
+        return _segments(self.layout, self.sliced, mesh, rank)
+
+    def primary(self, mesh: Mesh, rank: int) -> bool:
+        """Is this the rank that speaks for its part, among those that hold the same?"""
+        if not self.held(mesh, rank):
+            return False
+        here = mesh.coordinates(rank)
+        splitting = {a for axis in (*self.layout.axes, *self.sliced) for a in mesh.fold(axis)}
+        if self.axis is not None and self.stages is not None:
+            if mesh.index(rank, self.axis) != min(self.stages):
+                return False
+            splitting |= set(mesh.fold(self.axis))
+        if any(mesh.index_at(here, s.axis) % s.uneven.repeat for s in self.layout.splits):
+            return False
+        return all(place == 0 for axis, place in here.items() if axis not in splitting)
+
+    def local_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
+        """The shape of this rank's part."""
+        runs = self.segments(mesh, rank)
+        return tuple(sum(run.length for run in dim) for dim in runs)
+
+
+# all that the runs hang on are its arguments, values that never change; each step of a proof asks
+# for those of every rank again.  Bounded: a mesh of thousands of ranks has as many parts
+@lru_cache(maxsize=1 << 13)
+def _segments(
+    layout: Layout, sliced: tuple[str, ...], mesh: Mesh, rank: int
+) -> tuple[tuple[Segment, ...], ...]:
+    runs = layout.segments(mesh, mesh.coordinates(rank))
+    if not sliced:
+        return runs
+    count, place = mesh.size(sliced), mesh.index(rank, sliced)
+    length = sum(run.length for run in runs[0])
+    chunk = -(-length // count)  # as torch.chunk, which fully_shard follows
+    first, last = min(place * chunk, length), min((place + 1) * chunk, length)
+    return (tuple(_window(runs[0], first, last)), *runs[1:])
+
+
+def _window(runs: tuple[Segment, ...], first: int, last: int) -> Iterator[Segment]:
+    """The part of a chain of runs between two local positions."""
+    at = 0
+    for run in runs:
+        low, high = max(first, at), min(last, at + run.length)
+        if low < high:
+            yield Segment(run.start + low - at, high - low)
+        at += run.length
+
+
+@dataclass(frozen=True)
+class Block:
+    """One box of a part: where it lies in the local tensor and in the whole, and its size."""
+
+    local: tuple[int, ...]
+    whole: tuple[int, ...]
+    size: tuple[int, ...]
+
+    def of_local(self, tensor: Tensor) -> Tensor:
+        """The view of this box in the local tensor."""
+        return tensor[tuple(slice(o, o + n) for o, n in zip(self.local, self.size))]
+
+    def of_whole(self, tensor: Tensor) -> Tensor:
+        """The view of this box in the whole tensor."""
+        return tensor[tuple(slice(o, o + n) for o, n in zip(self.whole, self.size))]
+
+
+def blocks(segments: tuple[tuple[Segment, ...], ...], shape: tuple[int, ...]) -> Iterator[Block]:
+    """The boxes of a part; what lies beyond the true shape (padding) is left out."""
+    rows = []
+    for runs, size in zip(segments, shape):
+        at, cells = 0, []
+        for run in runs:
+            length = max(0, min(run.start + run.length, size) - run.start)
+            if length:
+                cells.append((at, run.start, length))
+            at += run.length
+        rows.append(cells)
+    for cell in itertools.product(*rows):
+        yield Block(*(tuple(c[k] for c in cell) for k in range(3)))
+
+
+def take(whole: Tensor, holding: Holding, mesh: Mesh, rank: int) -> Tensor:
+    """This rank's part of a whole tensor, a new tensor; padding is zero."""
+    segments = holding.segments(mesh, rank)
+    part = whole.new_zeros([sum(run.length for run in runs) for runs in segments])
+    for block in blocks(segments, tuple(whole.shape)):
+        block.of_local(part).copy_(block.of_whole(whole))
+    return part
+
+
+def put(part: Tensor, whole: Tensor, holding: Holding, mesh: Mesh, rank: int) -> None:
+    """Write a rank's part into the whole."""
+    for block in blocks(holding.segments(mesh, rank), tuple(whole.shape)):
+        block.of_whole(whole).copy_(block.of_local(part))
+
+
+def cleaned(part: Tensor, holding: Holding, mesh: Mesh, rank: int) -> Tensor:
+    """A rank's part with zeros wherever it is padded."""
+    if holding.layout.padded == holding.layout.shape:
+        return part
+    made = torch.zeros_like(part)
+    for block in blocks(holding.segments(mesh, rank), holding.layout.shape):
+        block.of_local(made).copy_(block.of_local(part))
+    return made
+
+
+def assemble(
+    holdings: Mapping[str, Holding], local: Callable[[str], Tensor | None], ranks: Ranks
+) -> dict[str, Tensor]:
+    """Whole tensors, on the CPU of every rank, from the parts that each rank has.
+
+    A tensor of which no part exists anywhere is left out.  Some tensors at a time are laid out
+    whole, with zeros for what other ranks speak for, and their bits are added up over the world:
+    as many messages as the tensors need, however many ranks there are.
+    """
+    mesh, rank = ranks.mesh, ranks.rank
+    if mesh.world == 1:
+        return {n: _alone(h, t, mesh) for n, h in holdings.items() if (t := local(n)) is not None}
+    speaks = [name for name, holding in holdings.items() if holding.primary(mesh, rank)]
+    own = {name: part.detach() for name in speaks if (part := local(name)) is not None}
+    told: dict[str, torch.dtype] = {}
+    for one in world.distinct({name: part.dtype for name, part in own.items()}):
+        told.update(one)
+    names = [name for name in holdings if name in told]
+    sizes = [(math.prod(holdings[n].layout.shape) * told[n].itemsize, None) for n in names]
+    whole: dict[str, Tensor] = {}
+    with torch._C.DisableTorchFunction():  # what is passed on is no part of any arithmetic
+        for bucket in buckets(sizes):
+            some = {names[k]: sizes[k][0] for k in bucket}
+            flat = torch.zeros(sum(map(_words, some.values())), dtype=torch.int64)
+            views = dict(zip(some, torch.split(flat, [_words(size) for size in some.values()])))
+            made = {
+                n: views[n].view(torch.uint8)[:size].view(told[n]).view(holdings[n].layout.shape)
+                for n, size in some.items()
+            }
+            for name in some.keys() & own.keys():
+                put(own[name].cpu(), made[name], holdings[name], mesh, rank)
+            flat.copy_(_added(flat, ranks))
+            whole.update(made if len(made) == 1 else {n: one.clone() for n, one in made.items()})
+    return {name: whole[name] for name in names}
+
+
+def _words(size: int) -> int:
+    """So many bytes as whole numbers of eight."""
+    return -(-size // 8)
+
+
+def _added(flat: Tensor, ranks: Ranks) -> Tensor:
+    """The sum over all ranks, of which one at most has bits that are not zero: those bits."""
+    sent = flat.to(ranks.device)
+    if sent.numel():
+        world.all_reduce(sent, ranks.world.group)
+    return sent.cpu()
+
+
+def _alone(holding: Holding, part: Tensor, mesh: Mesh) -> Tensor:
+    whole = torch.zeros(holding.layout.shape, dtype=part.dtype)
+    put(part.detach().cpu(), whole, holding, mesh, 0)
+    return whole

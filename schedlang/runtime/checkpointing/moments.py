@@ -1,0 +1,383 @@
+"""Optimizer state by parameter name, and what compressed sums keep, in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.checkpointing.boxes import Boxed, plain_torch, whole
+from schedlang.runtime.checkpointing.holding import Block, blocks
+from schedlang.runtime.comm import world
+from schedlang.runtime.storage.folder import together
+
+if TYPE_CHECKING:
+    from schedlang.runtime.program import Program
+
+# ---- What an optimizer knows, by parameter name: described by all ranks together, and put back.
+
+
+NOT_SAVED = ("params", "param_names")  # entries of a group that are no hyperparameters
+Hyper = dict[str, Any]
+
+
+@dataclass
+class Moments:
+    """An optimizer's state without its large tensors.
+
+    kind    the optimizer's class; None: no rank has an optimizer
+    groups  hyperparameters, once for each distinct set; `of` names the set of every parameter
+    parts   parameter -> state key -> dtype, of tensors that lie like the parameter
+    values  parameter -> state key -> anything else (the number of steps)
+    """
+
+    kind: str | None = None
+    groups: list[Hyper] = field(default_factory=list)
+    of: dict[str, int] = field(default_factory=dict)
+    parts: dict[str, dict[str, str]] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return dict(vars(self))
+
+
+def described(program: Program) -> Moments:
+    """What the optimizers of all ranks know.
+
+    Raises Refusal S637, alike on all ranks, for what is neither a tensor nor plain data, or what
+    differs between ranks although it does not lie in parts.
+    """
+    mine = together(lambda: _mine(program), lambda error: Diagnostic("S637", str(error)))
+    everyone = world.distinct(mine)
+    out = Moments(next((m.kind for m in everyone if m.kind is not None), None))
+    for found in everyone:
+        for name, number in found.of.items():
+            out.of.setdefault(name, _number(out.groups, found.groups[number]))
+        for name, parts in found.parts.items():
+            out.parts.setdefault(name, {}).update(parts)
+        for name, values in found.values.items():
+            for key, value in values.items():
+                known = out.values.setdefault(name, {}).setdefault(key, value)
+                if not _equal(known, value):
+                    raise _unlike(name, key)
+    for name, values in out.values.items():
+        for key in values.keys() & out.parts.get(name, {}).keys():
+            raise _unlike(name, key)
+    return out
+
+
+def named(program: Program) -> dict[str, nn.Parameter]:
+    """The parameters that this rank's optimizer updates."""
+    if program.optimizer is None:
+        return {}
+    own = {id(p) for group in program.optimizer.param_groups for p in group["params"]}
+    return {name: p for name, p in program.assembly.parameters.items() if id(p) in own}
+
+
+def local(value: Any) -> Any:
+    """A tensor's part on this rank, as a plain tensor."""
+    return value.to_local() if hasattr(value, "to_local") else value.detach()
+
+
+def like_parameter(value: Any, parameter: nn.Parameter) -> bool:
+    """Does this state lie as the parameter does?"""
+    return isinstance(value, Tensor) and local(value).shape == local(parameter).shape
+
+
+def put_back(program: Program, told: Moments, parts: Mapping[tuple[str, str], Tensor]) -> None:
+    """Give this rank's optimizer what was read: `parts` are local tensors by name and key."""
+    if program.optimizer is None:
+        return
+    owned = named(program)
+    names = {id(parameter): name for name, parameter in owned.items()}
+    for group in program.optimizer.param_groups:
+        found = next((names[id(p)] for p in group["params"] if id(p) in names), None)
+        if found is not None:
+            _set_group(group, told.groups[told.of[found]])
+    for name, parameter in owned.items():
+        program.optimizer.state.pop(parameter, None)
+        state = {key: _copied(v, parameter) for key, v in told.values.get(name, {}).items()}
+        for key in told.parts.get(name, {}):
+            state[key] = _laid(parts[name, key], parameter)
+        if state:
+            program.optimizer.state[parameter] = state
+
+
+def grouped_otherwise(program: Program, told: Moments) -> list[str]:
+    """Two names of one group here whose saved hyperparameters differ; empty: none."""
+    owned = {id(p): name for name, p in named(program).items()}
+    for group in program.optimizer.param_groups if program.optimizer is not None else ():
+        names = [owned[id(p)] for p in group["params"] if id(p) in owned]
+        other = next((n for n in names if told.of[n] != told.of[names[0]]), None)
+        if other is not None:
+            return [names[0], other]
+    return []
+
+
+def unfit(program: Program, told: Moments) -> str:
+    """A hyperparameter whose saved value is none here; empty: there is none."""
+    owned = {id(p): name for name, p in named(program).items()}
+    for group in program.optimizer.param_groups if program.optimizer is not None else ():
+        found = next((owned[id(p)] for p in group["params"] if id(p) in owned), None)
+        for key, value in told.groups[told.of[found]].items() if found is not None else ():
+            if key in group and not _fits(group[key], value):
+                return key
+    return ""
+
+
+def _fits(known: Any, new: Any) -> bool:
+    """May the saved value take the place of this one?"""
+    if isinstance(new, dict) and isinstance(known, Tensor):
+        return bool(new["tensor"].shape == known.shape)
+    number = (isinstance(new, dict) and new["tensor"].numel() == 1) or type(new) in (int, float)
+    if isinstance(known, Tensor) or type(known) in (int, float):
+        return number
+    if isinstance(known, list | tuple) and isinstance(new, list | tuple):
+        return len(known) == len(new) and all(map(_fits, known, new))
+    return known is None or new is None or type(known) is type(new)
+
+
+def _mine(program: Program) -> Moments:
+    """What this rank says: of the parameters whose part it speaks for."""
+    out, optimizer, a = Moments(), program.optimizer, program.assembly
+    if optimizer is None:
+        return out
+    out.kind = type(optimizer).__qualname__
+    owned = named(program)
+    names = {id(parameter): name for name, parameter in owned.items()}
+    for group in optimizer.param_groups:
+        hyper = {key: _saved(key, v) for key, v in group.items() if key not in NOT_SAVED}
+        number = _number(out.groups, hyper)
+        out.of.update({names[id(p)]: number for p in group["params"] if id(p) in names})
+    for name, parameter in owned.items():
+        if not a.holdings[name].primary(a.ranks.mesh, a.ranks.rank):
+            continue
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if like_parameter(value, parameter):
+                kind = str(value.dtype).removeprefix("torch.")
+                out.parts.setdefault(name, {})[key] = kind
+            else:
+                out.values.setdefault(name, {})[key] = _saved(f"{name}.{key}", value)
+    return out
+
+
+def _number(groups: list[Hyper], one: Hyper) -> int:
+    """The place of these hyperparameters in the list, where they are put if they are new."""
+    for number, known in enumerate(groups):
+        if _equal(known, one):
+            return number
+    groups.append(one)
+    return len(groups) - 1
+
+
+def _saved(name: str, value: Any) -> Any:
+    """The value as plain data; tensors go to the CPU and remember if they were not there."""
+    if isinstance(value, Tensor):
+        return {"tensor": local(value).cpu().clone(), "moved": not value.is_cpu}
+    if isinstance(value, list | tuple):
+        return type(value)(_saved(name, one) for one in value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise Refusal(
+        Diagnostic(
+            "S637",
+            f"`{name}` of the optimizer is a `{type(value).__name__}`",
+            notes=("a checkpoint may hold tensors, numbers and strings",),
+            helps=("remove it from the optimizer's state before saving",),
+        )
+    )
+
+
+def _copied(value: Any, parameter: nn.Parameter) -> Any:
+    """The inverse of `_saved`, beside the parameter if it was beside one."""
+    if isinstance(value, dict):
+        copy: Tensor = value["tensor"].clone()
+        return copy.to(parameter.device) if value["moved"] else copy
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(one, parameter) for one in value)
+    return value
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
+    if isinstance(one, Sequence) and isinstance(other, Sequence) and not isinstance(one, str):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def _set_group(group: dict[str, Any], hyper: Hyper) -> None:
+    parameter = group["params"][0]
+    for key, value in hyper.items():
+        new, known = _copied(value, parameter), group.get(key)
+        if isinstance(known, Tensor) and isinstance(new, Tensor):
+            known.copy_(new)  # a compiled step may hold on to this tensor
+        else:
+            group[key] = new
+
+
+def _laid(part: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A state tensor that lies as the parameter does."""
+    made = torch.zeros_like(parameter, dtype=part.dtype, requires_grad=False)
+    local(made).copy_(part)
+    return made
+
+
+def _unlike(name: str, key: str) -> Refusal:
+    return Refusal(
+        Diagnostic(
+            "S637",
+            f"ranks differ in `{key}` of the optimizer for `{name}`",
+            notes=("it does not have the shape of the parameter: it must be equal on all ranks",),
+            helps=(
+                "compute it only from values that are equal on all ranks",
+                "or save it yourself, rank by rank",
+            ),
+        )
+    )
+
+
+# ---- What compressed sums keep from step to step, in a checkpoint: errors, starts of iterations.
+# The errors of a parameter are one tensor with a place for each rank that sums it, in front of the
+# parameter's own dims.  Where as many ranks sum it, each gets its own back; where others do, they
+# share what is left of all alike, so that what a step left out is still added to a later one. A
+# start belongs to a part of a matrix, and is taken up where a rank holds that part.
+
+
+ERRORS, STARTS = ("sums", "errors"), ("sums", "starts")
+Told = Mapping[str, Any]
+
+
+def residue_described(program: Program) -> dict[str, Any] | None:
+    """How many ranks sum, how often they have, and of what they keep something; None: nothing."""
+    c = program.assembly.compressor
+    if c is None:
+        return None
+    mine = {
+        "errors": {n: _kind(m.error) for n, m in c.memories.items() if m.error is not None},
+        "starts": {
+            f"{n} {_part(program, n)}": [list(m.q.shape), _kind(m.q)]
+            for n, m in c.memories.items()
+            if m.q is not None
+        },
+    }
+    out: dict[str, Any] = {"step": c.step, "places": c.group.size, "errors": {}, "starts": {}}
+    for found in world.distinct(mine):
+        out["errors"].update(found["errors"])
+        out["starts"].update(found["starts"])
+    return out
+
+
+def residue_tensors(program: Program) -> list[Boxed]:
+    """What this rank keeps."""
+    c = program.assembly.compressor
+    found: list[Boxed] = []
+    if c is None:
+        return found
+    for name, memory in c.memories.items():
+        if memory.error is not None:
+            place, places = _place(program), c.group.size
+            found.append(_errors(program, name, memory.error[None], (place,), places))
+        if memory.q is not None:
+            path = (*STARTS, f"{name} {_part(program, name)}")
+            speaks = _speaks(program, name) and _place(program) == 0
+            found.append(whole(path, memory.q, speaks=speaks))
+    return found
+
+
+def residue_blank(program: Program, told: Told | None) -> dict[tuple[str, str], Boxed]:
+    """Room for what a checkpoint has of this rank's parts, by what it is and name."""
+    c = program.assembly.compressor
+    if c is None or told is None:
+        return {}
+    found: dict[tuple[str, str], Boxed] = {}
+    places = told["places"]
+    mine = (_place(program),) if places == c.group.size else tuple(range(places))
+    for name in c.names:
+        kind = told["errors"].get(name) if c.codec.feedback else None
+        if kind is not None:
+            shape = local(program.assembly.parameters[name]).shape
+            empty = _zeros((len(mine), *shape), kind)
+            found["error", name] = _errors(program, name, empty, mine, places)
+        start = f"{name} {_part(program, name)}"
+        size, kind = told["starts"].get(start, ((0, 0), ""))
+        if c.codec.kind == "powersgd" and size[1] == c.codec.rank:
+            found["start", name] = whole((*STARTS, start), _zeros(size, kind))
+    return found
+
+
+def residue_put_back(
+    program: Program, told: Told | None, parts: Mapping[tuple[str, str], Boxed]
+) -> None:
+    """Go on from what was read; from nothing where nothing was."""
+    from schedlang.runtime.grad_reduction.compressed import Memory
+
+    c = program.assembly.compressor
+    if c is None:
+        return
+    c.step = told["step"] if told is not None else 0
+    c.memories.clear()
+    for (what, name), boxed in parts.items():
+        device = program.assembly.parameters[name].device
+        memory = c.memories.setdefault(name, Memory())
+        if what == "error":
+            share = boxed.local.sum(0) / (1 if len(boxed.local) == 1 else c.group.size)
+            memory.error = share.reshape(share.shape[0], -1).to(device)
+        else:
+            memory.q = boxed.local.to(device)
+
+
+def _errors(
+    program: Program, name: str, held: Tensor, places: tuple[int, ...], count: int
+) -> Boxed:
+    """The errors of some places for this rank's part of a parameter, of so many places."""
+    a = program.assembly
+    holding, mesh, rank = a.holdings[name], a.ranks.mesh, a.ranks.rank
+    shape = holding.layout.shape
+    inner = list(blocks(holding.segments(mesh, rank), shape))
+    boxes = tuple(
+        Block((at, *b.local), (place, *b.whole), (1, *b.size))
+        for at, place in enumerate(places)
+        for b in inner
+    )
+    lies = held.reshape(len(places), *local(a.parameters[name]).shape)
+    return Boxed((*ERRORS, name), lies, (count, *shape), boxes, _speaks(program, name))
+
+
+def _place(program: Program) -> int:
+    """The place of this rank among those that sum with it."""
+    a = program.assembly
+    assert a.compressor is not None
+    return a.ranks.mesh.index(a.ranks.rank, a.compressor.group.axes)
+
+
+def _speaks(program: Program, name: str) -> bool:
+    """Is this the rank that speaks for its part, among those at its place?"""
+    a = program.assembly
+    assert a.compressor is not None
+    mesh = a.ranks.mesh
+    first = dict.fromkeys(mesh.fold(a.compressor.group.axes), 0)
+    return a.holdings[name].primary(mesh, mesh.rank({**mesh.coordinates(a.ranks.rank), **first}))
+
+
+def _part(program: Program, name: str) -> str:
+    """Which part of a parameter this rank holds, as text."""
+    a = program.assembly
+    runs = a.holdings[name].segments(a.ranks.mesh, a.ranks.rank)
+    return ",".join("+".join(f"{run.start}:{run.length}" for run in dim) for dim in runs)
+
+
+def _kind(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _zeros(shape: Any, kind: str) -> Tensor:
+    with plain_torch():
+        return torch.zeros(tuple(shape), dtype=getattr(torch, kind))

@@ -1,0 +1,412 @@
+"""Ranks tell each other what they build before any group is made, and refuse where it differs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.told_once import job_store
+from schedlang.runtime.comm import world as comm
+
+# ---- Checksums of tensors: two passes over their bits where they lie, no copy of them.
+
+
+_COLUMNS = 1024  # sums over rows and over columns: what changes or moves shows in one of them
+
+
+def checksum(tensor: Tensor) -> str:
+    """Equal for tensors of the same dtype, shape and bits; "" for what has no bits to read.
+
+    A tensor's words of 64 bits are laid out in rows; the sums of all rows and of all columns,
+    modulo 2**64, are hashed.  Integers, so that the order of summing, the number of threads and the
+    device do not matter.
+    """
+    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
+        return ""
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
+        flat = _bytes(tensor)
+        whole = flat.numel() // (8 * _COLUMNS) * (8 * _COLUMNS)
+        if whole:
+            words = flat[:whole].view(torch.int64).view(-1, _COLUMNS)
+            for dim in (0, 1):
+                found.update(words.sum(dim).cpu().numpy().tobytes())
+        found.update(flat[whole:].cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The tensor's bytes in logical order; where they lie, if that is in one row."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    flat = plain.contiguous().view(-1) if plain.dim() else plain.view(1)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    return flat.view(torch.uint8)
+
+
+# ---- Ranks tell each other what they build before any group is made, and refuse where it
+# differs.
+# They meet in the store of the job, which asks nothing of the others' collectives: a rank that
+# builds something else, or never comes, is noticed within seconds.  Each leaves a digest of every
+# item, rank 0 compares; only where digests differ are the parts of that item told, to name what
+# differs and where.
+
+
+WAIT = 20.0  # seconds for the ranks of a job to come to `build`
+_MORE = 3.0  # seconds beyond that for what the one that compares says
+_LEAST, _MOST = 0.001, 0.2  # seconds between two looks into the store
+_SHOWN = 3  # differing parts of an item that are told
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something that all ranks need alike: its name, and its parts as text.
+
+    held   a rank tells only of the parts that it holds: those that several have are compared
+    shown  the texts mean something to a reader; else it is only said that they differ
+    """
+
+    name: str
+    parts: Mapping[str, str]
+    held: bool = False
+    shown: bool = True
+    helps: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def digest(self) -> str:
+        """Equal where all parts are."""
+        return _hash(json.dumps(sorted(self.parts.items())))
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def agree(items: Sequence[Item], wait: float = WAIT) -> None:
+    """Raise the same Refusal on all ranks where an item differs (S650) or a rank is missing (S651).
+
+    Nothing happens in a world of one, and where a single process plays the ranks.
+    """
+    if (store := _store()) is None:
+        return
+    _Meeting(store, dist.get_rank(), dist.get_world_size(), wait).hold(items)
+
+
+def all_come(wait: float = WAIT) -> None:
+    """Raise Refusal S651 where ranks that torchrun has started do not come to join the job.
+
+    Whoever joins waits for them for minutes, and names nobody.
+    """
+    if not comm.to_join():
+        return
+    store, world = job_store(), int(os.environ["WORLD_SIZE"])
+    if store is None or world == 1:
+        return
+    room = f"schedlang/came/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{world}"
+    count, rank = f"{room}/count", os.environ["RANK"]
+    store.set(f"{room}/{rank}", "1")
+    store.add(count, 1)
+    if not until(lambda: bool(store.add(count, 0) >= world), wait):
+        gone = [one for one in range(world) if not store.check([f"{room}/{one}"])]
+        said = missing(gone, world, wait)
+        raise Refusal(
+            Diagnostic(
+                said["code"], said["title"], notes=tuple(said["notes"]), helps=tuple(said["helps"])
+            )
+        )
+
+
+@contextmanager
+def told_if_refused() -> Iterator[None]:
+    """A rank that cannot build says so to those that wait for it."""
+    try:
+        yield
+    except Exception as error:
+        if (store := _store()) is not None and not getattr(error, _AGREED, False):
+            said = error.diagnostic.title if isinstance(error, Refusal) else _in_a_line(error)
+            meeting = _Meeting(store, dist.get_rank(), dist.get_world_size(), 0.0)
+            meeting.come({"refused": said})
+            store.set(f"{meeting.room}/refused", "1")
+        raise
+
+
+_AGREED = "_schedlang_agreed"  # a mark on what all ranks raise alike
+CONSEQUENCE = "consequence"  # a mark on what a rank raises because of another
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+def others() -> bool:
+    """Are there other ranks to agree with?"""
+    return _store() is not None
+
+
+def _store() -> Any:
+    """The store of the job; None where there is no other rank to talk to.
+
+    Private: torch gives no other way to the store that it made for the job.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return None
+    return c10d._get_default_store()
+
+
+def until(ready: Callable[[], bool], seconds: float) -> bool:
+    """Look again and again until it is ready; False if it is not in that time."""
+    end, pause = time.monotonic() + seconds, _LEAST
+    while not ready():
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+        pause = min(pause * 1.5, _MOST)
+    return True
+
+
+class _Meeting:
+    """The n-th time that this rank meets the others in the store."""
+
+    def __init__(self, store: Any, rank: int, world: int, wait: float) -> None:
+        self.store, self.rank, self.world, self.wait = store, rank, world, wait
+        turn = store.add(f"schedlang/turn/{rank}", 1)
+        self.room = f"schedlang/{turn}"
+
+    def leave(self, message: object, kind: str = "told") -> None:
+        """Put a message of this rank into the room."""
+        self.store.set(self._key(kind, self.rank), zlib.compress(json.dumps(message).encode(), 1))
+
+    def come(self, message: object) -> None:
+        """Put the first message into the room, and be counted."""
+        self.leave(message)
+        self.store.add(f"{self.room}/came", 1)
+
+    def hold(self, items: Sequence[Item]) -> None:
+        """Tell, wait, compare; raise what is wrong."""
+        told = {item.name: _of_held(item) if item.held else item.digest for item in items}
+        self.come(told)
+        if self.rank == 0:
+            self._judge(items)
+        elif not until(lambda: self._has(f"{self.room}/verdict"), self.wait + _MORE):
+            self._say(lambda: self._missing("told"))
+        verdict = self._verdict()
+        if name := verdict.get("tell"):
+            item = next((item for item in items if item.name == name), Item(name, {}))
+            self.leave(dict(item.parts), "parts")
+            if self.rank == 0:
+                self._compare(item)
+            elif not until(lambda: self._has(f"{self.room}/verdict2"), 2 * _MORE):
+                self._say(lambda: self._differ(item, {}), "verdict2")
+            verdict = self._verdict("verdict2")
+        if verdict:
+            refusal = Refusal(
+                Diagnostic(
+                    verdict["code"],
+                    verdict["title"],
+                    notes=tuple(verdict["notes"]),
+                    helps=tuple(verdict["helps"]),
+                )
+            )
+            setattr(refusal, _AGREED, True)
+            if verdict["code"] == "S651" or "refuses" in verdict:  # the cause is elsewhere
+                setattr(refusal, CONSEQUENCE, True)
+            raise refusal
+
+    # -- of rank 0 ---------------------------------------------------------------------------------
+
+    def _judge(self, items: Sequence[Item]) -> None:
+        until(lambda: self._all_came() or self._has(f"{self.room}/refused"), self.wait)
+        if not self._all_came():
+            self._say(lambda: self._missing("told"))
+            return
+        everyone = self._read_all([self._key("told", rank) for rank in range(self.world)])
+        self._say(lambda: self._found(items, everyone))
+
+    def _found(self, items: Sequence[Item], everyone: Sequence[Mapping[str, Any]]) -> Any:
+        kinds = list({id(told): told for told in everyone}.values())  # those that are alike once
+        for told in kinds:
+            if "refused" in told:
+                return self._refuses(everyone.index(told), told["refused"])
+        for item in items:
+            theirs = [told.get(item.name) for told in kinds]
+            wrong = _unlike(theirs) if item.held else any(one != theirs[0] for one in theirs)
+            if wrong:
+                return {"tell": item.name}
+        return {}
+
+    def _compare(self, item: Item) -> None:
+        keys = [self._key("parts", rank) for rank in range(self.world)]
+        until(lambda: self._has(*keys), _MORE)
+        everyone = {r: self._read(key) for r, key in enumerate(keys) if self._has(key)}
+        self._say(lambda: self._differ(item, everyone), "verdict2")
+
+    def _differ(self, item: Item, everyone: Mapping[int, Mapping[str, str]]) -> Any:
+        title, notes = differences(item, everyone)
+        return _said("S650", title, notes, item.helps)
+
+    # -- what cannot be compared -------------------------------------------------------------------
+
+    def _missing(self, kind: str) -> Any:
+        keys = {rank: self._key(kind, rank) for rank in range(self.world)}
+        for rank, key in keys.items():
+            if self._has(key) and "refused" in (told := self._read(key)):
+                return self._refuses(rank, told["refused"])
+        return missing(
+            [rank for rank, key in keys.items() if not self._has(key)], self.world, self.wait
+        )
+
+    def _refuses(self, rank: int, why: str) -> Any:
+        notes = [f"rank {rank} says: {why}"]
+        return _said("S650", f"rank {rank} cannot build its part", notes, ()) | {"refuses": rank}
+
+    # -- the room ----------------------------------------------------------------------------------
+
+    def _say(self, verdict: Callable[[], Any], name: str = "verdict") -> None:
+        """The first verdict stands, whoever gives it."""
+        if self.store.add(f"{self.room}/{name}/by", 1) == 1:
+            self.store.set(f"{self.room}/{name}", zlib.compress(json.dumps(verdict()).encode(), 1))
+
+    def _verdict(self, name: str = "verdict") -> Any:
+        key = f"{self.room}/{name}"
+        if not until(lambda: self._has(key), _MORE):  # who meant to give it is gone
+            return _said("S651", "another rank has ended while the ranks met", [], [])
+        return self._read(key)
+
+    def _key(self, kind: str, rank: int) -> str:
+        return f"{self.room}/{kind}/{rank}"
+
+    def _all_came(self) -> bool:
+        return bool(self.store.add(f"{self.room}/came", 0) >= self.world)
+
+    def _read_all(self, keys: Sequence[str]) -> list[Any]:
+        """Messages in one request; each is taken apart once, however many ranks have sent it."""
+        known: dict[bytes, Any] = {}
+        found = [bytes(one) for one in self.store.multi_get(list(keys))]
+        for data in found:
+            if data not in known:
+                known[data] = json.loads(zlib.decompress(data))
+        return [known[data] for data in found]
+
+    def _has(self, *keys: str) -> bool:
+        return bool(self.store.check(list(keys)))
+
+    def _read(self, key: str) -> Any:
+        return json.loads(zlib.decompress(self.store.get(key)))
+
+
+def missing(gone: Sequence[int], world: int, wait: float) -> dict[str, Any]:
+    """What is said of ranks that are not there."""
+    verb, do = ("has", "does") if len(gone) == 1 else ("have", "do")
+    return _said(
+        "S651",
+        f"{_ranks(gone)} {verb} not called `build` within {wait:g} s",
+        [f"this job has {world} ranks, and all of them must call `build`"],
+        [
+            f"check what {_ranks(gone)} {do}: `build` must not stand under `if rank == 0`",
+            "if ranks load for longer, wait longer: `sch.build(wait=300, ...)`",
+        ],
+    )
+
+
+def _said(code: str, title: str, notes: Iterable[str], helps: Iterable[str]) -> dict[str, Any]:
+    return {"code": code, "title": title, "notes": list(notes), "helps": list(helps)}
+
+
+# -- held by some --------------------------------------------------------------------------------
+
+
+def _of_held(item: Item) -> dict[str, str]:
+    return {name: _hash(text) for name, text in item.parts.items()}
+
+
+def _unlike(told: Sequence[Mapping[str, str] | None]) -> bool:
+    """Whether two ranks say different things of one part."""
+    seen: dict[str, str] = {}
+    return any(
+        seen.setdefault(name, text) != text for one in told for name, text in (one or {}).items()
+    )
+
+
+# -- in words ------------------------------------------------------------------------------------
+
+
+def differences(item: Item, everyone: Mapping[int, Mapping[str, str]]) -> tuple[str, list[str]]:
+    """A title that names ranks and item, and a note for each of the first parts that differ.
+
+    Most ranks are right; of two alike groups that with the lowest rank.
+    """
+    names = list(dict.fromkeys(name for parts in everyone.values() for name in parts))
+    notes, odd = [], Counter[int]()
+    for name in names:
+        said = {
+            rank: parts.get(name)
+            for rank, parts in everyone.items()
+            if name in parts or not item.held
+        }
+        if len(set(said.values())) < 2:
+            continue
+        usual = _usual(said)
+        others = [rank for rank, text in said.items() if text != usual]
+        odd.update(others)
+        notes.append(_note(item, name, said, others, usual))
+    if not notes:
+        return f"ranks have different {item.name}", []
+    who = sorted(odd)
+    verb = "has" if len(who) == 1 else "have"
+    more = len(notes) - _SHOWN
+    rest = [f"and {more} more of {len(names)}"] * (more > 0)
+    return f"{_ranks(who)} {verb} {_another(item.name)}", [*notes[:_SHOWN], *rest]
+
+
+def _usual(said: Mapping[int, str | None]) -> str | None:
+    counts = Counter(said.values())
+    most = max(counts.values())
+    return next(text for _, text in sorted(said.items()) if counts[text] == most)
+
+
+def _note(
+    item: Item, name: str, said: Mapping[int, str | None], others: Sequence[int], usual: str | None
+) -> str:
+    what = f"`{name}`" if name else "it"
+    if not item.shown and usual is not None and said[others[0]] is not None:
+        return f"{what} differs on {_ranks(others)} from that of {_ranks(_with(said, usual))}"
+    told = [f"{_value(said[others[0]])} on {_ranks(_with(said, said[others[0]]))}"]
+    told.append(f"{_value(usual)} on {_ranks(_with(said, usual))}")
+    return f"{what} is {', '.join(told)}"
+
+
+def _value(text: str | None) -> str:
+    return "nothing" if text is None else text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def _with(said: Mapping[int, str | None], text: str | None) -> list[int]:
+    return [rank for rank, own in said.items() if own == text]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 1, 2 and 5`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = [str(rank) for rank in ranks[:8]]
+    if len(ranks) > len(shown):
+        return f"ranks {', '.join(shown)} and {len(ranks) - len(shown)} more"
+    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _another(name: str) -> str:
+    several = name.endswith("s") or name.split()[0].endswith("s")
+    return f"different {name}" if several else f"a different {name}"

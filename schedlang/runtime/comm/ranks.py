@@ -1,0 +1,113 @@
+"""A program's ranks: the place of this one on the mesh, its device, and its groups along axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, guess
+from schedlang.ir.mesh import Mesh
+from schedlang.runtime import device as devices
+from schedlang.runtime.comm import world as comm
+from schedlang.runtime.comm.collectives import Group
+
+
+class Ranks:
+    """All that a program knows of whom it talks to; made once, when it is built.
+
+    device  where this rank computes: collectives of a step are given tensors that lie there
+    world   the job: its backends, its time-out, and a group for facts of the host
+
+    Groups are made when first asked for: all ranks must ask for the same ones in the same order.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device = devices.HOST) -> None:
+        self.world = comm.here()
+        if self.world.size != mesh.world:
+            raise Refusal(_wrong_world(mesh, self.world.size))
+        self.mesh, self.device = mesh, device
+        self.rank = self.world.rank
+        self.at = mesh.coordinates(self.rank)
+        self._along: dict[tuple[str, ...], Group] = {}  # asked for by every sharded module
+
+    def place(self, axis: str) -> int:
+        """The place of this rank along an axis or a view, from 0; refuses others (S204)."""
+        if axis not in self.mesh.names:
+            raise Refusal(
+                Diagnostic(
+                    "S204",
+                    f"the mesh has no axis `{axis}`",
+                    notes=(f"the mesh is {self.mesh}",),
+                    helps=(guess(axis, self.mesh.names, "it has"),) if self.mesh.names else (),
+                )
+            )
+        return self.mesh.index(self.rank, axis)
+
+    def group(self, over: str | Sequence[str]) -> Group:
+        """This rank's group along axes; a group of one has no process group."""
+        name = (over,) if isinstance(over, str) else tuple(over)
+        if name not in self._along:
+            axes = self.mesh.fold(over)
+            place = self.mesh.index(self.rank, axes)
+            made = self._made(name, self.mesh.groups(axes), place)
+            self._along[name] = self._ordered(made, over) if isinstance(over, str) else made
+        return self._along[name]
+
+    def _ordered(self, group: Group, over: str) -> Group:
+        """The same ranks, counted by the axes in the order in which they are named."""
+        ranks = self.mesh.group(self.rank, over)
+        if ranks == group.ranks:
+            return group
+        order = tuple(group.ranks.index(rank) for rank in ranks)
+        return replace(group, ranks=ranks, rank=ranks.index(self.rank), order=order)
+
+    def again(self, over: str | Sequence[str], purpose: str) -> comm.ProcessGroup | None:
+        """A further process group over the same ranks, for traffic that waits for no other."""
+        return self.world.made(self.mesh.groups(self.mesh.fold(over)), purpose)
+
+    def on_host(self, over: str | Sequence[str]) -> comm.ProcessGroup | None:
+        """A process group over the same ranks for facts of the host; None for a group of one."""
+        groups = self.mesh.groups(self.mesh.fold(over))
+        return self.world.on_host(groups) if len(groups[0]) > 1 else None
+
+    @property
+    def one_way(self) -> bool:
+        """Whether messages of two ranks in both directions could stop each other in one group."""
+        return self.world.queues(self.device)
+
+    def subset(self, name: str, groups: Sequence[tuple[int, ...]]) -> Group | None:
+        """This rank's group among disjoint ones that need not cover the world; None if in none."""
+        mine = next((ranks for ranks in groups if self.rank in ranks), None)
+        if mine is None:
+            self.world.made(groups)
+            return None
+        return self._made((name,), groups, mine.index(self.rank))
+
+    def _made(self, axes: tuple[str, ...], groups: Sequence[tuple[int, ...]], place: int) -> Group:
+        mine = next(ranks for ranks in groups if self.rank in ranks)
+        if max(map(len, groups)) == 1:
+            return Group(axes, mine, place, device=self.device)
+        made = self.world.made(groups)
+        return Group(axes, mine, place, made if len(mine) > 1 else None, device=self.device)
+
+    def device_mesh(self, shard: Sequence[str]) -> DeviceMesh:
+        """A mesh for fully_shard, of a group made here."""
+        inner = self.group(tuple(shard))
+        assert inner.pg is not None
+        return DeviceMesh.from_group(inner.pg, self.device.type, mesh_dim_names=("shard",))
+
+
+def _wrong_world(mesh: Mesh, world: int) -> Diagnostic:
+    run = f"torchrun --nproc-per-node {mesh.world} ..."
+    return Diagnostic(
+        "S607",
+        f"the mesh needs {mesh.world} ranks, and this job has {world}",
+        notes=(f"the mesh is {mesh}",),
+        helps=(
+            f"start {mesh.world}: `{run}`",
+            f"or use a mesh of {world}: `--mesh dp={world}`",
+        ),
+    )

@@ -1,0 +1,580 @@
+"""This job's world, its groups and messages: the one layer that asks torch.distributed.
+
+`here()` is the world that this process is in now: which backend serves which device, how long it
+waits, and the groups made in it so far.  All programs of a process share these: one that is built
+again takes the groups of the last.  The functions below are all that the rest of the runtime sends
+with; group arguments are process groups, of which None means a dry run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import hashlib
+import io
+import os
+import pickle
+import signal
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache, cached_property
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup as ProcessGroup
+
+from schedlang.runtime import device as devices
+from schedlang.runtime.comm.packing import Pickler, put_back, taken_out
+
+T = TypeVar("T")
+Groups = Sequence[tuple[int, ...]]  # disjoint ones: the global ranks of each
+
+TIMEOUT = timedelta(minutes=10)  # of a collective that others do not join
+_FOREVER = timedelta(hours=12)  # where whoever started the ranks decides what a hang is
+_SETTLE = 0.1  # seconds at the end of a process for gloo's threads to let go of their tensors
+_PR_SET_PDEATHSIG = 1
+_HOSTS = "gloo"  # carries tensors of the host, point to point those alone
+_LENGTH, _SHORT = 8, 4096  # bytes of a length; bytes that go with it
+_DIGEST = 16  # bytes by which values are known
+_KINDS = 64  # so many different values are told one by one
+
+
+# -- the world -------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class World:
+    """The ranks of a job as this process sees them, for as long as they are joined.
+
+    backends  by type of device, what serves it; none in a process that is alone
+    ours      this project has joined it, so that it also chooses the device
+    """
+
+    rank: int = 0
+    size: int = 1
+    backends: Mapping[str, str] = field(default_factory=dict)
+    bound: torch.device | None = None  # the device that the world was joined with
+    ours: bool = False
+    _made: dict[tuple[Groups, str], ProcessGroup | None] = field(default_factory=dict)
+
+    @property
+    def played(self) -> bool:
+        """Whether no other rank is there: what is sent goes nowhere, and nobody answers."""
+        return "fake" in self.backends.values()
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """That of all ranks."""
+        return dist.group.WORLD if self.size > 1 else None
+
+    def home(self, lies: torch.device | None) -> torch.device:
+        """The device on which this rank computes a model that lies there.
+
+        The model's own, if the world serves it.  Of several accelerators the one that the world was
+        joined with, else that of LOCAL_RANK; so it is also for a model in host memory, if the world
+        serves no CPU or if torchrun's job was joined here.
+        """
+        lies = devices.HOST if lies is None or devices.not_there(lies) else lies
+        if self.size == 1:
+            return devices.indexed(lies)
+        if devices.on_host(lies) and devices.HOST.type in self.backends and not self.ours:
+            return lies
+        if devices.accelerator() is None:
+            return lies
+        home = self.bound if self.bound is not None else devices.own_device()
+        devices.make_current(home)
+        return home
+
+    def queues(self, device: torch.device) -> bool:
+        """Whether messages of two ranks in one group run one after the other, each until it is met.
+
+        So it is with NCCL and its kin; gloo keeps what arrives apart until it is asked for.
+        """
+        kind = self.backends.get(device.type, _HOSTS)
+        return devices.on_accelerator(device) and kind != _HOSTS
+
+    def by_host(self, device: torch.device) -> bool:
+        """Whether messages of a device have to be copied to the host: gloo sends from there."""
+        return devices.on_accelerator(device) and self.backends.get(device.type) == _HOSTS
+
+    @cached_property
+    def timeout(self) -> timedelta | None:
+        """Of the world's group, which every other waits as long as; None: torch's own.
+
+        Private: torch tells it nowhere else.
+        """
+        for kind in self.backends:
+            with suppress(AttributeError, RuntimeError):  # a backend without options
+                backend = self.group._get_backend(torch.device(kind))  # type: ignore[union-attr]
+                if isinstance(found := backend.options._timeout, timedelta):
+                    return found
+        return None
+
+    @property
+    def control(self) -> ProcessGroup | None:
+        """All ranks, for facts of the host; the first time it is asked for by all of them."""
+        return self.on_host([tuple(range(self.size))])
+
+    def on_host(self, groups: Groups) -> ProcessGroup | None:
+        """This rank's of these groups, for tensors of the host."""
+        if not self.backends or devices.HOST.type in self.backends:
+            return self.made(groups)
+        with self._unbound():
+            return self._once(groups, "host", lambda: self._each(groups, _HOSTS))
+
+    @contextmanager
+    def _unbound(self) -> Iterator[None]:
+        """A bound world asks each new group for the backend of its device, which hosts have not."""
+        world: Any = self.group
+        if self.bound is None:
+            yield
+            return
+        world.bound_device_id = None
+        try:
+            yield
+        finally:
+            world.bound_device_id = self.bound
+
+    def made(self, groups: Groups, purpose: str = "") -> ProcessGroup | None:
+        """This rank's of these groups, None if it is in none; all ranks of the world ask for them.
+
+        Traffic that must not wait for other traffic of the same ranks has a `purpose` of its own.
+        """
+        if self.size == 1:
+            return None
+        if not purpose and [*groups] == [tuple(range(self.size))]:
+            return self.group
+        how = self._split if self._splits else self._each
+        return self._once(groups, purpose, lambda: how(groups))
+
+    def _once(
+        self, groups: Groups, purpose: str, make: Callable[[], ProcessGroup | None]
+    ) -> ProcessGroup | None:
+        key = (tuple(sorted(groups)), purpose)
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def _each(self, groups: Groups, backend: str | None = None) -> ProcessGroup | None:
+        """Only this rank's own: the others' are counted, by which torch names groups."""
+        several = [ranks for ranks in groups if len(ranks) > 1]
+        if self._all_make_each:
+            made = [dist.new_group([*a], timeout=self.timeout, backend=backend) for a in several]
+            return next((one for one, ranks in zip(made, several) if self.rank in ranks), None)
+        mine = next((place for place, ranks in enumerate(several) if self.rank in ranks), None)
+        if mine is None:
+            pass_over(several)
+            return None
+        pass_over(several[:mine])
+        found: ProcessGroup | None
+        found = dist.new_group([*several[mine]], timeout=self.timeout, backend=backend)
+        pass_over(several[mine + 1 :])
+        return found
+
+    @property
+    def _all_make_each(self) -> bool:
+        """Whether all ranks take part in making a group, those too that are not in it.
+
+        So it is where torch splits it off the world's, which is bound to a device, where a world of
+        somebody's own makes its groups, and where torch is told to wait for all ranks each time.
+        """
+        world: Any = self.group
+        own = getattr(world, "bound_device_id", None) is not None or hasattr(world, "new_group")
+        return own or os.environ.get("TORCH_DIST_INIT_BARRIER") == "1"
+
+    def _split(self, groups: Groups) -> ProcessGroup | None:
+        """All at once, in one exchange of the world's group."""
+        several = [list(ranks) for ranks in groups if len(ranks) > 1]
+        if not several:
+            return None
+        made: ProcessGroup | None = dist.split_group(split_ranks=several, timeout=self.timeout)
+        return made if any(self.rank in ranks for ranks in several) else None
+
+    @cached_property
+    def _splits(self) -> bool:
+        """Whether groups can be split off the world's: with a device, by one backend that can."""
+        if self.bound is None or len(set(self.backends.values())) != 1:
+            return False
+        backend = self.group._get_backend(self.bound)  # type: ignore[union-attr]
+        return bool(getattr(backend, "supports_splitting", False))
+
+
+def pass_over(groups: Groups) -> None:
+    """Count groups that this rank is not in, as if it had been asked to make each of them.
+
+    torch names a group by how many were asked for before, and all ranks have to name it alike.
+    Private: `new_group` does nothing else where it is not a member, but takes as long as there are
+    groups, of which a world has as many as ranks.
+    """
+    dist.distributed_c10d._world.group_count += len(groups)
+
+
+# by the world's group: that of a job that is left goes, and with it all groups that were made in it
+_worlds: weakref.WeakKeyDictionary[ProcessGroup, World] = weakref.WeakKeyDictionary()
+
+
+def here() -> World:
+    """The world that this process is in; without a job, one of its own."""
+    if not dist.is_initialized():
+        return World()
+    group = dist.group.WORLD
+    assert group is not None
+    if group not in _worlds:
+        told = (one.split(":") for one in dist.get_backend_config().split(",") if ":" in one)
+        bound = getattr(group, "bound_device_id", None)
+        _worlds[group] = World(
+            dist.get_rank(), dist.get_world_size(), {kind: name for kind, name in told}, bound
+        )
+    return _worlds[group]
+
+
+def joined() -> bool:
+    """Whether this process is a rank of a job."""
+    return dist.is_initialized()
+
+
+def rank() -> int:
+    """Of this process in its job; 0 without one."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def size() -> int:
+    """How many ranks the job has; 1 without one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+# -- coming and going ------------------------------------------------------------------------------
+
+
+def to_join() -> bool:
+    """Whether torchrun has started this process for a job that it has not joined yet."""
+    return not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def join_world() -> None:
+    """Join the job that torchrun started, if there is one and nobody has joined yet.
+
+    LOCAL_RANK chooses the device; the world is that of its backend alone, so that groups can be
+    split off it.
+    """
+    _settle_at_exit()
+    _end_with_torchrun()
+    if not to_join():
+        return
+    device = devices.own_device()
+    if devices.on_host(device):
+        dist.init_process_group(_HOSTS, timeout=TIMEOUT)
+    else:
+        kind = dist.get_default_backend_for_device(device)
+        dist.init_process_group(kind, timeout=TIMEOUT, device_id=device)
+    here().ours = True
+
+
+def join_locally(rank: int, size: int, path: str) -> None:
+    """Be a rank of a job on this machine that meets in a file, without a port to agree on."""
+    from torch._C._distributed_c10d import FileStore
+
+    store = FileStore(path, size)
+    dist.init_process_group(_HOSTS, store=store, rank=rank, world_size=size, timeout=_FOREVER)
+
+
+def leave() -> None:
+    """Leave the job together: whoever closes first could cut off what is still on its way."""
+    if dist.is_initialized():
+        barrier()
+        dist.destroy_process_group()
+
+
+def own_store() -> Any:
+    """The store of the job through a connection of its own, for another thread."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store: Any = _get_default_store()
+    return store.clone()
+
+
+def barrier() -> None:
+    """Wait for all ranks of the job."""
+    if dist.is_initialized():
+        dist.barrier(here().control)
+
+
+@cache
+def _end_with_torchrun() -> None:
+    """Have Linux end this rank with the torchrun that started it.
+
+    An agent that is killed ends nobody, and its ranks would hold their devices and wait for each
+    other.  Of other starters nothing is known: Linux counts the end of the thread that started us.
+    """
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != 1:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@cache
+def _settle_at_exit() -> None:
+    """Before the interpreter ends, give gloo's threads a moment in which they can take its lock.
+
+    A thread drops the tensors of a collective after it has told the waiting rank; if it needs the
+    interpreter for that and the interpreter is ending, Python ends the thread inside a C++
+    destructor, and the process aborts.  The groups live as long as a Program holds them, so
+    `destroy_process_group` does not join the threads.
+    """
+    atexit.register(time.sleep, _SETTLE)
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+def all_reduce(
+    x: Tensor, group: ProcessGroup | None, *, largest: bool = False, wait: bool = True
+) -> Any:
+    """Replace by the sum over a group, or by the largest; without `wait` the work to wait for."""
+    if group is None:
+        return None
+    if largest:
+        return dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group, async_op=not wait)
+    return dist.all_reduce(x, group=group, async_op=not wait)
+
+
+def begin_exchange(
+    out: Tensor, x: Tensor, take: list[int], give: list[int], group: ProcessGroup | None
+) -> Any:
+    """Start an all-to-all of rows: the work to wait for; `x` is kept until then by who asks."""
+    return dist.all_to_all_single(out, x, take, give, group=group, async_op=True)
+
+
+@dataclass
+class _ByHost:
+    """A message of a device that goes through host memory, until it is waited for."""
+
+    work: Any
+    host: Tensor
+    into: Tensor | None = None
+
+    def wait(self) -> None:
+        """Until it is there, where it was wanted."""
+        self.work.wait()
+        if self.into is not None:
+            self.into.copy_(self.host)
+
+    def is_completed(self) -> bool:
+        """Whether it has come to the host."""
+        return bool(self.work.is_completed())
+
+
+def isend(x: Tensor, to: int, group: ProcessGroup | None) -> Any:
+    """Start to send to a global rank; the tensor is kept until the work is done by who asks."""
+    if here().by_host(x.device):
+        host = x.detach().cpu()
+        return _ByHost(dist.isend(host, to, group), host)
+    return dist.isend(x, to, group)
+
+
+def irecv(into: Tensor, source: int, group: ProcessGroup | None) -> Any:
+    """Start to receive from a global rank."""
+    if here().by_host(into.device):
+        host = torch.empty_like(into, device=devices.HOST)
+        return _ByHost(dist.irecv(host, source, group), host, into)
+    work = dist.irecv(into, source, group)
+    assert work is not None, "this rank is not in the group of its messages"
+    return work
+
+
+def meet(word: Tensor, source: int, target: int, group: ProcessGroup | None) -> None:
+    """Send a word from one global rank to another, which both wait for; others do nothing."""
+    if rank() == source:
+        dist.send(word, target, group)
+    elif rank() == target:
+        dist.recv(word, source, group)
+
+
+def both_ways(
+    sent: Sequence[tuple[Tensor, int]],
+    wanted: Sequence[tuple[Tensor, int]],
+    group: ProcessGroup | None,
+) -> tuple[Any, ...]:
+    """Send tensors to global ranks and receive into others: the works to wait for.
+
+    Where messages of two ranks wait for each other, all of them begin at once.
+    """
+    given = [tensor for tensor, _ in (*sent, *wanted)]
+    if given and here().queues(given[0].device):
+        ops = [dist.P2POp(dist.isend, x, to, group) for x, to in sent]
+        ops += [dist.P2POp(dist.irecv, x, source, group) for x, source in wanted]
+        return tuple(dist.batch_isend_irecv(ops))
+    works = [isend(x, to, group) for x, to in sent]
+    return (*works, *(irecv(x, source, group) for x, source in wanted))
+
+
+# -- facts of the host -----------------------------------------------------------------------------
+
+
+def gathered(value: T, group: ProcessGroup | None = None) -> list[T]:
+    """Every rank's value, on all ranks of a group, or of the job.
+
+    Tensors of accelerators travel through the host, and come to the device of who receives them.
+    """
+    world = here()
+    if world.size == 1:
+        return [value]
+    group = world.control if group is None else group
+    with torch._C.DisableTorchFunction():  # pickled bytes are no part of any arithmetic
+        data = packed(value)
+        if _serves_host(group):
+            found = _exchanged(data, group)
+        else:
+            found = [b""] * dist.get_world_size(group)
+            dist.all_gather_object(found, data, group=group)
+        return [pickle.loads(one) for one in found]
+
+
+def distinct(value: T) -> list[T]:
+    """The values of all ranks of the job, each once, in the order of the first that has it.
+
+    Ranks tell each other a digest; then the first of those that are alike tells the value.  So a
+    world of many ranks with few kinds of them sends as many values as there are kinds.
+    """
+    world = here()
+    if world.size == 1:
+        return [value]
+    group = world.control
+    with torch._C.DisableTorchFunction():
+        data = packed(value)
+        mine = hashlib.blake2b(data, digest_size=_DIGEST).digest()
+        rows = _rows(mine + len(data).to_bytes(_LENGTH, "little"), _DIGEST + _LENGTH, group)
+        first: dict[bytes, int] = {}
+        for source, row in enumerate(rows):
+            first.setdefault(row, source)
+        if len(first) > _KINDS:  # as many messages would take longer than one that is longer
+            return list({row: one for row, one in zip(rows, gathered(value))}.values())
+        found = []
+        for row, source in first.items():
+            size = int.from_bytes(row[_DIGEST:], "little")
+            same = row == rows[world.rank]
+            told = torch.frombuffer(bytearray(data if same else bytes(size)), dtype=torch.uint8)
+            if len(first) > 1:
+                dist.broadcast(told, source, group)
+            found.append(pickle.loads(told.numpy().tobytes()))
+        return found
+
+
+def anywhere(here_: bool) -> bool:
+    """Whether something is so on any rank of the job."""
+    world = here()
+    if world.size == 1:
+        return here_
+    with torch._C.DisableTorchFunction():
+        told = torch.tensor([here_], dtype=torch.uint8)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=world.control)
+        return bool(told)
+
+
+def at_first(value: T) -> list[T]:
+    """Every rank's value, on the first rank of the job; nothing on the others."""
+    world = here()
+    if world.size == 1 or world.played:
+        return [value]
+    group = world.control
+    with torch._C.DisableTorchFunction():
+        data = packed(value)
+        rows = _rows(len(data).to_bytes(_LENGTH, "little"), _LENGTH, group)
+        sizes = [int.from_bytes(row, "little") for row in rows]
+        mine = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+        if world.rank:
+            dist.gather(mine, None, 0, group)
+            return []
+        everyone = [torch.empty_like(mine) for _ in sizes]
+        dist.gather(mine, everyone, 0, group)
+        return [pickle.loads(one[:n].numpy().tobytes()) for one, n in zip(everyone, sizes)]
+
+
+def told_by(source: int, value: T) -> T:
+    """The value of one rank, on all ranks of the job."""
+    world = here()
+    if world.size == 1 or world.played:
+        return value
+    with torch._C.DisableTorchFunction():
+        sent: list[Any] = [packed(value) if rank() == source else None]
+        dist.broadcast_object_list(sent, src=source, group=world.control)
+        found: T = value if rank() == source else pickle.loads(sent[0])
+    return found
+
+
+def handed(value: T, group: ProcessGroup, device: torch.device) -> list[T]:
+    """As `gathered`, but tensors on the device that ranks compute on go as they lie, in one
+    message, and not by way of the host."""
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        data, flat = taken_out(value, device)
+        told = gathered((data, flat.numel()), group)
+        most = max(size for _, size in told)
+        everyone = flat.new_empty(len(told) * most)
+        if most:
+            mine = torch.nn.functional.pad(flat, (0, most - flat.numel()))
+            dist.all_gather_into_tensor(everyone, mine, group=group)
+        rows = everyone.view(len(told), most)
+        return [put_back(data, row) for (data, _), row in zip(told, rows)]
+
+
+def handed_by(source: int, value: T, device: torch.device) -> T:
+    """As `told_by`, and tensors go as `handed` sends them."""
+    world = here()
+    if world.size == 1:
+        return value
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        data, flat = taken_out(value if rank() == source else None, device)
+        data, size = told_by(source, (data, flat.numel()))
+        flat = flat if rank() == source else flat.new_empty(size)
+        if size:
+            dist.broadcast(flat, src=source, group=world.group)
+        return value if rank() == source else put_back(data, flat)
+
+
+def packed(value: object) -> bytes:
+    """A value as bytes that any rank can read."""
+    data = io.BytesIO()
+    Pickler(data).dump(value)
+    return data.getvalue()
+
+
+def _serves_host(group: ProcessGroup | None) -> bool:
+    """Whether tensors of the host can be given to a group."""
+    told = dist.get_backend_config(group).split(",")
+    return any(one.startswith(f"{devices.HOST.type}:") for one in told)
+
+
+def _exchanged(data: bytes, group: ProcessGroup | None) -> list[bytes]:
+    """Every rank's bytes: in one message with their length where they are few on all ranks.
+
+    torch gathers the lengths first, always; most of what ranks tell each other is short.
+    """
+    told = _rows(len(data).to_bytes(_LENGTH, "little") + data[:_SHORT], _LENGTH + _SHORT, group)
+    lengths = [int.from_bytes(row[:_LENGTH], "little") for row in told]
+    if max(lengths) <= _SHORT:
+        return [row[_LENGTH : _LENGTH + length] for row, length in zip(told, lengths)]
+    return [row[:length] for row, length in zip(_rows(data, max(lengths), group), lengths)]
+
+
+def _rows(data: bytes, size: int, group: ProcessGroup | None) -> list[bytes]:
+    """Bytes of every rank, with zeros behind them up to a size that is the same on all ranks."""
+    mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
+    count = dist.get_world_size(group)
+    everyone = mine.repeat(count)  # where a rank plays alone, all say the same
+    dist.all_gather_into_tensor(everyone, mine, group=group)
+    told = everyone.numpy().tobytes()
+    return [told[size * place : size * (place + 1)] for place in range(count)]
+
+
+def numbers(row: Sequence[float], group: ProcessGroup) -> list[list[float]]:
+    """As many numbers of every rank of a group that serves the host."""
+    here_ = torch.tensor([[*row]], dtype=torch.float64)
+    told = here_.new_empty(dist.get_world_size(group), len(row))
+    dist.all_gather_into_tensor(told, here_, group=group)
+    found: list[list[float]] = told.tolist()
+    return found

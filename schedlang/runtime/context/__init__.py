@@ -1,1 +1,0 @@
-"""Unmodified models whose ranks have different tokens of the same sequences."""

@@ -1,0 +1,385 @@
+"""Attention that a model writes as products: its scores followed, and what is done to them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schedlang.runtime.context_parallel import Mask
+from schedlang.runtime.context_parallel.described_attention import Described, is_causal, unknown
+from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, by_keys
+from schedlang.runtime.modes import Ambient
+from schedlang.runtime.sequence_pipelining.model_calls import caller
+from schedlang.runtime.sequence_pipelining.slices import Place
+
+# ---- What is done to scores that are followed: scaled, biased, hidden, made weights, met by
+# values.
+
+
+LOW = -1e4  # what hides a key is lower
+
+
+@dataclass(frozen=True)
+class State:
+    """Scores as they would be: what a call of attention takes, so far.
+
+    lead    the dims before queries and keys, as the model has them now
+    inner   the same as they are in `added`: [rows, heads] as soon as the model says so
+    added   numbers for [*inner, queries or 1, keys of the whole sequence], -inf where hidden
+    hides   whether some of `added` may hide all keys of a query
+    weights whether the softmax has been taken
+    """
+
+    seat: Seat
+    how: How
+    query: Tensor
+    key: Tensor
+    lead: tuple[int, ...]
+    inner: tuple[int, ...]
+    scale: float = 1.0
+    added: Tensor | None = None
+    mask: Mask | None = None
+    hides: bool = False
+    weights: bool = False
+    drawn: Any = None
+
+
+def rows_of(state: State, given: Tensor) -> Tensor:
+    """Numbers that are added to scores: for the queries here, and all keys; in `inner`'s dims."""
+    dims = len(state.lead) + 2
+    value = by_keys(state.seat, given if given.dim() > 1 else given[None])
+    if value is None:
+        raise unknown("what it adds to its scores covers only the tokens of one rank")
+    if value.dim() > dims:
+        raise unknown("what it adds to its scores has other dims")
+    value = value[(None,) * (dims - value.dim())]
+    if state.lead == state.inner:
+        return value
+    if set(value.shape[:-2]) != {1}:
+        value = value.expand(*state.lead, -1, -1)
+        return value.reshape(*state.inner, *value.shape[-2:])
+    return value.reshape(*[1] * len(state.inner), *value.shape[-2:])
+
+
+def plus(state: State, rows: Tensor) -> State:
+    """With more numbers that are added."""
+    return replace(state, added=rows if state.added is None else state.added + rows)
+
+
+def _add(state: State, other: Any, alpha: float = 1) -> State:
+    _before(state)
+    if isinstance(other, Described):
+        return _under(state, other)
+    if isinstance(other, Tensor) and other.dim():
+        return plus(state, rows_of(state, other) * alpha if alpha != 1 else rows_of(state, other))
+    if not isinstance(other, (int, float, Tensor)):
+        raise unknown(f"it adds a `{type(other).__name__}` to its scores")
+    return state  # the same for all keys
+
+
+def _sub(state: State, other: Any, alpha: float = 1) -> State:
+    if isinstance(other, Described):
+        raise unknown("it subtracts a mask from its scores")
+    return _add(state, other, alpha=-alpha)
+
+
+def _mul(state: State, by: Any) -> State:
+    _before(state)
+    if isinstance(by, Tensor) and (by.dim() or by.requires_grad or by.is_meta):
+        raise unknown("it multiplies its scores by a tensor, not by a number")
+    factor = float(by)
+    added = None if state.added is None else state.added * factor
+    return replace(state, scale=state.scale * factor, added=added)
+
+
+def _div(state: State, by: Any) -> State:
+    return _mul(state, 1 / by)
+
+
+def _under(state: State, given: Described) -> State:
+    if state.mask is not None:
+        raise unknown("it applies two masks to its scores")
+    return replace(state, mask=given.mask)
+
+
+def _fill(state: State, hidden: Any, value: Any) -> State:
+    """Keys are hidden by a very low score."""
+    _before(state)
+    if float(value) > LOW:
+        raise unknown(f"it sets some of its scores to {float(value):g}")
+    if isinstance(hidden, Described):
+        return _under(state, hidden)
+    if not isinstance(hidden, Tensor) or hidden.dtype != torch.bool:
+        raise unknown("it masks keys by something other than booleans")
+    gone = rows_of(state, hidden)
+    if state.mask is None and is_causal(state.seat, ~gone):
+        return replace(state, mask=Mask(causal=True))  # a ring leaves out what positions hide
+    zero = torch.zeros(gone.shape, dtype=state.query.dtype, device=gone.device)
+    return plus(replace(state, hides=True), zero.masked_fill(gone, -math.inf))
+
+
+def _where(state: State, *given: Any) -> State:
+    """torch.where(seen, scores, low)."""
+    seen, low = given
+    return _fill(state, ~seen, low)
+
+
+def _view(state: State, *sizes: Any, **_: Any) -> State:
+    given = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    length, lead = state.seat.length, given[:-2]
+    if len(given) < 3 or given[-1] not in (length, -1) or given[-2] not in (length, -1):
+        raise unknown("it changes the shape of its scores")
+    count = math.prod(state.lead)
+    if -1 in lead:
+        rest = math.prod(n for n in lead if n != -1)
+        lead = tuple(count // rest if n == -1 else n for n in lead)
+    if math.prod(lead) != count:
+        raise unknown("it changes the shape of its scores")
+    if len(lead) < 2 or state.inner == lead or len(state.inner) > 1:
+        return replace(state, lead=tuple(lead))
+    added = state.added
+    if added is not None:
+        flat = added.expand(count, -1, -1) if added.shape[0] != count else added
+        added = flat.reshape(*lead, *added.shape[-2:])
+    return replace(state, lead=tuple(lead), inner=tuple(lead), added=added)
+
+
+def _softmax(state: State, dim: Any = None, *_: Any, **__: Any) -> State:
+    _before(state)
+    if dim not in (-1, len(state.lead) + 1):
+        raise unknown("its softmax is not over keys")
+    return replace(state, weights=True)
+
+
+def _dropout(state: State, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> State:
+    if not state.weights or state.drawn is not None:
+        raise unknown("it applies dropout to its scores, or twice")
+    if not training or not p:
+        return state
+    rows, heads = _heads(state)
+    return replace(state, drawn=state.seat.draw(p, rows, heads))
+
+
+def _same(state: State, *_: Any, **__: Any) -> State:
+    return state
+
+
+def _values(state: State, value: Tensor) -> Tensor:
+    """The product with values: the call of attention."""
+    if not state.weights:
+        raise unknown("its scores are scaled twice before their softmax")
+    rows, heads = _heads(state)
+    mask = state.mask or Mask()
+    tagged = next((tag for tag in mask.tags if tag is not None), None)
+    if tagged is not None and len(tagged) not in (1, rows):
+        raise unknown("its heads and rows share a dim")
+    if state.added is not None:
+        wide = (
+            state.added.reshape(state.added.shape[0], -1, *state.added.shape[-2:])
+            if (len(state.inner) > 1)
+            else state.added[:, None]
+        )
+        mask = replace(mask, rows=wide)
+    parts = [_four(x, state, rows) for x in (state.query, state.key, value)]
+    blind: Any = "mean" if state.hides or mask.present is not None else "zero"
+    call = Call(parts[0], parts[1], parts[2], mask, state.scale, blind=blind, drawn=state.drawn)
+    out = state.seat.attend(state.how, call)
+    return out.reshape(*state.lead, *out.shape[-2:])
+
+
+def _heads(state: State) -> tuple[int, int]:
+    return state.inner[0], math.prod(state.inner[1:])
+
+
+def _four(x: Tensor, state: State, rows: int) -> Tensor:
+    """[rows, heads, tokens, size]."""
+    if x.shape[:-2].numel() not in (math.prod(state.lead), rows):
+        raise unknown("its queries, keys and values have different numbers of heads")
+    return x.reshape(rows, -1, *x.shape[-2:])
+
+
+def _before(state: State) -> None:
+    if state.weights:
+        raise unknown("it changes its weights after their softmax")
+
+
+RULES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("add", "radd", "iadd"), _add),
+    **dict.fromkeys(("sub", "isub"), _sub),
+    **dict.fromkeys(("mul", "rmul", "imul"), _mul),
+    **dict.fromkeys(("div", "truediv", "itruediv"), _div),
+    **dict.fromkeys(("view", "reshape"), _view),
+    **dict.fromkeys(
+        ("to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"),
+        _same,
+    ),
+    **dict.fromkeys(("matmul", "bmm"), _values),
+    "masked_fill": _fill,
+    "where": _where,
+    "softmax": _softmax,
+    "dropout": _dropout,
+}
+
+
+# ---- Attention that a model writes as products: scores, what it adds and hides, softmax, and
+# values.
+# Inside of a module that a row names, the product of queries and keys is not computed but
+# followed, through everything that is done to it, until the values come; then it is a call of
+# attention.
+
+
+PRODUCTS: set[Any] = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
+ADDED: set[Any] = {torch.baddbmm, Tensor.baddbmm}
+
+
+def factors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Both factors of a product of matrices, as a model may write it; () for other calls."""
+    if func in PRODUCTS:
+        given = (*args, *kwargs.values())
+    elif func in ADDED:
+        given = (*args[1:], *(kwargs[n] for n in ("batch1", "batch2") if n in kwargs))
+    else:
+        return ()
+    return tuple(given[:2])
+
+
+def scored(found: Sequence[Any], length: int) -> bool:
+    """Whether factors are queries and keys of so many tokens: [.., tokens, d], [.., d, tokens]."""
+    if len(found) != 2 or not all(isinstance(x, Tensor) and x.dim() > 2 for x in found):
+        return False
+    a, b = found
+    return bool(a.shape[-2] == b.shape[-1] == length and a.shape[-1] > 1)
+
+
+class Lines(Ambient):
+    """Notes in a whole forward the lines that multiply queries and keys."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length = length
+        self.found: set[Place] = set()
+        self.others: set[Place] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if scored(factors(func, args, kwargs), self.length):
+            self.found.add(caller())
+        return self.run(func, types, args, kwargs)
+
+
+# -- what is followed ----------------------------------------------------------------------------
+
+_TURNED = {"add": "add", "radd": "add", "mul": "mul", "rmul": "mul", "where": "where"}
+_IN_PLACE = {"iadd", "isub", "imul", "itruediv"}
+
+
+class Scores:
+    """Scores, or weights, that are not there: what is done to them is noted."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return follow(func, args, dict(kwargs or {}))
+
+    @property
+    def shape(self) -> torch.Size:
+        """As the model sees it."""
+        length = self.state.seat.length
+        return torch.Size((*self.state.lead, length, length))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the queries."""
+        return self.state.query.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """That of the queries."""
+        return self.state.query.device
+
+    def size(self, dim: int | None = None) -> Any:
+        """As of a tensor."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """As of a tensor."""
+        return len(self.shape)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not callable(getattr(Tensor, name, None)):
+            raise AttributeError(name)
+        func = getattr(Tensor, name)
+        return lambda *args, **kwargs: follow(func, (self, *args), kwargs)
+
+
+def _operated(name: str) -> Callable[..., Any]:
+    def run(self: Scores, *args: Any) -> Any:
+        return follow(getattr(Tensor, name), (self, *args), {})
+
+    return run
+
+
+for _name in (
+    "add",
+    "radd",
+    "iadd",
+    "sub",
+    "isub",
+    "mul",
+    "rmul",
+    "imul",
+    "truediv",
+    "itruediv",
+    "matmul",
+):
+    setattr(Scores, f"__{_name}__", _operated(f"__{_name}__"))
+
+
+def begin(seat: Seat, how: How, func: Any, args: Any, kwargs: dict[str, Any]) -> Scores | None:
+    """The scores of a product, if it is one of queries and keys."""
+    found = factors(func, args, kwargs)
+    if not scored(found, seat.length):
+        return None
+    query, key = found[0], found[1].mT
+    lead = _lead(query.shape[:-2], key.shape[:-2])
+    state = State(seat, how, query, key, lead, lead)
+    if func not in ADDED:
+        return Scores(state)
+    alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
+    bias = rows_of(state, args[0] if args else kwargs["input"])
+    return Scores(plus(replace(state, scale=float(alpha)), bias * beta))
+
+
+def _lead(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+    if len(a) != len(b) or any(m != n and 1 not in (m, n) for m, n in zip(a, b)):
+        raise unknown("its queries and keys have different numbers of heads")
+    return tuple(map(max, a, b))
+
+
+def follow(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What a function makes of scores or weights; raises Refusal S661 where that is not known."""
+    name = getattr(func, "__name__", "?")
+    plain = name.strip("_")
+    there = [x for x in args if isinstance(x, Scores)]
+    if not args or not isinstance(args[0], Scores):
+        plain = "" if kwargs else _TURNED.get(plain, "")
+    if len(there) != 1 or plain not in RULES:
+        raise unknown(f"`{name}` on its scores is not supported: pass it to torch's attention")
+    scores, rest = there[0], tuple(x for x in args if x is not there[0])
+    made = RULES[plain](scores.state, *rest, **kwargs)
+    written = name.endswith("_") and not name.startswith("__")
+    if (written or plain in _IN_PLACE) and isinstance(made, State):
+        scores.state = made
+        return scores
+    return Scores(made) if isinstance(made, State) else made

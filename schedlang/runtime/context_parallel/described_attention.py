@@ -1,0 +1,247 @@
+"""Attention of transformers on some tokens of a sequence: masks as descriptions, never as tensors.
+
+Its models make their masks, and its modules find their attention, by a name in their config. Under
+ours a mask stays the function of positions that it was made from, read back from its closures.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.context_parallel import Mask
+from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, by_keys, plain, seated
+from schedlang.runtime.kernel_injection.attention import implementation, switch
+from schedlang.runtime.scope import site
+
+NAME = "schedlang_context"
+SLOT = "_schedlang_context"
+_EAGER = "_schedlang_eager"  # on modules that attended by plain products
+# what modules hand to any attention, and what ours reads elsewhere or has no use for
+KNOWN = frozenset(
+    (
+        "sliding_window",
+        "position_ids",
+        "output_attentions",
+        "use_cache",
+        "softcap",
+        "cache_position",
+        "output_hidden_states",
+        "layer_idx",
+        "labels",
+        "shift_labels",
+    )
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Described:
+    """What a model hands to its attentions in place of a mask; for `seat` alone."""
+
+    mask: Mask
+
+    def to(self, *_: Any, **__: Any) -> Described:
+        """As of a mask: of whatever type, it says the same."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """What a model asks of a tensor."""
+        raise AttributeError(f"masks are rules here, not tensors: they have no `{name}`")
+
+    def __getitem__(self, _: Any) -> Described:
+        """As of a mask that is longer than the keys there are: of ours nothing is too much."""
+        return self
+
+
+def use(model: nn.Module) -> bool:
+    """Let every module of transformers make masks, and attend, by our functions; is there one?"""
+    found = [module for module in model.modules() if implementation(module) is not None]
+    if found:
+        _register()
+    for module in found:
+        if implementation(module) == "eager":
+            vars(module)[_EAGER] = True
+        switch(module, NAME)
+    return bool(found)
+
+
+@functools.cache
+def _register() -> None:
+    """Once, and only for models of transformers."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        return sdpa_mask(*args, **kwargs) if seated() is None else _mask(*args, **kwargs)
+
+    def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Any:
+        if seated() is None:
+            return sdpa(module, q, k, v, mask, **more)
+        return _attend(module, q, k, v, mask, **more)
+
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+
+
+# -- masks ---------------------------------------------------------------------------------------
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    **_: Any,
+) -> Described:
+    """In place of a mask of transformers: what it says of positions, and of tokens here."""
+    seat = seated()
+    assert seat is not None
+    if q_length != seat.length or kv_length != seat.length or q_offset or kv_offset:
+        raise unknown("its masks have more keys than queries")
+    found = described(mask_function)
+    return Described(replace(found, documents=seat.documents, present=plain(attention_mask)))
+
+
+def described(function: Any) -> Mask:
+    """A mask function of transformers as rules; raises Refusal S661 for one that is unknown."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    cells = _cells(function)
+    match name.split(".")[0]:
+        case "causal_mask_function":
+            return Mask(causal=True)
+        case "bidirectional_mask_function":
+            return Mask()
+        case "and_masks":
+            return functools.reduce(_both, map(described, cells["mask_functions"]))
+        case "sliding_window_overlay":
+            return Mask(back=int(cells["sliding_window"]) - 1)
+        case "sliding_window_bidirectional_overlay":
+            return Mask(back=int(cells["sliding_window"]), ahead=int(cells["sliding_window"]))
+        case "chunked_overlay":
+            return Mask(chunk=int(cells["chunk_size"]))
+        case "packed_sequence_mask_function":
+            return Mask()  # of tokens here only; the seat has the documents of the whole
+        case "remap_positions_for_packed_sequence":
+            return described(cells["mask_function"])  # by differences within one document
+    raise unknown(f"its masks are made by `{name}`, which is not supported")
+
+
+def _cells(function: Any) -> dict[str, Any]:
+    closure = getattr(function, "__closure__", None) or ()
+    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in closure)))
+
+
+def _both(a: Mask, b: Mask) -> Mask:
+    """What two rules let through."""
+
+    def least(x: int | None, y: int | None) -> int | None:
+        known = [n for n in (x, y) if n is not None]
+        return min(known) if known else None
+
+    if a.chunk is not None and b.chunk is not None and a.chunk != b.chunk:
+        raise unknown("its masks have chunks of two sizes")
+    return Mask(
+        causal=a.causal or b.causal,
+        back=least(a.back, b.back),
+        ahead=least(a.ahead, b.ahead),
+        chunk=least(a.chunk, b.chunk),
+    )
+
+
+# -- attention -----------------------------------------------------------------------------------
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """In place of an attention function of transformers."""
+    seat, how = seated(), vars(module).get(SLOT)
+    assert seat is not None
+    if how is None:
+        raise unnamed(type(module).__name__)
+    sinks = more.pop("s_aux", None)  # scores of GPT-OSS that take part and have no value
+    bias = more.pop("position_bias", None)  # numbers that T5 adds to scores
+    other = [n for n, given in more.items() if isinstance(given, Tensor) and n not in KNOWN]
+    if other:
+        raise unknown(f"its attention gets `{other[0]}`, which cannot be split by tokens")
+    if key.shape[-2] != seat.length or query.shape[-2] != seat.length:
+        raise unknown("it attends to more than the tokens of the batch")
+    rule = _rule(module, mask, is_causal)
+    if more.get("softcap") is not None:
+        rule = replace(rule, cap=float(more["softcap"]))
+    if sinks is not None:
+        rule = replace(rule, sinks=sinks)
+    if bias is not None:
+        rule = replace(rule, rows=by_keys(seat, bias))
+        if rule.rows is None:
+            raise unknown("what it adds to its scores covers only the tokens of one rank")
+    blind: Any = "mean" if vars(module).get(_EAGER) else "zero"
+    call = Call(query, key, value, rule, scaling, dropout, blind)
+    return seat.attend(how, call).transpose(1, 2).contiguous(), None
+
+
+def _rule(module: nn.Module, mask: Any, is_causal: bool | None) -> Mask:
+    if isinstance(mask, Described):
+        return mask.mask
+    if mask is not None:
+        raise unknown("it makes its masks itself, as tensors of [queries, keys]")
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    return Mask(causal=bool(causal))
+
+
+def is_causal(seat: Seat, seen: Tensor) -> bool:
+    """Whether booleans, of the queries here and all keys, say that none sees a later one."""
+    if seen.is_meta or seen.shape[-2] != seat.length:
+        return False
+    at = seat.positions(seen.device)[:, None]
+    keys = torch.arange(seat.layout.total, device=seen.device)
+    return bool((seen == (keys <= at)).all())
+
+
+def unnamed(what: str) -> Refusal:
+    """An attention runs that no row is about."""
+    return Refusal(
+        Diagnostic(
+            "S660",
+            f"`{site() or what}` is an attention that no `context_parallel` row names",
+            notes=("all attentions of a model must get the same tokens",),
+            helps=("select all of them: `layers.*.self_attn  context_parallel(...)`",),
+        )
+    )
+
+
+def unknown(why: str) -> Refusal:
+    """An attention that cannot be split by tokens."""
+    return Refusal(
+        Diagnostic(
+            "S661",
+            f"`{site() or 'an attention'}` cannot be split by tokens",
+            notes=(why,),
+            helps=("leave `context_parallel` out for this model",),
+        )
+    )
+
+
+def mark(module: nn.Module, how: How) -> None:
+    """Say how attentions in a module meet the keys of other ranks."""
+    for part in module.modules():
+        vars(part)[SLOT] = how

@@ -1,0 +1,499 @@
+"""Split a microbatch by tokens: this rank's tokens, and what it knows of the whole sequence."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils import _pytree as torch_pytree
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir import nests as pytree
+from schedlang.runtime import scope
+from schedlang.runtime.batch import Batch, Part, dotted, rows_of
+from schedlang.runtime.comm.collectives import Group
+from schedlang.runtime.context_parallel import Layout, Mask
+from schedlang.runtime.sequence_pipelining.model_calls import items_of
+from schedlang.runtime.sequence_pipelining.slices import Place, length_of, runs_along, sections
+
+# ---- The tokens of one microbatch that one rank has, and how its queries meet the keys of
+# others.
+
+
+@dataclass(frozen=True)
+class How:
+    """How one attention exchanges keys and values: the method, and the groups, outermost first."""
+
+    method: str
+    groups: tuple[Group, ...] = ()
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an attention: [rows, heads, own tokens, size] each, and what else it is given.
+
+    drawn  what `Seat.draw` gave, where the model's own dropout of weights was asked first
+    blind  what a query that sees no key gives: nothing, or the mean of all values (`eager`
+           attention of transformers, which masks by very low numbers)
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Mask
+    scale: float | None = None
+    dropout: float = 0.0
+    blind: Literal["zero", "mean"] = "zero"
+    drawn: Any = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the result."""
+        return (*self.query.shape[:-1], self.value.shape[-1])
+
+
+class Exchange(Protocol):
+    """How queries meet the keys of other ranks."""
+
+    def __call__(self, seat: Seat, how: How, call: Call) -> Tensor:
+        """The attention of the tokens of a seat to those of the whole sequence."""
+
+    def drawn(self, seat: Seat, p: float, rows: int, heads: int) -> Any:
+        """Which weights are dropped by what the module that runs now would draw."""
+
+
+@dataclass(frozen=True, eq=False)
+class Seat:
+    """The place of a rank in a sequence: its tokens, in the order in which it has them.
+
+    documents  integers [rows, own tokens]: which of several in a row a token is of; None: one
+    more       the output of the model's head gets one more row, for labels that are shifted
+    exchange   None: for shapes only
+    """
+
+    layout: Layout
+    place: int
+    exchange: Exchange | None = None
+    documents: Tensor | None = None
+    more: bool = False
+
+    @property
+    def index(self) -> int:
+        """Which of the parts of the sequence this is."""
+        return self.place
+
+    @property
+    def length(self) -> int:
+        """How many tokens there are here."""
+        return self.layout.counts[self.place]
+
+    def positions(self, device: torch.device | str = "cpu") -> Tensor:
+        """Where in the sequence they stand."""
+        return self.layout.positions(self.place, device)
+
+    def hollow(self) -> Seat:
+        """The same for shapes only: nothing is exchanged."""
+        return replace(self, exchange=None)
+
+    def attend(self, how: How, call: Call) -> Tensor:
+        """Attention of the tokens here to those of the whole sequence."""
+        if self.exchange is None:
+            return call.query.new_empty(call.shape)
+        return self.exchange(self, how, call)
+
+    def draw(self, p: float, rows: int, heads: int) -> Any:
+        """Which weights a call of attention will drop, for `Call.drawn`."""
+        return None if self.exchange is None else self.exchange.drawn(self, p, rows, heads)
+
+
+def seated() -> Seat | None:
+    """The seat that this thread runs a model for; None where sequences are whole."""
+    found: Any = scope.visit()
+    return found if isinstance(found, Seat) else None
+
+
+# ---- Values that every rank knows of the whole sequence: integers of the batch, and positions.
+# What a model makes of them alone (positions summed up over a mask, biases by distances) is made
+# for the whole sequence, without a message, and a rank has its own tokens of that.
+
+
+class Known(Tensor):
+    """A rank's tokens of a value; `whole` has those of the whole sequence along dim `at`.
+
+    `at` is counted from behind. A `pair` has tokens along two dims, queries and keys: in `whole`
+    the queries are the rank's own. As an operand it is a plain tensor of the rank's tokens.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    whole: Tensor | None
+    at: int
+    pair: bool
+
+
+def known(seat: Seat, whole: Tensor, dim: int, pair: bool = False) -> Known:
+    """The tokens of a seat, out of those of the whole sequence along a dim."""
+    dim = dim if dim < 0 else dim - whole.dim()
+    made = whole.index_select(dim, seat.positions(whole.device)).as_subclass(Known)
+    made.whole, made.at, made.pair = whole, dim, pair
+    return made
+
+
+def whole_of(value: Any) -> Tensor | None:
+    """What is known of the whole sequence; None for other values."""
+    return value.whole if isinstance(value, Known) else None
+
+
+def plain(value: Any) -> Any:
+    """The same as nothing but the tokens of the rank."""
+    return value.as_subclass(Tensor) if isinstance(value, Known) else value
+
+
+def by_keys(seat: Seat, given: Tensor) -> Tensor | None:
+    """Numbers for scores, [.., queries here or 1, keys of the whole sequence]; None: not known."""
+    value: Tensor = given
+    if isinstance(given, Known) and given.whole is not None and given.at == -1:
+        value = given.whole
+    total = seat.layout.total
+    if value.is_meta and value.dim() > 1 and value.shape[-1] == seat.length > 1:
+        # a batch without values says no more than its sizes, of which nothing is made
+        others = value.new_empty((*value.shape[:-1], total - seat.length))
+        value = torch.cat([value, others], -1)
+    if (
+        value.dim() < 2
+        or value.shape[-1] not in (1, total)
+        or value.shape[-2] not in (1, seat.length)
+    ):
+        return None
+    return value.expand(*value.shape[:-1], total)
+
+
+def followed(seat: Seat, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a function makes of the whole sequence; None where it is to be called as it is."""
+    held = [x for x in torch_pytree.tree_leaves((args, dict(kwargs))) if isinstance(x, Tensor)]
+    there = [x for x in held if whole_of(x) is not None]
+    if not there or func not in RULES:
+        return _forgotten(func, args)
+    try:
+        made = RULES[func](_Case(seat, func, args, kwargs, held, there))
+    except (RuntimeError, IndexError):  # the model's sizes do not fit the whole sequence
+        made = None
+    return _forgotten(func, args) if made is None else made
+
+
+def _forgotten(func: Any, args: Sequence[Any]) -> None:
+    """What is written with the rank's tokens alone is no longer known of the others."""
+    name = getattr(func, "__name__", "")
+    writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    if writes and args and isinstance(args[0], Known):
+        args[0].whole = None
+
+
+@dataclass
+class _Case:
+    """A call, with its tensors, and those of them that are known."""
+
+    seat: Seat
+    func: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    held: list[Tensor]
+    there: list[Any]
+
+    @property
+    def pair(self) -> bool:
+        """Whether the result has tokens along two dims."""
+        return any(x.pair for x in self.there) or len({x.at for x in self.there}) > 1
+
+    def on_whole(self, dim: int, args: Any = None) -> Any:
+        """The call on values that are whole along a dim."""
+
+        def taken(value: Any) -> Any:
+            found = whole_of(value)
+            return found if found is not None and value.at == dim else value
+
+        return self.func(
+            *torch_pytree.tree_map(taken, args or tuple(self.args)),
+            **torch_pytree.tree_map(taken, dict(self.kwargs)),
+        )
+
+    def placed(self, local: Any, whole: Any) -> Known | None:
+        """The result, by where its shapes differ; None unless that is along one dim of tokens."""
+        if not isinstance(whole, Tensor) or local.dim() != whole.dim():
+            return None
+        found = [d for d, (a, b) in enumerate(zip(local.shape, whole.shape)) if a != b]
+        if len(found) != 1 or whole.shape[found[0]] != self.seat.layout.total:
+            return None
+        if local.shape[found[0]] != self.seat.length:
+            return None
+        return known(self.seat, whole, found[0], self.pair)
+
+
+# -- rules ---------------------------------------------------------------------------------------
+
+
+def _pointwise(case: _Case) -> Known | None:
+    """Keys are whole wherever one operand has them; queries are those of the rank then."""
+    dim = max(x.at for x in case.there)
+    for x in case.held:
+        if whole_of(x) is None and x.dim() >= -dim and x.shape[dim] != 1:
+            return None  # of the rank's tokens only
+    made = case.on_whole(dim)
+    fits = isinstance(made, Tensor) and made.shape[dim] == case.seat.layout.total
+    return known(case.seat, made, dim, case.pair) if fits else None
+
+
+def _moved(case: _Case) -> Known | None:
+    """Dims come, go and move; sums run on from token to token."""
+    dim = case.there[0].at
+    return case.placed(case.func(*case.args, **case.kwargs), case.on_whole(dim))
+
+
+def _reduced(case: _Case) -> Any:
+    """One value of all tokens, which is that of the whole; or each token's of another dim."""
+    if len(case.held) > 1:
+        return _pointwise(case)
+    local, whole = case.func(*case.args, **case.kwargs), case.on_whole(case.there[0].at)
+    if isinstance(whole, Tensor) and whole.shape == local.shape:
+        return whole
+    return case.placed(local, whole) if isinstance(whole, Tensor) else None
+
+
+def _item(case: _Case) -> Any:
+    """New dims and whole runs; of a table that is looked up, all keys."""
+    table, index = case.args
+    if whole_of(table) is None:
+        return _looked_up(case, 1 - table.dim()) if whole_of(index) is not None else None
+    items, length = items_of(index), case.seat.length
+    runs = [item for item in items if isinstance(item, slice)]
+    if any(isinstance(item, Tensor) for item in items) or any(
+        run.start not in (None, 0) or run.stop not in (None, length) or run.step not in (None, 1)
+        for run in runs
+    ):
+        return None
+    full = tuple(slice(None) if isinstance(item, slice) else item for item in items)
+    local = case.func(table, index)
+    return case.placed(local, case.on_whole(table.at, (table, full)))
+
+
+def _looked_up(case: _Case, by: int = -1) -> Known | None:
+    """A table's entries for pairs of tokens; those for tokens are the rank's own matter."""
+    (pair,) = case.there
+    return known(case.seat, case.on_whole(pair.at), pair.at + by, True) if pair.pair else None
+
+
+def _shaped(case: _Case) -> Known | None:
+    """The dim of tokens keeps its size and what stands behind it, or nothing is known after."""
+    (x,), length, total = case.there, case.seat.length, case.seat.layout.total
+    if x is not case.args[0]:
+        return None
+    local = case.func(*case.args, **case.kwargs)
+    behind = x.shape[x.at :].numel() // length if length else 0
+    found = [
+        d
+        for d in range(local.dim())
+        if local.shape[d] == length and local.shape[d + 1 :].numel() == behind
+    ]
+    if len(found) != 1:
+        return None  # of a single token it may be any
+    sizes = [*local.shape]
+    sizes[found[0]] = total
+    assert x.whole is not None
+    return known(case.seat, x.whole.reshape(sizes), found[0], x.pair)
+
+
+def _spread(case: _Case) -> Known | None:
+    (x,), local = case.there, case.func(*case.args, **case.kwargs)
+    assert x.whole is not None
+    sizes = [*local.shape]
+    sizes[x.at] = case.seat.layout.total
+    return known(case.seat, x.whole.expand(sizes), x.at, x.pair)
+
+
+def _cast(case: _Case) -> Known | None:
+    """Another type, or copy, of the first operand, whatever the others are."""
+    x, *rest = case.args
+    if not isinstance(x, Known) or x.whole is None:
+        return None
+    return known(case.seat, case.func(x.whole, *rest, **case.kwargs), x.at, x.pair)
+
+
+def _written(case: _Case) -> Known | None:
+    """`a += b`: what is whole is made anew, as it may be the batch's own."""
+    into, case.func = case.args[0], _IN_PLACE[case.func]
+    made = _pointwise(case)
+    if made is None or not isinstance(into, Known) or made.shape != into.shape:
+        return None
+    into.copy_(made)
+    into.whole, into.at, into.pair = made.whole, made.at, made.pair
+    return into
+
+
+Rule = Callable[[_Case], Any]
+_METHODS = """abs add bitwise_and bitwise_not bitwise_or clamp clamp_max clamp_min cos div eq exp
+floor floor_divide ge gt le log logical_and logical_not logical_or lt masked_fill maximum minimum
+mul ne neg pow remainder round sigmoid sin sqrt square sub tanh true_divide where"""
+_OPERATORS = """abs add and eq floordiv ge gt invert le lt mod mul ne neg or pow radd rand rmul ror
+rsub rtruediv sub truediv"""
+_CASTS = """bfloat16 bool clone contiguous detach double float full_like half int long ones_like to
+type type_as zeros_like"""
+_MOVES = "cumsum movedim permute repeat squeeze swapaxes t transpose unsqueeze"
+_REDUCES = "all amax amin any max min sum"
+_IN_PLACE = {
+    getattr(Tensor, f"{name}_"): getattr(Tensor, name)
+    for name in _METHODS.split()
+    if hasattr(Tensor, f"{name}_")
+}
+
+
+def _rules() -> dict[Any, Rule]:
+    found: dict[Any, Rule] = {}
+    tables = ((_METHODS, _pointwise), (_CASTS, _cast), (_MOVES, _moved), (_REDUCES, _reduced))
+    for names, rule in tables:
+        for name, home in itertools.product(names.split(), (torch, Tensor)):
+            if callable(getattr(home, name, None)):
+                found[getattr(home, name)] = rule
+    found |= {getattr(Tensor, f"__{name}__"): _pointwise for name in _OPERATORS.split()}
+    found |= dict.fromkeys(_IN_PLACE, _written)
+    found |= {Tensor.__getitem__: _item, F.embedding: _looked_up, torch.embedding: _looked_up}
+    found |= dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _shaped)
+    found |= dict.fromkeys((Tensor.expand, Tensor.broadcast_to, torch.broadcast_to), _spread)
+    return found
+
+
+RULES = _rules()
+
+
+# ---- A microbatch split by tokens: the inputs of each rank, and what its part weighs.
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How an unmodified model runs on some tokens of its sequences, as a probe has found it.
+
+    labels     the input that holds them; "" where there is none
+    shift      how a token gets its label, which another rank may have: `none`, the model does not
+               shift; `given`, as `shift_labels`; `head`, labels come moved by one, and the output
+               of the module `head` has one more row, which gets none
+    along      inputs (by path) that run along the sequence; None: those whose sizes say so
+    positions  whether the model is given `position_ids`
+    documents  whether positions that start anew within a row tell documents apart
+    places     lines of the model that count positions by the length of what they are given
+    products   lines of the model that multiply queries and keys
+    follow     whether what the model makes of the batch's integers and of positions alone is made
+               for the whole sequence
+    draws      (module, turn) of a random draw -> per dim of one sample "", "rows" or "keys"
+    outputs    leaf of the output (by path) -> its dim of tokens
+    """
+
+    kind: str
+    ranks: int
+    labels: str = ""
+    shift: str = "none"
+    ignore: int = -100
+    head: str = ""
+    along: frozenset[str] | None = None
+    positions: bool = False
+    documents: bool = False
+    places: frozenset[Place] = frozenset()
+    products: frozenset[Place] = frozenset()
+    follow: bool = False
+    draws: Mapping[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
+    outputs: Mapping[str, int] = field(default_factory=dict)
+
+    def layout(self, batch: Batch) -> Layout:
+        """Which tokens of a batch each rank has."""
+        return Layout.of(self.kind, length_of(batch), self.ranks)
+
+    def sizes(self, batch: Batch, place: int = 0) -> Callable[[Any], tuple[int, ...]]:
+        """From the shape of a value for whole sequences to that of a place's tokens."""
+        layout = self.layout(batch)
+
+        def resized(shape: Any) -> tuple[int, ...]:
+            runs = len(shape) > 1 and shape[1] == layout.total
+            return (shape[0], layout.counts[place], *shape[2:]) if runs else tuple(shape)
+
+        return resized
+
+    def part(
+        self, part: Part, place: int, exchange: Exchange | None, layout: Layout | None = None
+    ) -> Part:
+        """The tokens of a microbatch that the rank at a place has."""
+        batch = part.inputs
+        layout = layout or self.layout(batch)
+        seat = Seat(layout, place, exchange, more=self.shift == "head")
+        inputs = self._cut(batch, seat)
+        if self.positions and "position_ids" not in batch:
+            inputs["position_ids"] = seat.positions(_device(batch)).unsqueeze(0)
+        if self.documents:
+            seat = replace(seat, documents=_documents(batch, seat))
+        if self.shift == "none" or self.labels not in batch:
+            return replace(part, inputs=inputs, seat=seat)
+        labels = batch[self.labels]
+        # what the label of a token is: that of the next one, wherever that lies
+        last = labels.new_full((len(labels), 1), self.ignore)
+        own = layout.take(torch.cat([labels[:, 1:], last], 1), 1, place)
+        moved = inputs | {self.labels: torch.cat([last, own], 1)}
+        given = inputs | {"shift_labels": own} if self.shift == "given" else moved
+        return replace(part, inputs=given, weighed=moved, seat=seat)
+
+    def _cut(self, batch: Batch, seat: Seat) -> dict[str, Any]:
+        total, rows = seat.layout.total, rows_of(batch)
+
+        def cut(path: Any, value: Any) -> Any:
+            name = dotted(path)
+            if sections(value, total, rows):
+                return seat.layout.take(value, 2, seat.place)
+            runs = runs_along(value, total, rows)
+            if not (name in self.along if self.along is not None else runs):
+                return value
+            if not runs or value.dim() == 4:
+                raise _unfit(name, value, total)
+            if (
+                self.follow
+                and value.dim() == 2
+                and name != self.labels
+                and not (value.is_floating_point())
+            ):
+                return known(seat, value, 1)
+            return seat.layout.take(value, 1, seat.place)
+
+        made: dict[str, Any] = pytree.tree_map_with_path(cut, dict(batch))
+        return made
+
+
+def _documents(batch: Batch, seat: Seat) -> Tensor | None:
+    """Which document each token is of, where positions say so: they start anew in a row."""
+    positions = batch.get("position_ids")
+    if positions is None or "attention_mask" in batch:
+        return None
+    jumps = torch.diff(positions, dim=-1, prepend=positions[:, :1] - 1) != 1
+    numbers = jumps.cumsum(-1).expand(rows_of(batch), -1)
+    return seat.layout.take(numbers, 1, seat.place)
+
+
+def _device(batch: Batch) -> torch.device:
+    found = [leaf for leaf in pytree.tree_leaves(dict(batch)) if isinstance(leaf, Tensor)]
+    return found[0].device
+
+
+def _unfit(name: str, value: Tensor, total: int) -> Refusal:
+    why = (
+        "masks of [queries, keys] cannot be split"
+        if value.dim() == 4
+        else (f"sequences have {total} tokens")
+    )
+    return Refusal(
+        Diagnostic(
+            "S656",
+            f"`{name}` cannot be split by tokens",
+            notes=(f"its shape is {tuple(value.shape)}; {why}",),
+            helps=(
+                "give all inputs of a batch the same length, and masks of shape [rows, tokens]",
+            ),
+        )
+    )

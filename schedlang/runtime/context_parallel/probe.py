@@ -1,0 +1,505 @@
+"""Try on a small copy whether a model may run on some tokens of its sequences; name the fault."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from schedlang.diagnostics.diagnostic import Diagnostic, OwnError, Refusal
+from schedlang.ir import nests as pytree
+from schedlang.runtime.batch import Part, called, dotted, rows_of
+from schedlang.runtime.context_parallel import Layout
+from schedlang.runtime.context_parallel.attention_products import Lines
+from schedlang.runtime.context_parallel.install import At, install, windows
+from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, Tokens, seated
+from schedlang.runtime.context_parallel.masks import Tags
+from schedlang.runtime.context_parallel.plain_run import depends_on_tokens
+from schedlang.runtime.no_labels import no_labels
+from schedlang.runtime.sequence_pipelining.probe import (
+    compare,
+    dims_of,
+    head_of,
+    lines_of,
+    places_of,
+    shift_of,
+    spread,
+)
+from schedlang.runtime.sequence_pipelining.trial import (
+    Seen,
+    Trial,
+    forward,
+    gradients_of,
+    running,
+    watched,
+)
+from schedlang.runtime.tracing.record import loss_of
+from schedlang.runtime.training import Training
+
+# ---- Functions that run one at a time, in turns: each goes on when all have come to the same
+# point.
+
+
+class Parted(Exception):
+    """Some came to a point at which others never arrive."""
+
+
+class Together:
+    """Runs functions in threads of their own, of which one at a time is awake.
+
+    So parts of one graph of autograd can be made side by side, each by a forward of the whole
+    model; their order is always the same.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._turns = [threading.Semaphore(0) for _ in range(count)]
+        self._back = threading.Semaphore(0)
+        self._waiting: dict[int, Any] = {}
+        self._met: list[Any] = []
+        self._failed = False
+
+    def meet(self, place: int, value: Any) -> list[Any]:
+        """What all have brought here, by place."""
+        self._waiting[place] = value
+        self._rest(place)
+        return self._met
+
+    def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+        """What the functions give; the first exception of one ends all, and is raised."""
+        made: dict[int, Any] = {}
+        errors: list[BaseException] = []
+        default = torch.get_default_dtype()  # one for all threads: each finds its own when it wakes
+
+        def body(place: int) -> None:
+            self._turns[place].acquire()
+            torch.set_default_dtype(default)
+            try:
+                if not self._failed:
+                    made[place] = functions[place]()
+            except BaseException as error:  # noqa: BLE001  (it is raised again below)
+                errors.append(error)
+                self._failed = True
+            self._back.release()
+
+        threads = [threading.Thread(target=body, args=(k,)) for k in range(len(functions))]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            self._round(threads, made)
+        torch.set_default_dtype(default)
+        if errors:
+            raise errors[0]
+        return [made[place] for place in range(len(functions))]
+
+    def _round(self, threads: Sequence[threading.Thread], made: dict[int, Any]) -> None:
+        """Wake all that are not done, one after the other, until each has come somewhere."""
+        there = [
+            place for place, thread in enumerate(threads) if place not in made and thread.is_alive()
+        ]
+        for place in there:
+            self._turns[place].release()
+            self._back.acquire()
+            if place in made or place not in self._waiting:
+                threads[place].join()
+        if len(self._waiting) not in (0, len(threads)):
+            self._failed = True
+        self._met = [self._waiting[place] for place in sorted(self._waiting)]
+        self._waiting = {}
+
+    def _rest(self, place: int) -> None:
+        mine = torch.get_default_dtype()
+        self._back.release()
+        self._turns[place].acquire()
+        torch.set_default_dtype(mine)
+        if self._failed:
+            raise Parted("the parts do not call attention equally often")
+
+
+# ---- A pass over a small model by parts of its sequences, side by side on one process.
+
+
+@dataclass
+class Parts(Seen):
+    """What the parts gave: their outputs, by place, and their common loss and gradients."""
+
+    outputs: Sequence[Any] = ()
+
+
+def layout_of(kind: str, lengths: Sequence[int]) -> Layout:
+    """Runs of these lengths one after the other; for other kinds than that from both ends."""
+    if kind == "contiguous":
+        starts = [sum(lengths[:k]) for k in range(len(lengths))]
+        return Layout(tuple((range(a, a + n),) for a, n in zip(starts, lengths)))
+    left, runs, right = 0, [], sum(lengths)
+    for n in lengths:
+        front, back = n - n // 2, n // 2
+        pair = (range(left, left + front), range(right - back, right))
+        runs.append(tuple(run for run in pair if run))
+        left, right = left + front, right - back
+    return Layout(tuple(runs))
+
+
+def parted(trial: Trial, tokens: Tokens, sites: Sequence[str], notes: Any = None) -> Parts:
+    """Forward of every part, each in turn up to the next attention, and one backward."""
+    model, count = trial.model, len(trial.lengths)
+    layout = layout_of(tokens.kind, trial.lengths)
+    together = Together(count)
+    draws: dict[Any, tuple[int, ...]] = {}
+    whole = Part(dict(trial.batch), tuple(range(rows_of(trial.batch))))
+    exchange = _Meeting(together)
+    parts = [tokens.part(whole, place, exchange, layout) for place in range(count)]
+    weights = [trial.weight(part.weighed or part.inputs) for part in parts]
+    at, inner = At(tokens), windows(tokens, None) if tokens.draws else None
+
+    def one(part: Part, weight: float) -> tuple[Any, Tensor]:
+        assert part.seat is not None
+        sitting = at.sitting(part.seat, nullcontext())
+        with running(trial, draws, inner), sitting, no_labels(weight):
+            output = called(model, part.inputs)
+            value = loss_of(output, part.inputs, trial.loss)
+        assert value is not None, "the model returns no loss"
+        return output, value
+
+    with _ready(trial, tokens, sites, notes):
+        made = together.run([partial(one, *each) for each in zip(parts, weights)])
+        total = sum(weights) or 1.0
+        shares = [v * (w / total) for (_, v), w in zip(made, weights) if w]
+        value = torch.stack(shares).sum()
+        with running(trial, {}):
+            torch.autograd.backward(value)
+    return Parts(value.detach(), gradients_of(model), draws, [output for output, _ in made])
+
+
+@contextmanager
+def _ready(trial: Trial, tokens: Tokens, sites: Sequence[str], notes: Any) -> Iterator[None]:
+    """A model that runs by parts."""
+    model = trial.model
+    model.zero_grad(set_to_none=True)
+    Training(model).on()
+    hows: Mapping[str, How] = {site: How("trial") for site in sites}
+    handles = install(model, tokens, hows)  # its modules say their names since the whole pass
+    handles += notes(model) if notes is not None else []
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Meeting:
+    """Attention by plain products, to what all parts have brought."""
+
+    def __init__(self, together: Together) -> None:
+        self.together = together
+
+    def __call__(self, seat: Seat, how: How, call: Call) -> Tensor:
+        met = self.together.meet(seat.place, (call.key, call.value, call.mask.tags))
+        keys, values = (seat.layout.whole([one[k] for one in met], 2) for k in (0, 1))
+        tags = Tags(*(_joined(seat.layout, column) for column in zip(*(one[2] for one in met))))
+        groups = call.query.shape[1] // keys.shape[1]
+        keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+        scores = call.query @ keys.mT
+        scores = scores * (call.query.shape[-1] ** -0.5 if call.scale is None else call.scale)
+        if call.mask.cap is not None:
+            scores = call.mask.cap * torch.tanh(scores / call.mask.cap)
+        scores = _masked(scores, seat, call, tags)
+        if call.blind == "mean":
+            scores = scores.masked_fill(scores.isneginf().all(-1, keepdim=True), 0.0)
+        if call.mask.sinks is not None:
+            sinks = call.mask.sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sinks], -1)
+        weights = torch.softmax(scores, -1).nan_to_num()[..., : keys.shape[2]]
+        if call.drawn is not None:
+            weights = weights * call.drawn
+        return F.dropout(weights, call.dropout) @ values
+
+    def drawn(self, seat: Seat, p: float, rows: int, heads: int) -> Tensor:
+        """See Exchange: what weights are multiplied by."""
+        return F.dropout(torch.ones(rows, heads, seat.length, seat.layout.total), p)
+
+
+def _joined(layout: Layout, parts: Sequence[Tensor | None]) -> Tensor | None:
+    there = [part for part in parts if part is not None]
+    return layout.whole(there, 1) if there else None
+
+
+def _masked(scores: Tensor, seat: Seat, call: Call, tags: Tags) -> Tensor:
+    rows, start, keys = [], 0, range(seat.layout.total)
+    for run in seat.layout.runs[seat.place]:
+        at = call.mask.tags.cut(start, start + len(run))
+        mine = scores[:, :, start : start + len(run)]
+        seen = call.mask.block(run, keys, at, tags, scores.device)
+        rows.append(mine if seen is None else mine.masked_fill(~seen, -torch.inf))
+        start += len(run)
+    made, given = torch.cat(rows, 2), call.mask.rows
+    if given is None:
+        return made
+    return made.masked_fill(~given, -torch.inf) if given.dtype == torch.bool else made + given
+
+
+# ---- Why a model cannot be split by tokens: the module that gives some tokens something else.
+
+
+MIXED = (
+    "positions counted from shapes, and tokens mixed outside of the attentions that rows"
+    " select, would be those of one rank only"
+)
+Outputs = dict[str, dict[int, Tensor]]
+
+
+def fault(trial: Trial, tokens: Tokens, error: Exception, sites: Sequence[str]) -> Refusal:
+    """The refusal of a model for which parts failed with `error` when run as `tokens` says."""
+    if isinstance(error, Refusal):
+        return error
+    kind = type(trial.model).__name__
+    whole, found = _Noting(), _Noting()
+    handles = whole.on(trial.model)
+    forward(trial, trial.model, trial.batch)
+    for handle in handles:
+        handle.remove()
+    try:
+        parted(trial, tokens, sites, found.on)
+    except Refusal as refused:
+        return refused
+    except Exception as raised:  # the model's own code, on a part: whatever it raises
+        said = f"{type(raised).__name__}: {raised}".splitlines()[0]
+        window = _window(trial.model, list(whole.found))
+        notes = (said, window) if window else (said,)
+        return refusal(f"`{kind}` does not run on some tokens of a sequence", *notes)
+    layout = layout_of(tokens.kind, trial.lengths)
+    for name, outputs in whole.found.items():
+        want, parts = outputs[-1], found.found.get(name, {})
+        if want.dim() < 2 or want.shape[1] != layout.total or len(parts) != len(layout.runs):
+            continue
+        mine = [parts[k][:, : layout.counts[k]] for k in range(len(layout.runs))]
+        fits = all(m.shape[1] == n for m, n in zip(mine, layout.counts))
+        if not fits or not _near(layout.whole(mine, 1), want):
+            return refusal(
+                f"`{kind}` cannot be split by tokens",
+                f"`{name}` computes a token differently than in the full sequence",
+                _window(trial.model, upto(whole.found, name)) or MIXED,
+            )
+    return refusal(f"`{kind}` cannot be split by tokens", str(error))
+
+
+def unrunnable(model: nn.Module, title: str, said: str) -> Refusal:
+    """The refusal of a model that no trial can run, with what it said."""
+    window = _window(model, [name for name, _ in model.named_modules() if name])
+    if not window:
+        return refusal(title, said)
+    return refusal(f"`{type(model).__name__}` cannot be split by tokens", window, f"tried: {said}")
+
+
+def upto(names: Iterable[str], last: str) -> list[str]:
+    """The names up to one of them."""
+    return list(itertools.takewhile(lambda name: name != last, names)) + [last]
+
+
+def _window(model: nn.Module, names: Sequence[str]) -> str:
+    """What the first of some modules that mixes neighbours does, if one does."""
+    for name in names:
+        module = model.get_submodule(name)
+        wide = getattr(module, "kernel_size", 1)
+        if any(n != 1 for n in (wide if isinstance(wide, tuple) else (wide,))):
+            kind = type(module).__name__
+            return (
+                f"`{name}` is a `{kind}`: it mixes neighbouring tokens, and later modules"
+                " get no single token of the batch"
+            )
+    return ""
+
+
+def no_tokens(batch: Mapping[str, Any]) -> Refusal | None:
+    """The refusal of a batch whose tokens arise inside of the model: images; None for others."""
+    leaves, _ = pytree.tree_flatten_with_path(dict(batch))
+    tensors = [(dotted(path), x) for path, x in leaves if isinstance(x, Tensor) and x.dim() > 1]
+    if not tensors or any(x.dim() < 4 for _, x in tensors):
+        return None
+    name, value = tensors[0]
+    return Refusal(
+        Diagnostic(
+            "S674",
+            f"`context_parallel` finds no tokens in the batch: `{name}` is {list(value.shape)}",
+            notes=(
+                "the model itself makes tokens from patches of images, and may add a class token",
+            ),
+            helps=(
+                "split its rows: `zero(stage=0, over=cp)`",
+                "or its heads: `layers.*.{q,k,v}_proj  shard(col, over=cp)`, and `row` after",
+                "or a dim between modules: `shard(input=S(1), output=S(1), over=cp)`",
+            ),
+        )
+    )
+
+
+def _near(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-6, atol=1e-9, equal_nan=True)
+
+
+class _Noting:
+    """The first output of every module, innermost first, by part; of the whole as part -1."""
+
+    def __init__(self) -> None:
+        self.found: Outputs = {}
+
+    def on(self, model: nn.Module) -> list[Any]:
+        """Hooks that note outputs."""
+
+        def note(name: str) -> Any:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                first = output[0] if isinstance(output, tuple) and output else output
+                if isinstance(first, Tensor) and first.is_floating_point():
+                    seat = seated()
+                    held = self.found.setdefault(name, {})
+                    held.setdefault(-1 if seat is None else seat.place, first.detach())
+
+            return hook
+
+        named = [(name, module) for name, module in model.named_modules() if name]
+        return [module.register_forward_hook(note(name)) for name, module in named]
+
+
+def refusal(title: str, *notes: str) -> Refusal:
+    """The model cannot be split by tokens."""
+    return Refusal(
+        Diagnostic(
+            "S659",
+            title,
+            notes=notes,
+            helps=(
+                "leave `context_parallel` out for this model",
+                "or select all its attentions: `layers.*.self_attn  context_parallel(...)`",
+            ),
+        )
+    )
+
+
+# ---- Whether a model may run on some tokens of its sequences, tried on a small stand-in before.
+# Whole and by parts, on one process, the losses and every gradient must be equal. A model for
+# which no way is found is refused, with the first module that gives something else.
+
+
+def probe(trial: Trial, kind: str, ranks: int, sites: Sequence[str]) -> Tokens:
+    """How the model of a trial runs by tokens on ranks; raises Refusal S659 where it cannot."""
+    whole = watched(trial)
+    output, _ = forward(trial, trial.model, trial.batch)
+    first: tuple[Tokens, Exception] | None = None
+    for tokens in candidates(trial, kind, ranks):
+        try:
+            tagged = _tagged(trial, tokens, whole, sites)
+            parts = parted(trial, tagged, sites)
+            compare(whole, parts)
+        except Exception as error:  # the model's own code, on what it has not been given before
+            first = first or (tokens, error)
+            continue
+        return replace(tagged, outputs=_outputs(output, parts.outputs, trial))
+    assert first is not None, "there is always a candidate"
+    found = fault(trial, *first, sites)
+    if found.diagnostic.code == "S659":
+        _of_the_model(trial, found, first[1])
+    raise found
+
+
+def _of_the_model(trial: Trial, found: Refusal, error: Exception) -> None:
+    """Raise an error of our own where the model alone does not show what our runs of it show."""
+    if not depends_on_tokens(trial):
+        raise OwnError(
+            "the module alone computes some tokens as in the full sequence, but not in the program",
+            *found.diagnostic.notes,
+            f"{type(error).__name__}: {error}".splitlines()[0],
+            f"`{type(trial.model).__name__}` on {list(trial.lengths)} tokens",
+        ) from error
+
+
+def guess(trial: Trial, kind: str, ranks: int) -> Tokens:
+    """How a model without values would run, untried: it can be shown, not trained."""
+    style = shift_of(trial)
+    given = style == "padded" and _given(trial)
+    source = trial.rule.source if trial.rule else ""
+    return Tokens(
+        kind,
+        ranks,
+        source,
+        "given" if given else "none" if style == "none" else "head",
+        along=trial.along,
+        positions=_takes(trial, "position_ids"),
+        products=lines_of(trial, Lines),
+    )
+
+
+def candidates(trial: Trial, kind: str, ranks: int) -> Iterator[Tokens]:
+    """Ways that a model of this kind may be run in, the likeliest first."""
+    style = shift_of(trial)
+    source = trial.rule.source if trial.rule else ""
+    ignore = trial.rule.ignore_index if trial.rule else -100
+    products = lines_of(trial, Lines)
+    base = Tokens(kind, ranks, source, "none", ignore, along=trial.along, products=products)
+    head = replace(base, shift="head", head=head_of(trial)) if style != "none" else base
+    ways = [replace(base, shift="given")] if style == "padded" and _given(trial) else []
+    takes = _takes(trial, "position_ids")
+    places = places_of(trial)
+    for way in (*ways, head):
+        if takes:
+            if "position_ids" in trial.batch and "attention_mask" not in trial.batch:
+                yield replace(way, positions=True, documents=True)
+            yield replace(way, positions=True)
+        yield replace(way, places=places)
+        if takes:
+            yield replace(way, positions=True, places=places, follow=True)
+        yield replace(way, places=places, follow=True)
+
+
+def _given(trial: Trial) -> bool:
+    """Whether labels may come moved already."""
+    return trial.loss is None and (_takes(trial, "shift_labels") or _takes(trial, "**"))
+
+
+def _takes(trial: Trial, name: str) -> bool:
+    known = inspect.signature(trial.model.forward).parameters
+    if name == "**":
+        return any(one.kind is one.VAR_KEYWORD for one in known.values())
+    return name in known
+
+
+def _tagged(trial: Trial, tokens: Tokens, whole: Seen, sites: Sequence[str]) -> Tokens:
+    """With the dims of random draws along the sequence, from the shapes of a first pass."""
+    if not trial.random or not whole.draws:
+        return tokens
+    parts, total = parted(trial, tokens, sites).draws, sum(trial.lengths)
+    tags = {}
+    for (_, site, call), shape in whole.draws.items():
+        drawn = [parts.get((k, site, call)) for k in range(len(trial.lengths))]
+        stops = [total] * len(trial.lengths)
+        tags[(site, call)] = dims_of(site, shape, drawn, trial.lengths, stops)
+    return replace(tokens, draws=spread(tags, trial.alike))
+
+
+def _outputs(whole: Any, parts: Sequence[Any], trial: Trial) -> dict[str, int]:
+    """Leaves of the output that run along the sequence: by path, their dim of tokens."""
+    total, found = sum(trial.lengths), {}
+    leaves = [dict(_leaves(output)) for output in parts]
+    for name, value in _leaves(whole):
+        there = [part[name] for part in leaves if name in part]
+        if len(there) < len(parts) or any(one.dim() != value.dim() for one in there):
+            continue
+        for dim, size in enumerate(value.shape):
+            sizes = [int(one.shape[dim]) for one in there]
+            near = all(n <= got <= n + 1 for n, got in zip(trial.lengths, sizes))
+            if size == total and near:
+                found[name] = dim
+                break
+    return found
+
+
+def _leaves(output: Any) -> list[tuple[str, Tensor]]:
+    leaves, _ = pytree.tree_flatten_with_path(output)
+    return [(dotted(path), value) for path, value in leaves if isinstance(value, Tensor)]

@@ -1,1 +1,0 @@
-"""Random numbers that depend on what is computed, not on where."""

@@ -1,1 +1,0 @@
-"""Forwards of sharded models on the meta device: which tensors differ by rank, told by shapes."""

@@ -1,0 +1,237 @@
+"""Is a fused module as right as the module itself, in the type that it trains in?
+
+Dropout is compared with the masks that are drawn, where a compiled graph draws as eager torch does:
+on a CPU.  On a GPU it does not (torch's fused operator and what inductor makes of it number their
+draws otherwise, and so does another type).  There dropout has masks that follow from places alone,
+which checks all that is done with them, and the draws are checked by themselves: equal for one
+seed, and with eager's mean and spread over many.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from schedlang.kernels.check import Comparison, compare
+from schedlang.runtime.device import default_generators, on_host, undrawn
+from schedlang.runtime.forward import layers_of, plain_forward
+
+Call = tuple[Sequence[Any], Mapping[str, Any]]
+TIMES, SURE = 64, 5.0  # draws of each side, and how many deviations their mean may lie apart
+
+
+def check_fused(
+    module: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    given_masks: bool | None = None,
+    later: Mapping[str, Call] | None = None,
+) -> list[Comparison]:
+    """Judge a fused module in its working dtype against float64, as kernels/check.py does.
+
+    A call with these arguments in evaluation mode, and in training mode where that draws random
+    numbers: a program that is proven draws them logically, with the module run as it stands.
+    Outputs and all gradients.  The module is not changed: copies run.
+    given_masks: whether dropout has masks that follow from places; default: not on a CPU
+    later: calls of the same copy after the first, by how they differ from it: what the first has
+    left in what was compiled is met with other values, masks and shapes
+    """
+    call = args, kwargs or {}
+    calls = {"": call} | dict(later or {})
+    found = _checked(module, calls, training=False)
+    if not draws(module, call):
+        return found
+    if given_masks is None:
+        given_masks = not on_host(_device(module, call))
+    drawn = _checked(module, calls, training=True, given_masks=given_masks)
+    found += [replace(one, name=f"{one.name} with dropout") for one in drawn]
+    return found + (list(_draws_alike(module, call)) if given_masks else [])
+
+
+def draws(module: nn.Module, call: Call) -> bool:
+    """Whether the module draws random numbers in training, as it stands, from any generator."""
+    twin = copy.deepcopy(module).train()
+    with undrawn(), torch.no_grad():
+        before = _states(_device(module, call))
+        plain_forward(twin)(*call[0], **call[1])
+        after = _states(_device(module, call))
+        return not all(map(torch.equal, before, after))
+
+
+def _device(module: nn.Module, call: Call) -> torch.device:
+    leaves = [*module.parameters(), *(t for _, t in _tensors((*call[0], dict(call[1])), ""))]
+    return leaves[0].device if leaves else torch.device("cpu")
+
+
+def _states(device: torch.device) -> list[Tensor]:
+    return [one.get_state() for one in default_generators([device])]
+
+
+class GivenMasks(TorchFunctionMode):
+    """Dropout by masks that follow from places: alike on any device and in any type, compiled or
+    not.  Attention inside one operator drops nothing."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the call, dropout in our own way."""
+        named = dict(kwargs or {})
+        if func is F.dropout:
+            return _dropped(*args, **named)
+        if func is F.scaled_dot_product_attention:
+            named["dropout_p"], args = 0.0, (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            if len(args) > 4:
+                del named["dropout_p"]
+        return func(*args, **named)
+
+
+def _dropped(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or p == 0.0:
+        return input
+    place = torch.arange(input.numel(), device=input.device).view(input.shape)
+    kept = (place * 2654435761 % 4294967296).double() / 4294967296 >= p
+    factor = kept.to(input.dtype) / (1.0 - p)
+    return input.mul_(factor) if inplace else input * factor
+
+
+def _draws_alike(module: nn.Module, call: Call) -> Iterator[Comparison]:
+    """The fused module draws anew at each call, the same after the same seed, and as eager does."""
+    twin = copy.deepcopy(module).train()
+    fused, eager = _fused(twin), plain_forward(twin)
+    seeds = range(TIMES)
+    ours, again, theirs = (
+        torch.tensor([_number(function, call, seed) for seed in seeds], dtype=torch.float64)
+        for function in (fused, fused, eager)
+    )
+    yield _bound("draws after one seed", float((ours - again).abs().max()), 0.0)
+    spread = max(float(theirs.std()), 1e-30)
+    sure = SURE * math.sqrt(2 / TIMES)
+    yield _bound("mean of draws", float((ours.mean() - theirs.mean()).abs()) / spread, sure)
+    ratio = max(float(ours.std()), 1e-30) / spread
+    yield _bound("spread of draws", abs(math.log(ratio)), SURE * math.sqrt(1 / TIMES))
+
+
+def _bound(name: str, error: float, allowed: float) -> Comparison:
+    return Comparison(name, error, allowed, error, allowed, error <= allowed)
+
+
+def _number(function: Callable[..., Any], call: Call, seed: int) -> float:
+    """One number of a call's outputs, all of which count in it."""
+    with undrawn(), torch.no_grad():
+        torch.manual_seed(seed)
+        out = _tensors(function(*call[0], **call[1]), "")
+    return float(torch.stack([_weighed(t) for _, t in out if t.is_floating_point()]).sum())
+
+
+def _fused(module: nn.Module) -> Callable[..., Any]:
+    """The layer that was put around a module's own forward."""
+    layers = layers_of(module)
+    assert layers is not None and "fuse" in layers.kinds, "not a fused module"
+    return partial(layers.kinds["fuse"], plain_forward(module))
+
+
+def _checked(
+    module: nn.Module, calls: Mapping[str, Call], *, training: bool, given_masks: bool = False
+) -> list[Comparison]:
+    twins = [copy.deepcopy(module).train(training) for _ in range(3)]
+    twins[2].double()
+    mode: AbstractContextManager[Any] = GivenMasks() if given_masks else nullcontext()
+    found: list[Comparison] = []
+    for words, call in calls.items():
+        with mode:
+            try:
+                fused = _values(twins[0], _fused(twins[0]), call, torch.Tensor.clone)
+            except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError) as error:
+                if not words:
+                    raise
+                said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+                found.append(_wrong(f"the call {words} fails ({said})"))
+                continue
+            eager = _values(twins[1], plain_forward(twins[1]), call, torch.Tensor.clone)
+            exact = _values(twins[2], plain_forward(twins[2]), call, _widened)
+        names = {name: f"{name} {words}".strip() for name in (*exact, *fused)}
+        found += [_judged(names[k], fused.get(k), eager.get(k), exact.get(k)) for k in names]
+    return found
+
+
+def _judged(
+    name: str, fused: Tensor | None, eager: Tensor | None, exact: Tensor | None
+) -> Comparison:
+    """One tensor; what only one side has, or has in another shape, is as wrong as can be."""
+    if fused is None or eager is None or exact is None or fused.shape != exact.shape:
+        lost, more = "is not there", "the module has none"
+        only = exact is None or eager is None
+        why = lost if fused is None else more if only else f"has shape {list(fused.shape)}"
+        return _wrong(f"{name} ({why})")
+    # two orders of the same sums: k = 8 for gradients, 4 for outputs, as in `passes.verify`
+    times = 8.0 if "gradient" in name else 4.0
+    return compare(name, fused, eager, exact.double(), times=times)
+
+
+def _wrong(name: str) -> Comparison:
+    return Comparison(name, math.inf, 0.0, math.inf, 0.0, False)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor.clone()
+
+
+def _values(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    call: Call,
+    change: Callable[[Tensor], Tensor],
+) -> dict[str, Tensor]:
+    """Outputs and gradients of one call, by name."""
+    args, kwargs = call
+    leaves: dict[str, Tensor] = dict(module.named_parameters())
+
+    def prepared(value: Any, name: str) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(prepared(v, f"{name}.{i}") for i, v in enumerate(value))
+        if not isinstance(value, Tensor):
+            return value
+        new = change(value.detach())
+        if new.is_floating_point():
+            leaves[f"input {name}"] = new.requires_grad_()
+        return new
+
+    given = [prepared(value, str(place)) for place, value in enumerate(args)]
+    with undrawn():
+        torch.manual_seed(0)  # the same masks, whatever the type: they are drawn in float64
+        out = forward(*given, **{name: prepared(value, name) for name, value in kwargs.items()})
+    found = {f"output {n}": t for n, t in _tensors(out, "") if t.is_floating_point()}
+    total = [_weighed(t) for t in found.values() if t.requires_grad]
+    used = [name for name, leaf in leaves.items() if leaf.requires_grad and total]
+    ends = [leaves[name] for name in used]
+    grads = torch.autograd.grad(torch.stack(total).sum(), ends, allow_unused=True) if used else ()
+    found = {name: t.detach() for name, t in found.items()}
+    pairs = zip(used, grads, strict=True)
+    return found | {f"gradient of {name}": g for name, g in pairs if g is not None}
+
+
+def _weighed(tensor: Tensor) -> Tensor:
+    """A sum in which every element counts otherwise, in float64."""
+    weights = torch.linspace(-1, 1, tensor.numel(), dtype=torch.float64, device=tensor.device)
+    return (tensor.double().flatten() * weights).sum()
+
+
+def _tensors(value: Any, name: str) -> list[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        return [(name, value)]
+    if isinstance(value, Mapping):
+        return [pair for key, each in value.items() for pair in _tensors(each, f"{name}.{key}")]
+    if isinstance(value, (tuple, list)):
+        return [pair for i, each in enumerate(value) for pair in _tensors(each, f"{name}.{i}")]
+    return []

@@ -1,0 +1,585 @@
+"""The data flow of one module's forward: torch.fx's trace, and the function of each node."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import operator
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, is_dataclass
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.graph import CodeGen, _PyTreeCodeGen
+from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
+from torch.utils import _pytree as pytree
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.language.patterns import FUNCTIONS
+from schedlang.runtime.forward import layers_of
+
+# ---- The arguments of a call by their names: a function with the parameters of another gives
+# them.
+
+
+@functools.cache
+def arguments_of(forward: Any) -> Callable[..., dict[str, Any]]:
+    """A function that is called as `forward` is, and gives its arguments by name, `self` left out.
+
+    Defaults are filled in, as `inspect.BoundArguments.apply_defaults` does.  Python binds them
+    here: sooner than inspect, and torch.compile can follow it.  Raises TypeError as `forward`
+    would.
+    """
+    parameters = list(inspect.signature(forward).parameters.values())
+    found = ", ".join(f"{p.name!r}: {p.name}" for p in parameters[1:])
+    space: dict[str, Any] = {}
+    exec(f"def named({_written(parameters)}): return {{{found}}}", space)
+    made: Any = space["named"]
+    usual = [p for p in parameters if p.default is not p.empty]
+    made.__defaults__ = tuple(p.default for p in usual if p.kind != p.KEYWORD_ONLY) or None
+    made.__kwdefaults__ = {p.name: p.default for p in usual if p.kind == p.KEYWORD_ONLY} or None
+    made.__name__ = made.__qualname__ = getattr(forward, "__qualname__", "forward")
+    bound: Callable[..., dict[str, Any]] = made
+    return bound
+
+
+def _written(parameters: list[inspect.Parameter]) -> str:
+    """The parameters as text, each default a None that is replaced afterwards."""
+    bare = [
+        p.replace(annotation=p.empty, default=p.empty if p.default is p.empty else None)
+        for p in parameters
+    ]
+    return str(inspect.Signature(bare))[1:-1]
+
+
+# ---- Which function of torch a node of a data flow computes, whatever it was written as.
+
+
+# torch's own order of arguments, where it is not that of a pattern
+ORDER: Mapping[str, tuple[str, ...]] = {
+    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
+    "rms_norm": ("input", "normalized_shape", "weight", "eps"),
+    "dropout": ("input", "p", "training", "inplace"),
+    "mean": ("input", "dim", "keepdim"),
+    "sum": ("input", "dim", "keepdim"),
+    "to": ("input", "dtype"),
+    "elu": ("input", "alpha", "inplace"),
+    "leaky_relu": ("input", "negative_slope", "inplace"),
+}
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gelu": {"approximate": "none"},
+    "layer_norm": {"eps": 1e-5},
+    "dropout": {"p": 0.5},
+    "elu": {"alpha": 1.0},
+    "leaky_relu": {"negative_slope": 0.01},
+    "mean": {"keepdim": False},
+    "sum": {"keepdim": False},
+}
+METHODS: Mapping[str, str] = {
+    **{name: name for name in FUNCTIONS if hasattr(torch.Tensor, name)},
+    "float": "to",
+    "type_as": "to",
+    "half": "to",
+    "bfloat16": "to",
+    "double": "to",
+    "__add__": "add",
+    "__mul__": "mul",
+    "__matmul__": "matmul",
+    "divide": "div",
+    "multiply": "mul",
+    "subtract": "sub",
+    "true_divide": "div",
+    "mm": "matmul",
+    "bmm": "matmul",
+}
+VIEWS = frozenset(
+    (
+        "view",
+        "reshape",
+        "transpose",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "flatten",
+        "t",
+        "unflatten",
+        "chunk",
+        "split",
+        "unbind",
+        "narrow",
+        "select",
+        "size",
+        "dim",
+        "getitem",
+        "getattr",
+        "view_as",
+        "expand_as",
+        "detach",
+        "movedim",
+        "swapaxes",
+        "contiguous",
+        "dropout",
+    )
+)
+
+
+def _functions() -> dict[Any, str]:
+    found: dict[Any, str] = {}
+    for name in FUNCTIONS:
+        for place in (torch, F, torch.special, torch._C._nn):
+            made = getattr(place, name, None)
+            if callable(made):
+                found[made] = name
+    for name in ("add", "sub", "mul", "matmul", "neg", "abs", "pow"):
+        found[getattr(operator, name)] = name
+    found[operator.truediv] = "div"
+    found[torch.bmm] = found[torch.mm] = "matmul"
+    return found
+
+
+CALLS = _functions()
+
+
+def operation(node: fx.Node, root: nn.Module) -> tuple[str, dict[str, Any]] | None:
+    """The name of what a node computes and its arguments by name; None for what has no name."""
+    name = name_of(node, root)
+    if name is None or node.kwargs.get("inplace"):
+        return None
+    order = ORDER.get(name, FUNCTIONS[name])
+    if len(node.args) > len(order):
+        order = (*order, *(f"more {place}" for place in range(len(node.args))))
+    given = {**dict(zip(order, node.args)), **node.kwargs}
+    if given.get("inplace") or "input" not in given:
+        return None
+    if node.op == "call_module":
+        given["p"] = _module(node, root).p
+    return name, {**DEFAULTS.get(name, {}), **given}
+
+
+def name_of(node: fx.Node, root: nn.Module) -> str | None:
+    """The name of a node's function, if a pattern may speak of it."""
+    if node.op == "call_function":
+        return CALLS.get(node.target)
+    if node.op == "call_method":
+        return METHODS.get(str(node.target))
+    if node.op == "call_module" and is_dropout(_module(node, root)):
+        return "dropout"
+    return None
+
+
+def is_dropout(module: nn.Module) -> bool:
+    """Does a module drop single elements, and nothing else?"""
+    return type(module) is nn.Dropout
+
+
+def _module(node: fx.Node, root: nn.Module) -> Any:
+    return root.get_submodule(str(node.target))
+
+
+def shown(node: fx.Node, root: nn.Module) -> str:
+    """What a node computes, in words for a message."""
+    if node.op == "call_module":
+        return f"{type(_module(node, root)).__name__} (`{node.target}`)"
+    if node.op == "get_attr":
+        return f"the parameter `{node.target}`"
+    if node.op == "placeholder":
+        return f"the argument `{node.target}`"
+    target: Any = node.target
+    said = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    return f"`{said}`"
+
+
+def writes(node: fx.Node) -> bool:
+    """Does a node change a tensor in place?"""
+    target: Callable[..., Any] | str = node.target
+    said = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if node.op not in ("call_function", "call_method"):
+        return False
+    changed = said in ("setitem", "__setitem__") or said in _IN_PLACE
+    return (
+        changed
+        or (said.endswith("_") and not said.endswith("__"))
+        or bool(node.kwargs.get("inplace"))
+    )
+
+
+_IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ipow", "__iadd__", "__imul__", "__isub__")
+
+
+def kernels(graph: fx.Graph, root: nn.Module) -> int:
+    """How many kernels a data flow is at least, run as it stands; a module left whole is many."""
+    count = 0
+    for node in graph.nodes:
+        if node.op == "call_module":
+            count += 0 if is_dropout(_module(node, root)) else 2
+        elif node.op in ("call_function", "call_method"):
+            target: Any = node.target
+            said = target if isinstance(target, str) else getattr(target, "__name__", "")
+            count += said not in VIEWS
+    return count
+
+
+# ---- Questions that a trace cannot answer: whether what a child gives, or an argument holds, is
+# None.
+# While a forward is followed every value is a stand-in, which is never None; a forward that asks
+# would be followed along the branch of a value, whatever the child gives in truth.  Python does
+# not tell anyone of `is`, so the instructions of the forward are watched as they run.  Of an
+# argument it is known what it holds: only what is None there is answered wrongly.
+
+
+_Trace = Callable[[FrameType, str, Any], Any]
+
+
+@contextmanager
+def asked(module: nn.Module, given: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Notes, in words, what is asked of values from children, and of the Nones that the arguments
+    `given` hold, while `module` is traced."""
+    found: list[str] = []
+
+    def enter(frame: FrameType, event: str, arg: Any) -> _Trace | None:
+        if _is_foreign(frame.f_code) or not _tests(frame.f_code):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return step
+
+    def step(frame: FrameType, event: str, arg: Any) -> _Trace:
+        names = _tests(frame.f_code).get(frame.f_lasti, ()) if event == "opcode" else ()
+        for name, itself in names:
+            value = frame.f_locals.get(name)
+            if not isinstance(value, fx.Proxy):
+                continue
+            child = _child(value.node, module)
+            if child is not None:
+                found.append(f"it asks whether `{name}`, returned by `{child}`, is None")
+            elif _is_none(_within(value.node, given), itself):
+                found.append(f"it asks whether `{name}`, or what it holds, is None, as it is here")
+        return step
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        yield found
+    finally:
+        sys.settrace(before)
+
+
+def _is_foreign(code: CodeType) -> bool:
+    return "/torch/" in code.co_filename or "/schedlang/" in code.co_filename
+
+
+@cache
+def _tests(code: CodeType) -> dict[int, tuple[tuple[str, bool], ...]]:
+    """By the place of each comparison with None the names that it may be about, and whether it is
+    about what the name stands for, or about what is made of that."""
+    found: dict[int, tuple[tuple[str, bool], ...]] = {}
+    line: list[dis.Instruction] = []
+    for one in dis.get_instructions(code):
+        if one.starts_line:
+            line = []
+        of_none = "IF_NONE" in one.opname or "IF_NOT_NONE" in one.opname
+        is_op = one.opname == "IS_OP" and bool(line) and line[-1].opname == "LOAD_CONST"
+        is_op = is_op and line[-1].argval is None
+        if of_none or is_op:
+            before = line[:-1] if is_op else line
+            loads = [i for i in before if i.opname.startswith(("LOAD_FAST", "LOAD_DEREF"))]
+            near = [i for i in loads if i is before[-1]] or loads  # else what it is made of
+            found[one.offset] = tuple((str(i.argval), i is before[-1]) for i in near)
+        line.append(one)
+    return found
+
+
+def _within(node: fx.Node, given: Mapping[str, Any]) -> Any:
+    """What an argument, or a part of one, is in this call; None where that is not known."""
+    if node.op == "placeholder":
+        return given.get(str(node.target), 0)
+    if node.op != "call_function" or node.target is not operator.getitem:
+        return 0  # computed: a tensor, or what a child gives
+    first, place = node.args[0], cast(Any, node.args[1])
+    whole = _within(first, given) if isinstance(first, fx.Node) else 0
+    try:
+        return whole[place] if isinstance(whole, Mapping | Sequence) else whole
+    except (LookupError, TypeError):
+        return None
+
+
+def _is_none(value: Any, itself: bool) -> bool:
+    """Is it None, or does it, where something that it holds may be meant, hold one?"""
+    if itself or value is None or not isinstance(value, Mapping | tuple | list):
+        return value is None
+    inside = value.values() if isinstance(value, Mapping) else value
+    return any(_is_none(one, itself) for one in inside)
+
+
+def _child(node: fx.Node, module: nn.Module) -> str | None:
+    """The child whose output, or a part of it, a value is, unless that is always a tensor."""
+    while node.op == "call_function" and node.target in (operator.getitem, getattr):
+        first = node.args[0]
+        if not isinstance(first, fx.Node):
+            return None
+        node = first
+    if node.op != "call_module":
+        return None
+    child = module.get_submodule(str(node.target))
+    tensor = type(child).__module__.startswith("torch.nn.")
+    return None if tensor and not isinstance(child, nn.MultiheadAttention) else str(node.target)
+
+
+# ---- The data flow of one module's forward: torch.fx's trace of it, small children looked into.
+# Values that are no tensors (None, flags, numbers) are constants of one flow; a module has a flow
+# for each set of them, and for training and evaluation.  What a flow cannot hold, such as a choice
+# that depends on a tensor, is refused with the line.  This is the one file that knows how fx
+# traces.
+
+
+WHOLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # large kernels of their own
+_lock = threading.Lock()  # a trace changes torch's module class while it lasts
+
+
+@dataclass(frozen=True)
+class Looked:
+    """How far a flow looks: what stays a call though it need not, and whose bias stands apart."""
+
+    whole: frozenset[str] = frozenset()
+    decomposed: frozenset[str] = frozenset()
+    products: bool = False  # look into linear layers, too
+    bare: bool = False  # follow the forward inside of its decorators, which someone else keeps
+
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments of a call by name: those that are parts of the flow, and constants."""
+
+    tensors: Mapping[str, Any]
+    constants: Mapping[str, Any]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for calls that have one flow."""
+        inside = tuple((n, inside_of(v)) for n, v in self.tensors.items())
+        return inside, tuple((n, repr(v)) for n, v in self.constants.items())
+
+
+def inside_of(value: Any) -> Any:
+    """What a trace may ask of an argument that holds tensors: a dict's keys, a list's length, and
+    what in it is None."""
+    if isinstance(value, dict):
+        return "dict", *((key, inside_of(one)) for key, one in value.items())
+    if isinstance(value, tuple | list):
+        return "list", *(inside_of(one) for one in value)
+    return "none" if value is None else "value"
+
+
+def like(inside: Any) -> Any:
+    """A value of which `inside_of` says the same."""
+    if isinstance(inside, str):
+        return None if inside == "none" else inside
+    kind, *parts = inside
+    made = [like(part[1] if kind == "dict" else part) for part in parts]
+    return dict(zip((part[0] for part in parts), made)) if kind == "dict" else made
+
+
+def given_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Given:
+    """What a call gives to a module's own forward."""
+    named = arguments_of(type(module).forward)(module, *args, **kwargs)
+    parts = {n: v for n, v in named.items() if _holds(v)}
+    return Given(parts, {n: v for n, v in named.items() if n not in parts})
+
+
+def imagined(module: nn.Module) -> Given:
+    """Of a call that gives tensors wherever it must, and nothing else."""
+    found = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    free: dict[Any, Any] = {inspect.Parameter.VAR_POSITIONAL: (), inspect.Parameter.VAR_KEYWORD: {}}
+    needed = {p.name: torch.empty(0) for p in found if p.default is p.empty and p.kind not in free}
+    rest = {p.name: free.get(p.kind, p.default) for p in found if p.name not in needed}
+    return Given(needed, rest)
+
+
+def _holds(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+
+
+def flow(module: nn.Module, given: Given, looked: Looked) -> fx.Graph:
+    """The flow of one call; S883 where there is none."""
+    tracer = Tracer(module, given, looked)
+    with _lock, plain_torch():
+        try:
+            while True:
+                try:
+                    with asked(module, given.tensors) as questions:
+                        graph = tracer.trace(module)
+                except _Draws as inside:
+                    tracer = Tracer(module, given, looked, tracer.whole | {inside.path})
+                    continue
+                if questions:
+                    raise _refused(module, questions[:1])
+                return _plain(graph)
+        except Refusal:
+            raise
+        except Exception as error:  # whatever a forward does with what are no tensors
+            raise _refusal(module, error) from error
+
+
+def _plain(graph: fx.Graph) -> fx.Graph:
+    """The graph as a function of its parts, where fx made one of flat lists: of a constant too."""
+    codegen = graph._codegen
+    if isinstance(codegen, _PyTreeCodeGen):
+        output = next(iter(reversed(graph.nodes)))
+        spec, flat = codegen.pytree_info.out_spec, output.args[0]
+        graph.set_codegen(CodeGen())
+        if spec is not None:
+            assert isinstance(flat, tuple | list)
+            output.args = (pytree.tree_unflatten(list(flat), spec),)
+    return graph
+
+
+def _refusal(module: nn.Module, error: Exception) -> Refusal:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "/torch/" not in f.filename and "/schedlang/" not in f.filename]
+    where = [f"{f.filename.rpartition('/')[2]}:{f.lineno}: {f.line}" for f in own[-1:]]
+    said = f"{type(error).__name__}: {error}".split("\n")[0]
+    return _refused(module, [said, *where])
+
+
+def _refused(module: nn.Module, notes: Iterable[str]) -> Refusal:
+    title = f"the data flow of `{type(module).__name__}` cannot be followed"
+    helps = ("name a smaller module, one that computes what the pattern says",)
+    return Refusal(Diagnostic("S883", title, notes=tuple(notes), helps=helps))
+
+
+class _Draws(Exception):
+    """A child draws random numbers in a function of its own: they belong to its place."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+
+class Tracer(fx.Tracer):
+    """Traces one module's forward in place."""
+
+    proxy_buffer_attributes = True  # or what it does to a buffer would be done while it is traced
+
+    def __init__(
+        self, module: nn.Module, given: Given, looked: Looked, whole: Set[str] = frozenset()
+    ) -> None:
+        super().__init__()
+        self.module, self.given, self.looked = module, given, looked
+        self.whole = looked.whole | whole
+        self.inside: list[str] = []
+
+    def create_args_for_root(self, root_fn: Any, *given: Any) -> Any:
+        """The function that is followed, and its arguments."""
+        followed = inspect.unwrap(root_fn) if self.looked.bare else root_fn
+        return super().create_args_for_root(followed, *given)
+
+    def create_arg(self, a: Any) -> Any:
+        """A value as the flow holds it; fx makes plain dicts of outputs that are dicts with names.
+
+        Raises TypeError for a kind of dict that cannot be made again from its items.
+        """
+        if not isinstance(a, dict) or type(a) is dict:
+            return super().create_arg(a)
+        if not is_dataclass(a):
+            raise TypeError(f"it gives a `{type(a).__name__}`")
+        made = self.create_proxy("call_function", type(a), (), dict(a))
+        return made.node
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Large kernels, and whatever something was done to."""
+        products = () if self.looked.products else WHOLE
+        kept = isinstance(m, products) or is_dropout(m) or module_qualified_name in self.whole
+        return kept or touched(m)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A child's call; of a projection whose bias stands apart the product, and the sum."""
+        path = self.path_of_module(m)
+        if path in self.looked.decomposed:
+            at = self.create_proxy("get_attr", path, (), {})
+            product = self.create_proxy("call_function", without_bias, (at, *args), kwargs)
+            bias = self.create_proxy("get_attr", f"{path}.bias", (), {})
+            return self.create_proxy("call_function", operator.add, (product, bias), {})
+        self.inside.append(path)
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        finally:
+            self.inside.pop()
+
+    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node; one that draws numbers belongs to the module that was traced."""
+        draws = "dropout" in getattr(target, "__name__", str(target))
+        if kind == "call_function" and draws and self.inside:
+            raise _Draws(self.inside[-1])
+        return super().create_node(kind, target, *args, **kwargs)
+
+    def _proxy_placeholder(self, name: str, *more: Any) -> Any:
+        """An argument of the flow, or the constant that it always is."""
+        bare = name.lstrip("*")
+        if bare in self.given.constants:
+            return self.given.constants[bare]
+        return self.create_proxy("placeholder", bare, (), {})
+
+    def keys(self, obj: fx.Proxy) -> Any:
+        """Of an argument that is a dict those of this call."""
+        value = self.given.tensors.get(str(obj.node.target))
+        return iter(value) if isinstance(value, Mapping) else super().keys(obj)
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """Of an argument that is a list as many as in this call."""
+        value = self.given.tensors.get(str(obj.node.target))
+        if obj.node.op == "placeholder" and isinstance(value, tuple | list):
+            several: Any = obj
+            return iter([several[place] for place in range(len(value))])
+        return super().iter(obj)
+
+
+def touched(module: nn.Module) -> bool:
+    """Is there more to a call of this module than its class's forward?"""
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    foreign = [h for kind in hooks for h in kind.values() if not _ours(h)]
+    return bool(foreign) or "forward" in vars(module) or hasattr(module, "_get_fsdp_state")
+
+
+def _ours(hook: Any) -> bool:
+    """Does a hook only say which module runs?"""
+    return getattr(hook, "__module__", "") == "schedlang.runtime.scope"
+
+
+def without_bias(module: nn.Module, x: Tensor) -> Tensor:
+    """The product of a projection, by its parts where it is sharded; its bias is added outside."""
+    from schedlang.runtime.fusion.decomposed import product
+
+    return product(module, x)
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Without the function modes that hold here."""
+    with ExitStack() as stack:
+        for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            stack.enter_context(_pop_mode_temporarily())
+        yield
+
+
+def owned(module: nn.Module) -> bool:
+    """Has the module's own forward something else in its place?"""
+    layers = layers_of(module)
+    return layers is not None and (
+        layers.original is not None or bool({"kernel", "attend", "context"} & set(layers.kinds))
+    )

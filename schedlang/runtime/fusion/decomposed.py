@@ -1,0 +1,64 @@
+"""A projection in two steps: the product, and its bias added apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.forward import wrap
+from schedlang.runtime.sharding.leaf import Sharded
+from schedlang.runtime.sharding.shard import COMPUTES, projection
+
+
+def decompose(module: nn.Module, kind: str) -> None:
+    """Let a built projection add its bias in a call of its own, in place."""
+    wrap(module, "kernel", Decomposed(module, kind))
+
+
+class Decomposed:
+    """The layer that multiplies, then adds."""
+
+    def __init__(self, module: nn.Module, kind: str) -> None:
+        self.module, self.kind = module, kind
+
+    def __call__(self, inner: Callable[..., Any], x: Tensor) -> Tensor:
+        """Both steps; `inner` is not called."""
+        bias = self.module._parameters["bias"]
+        assert bias is not None
+        return COMPUTES[self.kind](self.module, x, False) + bias
+
+
+def product(module: nn.Module, x: Tensor) -> Tensor:
+    """The first step alone, as the module's row of the schedule shards it."""
+    if hasattr(module, "_get_fsdp_state"):
+        raise _refused(
+            "its parameters are gathered only for its own call",
+            "let `zero` gather a larger module: the layer",
+        )
+    made: Any = vars(module).get("forward")
+    if not isinstance(made, Sharded):
+        kind = next(c.__name__ for c in type(module).__mro__ if c.__name__ in COMPUTES)
+        return COMPUTES[kind](module, x, False)
+    ends = [edge for edge in made.edges if edge.head or edge.computes != edge.leaves]
+    late = [edge for edge in ends if edge.head or not _sums(edge)]
+    if made.kind not in COMPUTES or late:
+        raise _refused(
+            "its result is gathered after its bias is added",
+            "keep the output sharded: drop `output=R`",
+        )
+    out: Tensor = projection(module, made.kind, made.edges, biased=False)(x)
+    return out
+
+
+def _sums(edge: Any) -> bool:
+    from schedlang.ir.placement import P
+
+    return isinstance(edge.computes, P)
+
+
+def _refused(why: str, help_: str) -> Refusal:
+    title = "the bias of this projection cannot be added separately"
+    return Refusal(Diagnostic("S886", title, notes=(why,), helps=(help_,)))

@@ -1,0 +1,358 @@
+"""Find the sums over the batch in a forward that sees a part of it, and make them whole."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir import nests as pytree
+from schedlang.runtime import scope
+from schedlang.runtime.batch import called, rows_of
+from schedlang.runtime.comm.collectives import Group, summed
+from schedlang.runtime.propagation.pending import ADDS, LINEAR, PRODUCTS, TIMES
+from schedlang.runtime.propagation.trace import Stack
+from schedlang.runtime.tracing.constants import on_meta
+from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
+from schedlang.runtime.tracing.record import loss_of
+from schedlang.runtime.tracing.torch_calls import name_of, tensors_in
+
+# ---- Finds the sums over all rows of a batch that a loss is made of, but for that of its labels.
+# One forward on the meta device with a number of rows that divides no other size: a dim that holds
+# rows is a multiple of it.  A call that is given such a dim and gives none has summed over the
+# batch. Which of these sums reach the loss, and whether by linear calls alone, is followed call by
+# call.
+
+
+SUMS = {
+    "sum",
+    "nansum",
+    "histc",
+    "bincount",
+    "scatter_add",
+    "scatter_add_",
+    "index_add",
+    "index_add_",
+    *(PRODUCTS - {"linear", "conv1d", "conv2d", "conv3d"}),
+}
+MEANS = {"mean"}
+_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167)
+
+
+@dataclass(frozen=True)
+class BatchSum:
+    """A sum, or a mean, over all rows: in the forward of which module, and which of its calls.
+
+    turn   how manyth call of that name by the module
+    given  which of the tensors that it is given has the rows
+    shape  of its result, whatever the rows are
+    line   file and line of the model's own code that makes it
+    """
+
+    fqn: str
+    name: str
+    turn: int
+    given: int
+    shape: tuple[int, ...]
+    line: str = field(default="", compare=False)
+
+    @property
+    def mean(self) -> bool:
+        """Is it divided by the rows?"""
+        return self.name in MEANS
+
+
+@dataclass(frozen=True)
+class Reaching:
+    """What a loss is made of: sums over rows, each with whether only linear calls follow it.
+
+    `labels` tells that it has a mean over labels as well.
+    """
+
+    sums: Mapping[BatchSum, bool]
+    labels: bool
+
+
+def batch_sums(
+    model: nn.Module, batch: Mapping[str, Any], loss: Callable[..., Any] | None
+) -> Reaching | None:
+    """The sums over rows that the loss is made of; None if the model cannot be followed so."""
+    sizes = {n for p in model.parameters() for n in p.shape}
+    sizes |= {n for t in tensors_in(dict(batch)) for n in t.shape[1:]}
+    rows = next((p for p in PRIMES if all(n % p for n in sizes)), None)
+    if rows is None:
+        return None
+    many = _repeated(batch, rows)
+    bare, stack = hollow_model(model, {}), Stack()
+    bare.train()
+    stack.watch(bare, lambda fqn: False)
+    inputs = hollow_batch(many)
+    try:
+        with on_meta(many, inputs), _Following(stack, rows) as following, torch.device("meta"):
+            output = called(bare, inputs)
+            following.inside = False
+            value = loss_of(output, inputs, loss)
+    except Exception:  # the model's own code, with another number of rows: then nothing is known
+        return None
+    if value is None:
+        return None
+    found = following.of(value)
+    sums = {at: linear for at, linear in found.items() if isinstance(at, BatchSum)}
+    return Reaching(sums, LABELS in found)
+
+
+def _repeated(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """The batch with its rows again and again, until there are so many."""
+    count = rows_of(batch)
+    index = torch.arange(rows) % count
+
+    def repeat(value: Any) -> Any:
+        whole = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
+        return value[index.to(value.device)] if whole else value
+
+    found: dict[str, Any] = pytree.tree_map(repeat, dict(batch))
+    return found
+
+
+def own_line() -> str:
+    """File and line of the model's code that runs: the innermost outside torch and this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+LABELS = "labels"  # stands for the mean over labels, which parts are weighed by
+Mix = Mapping[Any, bool]  # sums that a tensor is made of -> whether by linear calls alone
+
+
+class _Following(TorchFunctionMode):
+    """Runs beside the forward; what a tensor is made of stands on the tensor itself."""
+
+    def __init__(self, stack: Stack, rows: int) -> None:
+        super().__init__()
+        self.stack, self.rows = stack, rows
+        self.turns: dict[tuple[str, str], int] = {}
+        self.inside = True  # the model, not a loss that is given beside it
+
+    @staticmethod
+    def of(tensor: Tensor) -> Mix:
+        """The sums that a tensor is made of."""
+        found: Mix = tensor.__dict__.get("_schedlang_sums", {})
+        return found
+
+    def _rowed(self, tensor: Tensor) -> bool:
+        return any(size and size % self.rows == 0 for size in tensor.shape)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.__bool__:
+            return False  # as in every run without values
+        given = tensors_in((args, kwargs))
+        rowed = [place for place, tensor in enumerate(given) if self._rowed(tensor)]
+        mixes = [self.of(tensor) for tensor in given]  # before it may be written into
+        out = func(*args, **kwargs)
+        outputs = tensors_in(out)
+        if not outputs:
+            return out
+        name = name_of(func)
+        mix = _mixed(name, given, mixes)
+        if rowed and not any(map(self._rowed, outputs)):
+            mix = {**mix, **self._summed(func, name, rowed[0], outputs[0])}
+        else:
+            self._turn(name)
+        for tensor in outputs:
+            gone = tensor.dtype == torch.bool or _counted(tensor, given)
+            tensor.__dict__["_schedlang_sums"] = {} if gone else mix
+        return out
+
+    def _turn(self, name: str) -> int:
+        at = self.stack.frames[-1][0], name
+        self.turns[at] = self.turns.get(at, -1) + 1
+        return self.turns[at]
+
+    def _summed(self, func: Any, name: str, given: int, out: Tensor) -> Mix:
+        turn = self._turn(name)
+        if func in (F.cross_entropy, F.nll_loss):
+            return {LABELS: True}
+        if name not in SUMS | MEANS or not self.inside:
+            return {}
+        at = self.stack.frames[-1][0], name, turn, given, tuple(out.shape)
+        return {BatchSum(*at, line=own_line()): True}
+
+
+def _mixed(name: str, given: list[Tensor], mixes: list[Mix]) -> Mix:
+    """What the result of a call is made of.
+
+    Whole numbers count only where they are calculated with: elsewhere they choose.
+    """
+    plain = name in LINEAR or name in ADDS or name in TIMES
+    known = [
+        (place, mix)
+        for place, (tensor, mix) in enumerate(zip(given, mixes))
+        if mix and (plain or tensor.is_floating_point())
+    ]
+    linear = plain
+    if name in TIMES or name in ("div", "__truediv__", "div_", "true_divide"):
+        linear = len(known) == 1 and (name in TIMES or known[0][0] == 0)
+    found: dict[Any, bool] = {}
+    for _, mix in known:
+        for at, so_far in mix.items():
+            found[at] = found.get(at, True) and so_far and linear
+    return found
+
+
+def _counted(out: Tensor, given: list[Tensor]) -> bool:
+    """Is it a whole number made of others: bounds of groups, an index?"""
+    whole = not out.is_floating_point()
+    return whole and any(tensor.is_floating_point() for tensor in given)
+
+
+# ---- Statistics of the whole batch in a forward that sees a part of it: sums over rows become
+# global.
+# What a part would sum if it were a fair sample is its share of the sum over all parts: for a part
+# of m elements of M, m / M times that.  So whatever is divided by a count of rows, be that a
+# tensor or a plain number, comes out as of the whole batch, alike on all ranks.  Backward sums
+# gradients likewise, because the loss of every part depends on the rows of every other one.
+
+
+Total = Callable[[Tensor], Tensor]  # the sum over all parts, forward and backward
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """The sums of one model that are those of the whole batch, over the ranks that share it."""
+
+    sums: tuple[BatchSum, ...]
+    group: Group
+
+
+def over(group: Group) -> Total:
+    """The sum over a group of ranks, of what varies with their rows."""
+    return partial(summed, group=group)
+
+
+class Meeting:
+    """Threads of one process that sum what each of them has, in the same order on all."""
+
+    def __init__(self, parts: int) -> None:
+        self.barrier = threading.Barrier(parts, timeout=600)  # seconds
+        self.held: list[Tensor | None] = [None] * parts
+
+    def at(self, place: int) -> Total:
+        """The sum, as the thread at a place asks for it."""
+
+        def total(x: Tensor) -> Tensor:
+            out: Tensor = _Met.apply(x, self, place)  # type: ignore[no-untyped-call]
+            return out
+
+        return total
+
+    def sum(self, x: Tensor, place: int) -> Tensor:
+        """Wait for all, and sum."""
+        self.held[place] = x.detach()
+        self.barrier.wait()
+        found = torch.stack([one for one in self.held if one is not None]).sum(0)
+        self.barrier.wait()
+        return found
+
+
+class _Met(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, meeting: Meeting, place: int) -> Tensor:
+        ctx.meeting, ctx.place = meeting, place
+        return meeting.sum(x, place)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.meeting.sum(grads[0], ctx.place), None, None
+
+
+def gather_statistics(model: nn.Module, sums: Sequence[BatchSum], total: Total) -> None:
+    """Let the forward of a model sum over all parts where these sums are made."""
+    scope.named_sites(model)
+    model.forward = _Sharing(model, sums, total)
+
+
+class _Sharing:
+    """The forward of such a model; a copy of the model has one of its own."""
+
+    def __init__(self, model: nn.Module, sums: Sequence[BatchSum], total: Total) -> None:
+        self.inner, self.total = model.forward, total
+        self.places = {(one.fqn, one.name, one.turn): one for one in sums}
+        self.modules = {one.fqn: model.get_submodule(one.fqn) for one in sums}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        known = {id(module): fqn for fqn, module in self.modules.items()}
+        with _Global(self.places, known, self.total):
+            return self.inner(*args, **kwargs)
+
+
+class _Global(TorchFunctionMode):
+    """One forward: counts the calls of the modules that sum over rows, and makes those sums."""
+
+    def __init__(
+        self, places: dict[tuple[str, str, int], BatchSum], known: dict[int, str], total: Total
+    ) -> None:
+        super().__init__()
+        self.places, self.known, self.total = places, known, total
+        self.turns: dict[tuple[str, str], int] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        fqn, name = self.known.get(scope.innermost()), name_of(func)
+        if fqn is None or not (name in SUMS or name in MEANS):
+            return out
+        at = fqn, name
+        turn = self.turns[at] = self.turns.get(at, -1) + 1
+        one = self.places.get((fqn, name, turn))
+        if one is None:
+            return out
+        if not isinstance(out, Tensor) or tuple(out.shape) != one.shape:
+            raise Refusal(_other(one))
+        return self._whole(out, tensors_in((args, kwargs))[one.given], one)
+
+    def _whole(self, own: Tensor, given: Tensor, one: BatchSum) -> Tensor:
+        """This part's share of the sum over all parts; of a mean the mean over all."""
+        count = given.numel()
+        counts = not own.is_floating_point()
+        narrow = own.dtype in (torch.float16, torch.bfloat16)
+        wide = own.double() if counts else own.float() if narrow else own
+        told = torch.cat(
+            [(wide * count if one.mean else wide).flatten(), wide.new_full((1,), count)]
+        )
+        total = self.total(told)
+        found = (total[:-1] / total[-1]).view(own.shape)
+        found = found if one.mean else found * count
+        found = found.to(torch.get_default_dtype() if counts else own.dtype)
+        return own.copy_(found) if one.name.endswith("_") else found
+
+
+def _other(one: BatchSum) -> Diagnostic:
+    """A forward that takes another way than the one that was followed."""
+    where = f"`{one.fqn}`" if one.fqn else "the model"
+    return Diagnostic(
+        "S669",
+        f"`{one.name}` in the forward of {where} is not the sum that was recorded there",
+        notes=("statistics are summed over ranks at the calls recorded at build",),
+        helps=(
+            "let the model make the same calls for every batch",
+            'or allow statistics of each part: `step "..." relax(batch_stats) {`',
+        ),
+    )

@@ -1,0 +1,308 @@
+"""Sum gradients over replicas in fewer bytes: low rank, eight or one bit, with error feedback."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from schedlang.runtime.comm.collectives import Group, all_gather, all_reduce
+from schedlang.runtime.device import sent
+from schedlang.runtime.grad_reduction.gradient import _set_gradient, local_gradient
+
+# ---- Codecs of gradients: a low-rank product, eight bits, one bit; each with what it leaves out.
+# Vogels et al., PowerSGD (2019); Dettmers, 8-bit approximations (2016), with stochastic rounding
+# as Alistarh et al., QSGD (2017); Seide et al., 1-bit SGD (2014).
+
+
+def drawn(shape: tuple[int, ...], like: Tensor, *words: object, normal: bool = True) -> Tensor:
+    """Random numbers that depend on the words alone, equal wherever these are."""
+    digest = hashlib.blake2b(" ".join(map(str, words)).encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    draw = torch.randn if normal else torch.rand
+    with torch._C.DisableTorchFunction():
+        found = draw(shape, generator=generator, dtype=torch.float64)
+    return sent(found.to(like.dtype), like.device)
+
+
+# -- low rank ------------------------------------------------------------------------------------
+
+
+def started(q: Tensor, *words: object) -> Tensor:
+    """The start of a power iteration: columns that are zero are drawn."""
+    fresh = drawn(tuple(q.shape), q, *words)
+    return torch.where((q != 0).any(0), q, fresh)
+
+
+def orthogonal(p: Tensor) -> Tensor:
+    """Orthonormal columns by Gram and Schmidt, twice; one that the others span becomes zero.
+
+    Else what is left of it, which is rounding, would be made as long as the others.
+    """
+    least = torch.finfo(p.dtype).eps ** 0.5
+    columns: list[Tensor] = []
+    for column in p.unbind(1):
+        before = column.norm()
+        for _ in range(2):
+            for other in columns:
+                column = column - other * (other @ column)
+        after = column.norm()
+        there = after > least * before
+        columns.append(torch.where(there, column / torch.where(there, after, 1.0), 0.0))
+    return torch.stack(columns, 1) if columns else p
+
+
+# -- bits ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A tensor in few bits: bytes, and the numbers that scale each block of elements."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+def _blocks(flat: Tensor, block: int) -> Tensor:
+    """Rows of one block each, the last filled with zeros."""
+    count = -(-flat.numel() // block)
+    filled = flat.new_zeros(count * block)
+    filled[: flat.numel()] = flat
+    return filled.view(count, block)
+
+
+def to_int8(flat: Tensor, block: int, draw: Tensor) -> Coded:
+    """Whole numbers from -127 to 127 per block, rounded up with the chance of what is beyond."""
+    rows = _blocks(flat, block)
+    scales = rows.abs().amax(1) / 127 if rows.numel() else flat.new_zeros(0)
+    steps = rows / torch.where(scales > 0, scales, 1.0)[:, None]
+    codes = (steps + _blocks(draw, block)).floor().clamp(-127, 127).to(torch.int8)
+    return Coded(codes.view(-1), scales)
+
+
+def from_int8(coded: Coded, count: int, block: int) -> Tensor:
+    """The numbers that are meant."""
+    rows = coded.codes.view(-1, block).to(coded.scales.dtype) * coded.scales[:, None]
+    return rows.view(-1)[:count]
+
+
+def to_bits(flat: Tensor, block: int) -> Coded:
+    """One bit per element, and per block the means of those on either side of zero.
+
+    What is zero but for rounding counts as above it, so that rounding decides nothing.
+    """
+    rows = _blocks(flat, block)
+    least = torch.finfo(flat.dtype).eps ** 0.5
+    limit = -least * (rows.abs().amax(1, keepdim=True) if rows.numel() else rows)
+    above = rows >= limit
+    there = _blocks(torch.ones_like(flat), block) > 0
+    means = [_mean(rows, above & there), _mean(rows, ~above & there)]
+    weights = 2 ** torch.arange(8, device=flat.device)
+    codes = (above.view(-1, 8) * weights).sum(1).to(torch.uint8)
+    return Coded(codes, torch.stack(means, 1).view(-1))
+
+
+def from_bits(coded: Coded, count: int, block: int) -> Tensor:
+    """The mean of its side, for each element."""
+    shifts = torch.arange(8, device=coded.codes.device)
+    above = (coded.codes[:, None].to(torch.int64) >> shifts) & 1
+    means = coded.scales.view(-1, 2)
+    rows = torch.where(above.view(-1, block) > 0, means[:, :1], means[:, 1:])
+    return rows.reshape(-1)[:count]
+
+
+def _mean(rows: Tensor, there: Tensor) -> Tensor:
+    total = torch.where(there, rows, 0.0).sum(1)
+    return total / there.sum(1).clamp(min=1)
+
+
+# ---- Sums of gradients over replicas in fewer bytes, with the error of a step fed into the next.
+# Every rank of the group has a part of a gradient and gets the same sum.  Matrices are compressed,
+# vectors and what would not get smaller are summed as they are.
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How gradients are compressed.
+
+    kind      "powersgd", "int8" or "onebit"
+    rank      of the product that stands for a matrix (powersgd)
+    block     elements that share their scales (int8, onebit)
+    feedback  whether what a step leaves out is added to the next one's gradient
+    """
+
+    kind: str
+    rank: int = 4
+    block: int = 256
+    feedback: bool = True
+
+    def smaller(self, shape: Sequence[int]) -> bool:
+        """Is a tensor of this shape compressed?  Vectors never are."""
+        if len(shape) < 2:
+            return False
+        if self.kind != "powersgd":
+            return math.prod(shape) >= 8
+        rows, columns = shape[0], math.prod(shape[1:])
+        return self.rank * (rows + columns) < rows * columns
+
+
+@dataclass
+class Memory:
+    """What a rank keeps of one parameter from step to step."""
+
+    error: Tensor | None = None
+    q: Tensor | None = None
+
+
+@dataclass
+class Compressor:
+    """The compressed sums of a program; `step` counts them, so that every draw is another.
+
+    `clean(name, part)` has zeros where a part is padded: a code may mean something else there.
+    """
+
+    codec: Codec
+    group: Group
+    names: tuple[str, ...]
+    clean: Callable[[str, Tensor], Tensor] = lambda name, part: part
+    memories: dict[str, Memory] = field(default_factory=dict)
+    step: int = 0
+
+    def sum(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Replace each gradient by the sum over the group; one that no rank has stays away."""
+        held = [name for name in self.names if name in parameters]
+        here = [local_gradient(parameters[n]) is not None for n in held]
+        flags = sent(torch.tensor(here, dtype=torch.float64), self.group.device)
+        counts = all_reduce(flags, self.group)
+        # where this rank has all of them nobody has to wait for how many others have
+        there = here if all(here) else counts.tolist()
+        step, self.step = self.step, self.step + 1
+        found: dict[str, Tensor] = {}
+        for name, count in zip(held, there):
+            if count:
+                local = _local(parameters[name])
+                grad = local_gradient(parameters[name])
+                found[name] = torch.zeros_like(local) if grad is None else grad
+        sums = self._sums(found, step)
+        for name, value in sums.items():
+            _set_gradient(parameters[name], value)
+
+    def _sums(self, parts: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+        small = {n: part for n, part in parts.items() if not self.codec.smaller(part.shape)}
+        large = {n: self._with_error(n, part) for n, part in parts.items() if n not in small}
+        out = dict(zip(small, self._together(list(small.values()))))
+        run = self._low_rank if self.codec.kind == "powersgd" else self._few_bits
+        for name, total in run(large, step).items():
+            out[name] = self.clean(name, total.view_as(parts[name]))
+            memory = self.memories[name]
+            if memory.error is not None:
+                error = self.clean(name, memory.error.view_as(parts[name]))
+                memory.error = error.reshape(memory.error.shape)
+        return {name: out[name].view_as(parts[name]) for name in parts}
+
+    def _with_error(self, name: str, part: Tensor) -> Tensor:
+        memory = self.memories.setdefault(name, Memory())
+        matrix = part.reshape(part.shape[0], -1)
+        return matrix if memory.error is None else matrix + memory.error
+
+    def _keep(self, name: str, error: Tensor) -> None:
+        if self.codec.feedback:
+            self.memories[name].error = error
+
+    def _together(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Their sums over the group, in one message."""
+        if not tensors:
+            return []
+        flat = all_reduce(torch.cat([t.reshape(-1) for t in tensors]), self.group)
+        pieces = torch.split(flat, [t.numel() for t in tensors])
+        return [piece.view(t.shape) for piece, t in zip(pieces, tensors)]
+
+    def _low_rank(self, parts: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+        """One step of a power iteration, from where the last one ended."""
+        starts = {n: self._start(n, part, step) for n, part in parts.items()}
+        firsts = self._together([part @ starts[n] for n, part in parts.items()])
+        ps = {n: orthogonal(p) for n, p in zip(parts, firsts)}
+        own = {n: part.T @ ps[n] for n, part in parts.items()}
+        qs = dict(zip(parts, self._together(list(own.values()))))
+        for name, part in parts.items():
+            self.memories[name].q = qs[name]
+            self._keep(name, part - ps[name] @ own[name].T)
+        return {name: ps[name] @ qs[name].T for name in parts}
+
+    def _start(self, name: str, part: Tensor, step: int) -> Tensor:
+        q = self.memories[name].q
+        q = part.new_zeros(part.shape[1], self.codec.rank) if q is None else q
+        return started(q, name, step)
+
+    def _few_bits(self, parts: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+        """What every rank has coded is gathered, and added up in the order of ranks."""
+        mine: dict[str, Coded] = {}
+        for name, part in parts.items():
+            mine[name] = encoded(self.codec, part, name, step, self.group.rank)
+            self._keep(name, part - decoded(self.codec, mine[name], part.numel()).view_as(part))
+        if not parts:
+            return {}
+        codes = self._gathered([one.codes for one in mine.values()])
+        scales = self._gathered([one.scales for one in mine.values()])
+        out = {}
+        for place, (name, part) in enumerate(parts.items()):
+            read = (Coded(c[place], s[place]) for c, s in zip(codes, scales))
+            numbers = [decoded(self.codec, one, part.numel()) for one in read]
+            out[name] = torch.stack(numbers).sum(0).view_as(part)
+        return out
+
+    def _gathered(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        """For each rank of the group its tensors, in one message."""
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        whole = all_gather(flat, 0, self.group)
+        sizes = [t.numel() for t in tensors]
+        runs = whole.view(self.group.size, -1)
+        return [torch.split(run, sizes) for run in runs]
+
+
+def message_bytes(
+    codec: Codec, shapes: Sequence[tuple[tuple[int, ...], int]], ranks: int
+) -> dict[str, int]:
+    """Bytes of each message of a sum as they arrive; gradients have these shapes and itemsizes."""
+    found = {"there": 8 * len(shapes)}
+
+    def more(what: str, count: int) -> None:
+        found[what] = found.get(what, 0) + count
+
+    for shape, item in shapes:
+        size, rows = math.prod(shape), shape[0] if shape else 1
+        blocks = -(-size // codec.block)
+        if not codec.smaller(shape):
+            more("small", size * item)
+        elif codec.kind == "powersgd":
+            more("p", codec.rank * rows * item)
+            more("q", codec.rank * (size // rows) * item)
+        else:
+            bits = 8 if codec.kind == "int8" else 1
+            more("codes", ranks * blocks * codec.block * bits // 8)
+            more("scales", ranks * blocks * item * (1 if codec.kind == "int8" else 2))
+    return found
+
+
+def encoded(codec: Codec, part: Tensor, name: str, step: int, place: int) -> Coded:
+    """A part of a gradient in few bits; draws are those of the parameter, the step and the rank."""
+    flat = part.reshape(-1)
+    if codec.kind == "onebit":
+        return to_bits(flat, codec.block)
+    draw = drawn((flat.numel(),), flat, name, step, place, normal=False)
+    return to_int8(flat, codec.block, draw)
+
+
+def decoded(codec: Codec, coded: Coded, count: int) -> Tensor:
+    """The numbers that a code means."""
+    read: Callable[[Coded, int, int], Tensor] = from_bits if codec.kind == "onebit" else from_int8
+    return read(coded, count, codec.block)
+
+
+def _local(parameter: nn.Parameter) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,0 +1,376 @@
+"""Data-parallel state split over ranks (ZeRO), by torch's fully_shard (FSDP2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+    fully_shard,
+)
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.pipeline.timeline import Kind
+from schedlang.runtime.comm import world
+from schedlang.runtime.device import has_streams
+from schedlang.runtime.mixed_precision import DTYPES
+from schedlang.runtime.storage.tiers import CPU, DEVICE
+
+if TYPE_CHECKING:
+    from schedlang.runtime.pipeline.executor import Handler
+
+# ---- What torch's fully_shard holds gathered.  Private parts of it stand here and nowhere else.
+
+
+def groups_of(unit: FSDPModule) -> list[Any]:
+    """The groups of parameters that a unit gathers together; mostly one."""
+    state: Any = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11 has one at most
+        groups = [one for one in [state._fsdp_param_group] if one is not None]
+    return list(groups)
+
+
+def settle(unit: FSDPModule) -> None:
+    """End a gather that was begun for a unit that did not run.
+
+    Else the unit's next forward would take what was gathered for values of now.
+    """
+    for group in groups_of(unit):
+        if group._all_gather_result is not None:
+            group.wait_for_unshard()
+            group._to_sharded()
+
+
+def set_up(units: Sequence[FSDPModule]) -> None:
+    """Do what the first call of each unit would do, so that another can gather for it before.
+
+    A unit that lies in another is set up with that one. To be called when all are there.
+    """
+    inside: set[Any] = set()
+    for unit in units:
+        inside.update(list(unit.modules())[1:])  # type: ignore[attr-defined]
+    for unit in units:
+        if unit not in inside:
+            unit._get_fsdp_state()._lazy_init()
+
+
+def name_in(unit: FSDPModule, held: Any) -> str:
+    """The name inside a unit of a parameter that it gathers."""
+    info = held._module_info
+    modules = unit.named_modules()  # type: ignore[attr-defined]
+    prefix = next((name for name, child in modules if child is info.module), "")
+    return f"{prefix}.{info.param_name}" if prefix else str(info.param_name)
+
+
+class Shard:
+    """A slice of a parameter, which fully_shard gathers from wherever `home` lies."""
+
+    def __init__(self, held: Any) -> None:
+        self._held = held
+
+    @property
+    def home(self) -> Tensor:
+        """The slice with its padding, flat."""
+        flat: Tensor = self._held._sharded_param_data
+        return flat
+
+    def laid(self, value: Tensor) -> Tensor:
+        """The values of a slice as they lie."""
+        flat = torch.zeros_like(self.home, device="cpu")
+        flat[: value.numel()].copy_(value.reshape(-1))
+        return flat
+
+    def settle(self, home: Tensor) -> None:
+        """Let the slice lie there from now on."""
+        held = self._held
+        dim, part = held.fsdp_placement.dim, held.sharded_param._local_tensor
+        held._sharded_param_data = home
+        whole = home.view(held.padded_sharded_param_size)
+        length = part.size(dim) if part.numel() else 0
+        held.sharded_param._local_tensor = whole.narrow(dim, 0, length)
+
+
+def shards_of(units: Iterable[FSDPModule]) -> dict[Any, Shard]:
+    """The slices that units gather, by parameter."""
+    groups = [group for unit in units for group in groups_of(unit)]
+    return {one.sharded_param: Shard(one) for group in groups for one in group.fsdp_params}
+
+
+@contextmanager
+def without_values(units: Iterable[FSDPModule]) -> Iterator[None]:
+    """Let units run on the meta device, which they refuse by themselves."""
+    for unit in units:
+        for group in groups_of(unit):
+            group._validate_no_meta_params = lambda: None
+            group.device = torch.device("meta")
+            for one in group.fsdp_params:  # those that are cast are put together there
+                one.device = torch.device("meta")
+    names = vars(_fsdp_collectives)
+    before = names["_get_device_handle"]
+    names["_get_device_handle"] = partial(_handle, before)
+    try:
+        yield
+    finally:
+        names["_get_device_handle"] = before
+
+
+def _handle(plain: Callable[[str], Any], device: str) -> Any:
+    return plain("cpu" if device == "meta" else device)
+
+
+# ---- Data-parallel state split over ranks (ZeRO), by torch's fully_shard (FSDP2).
+# Rajbhandari et al., ZeRO (SC 2020).  Gradients are summed, never averaged: the loss of each part
+# already carries its weight in the whole batch.
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How what a module holds is sliced: the `root` of its stage, or one of which parts compute
+    after its forward (`waits`), the tier on which its slices lie, and the dtype in which they are
+    gathered (None: as stored; their gradients are reduced as stored either way)."""
+
+    root: bool = False
+    waits: bool = False
+    tier: str = DEVICE
+    low: str | None = None
+
+
+class Sliced:
+    """The units of one stage whose parameters lie in slices over data-parallel ranks.
+
+    stage 1 reduces gradients once a step, 2 and 3 after each microbatch; 3 also frees the gathered
+    parameters after each forward and backward. Rows of a timeline may hold them gathered for a run
+    of operations of the stage (`unshard`, `reshard`): its gradients are then reduced once a run.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        mesh: DeviceMesh,
+        ignored: set[nn.Parameter],
+        between: bool = True,
+        asked: bool = False,
+    ) -> None:
+        self.stage, self.mesh, self.ignored = stage, mesh, ignored
+        self.between = between and stage == 3  # free what is gathered between the two passes
+        self.units: list[FSDPModule] = []
+        self.waiting: set[FSDPModule] = set()
+        self.ahead = 0
+        self.asked = asked  # values may decide that no rank uses a parameter in a step
+        self.used: set[nn.Parameter] = set()  # what got a gradient of its own in this step
+        self.calls: list[int] = []  # of each unit in this step, where values decide on them
+        self._said: tuple[bool, bool] | None = None
+        self._ready = False  # units are set up, so that each may be gathered before its first call
+        self._coming: list[UnshardHandle] | None = None  # while rows hold the parameters gathered
+
+    def add(
+        self, module: nn.Module, mesh: DeviceMesh, unit: Unit, met: Collection[nn.Parameter]
+    ) -> None:
+        """Slice over a mesh what this module holds and no module added before it does.
+
+        `met`: what the loss depends on, whatever this rank's values are; not kept, since slices
+        take the place of these parameters.
+
+        What the root itself holds stays gathered after its forward: the backward begins there.  So
+        does what `waits`: parts of it compute after its forward.  Slices of another tier than the
+        device's are gathered from the host.
+        """
+        pinned = unit.tier == CPU and has_streams(torch.device(mesh.device_type))
+        policy = OffloadPolicy() if unit.tier == DEVICE else CPUOffloadPolicy(pin_memory=pinned)
+        places = {n for n, p in module.named_parameters() if p in met}
+        low = (
+            MixedPrecisionPolicy()
+            if unit.low is None
+            else MixedPrecisionPolicy(DTYPES[unit.low], torch.float32, cast_forward_inputs=False)
+        )
+        fully_shard(
+            module,
+            mesh=mesh,
+            ignored_params=self.ignored,
+            offload_policy=policy,
+            mp_policy=low,
+            reshard_after_forward=self.between and not (unit.root or unit.waits),
+        )
+        assert isinstance(module, FSDPModule)
+        self._fill(module, places)
+        module.set_gradient_divide_factor(1.0)
+        # a plain sum: a factor of one would go through an operator that gloo does not have
+        module.set_force_sum_reduction_for_comms(True)
+        self.units.append(module)
+        if unit.waits:
+            self.waiting.add(module)
+        if self.asked:
+            module.register_forward_pre_hook(self._counter(len(self.units) - 1))
+
+    def _counter(self, place: int) -> Callable[..., None]:
+        self.calls.append(0)
+
+        def count(*unused: object) -> None:
+            self.calls[place] += 1
+
+        return count
+
+    def prefetch(self, ahead: int) -> None:
+        """Let each unit gather so many units that come after it, as they are called."""
+        self.ahead, units = ahead, self.units if ahead else []
+        for place, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + ahead])
+            unit.set_modules_to_backward_prefetch(units[max(place - ahead, 0) : place][::-1])
+            # before its own hook; a unit around all of them, if there is one, was called by then
+            unit.register_forward_pre_hook(self._set_up, prepend=True)  # type: ignore[attr-defined]
+
+    def _set_up(self, *unused: object) -> None:
+        """Units of a stage have no root in common that would set them up when it is called."""
+        if not self._ready:
+            self._ready = True
+            set_up(self.units)
+
+    def settle(self) -> None:
+        """Forget what was gathered ahead for units that did not run."""
+        for unit in self.units if self.ahead else ():
+            settle(unit)
+
+    def _fill(self, unit: FSDPModule, places: set[str]) -> None:
+        """Let a gradient that only other ranks got (of an expert that no token here chose) be zero.
+
+        fully_shard would reduce another set of parameters on each rank. Its own setting for that
+        would give one also to what no rank ever uses.
+        """
+        for group in groups_of(unit):
+            met = {one for one in group.fsdp_params if name_in(unit, one) in places}
+            group.post_backward = self._filling(group, met, group.post_backward)
+
+    def _filling(self, group: Any, met: set[Any], inner: Callable[..., None]) -> Any:
+        def post_backward(*unused: object) -> None:
+            for held in group.fsdp_params if group.reduce_grads else ():
+                if not hasattr(held, "_unsharded_param"):
+                    continue
+                whole = held.unsharded_param
+                if held.unsharded_accumulated_grad is not None or whole.grad is not None:
+                    self.used.add(held.sharded_param)
+                elif held in met and whole.requires_grad:
+                    whole.grad = torch.zeros_like(whole)
+            inner(*unused)
+
+        return post_backward
+
+    def check_calls(self) -> None:
+        """Raise Refusal S663 where values let ranks call a unit another number of times.
+
+        What they gathered together was not one unit then.
+        """
+        if self.asked and self.units:
+            counted = [*self.calls, *(-count for count in self.calls)]
+            device = torch.device(self.mesh.device_type)
+            flags = torch.tensor(counted, dtype=torch.int32, device=device)
+            world.all_reduce(flags, self.mesh.get_group(), largest=True)
+            self.calls = [0] * len(self.calls)
+            _check_calls(flags.tolist())
+
+    def before_backward(self, last: bool, reduces: bool = True) -> None:
+        """Say whether the backward to come is the last of this step, and whether it reduces."""
+        if (last, reduces) == self._said:
+            return
+        self._said = (last, reduces)
+        frees = self._coming is None and (last or self.stage == 3)
+        for unit in self.units:
+            unit.set_requires_gradient_sync(last or self.stage > 1 and reduces, recurse=False)
+            unit.set_is_last_backward(last)
+            unit.set_reshard_after_backward(frees, recurse=False)
+
+    def unshard(self) -> None:
+        """Begin to gather all units, and hold what is gathered; each unit waits for its own."""
+        assert self.stage == 3 and self._coming is None
+        self._hold(True)
+        handles = (unit.unshard(async_op=True) for unit in self.units)
+        self._coming = [handle for handle in handles if handle is not None]
+
+    def reshard(self) -> None:
+        """Free what has been held since `unshard`."""
+        assert self._coming is not None
+        for handle in self._coming:  # a unit that did not run has not waited: it would keep the
+            handle.wait()  # values of now for its next gather
+        for unit in self.units:
+            unit.reshard()
+        self._coming = None
+        self._hold(False)
+
+    def _hold(self, held: bool) -> None:
+        self._said = None
+        for unit in self.units:
+            frees = self.between and not held and unit not in self.waiting
+            unit.set_reshard_after_forward(frees, recurse=False)
+            unit.set_reshard_after_backward(not held, recurse=False)
+
+
+def used_anywhere(
+    sliced: Mapping[int, Sliced], parameters: Mapping[str, nn.Parameter], names: Sequence[str]
+) -> list[float]:
+    """One for each sliced parameter (by name) that got a gradient on this rank; to be summed."""
+    used = {parameter for one in sliced.values() for parameter in one.used}
+    for one in sliced.values():
+        one.used.clear()
+    return [float(parameters.get(n) in used) for n in names]
+
+
+def _check_calls(counts: Sequence[int]) -> None:
+    """The most and, negated, the fewest calls of each unit over the ranks."""
+    most, fewest = counts[: len(counts) // 2], counts[len(counts) // 2 :]
+    if any(high + low for high, low in zip(most, fewest)):
+        raise Refusal(
+            Diagnostic(
+                "S663",
+                "which modules that `zero` gathers are called depends on values",
+                notes=("ranks called one of them a different number of times in this step",),
+                helps=("use `zero(stage=0, ...)`, or `expert_parallel` for experts",),
+            )
+        )
+
+
+def reshard(sliced: Mapping[int, Sliced]) -> None:
+    """Free gathered parameters, so that the next forward gathers what the slices hold now."""
+    for one in sliced.values():
+        one.settle()
+        for unit in one.units:
+            unit.reshard()
+
+
+def gathering(sliced: Mapping[int, Sliced]) -> Mapping[Kind, Handler]:
+    """What the rows do that hold stages gathered.
+
+    REDUCE does nothing more: fully_shard reduces inside the backward before it.
+    """
+    return {
+        Kind.UNSHARD: lambda step, op: sliced[op.stage].unshard(),
+        Kind.RESHARD: lambda step, op: sliced[op.stage].reshard(),
+        Kind.REDUCE: lambda step, op: None,
+    }
+
+
+# ---- What fully_shard will do with the gradients of a built program: sum, and divide by what.
+
+
+def reduced(
+    sliced: Sliced, parameters: Mapping[str, nn.Parameter]
+) -> Iterator[tuple[frozenset[str], float]]:
+    """For each unit the names of its parameters, and the number that their sum is divided by."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for unit in sliced.units:
+        for group in groups_of(unit):
+            held = frozenset(names[id(p.sharded_param)] for p in group.fsdp_params)
+            size = group.mesh_info.mesh.size()
+            factor = group.gradient_divide_factor
+            yield held, float(size if factor is None else factor)

@@ -1,0 +1,553 @@
+"""Run each module of a rank's program alone on the original's inputs, and judge its results."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from schedlang.ir import nests as pytree
+from schedlang.ir.mesh import Mesh
+from schedlang.runtime import scope
+from schedlang.runtime.checkpointing.holding import Holding, take
+from schedlang.runtime.comm import collectives
+from schedlang.runtime.comm.collectives import Group
+from schedlang.runtime.lazy_logits.lazy import LazyLogits
+from schedlang.runtime.lazy_logits.vocab_parallel import ShardedLogits
+from schedlang.runtime.pipeline.stage import enter
+from schedlang.runtime.propagation.trace import Note
+
+# ---- Cuts a forward at the edges of its modules, so that each is seen alone: what it takes and
+# gives.
+# After the consistent generator of TTrace (arXiv 2506.09280): if every module is fed what it
+# should get, an error cannot travel, and whoever gives something wrong is wrong itself. A module
+# hands something on in two places: to the modules that it calls, and to whoever called it.
+# Backward is cut likewise: what it hands on gets a drawn cotangent, and the gradients of what it
+# was given (by its caller, by the modules it called, as parameters) are its own doing.
+
+
+Frame = tuple[str, int]  # a module and which of its calls in one pass over the model
+# of one call: ("input", its own frame, place), ("output", the frame of a module called, place) for
+# what it is given; ("hands", the frame of a module called or its own, place) for what it hands on
+Place = tuple[str, Frame, int]
+Starts = list[int | None]  # of split logits the first class that this rank holds
+
+
+@dataclass
+class Call:
+    """What one call of a module of the original takes, gives, and does in backward."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor] = field(default_factory=list)
+    gradients: dict[Place, Tensor] = field(default_factory=dict)  # None ones are left out
+    parameters: dict[str, Tensor] = field(default_factory=dict)  # by name, through this call only
+
+
+@dataclass
+class Running:
+    """A call that has not returned."""
+
+    frame: Frame
+    module: nn.Module
+    inputs: list[Tensor]
+    given: dict[Place, Tensor] = field(default_factory=dict)
+    hands: dict[Place, Tensor] = field(default_factory=dict)
+    starts: dict[Place, int] = field(default_factory=dict)  # of those that are split logits
+
+
+class Alone(ABC):
+    """Hooks on all modules of a model that replace what crosses their edges.
+
+    What is handed on is told (`taken`, `returned`), which answer by what the other side is given
+    instead: detached, so that no graph is larger than a module's own code.
+    """
+
+    def __init__(self, model: nn.Module, opaque: Collection[str] = ()) -> None:
+        """Inside `opaque` modules nothing is seen."""
+        self.running: list[Running] = []
+        self.turns: dict[str, int] = {}
+        self.handles: list[Any] = []
+        for name, module in outside(model, opaque):
+            before = module.register_forward_pre_hook(self._before(name), with_kwargs=True)
+            after = module.register_forward_hook(self._after, with_kwargs=True)
+            self.handles += [before, after]
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        for handle in self.handles:
+            handle.remove()
+
+    # -- what differs between the original and a program -------------------------------------------
+
+    @abstractmethod
+    def taken(self, frame: Frame, tensors: list[Tensor], starts: Starts) -> list[Tensor]:
+        """What a module is given instead of what its caller hands it."""
+
+    @abstractmethod
+    def returned(self, call: Running, tensors: list[Tensor], starts: Starts) -> list[Tensor]:
+        """What a caller is given instead of what the module returns."""
+
+    @abstractmethod
+    def cotangent(self, place: Place, value: Tensor) -> Tensor:
+        """The gradient that is sent back into something handed on."""
+
+    # -- the hooks ---------------------------------------------------------------------------------
+
+    def _before(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if not name:  # a pass may have ended by an exception: nothing is left of it
+                self.running.clear()
+                self.turns.clear()
+            frame = name, self.turns.get(name, 0)
+            self.turns[name] = frame[1] + 1
+            tensors, starts, spec = parts_of((args, kwargs))
+            if self.running:
+                self._hand(self.running[-1], frame, tensors, starts)
+            inputs = self.taken(frame, tensors, starts)
+            call = Running(frame, module, inputs, _placed("input", frame, inputs))
+            self.running.append(call)
+            return pytree.tree_unflatten(rebuilt(spec[0], inputs), spec[1])
+
+        return hook
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        while self.running and self.running[-1].module is not module:
+            self.running.pop()
+        if not self.running:
+            return output
+        call = self.running[-1]
+        tensors, starts, spec = parts_of(output)
+        self._hand(call, call.frame, tensors, starts)
+        outputs = self.returned(call, tensors, starts)
+        self.running.pop()
+        if self.running:
+            self.running[-1].given |= _placed("output", call.frame, outputs)
+            self.running[-1].starts |= _started("output", call.frame, starts)
+        return pytree.tree_unflatten(rebuilt(spec[0], outputs), spec[1])
+
+    def _hand(self, call: Running, frame: Frame, tensors: list[Tensor], starts: Starts) -> None:
+        call.hands |= _placed("hands", frame, tensors)
+        call.starts |= _started("hands", frame, starts)
+
+    # -- backward of one call ----------------------------------------------------------------------
+
+    def gradients(self, call: Running) -> tuple[dict[Place, Tensor], dict[str, Tensor]]:
+        """Gradients of what a call was given, and of its own parameters, under the cotangents."""
+        hands = {p: t for p, t in call.hands.items() if t.requires_grad}
+        given = {p: t for p, t in call.given.items() if t.requires_grad}
+        own = {n: p for n, p in call.module.named_parameters(recurse=False) if p.requires_grad}
+        if not hands or not (given or own) or not torch.is_grad_enabled():
+            return {}, {}
+        drawn = [self.cotangent(place, value) for place, value in hands.items()]
+        found = torch.autograd.grad(
+            list(hands.values()), [*given.values(), *own.values()], drawn, allow_unused=True
+        )
+        back = {p: g for p, g in zip(given, found) if g is not None}
+        rest = found[len(given) :]
+        return back, {n: g for n, g in zip(own, rest) if g is not None}
+
+
+def _placed(kind: str, frame: Frame, tensors: Sequence[Tensor]) -> dict[Place, Tensor]:
+    return {(kind, frame, k): tensor for k, tensor in enumerate(tensors)}
+
+
+def _started(kind: str, frame: Frame, starts: Starts) -> dict[Place, int]:
+    return {(kind, frame, k): start for k, start in enumerate(starts) if start is not None}
+
+
+def outside(model: nn.Module, opaque: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a model by name, without those inside opaque ones."""
+    for name, module in model.named_modules():
+        if not any(name.startswith(f"{other}.") for other in opaque):
+            yield name, module
+
+
+def parts_of(tree: Any) -> tuple[list[Tensor], Starts, tuple[list[Any], Any]]:
+    """The tensors of a nest, where those that are split logits start, and what rebuilds the nest.
+
+    Split logits count as their own part without the padding.
+    """
+    leaves, spec = pytree.tree_flatten(tree, is_leaf=lambda v: isinstance(v, ShardedLogits))
+    # what a head hands on alone is its logits
+    leaves = [leaf.computed() if isinstance(leaf, LazyLogits) else leaf for leaf in leaves]
+    tensors: list[Tensor] = []
+    starts: list[int | None] = []
+    for leaf in leaves:
+        if isinstance(leaf, ShardedLogits):
+            mine = leaf.local.shape[-1]
+            true = max(0, min(mine, leaf.classes - leaf.group.rank * mine))
+            tensors.append(leaf.local[..., :true])
+            starts.append(leaf.group.rank * mine)
+        elif isinstance(leaf, Tensor):
+            tensors.append(leaf)
+            starts.append(None)
+    return tensors, starts, (leaves, spec)
+
+
+def rebuilt(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
+    """The leaves with other tensors; each may be written into, as what a module returns may."""
+    out: list[Any] = []
+    rest = iter(tensors)
+    for leaf in leaves:
+        if isinstance(leaf, ShardedLogits):
+            mine = enter(next(rest))
+            padding = leaf.local.detach()[..., mine.shape[-1] :]
+            local = torch.cat([mine, padding], -1) if padding.shape[-1] else mine
+            out.append(ShardedLogits(local, leaf.group, leaf.classes))
+        else:
+            out.append(enter(next(rest)) if isinstance(leaf, Tensor) else leaf)
+    return out
+
+
+def fresh(value: Tensor, wants: bool) -> Tensor:
+    """A copy without history, a leaf of a new graph if it `wants` a gradient."""
+    copy = value.detach().clone()
+    return copy.requires_grad_() if wants and copy.is_floating_point() else copy
+
+
+def drawn(place: Place, value: Tensor) -> Tensor:
+    """A cotangent for the whole of something handed on, the same wherever it is drawn."""
+    seed = zlib.crc32(repr(place).encode())
+    # not by torch: the modes of a proof refuse random numbers that are not the model's
+    numbers = numpy.random.default_rng(seed).standard_normal(tuple(value.shape))
+    return torch.as_tensor(numbers, dtype=value.dtype)
+
+
+class Recorder(Alone):
+    """The calls of the original in one pass, in the order in which they return."""
+
+    def __init__(self, model: nn.Module, opaque: Collection[str] = ()) -> None:
+        super().__init__(model, opaque)
+        self.calls: dict[Frame, Call] = {}
+        self._inputs: dict[Frame, list[Tensor]] = {}
+
+    def taken(self, frame: Frame, tensors: list[Tensor], starts: Starts) -> list[Tensor]:
+        """The same, detached, and noted."""
+        self._inputs[frame] = [kept(tensor) for tensor in tensors]
+        return [fresh(tensor, tensor.requires_grad) for tensor in tensors]
+
+    def returned(self, call: Running, tensors: list[Tensor], starts: Starts) -> list[Tensor]:
+        """The same, detached, and noted with what the call does in backward."""
+        outputs = [kept(tensor) for tensor in tensors]
+        back, own = self.gradients(call)
+        self.calls[call.frame] = Call(self._inputs.pop(call.frame), outputs, back, own)
+        return [fresh(tensor, tensor.requires_grad) for tensor in tensors]
+
+    def cotangent(self, place: Place, value: Tensor) -> Tensor:
+        """The whole one."""
+        return drawn(place, value)
+
+
+def kept(tensor: Tensor) -> Tensor:
+    """A copy that remembers whether a gradient flows into it."""
+    return fresh(tensor, tensor.requires_grad)
+
+
+Calls = Mapping[Frame, Call]
+
+
+# ---- Judges what the modules of a rank's program give, in a whole run and each one alone.
+
+
+RTOL = 1e-9
+FLOOR = 1e-12  # of the largest norm of its kind in the pass
+
+
+@dataclass(frozen=True)
+class View:
+    """What a rank holds of the values of the original.
+
+    layouts   as in Traced; partial: parameter -> axes over which its gradient is still to be summed
+    stages    call -> the stage that makes it; empty without a pipeline
+    spanning  calls that run in several stages, so that no rank sees all of their backward
+    names     (module, attribute) -> the first name of a parameter
+    """
+
+    mesh: Mesh
+    rank: int
+    groups: Mapping[str, Group]
+    layouts: Mapping[Frame, Sequence[tuple[Note, ...] | None]]
+    holdings: Mapping[str, Holding]
+    partial: Mapping[str, frozenset[str]]
+    stages: Mapping[Frame, int]
+    spanning: frozenset[Frame]
+    names: Mapping[tuple[str, str], str]
+
+    def note(self, frame: Frame, given: bool, place: int) -> Note | None:
+        """How a tensor that a call is given, or returns, lies on the ranks; None if unknown."""
+        if not self.layouts or not frame[0]:
+            return Note()
+        notes = self.layouts.get(frame, (None, None))[0 if given else 1]
+        return notes[place] if notes is not None and place < len(notes) else None
+
+    def local(self, whole: Tensor, note: Note, start: int | None, like: Tensor) -> Tensor:
+        """This rank's part of a whole tensor; of split logits as many classes as in `like`."""
+        whole = whole.detach()
+        if start is not None:
+            return whole[..., start : start + like.shape[-1]]
+        for axis, tag in note.tags.items():
+            at = self.mesh.index(self.rank, axis)
+            positions = tag.positions(whole.shape[tag.dim], self.mesh.size(axis), at)
+            whole = _picked(whole, tag.dim, positions, like)
+        return whole
+
+    def summed(self, value: Tensor, axes: frozenset[str]) -> Tensor:
+        """The sum over the ranks of some axes; they all take part."""
+        for axis in sorted(axes):
+            if self.groups[axis].size > 1:
+                value = collectives.all_reduce(value, self.groups[axis])
+        return value
+
+
+def _picked(whole: Tensor, dim: int, positions: Sequence[int], like: Tensor) -> Tensor:
+    """Some indices of a dim; behind its end lies padding, of which anything may be true."""
+    size = whole.shape[dim]
+    there = torch.tensor([index < size for index in positions])
+    found = whole.index_select(dim, torch.tensor([min(i, size - 1) for i in positions]))
+    if found.shape != like.shape or bool(there.all()):
+        return found
+    return torch.where(there.view([-1] + [1] * (found.ndim - 1 - dim % found.ndim)), found, like)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a call makes wrong: `what` in words, `back` if in backward; its values."""
+
+    frame: Frame
+    what: str
+    error: float
+    back: bool = False
+    got: Tensor | None = None
+    want: Tensor | None = None
+
+
+@dataclass
+class Watch:
+    """Compares what every module returns in a run that nobody interferes with."""
+
+    view: View
+    calls: Sequence[Calls]  # of the original, for each microbatch of this rank
+    stage: int = 0
+    seen: dict[tuple[int, Frame], tuple[float, bool]] = field(default_factory=dict)
+    turns: dict[str, int] = field(default_factory=dict)
+    opaque: frozenset[str] = frozenset()
+
+    def follow(self, model: nn.Module, opaque: Collection[str]) -> None:
+        """Put hooks on all modules but those inside opaque ones."""
+        self.opaque = frozenset(opaque)
+        for name, module in outside(model, opaque):
+            module.register_forward_pre_hook(self._before(name))
+            module.register_forward_hook(self._after(name))
+
+    def _before(self, name: str) -> Any:
+        def hook(*_: Any) -> None:
+            if not name:
+                self.turns.clear()
+            self.turns[name] = self.turns.get(name, -1) + 1
+
+        return hook
+
+    def _after(self, name: str) -> Any:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            here = scope.current()
+            frame = name, self.turns.get(name, 0)
+            part = here.microbatch if here is not None else 0
+            call = self.calls[part].get(frame)
+            elsewhere = self.view.stages.get(frame, self.stage) != self.stage
+            # a recomputation calls once more than the original does, or comes too late to be first
+            if call is None or elsewhere or (part, frame) in self.seen:
+                return
+            tensors, starts, _ = parts_of(output)
+            self.seen[part, frame] = self._worst(frame, call, tensors, starts)
+
+        return hook
+
+    def _worst(
+        self, frame: Frame, call: Call, tensors: list[Tensor], starts: Starts
+    ) -> tuple[float, bool]:
+        worst = 0.0
+        if len(tensors) != len(call.outputs) and frame[0] not in self.opaque:
+            return math.inf, False
+        scale = largest(call.outputs)
+        for k, (got, want, start) in enumerate(zip(tensors, call.outputs, starts)):
+            note = self.view.note(frame, False, k)
+            if note is not None or start is not None:
+                part = self.view.local(want, note or Note(), start, got)
+                worst = max(worst, difference(got.detach(), part, scale))
+        return worst, worst <= RTOL
+
+
+def largest(tensors: Iterable[Tensor]) -> float:
+    """The largest norm among floating-point tensors, of what is finite in them."""
+    floats = (t.detach() for t in tensors if t.is_floating_point())
+    norms = (float(torch.where(t.abs() < 1e30, t, 0).double().norm()) for t in floats)
+    return max(norms, default=0.0)
+
+
+def difference(got: Tensor, want: Tensor, scale: float) -> float:
+    """The relative error, infinite for another shape or what is not finite; 0 if incomparable."""
+    if got.shape != want.shape:
+        return math.inf
+    if not got.is_floating_point():
+        return float((got != want).any())
+    same = (got == want) | ~want.isfinite()  # masks hold -inf; the mean of no labels is not defined
+    gap = torch.where(same, 0, got - want).double()
+    size = float(torch.where(want.isfinite(), want, 0).double().norm())
+    error = float(gap.norm())
+    if not math.isfinite(error):
+        return math.inf
+    size += FLOOR / RTOL * scale
+    return error / size if size else math.inf if error else 0.0
+
+
+class Judge(Alone):
+    """Feeds every module what the original's gets, and notes what it makes wrong of it."""
+
+    def __init__(
+        self, model: nn.Module, view: View, calls: Sequence[Calls], opaque: Collection[str]
+    ) -> None:
+        super().__init__(model, opaque)
+        self.opaque = frozenset(opaque)
+        self.view, self.references, self.stage = view, calls, 0
+        self.findings: list[Finding] = []
+        self.judged: set[str] = set()
+        self.unknown: set[str] = set()
+        self._blind = False  # of a call that runs: something of it is not known
+
+    def _reference(self, frame: Frame) -> Call | None:
+        here = scope.current()
+        call = self.references[here.microbatch if here is not None else 0].get(frame)
+        elsewhere = self.view.stages.get(frame, self.stage) != self.stage
+        return None if elsewhere else call
+
+    def _compare(
+        self, frame: Frame, what: str, got: Tensor, want: Tensor, scale: float, back: bool = False
+    ) -> None:
+        error = difference(got.detach(), want, scale)
+        if not error <= RTOL:
+            known = any(one.back == back for one in self.findings)  # the first of each is looked at
+            values = (None, None) if known else (got.detach().clone(), want.clone())
+            self.findings.append(Finding(frame, what, error, back, *values))
+
+    # -- forward -----------------------------------------------------------------------------------
+
+    def taken(self, frame: Frame, tensors: list[Tensor], starts: Starts) -> list[Tensor]:
+        """What the original's module is given; another value is the caller's fault."""
+        call = self._reference(frame)
+        if call is None or len(call.inputs) != len(tensors):
+            return tensors
+        caller = self.running[-1].frame if self.running else None
+        what = f"what it hands to {frame[0]}"
+        return self._forced(caller, frame, what, call.inputs, tensors, starts, True)
+
+    def returned(self, call: Running, tensors: list[Tensor], starts: Starts) -> list[Tensor]:
+        """What the original's module returns; another value is the fault of this one."""
+        known = self._reference(call.frame)
+        if known is None:
+            return tensors
+        same = len(known.outputs) == len(tensors)
+        if not same and call.frame[0] not in self.opaque:
+            self.findings.append(Finding(call.frame, "its outputs are others", math.inf))
+            return tensors
+        self.judged.add(call.frame[0])
+        forced = self._forced(
+            call.frame, call.frame, "its output", known.outputs, tensors, starts, False
+        )
+        if same and call.frame not in self.view.spanning:
+            self._backward(call, known)
+        return [*forced, *tensors[len(forced) :]]
+
+    def _forced(
+        self,
+        guilty: Frame | None,
+        frame: Frame,
+        what: str,
+        wanted: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        starts: Starts,
+        given: bool,
+    ) -> list[Tensor]:
+        out, scale = [], largest(wanted)
+        for k, (got, whole, start) in enumerate(zip(tensors, wanted, starts)):
+            note = self.view.note(frame, given, k)
+            if note is None and start is None:
+                self.unknown.add(frame[0])
+                out.append(got)
+                continue
+            want = self.view.local(whole, note or Note(), start, got)
+            if guilty is not None:
+                self._compare(guilty, what, got, want, scale)
+                flows = whole.requires_grad and torch.is_grad_enabled()
+                if flows and not got.requires_grad and guilty not in self.view.spanning:
+                    self.findings.append(Finding(guilty, f"{what} is detached", math.inf, True))
+            same = want.shape == got.shape
+            out.append(fresh(want if same else got, whole.requires_grad))
+        return out
+
+    # -- backward ----------------------------------------------------------------------------------
+
+    def cotangent(self, place: Place, value: Tensor) -> Tensor:
+        """This rank's part of what the original's backward was drawn; a share where parts add."""
+        _, frame, k = place
+        own = bool(self.running) and frame == self.running[-1].frame
+        known = self._reference(frame)
+        if known is None:
+            return torch.zeros_like(value)  # the original has no such module
+        whole = drawn(place, known.outputs[k] if own else known.inputs[k])
+        note, start = self.view.note(frame, not own, k), self.running[-1].starts.get(place)
+        part = self.view.local(whole, note or Note(), start, value)
+        if (note is None and start is None) or part.shape != value.shape:
+            self._blind = True
+            return torch.zeros_like(value)
+        entered = note.entered if note is not None else frozenset()
+        return part / math.prod(self.view.mesh.size(axis) for axis in entered)
+
+    def _backward(self, call: Running, known: Call) -> None:
+        self._blind = False
+        back, own = self.gradients(call)
+        if self._blind:
+            self.unknown.add(call.frame[0])
+            return
+        scale = max((float(g.double().norm()) for g in known.gradients.values()), default=0.0)
+        for place, whole in known.gradients.items():
+            leaf, start = call.given.get(place), call.starts.get(place)
+            note = self.view.note(place[1], place[0] == "input", place[2])
+            if leaf is None or (note is None and start is None):
+                continue
+            note = note or Note()
+            got = self.view.summed(back.get(place, torch.zeros_like(leaf)), note.entered)
+            what = f"the gradient of {_named(place, call.frame)}"
+            want = self.view.local(whole, note, start, got)
+            self._compare(call.frame, what, got, want, scale, True)
+        held = dict(call.module.named_parameters(recurse=False))
+        for name, whole in known.parameters.items():
+            if name not in held:
+                continue  # another module stands here
+            first = self.view.names[call.frame[0], name]
+            holding = replace(self.view.holdings[first], sliced=())
+            part = take(whole, holding, self.view.mesh, self.view.rank)
+            mine = own.get(name)
+            mine = torch.zeros_like(part) if mine is None else mine
+            got = self.view.summed(mine, self.view.partial.get(first, frozenset()))
+            self._compare(call.frame, f"the gradient of {name}", got, part, scale, True)
+
+
+def _named(place: Place, own: Frame) -> str:
+    kind, frame, k = place
+    return f"its input {k}" if frame == own and kind == "input" else f"the output of {frame[0]}"
+
+
+def worst_of(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """One finding for each module and thing, with the largest error, in the order made."""
+    found: dict[tuple[str, str], Finding] = {}
+    for one in findings:
+        first = found.setdefault((one.frame[0], one.what), one)
+        found[one.frame[0], one.what] = replace(first, error=max(first.error, one.error))
+    yield from found.values()

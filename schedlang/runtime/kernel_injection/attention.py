@@ -1,0 +1,348 @@
+"""Attention of transformers by torch's fused kernel, for one module at a time."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from schedlang.kernels.probe import Mismatch, bare_copy
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.left import leave
+from schedlang.runtime.modes import ambient
+
+# ---- Places of tokens in the form that an attention takes: found by calling it.
+
+
+def with_tables(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The call with places of tokens in the form that the module takes.
+
+    Tables of cosines and sines are as wide as a head, or half of it (gpt-oss) or a quarter, or one
+    of complex numbers (Llama 4); some modules look places up by themselves.
+    """
+    tables = kwargs.get("position_embeddings")
+    forms: list[Any] = [None]
+    if tables is not None:
+        half = [t.chunk(2, -1)[0] for t in tables]
+        quarter = [t.chunk(4, -1)[0] for t in tables]
+        forms = [tables, tuple(half), tuple(quarter), torch.complex(*half)]
+    hidden = kwargs.get("hidden_states")
+    places = None if hidden is None else torch.arange(hidden.shape[1]).expand(hidden.shape[:2])
+    takes = inspect.signature(module.forward).parameters
+    for form, told in itertools.product(forms, (False, True)):
+        tried = kwargs if form is None else {**kwargs, "position_embeddings": form}
+        if told and "position_ids" not in takes:
+            continue
+        tried = {**tried, "position_ids": places} if told else tried
+        with torch.no_grad(), suppress(Exception):  # of the module's own code: the next form
+            module(**tried)
+            return tried
+    return kwargs
+
+
+# ---- Attention of transformers by torch's fused kernel, for one module at a time.
+# Its modules look up their attention function by name in their config at each call: the one module
+# gets a config of its own, whose function takes masks as eager attention makes them.
+#
+# For a query that may see no key at all (padding on the left) torch's fused kernels give wrong
+# gradients when the mask is additive; calls with such rows are computed by plain products instead.
+
+
+TOLERANCE = 1e-9
+_SDPA = "schedlang_sdpa"
+_BLIND = "a query has no key (padding on the left): torch's kernel returns wrong gradients there"
+_FIELD = "_attn_implementation_internal"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention that torch's fused kernel computes alike; `modules` are those that attend.
+
+    `identity`: it does already, there is nothing to replace.  `error` is the measured relative
+    difference in float64.
+    """
+
+    modules: tuple[str, ...]
+    identity: bool
+    error: float
+
+
+Call = tuple[Sequence[Any], Mapping[str, Any]]
+
+
+def _register() -> Callable[..., Any]:
+    """Our attention function under its name in transformers, made once."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if _SDPA not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+
+        def attend(
+            module: nn.Module,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            attention_mask: Tensor | None = None,
+            **more: Any,
+        ) -> Any:
+            mask = attention_mask  # some models give it by this name
+
+            def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+                # masks come in eager's form, complete: without one nothing is masked, also where
+                # the module calls itself causal
+                told = more | {"is_causal": False}
+                made: Tensor = sdpa_attention_forward(module, q, k, v, mask, **told)[0]
+                return made
+
+            def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+                return _plain_attention(q, k, v, mask, **more)
+
+            if mask is None or "softcap" in more or not _may_blind(mask):
+                return fused(q, k, v, mask), None
+            if torch.compiler.is_compiling():  # the graph holds both, and chooses when it runs
+                ways = _laid_alike(plain), _laid_alike(fused)
+                return torch.cond(_blind_rows(mask), *ways, (q, k, v, mask)), None
+            if _has_blind_rows(mask):
+                leave(module, "sdpa", _BLIND, mask=mask)
+                return plain(q, k, v, mask), None
+            return fused(q, k, v, mask), None
+
+        ALL_ATTENTION_FUNCTIONS.register(_SDPA, attend)
+    registered: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[_SDPA]
+    return registered
+
+
+_last_mask: list[tuple[weakref.ref[Tensor], bool]] = []
+
+
+def _laid_alike(way: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A branch of `torch.cond`, whose gradients must lie as those of the other: contiguous."""
+
+    def branch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (x.flatten().view(x.shape) for x in (q, k, v))
+        return way(q, k, v, mask)
+
+    return branch
+
+
+def _may_blind(mask: Tensor) -> bool:
+    """Not where it needs a values; and fused kernels are right with masks of booleans."""
+    return type(mask) is Tensor and not mask.is_meta and mask.is_floating_point()
+
+
+def _blind_rows(mask: Tensor) -> Tensor:
+    """Whether some query sees no key: transformers masks with the lowest number of the type."""
+    return (mask <= torch.finfo(mask.dtype).min / 2).all(-1).any()
+
+
+def _has_blind_rows(mask: Tensor) -> bool:
+    """The same as a flag; looked up once for a mask that all layers share."""
+    if not (_last_mask and _last_mask[0][0]() is mask):
+        _last_mask[:] = [(weakref.ref(mask), bool(_blind_rows(mask)))]
+    return _last_mask[0][1]
+
+
+def _plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Attention by products; [rows, heads, length, size] each, the result with heads third."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = scores + (mask if position_bias is None else mask + position_bias)
+    weights = F.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
+    return (F.dropout(weights, dropout) @ value).transpose(1, 2).contiguous()
+
+
+def implementation(module: nn.Module) -> str | None:
+    """The name of the attention function in a module's config; None where there is none."""
+    found = getattr(getattr(module, "config", None), _FIELD, None)
+    return found if isinstance(found, str) else None
+
+
+def switch(module: nn.Module, name: str) -> None:
+    """Give this module a config of its own that names another attention function."""
+    config = copy.copy(module.config)
+    # not through the property: it would write into configs that are shared
+    config.__dict__[_FIELD] = name
+    module.config = config
+
+
+def match_attention(module: nn.Module, call: Call | None = None) -> Attention | Mismatch:
+    """Whether torch's fused attention computes the attention of `module`, or why not."""
+    attending = {n: m for n, m in module.named_modules() if implementation(m) is not None}
+    if not attending:
+        kind = type(module).__name__
+        return Mismatch(
+            f"`{kind}` has no attention whose function is named in a config, as in transformers:"
+            " it cannot be replaced"
+        )
+    now = {implementation(m) for m in attending.values()}
+    if now <= {"sdpa", _SDPA}:
+        return Attention(tuple(attending), True, 0.0)
+    if now != {"eager"}:
+        return Mismatch(f"its masks are made for {', '.join(sorted(filter(None, now)))}, not sdpa")
+    if any("forward" in vars(part) for part in module.modules()):
+        return Mismatch("has a replaced forward already")
+    if any(buffer.is_meta for buffer in module.buffers()):
+        return Mismatch("keeps buffers whose values are not known on the meta device")
+    with torch.random.fork_rng(devices=[]), ambient(Float64):
+        try:
+            return _probe_attention(module, tuple(attending), call)
+        except Exception as raised:  # the module's own code: whatever it raises is a mismatch
+            said = f"{type(raised).__name__}: {raised}".splitlines()[0]
+            return Mismatch(f"does not run on random input: {said}")
+
+
+def _probe_attention(
+    module: nn.Module, names: tuple[str, ...], call: Call | None
+) -> Attention | Mismatch:
+    # around zero, and no score wins alone
+    copied = bare_copy(module, torch.float64, spread=lambda shape: 0.3).eval()
+    args, kwargs = random_call(module, call)
+    kwargs = kwargs if call is not None else with_tables(copied, kwargs)
+    plain = results(copied, args, kwargs)
+    with _counted() as calls:
+        for name in names:
+            switch(copied.get_submodule(name), _SDPA)
+        fused = results(copied, args, kwargs)
+    if not calls:
+        return Mismatch("does not call the attention function that its config names")
+    if len(plain) != len(fused):
+        return Mismatch("its gradients are of other parameters")
+    # the gradient of a key's bias is zero but for rounding: the largest tensor sets a floor
+    floor = 1e-3 * max(float(b.norm()) for b in plain)
+    pairs = zip(fused, plain, strict=True)
+    error = max(float((a - b).norm()) / (float(b.norm()) + floor) for a, b in pairs)
+    if not error <= TOLERANCE:
+        return Mismatch("differs from its eager form", error)
+    return Attention(names, False, error)
+
+
+@contextmanager
+def _counted() -> Iterator[list[int]]:
+    """Count the calls of our attention function."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    attend, calls = _register(), list[int]()
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return attend(*args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS.register(_SDPA, counting)
+    try:
+        yield calls
+    finally:
+        ALL_ATTENTION_FUNCTIONS.register(_SDPA, attend)
+
+
+def results(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The first output, and the gradients of parameters and input that it reaches."""
+    out = module(*args, **kwargs)
+    first = out if isinstance(out, Tensor) else out[0]
+    leaves: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
+    leaves += [t for t in [*args, *kwargs.values()] if isinstance(t, Tensor) and t.requires_grad]
+    weights = torch.linspace(-1, 1, first.numel(), dtype=first.dtype).view(first.shape)
+    grads = torch.autograd.grad((first * weights).sum(), leaves, allow_unused=True)
+    return [first.detach(), *(grad for grad in grads if grad is not None)]
+
+
+def random_call(module: nn.Module, call: Call | None) -> tuple[list[Any], dict[str, Any]]:
+    """Random arguments in float64: like those of an example, or by the names modules share."""
+    generator = torch.Generator().manual_seed(0)
+    if call is None:
+        return [], common_call(module, generator)
+    args = [_random(value, "", generator) for value in call[0]]
+    return args, {name: _random(value, name, generator) for name, value in call[1].items()}
+
+
+def _random(value: Any, name: str, generator: torch.Generator) -> Any:
+    """An argument like `value` with random contents; masks are causal, as eager makes them."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_random(each, name, generator) for each in value)
+    if not isinstance(value, Tensor):
+        return None if "past_key_value" in name else value
+    if "mask" in name and value.dim() == 4:
+        return _mask(value.shape[0], value.shape[-2], value.shape[-1])
+    if value.is_floating_point():
+        drawn = torch.randn(value.shape, generator=generator, dtype=torch.float64, device="cpu")
+        return drawn.requires_grad_(name != "position_embeddings")
+    if value.is_meta:
+        return torch.arange(value.numel(), device="cpu").view(value.shape).to(value.dtype)
+    return value.detach().cpu()
+
+
+def _mask(rows: int, queries: int, keys: int) -> Tensor:
+    """Causal, the first key of the first row padded away: additive, as eager attention takes it."""
+    allowed = torch.ones(rows, 1, queries, keys, dtype=torch.bool, device="cpu")
+    allowed = allowed.tril(keys - queries)
+    allowed[0, :, 1:, 0] = False
+    lowest = torch.finfo(torch.float64).min
+    return torch.where(allowed, 0.0, lowest).double()
+
+
+def common_call(module: nn.Module, generator: torch.Generator) -> dict[str, Any]:
+    """Arguments under the names that attention modules of transformers share."""
+    rows, length = 2, 6
+    config = next(m.config for m in module.modules() if implementation(m) is not None)
+    known = inspect.signature(module.forward).parameters
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
+
+    hidden = getattr(config, "hidden_size", None)
+    assert isinstance(hidden, int), "its width is not known; give an example of its arguments"
+    call: dict[str, Any] = {}
+    for name, parameter in known.items():
+        if name == "hidden_states":
+            call[name] = draw(rows, length, hidden).requires_grad_()
+        elif name == "attention_mask":
+            call[name] = _mask(rows, length, length)
+        elif name == "position_embeddings":
+            heads = getattr(config, "num_attention_heads", 1)
+            size = _head_size(module, config) or hidden // heads
+            call[name] = (draw(rows, length, size), draw(rows, length, size))
+        elif parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_KEYWORD,
+            parameter.VAR_POSITIONAL,
+        ):
+            call[name] = None
+    return call
+
+
+def _head_size(module: nn.Module, config: Any) -> int | None:
+    """The numbers of a head, if the config or, where they differ by layer, the module says them."""
+    try:
+        return getattr(config, "head_dim", None)
+    except Exception:  # a config may raise where its layers differ
+        return getattr(module, "head_dim", None)
+
+
+def replace_attention(module: nn.Module, found: Attention) -> None:
+    """Let a built module attend by the fused kernel, in place; nothing where it does already."""
+    if not found.identity:
+        _register()
+        for name in found.modules:
+            switch(module.get_submodule(name), _SDPA)
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether `replace_attention` was here."""
+    return implementation(module) == _SDPA

@@ -1,0 +1,346 @@
+"""Attention by FlexAttention or flash_attn: which attentions they can take over, and the call."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.kernels import flash_attention, flex_attention
+from schedlang.kernels.flex_attention import Rule
+from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.forward import wrap
+from schedlang.runtime.kernel_injection.attention import (
+    Call,
+    implementation,
+    random_call,
+    results,
+    switch,
+    with_tables,
+)
+from schedlang.runtime.left import leave
+from schedlang.runtime.modes import ambient
+
+# ---- Attention by another kernel, at work: what a module asks for, as one call of the kernel.
+# Modules of transformers look up their attention function in their config at each call; others
+# call torch's scaled_dot_product_attention, and a mode around their forward hears it.
+
+
+ATTENTIONS: Mapping[str, Callable[..., Tensor]] = {
+    "flex_attention": flex_attention.flex_attention,
+    "flash_attention": flash_attention.flash_attention,
+}
+# why a kernel that is put in would not run a call; kernels that take every call are not here
+UNFIT: Mapping[str, Callable[..., str]] = {"flash_attention": flash_attention.unfit}
+# tensors that modules of transformers hand to any attention, and that say nothing of scores;
+# flags and whole numbers (windows among them) do not either: masks are complete
+_IDLE = frozenset(
+    (
+        "position_ids",
+        "cache_position",
+        "labels",
+        "shift_labels",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "num_items_in_batch",
+    )
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One form of attention: heads of a query to one of keys, a head's size, cap and sinks."""
+
+    groups: int
+    size: int
+    cap: float
+    sinks: bool
+    bias: bool
+
+
+class Ear:
+    """What the copy of a probe asks for."""
+
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+        self.dropped = False
+
+    def heard(self, query: Query) -> None:
+        """Note a call."""
+        q, k, _ = query.lines
+        sinks, bias = query.sinks is not None, query.bias is not None
+        groups = q.shape[1] // k.shape[1]
+        self.asked.append(Asked(groups, q.shape[-1], query.rule.cap, sinks, bias))
+        self.dropped |= query.dropout > 0
+
+
+_EAR = "_schedlang_ear"  # of a module in the copy that is probed
+
+
+def put_in(module: nn.Module, kernel: str, names: tuple[str, ...], ear: Ear | None = None) -> None:
+    """Let a module attend by the kernel, in place; `ear` notes what it asks for."""
+    for name in names:
+        part = module.get_submodule(name)
+        switch(part, _registered(kernel, implementation(part) == "eager"))
+        if ear is not None:
+            vars(part)[_EAR] = ear
+    if not names:
+        wrap(module, "attend", Hearing(module, kernel, ear))
+
+
+def _registered(kernel: str, eager: bool) -> str:
+    """The name of our function in transformers; without a mask eager attention hides nothing."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = f"schedlang_{kernel}{'_eager' if eager else ''}"
+    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+
+        def attend(
+            module: nn.Module,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Any = None,
+            **more: Any,
+        ) -> tuple[Tensor, None]:
+            causal = more.pop("is_causal", None)
+            causal = getattr(module, "is_causal", True) if causal is None else causal
+            causal = bool(causal) and not eager and attention_mask is None and query.shape[2] > 1
+            lines = (query, key, value)
+            asked = by_name(kernel, lines, attention_mask, causal, more)
+            return attended(module, kernel, asked, getattr(module, _EAR, None)), None
+
+        ALL_ATTENTION_FUNCTIONS.register(name, attend)
+    return name
+
+
+@dataclass(frozen=True)
+class Query:
+    """One call of an attention: what it is of, and how it is done; see kernels/flex_attention."""
+
+    lines: tuple[Tensor, Tensor, Tensor]
+    rule: Rule
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    dropout: float = 0.0
+    turned: bool = False  # the result is wanted as [rows, length, heads, size]
+
+
+def by_name(
+    kernel: str, lines: tuple[Tensor, Tensor, Tensor], mask: Any, causal: bool, more: dict[str, Any]
+) -> Query:
+    """What a module of transformers asks for; raises Refusal S877 for what no kernel knows."""
+    rule = Rule(more.pop("scaling", None), more.pop("softcap", None) or 0.0, causal)
+    sinks, bias = more.pop("s_aux", None), more.pop("position_bias", None)
+    dropout = more.pop("dropout", 0.0)
+    unknown = [
+        name
+        for name, value in more.items()
+        if not (value is None or name in _IDLE or isinstance(value, int | str))
+    ]
+    if unknown or not (mask is None or isinstance(mask, Tensor)):
+        raise _foreign(kernel, f"`{unknown[0]}`" if unknown else "a mask that is not a tensor")
+    return Query(lines, rule, mask, bias, sinks, dropout, turned=True)
+
+
+def _foreign(kernel: str, what: str) -> Refusal:
+    title = f"an attention is called with {what}, which `{kernel}` does not support"
+    return Refusal(Diagnostic("S877", title, helps=("leave this module as it is",)))
+
+
+def attended(module: nn.Module, kernel: str, query: Query, ear: Ear | None = None) -> Tensor:
+    """What the kernel gives; raises Refusal S877 where weights would be dropped.
+
+    What it leaves to plain products is noted at `module`.
+    """
+    q, k, v = query.lines
+    if ear is not None:
+        ear.heard(query)
+    elif query.dropout > 0:
+        raise _foreign(kernel, "dropout")
+    more = (query.rule, query.mask, query.bias, query.sinks)
+    if ear is None and kernel in UNFIT and not torch.compiler.is_compiling():
+        why = UNFIT[kernel](q, k, *more)
+        if why:
+            leave(module, kernel, why, q=q, k=k, mask=query.mask)
+    y = ATTENTIONS[kernel](q, k, v, *more)
+    return y.transpose(1, 2).contiguous() if query.turned else y
+
+
+class Hearing:
+    """The layer of a module that calls torch's attention: its own forward, under a mode."""
+
+    def __init__(self, module: nn.Module, kernel: str, ear: Ear | None = None) -> None:
+        self.module, self.kernel, self.ear = module, kernel, ear
+
+    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the module; calls of torch's attention inside are ours."""
+        with _Calls(self.module, self.kernel, self.ear):
+            return inner(*args, **kwargs)
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self, module: nn.Module, kernel: str, ear: Ear | None) -> None:
+        super().__init__()
+        self.module, self.kernel, self.ear = module, kernel, ear
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if query.ndim != 4 or (attn_mask is not None and attn_mask.ndim > 4):
+            raise _foreign(self.kernel, f"{query.ndim} dims")
+        mask = attn_mask
+        while mask is not None and mask.ndim < 4:
+            mask = mask[None]
+        asked = Query((query, key, value), Rule(scale, 0.0, is_causal), mask, dropout=dropout_p)
+        return attended(self.module, self.kernel, asked, self.ear)
+
+
+def kernel_in(module: nn.Module) -> str | None:
+    """Which of ATTENTIONS a module looks up in its config, if any."""
+    now = (implementation(module) or "").removeprefix("schedlang_").removesuffix("_eager")
+    return now if now in ATTENTIONS else None
+
+
+# ---- Which attentions FlexAttention or flash_attn can take over: told by running a copy.
+# What a module asks for, with all that it adds to scores, is heard; it is replaced
+# where the same attention by our rule gives the same result and gradients in float64.
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """An attention that `kernel` computes alike: `modules` look theirs up, none where it calls
+    torch's.  `asked` are the forms that it asked for; `error` the measured difference."""
+
+    kernel: str
+    modules: tuple[str, ...]
+    asked: tuple[Asked, ...]
+    error: float
+
+    def cases(self) -> list[flex_attention.Case]:
+        """Runs of the kernel in those forms."""
+        one = self.asked[0]
+        shape = (2, 4, 150, max(16, min(one.size, 128)))
+        keys = 4 if one.groups == 1 else 2
+        if self.kernel == "flash_attention":
+            return [flash_attention.Case(shape, "bfloat16", keys, one.cap)]
+        return [
+            flex_attention.Case(shape, "bfloat16", keys, one.cap, one.sinks, padded)
+            for padded in (False, True)
+        ]
+
+
+def match_adapter(module: nn.Module, kernel: str, call: Call | None = None) -> Adapted | Mismatch:
+    """Whether `kernel` (of ATTENTIONS) computes the attention of `module`, or why not."""
+    if any("forward" in vars(part) for part in module.modules()):
+        return Mismatch("has a replaced forward already")
+    if any(buffer.is_meta for buffer in module.buffers()):
+        return Mismatch("keeps buffers whose values are not known on the meta device")
+    named = {n: m for n, m in module.named_modules() if implementation(m) is not None}
+    now = {implementation(m) for m in named.values()}
+    if not now <= {"eager", "sdpa"}:
+        return Mismatch(f"uses the attention {', '.join(sorted(filter(None, now)))} already")
+    with torch.random.fork_rng(devices=[]), ambient(Float64):
+        try:
+            return _probed(module, kernel, tuple(named), call)
+        except Exception as raised:  # the module's own code: whatever it raises is a mismatch
+            said = raised.diagnostic.title if isinstance(raised, Refusal) else str(raised)
+            return Mismatch(f"does not run: {type(raised).__name__}: {said}".splitlines()[0])
+
+
+def _probed(
+    module: nn.Module, kernel: str, names: tuple[str, ...], call: Call | None
+) -> Adapted | Mismatch:
+    # around zero, and no score wins alone
+    copied = bare_copy(module, torch.float64, spread=lambda shape: 0.3).eval()
+    ran = list(_ran(copied, _calls(copied, names, call)))
+    calls, plain = [one for one, _ in ran], [seen for _, seen in ran]
+    ear = Ear()
+    put_in(copied, kernel, names, ear)
+    fused = [results(copied, *one) for one in calls]
+    asked = tuple(dict.fromkeys(ear.asked))
+    results(copied.train(), *calls[0])
+    if not asked:
+        return Mismatch("calls neither an attention function by name nor torch's")
+    if ear.dropped:
+        return Mismatch(f"has dropout in training, which `{kernel}` does not support")
+    if kernel == "flash_attention" and any(one.sinks or one.bias for one in asked):
+        return Mismatch(
+            "adds sinks or a bias to its scores, which `flash_attention` does not support"
+        )
+    error = max(map(_distance, fused, plain))
+    if not error <= TOLERANCE:
+        return Mismatch("differs from its own attention", error)
+    return Adapted(kernel, names, asked, error)
+
+
+def _ran(module: nn.Module, calls: Iterator[Call]) -> Iterator[tuple[Call, list[Tensor]]]:
+    """Calls, and what the module gives; of the others those that it does not take are left out."""
+    first = next(calls)
+    yield first, results(module, *first)
+    for call in calls:
+        with suppress(Exception):  # of the module's own code: it needs a mask, or of another kind
+            yield call, results(module, *call)
+
+
+def _distance(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    if len(found) != len(exact):
+        return math.inf
+    floor = 1e-3 * max(float(b.norm()) for b in exact)
+    pairs = zip(found, exact, strict=True)
+    return max(float((a - b).norm()) / (float(b.norm()) + floor) for a, b in pairs)
+
+
+def _calls(module: nn.Module, names: tuple[str, ...], call: Call | None) -> Iterator[Call]:
+    """Calls to try: of transformers' with a mask and without, in the forms that masks come in."""
+    if call is None and not names:
+        yield from _own_calls(module)
+        return
+    args, kwargs = random_call(module, call)
+    kwargs = kwargs if call is not None else with_tables(module, kwargs)
+    yield args, kwargs
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and call is None:
+        yield args, {**kwargs, "attention_mask": None}
+        if all(implementation(module.get_submodule(name)) == "sdpa" for name in names):
+            yield args, {**kwargs, "attention_mask": mask == 0}
+
+
+def _own_calls(module: nn.Module) -> Iterator[Call]:
+    """Calls of a module that has no config: random tokens, and nothing for what else it needs."""
+    every = list(inspect.signature(module.forward).parameters.values())
+    needed = [
+        p for p in every if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    width = next((p.shape[1] for p in module.parameters() if p.ndim == 2), None)
+    if width is None or not needed:
+        raise ValueError("its arguments are not known")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 6, width, generator=generator, dtype=torch.float64, device="cpu")
+    yield [x.requires_grad_(), *[None] * (len(needed) - 1)], {}

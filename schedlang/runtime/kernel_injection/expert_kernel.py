@@ -1,0 +1,260 @@
+"""Experts by grouped products: tokens sorted by expert, one product for all experts of a layer.
+
+Which parameter is what, how it lies and what stands between the two products is found by trying a
+small copy in float64, so that it works for experts of any class.  Nothing is padded and no token is
+left out (Gale et al., "MegaBlocks", 2022).  Under `expert_parallel` they are those of a rank.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.kernels import gated
+from schedlang.kernels.device import autocast_to
+from schedlang.kernels.grouped import Case, grouped
+from schedlang.kernels.probe import TOLERANCE, Mismatch, relative
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.moe.probe import NoExperts, Trial, probe_experts, scales, small_copy
+
+# activations that stand alone, without a gate, beside those of gated MLPs
+PLAIN: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "relu2": lambda x: torch.relu(x).square(),
+}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One product of every expert: its weight and bias; `across`: as a linear layer's lies."""
+
+    weight: str
+    bias: str | None
+    across: bool
+
+
+@dataclass(frozen=True)
+class Middle:
+    """What stands between the products: `act` of ACTIVATIONS or PLAIN, or the module's own.
+
+    `lie` is how gate and up lie: "gate first", "up first" or "in turn" in one tensor, "apart" in
+    two; "" where there is no gate.
+    """
+
+    act: str
+    lie: str
+    own: bool = False
+
+
+@dataclass(frozen=True)
+class GroupedForm:
+    """down(middle(first(x))) of each token's experts; `first` are one product, or gate and up."""
+
+    first: tuple[Matrix, ...]
+    middle: Middle
+    down: Matrix
+    sizes: tuple[int, int, int]  # experts, width of a token, width behind the first product
+
+    def cases(self) -> list[Case]:
+        """Runs of both products, on as many columns as align, and on few where there are many."""
+        width, inner = (min(-(-size // 8) * 8, 256) for size in self.sizes[1:])
+        experts = min(self.sizes[0], 8)
+        return [
+            Case((29, width), "bfloat16", experts, inner, self.first[0].across),
+            Case((29, inner), "bfloat16", experts, width, self.down.across, seed=1),
+        ]
+
+
+# -- what a module computes ----------------------------------------------------------------------
+
+
+def probe_grouped(module: nn.Module) -> GroupedForm | Mismatch:
+    """The experts that a module computes, or the measured reason why it computes none of these."""
+    if "forward" in vars(module):
+        return Mismatch("has a replaced forward already")
+    found = probe_experts(module)
+    if isinstance(found, NoExperts):
+        return Mismatch(found.reason, found.error)
+    shapes = [tuple(module.get_parameter(name).shape) for name in found.split]
+    nearest = Mismatch("has parameters whose shapes are not those of two or three matrix products")
+    with torch.random.fork_rng(devices=[]), ambient(Float64):
+        for scale in scales(shapes):
+            small = small_copy(module, found.split, scale)
+            if small is None:
+                continue
+            try:
+                form = _nearest(small, Trial(small, found.count, found.split))
+            except Exception as raised:  # the module's own code: whatever it raises is a mismatch
+                said = f"{type(raised).__name__}: {raised}".splitlines()[0]
+                form = Mismatch(f"does not run on a small copy: {said}")
+            if isinstance(form, GroupedForm):
+                return _sized(form, module)
+            nearest = form
+    return nearest
+
+
+def _sized(form: GroupedForm, module: nn.Module) -> GroupedForm:
+    """The form with the sizes of the module itself."""
+    count, *both = module.get_parameter(form.first[0].weight).shape
+    inner, width = both if form.first[0].across else reversed(both)
+    return GroupedForm(form.first, form.middle, form.down, (count, width, inner))
+
+
+def _nearest(module: nn.Module, trial: Trial) -> GroupedForm | Mismatch:
+    errors: dict[GroupedForm, float] = {}
+    with torch.no_grad():
+        for form in _forms(module, trial.x.shape[1]):
+            try:
+                y = computed(module, form, trial.x, trial.index, trial.weights)
+            except (RuntimeError, ValueError):  # shapes that do not meet
+                continue
+            errors[form] = relative(y, trial.whole) if y.shape == trial.whole.shape else 1e300
+            if errors[form] <= TOLERANCE:
+                break
+    if not errors:
+        return Mismatch("has parameters whose shapes are not those of two or three matrix products")
+    best = min(errors, key=lambda form: errors[form])
+    if not errors[best] <= TOLERANCE:
+        return Mismatch(f"differs from experts by {best.middle.act}", errors[best])
+    error = _gradient_distance(module, best, trial)
+    if not error <= TOLERANCE:
+        return Mismatch("equals experts by grouped products, but its gradients differ", error)
+    return best
+
+
+def _gradient_distance(module: nn.Module, form: GroupedForm, trial: Trial) -> float:
+    x, weights = (t.detach().clone().requires_grad_() for t in (trial.x, trial.weights))
+    leaves = [x, weights, *module.parameters()]
+    both = [module(x, trial.index, weights), computed(module, form, x, trial.index, weights)]
+    grad = torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape)
+    found, exact = (torch.autograd.grad(y, leaves, grad, allow_unused=True) for y in both)
+    return max(
+        float("inf") if a is None or b is None else relative(b, a)
+        for a, b in zip(found, exact, strict=True)
+    )
+
+
+def _forms(module: nn.Module, width: int) -> Iterator[GroupedForm]:
+    """Every form that the shapes of these parameters allow."""
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    cubes = [name for name, shape in shapes.items() if len(shape) == 3]
+    flat = [name for name, shape in shapes.items() if len(shape) == 2]
+    if len(cubes) not in (2, 3) or len(cubes) + len(flat) != len(shapes):
+        return
+    for names in itertools.permutations(cubes):
+        for across in itertools.product((True, False), repeat=2):
+            for biases in _biases(len(names), flat):
+                ways = [across[0]] * (len(names) - 1) + [across[1]]
+                *first, down = map(Matrix, names, biases, ways)
+                if all(_fit(one, shapes, i) for one, i in [*((m, width) for m in first)]):
+                    inner = shapes[first[0].weight][1 if across[0] else 2]
+                    for middle in _middles(module, len(first)):
+                        sizes = (shapes[names[0]][0], width, inner)
+                        yield GroupedForm(tuple(first), middle, down, sizes)
+
+
+def _biases(count: int, names: Sequence[str]) -> Iterator[tuple[str | None, ...]]:
+    """Every way to give the vectors of a module to its products, all of them."""
+    places = [*names, *[None] * (count - len(names))]
+    yield from dict.fromkeys(itertools.permutations(places, count))
+
+
+def _fit(matrix: Matrix, shapes: Mapping[str, tuple[int, ...]], width: int) -> bool:
+    _, first, second = shapes[matrix.weight]
+    into, out = (second, first) if matrix.across else (first, second)
+    return into == width and (matrix.bias is None or shapes[matrix.bias][1] == out)
+
+
+def _middles(module: nn.Module, products: int) -> Iterator[Middle]:
+    """What may stand in the middle; the module's own gate and activation come last."""
+    lies = ("apart",) if products == 2 else ("gate first", "up first", "in turn", "")
+    own = [name for name, child in module.named_children() if not list(child.parameters())]
+    acts = [*((act, False) for act in gated.ACTIVATIONS), *((name, True) for name in own)]
+    yield from (Middle(act, lie, mine) for lie in lies for act, mine in acts)
+    yield from (Middle(act, "") for act in PLAIN if products == 1)
+    if products == 1 and callable(getattr(module, "_apply_gate", None)):
+        yield Middle("_apply_gate", "", True)  # as experts of transformers call theirs
+
+
+# -- computing it --------------------------------------------------------------------------------
+
+
+def computed(
+    module: nn.Module, form: GroupedForm, x: Tensor, index: Tensor, weights: Tensor
+) -> Tensor:
+    """What the experts give for tokens: rows sorted by expert, two or three products, and back."""
+    choices = index.shape[1]
+    chosen = index.flatten()
+    order = chosen.argsort(stable=True)
+    experts = chosen[order]
+    rows = x[order // choices]
+    count = getattr(module, form.down.weight).shape[0]
+    sizes = torch.zeros(count, dtype=torch.int64, device=x.device)
+    ends = sizes.index_add(0, chosen, torch.ones_like(chosen)).cumsum(0).int()
+    both = [_multiplied(module, one, rows, experts, ends) for one in form.first]
+    middle = _between(module, form.middle, both)
+    y = _multiplied(module, form.down, middle, experts, ends) * weights.flatten()[order, None]
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    return y[back].view(x.shape[0], choices, -1).sum(1).to(x.dtype)
+
+
+def _multiplied(
+    module: nn.Module, matrix: Matrix, rows: Tensor, experts: Tensor, ends: Tensor
+) -> Tensor:
+    weight: Tensor = getattr(module, matrix.weight)
+    wanted = autocast_to(rows)  # as F.linear would
+    if wanted is not None:
+        rows, weight = rows.to(wanted), weight.to(wanted)
+    y = grouped(rows, weight, ends, matrix.across)
+    return y if matrix.bias is None else y + getattr(module, matrix.bias)[experts].to(y.dtype)
+
+
+def _between(module: nn.Module, middle: Middle, both: Sequence[Tensor]) -> Tensor:
+    """The activation of one tensor, or that of the gate times the other."""
+    own: Callable[[Tensor], Tensor] = (
+        getattr(module, middle.act)
+        if middle.own
+        else gated.ACTIVATIONS.get(middle.act) or PLAIN[middle.act]
+    )
+    if not middle.lie:
+        return own(both[0])
+    if middle.lie == "in turn":
+        both = (both[0][..., ::2], both[0][..., 1::2])
+    elif middle.lie != "apart":
+        if not middle.own:
+            return gated.packed(both[0], middle.act, middle.lie == "gate first")
+        halves = both[0].chunk(2, -1)
+        both = halves if middle.lie == "gate first" else halves[::-1]
+    return own(both[0]) * both[1] if middle.own else gated.gated(both[0], both[1], middle.act)
+
+
+class GroupedExperts:
+    """The layer that computes a module of experts by grouped products, from its own parameters."""
+
+    kernel = "grouped"
+
+    def __init__(self, module: nn.Module, form: GroupedForm) -> None:
+        self.module, self.form = module, form
+        self.names = [*inspect.signature(type(module).forward).parameters][1:4]
+
+    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+        """Tokens, the experts of each, their weights; `inner` is not called."""
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        if len(args) > len(self.names) or sorted(given) != sorted(self.names):
+            raise Refusal(
+                Diagnostic(
+                    "S821",
+                    f"`{type(self.module).__name__}` was called with {len(args) + len(kwargs)}"
+                    " arguments, but experts take tokens, expert indices and routing weights",
+                    helps=("leave this module as it is",),
+                )
+            )
+        return computed(self.module, self.form, *(given[name] for name in self.names))

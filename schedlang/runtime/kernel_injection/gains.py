@@ -1,0 +1,201 @@
+"""What fusing a module gains: kernels and bytes as it is, and fused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from schedlang.ir import nests as pytree
+from schedlang.ir.primitive import Count, Gain
+from schedlang.runtime.fusion.fuse import Told, fuse_pattern
+from schedlang.runtime.fusion.rewrite import watched
+from schedlang.runtime.rowwise_kernels.launch import Kernel, shape_of
+from schedlang.runtime.rowwise_kernels.operator import Graphs, Pair, as_function, graphs, pair_for
+from schedlang.runtime.rowwise_kernels.source import passes
+
+# ---- Kernels and bytes of a function of tensors, forward and backward: as it stands, and fused.
+# Eager torch runs one kernel for each operator that is no view, and each reads what it is given
+# and writes what it gives.  A generated kernel reads what it loads and writes what it stores; what
+# inductor would launch its own scheduler says, which runs without compiling anything.
+
+
+# these only name memory: nothing is launched
+_IDLE = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "alias")
+
+
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operators and their bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kernels = self.bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operator."""
+        out = func(*args, **(kwargs or {}))
+        if launches(func):
+            self.kernels += 1
+            given = {id(t): t for t in _tensors((args, kwargs or {}))}
+            made = {id(t): t for t in _tensors(out)}
+            self.bytes += sum(map(_bytes, given.values())) + sum(map(_bytes, made.values()))
+        return out
+
+
+def launches(func: Any) -> bool:
+    """Whether an operator computes: a view does not."""
+    name = func._schema.name.split("::")[1]
+    views = any(
+        r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
+    )
+    return not views and name not in _IDLE
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Bytes of the memory that a tensor names; what is broadcast is read once."""
+    held = [n for n, stride in zip(tensor.shape, tensor.stride()) if stride != 0]
+    count = 1
+    for size in held:
+        count *= size
+    return count * tensor.element_size()
+
+
+def eager(function: Callable[..., Any], given: Sequence[Any], leaves: Sequence[Tensor]) -> Count:
+    """Of a function as it stands, on the meta device; `leaves` are what is differentiated."""
+    with _Counting() as forward:
+        out = function(*given)
+    made = [t for t in _tensors(out) if t.requires_grad]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    grads = [torch.empty_like(t) for t in made]
+    with _Counting() as backward:
+        if made and wanted:
+            torch.autograd.grad(made, wanted, grads, allow_unused=True)
+    return Count(forward.kernels, backward.kernels, forward.bytes + backward.bytes)
+
+
+def generated(pair: Pair) -> Count:
+    """Of the kernels made for a chain, with the sums that follow them."""
+    found = [_generated(kernel) for kernel in pair.kernels]
+    backward = found[1][0] if len(found) > 1 else 0
+    return Count(found[0][0], backward, sum(size for _, size in found))
+
+
+def _generated(made: Kernel) -> tuple[int, int]:
+    """Kernels and bytes of one: what it loads and stores, its programs' sums, and the tail."""
+    chain = made.chain
+    kernels = moved = 0
+    with torch.device("meta"):
+        like = torch.empty(0)
+        places = [n for n in made.graph.nodes if n.op == "placeholder"]
+        for value in chain.given:
+            again = passes(chain) if made.looped and value.cols else 1
+            moved += _bytes(places[value.place].meta["val"]) * again
+        for one in chain.stored:
+            moved += _bytes(torch.empty(one.shape, dtype=one.dtype))
+        parts = shape_of(made, like).programs
+        with _Counting() as after:
+            sums = []
+            for one in chain.sums:
+                part = torch.empty(parts, chain.grid.size if one.value.cols else 1)
+                moved += _bytes(part)
+                sums.append(part.sum(0).to(one.dtype).reshape(one.shape))
+            if made.tail is not None:
+                late = [
+                    torch.empty_like(places[p].meta["val"], device="meta") for p in chain.wanted
+                ]
+                made.tail(*sums, *late)
+        kernels += after.kernels
+    return kernels + 1, moved + after.bytes
+
+
+def scheduled(found: Graphs) -> Count:
+    """Of what inductor makes of a function, as its scheduler says; nothing is compiled."""
+    forward = _lowered(found.forward, found.backward is None, False)
+    backward = _lowered(found.backward, False, True) if found.backward is not None else (0, 0)
+    return Count(forward[0], backward[0], forward[1] + backward[1])
+
+
+def _lowered(graph: fx.Graph, inference: bool, backward: bool) -> tuple[int, int]:
+    """Kernels and bytes of one graph: inductor's lowering and its scheduler, and no more."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import record_original_output_strides
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    module = fx.GraphModule({}, graph)
+    record_original_output_strides(module)
+    inputs: list[Any] = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
+    made = GraphLowering(
+        module, example_inputs=inputs, is_inference=inference, is_backward=backward
+    )
+    mode: Any = inputs[0].fake_mode
+    with V.set_graph_handler(made), V.set_fake_mode(mode), DebugContext():
+        with config.patch(fallback_random=True):
+            made.run(*inputs)
+            made._update_scheduler()
+            size, _, _ = made.count_bytes()
+        return len(made.scheduler.nodes), int(size)
+
+
+# ---- What fusing a module gains: its kernels and bytes as they are, and fused, for one call.
+
+
+_NONE = Count(0, 0, 0)
+
+
+def of_regions(
+    module: nn.Module, told: Told, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Gain:
+    """Of all regions that one call of a hollow module runs."""
+    fuse_pattern(module, told)
+    with torch.device("meta"), watched() as called:
+        module.train()(*_leaves(args), **_leaves(kwargs))
+    before = after = _NONE
+    texts: dict[str, None] = {}
+    for region, given in called:
+        inputs = [_leaf(t, t.requires_grad) if isinstance(t, Tensor) else t for t in given]
+        before += eager(region.plain, inputs, [t for t in inputs if isinstance(t, Tensor)])
+        if region.backend == "rowwise":
+            pair = pair_for(region.plain, inputs, region.rounding)
+            after += generated(pair)
+            texts |= dict.fromkeys(kernel.text for kernel in pair.kernels)
+        else:
+            after += scheduled(graphs(*as_function(region.plain, inputs)))
+    return Gain(before, after, tuple(texts))
+
+
+def of_module(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gain:
+    """Of a hollow module that inductor compiles as a whole."""
+    module.train()
+    names = [name for name, _ in module.named_parameters()]
+    given = [_leaves(args), _leaves(kwargs), [p for _, p in module.named_parameters()]]
+    flat, form = pytree.tree_flatten(given)
+
+    def call(*values: Any) -> Any:
+        own, named, parameters = pytree.tree_unflatten(list(values), form)
+        held = dict(zip(names, parameters, strict=True))
+        made = torch.func.functional_call(module, held, tuple(own), named)
+        return [t for t in pytree.tree_leaves(made) if isinstance(t, Tensor)]
+
+    with torch.device("meta"):
+        before = eager(call, flat, [t for t in flat if isinstance(t, Tensor)])
+    return Gain(before, scheduled(graphs(*as_function(call, flat))))
+
+
+def _leaves(tree: Any) -> Any:
+    """The same on the meta device, wanting gradients where they can."""
+    return pytree.tree_map_only(Tensor, lambda t: _leaf(t, t.is_floating_point()), tree)
+
+
+def _leaf(tensor: Tensor, graded: bool) -> Tensor:
+    return torch.empty_like(tensor, device="meta").requires_grad_(graded)

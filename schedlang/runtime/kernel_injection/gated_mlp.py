@@ -1,0 +1,337 @@
+"""A gated MLP whose middle is one kernel: which module is one, and its forward."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.kernels.gated import ACTIVATIONS, Case, gated, packed, reference
+from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, one_input, relative
+from schedlang.runtime.device import undrawn
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.forward import the_input
+from schedlang.runtime.modes import ambient
+
+# ---- A gated MLP whose middle is one kernel: its projections stay modules and are called as
+# ever.
+
+
+@dataclass(frozen=True)
+class Gated:
+    """down(act(gate(x)) * up(x)); one projection for both is `gate`, and `up` then None.
+
+    `size` is the width of the middle; `gate_first` the order in a packed one.  `between` is a child
+    that the product goes through before down: a dropout, or a norm.
+    """
+
+    gate: str
+    up: str | None
+    down: str
+    act: str
+    size: int
+    gate_first: bool = True
+    between: str | None = None
+
+    def cases(self) -> list[Case]:
+        """Runs of the kernel in the form that was found."""
+        pack = "" if self.up else "gate first" if self.gate_first else "up first"
+        size = min(self.size, 4096)
+        return [
+            Case((rows, size), dtype, self.act, pack)
+            for dtype, rows in (("float32", 5), ("bfloat16", 5), ("float32", 1))
+        ]
+
+
+def computed(module: nn.Module, form: Gated, x: Tensor, kernel: bool = False) -> Tensor:
+    """down(act(gate) * up) by the module's own projections."""
+    first = module.get_submodule(form.gate)(x)
+    second = None if form.up is None else module.get_submodule(form.up)(x)
+    product = middle(first, second, form, kernel)
+    if form.between is not None:
+        product = module.get_submodule(form.between)(product)
+    made: Tensor = module.get_submodule(form.down)(product)
+    return made
+
+
+def middle(first: Tensor, second: Tensor | None, form: Gated, kernel: bool = False) -> Tensor:
+    """act(gate) * up, of the two or of what holds both."""
+    if second is not None:
+        return (gated if kernel else reference)(first, second, form.act)
+    if kernel:
+        return packed(first, form.act, form.gate_first)
+    left, right = first.chunk(2, -1)
+    gate, up = (left, right) if form.gate_first else (right, left)
+    return reference(gate, up, form.act)
+
+
+class GatedMlp:
+    """The layer that computes a gated MLP from the module's own projections and one kernel."""
+
+    kernel = "gated"
+
+    def __init__(self, module: nn.Module, form: Gated) -> None:
+        self.module, self.form = module, form
+
+    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+        """Compute for the one input; `inner` is not called."""
+        return computed(self.module, self.form, the_input(self.module, args, kwargs), kernel=True)
+
+
+# ---- Which gated MLP a module is, if it is one.
+# Which child is what, and which activation stands between them, is found by running a bare float64
+# copy; so it works for modules of any class, and sharded or quantised projections stay theirs.
+
+
+_Called = dict[str, list[tuple[Tensor, Tensor]]]  # by child what it was given, and what it gave
+_WIDE = 2**22  # numbers of a weight from which on its gradient is not computed to be compared
+
+
+def probe_gated(module: nn.Module) -> Gated | Mismatch:
+    """The gated MLP that a module is, or the measured reason why it is none."""
+    linear = {n: m for n, m in module.named_children() if _shape(m) is not None}
+    refused = _structure(module, linear)
+    if refused:
+        return Mismatch(refused)
+    more = one_input(module)
+    if more:
+        return more
+    # around zero: activations must show
+    copied = bare_copy(module, torch.float64, spread=lambda shape: 3.0 / shape[-1] ** 0.5)
+    with undrawn(), ambient(Float64):
+        try:
+            plain = list(_forms(copied, list(linear)))
+            return _nearest(
+                copied,
+                [
+                    replace(form, between=name)
+                    for name in _between(copied, linear)
+                    for form in plain
+                ],
+            )
+        except Exception as raised:  # the module's own code: whatever it raises is a mismatch
+            said = f"{type(raised).__name__}: {raised}".splitlines()[0]
+            return Mismatch(f"does not run on rows alone: {said}")
+
+
+def _shape(module: nn.Module) -> tuple[int, int] | None:
+    """(in, out) of a projection; None for anything else."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    weight = module._parameters.get("weight")
+    if type(module).__name__ == "Conv1D" and weight is not None and weight.ndim == 2:
+        return weight.shape[0], weight.shape[1]
+    return None
+
+
+def _structure(module: nn.Module, linear: dict[str, nn.Module]) -> str | None:
+    held = {name for name, _ in module.named_parameters()}
+    own = {f"{n}.{p}" for n, m in linear.items() for p, _ in m.named_parameters(recurse=False)}
+    for name in _between(module, linear):
+        own |= {n for n in held if name is not None and n.startswith(f"{name}.")}
+    if len(linear) not in (2, 3):
+        return f"has {len(linear)} projections: a gated MLP has 3, or 2 (gate and up packed)"
+    if held - own:
+        return f"has other parameters than those of its projections: {min(held - own)}"
+    if next(module.buffers(), None) is not None:
+        return "has buffers: a gated MLP has none"
+    if "forward" in vars(module):
+        return "has a replaced forward already"
+    return None
+
+
+def _between(module: nn.Module, linear: dict[str, nn.Module]) -> list[str | None]:
+    """Children that the product may go through before the last projection: a dropout, if any, or
+    the one child that has parameters and is no projection."""
+    others = {n: m for n, m in module.named_children() if n not in linear}
+    whole = [n for n, m in others.items() if next(m.parameters(), None) is not None]
+    drops = [n for n, m in others.items() if isinstance(m, nn.Dropout)]
+    return [*whole] if len(whole) == 1 else [*drops, None]
+
+
+def _forms(module: nn.Module, names: list[str]) -> Iterator[Gated]:
+    """Every gated MLP that the shapes of these projections allow."""
+    shapes = {name: _shape(module.get_submodule(name)) or (0, 0) for name in names}
+    for gate, *rest, down in itertools.permutations(names):
+        size = shapes[down][0]
+        for act in ACTIVATIONS:
+            if rest and shapes[gate] == shapes[rest[0]] == (shapes[gate][0], size):
+                yield Gated(gate, rest[0], down, act, size)
+            if not rest and shapes[gate][1] == 2 * size:
+                yield Gated(gate, None, down, act, size)
+                yield Gated(gate, None, down, act, size, gate_first=False)
+
+
+def _nearest(module: nn.Module, forms: list[Gated]) -> Gated | Mismatch:
+    if not forms:
+        return Mismatch("has projections whose shapes are not those of a gated MLP")
+    width = _shape(module.get_submodule(forms[0].gate)) or (0, 0)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 4, width[0], generator=generator, dtype=torch.float64, device="cpu")
+    with torch.no_grad():
+        evaluated, trained = (_seeded(module.train(mode), x) for mode in (False, True))
+    own = _ran(module, module, x)
+    results = {False: [evaluated], True: [trained, own.made]}
+    if not all(isinstance(y, Tensor) for some in results.values() for y in some):
+        return Mismatch(f"returns {type(trained).__name__}, not a tensor")
+    best = _guessed(module, forms, own.calls)
+    twin = _ran(module, partial(computed, module, best), x)
+    made = {True: twin.made, False: _evaluated(module, best, x, twin.made)}
+    if not _farthest(results, made) <= TOLERANCE:  # one of the others, or how far is it?
+        errors = _errors(module, forms, x, results)
+        best = min(forms, key=lambda form: errors[form])
+        if not errors[best] <= TOLERANCE:
+            return Mismatch(f"differs from a gated MLP (nearest: {best.act})", errors[best])
+        twin = _ran(module, partial(computed, module, best), x)
+    error = _gradient_distance(module, best, own, twin)
+    if not error <= TOLERANCE:
+        return Mismatch(f"equals a gated MLP by {best.act}, but its gradients differ", error)
+    return best
+
+
+_Results = Mapping[bool, Sequence[Tensor]]  # what a module gave in training, and in evaluation
+
+
+def _seeded(call: Callable[[Tensor], Any], x: Tensor) -> Any:
+    """What is given for x, with the same random numbers each time."""
+    torch.manual_seed(0)
+    return call(x)
+
+
+def _farthest(results: _Results, exact: Mapping[bool, Tensor]) -> float:
+    found = [relative(y.detach(), exact[mode].detach()) for mode in results for y in results[mode]]
+    return math.inf if any(error != error for error in found) else max(found)
+
+
+def _evaluated(module: nn.Module, form: Gated, x: Tensor, trained: Tensor) -> Tensor:
+    """The form in evaluation; projections alone do not know the difference."""
+    if form.between is None:
+        return trained
+    with torch.no_grad():
+        made: Tensor = computed(module.eval(), form, x)
+    module.train()
+    return made
+
+
+def _errors(
+    module: nn.Module, forms: list[Gated], x: Tensor, results: _Results
+) -> dict[Gated, float]:
+    """How far each form is from what the module gave, in training and in evaluation."""
+    made: dict[bool, dict[Gated, Tensor]] = {}
+    with torch.no_grad():
+        for mode in (False, True):
+            alike = made and not any(form.between for form in forms)
+            made[mode] = made[False] if alike else _all_computed(module.train(mode), forms, x)
+    return {form: _farthest(results, {mode: made[mode][form] for mode in made}) for form in forms}
+
+
+def _guessed(module: nn.Module, forms: list[Gated], calls: _Called) -> Gated:
+    """The form whose middle is nearest to what the last projection was given, if it was called.
+
+    Which spares computing with the last weights for each form; what is guessed is compared whole.
+    """
+
+    def distance(form: Gated) -> float:
+        names = [name for name in (form.gate, form.up, form.down) if name is not None]
+        if any(len(calls.get(name, ())) != 1 for name in names):
+            return math.inf
+        up = None if form.up is None else calls[form.up][0][1]
+        given = calls[form.down][0][0]
+        made = _passed(module, middle(calls[form.gate][0][1], up, form), form)
+        return relative(given, made) if given.shape == made.shape else math.inf
+
+    with torch.no_grad():
+        return min(forms, key=distance)
+
+
+def _all_computed(module: nn.Module, forms: list[Gated], x: Tensor) -> dict[Gated, Tensor]:
+    """Each of several forms; a projection reads its weights once, for wide ones take seconds."""
+    made: dict[Gated, Tensor] = {}
+    for down in {form.down: None for form in forms}:
+        some = [form for form in forms if form.down == down]
+        known = {name: module.get_submodule(name)(x) for name in _before(some)}
+        middles = [
+            _passed(module, middle(known[f.gate], known.get(f.up or ""), f), f) for f in some
+        ]
+        made.update(zip(some, module.get_submodule(down)(torch.stack(middles))))
+    return made
+
+
+def _before(forms: list[Gated]) -> set[str]:
+    return {name for form in forms for name in (form.gate, form.up) if name is not None}
+
+
+def _passed(module: nn.Module, product: Tensor, form: Gated) -> Tensor:
+    """The product, through what stands between, with the same random numbers each time."""
+    between = form.between
+    return product if between is None else _seeded(module.get_submodule(between), product)
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """A run with gradients: its input and result, and the calls of the module's projections."""
+
+    leaf: Tensor
+    made: Tensor
+    calls: _Called
+
+
+def _ran(module: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> _Ran:
+    """A run by a module's projections."""
+    leaf, calls = x.clone().requires_grad_(), _Called()
+    with _calls(module, calls):
+        return _Ran(leaf, _seeded(run, leaf), calls)
+
+
+def _gradient_distance(module: nn.Module, form: Gated, own: _Ran, twin: _Ran) -> float:
+    """How far gradients differ: of the input, and of all parameters, or of what decides of them.
+
+    Where both call each projection once, the gradient of its weight is that of what it gave times
+    what it was given: of wide MLPs, whose weights take seconds, these are compared.
+    """
+    both, called = (own.made, twin.made), (own.calls, twin.calls)
+    if not own.made.requires_grad:
+        return math.inf
+    once = [len(some) == 1 for calls in called for some in calls.values()]
+    alike = called[0].keys() == called[1].keys() == _before([form]) | {form.down}
+    wide = max(p.numel() for p in module.parameters()) > _WIDE
+    if wide and alike and all(once):
+        order = sorted(called[0])
+        inner = [] if form.between is None else [*module.get_submodule(form.between).parameters()]
+        leaves = [[run.leaf, *inner, *(run.calls[n][0][1] for n in order)] for run in (own, twin)]
+        given = [[calls[n][0][0].detach() for n in order] for calls in called]
+    else:
+        leaves, given = [[run.leaf, *module.parameters()] for run in (own, twin)], [[], []]
+    grad = torch.linspace(-1, 1, own.made.numel(), dtype=own.made.dtype).view(own.made.shape)
+    found, exact = (
+        torch.autograd.grad(y, some, grad, allow_unused=True) for y, some in zip(both, leaves)
+    )
+    return max(
+        math.inf
+        if a is None or b is None or a.numel() != b.numel()
+        else relative(a.reshape(b.shape), b)  # rows may have been put together on the way
+        for a, b in zip((*found, *given[0]), (*exact, *given[1]), strict=True)
+    )
+
+
+@contextmanager
+def _calls(module: nn.Module, into: _Called) -> Iterator[None]:
+    """Note the calls of a module's children."""
+
+    def note(name: str, child: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> None:
+        if _shape(child) is not None:
+            into.setdefault(name, []).append((given[0], made))
+
+    hooks = [c.register_forward_hook(partial(note, n)) for n, c in module.named_children()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

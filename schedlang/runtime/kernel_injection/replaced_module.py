@@ -1,0 +1,248 @@
+"""A module of the user's own in another's place; parameters keep their names and their values.
+
+What takes the place holds the very parameters of what it replaces.  They have the same names in it,
+or it says which of them each of its own is made of; then the names of the replaced module stay, and
+its parts are handed on at each call, joined along their first dim where there are several.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.tracing.meta import copy_with
+
+Names = Mapping[str, str | Sequence[str]]  # own name -> the name, or names, that it is made of
+
+
+@dataclass(frozen=True)
+class Replace:
+    """The modules of these names are replaced by what `make` gives for each.
+
+    `make` is a module, of which each place gets a copy, or a function of the module that stood
+    there; it gives a module, or a pair of one and its `Names`.
+    """
+
+    sites: tuple[str, ...]
+    name: str
+    make: Any
+
+    rewrites: ClassVar[bool] = True  # the original computes as it did: a proof is about this
+
+    def __call__(self, module: nn.Module) -> nn.Module:
+        """The copy; it lies on the same storage."""
+        twin = copy_with(module, lambda name, old: _on_storage(old), lambda tensor: tensor)
+        for fqn in self.sites:
+            old = twin.get_submodule(fqn)
+            new = fitted(fqn, old, self.name, self.make)
+            for holder in twin.modules():
+                for local, child in list(holder._modules.items()):
+                    if child is old:
+                        holder._modules[local] = new
+        return twin
+
+
+class Joined(nn.Module):
+    """A module whose parameters are made of those of the replaced one, whose names they keep."""
+
+    def __init__(self, old: nn.Module, inner: nn.Module, names: Names) -> None:
+        super().__init__()
+        for name, parameter in old.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        for name, child in old.named_children():
+            self.add_module(name, _bare(child))
+        # no module of the tree: its own parameters have neither values nor names of their own.
+        # Last, for a child that it took over is emptied with it: the parameters are held by now
+        self.__dict__["inner"] = inner.to("meta")
+        self.names = {own: (of,) if isinstance(of, str) else tuple(of) for own, of in names.items()}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The replacement's, on what it is made of."""
+        held = dict(self.named_parameters(remove_duplicate=False))
+        given = {own: _joined([held[name] for name in of]) for own, of in self.names.items()}
+        inner = self.__dict__["inner"].train(self.training)
+        return functional_call(inner, given, args, kwargs)
+
+
+class Held(nn.Module):
+    """Parameters under their names; what they compute stands elsewhere."""
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    held = Held()
+    for name, parameter in module.named_parameters(recurse=False):
+        held.register_parameter(name, parameter)
+    for name, child in module.named_children():
+        held.add_module(name, _bare(child))
+    return held
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _on_storage(old: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(old.detach(), old.requires_grad)
+
+
+def fitted(fqn: str, old: nn.Module, name: str, make: Any) -> nn.Module:
+    """What takes the place of a module, with its parameters; S881 where they do not fit."""
+    new, names = _made(fqn, old, name, make)
+    _same_call(fqn, old, new, name)
+    _adapted(new, old)
+    new.train(old.training)
+    if names is not None:
+        return _renamed(fqn, old, new, names, name)
+    _same_names(
+        fqn, name, "parameter", _shapes(old.named_parameters), _shapes(new.named_parameters)
+    )
+    for key, parameter in old.named_parameters(remove_duplicate=False):
+        owner, _, local = key.rpartition(".")
+        new.get_submodule(owner)._parameters[local] = parameter
+    _buffers(fqn, name, old, new)
+    return new
+
+
+def _made(fqn: str, old: nn.Module, name: str, make: Any) -> tuple[nn.Module, Names | None]:
+    if isinstance(make, nn.Module):
+        return copy.deepcopy(make), None
+    try:
+        with torch.random.fork_rng(devices=[]):
+            found = make(old)
+    except Exception as error:  # whatever the user's own code raises, told with its own words
+        said = f"{type(error).__name__}: {error}".split("\n")[0]
+        raise misfit(fqn, name, f"its function raised `{said}`") from error
+    new, names = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(new, nn.Module):
+        raise misfit(fqn, name, f"its function returns {type(new).__name__}, not a module")
+    if new is old:
+        raise misfit(fqn, name, "its function returns the module that it should replace")
+    return new, names
+
+
+def misfit(fqn: str, name: str, *notes: str, helps: Sequence[str] = ()) -> Refusal:
+    """S881."""
+    return Refusal(
+        Diagnostic("S881", f"`{name}` cannot replace `{fqn}`", notes=notes, helps=tuple(helps))
+    )
+
+
+def _shapes(named: Callable[..., Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in named(remove_duplicate=False)}
+
+
+def _same_names(
+    fqn: str, name: str, what: str, old: Mapping[str, Any], new: Mapping[str, Any]
+) -> None:
+    missing, more = [n for n in old if n not in new], [n for n in new if n not in old]
+    other = [n for n in old if n in new and old[n] != new[n]]
+    notes = []
+    if missing:
+        notes.append(f"it has no {what} {_quoted(missing)}")
+    if more:
+        notes.append(f"it has a {what} {_quoted(more)}, which the model does not have")
+    notes += [f"`{n}` is {list(old[n])} in the model and {list(new[n])} in it" for n in other[:3]]
+    if notes:
+        pair = f'{{"{(more or ["its_name"])[0]}": "{(missing or ["name"])[0]}"}}'
+        helps = ("use the same names", f"or return a mapping of names: `return module, {pair}`")
+        raise misfit(fqn, name, *notes, helps=helps if what == "parameter" else ())
+
+
+def _quoted(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(f"`{n}`" for n in names[:4]) + more
+
+
+def _renamed(fqn: str, old: nn.Module, new: nn.Module, names: Names, name: str) -> nn.Module:
+    """The replacement, told what its parameters are made of; every one is used once."""
+    held = dict(old.named_parameters(remove_duplicate=False))
+    told = {own: (of,) if isinstance(of, str) else tuple(of) for own, of in names.items()}
+    for key in held:
+        if not any(key in of for of in told.values()) and key in dict(new.named_parameters()):
+            told.setdefault(key, (key,))
+    used = [key for of in told.values() for key in of]
+    unknown = [key for key in used if key not in held]
+    if unknown:
+        raise misfit(
+            fqn, name, f"its mapping names {_quoted(unknown)}, which the model does not have"
+        )
+    kept = dict.fromkeys(used)
+    made = {own: _joined_shape([tuple(held[k].shape) for k in of]) for own, of in told.items()}
+    _same_names(fqn, name, "parameter", {k: 0 for k in held}, {k: 0 for k in kept})
+    _same_names(fqn, name, "parameter", made, _shapes(new.named_parameters))
+    if any(True for _ in new.buffers()) or any(True for _ in old.buffers()):
+        raise misfit(
+            fqn, name, "buffers cannot be renamed", helps=("use the same names for parameters",)
+        )
+    return Joined(old, new, told).train(old.training)
+
+
+def _joined_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    first = shapes[0]
+    if any(shape[1:] != first[1:] for shape in shapes):
+        return (-1,)
+    return (sum(shape[0] for shape in shapes), *first[1:]) if first else first
+
+
+def _buffers(fqn: str, name: str, old: nn.Module, new: nn.Module) -> None:
+    """What the state dict holds is the replaced module's; other buffers are the replacement's."""
+    keys = [set(module.state_dict()) for module in (old, new)]
+    have = [_shapes(module.named_buffers) for module in (old, new)]
+    kept = [{k: v for k, v in b.items() if k in s} for b, s in zip(have, keys)]
+    _same_names(fqn, name, "buffer of the state dict", *kept)
+    values = dict(old.named_buffers(remove_duplicate=False))
+    for key in kept[0]:
+        owner, _, local = key.rpartition(".")
+        new.get_submodule(owner)._buffers[local] = values[key]
+
+
+def _adapted(new: nn.Module, old: nn.Module) -> None:
+    """Its own buffers to where the parameters are; in float64 if they are."""
+    first = next(old.parameters(), None)
+    if first is None or first.is_meta:
+        return
+    wide = first.dtype == torch.float64
+    for module in new.modules():
+        for local, buffer in module._buffers.items():
+            if buffer is not None:
+                kind = torch.float64 if wide and buffer.is_floating_point() else buffer.dtype
+                module._buffers[local] = buffer.to(first.device, kind)
+
+
+def _same_call(fqn: str, old: nn.Module, new: nn.Module, name: str) -> None:
+    """Whatever calls the one can call the other in the same words."""
+    before, after = _arguments(old), _arguments(new)
+    kinds = inspect.Parameter
+    rest = {p.kind for p in after.values()}
+    free = (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
+    notes = []
+    own = [n for n, p in after.items() if p.kind not in free]
+    for place, (key, parameter) in enumerate(before.items()):
+        if parameter.kind in free:
+            continue
+        if key not in after and kinds.VAR_KEYWORD not in rest:
+            notes.append(f"its forward takes no `{key}`")
+        elif key in own and parameter.kind is not kinds.KEYWORD_ONLY and own.index(key) != place:
+            notes.append(
+                f"`{key}` is argument {own.index(key) + 1} of its forward, not {place + 1}"
+            )
+    for key in own:
+        if key not in before and after[key].default is kinds.empty:
+            notes.append(f"its forward needs `{key}`, which the model does not pass")
+    if notes:
+        said = ", ".join(str(p) for p in before.values())
+        raise misfit(
+            fqn, name, *notes, helps=(f"take the same arguments: `def forward(self, {said})`",)
+        )
+
+
+def _arguments(module: nn.Module) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(module.forward).parameters)

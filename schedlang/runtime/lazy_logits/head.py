@@ -1,0 +1,191 @@
+"""A head whose product waits for the loss: `lm_head` and cross-entropy in chunks, in any model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.kernels.device import autocast_to
+from schedlang.kernels.held_cross_entropy import Case as HeldCase
+from schedlang.kernels.linear_cross_entropy import Case
+from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, relative, rows_of
+from schedlang.runtime.comm.collectives import Group
+from schedlang.runtime.forward import layers_of, the_input
+from schedlang.runtime.lazy_logits.lazy import LazyLogits, Part
+
+# ---- What torch.compile does not ask a stand-in by itself: a loss that is made as a module.
+# Its rule for `nn.CrossEntropyLoss()` writes the call into the graph as one of tensors, and fails
+# on anything else; the function asks its arguments, as it does outside of a graph.
+
+
+_done: list[bool] = []
+
+
+def follow_losses() -> bool:
+    """Let it call the function where the logits are no tensor; done while it traces, once.
+
+    Whether it could be done: a torch that makes such losses in another way is left alone.
+    """
+    if not _done:
+        _done.append(_patched())
+    return _done[0]
+
+
+def _patched() -> bool:
+    from torch._dynamo.utils import has_torch_function
+    from torch._dynamo.variables import LambdaVariable, UserDefinedClassVariable
+    from torch._dynamo.variables.base import VariableTracker
+
+    owner: Any = UserDefinedClassVariable
+    original = getattr(owner, "_call_cross_entropy_loss", None)
+    if original is None:
+        return False
+
+    def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        usual = original(self, tx, args, kwargs)
+
+        def loss(input: Any, target: Any) -> Any:
+            if not has_torch_function(input):
+                return usual.call_function(tx, [input, target], {})
+            function = VariableTracker.build(tx, F.cross_entropy)
+            return function.call_function(tx, [input, target, *args], kwargs)
+
+        return LambdaVariable(loss)
+
+    owner._call_cross_entropy_loss = called
+    return True
+
+
+# torch.compiler.assume_constant_result, which would import all of the compiler
+follow_losses._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+# ---- A head whose product waits for the loss: `lm_head` and cross-entropy in chunks, in any
+# model.
+# In training the head returns LazyLogits; the model's own forward goes on with them to its own
+# loss. Without gradients, and in eval mode, it computes logits as ever.
+
+
+@dataclass(frozen=True)
+class Head:
+    """A linear layer: [..., width] to [..., classes]; `weight` and `bias` are its parameters."""
+
+    weight: str
+    bias: str | None
+    width: int
+    classes: int
+
+    def cases(self) -> list[Any]:
+        """Runs of the kernel on as many classes, or fewer where there are very many."""
+        shape, classes = (7, min(self.width, 128)), min(self.classes, 512)
+        return [
+            Case(shape, dtype, classes, self.bias is not None, smoothing)
+            for dtype, smoothing in (("float32", 0.0), ("bfloat16", 0.0), ("float32", 0.1))
+        ]
+
+
+@dataclass(frozen=True)
+class HeldHead(Head):
+    """The same, whose logits are to be made once and overwritten by their gradient."""
+
+    def cases(self) -> list[Any]:
+        """Runs of that kernel."""
+        shape, classes = (7, min(self.width, 128)), min(self.classes, 512)
+        return [
+            HeldCase(shape, dtype, classes, self.bias is not None, smoothing)
+            for dtype, smoothing in (("float32", 0.1), ("bfloat16", 0.0))
+        ]
+
+
+def probe_held(module: nn.Module) -> HeldHead | Mismatch:
+    """As `probe_head`, for logits in place."""
+    found = probe_head(module)
+    return found if isinstance(found, Mismatch) else HeldHead(**vars(found))
+
+
+def probe_head(module: nn.Module) -> Head | Mismatch:
+    """Whether a module is a linear layer, or the measured reason why it is none."""
+    params = dict(module.named_parameters())
+    weights = [name for name, p in params.items() if p.ndim == 2]
+    others = [name for name in params if name not in weights]
+    if len(weights) != 1 or len(others) > 1 or "." in weights[0]:
+        shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in params.items()) or "none"
+        return Mismatch(f"has the parameters {shapes}: a head has a matrix, and perhaps a bias")
+    if "forward" in vars(module):
+        return Mismatch("has a replaced forward already")
+    classes, width = params[weights[0]].shape
+    found = Head(weights[0], others[0] if others else None, width, classes)
+    if type(module).forward is nn.Linear.forward:
+        return found  # nothing to be found out, and a copy in float64 may be large
+    if next(module.buffers(), None) is not None:
+        return Mismatch("has buffers: a linear layer has none")
+    return _probed(module, found)
+
+
+def _probed(module: nn.Module, found: Head) -> Head | Mismatch:
+    copied = bare_copy(module, torch.float64)
+    params = dict(copied.named_parameters())
+    weight, bias = params[found.weight], params[found.bias] if found.bias else None
+    x = rows_of(found.width).requires_grad_()
+    worst = 0.0
+    for training in (True, False):
+        copied.train(training)
+        with torch.random.fork_rng(devices=[]):
+            try:
+                y = copied(x)
+                plain = F.linear(x, weight, bias)
+                pairs = zip(_with_gradients(y, x, params), _with_gradients(plain, x, params))
+                worst = max([worst, *(relative(a, b) for a, b in pairs)])
+            except Exception as raised:  # the module's own code: whatever it raises is a mismatch
+                said = f"{type(raised).__name__}: {raised}".splitlines()[0]
+                return Mismatch(f"does not run on rows of {found.width} alone: {said}")
+    return found if worst <= TOLERANCE else Mismatch("differs from a linear layer", worst)
+
+
+def _with_gradients(y: Tensor, x: Tensor, params: dict[str, nn.Parameter]) -> list[Tensor]:
+    grad = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
+    return [y.detach(), *torch.autograd.grad(y, [x, *params.values()], grad)]
+
+
+class Waiting:
+    """The layer of a head: lazy logits in training, its own product otherwise."""
+
+    def __init__(self, module: nn.Module, head: Head, budget: int = 0) -> None:
+        self.module, self.head, self.budget = module, head, budget
+        self.held = isinstance(head, HeldHead)
+        self.kernel = "cross_entropy" if self.held else "linear_cross_entropy"
+
+    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Wait where there will be a gradient."""
+        x = the_input(self.module, args, kwargs)
+        return self.lazy(x) if self.waits() else inner(x)
+
+    def waits(self) -> bool:
+        """Whether the logits that are asked for now are for a loss."""
+        return self.module.training and torch.is_grad_enabled()
+
+    def lazy(self, x: Tensor, group: Group | None = None, classes: int = 0) -> LazyLogits:
+        """The logits of `x`, not computed yet; of `classes` that lie over the ranks of a group."""
+        if torch.compiler.is_compiling():
+            follow_losses()
+        weight: Tensor = getattr(self.module, self.head.weight)
+        bias: Tensor | None = getattr(self.module, self.head.bias) if self.head.bias else None
+        wanted = autocast_to(x)  # as F.linear would
+        if wanted is not None:
+            x, weight = x.to(wanted), weight.to(wanted)
+            bias = None if bias is None else bias.to(wanted)
+        width = weight.shape[0]
+        part = Part(0, width, width) if group is None else Part.of(group, width, classes)
+        return LazyLogits(x, weight, bias, part, self.budget, self.held, x.new_empty(0))
+
+
+def waiting(module: nn.Module) -> Waiting | None:
+    """The layer of a head that waits now, if this module has one."""
+    layers = layers_of(module)
+    found = layers.kinds.get("kernel") if layers is not None else None
+    return found if isinstance(found, Waiting) and found.waits() else None

@@ -1,0 +1,329 @@
+"""Logits that are not computed: a stand-in that a model's own loss code may handle.
+
+A head that is given one returns it in training.  It follows casts, views, scaling, a soft cap and
+slices of the leading dims; at `cross_entropy` (or `logsumexp`, for a z-loss) the product and the
+loss are computed together, chunk by chunk (kernels/linear_cross_entropy.py).  For anything else the
+logits are computed as the head would have, so that any model still gets what it asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from schedlang.kernels.held_cross_entropy import held_statistics
+from schedlang.kernels.linear_cross_entropy import Form, statistics, weighed
+from schedlang.runtime.comm import collectives, world
+from schedlang.runtime.comm.collectives import Group
+from schedlang.runtime.lazy_logits.stand_in import (
+    StandIn,
+    as_torchs,
+    made_whole,
+    reduced,
+    takes_rows,
+)
+
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+class Part(NamedTuple):
+    """Which classes this rank has: `mine` from `first` on, of `classes` over the ranks of a group.
+
+    Rows of its weight beyond `mine` are padding.
+    """
+
+    first: int
+    mine: int
+    classes: int
+    group: Group | None = None
+
+    @classmethod
+    def of(cls, group: Group, width: int, classes: int) -> Part:
+        """The part of a rank that holds `width` rows of the weight, as every rank does."""
+        first = group.rank * width
+        return cls(first, max(0, min(width, classes - first)), classes, group)
+
+
+class _Joined(torch.autograd.Function):
+    """The statistics of whole rows from those of parts: two collectives for all tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, lse: Tensor, picked: Tensor, total: Tensor, group: Group) -> Three:
+        """Sums of exponentials under the largest of all ranks."""
+        largest = lse.clone()
+        collectives.count("all-reduce", group, largest)
+        world.all_reduce(largest, group.pg, largest=True)
+        sums = collectives.all_reduce(torch.stack([(lse - largest).exp(), picked, total]), group)
+        whole = sums[0].log() + largest
+        ctx.save_for_backward(lse, whole)
+        return whole, sums[1].clone(), sums[2].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Each rank's own share of the exponentials; the loss is alike on all ranks."""
+        lse, whole = ctx.saved_tensors
+        return grads[0] * (lse - whole).exp(), grads[1], grads[2], None
+
+
+@dataclass(eq=False)
+class LazyLogits(StandIn):
+    """x @ weight.T + bias [..., classes], and what was done to it since.
+
+    `like` is an empty tensor of the type that the logits have now; `steps` repeat what was done,
+    and are cap * tanh(scale * z), or scale * z where `cap` is 0, but for casts.  `budget` bytes of
+    them may exist at a time; `held`: all of them, from the loss to its backward.
+
+    torch.compile follows them, and gives them out of a graph: their fields are what it can make
+    there, which a frozen dataclass is not.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    part: Part
+    budget: int = 0
+    held: bool = False
+    like: Tensor = field(default_factory=lambda: torch.empty(0))
+    scale: float = 1.0
+    cap: float = 0.0
+    steps: tuple[Callable[[Tensor], Tensor], ...] = ()
+    real: Tensor | None = None  # computed, and perhaps written into
+
+    # -- what is read ----------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the logits."""
+        return torch.Size((*self.x.shape[:-1], self.part.classes))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that the logits have now."""
+        return self.like.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where they would lie."""
+        return self.x.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a gradient flows through them."""
+        return self.x.requires_grad or self.weight.requires_grad
+
+    def dim(self) -> int:
+        """As Tensor.dim."""
+        return self.x.ndim
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(name)
+        return getattr(self.computed(), name)
+
+    def computed(self) -> Tensor:
+        """The logits, as the head and what followed it would have made them; made once."""
+        if self.real is None:
+            z = F.linear(self.x, self.weight, self.bias)
+            if self.part.group is not None:
+                z = collectives.gather(z, -1, self.part.group, consumers_differ=False)
+                z = z[..., : self.part.classes]
+            for step in self.steps:
+                z = step(z)
+            self.real = z
+        return self.real
+
+    def whole(self) -> Tensor:
+        """As a plain tensor."""
+        return self.computed()
+
+    # -- what keeps them lazy --------------------------------------------------------------------
+
+    def _then(self, step: Callable[[Tensor], Tensor], **new: Any) -> Any:
+        """After one more step; computed if they are already."""
+        if self.real is not None:
+            return step(self.real)
+        return replace(self, steps=(*self.steps, step), like=step(self.like), **new)
+
+    def _cast(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self._then(lambda z: getattr(z, name)(*args, **kwargs))
+
+    def _times(self, factor: float, step: Callable[[Tensor], Tensor]) -> Any:
+        if not factor:
+            return step(self.computed())
+        if self.cap:
+            return self._then(step, cap=self.cap * factor)
+        return self._then(step, scale=self.scale * factor)
+
+    def __mul__(self, other: Any) -> Any:
+        if _is_number(other):
+            return self._times(float(other), lambda z: z * other)
+        return self.computed() * other
+
+    __rmul__ = __mul__
+    mul = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        if _is_number(other) and other:
+            return self._times(1 / float(other), lambda z: z / other)
+        return self.computed() / other
+
+    div = __truediv__
+
+    def tanh(self) -> Any:
+        """As Tensor.tanh; a second time there is no kernel for it."""
+        return self.computed().tanh() if self.cap else self._then(torch.tanh, cap=1.0)
+
+    def detach(self) -> Any:
+        """As Tensor.detach."""
+        bias = None if self.bias is None else self.bias.detach()
+        if self.real is not None:
+            return self.real.detach()
+        return replace(self, x=self.x.detach(), weight=self.weight.detach(), bias=bias)
+
+    def view(self, *shape: Any) -> Any:
+        """As Tensor.view where the last dim stays whole; computed otherwise."""
+        sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
+        if self.real is None and sizes and _keeps_last(sizes, self.shape):
+            return self._moved(self.x.reshape(*sizes[:-1], self.x.shape[-1]))
+        return self.computed().reshape(*shape)
+
+    reshape = view
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.real is None and takes_rows(index, self.ndim):
+            return self._moved(self.x[index])
+        return self.computed()[index]
+
+    def _moved(self, x: Tensor) -> LazyLogits:
+        """The same classes of other rows: each step so far acts on each logit by itself."""
+        return replace(self, x=x)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.computed()[index] = value
+
+    # -- the losses ------------------------------------------------------------------------------
+
+    def has_loss(self) -> bool:
+        """Unless they are computed already."""
+        return self.real is None
+
+    def statistics(self, target: Tensor, form: Form) -> Three:
+        """Those of whole rows; `target` are places among all classes, or negative."""
+        rows, part = self.x.reshape(-1, self.x.shape[-1]), self.part
+        made = held_statistics if form.held else statistics
+        if part.group is None:
+            return made(rows, self.weight, self.bias, target, form)
+        local = target - part.first
+        local = torch.where((local >= 0) & (local < part.mine), local, -1)
+        if part.mine:
+            bias = None if self.bias is None else self.bias[: part.mine]
+            found = made(rows, self.weight[: part.mine], bias, local, form)
+        else:  # padding alone: nothing of a sum of exponentials
+            none = rows[:, 0] * 0.0
+            found = (none - torch.inf, none.clone(), none.clone())
+        joined: Three = _Joined.apply(*found, part.group)  # type: ignore[no-untyped-call]
+        return joined
+
+    def logsumexp(self, dim: Any, keepdim: bool = False) -> Any:
+        """As Tensor.logsumexp; over the classes chunk by chunk."""
+        if not self.has_loss() or dim not in (-1, self.ndim - 1, (-1,), [-1]):
+            return self.computed().logsumexp(dim, keepdim)
+        nothing = torch.full((self.shape[:-1].numel(),), -1, device=self.device)
+        # apart from the loss: held, it would be a second tensor of logits
+        form = Form(self.scale, self.cap, self.budget)
+        lse = self.statistics(nothing, form)[0].to(self.dtype).view(self.shape[:-1])
+        return lse.unsqueeze(-1) if keepdim else lse
+
+    @classmethod
+    def known(cls) -> Mapping[Any, Callable[..., Any]]:
+        """The fused loss, and what keeps them lazy."""
+        return _LAZY
+
+
+@as_torchs
+def cross_entropy(
+    logits: LazyLogits, target: Tensor, counts: Tensor, reduction: str, smoothing: float
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy` of [tokens, classes] and a vector of classes."""
+    form = Form(logits.scale, logits.cap, logits.budget, logits.held)
+    target = target.masked_fill(~counts, -1)
+    # a gradient made in forward has not been scaled yet, and float16 has no room below
+    if (
+        not form.held
+        and reduction != "none"
+        and logits.part.group is None
+        and logits.x.dtype != torch.float16
+    ):
+        number = counts.sum() if reduction == "mean" else torch.ones_like(counts.sum())
+        share = 1.0 / number.to(torch.promote_types(logits.x.dtype, torch.float32))
+        by = torch.where(counts, share, 0.0)
+        loss = weighed(logits.x, logits.weight, logits.bias, target, by, smoothing, form)
+        # without any label the mean is not a number, and the gradient is zero, as torch's are
+        return torch.where(number > 0, loss, torch.nan).to(logits.dtype)
+    lse, picked, total = logits.statistics(target, form)
+    loss = lse - (1 - smoothing) * picked - smoothing * total / logits.part.classes
+    return reduced(loss.to(logits.dtype), counts, reduction)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _keeps_last(sizes: list[Any], shape: torch.Size) -> bool:
+    """Whether a view by these sizes has the same last dim."""
+    if sizes.count(-1) > 1 or sizes[-1] not in (-1, shape[-1]):
+        return False
+    known = torch.Size(s for s in sizes[:-1] if s != -1).numel()
+    rows = shape[:-1].numel()
+    return known == rows if -1 not in sizes[:-1] else bool(known) and rows % known == 0
+
+
+def _casting(name: str) -> Callable[..., Any]:
+    def cast(self: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+        return self._cast(name, *args, **kwargs)
+
+    cast.__doc__ = f"As Tensor.{name}."
+    return cast
+
+
+def _computing(name: str) -> Callable[..., Any]:
+    def compute(self: LazyLogits, *args: Any) -> Any:
+        return getattr(self.computed(), name)(*map(made_whole, args))
+
+    return compute
+
+
+for _name in ("float", "double", "half", "bfloat16", "to", "contiguous", "clone"):
+    setattr(LazyLogits, _name, _casting(_name))
+for _name in (
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "rtruediv",
+    "neg",
+    "pow",
+    "matmul",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+):
+    setattr(LazyLogits, f"__{_name}__", _computing(f"__{_name}__"))
+
+_LAZY: dict[Any, Callable[..., Any]] = {
+    F.cross_entropy: cross_entropy,
+    torch.flatten: LazyLogits.flatten,
+    torch.tanh: LazyLogits.tanh,
+    torch.logsumexp: LazyLogits.logsumexp,
+    torch.mul: LazyLogits.__mul__,
+    torch.div: LazyLogits.__truediv__,
+}

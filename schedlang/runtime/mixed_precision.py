@@ -1,0 +1,274 @@
+"""Compute a module in another dtype than its parameters have; torch.autocast on any device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from schedlang.ir import nests as pytree
+from schedlang.runtime.forward import wrap
+from schedlang.runtime.modes import Ambient, ambient
+
+# ---- torch.autocast on any device, the meta device included; and off.
+# torch has no autocast for tensors without values, and counts of memory and of messages are made
+# with them.  There a function mode does what torch's lists say: matrix products, convolutions and
+# attention in the low dtype, losses and a few more in float32, everything else as it comes.
+
+
+_LOW_NAMES = {
+    torch: "matmul mm bmm addmm baddbmm addbmm addmv mv addr chain_matmul conv1d conv2d conv3d "
+    "conv_transpose1d conv_transpose2d conv_transpose3d prelu",
+    Tensor: "matmul __matmul__ __rmatmul__ mm bmm addmm baddbmm addbmm addmv mv addr",
+    F: "linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
+    "scaled_dot_product_attention",
+}
+_WIDE_NAMES = {
+    F: "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div ctc_loss "
+    "binary_cross_entropy_with_logits cosine_embedding_loss hinge_embedding_loss "
+    "margin_ranking_loss multi_margin_loss poisson_nll_loss soft_margin_loss "
+    "triplet_margin_loss grid_sample",
+    torch: "cdist prod",
+    Tensor: "prod",
+}
+
+
+def _named(names: dict[Any, str]) -> frozenset[Any]:
+    return frozenset(getattr(where, n) for where, some in names.items() for n in some.split())
+
+
+_LOW, _WIDE = _named(_LOW_NAMES), _named(_WIDE_NAMES)
+
+
+def autocast(device: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Autocast to `dtype` for tensors of a kind of device; None: no autocast.
+
+    Casts of weights are not kept for a second use: what is gathered for one is gone by the other.
+    """
+    if device == "meta":
+        return Imitated(dtype)
+    if dtype is None:
+        return torch.autocast(device, enabled=False)
+    return torch.autocast(device, dtype=dtype, cache_enabled=False)
+
+
+def imitated(device: str) -> AbstractContextManager[Any]:
+    """For tensors without values, what autocast does here to those on a kind of device."""
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return Imitated(torch.get_autocast_dtype(device))
+
+
+class _Autocasts(threading.local):
+    def __init__(self) -> None:
+        self.modes: list[Imitated] = []  # the last one decides
+
+
+_autocasts = _Autocasts()
+
+
+class Imitated(Ambient):
+    """The dtypes that autocast would give, for tensors without values; `dtype` None: no casts."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __enter__(self) -> Imitated:
+        _autocasts.modes.append(self)
+        TorchFunctionMode.__enter__(self)  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        TorchFunctionMode.__exit__(self, *error)  # type: ignore[no-untyped-call]
+        _autocasts.modes.pop()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.dtype is None or not _autocasts.modes or _autocasts.modes[-1] is not self:
+            return self.run(func, types, args, kwargs)
+        wanted = self.dtype if func in _LOW else torch.float32 if func in _WIDE else None
+        if wanted is not None:
+            args = tuple(_to(value, wanted) for value in args)
+            kwargs = {name: _to(value, wanted) for name, value in kwargs.items()}
+            return func(*args, **kwargs)
+        return self.run(func, types, args, kwargs)
+
+
+def _to(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64:
+        return value.to(dtype)
+    return value
+
+
+# ---- A module that computes in another dtype than its parameters are stored in.
+# Two ways.  Autocast is torch's own, entered around the module's forward.  The other casts the
+# whole module: tensors as they come in, and every parameter where code asks for it, so that a
+# gradient flows back through the cast and into the parameter as it is stored.  A parameter is cast
+# to the dtype of the region in which it is used, not of the one in which it is held: a tied weight
+# may be used in two.  Neither touches a float64 tensor.
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Here(threading.local):
+    dtype: torch.dtype | None = None  # that parameters are cast to where they are used
+
+
+_here = _Here()
+
+
+def cast(model: nn.Module, fqn: str, dtype: str, params: bool) -> None:
+    """Let a module of a model compute in a dtype, in place."""
+    if params:
+        for module in model.modules():  # it may use parameters that others hold
+            if not isinstance(module._parameters, Used):
+                module._parameters = Used(module._parameters)
+    low = DTYPES[dtype]
+    layer: Any = Whole(low) if params or dtype == "fp32" else Auto(low, inner=bool(fqn))
+    wrap(model.get_submodule(fqn), "cast", layer)
+
+
+class Auto:
+    """The layer around a module's forward: torch.autocast.
+
+    What an inner module gives goes on in the dtype that came in, as that of `Whole` does: what
+    follows computes in it.
+    """
+
+    def __init__(self, dtype: torch.dtype, inner: bool) -> None:
+        self.dtype, self.inner = dtype, inner
+
+    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run `inner` under it, on the device of what comes in."""
+        with _region(None, autocast(device_of((args, kwargs)), self.dtype)):
+            out = inner(*args, **kwargs)
+        return casted(out, _came(args, kwargs)) if self.inner else out
+
+
+class Whole:
+    """The layer around a module's forward: everything in one dtype, float32 where it is an island.
+
+    What goes out is in the dtype of the first float that came in, else of what is stored.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run `inner` with cast arguments and parameters."""
+        came = _came(args, kwargs)
+        own = self.dtype if self.dtype != torch.float32 else None
+        with _region(own, autocast(device_of((args, kwargs)), None)):
+            args, kwargs = casted((args, kwargs), self.dtype)
+            return casted(inner(*args, **kwargs), came)
+
+
+def _came(args: Any, kwargs: Any) -> torch.dtype:
+    """The dtype of the first float that came in, else the one that parameters are stored in."""
+    return next((t.dtype for t in tensors_in((args, kwargs))), torch.float32)
+
+
+class Used(dict[str, Any]):
+    """Parameters of a module by name, cast where the region that asks computes in another dtype.
+
+    What goes through all of them (an optimizer, a state dict) sees them as they are stored.
+    """
+
+    def __getitem__(self, name: str) -> Any:
+        return _used(super().__getitem__(name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The same."""
+        return _used(super().get(name, default))
+
+
+def _used(parameter: Any) -> Any:
+    dtype = _here.dtype
+    if dtype is None or parameter is None or parameter.dtype not in FLOATS:
+        return parameter
+    if isinstance(parameter, DTensor):  # a slice: who gathers it asks for it as it is
+        return parameter
+    return parameter.to(dtype)
+
+
+def here() -> torch.dtype | None:
+    """What parameters are cast to now, where they are used; None: nothing."""
+    return _here.dtype
+
+
+@contextmanager
+def using(dtype: torch.dtype | None) -> Iterator[None]:
+    """A region in which parameters are cast so, or are as they are stored (None)."""
+    before, _here.dtype = _here.dtype, dtype
+    try:
+        yield
+    finally:
+        _here.dtype = before
+
+
+@contextmanager
+def _region(dtype: torch.dtype | None, casts: AbstractContextManager[Any]) -> Iterator[None]:
+    # ambient: a recomputation stands in the region that its forward stood in
+    modes = (casts,) if isinstance(casts, Imitated) else ()
+    with ambient(partial(using, dtype), *modes), nullcontext() if modes else casts:
+        yield
+
+
+def casted(value: Any, dtype: torch.dtype) -> Any:
+    """A structure with its floats in a dtype; what is float64 stays so.
+
+    A finite number stays one in a tensor without gradient: a mask has float32's lowest in it.
+    """
+    return pytree.tree_map(lambda leaf: _one(leaf, dtype), value)
+
+
+def _one(value: Any, dtype: torch.dtype) -> Any:
+    if type(value) not in (Tensor, nn.Parameter) or value.dtype not in FLOATS:
+        return value
+    if value.dtype == dtype:
+        return value
+    made = value.to(dtype)
+    if dtype == torch.float32 or value.requires_grad:
+        return made
+    ends = torch.finfo(dtype)
+    return torch.where(value.isinf(), made, made.clamp(ends.min, ends.max))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The floating-point tensors in a structure."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            yield leaf
+
+
+def device_of(given: Any) -> str:
+    """The kind of device on which a call computes."""
+    found: Sequence[Any] = [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
+    return found[0].device.type if found else torch.get_default_device().type
+
+
+@dataclass(frozen=True)
+class AutoLoss:
+    """A loss beside the model, under autocast."""
+
+    loss: Callable[..., Any]
+    dtype: torch.dtype
+
+    def __call__(self, output: Any, batch: Any) -> Any:
+        """The loss of an output."""
+        with _region(None, autocast(device_of((output, batch)), self.dtype)):
+            return self.loss(output, batch)

@@ -1,0 +1,199 @@
+"""The way of rows to the ranks that hold their experts, and back, axis by axis.
+
+How many rows go from where to which expert all ranks are told first (FastMoE, He et al. 2021), so
+that each host knows every exchange from there on; over several axes each is a step of its own, so
+that a row crosses every axis once (as HetuMoE, Nie et al. 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from schedlang.runtime.comm import world
+from schedlang.runtime.comm.collectives import Group, all_gather, count, exchange, exchanged
+from schedlang.runtime.device import sent
+
+Places = Sequence[tuple[int, ...]]  # of every expert, its place on each axis
+
+
+def place_of(sizes: Sequence[int], count: int) -> list[tuple[int, ...]]:
+    """For each expert its place on each of some axes: equal runs, the last axis fastest."""
+    ranks = 1
+    for size in sizes:
+        ranks *= size
+    found = []
+    for expert in range(count):
+        at, place = expert // (count // ranks), []
+        for size in reversed(sizes):
+            at, on = divmod(at, size)
+            place.append(on)
+        found.append(tuple(reversed(place)))
+    return found
+
+
+def first(mask: Tensor, count: int) -> Tensor:
+    """The places of the `count` that are true, in order; the host need not look for them."""
+    return torch.argsort(~mask, stable=True)[:count]
+
+
+def everywhere(x: Tensor, steps: Sequence[Step]) -> Tensor:
+    """A row of every rank along the axes of some steps, the last one fastest."""
+    found = x.flatten()[None]
+    for step in reversed(steps):
+        found = all_gather(found, 0, step.group)
+    return found
+
+
+def sent_by(
+    experts: Tensor, away: Tensor | None, chunks: int, count: int, steps: Sequence[Step]
+) -> Tensor:
+    """How many rows each rank sends to each expert, chunk by chunk; of those that are `away`."""
+    goes = torch.ones_like(experts) if away is None else away.long()
+    at, number = goes.cumsum(0) - goes, goes.sum()  # as tensor_split cuts: larger ones first
+    size, larger = number // chunks, number % chunks
+    beyond = larger + (at - larger * (size + 1)).div(size.clamp(min=1), rounding_mode="floor")
+    chunk = torch.where(at < larger * (size + 1), at // (size + 1), beyond).clamp(0, chunks - 1)
+    table = experts.new_zeros(chunks * count).scatter_add_(0, chunk * count + experts, goes)
+    return everywhere(table, steps).flatten()
+
+
+@dataclass(frozen=True)
+class Told:
+    """Of one step: rows that this rank gives and takes, place by place, and of which experts."""
+
+    give: list[int]
+    take: list[int]
+    coming: list[int]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of each chunk, what the host was told of each step."""
+
+    chunks: list[list[Told]]
+
+    @staticmethod
+    def of(told: Sequence[int], chunks: int, count: int, steps: Sequence[Step]) -> Counts | None:
+        """From the numbers that `sent_by` gives; None from none."""
+        if not told:
+            return None
+        table = np.array(told).reshape(*(step.group.size for step in steps), chunks, count)
+        found = []
+        for chunk in range(chunks):
+            here, made = table[..., chunk, :], []
+            for k, step in enumerate(steps):
+                rows = here  # of each place, those that go on as this rank does: by expert
+                for later in steps[k + 1 :]:
+                    rows = rows[:, later.group.rank]
+                own = rows[step.group.rank]
+                coming = rows[:, list(step.table[step.group.rank])]
+                give = [int(own[list(reached)].sum()) for reached in step.table]
+                take = coming.sum(1).tolist()
+                made.append(Told(give, take, coming.flatten().tolist()))
+                here = here.sum(0)
+            found.append(made)
+        return Counts(found)
+
+
+class _Begun(torch.autograd.Function):
+    """An exchange that is under way when it returns: wait before looking at the rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: Group, give: list[int], take: list[int], works: list[Any]
+    ) -> Tensor:
+        ctx.group, ctx.give, ctx.take = group, give, take
+        out = x.new_empty((sum(take), *x.shape[1:]))
+        count("all-to-all", group, x)
+        work = world.begin_exchange(out, x, take, give, group.pg)
+        works.append((work, x))  # what is sent stays until it is gone
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return exchanged(grads[0], ctx.group, ctx.take, ctx.give), None, None, None, None
+
+
+@dataclass
+class Way:
+    """Rows under way: those that are here now, the expert of each, and how they go home."""
+
+    rows: Tensor
+    experts: Tensor
+    told: list[Told] | None = None  # of the steps that are to come; None without values
+    back: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
+    works: list[Any] = field(default_factory=list)  # to be waited for before they are used
+
+    def arrive(self) -> None:
+        """Wait for the rows that are still on their way."""
+        while self.works:
+            self.works.pop()[0].wait()
+
+    def home(self, y: Tensor) -> Tensor:
+        """What was computed for the rows, where and in the order in which they started."""
+        for step in reversed(self.back):
+            y = step(y)
+        return y
+
+
+@dataclass(frozen=True)
+class Step:
+    """One axis of the way: its group, and at each place the experts that are reached there."""
+
+    group: Group
+    table: tuple[tuple[int, ...], ...]
+    _known: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
+
+    def take(self, way: Way, ahead: bool = False) -> Way:
+        """The rows that come along this axis, in place of those that were here.
+
+        ahead: do not wait for them; `arrive` does.
+        """
+        if way.rows.is_meta:
+            return self._without_values(way)
+        way.arrive()
+        assert way.told is not None
+        group, told, device = self.group, way.told[0], way.rows.device
+        key, mine = self._constants(device)
+        order = torch.argsort(key[way.experts], stable=True)
+        give, take = told.give, told.take
+        works: list[Any] = []
+        rows = way.rows[order]
+        if ahead and group.pg is not None:
+            came: Tensor = _Begun.apply(rows, group, give, take, works)  # type: ignore[no-untyped-call]
+        else:
+            came = exchange(rows, group, give, take)
+        coming = sent(torch.tensor(told.coming), device)
+        experts = mine.repeat_interleave(coming, output_size=sum(take))
+
+        def home(y: Tensor) -> Tensor:
+            return exchange(y, group, take, give)[torch.argsort(order)]
+
+        return Way(came, experts, way.told[1:], [*way.back, home], works)
+
+    def _constants(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Of each expert its place in the table, row by row; and what comes, rank by rank."""
+        if device not in self._known:
+            with _disable_current_modes():  # a second run of this call makes them no more
+                flat = [expert for row in self.table for expert in row]
+                key = torch.zeros(1 + max(flat), dtype=torch.long)
+                key[flat] = torch.arange(len(flat))
+                mine = torch.tensor(self.table[self.group.rank]).repeat(self.group.size)
+                self._known[device] = key.to(device), mine.to(device)
+        return self._known[device]
+
+    def _without_values(self, way: Way) -> Way:
+        """The same for as many rows as if all experts were chosen equally often."""
+        group, count = self.group, way.rows.shape[0]
+        share = count // group.size
+        sizes = [count - share * (group.size - 1), *[share] * (group.size - 1)]
+        came = exchange(way.rows, group, sizes, sizes)
+        back = [*way.back, lambda y: exchange(y, group, sizes, sizes)]
+        return Way(came, way.experts, None, back)

@@ -1,0 +1,392 @@
+"""Tell by running a copy what a module of experts computes, and what its inner products are."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.ir.placement import EVEN, positions
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.sharding.sizes import numbers_of, set_number
+from schedlang.runtime.tracing.meta import copy_with
+
+# ---- Tell by trying whether a module holds experts, each used by the tokens that are routed to
+# it.
+# A small copy with random float64 values and the module's own forward is called with tokens, the
+# experts of each and their weights.  What it gives has to be the sum over a token's experts of
+# weight times what that expert alone gives for that token alone; and a copy that holds some of the
+# experts has to give the same for them.  That is all that is relied on when tokens go to other
+# ranks.
+
+
+TOLERANCE = 1e-9
+TOKENS = 12  # of the trial; each goes to two experts
+LARGEST = 1 << 25  # elements of a trial's parameters
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What a module of experts is: how many, what they own, and how it counts them.
+
+    split    its parameters, whose first dim are the experts
+    numbers  attributes that hold the number of experts, to be set where fewer are held
+    """
+
+    count: int
+    split: tuple[str, ...]
+    numbers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NoExperts:
+    """Why a module is not a module of experts, and by how much it differs (relative) if it ran.
+
+    helps   what can be done with what it is
+    """
+
+    reason: str
+    error: float | None = None
+    helps: tuple[str, ...] = (
+        "select the module that is called with (tokens, expert indices, routing weights)",
+    )
+
+    @property
+    def said(self) -> str:
+        """The reason, with the difference."""
+        return self.reason + (f" (by {self.error:.1e})" if self.error is not None else "")
+
+
+def probe_experts(module: nn.Module) -> Experts | NoExperts:
+    """The experts that a module holds, or the measured reason why it does not."""
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    cubes = {shape[0] for shape in shapes.values() if len(shape) >= 3}
+    listed = _listed(module)
+    if not cubes and listed is not None:
+        return listed
+    if len(cubes) != 1:
+        return NoExperts("it has no parameters of 3 dims, of which dim 0 counts the experts")
+    (count,) = cubes
+    split = tuple(n for n, shape in shapes.items() if shape[:1] == (count,) and "." not in n)
+    other = [name for name in shapes if name not in split]
+    if other:
+        return NoExperts(
+            f"its `{other[0]}` has no dim of experts, or is shared with another module"
+        )
+    if count < 2:
+        return NoExperts("it has only one expert")
+    error: NoExperts | None = None
+    with torch.random.fork_rng(devices=[]), ambient(Float64):
+        for scale in scales([shapes[name] for name in split]):
+            found = _tried(module, count, split, scale)
+            if isinstance(found, Experts):
+                return found
+            error = error if error is not None and error.error is not None else found
+    assert error is not None
+    return error
+
+
+def _listed(module: nn.Module) -> NoExperts | None:
+    """Experts that are modules of their own, one behind the other in a list."""
+    for name, child in module.named_modules():
+        alike = {
+            (type(one), tuple((n, p.shape) for n, p in one.named_parameters()))
+            for one in child.children()
+        }
+        if isinstance(child, nn.ModuleList) and len(child) > 1 and len(alike) == 1:
+            where = f"`{name}` holds" if name else "it is a list of"
+            return NoExperts(
+                f"{where} {len(child)} modules of their own, which are called one by one",
+                helps=(
+                    "stack their weights in one module that is called with (tokens, expert"
+                    " indices, routing weights)",
+                    "or shard them as they are, but not the tokens: `zero(stage=3, over=...)`",
+                ),
+            )
+    return None
+
+
+def scales(shapes: list[tuple[int, ...]]) -> Iterator[int]:
+    """By how much sizes are divided in a trial: as small as is sure to differ, else as it is."""
+    common = math.gcd(*(size for shape in shapes for size in shape[1:]))
+    least = min(size for shape in shapes for size in shape[1:])
+    scale = max((d for d in range(1, common + 1) if common % d == 0 and least // d >= 4), default=1)
+    yield from dict.fromkeys((scale, 1))
+
+
+def _tried(
+    module: nn.Module, count: int, split: tuple[str, ...], scale: int
+) -> Experts | NoExperts:
+    small = small_copy(module, split, scale)
+    if small is None:
+        return NoExperts("it is too large to be tried on a small copy")
+    try:
+        trial = Trial(small, count, split)
+    except Exception as raised:  # the module's own code: whatever it raises is a reason
+        said = f"{type(raised).__name__}: {raised}".splitlines()[0]
+        return NoExperts(f"it does not run with (tokens, expert indices, routing weights): {said}")
+    for reason, error in trial.faults():
+        if not error <= TOLERANCE:
+            return NoExperts(reason, error)
+    errors: list[float] = []
+    for numbers in _countings(small, count):
+        errors.append(trial.with_some(numbers))
+        if errors[-1] <= TOLERANCE:
+            return Experts(count, split, numbers)
+    return NoExperts("a copy with some of its experts returns something else", min(errors))
+
+
+def _countings(module: nn.Module, count: int) -> Iterator[tuple[str, ...]]:
+    """Which attributes may say how many experts there are: none, all that could, or some."""
+    own = [path for path, value in numbers_of(module) if value == count]
+    named = [path for path in own if "expert" in path.lower()]
+    direct = [path for path in own if "." not in path]
+    tries: list[list[str]] = [[p for p in named if p in direct], [], direct, named, own]
+    yield from dict.fromkeys(tuple(some) for some in (*tries, *([path] for path in own)))
+
+
+def small_copy(module: nn.Module, split: tuple[str, ...], scale: int) -> nn.Module | None:
+    """A copy with random values whose sizes, and the numbers that say them, are divided."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, parameter in module.named_parameters():
+        keep = parameter.shape[:1] if name in split else ()
+        rest = parameter.shape[len(keep) :]
+        shapes[name] = (*keep, *(n // scale if n % scale == 0 else n for n in rest))
+    if sum(math.prod(shape) for shape in shapes.values()) > LARGEST:
+        return None
+    sizes = {n for name in split for n in module.get_parameter(name).shape[1:] if scale > 1}
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(name: str, parameter: nn.Parameter) -> nn.Parameter:
+        values = torch.randn(shapes[name], generator=generator, dtype=torch.float64) / 2
+        return nn.Parameter(values)
+
+    def other(tensor: Tensor) -> Tensor:
+        plain = torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.cpu()
+        return plain.double() if plain.is_floating_point() else plain.clone()
+
+    small = copy_with(module, drawn, other)
+    for path, value in list(numbers_of(small)):
+        if value in sizes or 2 * value in sizes:
+            set_number(small, path, value // scale)
+    for child in small.modules():
+        child._forward_hooks.clear()
+        child._forward_pre_hooks.clear()
+    return small.train()
+
+
+class Trial:
+    """Calls of a small copy: what it gives for tokens, and for each of their experts alone."""
+
+    def __init__(self, module: nn.Module, count: int, split: tuple[str, ...]) -> None:
+        self.module, self.count, self.split = module, count, split
+        generator = torch.Generator().manual_seed(1)
+        width = _width(module, split)
+        self.x, self.index, self.weights = _routed(width, count, generator)
+        self.whole = self.call(self.module, self.x, self.index, self.weights)
+        again = self.call(self.module, self.x, self.index, self.weights)
+        self.drawn = gap(again, self.whole)
+        ones = torch.ones_like(self.weights[:, :1])
+        self.alone = [
+            self.call(self.module, self.x, self.index[:, k : k + 1], ones)
+            for k in range(self.index.shape[1])
+        ]
+
+    @staticmethod
+    def call(module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """What a copy gives, which has to be a row for each token."""
+        with torch.no_grad():
+            out = module(x.clone(), index.clone(), weights.clone())
+        if not isinstance(out, Tensor) or out.shape != x.shape:
+            got = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise TypeError(f"it returns {got} for tokens of {list(x.shape)}")
+        return out
+
+    def faults(self) -> Iterator[tuple[str, float]]:
+        """What a module of experts does not do, each with how far this one does."""
+        yield "it draws random numbers", self.drawn
+        summed = sum(w[:, None] * y for w, y in zip(self.weights.unbind(1), self.alone))
+        assert isinstance(summed, Tensor)
+        yield "its output is not linear in the routing weights", gap(summed, self.whole)
+        some = torch.tensor([5, 2, 9])
+        few = self.call(self.module, self.x[some], self.index[some], self.weights[some])
+        yield "its output for a token depends on other tokens", gap(few, self.whole[some])
+
+    def with_some(self, numbers: tuple[str, ...]) -> float:
+        """How far a copy that holds the second half of the experts differs for their tokens."""
+        first = self.count // 2
+        part = copy.deepcopy(self.module)
+        held = part_of(part, self.split, slice(first, None), numbers, self.count - first)
+        mine = (self.index[:, 0] >= first).nonzero().flatten()
+        ones = torch.ones(len(mine), 1, dtype=torch.float64)
+        try:
+            got = self.call(held, self.x[mine], self.index[mine, :1] - first, ones)
+        except Exception:  # a number that counts something else was changed
+            return math.inf
+        return gap(got, self.alone[0][mine])
+
+
+def part_of(
+    module: nn.Module, split: tuple[str, ...], held: slice, numbers: tuple[str, ...], count: int
+) -> nn.Module:
+    """The module with some of its experts, in place."""
+    for name in split:
+        owner, _, last = name.rpartition(".")
+        parameter = module.get_parameter(name)
+        part = nn.Parameter(parameter.detach()[held].clone())
+        module.get_submodule(owner)._parameters[last] = part
+    for path in numbers:
+        set_number(module, path, count)
+    return module
+
+
+def _width(module: nn.Module, split: tuple[str, ...]) -> int:
+    """The size of a token: one that a call with zeros takes."""
+    sizes = [n for name in split for n in module.get_parameter(name).shape[1:]]
+    index = torch.zeros(2, 1, dtype=torch.long)
+    failed: Exception | None = None
+    for size in dict.fromkeys(reversed(sizes)):
+        try:
+            x = torch.zeros(2, size, dtype=torch.float64)
+            Trial.call(module, x, index, torch.ones(2, 1, dtype=torch.float64))
+            return size
+        except Exception as error:
+            failed = failed or error
+    assert failed is not None
+    raise failed
+
+
+def _routed(width: int, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, two different experts of each (all are used), and weights."""
+    x = torch.randn(TOKENS, width, generator=generator, dtype=torch.float64)
+    first = torch.arange(TOKENS) * count // TOKENS
+    index = torch.stack([first, (first + 1 + torch.arange(TOKENS) % (count - 1)) % count], 1)
+    weights = torch.rand(TOKENS, 2, generator=generator, dtype=torch.float64) + 0.2
+    return x, index, weights
+
+
+def gap(got: Tensor, expected: Tensor) -> float:
+    """The relative distance of two results; infinite where one is no number."""
+    far = float((got - expected).norm() / (expected.norm() + 1e-300))
+    return far if math.isfinite(far) else math.inf
+
+
+# ---- Tell by trying how every expert is cut along its inner dim, so that parts add up to the
+# whole.
+# Megatron-LM's pair of a column and a row (Shoeybi et al. 2019), of weights that hold all experts:
+# which dims of which parameters, and in how many blocks, is found on a small copy.  A bias that is
+# added behind the sum is whole on every rank, and each adds its share of it.
+
+
+PARTS = 2  # of the trial
+Cut = tuple[int, int] | None  # a dim and its blocks; None: whole on every rank
+
+
+@dataclass(frozen=True)
+class Inner:
+    """How experts are cut along their inner dim.
+
+    cuts     parameter -> dim and blocks; `whole` are those of which every rank adds a share
+    numbers  attributes that hold the inner size, to be divided by the ranks
+    """
+
+    cuts: tuple[tuple[str, int, int], ...]
+    whole: tuple[str, ...]
+    numbers: tuple[str, ...]
+
+
+def probe_inner(module: nn.Module, experts: Experts) -> Inner | None:
+    """How the experts of a module are cut; None where no way of cutting them gives the same."""
+    shapes = [tuple(module.get_parameter(name).shape) for name in experts.split]
+    with torch.random.fork_rng(devices=[]), ambient(Float64()):
+        for scale in scales(shapes):
+            small = small_copy(module, experts.split, scale)
+            if small is None:
+                continue
+            try:
+                trial = Trial(small, experts.count, experts.split)
+            except Exception:  # its own code: at this size it does not run
+                continue
+            found = _found(trial, experts.split)
+            if found is not None:
+                return found
+    return None
+
+
+def _found(trial: Trial, split: tuple[str, ...]) -> Inner | None:
+    """The first way of cutting a small copy whose parts add up to the whole."""
+    options = [tuple(_cuts(trial, name)) for name in split]
+    for chosen in itertools.product(*options):
+        cuts = {name: cut for name, cut in zip(split, chosen)}
+        for numbers in _numbers(trial, cuts):
+            if _gap(trial, cuts, numbers) <= TOLERANCE:
+                told = tuple((n, *cut) for n, cut in cuts.items() if cut is not None)
+                return Inner(told, tuple(n for n, cut in cuts.items() if cut is None), numbers)
+    return None
+
+
+def _cuts(trial: Trial, name: str) -> Iterator[Cut]:
+    """The ways in which a parameter may be cut: matrices along a dim that is not a token's."""
+    shape, width = trial.module.get_parameter(name).shape, trial.x.shape[1]
+    dims = [dim for dim in range(1, len(shape)) if shape[dim] != width]
+    if len(shape) == 2:
+        if not dims:
+            yield None
+        yield from ((1, blocks) for blocks in (1, 2) if shape[1] % (PARTS * blocks) == 0)
+        if dims:
+            yield None
+        return
+    for dim in dims or range(1, len(shape)):
+        yield from ((dim, blocks) for blocks in (1, 2) if shape[dim] % (PARTS * blocks) == 0)
+
+
+def _numbers(trial: Trial, cuts: dict[str, Cut]) -> Iterator[tuple[str, ...]]:
+    """Which attributes may say how large the inner dim is: none, all that could, or one.
+
+    First those that cannot be the size of a token.
+    """
+    module, width = trial.module, trial.x.shape[1]
+    sizes = {
+        module.get_parameter(name).shape[cut[0]] // blocks
+        for name, cut in cuts.items()
+        if cut is not None
+        for blocks in (1, cut[1])
+    }
+    known = dict(numbers_of(module))
+    own = [path for path, value in known.items() if value in sizes]
+    direct = [path for path in own if "." not in path]
+    sure = [path for path in direct if known[path] != width]
+    ways = (sure, [], direct, own, *([path] for path in own))
+    yield from dict.fromkeys(tuple(some) for some in ways)
+
+
+def _gap(trial: Trial, cuts: dict[str, Cut], numbers: tuple[str, ...]) -> float:
+    """How far the sum of the parts is from the whole."""
+    total = torch.zeros_like(trial.whole)
+    for place in range(PARTS):
+        part = copy.deepcopy(trial.module)
+        for name, cut in cuts.items():
+            whole = part.get_parameter(name).detach()
+            mine = whole / PARTS if cut is None else _part(whole, cut, place)
+            owner, _, last = name.rpartition(".")
+            part.get_submodule(owner)._parameters[last] = nn.Parameter(mine)
+        for path in numbers:
+            value = dict(numbers_of(part))[path]
+            set_number(part, path, value // PARTS)
+        try:
+            total += Trial.call(part, trial.x, trial.index, trial.weights)
+        except Exception:  # what does not fit together was cut
+            return float("inf")
+    return gap(total, trial.whole)
+
+
+def _part(whole: torch.Tensor, cut: tuple[int, int], place: int) -> torch.Tensor:
+    dim, blocks = cut
+    sizes = [whole.shape[dim] // blocks] * blocks
+    return whole.index_select(dim, torch.tensor(positions(sizes, EVEN, PARTS, place)))

@@ -1,0 +1,1 @@
+"""Parameters, gradients, optimizer state, activations in host memory, on disk or on a peer."""

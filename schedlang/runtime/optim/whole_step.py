@@ -1,0 +1,260 @@
+"""Optimizer steps on parts of parameters: element by element, or on whole tensors put together."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.checkpointing.holding import Holding, assemble, take
+from schedlang.runtime.checkpointing.moments import _laid, like_parameter, local
+from schedlang.runtime.comm.ranks import Ranks
+from schedlang.runtime.device import on_accelerator
+from schedlang.runtime.grad_reduction.gradient import local_gradient
+
+# ---- Does an optimizer treat each element, or each tensor, by itself?  Tried on small ones.
+
+
+def is_elementwise(optimizer: Callable[[Any], torch.optim.Optimizer]) -> bool:
+    """Does a small matrix, updated as a whole, move as its quarters do when updated alone?
+
+    Two steps with unequal gradients, in float64, equal to the last bit.  The function is called
+    with made-up names (`probe.weight`).
+    """
+    generator = torch.Generator().manual_seed(7)
+    whole = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+    grads = [torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(2)]
+    together = _moved(optimizer, whole, grads)
+    pieces = [piece for half in whole.chunk(2) for piece in half.chunk(2, 1)]
+    cut = [[piece for half in g.chunk(2) for piece in half.chunk(2, 1)] for g in grads]
+    alone = [_moved(optimizer, piece, list(own)) for piece, own in zip(pieces, zip(*cut))]
+    joined = torch.cat([torch.cat(alone[:2], 1), torch.cat(alone[2:], 1)])
+    return torch.equal(together, joined)
+
+
+def is_tensorwise(optimizer: Callable[[Any], torch.optim.Optimizer]) -> bool:
+    """Do two small matrices move in one step as they do in two calls, one for each?
+
+    Two steps in float64, equal to the last bit.  An optimizer that looks at all tensors together,
+    or counts its calls, is not.
+    """
+    generator = torch.Generator().manual_seed(7)
+    draws = torch.randn(3, 2, 4, 6, generator=generator, dtype=torch.float64)
+    moved = []
+    for apart in (False, True):
+        held = [nn.Parameter(value.clone()) for value in draws[0]]
+        made = optimizer([(f"probe.{k}.weight", p) for k, p in enumerate(held)])
+        for grads in draws[1:]:
+            for turn in (0, 1) if apart else (None,):
+                for place, parameter in enumerate(held):
+                    here = turn in (None, place)
+                    parameter.grad = grads[place].clone() if here else None
+                made.step()
+        moved.append(torch.stack([p.detach() for p in held]))
+    return torch.equal(*moved)
+
+
+def _moved(
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    value: torch.Tensor,
+    grads: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    parameter = nn.Parameter(value.clone())
+    made = optimizer([("probe.weight", parameter)])
+    check_closure(made)
+    for grad in grads:
+        parameter.grad = grad.clone()
+        made.step()
+    return parameter.detach()
+
+
+def check_closure(made: torch.optim.Optimizer) -> None:
+    """Raises Refusal S622 for an optimizer that would compute the loss again in it."""
+    given = inspect.signature(made.step).parameters.get("closure")
+    if given is not None and given.default is inspect.Parameter.empty:
+        raise Refusal(
+            Diagnostic(
+                "S622",
+                f"`{type(made).__name__}` computes the loss again within its step",
+                notes=(
+                    "its `step(closure)` runs forward and backward again, which a program cannot"
+                    " do",
+                ),
+                helps=("use an optimizer that needs no closure (SGD, AdamW, Muon)",),
+            )
+        )
+
+
+# ---- A step of an optimizer whose groups hold sliced parameters beside plain ones.
+# What updates a list of tensors in one call (`foreach`, the default on accelerators, and `fused`)
+# takes tensors of one kind: DTensors of one mesh, or plain ones. So for the time of a step each
+# such group stands as several, alike in everything but their parameters.
+
+
+_LISTS = ("foreach", "fused")  # of torch's own optimizers: None leaves it to the device
+
+
+def step_by_kinds(optimizer: torch.optim.Optimizer) -> None:
+    """One step, of an optimizer that may update many parameters in one call."""
+    with _apart(optimizer):
+        optimizer.step()
+
+
+@contextmanager
+def _apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Groups by kind; what a step writes into one of them is written into the group it was."""
+    groups = optimizer.param_groups
+    parts = [_parts(group) for group in groups]
+    if all(len(some) == 1 for some in parts):
+        yield
+        return
+    optimizer.param_groups = [one for some in parts for one in some]
+    try:
+        yield
+    finally:
+        for group, (first, *rest) in zip(groups, parts, strict=True):
+            if rest:
+                group.update({key: value for key, value in first.items() if key != "params"})
+        optimizer.param_groups = groups
+
+
+def _parts(group: dict[str, Any]) -> Sequence[dict[str, Any]]:
+    kinds: dict[Any, list[Tensor]] = {}
+    for parameter in group["params"]:
+        kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    if len(kinds) < 2 or not _as_list(group):
+        return [group]
+    return [{**group, "params": some} for some in kinds.values()]
+
+
+def _as_list(group: dict[str, Any]) -> bool:
+    """Whether a group is updated in one call, as far as is known: of None the device decides."""
+    asked = [group[key] for key in _LISTS if key in group]
+    if any(asked):
+        return True
+    undecided = "foreach" in group and group["foreach"] is None
+    return undecided and any(on_accelerator(one) for one in group["params"])
+
+
+# ---- A step of an optimizer that looks at whole tensors (Muon, Adafactor, LAMB), on parts of
+# them.
+# Some parameters at a time are put together with their gradients and state on the ranks that hold
+# a part; the user's own optimizer steps on these, and each rank takes its parts back. Between
+# steps nothing is whole: state that is shaped like a parameter lies as the parameter does,
+# anything else (rows and columns of Adafactor's) is the same on all of its ranks.
+
+
+AT_ONCE = 2**24  # elements that are whole at a time, or one parameter
+
+
+@dataclass(frozen=True)
+class WholeStep:
+    """How parameters of these holdings are stepped on; the same on every rank."""
+
+    parameters: Mapping[str, nn.Parameter]
+    holdings: Mapping[str, Holding]
+    ranks: Ranks
+
+    def step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """One step; every rank takes part, also one that trains nothing."""
+        split = [n for n, h in self.holdings.items() if h.layout.splits or h.sliced]
+        if optimizer is not None:
+            rest = {id(p): p for n, p in self.parameters.items() if n not in set(split)}
+            step_on(optimizer, rest)
+        for names in self._batches(split):
+            self._step_whole(optimizer, names)
+
+    def _batches(self, names: Sequence[str]) -> Iterator[list[str]]:
+        batch: list[str] = []
+        size = 0
+        for name in names:
+            count = torch.Size(self.holdings[name].layout.shape).numel()
+            if batch and size + count > AT_ONCE:
+                yield batch
+                batch, size = [], 0
+            batch.append(name)
+            size += count
+        if batch:
+            yield batch
+
+    def _step_whole(self, optimizer: torch.optim.Optimizer | None, names: list[str]) -> None:
+        held = {n: self.parameters[n] for n in names if n in self.parameters}
+        states: Mapping[Any, dict[str, Any]] = {} if optimizer is None else optimizer.state
+        values = self._whole(names, lambda n: local(held[n]) if n in held else None)
+        grads = self._whole(names, lambda n: local_gradient(held[n]) if n in held else None)
+        keys = sorted({key for p in held.values() for key in states.get(p, {})})
+        slots = {
+            key: self._whole(names, lambda n, k=key: _part(held, states, n, k))
+            for key in self._everyones(keys)
+        }
+        if optimizer is None:
+            return
+        wholes: dict[int, nn.Parameter] = {}
+        for name, parameter in held.items():
+            if name not in grads:
+                continue
+            whole = wholes[id(parameter)] = nn.Parameter(values[name].to(local(parameter).device))
+            whole.grad = grads[name].to(whole.device)
+            state = dict(states.get(parameter, {}))
+            state.update({k: s[name].to(whole.device) for k, s in slots.items() if name in s})
+            if state:
+                optimizer.state[whole] = state
+        step_on(optimizer, wholes)
+        for name, parameter in held.items():
+            if id(parameter) in wholes:
+                self._take_back(optimizer, name, parameter, wholes[id(parameter)])
+
+    def _take_back(
+        self, optimizer: torch.optim.Optimizer, name: str, mine: nn.Parameter, whole: nn.Parameter
+    ) -> None:
+        """This rank's parts of the value and of the state."""
+
+        def part(value: Tensor) -> Tensor:
+            return take(value, self.holdings[name], self.ranks.mesh, self.ranks.rank)
+
+        with torch.no_grad():
+            local(mine).copy_(part(whole.detach()))
+            state = optimizer.state.pop(whole, {})
+            optimizer.state[mine] = {
+                key: _laid(part(value), mine) if like_parameter(value, whole) else value
+                for key, value in state.items()
+            }
+
+    def _whole(self, names: Sequence[str], part: Any) -> dict[str, Tensor]:
+        some = {name: self.holdings[name] for name in names}
+        return assemble(some, part, self.ranks)
+
+    def _everyones(self, keys: Sequence[str]) -> list[str]:
+        """Keys of state that some rank has."""
+        from schedlang.runtime.comm import world
+
+        return sorted({k for some in world.distinct(list(keys)) for k in some})
+
+
+def _part(
+    held: Mapping[str, nn.Parameter], states: Mapping[Any, dict[str, Any]], name: str, key: str
+) -> Tensor | None:
+    """A rank's part of state that lies as its parameter does."""
+    if name not in held:
+        return None
+    value = states.get(held[name], {}).get(key)
+    return local(value) if like_parameter(value, held[name]) else None
+
+
+def step_on(optimizer: torch.optim.Optimizer, stands_for: Mapping[int, nn.Parameter]) -> None:
+    """A step on these alone: by the id of a parameter in a group what takes its place."""
+    before = [group["params"] for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            found = (stands_for.get(id(p)) for p in group["params"])
+            group["params"] = [p for p in found if p is not None]
+        step_by_kinds(optimizer)
+    finally:
+        for group, parameters in zip(optimizer.param_groups, before):
+            group["params"] = parameters

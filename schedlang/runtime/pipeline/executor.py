@@ -1,0 +1,369 @@
+"""Run one rank's rows of a timeline: forwards, backwards and transfers of a training step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from schedlang.pipeline.timeline import (
+    Kind,
+    Op,
+    Timeline,
+    check,
+    check_queues,
+    with_gathers,
+    with_transfers,
+)
+from schedlang.pipeline.timeline import timeline as make_timeline
+from schedlang.runtime.comm import world
+from schedlang.runtime.pipeline import parking
+from schedlang.runtime.pipeline.flight import Bag, Message, Work, work_of
+from schedlang.runtime.pipeline.p2p import Layout, Mail, layout_of
+from schedlang.runtime.pipeline.parking import Groups, Parking
+from schedlang.runtime.pipeline.stage import Forwarded, Stage
+from schedlang.runtime.pipeline.step import Result, Step, recompute
+from schedlang.runtime.sequence_pipelining.carry import Carried
+from schedlang.runtime.sequence_pipelining.sliced import Slices, joined, whole_loss
+from schedlang.runtime.tracing.graph import Token, refusal
+from schedlang.runtime.weights import Number
+
+# ---- What each kind of row of a timeline does on its rank: one handler per kind.
+
+
+Handler = Callable[[Step, Op], None]
+
+
+def _send(step: Step, op: Op) -> None:
+    """Send what an operation has made for another stage; sizes go before it the first time."""
+    back = op.kind is Kind.SEND_B
+    name = Message(back, op.stage, op.peer, op.replica, op.microbatch, op.slice)
+    tensors = step.outbox.pop(name)
+    to = step.pipe.rank_of(op.peer, op.replica)
+    header = False if back else step.pipe.sizes.told(step.signatures[op.microbatch], name, tensors)
+    step.pipe.mail.send(to, name, tensors, header=header)
+
+
+def _receive(step: Step, op: Op) -> None:
+    """Post the receive of what another stage sends."""
+    back = op.kind is Kind.RECV_B
+    name = Message(back, op.peer, op.stage, op.replica, op.microbatch, op.slice)
+    source, stage = step.pipe.rank_of(op.peer, op.replica), step.pipe.stages[op.stage]
+    if back:
+        work = work_of(op)
+        count = len(stage.awaited[op.peer])
+        step.pipe.mail.post(source, name, count, lambda: step.gradient_layout(work, op.peer))
+        return
+    sizes, signature = step.pipe.sizes, step.signatures[op.microbatch]
+    step.pipe.mail.post(
+        source,
+        name,
+        len(stage.incoming[op.peer]),
+        lambda: sizes.known(signature, name),
+        lambda layout: sizes.learn(signature, name, layout),
+    )
+
+
+HANDLERS: Mapping[Kind, Handler] = {
+    Kind.F: lambda step, op: step.forward(work_of(op)),
+    Kind.B: lambda step, op: step.backward(work_of(op)),
+    Kind.I: lambda step, op: step.input_backward(work_of(op)),
+    Kind.W: lambda step, op: step.weight_backward(work_of(op)),
+    Kind.SEND_F: _send,
+    Kind.SEND_B: _send,
+    Kind.RECV_F: _receive,
+    Kind.RECV_B: _receive,
+    Kind.RECOMPUTE: recompute,
+    Kind.EVICT: lambda step, op: step.pipe.parking.evict(step, op),
+    Kind.HOLD: lambda step, op: step.pipe.parking.hold(step, op),
+    Kind.GIVE: lambda step, op: step.pipe.parking.give(step, op),
+    Kind.LOAD: lambda step, op: step.pipe.parking.load(step, op),
+    Kind.OFFLOAD: parking.offload,
+    Kind.RELOAD: parking.reload,
+}
+
+
+# ---- The sizes of messages between stages, which each receiver is told once per shape of the
+# batch.
+
+
+FIXED = (
+    "let shapes depend only on the shapes of the batch",
+    "or cut at another module, so that these values stay within one stage",
+)
+
+
+class Sizes:
+    """Layouts of the values that go forward along each edge, by signature of the microbatch.
+
+    Each replica of an edge has one sender and one receiver, and both keep this book alike.
+    """
+
+    def __init__(self) -> None:
+        self._layouts: dict[Any, Layout] = {}
+
+    def known(self, signature: Any, name: Message) -> Layout | None:
+        """The layout of a message, if both ends know it."""
+        return self._layouts.get(_key(signature, name))
+
+    def learn(self, signature: Any, name: Message, layout: Layout) -> None:
+        """Note the layout that a header told."""
+        self._layouts[_key(signature, name)] = layout
+
+    def told(self, signature: Any, name: Message, tensors: Sequence[torch.Tensor]) -> bool:
+        """Note what is sent; whether the receiver must be told its layout first.
+
+        Raises Refusal S612 for another layout than before, of which the receiver knows nothing.
+        """
+        layout = layout_of(tensors)
+        before = self.known(signature, name)
+        if before not in (None, layout):
+            reason = f"stage {name.source} sends tensors whose shapes depend on values"
+            raise refusal("S612", "", reason, *FIXED, note="the receiving stage must know them")
+        self.learn(signature, name, layout)
+        return before is None
+
+
+def _key(signature: Any, name: Message) -> Any:
+    return (name.source, name.target, name.replica, name.slice, signature)
+
+
+# ---- A step whose microbatches are cut along their sequences: each slice runs as a microbatch
+# does.
+
+
+class _Slice:
+    """What one slice takes of earlier ones and owes to them; see flight.Carried."""
+
+    def __init__(self, carried: Carried, index: int) -> None:
+        self.carried, self.index = carried, index
+
+    def leaves(self) -> Sequence[torch.Tensor]:
+        return self.carried.leaves(self.index)
+
+    def roots(self) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
+        return self.carried.roots(self.index)
+
+    def returned(self) -> None:
+        self.carried.free(self.index)
+
+
+class SlicedStep(Step):
+    """Slices of a microbatch run forward in order and backward in reverse; their losses add up."""
+
+    def __init__(self, pipe: Any, batches: Any, *rest: Any) -> None:
+        super().__init__(pipe, batches, *rest)
+        self.slices: Slices = pipe.slices
+        self.parts = self.slices.of_all(batches)
+        self.carried: dict[Work, Carried] = defaultdict(Carried)
+        self.made: dict[int, list[tuple[torch.Tensor | None, Any]]] = defaultdict(list)
+
+    def run(
+        self, stage: Stage, work: Work, received: Mapping[Token, torch.Tensor]
+    ) -> tuple[Forwarded, Any]:
+        """The forward of a stage on one slice, which sees the keys of those before it."""
+        carried = self.carried[work._replace(slice=0)]
+        part = self.parts[work.microbatch][work.slice]
+        with self.slices.forward(part, carried) as inputs:
+            return stage.forward(inputs, received), _Slice(carried, work.slice)
+
+    def weight(self, work: Work) -> Number:
+        """The share of a slice in its microbatch."""
+        share: Number = self.parts[work.microbatch][work.slice].share
+        weight: Number = self.scale[work.microbatch] * share
+        return weight
+
+    def finish(self, work: Work, loss: torch.Tensor | None, output: Any) -> None:
+        """Put the slices together once the last one is there."""
+        made, parts = self.made[work.microbatch], self.parts[work.microbatch]
+        made.append((loss, output))
+        if len(made) < len(parts):
+            return
+        whole = whole_loss([value for value, _ in made if value is not None], parts)
+        output = joined([output for _, output in made], parts) if self.keep else None
+        self.results[work.microbatch] = Result(whole, output)
+        del self.made[work.microbatch]
+
+
+# ---- Run one rank's rows of a timeline: forwards, backwards and transfers of a training step.
+
+
+BACKWARD = (Kind.B, Kind.I, Kind.W)
+COMPUTE = (Kind.F, *BACKWARD, Kind.RECOMPUTE)
+
+
+class Event(NamedTuple):
+    """An operation that is about to run; `last`: the last backward of its stage on this rank.
+
+    `reduces` is false of a backward whose gradients a later one of the same run reduces with its
+    own.
+    """
+
+    op: Op
+    last: bool
+    reduces: bool = True
+
+
+class Pipeline:
+    """The stages that this rank runs, in the order of a timeline.
+
+    `stages`: this rank's stages by number, of all replicas (two of one stage share it); none on a
+    rank that the order leaves idle. `ranks`: the global rank of every place of the timeline,
+    `place` this rank's. Transfers go over `group` (and `down`, see Mail), with one rank none.
+    Receives are posted `lookahead` operations early, so that they run beside the computation.
+    `handlers` do rows of further kinds, or in another way; with one for UNSHARD, training gathers
+    sliced weights once for a run of operations of a stage. Without a cut (one stage) this is a
+    plain loop over microbatches. `slices` cut each microbatch along its sequence in training.
+    `parks` are the groups for what is parked on partners; where it is `picked`, that is what some
+    modules save (`offload.saved_tensors`), and not all that a forward does.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        timeline: Timeline,
+        ranks: Sequence[int] = (0,),
+        place: int = 0,
+        *,
+        group: world.ProcessGroup | None = None,
+        down: world.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+        lookahead: int = 1,
+        handlers: Mapping[Kind, Handler] | None = None,
+        slices: Slices | None = None,
+        parks: Groups = (),
+        picked: bool = False,
+    ) -> None:
+        assert timeline.slices == (slices.slicing.count if slices else 1), "slices are not cut so"
+        self.slices = slices
+        self.stages, self.ranks, self.place = dict(stages), tuple(ranks), place
+        self.timeline = timeline
+        for stage in self.stages.values():
+            assert timeline.stages == stage.cut.stages, "more or fewer stages than were cut"
+            self.timeline = timeline.with_edges(stage.cut.edges)
+        self._homes = self.timeline.homes.tolist()
+        pairs = {
+            (self.rank_of(a, replica), self.rank_of(b, replica))
+            for a, b in self.timeline.edges
+            for replica in range(self.timeline.replicas)
+        }
+        self.mail = Mail(group, down, torch.device(device), pairs)
+        sent = timeline.pick(timeline.kind == Kind.EVICT)
+        partners = {(self.ranks[a], self.ranks[b]) for a, b in zip(sent.rank, sent.peer)}
+        self.parking: Parking = Parking(parks, self.mail.device, partners)
+        self.away, self.picked = self._planned(Kind.EVICT, Kind.OFFLOAD), picked
+        self.again = self._planned(Kind.RECOMPUTE)
+        if slices is not None and (self.away or self.again):
+            reason = "slices share keys and values: they can be neither offloaded nor recomputed"
+            raise refusal(
+                "S608", "", reason, "leave `slices` out, or keep activations on the device"
+            )
+        self.sizes = Sizes()
+        self.lookahead = lookahead
+        self.handlers = {**HANDLERS, **(handlers or {})}
+        self._orders: dict[tuple[int, bool], tuple[Event, ...]] = {}
+
+    def home(self, stage: int, replica: int = 0) -> int:
+        """The place that runs a replica of a stage."""
+        place: int = self._homes[replica][stage]
+        return place
+
+    def rank_of(self, stage: int, replica: int = 0) -> int:
+        """The global rank that runs a replica of a stage."""
+        return self.ranks[self.home(stage, replica)]
+
+    def fills(self, bag: Bag) -> AbstractContextManager[Any]:
+        """Around a forward whose activations leave: what goes into the bag."""
+        return bag.at_hand() if self.picked else bag.collecting()
+
+    def _planned(self, *kinds: Kind) -> frozenset[Work]:
+        """What this rank does one of these kinds of operations to."""
+        t = self.timeline
+        mine = t.pick((t.rank == self.place) & np.isin(t.kind, kinds))
+        return frozenset(work_of(op) for op in mine.rows(self.place))
+
+    def run(
+        self,
+        microbatches: Sequence[Mapping[str, Any]],
+        scale: Sequence[Number] | None = None,
+        *,
+        train: bool = True,
+        around: Callable[[Op], AbstractContextManager[Any]] = lambda op: nullcontext(),
+        on_op: Callable[[Event], None] = lambda event: None,
+        keep_outputs: bool = False,
+    ) -> dict[int, Result]:
+        """One step: gradients are added to the parameters' `.grad`; parameters do not change.
+
+        Every rank gets the same `microbatches`. The gradient is that of the sum of loss * scale.
+        `around(op)` is entered around each forward and backward; `on_op` is called before each
+        operation. Results of the microbatches whose last stage this rank runs, in their order.
+        """
+        kind = SlicedStep if self.slices is not None and train else Step
+        step = kind(self, microbatches, scale, train, keep_outputs)
+        with torch.set_grad_enabled(train):
+            for event in self._order(len(microbatches), train):
+                on_op(event)
+                op = event.op
+                if op.kind is Kind.STEP:
+                    continue  # whoever is told of operations updates the weights
+                if op.kind in COMPUTE:
+                    self.parking.make_room()
+                    with around(op):
+                        self.handlers[op.kind](step, op)
+                else:
+                    self.handlers[op.kind](step, op)
+        self.mail.finish()
+        self.parking.finish()
+        return dict(sorted(step.results.items()))
+
+    def _order(self, count: int, train: bool) -> tuple[Event, ...]:
+        """This rank's rows for a number of microbatches; another number than planned: forwards."""
+        if not self.stages:
+            return ()
+        if (count, train) not in self._orders:
+            order = self.timeline if train else _evaluation(self.timeline, count)
+            assert order.microbatches == count, f"planned for {order.microbatches}, got {count}"
+            order = with_transfers(order, self.lookahead)
+            if train and Kind.UNSHARD in self.handlers:
+                order = with_gathers(order)
+            check(order)
+            if self.mail.queues:
+                check_queues(order, one_way=self.mail.down is not self.mail.group)
+            rows = order.rows(self.place)
+            last = {op.stage: k for k, op in enumerate(rows) if self._works(op)}
+            waits = _unreduced(rows)
+            self._orders[(count, train)] = tuple(
+                Event(op, last.get(op.stage) == k, k not in waits) for k, op in enumerate(rows)
+            )
+        return self._orders[(count, train)]
+
+    def _works(self, op: Op) -> bool:
+        """Whether an operation is a backward that does something on its stage."""
+        return op.kind in BACKWARD and (op.kind is not Kind.W or self.stages[op.stage].split)
+
+
+def _unreduced(rows: Sequence[Op]) -> set[int]:
+    """The backwards of a run that holds weights, but for the one right before its REDUCE."""
+    found: dict[int, list[int]] = {}  # by stage: backwards since its last UNSHARD
+    waits: set[int] = set()
+    for k, op in enumerate(rows):
+        if op.kind is Kind.UNSHARD:
+            found[op.stage] = []
+        elif op.kind is Kind.REDUCE:
+            waits.update(found.pop(op.stage)[:-1])
+        elif op.kind in BACKWARD and op.stage in found:
+            found[op.stage].append(k)
+    return waits
+
+
+def _evaluation(timeline: Timeline, count: int) -> Timeline:
+    """Forwards of any number of microbatches, by replica 0, in groups that keep ranks at work."""
+    rows: list[list[Op]] = [[] for _ in range(timeline.ranks)]
+    units = [(m // timeline.ranks, s, m) for m in range(count) for s in range(timeline.stages)]
+    for _, stage, microbatch in sorted(units):
+        rows[int(timeline.stage_rank[stage])].append(Op(Kind.F, stage, microbatch))
+    return make_timeline(rows, timeline.edges)

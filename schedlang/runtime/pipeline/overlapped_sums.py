@@ -1,0 +1,197 @@
+"""Sums of gradients that begin in the last backward of a stage, bucket by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from schedlang.runtime.grad_reduction.flat import Flat, Held, held_of
+from schedlang.runtime.grad_reduction.gradient import Started, Sum, begin, begin_one, local_gradient
+from schedlang.runtime.storage.leaving import leaves
+
+Members = Flat | Sequence[nn.Parameter]
+LATER = (
+    "a gradient changed after its sum had begun: the last backward of its stage took another way"
+)
+
+
+@dataclass
+class EarlySums:
+    """Splits the sums of a step in those of one stage, and the rest, which wait for its end.
+
+    stages   parameter -> the stages of this rank that hold it
+    A parameter is summed early where one stage of this rank holds it and its first sum is its only
+    one.  All ranks of a group have the same stages in the same order, so they agree.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    sums: Sequence[Sum]
+    stages: Mapping[str, frozenset[int]]
+    _running: list[Started] = field(default_factory=list)
+    _armed: Armed | None = None
+
+    def __post_init__(self) -> None:
+        times: dict[str, int] = {}
+        for one in self.sums:
+            for name in one.names:
+                # copies of a stage end on their ranks in orders of their own
+                times[name] = times.get(name, 0) + (2 if one.kind == "tied" else 1)
+        early = {n for n, k in times.items() if k == 1 and len(self.stages[n]) == 1}
+        # the sums that are left for the end of the step
+        self.rest = self._of({name for name in times if name not in early})
+        held = held_of(self.parameters)
+        self._mine: dict[int, Learned] = {}
+        for stage in sorted({stage for name in early for stage in self.stages[name]}):
+            mine = self._of({name for name in early if stage in self.stages[name]})
+            held.flatten(mine)
+            self._mine[stage] = Learned(held, mine)
+
+    def before(self, stage: int, last: bool) -> None:
+        """An operation of a stage is about to run; `last`: it ends the stage's backwards."""
+        if self._armed is not None:
+            self._close()
+        if last and stage in self._mine:
+            self._armed = Armed(self._mine[stage])
+
+    def finish(self) -> None:
+        """Begin what is left of the early ones, and wait for all."""
+        self._close()
+        for bucket, work in self._running:
+            if work is not None:
+                work.wait()
+            bucket.unpack()
+        self._running = []
+
+    def _close(self) -> None:
+        """Whatever ran last has ended: all its sums begin."""
+        if self._armed is not None:
+            self._running += self._armed.close()
+            self._armed = None
+
+    def _of(self, wanted: Container[str]) -> list[Sum]:
+        """The sums, of these parameters alone."""
+        kept = [
+            replace(one, names=tuple([n for n in one.names if n in wanted])) for one in self.sums
+        ]
+        return [one for one in kept if one.names]
+
+
+class Learned:
+    """The sums of a stage, and what its last backward of the step before has shown of them.
+
+    waiting  the buckets in the order in which they begin: the last parameters come first, as
+             backwards give them
+    others   sums that begin when the backward has ended
+    writes   of each bucket, how often that backward wrote into each gradient; empty: not known
+    last     of each bucket, the place of the gradient that it added to last
+    """
+
+    def __init__(self, held: Held, sums: Sequence[Sum]) -> None:
+        self.held = held
+        self.others = [one for one in sums if one.kind != "replicas"]
+        self.waiting: list[tuple[Sum, Members]] = [
+            (one, members)
+            for one in reversed([one for one in sums if one.kind == "replicas"])
+            for members in reversed(held.buckets(one.names, one.bucket))
+        ]
+        self.writes: list[list[int]] = [[] for _ in self.waiting]
+        self.last: dict[int, int] = {}
+
+
+class Armed:
+    """The sums of a stage while its last backward runs: each bucket begins when it is full.
+
+    No bucket begins before the one that stands before it, so that all ranks begin them in one order
+    (DDP, Li et al. 2020).  How often a parameter's gradient is added to in this backward, and which
+    of a bucket's comes last, is learned in the first step, in which nothing begins before its end;
+    so it is for gradients that leave the device.  From then on the last ones alone are watched.
+    Where more is added than in the step before, close() says so: no wrong sum is kept; where a
+    bucket was full and nobody saw it, its order is learned again.
+    """
+
+    def __init__(self, learned: Learned) -> None:
+        self.learned = learned
+        self.begun: list[Started] = []
+        self.states: list[list[Any]] = []  # of the gradients that were begun with
+        self.added: dict[int, int] = {}  # by id of those watched, the last one last
+        self.before = [_writes(members) for _, members in learned.waiting]
+        watched = [p for place in range(len(learned.waiting)) for p in self._watched(place)]
+        self.hooks = [p.register_post_accumulate_grad_hook(self._added) for p in watched]  # type: ignore[no-untyped-call]
+
+    def _watched(self, place: int) -> list[nn.Parameter]:
+        members = self.learned.waiting[place][1]
+        if not isinstance(members, Flat):
+            return [p for p in members if not leaves(p)]
+        last = self.learned.last.get(place)
+        return members.parameters if last is None else [members.parameters[last]]
+
+    def _added(self, parameter: nn.Parameter) -> None:
+        self.added[id(parameter)] = self.added.pop(id(parameter), 0) + 1
+        while self._full():
+            self._begin()
+
+    def _full(self) -> bool:
+        """Has all been added to the next bucket that was added in the step before?"""
+        place = len(self.begun)
+        if place == len(self.learned.waiting):
+            return False
+        members, writes = self.learned.waiting[place][1], self.learned.writes[place]
+        if not isinstance(members, Flat):
+            added = [self.added.get(id(p), 0) for p in members]
+            return bool(writes) and all(0 < w <= n for w, n in zip(writes, added))
+        before = self.before[place]
+        if not (writes and before and all(writes)) or _writes(members) is None:
+            return False
+        return members.written() == [b + w for b, w in zip(before, writes)]
+
+    def _begin(self) -> None:
+        one, members = self.learned.waiting[len(self.begun)]
+        self.begun.append(begin_one(one.group, members))
+        self.states.append(_states(members))
+
+    def close(self) -> list[Started]:
+        """Begin what is left; all that was begun."""
+        for hook in self.hooks:
+            hook.remove()
+        for (_, members), states in zip(self.learned.waiting, self.states):
+            if _states(members) != states:
+                raise RuntimeError(LATER)
+        if self._full():
+            self.learned.last.pop(len(self.begun), None)
+        for place in range(len(self.learned.waiting)):
+            self._learn(place)
+        while len(self.begun) < len(self.learned.waiting):
+            self._begin()
+        return [*self.begun, *begin(self.learned.held, self.learned.others)]
+
+    def _learn(self, place: int) -> None:
+        members, before = self.learned.waiting[place][1], self.before[place]
+        if not isinstance(members, Flat):
+            self.learned.writes[place] = [self.added.get(id(p), 0) for p in members]
+            return
+        now, writes = _writes(members), list[int]()
+        if place not in self.learned.last:  # all of them were watched
+            order = {key: k for k, key in enumerate(self.added)}
+            seen = [order.get(id(p), -1) for p in members.parameters]
+            if max(seen) >= 0:
+                self.learned.last[place] = seen.index(max(seen))
+            writes = [self.added.get(id(p), 0) for p in members.parameters]
+        if before is not None and now is not None:
+            writes = [n - b for n, b in zip(now, before)]
+        self.learned.writes[place] = writes
+
+
+def _writes(members: Members) -> list[int] | None:
+    """How often each gradient of a bucket was written into, if they lie together."""
+    return members.written() if isinstance(members, Flat) and members.at_home() else None
+
+
+def _states(members: Members) -> list[Any]:
+    """Which gradients a bucket has, and how often each was written."""
+    if isinstance(members, Flat):
+        return [*members.written(), members.at_home()]
+    grads = [local_gradient(p) for p in members]
+    return [(0, 0) if g is None else (g.data_ptr(), g._version) for g in grads]

@@ -1,0 +1,125 @@
+"""Activations that lie elsewhere between forward and backward: on another rank, or in host memory.
+
+EVICT sends what a forward has saved to a partner, who takes it in (HOLD), sends it back (GIVE), and
+LOAD takes it home (Kim et al., BPipe, 2023); OFFLOAD and RELOAD go to host memory and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from schedlang.pipeline.timeline import Op
+from schedlang.runtime.comm import world
+from schedlang.runtime.device import not_there, sent
+from schedlang.runtime.pipeline.flight import Bag, Work, work_of
+from schedlang.runtime.pipeline.p2p import Mail
+from schedlang.runtime.pipeline.step import Step
+from schedlang.runtime.storage import copies
+from schedlang.runtime.storage.tiers import PEER
+
+Pairs = Iterable[tuple[int, int]]
+Groups = Sequence[world.ProcessGroup | None]
+
+
+class Parking:
+    """The two ways between partners, out and home, apart from the messages between stages.
+
+    `groups`: two for the way out (to higher ranks, to lower) and two for the way home.
+    """
+
+    def __init__(self, groups: Groups, device: torch.device, pairs: Pairs = ()) -> None:
+        ways = (*groups, None, None, None, None)
+        self.out = Mail(ways[0], ways[1], device, pairs, PEER)
+        self.home = Mail(ways[2], ways[3], device, pairs)
+        self.sent: dict[int, int] = {}  # stage -> bytes of a microbatch's that left, at most
+        self._held: dict[Work, int] = {}
+        self._last: Work | None = None
+
+    def finish(self) -> None:
+        """Everything that was sent has arrived."""
+        self.out.finish()
+        self.home.finish()
+        self._last = None
+        assert not self._held, "activations of other ranks were not given back"
+
+    def evict(self, step: Step, op: Op) -> None:
+        """Send away what a forward has saved; what was sent before must have left by now."""
+        work, to = work_of(op), step.pipe.ranks[op.peer]
+        self._free()
+        bag, self._last = bag_of(step, work), work
+        told = bag.sizes()
+        self.sent[work.stage] = max(self.sent.get(work.stage, 0), sum(told))
+        sizes = sent(torch.tensor(told, dtype=torch.int64), self.out.device)
+        self.out.send(to, (work, "sizes"), [sizes], header=True)
+        self.out.send(to, (work, "bytes"), bag.pack(), header=False)
+        if not_there(self.out.device):
+            self._free()  # there is nothing on its way
+
+    def make_room(self) -> None:
+        """Before memory is needed: activations that left are gone.
+
+        HOLD stands right behind EVICT in the order of all rows, so it does not wait for what this
+        rank does next. A backend that tells what has arrived is asked, not waited for.
+        """
+        if self.out.tells:
+            self.out.sweep()
+        else:
+            self._free()
+
+    def _free(self) -> None:
+        last, self._last = self._last, None
+        for part in ("sizes", "bytes") if last is not None else ():
+            self.out.free((last, part))
+
+    def hold(self, step: Step, op: Op) -> None:
+        """Take in what a partner sends."""
+        work, source = work_of(op), step.pipe.ranks[op.peer]
+        sizes = self.told(source, work)
+        layout = tuple((torch.uint8, (int(size),)) for size in sizes)
+        self.out.post(source, (work, "bytes"), len(sizes), lambda: layout)
+        self._held[work] = len(sizes)
+
+    def told(self, source: int, work: Work) -> Sequence[int]:
+        """The bytes of each part that a partner is about to send."""
+        self.out.post(source, (work, "sizes"), 1, lambda: None)
+        sizes: list[int] = self.out.take((work, "sizes"))[0].tolist()
+        return sizes
+
+    def give(self, step: Step, op: Op) -> None:
+        """Send back what a partner has parked here."""
+        work = work_of(op)
+        del self._held[work]
+        self.home.send(step.pipe.ranks[op.peer], work, self.out.take((work, "bytes")), header=False)
+        if not self.out.tells:  # LOAD stands before GIVE in the order of all rows
+            self.home.free(work)
+
+    def load(self, step: Step, op: Op) -> None:
+        """Call back what was parked; the backward waits for it."""
+        self.make_room()
+        work = work_of(op)
+        bag = bag_of(step, work)
+        layout = tuple((torch.uint8, (size,)) for size in bag.sizes())
+        self.home.post(step.pipe.ranks[op.peer], work, len(layout), lambda: layout)
+        bag.bring(lambda: self.home.take(work))
+
+
+def offload(step: Step, op: Op) -> None:
+    """Copy what a forward has saved to host memory."""
+    bag = bag_of(step, work_of(op))
+    step.hosts[work_of(op)] = [(copies.to_host(part), part.device) for part in bag.pack()]
+
+
+def reload(step: Step, op: Op) -> None:
+    """Start the copy back from host memory."""
+    hosts = step.hosts.pop(work_of(op))
+    back = [copies.to_device(host, home) for host, home in hosts]
+    bag_of(step, work_of(op)).bring(lambda: [copies.ready(*one) for one in back])
+
+
+def bag_of(step: Step, work: Work) -> Bag:
+    """What the forward of some work has saved."""
+    bag = step.flights[work].bag
+    assert bag is not None, "the forward of what is parked keeps no bag"
+    return bag

@@ -1,0 +1,404 @@
+"""One stage of a model by replay: the model's own forward, units of other stages skipped."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from schedlang.ir import nests as pytree
+from schedlang.runtime import scope
+from schedlang.runtime.batch import called
+from schedlang.runtime.mixed_precision import imitated
+from schedlang.runtime.modes import Ambient
+from schedlang.runtime.rng.draws import LOGICAL
+from schedlang.runtime.scope import capture, named_sites, skip_calls, visit, visiting
+from schedlang.runtime.tracing.constants import OnMeta
+from schedlang.runtime.tracing.graph import Cut, Token, refusal
+from schedlang.runtime.tracing.hooks import Tell, overheard, tell
+from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
+from schedlang.runtime.tracing.record import loss_of
+from schedlang.runtime.tracing.units import Switch
+
+# ---- Random draws of a call that is not made here: counted, so that later calls draw their own.
+
+
+class Counted(Ambient):
+    """Counts draws by site; what they give has a shape and no meaning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in LOGICAL:
+            kwargs.pop("generator", None)
+            return LOGICAL[func](self, func, *args, **kwargs)
+        return self.run(func, types, args, kwargs)
+
+    def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
+        """A mask of `shape` that drops nothing."""
+        self.calls[scope.site()] += 1
+        return torch.ones(tuple(shape), dtype=torch.bool, device=device)
+
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Numbers of `shape` in [0, 1)."""
+        self.calls[scope.site()] += 1
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+
+
+# ---- One stage of a model by replay: the model's own forward, with the units of other stages
+# stubbed.
+# A unit of an earlier stage returns what was received, and something of the right shape where
+# nothing was needed; the first unit of a later stage ends the forward.
+
+
+Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
+
+
+SIMPLE = (int, float, bool, str, type(None), torch.dtype)
+
+
+class StageEnd(BaseException):
+    """Raised by the first unit of a later stage; not an Exception, so no model catches it."""
+
+
+@dataclass(frozen=True)
+class Forwarded:
+    """What one forward of a stage made.
+
+    `made` are the values for other stages, without history; `edges` where their gradients enter.
+    `output` and `loss` are those of the model, on the last stage only.
+    """
+
+    made: Mapping[Token, torch.Tensor]
+    edges: Mapping[Token, GradientEdge]
+    output: Any = None
+    loss: torch.Tensor | None = None
+
+
+class Order:
+    """Watches that units are called once each, in the order of the record (S614).
+
+    A forward that goes another way would take values from units that never sent them.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names, self.due = names, 0
+
+    def next(self, unit: int) -> None:
+        """The unit that is called; the number of units where the forward ends."""
+        if unit < self.due:
+            reason = "is called again, but was not when the model was recorded"
+            raise refusal("S614", self.names[unit], reason, *self.HELPS)
+        if unit > self.due:
+            reason = "is not called, but was when the model was recorded"
+            raise refusal("S614", self.names[self.due], reason, *self.HELPS)
+        self.due += 1
+
+    HELPS = (
+        "stages are built for one sequence of calls: let every batch make the same calls",
+        "or keep it in one stage with the module that calls it: cut at another module",
+    )
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What one hook inside of a unit is told: the leaves of an output and of its arguments."""
+
+    name: str
+    hook: int
+    leaves: list[Any]
+    spec: Any
+    given: list[Any]
+    given_spec: Any
+
+
+class Stub:
+    """Knows the output of every unit for every shape of its arguments, by running it on meta."""
+
+    def __init__(self, reference: nn.Module, cut: Cut) -> None:
+        self.names = cut.graph.labels
+        self.units = tuple(reference.get_submodule(name) for name in cut.graph.units)
+        named_sites(reference)
+        self.leaves = cut.graph.leaves
+        self._known: dict[Any, Any] = {}
+        self._outside = capture()  # a run for shapes draws no masks and counts no calls
+
+    def __call__(
+        self,
+        unit: int,
+        args: Any,
+        kwargs: Any,
+        received: Mapping[Token, torch.Tensor],
+        device: Any,
+        module: nn.Module,
+    ) -> Any:
+        """The unit's output: the received leaves, something of their shape for the others."""
+        key = (unit, self.units[unit].training, _signature((args, kwargs)))
+        if key not in self._known:
+            with imitated(torch.device(device).type):
+                self._known[key] = self._shapes(unit, args, kwargs, module)
+        leaves, spec, draws, told = self._known[key]
+        for site, times in draws.items():
+            skip_calls(site, times)
+        if any(source == unit and k < 0 for source, k in received):
+            self._tell(module, unit, told, received)
+        made = [
+            received[(unit, k)] if (unit, k) in received else self._unknown(unit, k, leaf, device)
+            for k, leaf in enumerate(leaves)
+        ]
+        return pytree.tree_unflatten(made, spec)
+
+    def _tell(
+        self, owner: nn.Module, unit: int, told: list[_Told], received: Mapping[Token, torch.Tensor]
+    ) -> None:
+        """Call the hooks inside of a unit that runs elsewhere with what its stage has sent."""
+        place, device = -1, next(iter(received.values())).device
+        for one in told:
+            made = []
+            for leaf in one.leaves:
+                token = (unit, place)
+                known = token in received
+                made.append(received[token] if known else self._unknown(unit, place, leaf, device))
+                place -= 1
+            given = [self._unknown(unit, None, leaf, device) for leaf in one.given]
+            module = owner.get_submodule(one.name)
+            output = pytree.tree_unflatten(made, one.spec)
+            tell(module, one.hook, pytree.tree_unflatten(given, one.given_spec), output)
+
+    def _unknown(self, unit: int, k: int | None, leaf: Any, device: Any) -> Any:
+        """What nothing reads: not a number, so that a reader after all is seen; no memory."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        number = math.nan if leaf.dtype.is_floating_point else 0
+        known = self.leaves.get((unit, k)) if k is not None else None
+        written = k is not None and (known is None or known.mutated)
+        shape = leaf.shape if written else ()
+        return torch.full(shape, number, dtype=leaf.dtype, device=device).expand(leaf.shape)
+
+    def _shapes(
+        self, unit: int, args: Any, kwargs: Any, module: nn.Module
+    ) -> tuple[list[Any], Any, Mapping[str, int], list[_Told]]:
+        counted, told = Counted(), list[_Told]()
+
+        def heard(name: str, hook: int, call: Tell, given: Any, output: Any) -> None:
+            told.append(
+                _Told(name, hook, *pytree.tree_flatten(output), *pytree.tree_flatten(given))
+            )
+
+        try:
+            part = visit()
+            shapes = visiting(part.hollow() if part is not None else None)
+            with ExitStack() as stack:
+                modes = (torch.no_grad(), self._outside(), shapes, torch.device("meta"), OnMeta())
+                for mode in modes:
+                    stack.enter_context(mode)
+                # what is inside may be called again from elsewhere, and draws what comes after
+                stack.enter_context(counted)
+                stack.enter_context(overheard(self.units[unit], heard, hooked=module))
+                output = self.units[unit](*hollow_batch(args), **hollow_batch(kwargs))
+        except (RuntimeError, NotImplementedError) as error:
+            name, reason = self.names[unit], "has an output whose shape depends on data"
+            raise refusal("S612", name, reason, note=str(error)) from error
+        leaves, spec = pytree.tree_flatten(output)
+        return leaves, spec, counted.calls, told
+
+
+class Stage:
+    """A stage of a cut model on this rank.
+
+    `model` is the local module: parameters of other stages may be anything (meta, say), they are
+    never touched. `switch` stands before the units of `model`; the stages of one rank share it.
+    `stub` comes from a whole model on meta. `loss(output, batch)` where the model gives none.
+    `split=False` lets I do the whole backward and W nothing: for stages with recomputed or
+    gathered weights, where every part of a backward would recompute or gather again. `late` names
+    the parameters whose gradients W computes, the others are done by I; None: all are late.
+
+    `incoming` and `outgoing` are the values that are exchanged with other stages, by stage;
+    `returned` and `awaited` those of them whose gradients go back and come back.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cut: Cut,
+        index: int,
+        *,
+        switch: Switch | None = None,
+        stub: Stub | None = None,
+        loss: Loss | None = None,
+        split: bool = True,
+        late: Collection[str] | None = None,
+    ) -> None:
+        self.model, self.cut, self.index, self.loss, self.split = model, cut, index, loss, split
+        self._late = None if late is None else {id(p) for p in _named(model, late)}
+        self.last = index == cut.stages - 1
+        self.units = cut.units(index)
+        self.incoming = {e[0]: tokens for e, tokens in cut.routes.items() if e[1] == index}
+        self.outgoing = {e[1]: tokens for e, tokens in cut.routes.items() if e[0] == index}
+        self.returned = {end: self._back(tokens) for end, tokens in self.incoming.items()}
+        self.awaited = {end: self._back(tokens) for end, tokens in self.outgoing.items()}
+        self.wanted = frozenset(t for tokens in self.outgoing.values() for t in tokens)
+        self.whole = cut.stages == 1
+        if not self.whole:
+            self.switch = switch or Switch(model, cut.graph.units)
+            self.stub = stub or Stub(hollow_model(model, {}), cut)
+
+    def waits(self, weight: torch.Tensor) -> bool:
+        """Whether the gradient of a weight is left to W."""
+        return self._late is None or id(weight) in self._late
+
+    def _back(self, tokens: Sequence[Token]) -> tuple[Token, ...]:
+        """Those of some values for which gradients come back."""
+        return tuple(token for token in tokens if self.differentiable(token))
+
+    def mutated(self, token: Token) -> bool:
+        """Whether the model writes into this value."""
+        return self.cut.graph.leaves[token].mutated
+
+    def differentiable(self, token: Token) -> bool:
+        """Whether gradients come back for this value."""
+        return self.cut.graph.leaves[token].differentiable
+
+    def forward(
+        self, batch: Mapping[str, Any], received: Mapping[Token, torch.Tensor]
+    ) -> Forwarded:
+        """Forward of one microbatch; `received` holds every token of `incoming`."""
+        if self.whole:
+            output = called(self.model, batch)
+            return Forwarded({}, {}, output, loss_of(output, batch, self.loss))
+        made: dict[Token, torch.Tensor] = {}
+        edges: dict[Token, GradientEdge] = {}
+        device = _device(batch)
+        order = Order(self.cut.graph.labels)
+
+        def handle(unit: int, original: Any, args: Any, kwargs: Any) -> Any:
+            order.next(unit)
+            if unit < self.units.start:
+                module = self.switch.modules[unit]
+                return self.stub(unit, args, kwargs, received, device, module)
+            if unit >= self.units.stop:
+                raise StageEnd
+            with self._heard(unit, made, edges):
+                output = original(*args, **kwargs)
+            self._capture(unit, output, made, edges)
+            return output
+
+        with self.switch.using(handle):
+            try:
+                output = called(self.model, batch)
+            except StageEnd:
+                return Forwarded(made, edges)
+            order.next(len(self.cut.graph.units))
+            return Forwarded(made, edges, output, loss_of(output, batch, self.loss))
+
+    def _capture(
+        self,
+        unit: int,
+        output: Any,
+        made: dict[Token, torch.Tensor],
+        edges: dict[Token, GradientEdge],
+    ) -> None:
+        leaves = (output,) if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
+        for k, leaf in enumerate(leaves):
+            self._send((unit, k), leaf, made, edges)
+
+    def _send(
+        self,
+        token: Token,
+        leaf: Any,
+        made: dict[Token, torch.Tensor],
+        edges: dict[Token, GradientEdge],
+    ) -> None:
+        if token not in self.wanted:
+            return
+        if leaf.requires_grad:
+            edges[token] = get_gradient_edge(leaf)  # as it is now: it may be written into
+        value = leaf.detach()
+        made[token] = value.clone() if self.cut.graph.leaves[token].mutated else value
+
+    @contextmanager
+    def _heard(
+        self, unit: int, made: dict[Token, torch.Tensor], edges: dict[Token, GradientEdge]
+    ) -> Iterator[None]:
+        """Listen to what hooks inside of a unit are told, where other stages need it."""
+        if not any(source == unit and k < 0 for source, k in self.wanted):
+            yield
+            return
+        sides = count(1)
+
+        def heard(name: str, hook: int, call: Tell, given: Any, output: Any) -> Any:
+            for leaf in pytree.tree_leaves(output):
+                self._send((unit, -next(sides)), leaf, made, edges)
+            return call(given, output)
+
+        with overheard(self.model.get_submodule(self.cut.graph.units[unit]), heard):
+            yield
+
+
+class _Enter(torch.autograd.Function):
+    """A received tensor as a value of the graph: no leaf and no view, so it may be written into."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.data
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def enter(leaf: torch.Tensor) -> torch.Tensor:
+    """What the model gets for a received leaf."""
+    if not leaf.requires_grad:
+        return leaf
+    entered: torch.Tensor = _Enter.apply(leaf)  # type: ignore[no-untyped-call]
+    return entered
+
+
+def _named(model: nn.Module, names: Collection[str]) -> list[nn.Parameter]:
+    return [p for name, p in model.named_parameters() if name in names]
+
+
+def _device(batch: Mapping[str, Any]) -> torch.device:
+    for value in batch.values():
+        if isinstance(value, torch.Tensor):
+            return value.device
+    for value in pytree.tree_leaves(dict(batch)):
+        if isinstance(value, torch.Tensor):
+            return value.device
+    return torch.device("cpu")
+
+
+def signature(batch: Mapping[str, Any]) -> Any:
+    """What shapes depend on: shapes and dtypes of tensors, other values as they are."""
+    return _signature(dict(batch))
+
+
+def _signature(tree: Any) -> Any:
+    """By hand for plain nests, which is many times faster than a flattening by pytree."""
+    kind = type(tree)
+    if isinstance(tree, torch.Tensor):
+        return (tree.shape, tree.dtype)
+    if kind is tuple or kind is list:
+        return (kind, *map(_signature, tree))
+    if kind is dict:
+        return (kind, *((key, _signature(value)) for key, value in tree.items()))
+    if kind in SIMPLE:
+        return (kind, tree)
+    leaves, spec = pytree.tree_flatten(tree)
+    if len(leaves) == 1 and leaves[0] is tree:
+        return kind
+    return (str(spec), *map(_signature, leaves))

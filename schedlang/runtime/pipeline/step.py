@@ -1,0 +1,316 @@
+"""One step of a pipeline on one rank: forwards, backwards, and what lies between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir import nests as pytree
+from schedlang.pipeline.timeline import Op
+from schedlang.runtime.device import Replayed, default_generators, not_there, own_generators
+from schedlang.runtime.lazy_logits.lazy import LazyLogits
+from schedlang.runtime.pipeline.flight import Bag, Carried, Flight, Message, Work, address, work_of
+from schedlang.runtime.pipeline.p2p import Layout, layout_of
+from schedlang.runtime.pipeline.split_backward import SplitBackward
+from schedlang.runtime.pipeline.stage import Forwarded, Stage, enter, signature
+from schedlang.runtime.scope import noted, remember
+from schedlang.runtime.storage.own import Addresses
+from schedlang.runtime.tracing.graph import Token
+from schedlang.runtime.tracing.lossless import no_loss
+from schedlang.runtime.weights import Number, filled
+
+if TYPE_CHECKING:
+    from schedlang.runtime.pipeline.executor import Pipeline
+
+# ---- What a forward without a graph leaves behind, so that it can be run again.
+
+
+@dataclass
+class Kept:
+    """What it received from other stages, where generators of random numbers stood, and what the
+    forward has noted (scope.memo)."""
+
+    received: Mapping[Token, Tensor]
+    drawn: Replayed
+    noted: dict[Any, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def now(received: Mapping[Token, Tensor], model: nn.Module, device: torch.device) -> Kept:
+        """Before the forward of a stage's model, whose device draws, or the model itself."""
+        drawn = Replayed([*default_generators([device]), *own_generators(model)])
+        return Kept(received, drawn)
+
+
+# ---- One step of a pipeline on one rank: forwards and backwards, and what lies between them.
+
+
+class Result(NamedTuple):
+    """Of one microbatch, on the rank of the last stage: the loss (unscaled) and the output."""
+
+    loss: torch.Tensor | None
+    output: Any
+
+
+class Step:
+    """The state of one step; every operation of a timeline reads and changes it.
+
+    flights   what stages keep of each microbatch between forward and backward
+    kept      of forwards without a graph, which run again before their backward
+    hosts     what lies in host memory, with the device that it came from
+    layouts   of the gradients that each later stage will send
+    here      messages between two stages of this rank; `outbox`: those that wait to be sent
+    results   of the microbatches whose last stage is here
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        batches: Sequence[Mapping[str, Any]],
+        scale: Sequence[Number] | None,
+        train: bool,
+        keep_outputs: bool,
+    ) -> None:
+        self.pipe, self.batches, self.train, self.keep = pipe, batches, train, keep_outputs
+        self.scale: list[Number] = [1.0] * len(batches) if scale is None else list(scale)
+        assert len(self.scale) == len(batches), "one scale per microbatch"
+        alone = len(pipe.timeline.edges) == 0
+        self.signatures = [None if alone else (train, signature(batch)) for batch in batches]
+        self.flights: dict[Work, Flight] = {}
+        self.kept: dict[Work, Kept] = {}
+        self.hosts: dict[Work, list[tuple[torch.Tensor, torch.device]]] = {}
+        self.layouts: dict[Work, dict[int, Layout]] = {}
+        self.here: dict[Message, list[torch.Tensor]] = {}
+        self.outbox: dict[Message, list[torch.Tensor]] = {}
+        self.results: dict[int, Result] = {}
+
+    def run(
+        self, stage: Stage, work: Work, received: Mapping[Token, torch.Tensor]
+    ) -> tuple[Forwarded, Carried | None]:
+        """The forward of a stage on the part of the batch that some work is on."""
+        return stage.forward(self.batches[work.microbatch], received), None
+
+    def weight(self, work: Work) -> Number:
+        """By what the loss of this part of the batch is multiplied in backward."""
+        return self.scale[work.microbatch]
+
+    def finish(self, work: Work, loss: torch.Tensor | None, output: Any) -> None:
+        """Note what the last stage has made."""
+        self.results[work.microbatch] = Result(loss, output)
+
+    # -- forward -----------------------------------------------------------------------------------
+
+    def forward(self, work: Work) -> None:
+        """Run a stage on what earlier stages sent; hand on what later ones need."""
+        stage = self.pipe.stages[work.stage]
+        received: dict[Token, torch.Tensor] = {}
+        for source, tokens in stage.incoming.items():
+            received.update(zip(tokens, self.collect(False, source, work.stage, work)))
+        if self.train and work in self.pipe.again:
+            self.kept[work] = Kept.now(received, stage.model, self.pipe.mail.device)
+            # the second run must see what the first one did
+            own = {t: v.clone() if stage.mutated(t) else v for t, v in received.items()}
+            with torch.no_grad():
+                done, _ = self.run(stage, work, own)
+            self.kept[work].noted = noted()
+        else:
+            done = self.launch(work, received)
+        layouts = self.layouts.setdefault(work, {}) if self.train else {}
+        for target, tokens in stage.outgoing.items():
+            near = self.pipe.home(target, work.replica) == self.pipe.place
+            values = [  # what several stages here write into is each one's own
+                value.clone() if near and stage.mutated(token) else value
+                for token, value in ((token, done.made[token]) for token in tokens)
+            ]
+            layouts[target] = layout_of([done.made[t] for t in stage.awaited[target]])
+            self.deliver(False, work.stage, target, work, values)
+        if stage.last:
+            if self.train and done.loss is None:
+                raise Refusal(no_loss(stage.model, done.output, self.batches[work.microbatch]))
+            loss = None if done.loss is None else done.loss.detach()
+            self.finish(work, loss, _detached(done.output, self.keep))
+
+    def launch(self, work: Work, received: Mapping[Token, torch.Tensor]) -> Forwarded:
+        """Run a stage's forward, and keep what its backward needs."""
+        stage = self.pipe.stages[work.stage]
+        leaves: dict[Token, torch.Tensor] = {}
+        entered = dict(received)
+        for token, value in received.items() if self.train else ():
+            if stage.differentiable(token):
+                leaves[token] = value.requires_grad_()
+                if stage.mutated(token):  # a leaf must not be written into
+                    entered[token] = enter(value)
+        bag = self.bag(stage, work) if work in self.pipe.away else None
+        with nullcontext() if bag is None else self.pipe.fills(bag):
+            done, carried = self.run(stage, work, entered)
+        if bag is not None:
+            bag.close(leaves.values())
+        if self.train:
+            loss = done.loss if stage.last else None
+            self.flights[work] = Flight(leaves, done.edges, loss, carried=carried, bag=bag)
+        return done
+
+    def bag(self, stage: Stage, work: Work) -> Bag:
+        """A bag for what a forward saves, but for weights, buffers and inputs of the model."""
+        inputs = pytree.tree_leaves(dict(self.batches[work.microbatch]))
+        given = [value for value in inputs if isinstance(value, torch.Tensor)]
+        stays = Addresses(stage.model, address, given)
+        return Bag(stays, hollow=not_there(self.pipe.mail.device))
+
+    # -- backward ----------------------------------------------------------------------------------
+
+    def backward(self, work: Work) -> None:
+        """All gradients of a stage, of its inputs and of its weights."""
+        flight = self.flights[work]
+        roots, grads = self.roots(flight, work)
+        del self.flights[work]
+        if roots:
+            torch.autograd.backward(roots, grads)
+        self.give_back(flight, work)
+
+    def input_backward(self, work: Work) -> None:
+        """The gradients of a stage's inputs; those of its weights may wait."""
+        stage = self.pipe.stages[work.stage]
+        if not stage.split:
+            self.backward(work)
+            return
+        flight = self.flights[work]
+        roots, grads = self.roots(flight, work)
+        leaves = [*flight.leaves.values(), *(flight.carried.leaves() if flight.carried else ())]
+        flight.split = SplitBackward(roots, grads, leaves, stage.waits)
+        for leaf, grad in zip(leaves, flight.split.inputs()):
+            if grad is not None:  # what several later slices have taken gets one from each
+                leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+        self.give_back(flight, work)
+
+    def weight_backward(self, work: Work) -> None:
+        """The gradients of a stage's weights, from what its input backward has left."""
+        if self.pipe.stages[work.stage].split:
+            flight = self.flights.pop(work)
+            assert flight.split is not None
+            flight.split.weights()
+
+    def roots(self, flight: Flight, work: Work) -> tuple[list[Any], list[Any]]:
+        """Where gradients enter this stage, and the gradients."""
+        stage = self.pipe.stages[work.stage]
+        if flight.bag is not None:
+            flight.bag.open()
+        total: dict[Token, torch.Tensor] = {}
+        for target in stage.outgoing:
+            values = self.collect(True, target, work.stage, work)
+            self.pipe.mail.free(_name(False, work.stage, target, work))
+            for token, value in zip(stage.awaited[target], values):
+                total[token] = total[token] + value if token in total else value
+        self.layouts.pop(work, None)
+        there = [token for token in total if token in flight.edges]
+        roots: list[Any] = [flight.edges[token] for token in there]
+        grads: list[Any] = [total[token] for token in there]
+        if flight.loss is not None and flight.loss.requires_grad:
+            roots.append(flight.loss)
+            grads.append(filled(flight.loss, self.weight(work)))
+        if flight.carried is not None:
+            more, their = flight.carried.roots()
+            roots, grads = [*roots, *more], [*grads, *their]
+        return roots, grads
+
+    def give_back(self, flight: Flight, work: Work) -> None:
+        """Send back the gradients of what was received."""
+        stage = self.pipe.stages[work.stage]
+        for source, tokens in stage.returned.items():
+            grads = []
+            for token in tokens:
+                leaf = flight.leaves[token]
+                grads.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+                leaf.grad = None
+            self.deliver(True, work.stage, source, work, grads)
+        if flight.carried is not None:
+            flight.carried.returned()
+
+    # -- between stages ----------------------------------------------------------------------------
+
+    def deliver(
+        self, back: bool, source: int, target: int, work: Work, values: list[torch.Tensor]
+    ) -> None:
+        """Hand values to another stage: at once if it is on this rank, else its row sends them."""
+        name = _name(back, source, target, work)
+        if self.pipe.home(target, work.replica) == self.pipe.place:
+            self.here[name] = [value.detach() for value in values]
+        else:
+            self.outbox[name] = values
+
+    def collect(self, back: bool, source: int, target: int, work: Work) -> list[torch.Tensor]:
+        """What another stage has handed over."""
+        name = _name(back, source, target, work)
+        return self.here.pop(name) if name in self.here else self.pipe.mail.take(name)
+
+    def gradient_layout(self, work: Work, target: int) -> Layout | None:
+        """The layout of gradients is that of the values sent; unknown before the forward."""
+        layouts = self.layouts.get(work)
+        return None if layouts is None else layouts[target]
+
+
+def _name(back: bool, source: int, target: int, work: Work) -> Message:
+    return Message(back, source, target, work.replica, work.microbatch, work.slice)
+
+
+def _detached(output: Any, keep: bool) -> Any:
+    """The output without history; logits that were never needed are computed for whoever looks."""
+
+    def made(leaf: Any) -> Any:
+        leaf = leaf.computed() if isinstance(leaf, LazyLogits) else leaf
+        return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+    with torch.no_grad():
+        return pytree.tree_map(made, output) if keep else None
+
+
+# ---- Forwards that keep only what they received, and run again before their backward.
+# RECOMPUTE rows (Athlur et al., Varuna, 2022; Chen et al., 2016, for a whole stage). The second
+# run sees the weights, random numbers and values of the first: gradients are the same to the last
+# bit.
+
+
+def recompute(step: Step, op: Op) -> None:
+    """Run a forward again, now with its graph; what it sent the first time is not sent again."""
+    work = work_of(op)
+    kept = step.kept.pop(work)
+    model = step.pipe.stages[work.stage].model
+    before = _buffers(model)
+    remember(kept.noted)
+    with kept.drawn:
+        step.launch(work, kept.received)
+    _restore(model, before)
+
+
+def _buffers(model: nn.Module) -> dict[str, tuple[Tensor, int, Tensor | None]]:
+    """Buffers with their counts of writes; copies of statistics, which kernels write unseen."""
+    found = {}
+    for prefix, module in model.named_modules():
+        counted = getattr(module, "track_running_stats", False)
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if not buffer.is_meta and not buffer.is_inference():
+                found[name] = (buffer, buffer._version, buffer.clone() if counted else None)
+    return found
+
+
+def _restore(model: nn.Module, before: Mapping[str, tuple[Tensor, int, Tensor | None]]) -> None:
+    """Statistics count a microbatch once; other buffers may not change in a forward."""
+    now = dict(model.named_buffers())
+    for name, (buffer, version, copy) in before.items():
+        if copy is not None:
+            with torch.no_grad():
+                buffer.copy_(copy)
+        elif now.get(name) is not buffer or buffer._version != version:
+            raise Refusal(
+                Diagnostic(
+                    "S813",
+                    f"a forward changes the buffer `{name}`, and would change it twice",
+                    notes=("this order recomputes forwards before their backward",),
+                    helps=('use an order without recomputation, such as "1F1B"',),
+                )
+            )

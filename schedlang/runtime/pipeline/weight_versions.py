@@ -1,0 +1,144 @@
+"""Versions of a stage's weights: each row runs with the one it reads, updates make the next.
+
+What a forward saved for its backward lies in the storages of the version that it read, or is the
+parameter itself. So an update writes into new storages where a later row reads the old version
+(weight stashing, PipeDream), and a row of another version finds its storages put into the
+parameters. Where no row does, an update writes in place, and a backward reads the newest weights
+(PipeMare): autograd's count of writes, which would refuse that, is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.pipeline.timeline import Kind, Op, Timeline
+from schedlang.pipeline.timeline.versions import BACKWARD, is_stale, updates
+from schedlang.runtime.storage.leaving import drop_gradients
+
+if TYPE_CHECKING:
+    from schedlang.runtime.pipeline.executor import Pipeline
+
+_READS = (Kind.F, *BACKWARD)
+
+
+class Versions:
+    """The weights of this rank's one stage during a step.
+
+    `update(n)` sums the gradients that have come together and runs the optimizer on `parameters`,
+    which makes version n.
+    Gradients of an update are gone when the next one's come; those of the last one stay.
+    `made[microbatch]` is the version that a microbatch's gradients make.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        rank: int,
+        parameters: Sequence[nn.Parameter],
+        update: Callable[[int], None],
+    ) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.update = update
+        rows = [op for op in timeline.rows(rank) if op.kind in (*_READS, Kind.STEP)]
+        assert len({op.stage for op in rows}) == 1, "one stage on each rank"
+        self._last = {op.version: k for k, op in enumerate(rows) if op.kind in _READS}
+        self._rows = rows
+        self.made: list[int] = updates(timeline).tolist()
+        self.newest = self._shown = self._at = 0
+        self._kept: dict[int, list[Tensor]] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a step: the weights as they are are version 0."""
+        self._show(self.newest)  # a step that failed may have left another one
+        self._kept.clear()
+        self.newest = self._shown = self._at = 0
+
+    @property
+    def kept(self) -> int:
+        """How many versions are held now."""
+        return 1 + sum(version != self.newest for version in self._kept)
+
+    def before(self, op: Op) -> None:
+        """Make ready for a row: put the version in place that it reads, or make the next one."""
+        if op.kind not in (*_READS, Kind.STEP):
+            return
+        assert self._rows[self._at] == op, f"{op} instead of {self._rows[self._at]}"
+        self._show(self.newest if op.kind is Kind.STEP else op.version)
+        for version in [v for v in self._kept if self._last.get(v, -1) < self._at]:
+            if version not in (self.newest, self._shown):
+                del self._kept[version]
+        if op.kind is Kind.STEP:
+            self._step(op.version)
+        self._at += 1
+
+    def end(self) -> None:
+        """After the last row: the newest weights stay, and nothing else is kept."""
+        assert self._at == len(self._rows), "the step has not been run to its end"
+        self._show(self.newest)
+        self._kept.clear()
+
+    def _show(self, version: int) -> None:
+        """Put a version into the parameters; the newest, if it stood there, is kept."""
+        if version == self._shown:
+            return
+        if self._shown == self.newest:
+            self._kept[self.newest] = [p.data for p in self.parameters]
+        for parameter, value in zip(self.parameters, self._kept[version]):
+            parameter.data = value
+        self._shown = version
+
+    def _step(self, made: int) -> None:
+        assert made == self.newest + 1, f"version {made} after {self.newest}"
+        if self._last.get(self.newest, -1) > self._at:
+            old = [p.data for p in self.parameters]
+            self._kept[self.newest] = old
+            for parameter, value in zip(self.parameters, old):
+                parameter.data = value.clone()
+        else:
+            self._kept.pop(self.newest, None)
+        places = [p.data_ptr() for p in self.parameters]
+        with _unsafe_preserve_version_counter(tuple(self.parameters)):
+            self.update(made)
+        if places != [p.data_ptr() for p in self.parameters]:
+            raise _moved()
+        self.newest = self._shown = made
+        if self._at < len(self._rows) - 1:
+            drop_gradients(self.parameters)
+
+
+def versions_of(
+    pipeline: Pipeline, parameters: Mapping[str, nn.Parameter], update: Callable[[int], None]
+) -> Versions | None:
+    """The versions of a pipeline that updates inside the step; None for all others."""
+    if not is_stale(pipeline.timeline):
+        return None
+    return Versions(pipeline.timeline, pipeline.place, tuple(parameters.values()), update)
+
+
+def totals(everyone: Sequence[Sequence[float]], made: Sequence[int]) -> dict[int, float]:
+    """What the microbatches of each update weigh, from the weights of each replica."""
+    total: dict[int, float] = {}
+    for weights in everyone:
+        for microbatch, weight in enumerate(weights):
+            total[made[microbatch]] = total.get(made[microbatch], 0.0) + weight
+    return total
+
+
+def _moved() -> Refusal:
+    return Refusal(
+        Diagnostic(
+            "S625",
+            "the optimizer replaces the tensors of the weights",
+            notes=("later backwards would not use its update",),
+            helps=(
+                "use an optimizer that updates in place (torch's own do)",
+                'or a synchronous order: `pipeline(order="1F1B")`',
+            ),
+        )
+    )

@@ -1,0 +1,1 @@
+"""Forwards of sharded models on the meta device: which tensors differ by rank."""

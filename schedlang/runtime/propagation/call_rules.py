@@ -1,0 +1,524 @@
+"""Propagation rules for calls of torch: which dims stay split, meet, are padded or repeated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from schedlang.ir.placement import EVEN, Uneven
+from schedlang.runtime.propagation.trace import Call, Mismatch, Note, Tag
+
+if TYPE_CHECKING:
+    from schedlang.runtime.propagation.follow import Follower, Step
+
+# ---- Which functions of torch look beyond one position, or one channel, of an activation.
+
+
+WINDOWS = {
+    *(f"conv{d}d" for d in (1, 2, 3)),
+    *(f"conv_transpose{d}d" for d in (1, 2, 3)),
+    *(
+        f"{kind}_pool{d}d"
+        for d in (1, 2, 3)
+        for kind in ("max", "avg", "lp", "adaptive_avg", "adaptive_max")
+    ),
+    *(f"max_pool{d}d_with_indices" for d in (1, 2, 3)),
+    "unfold",
+    "fold",
+    "grid_sample",
+    "pixel_shuffle",
+    "pixel_unshuffle",
+    "instance_norm",
+    "local_response_norm",
+}
+FIRST = 2  # the first dim of positions of [batch, channels, positions...]
+
+
+def reaches(
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    whole: tuple[int, ...],
+    after: tuple[int, ...],
+    integers: Sequence[int] = (),
+) -> set[int]:
+    """The dims of the main tensor along which a call mixes what stands at different places.
+
+    `whole` and `after` are the original's shapes before and after it, `integers` its numbers.
+    """
+    if name in WINDOWS:
+        return set(range(FIRST, len(whole)))
+    if name == "group_norm":  # a part of the channels is as many groups as the whole, cut across
+        groups = kwargs.get("num_groups", args[1] if len(args) > 1 else None)
+        return set(range(1 if groups == next(iter(integers), None) else FIRST, len(whole)))
+    if name == "batch_norm":
+        return {0, *range(FIRST, len(whole))}
+    if name in ("layer_norm", "rms_norm"):
+        shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else (0,))
+        return set(range(len(whole) - len(tuple(shape)), len(whole)))
+    if name == "pad":
+        given = kwargs.get("pad", args[1] if len(args) > 1 else ())
+        pairs = list(zip(given[::2], given[1::2]))
+        return {len(whole) - 1 - at for at, pair in enumerate(pairs) if any(pair)}
+    if name in ("interpolate", "upsample"):
+        return _resized(args, kwargs, whole, after)
+    return set()
+
+
+def _resized(
+    args: Sequence[Any], kwargs: Mapping[str, Any], whole: tuple[int, ...], after: tuple[int, ...]
+) -> set[int]:
+    """All positions, unless each is only repeated, or every n-th is kept."""
+    mode = kwargs.get("mode", args[3] if len(args) > 3 else "nearest")
+    if mode not in ("nearest", "nearest-exact"):
+        return set(range(FIRST, len(whole)))
+    moved = range(FIRST, len(whole))
+    return {d for d in moved if after[d] % whole[d] and whole[d] % after[d]}
+
+
+# ---- Do the parts that meet in a call meet as their wholes do?
+# Shapes cannot tell: two tensors of which each rank holds as many elements may lie on the ranks in
+# different orders, or be split along different dims of which each part has one element.  Calls
+# that bring several tensors together say which dims of them meet; those must lie alike.
+
+
+ELEMENTWISE = {
+    "add",
+    "sub",
+    "rsub",
+    "mul",
+    "div",
+    "true_divide",
+    "floor_divide",
+    "remainder",
+    "fmod",
+    "pow",
+    "maximum",
+    "minimum",
+    "fmax",
+    "fmin",
+    "atan2",
+    "lerp",
+    "addcmul",
+    "addcdiv",
+    "where",
+    "masked_fill",
+    "copy",
+    "xlogy",
+    "hypot",
+    "logaddexp",
+    "logaddexp2",
+    "ldexp",
+    "mse_loss",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "and",
+    "or",
+    "xor",
+    "logical_and",
+    "logical_or",
+    "logical_xor",
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_xor",
+    "multiply",
+    "subtract",
+    "divide",
+    "radd",
+    "rmul",
+    "rdiv",
+    "rpow",
+}
+JOINS = {"cat", "concat", "concatenate", "stack"}
+PRODUCTS = {"matmul", "bmm", "mm", "mv", "dot"}
+
+
+@dataclass(frozen=True)
+class Met:
+    """One tensor of a call: its split over an axis, and its whole shape."""
+
+    place: int  # among the tensors of the call
+    tag: Tag
+    whole: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The size of the whole dim."""
+        return self.whole[self.tag.dim]
+
+    def held(self, ranks: int, rank: int) -> list[int]:
+        """The indices of the dim that a rank holds, in its order; -1 for zeros."""
+        found = self.tag.positions(self.size, ranks, rank)
+        return [index if index < self.size else -1 for index in found]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call by its function, its name and what it is given."""
+
+    func: Any
+    name: str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+
+def check_meeting(step: Step, axis: str) -> None:
+    """Refuse parts that meet others than those that their wholes have beside them."""
+    notes = [step.follower.note(tensor).tags.get(axis) for tensor in step.inputs]
+    shapes = step.expected.inputs if step.expected is not None else ()
+    met = [Met(k, tag, shape) for k, (tag, shape) in enumerate(zip(notes, shapes)) if tag]
+    asked = Asked(step.func, step.name, step.args, step.kwargs)
+    how = _apart(asked, met, step.follower.sizes[axis]) if len(met) > 1 else ""
+    if how:
+        raise Mismatch(
+            step.frame,
+            f"`{step.name}` gets tensors that are sharded over `{axis}` {how}",
+            axis,
+            (),
+            step.follower.agreed,
+            (
+                "give the blocks of fused weights: `blocks=`",
+                "gather one of them first: `output=R` on its row",
+            ),
+        )
+
+
+def _apart(call: Asked, met: Sequence[Met], ranks: int) -> str:
+    """How tensors that are split over one axis do not meet as their wholes do; "" if they do."""
+    dims = {_meaning(call, one) for one in met}
+    if len(met) < 2 or None in dims:
+        return ""
+    if len(dims) > 1:
+        return "along different dims"
+    alike = all(_alike(met[0], other, ranks) for other in met[1:])
+    return "" if alike else "in different orders"
+
+
+def _meaning(call: Asked, one: Met) -> object:
+    """What the split dim of a tensor is in a call: equal for dims that meet; None: not known."""
+    behind = one.tag.dim - len(one.whole)  # counted from the last
+    name = call.name.strip("_").removeprefix("i" if call.name.startswith("__i") else "")
+    if call.func is F.scaled_dot_product_attention:
+        names = (("query", "size"), ("key", "size"), ("key", "size"), ("query", "key"))
+        return behind if behind < -2 or one.place > 3 else names[one.place][behind]
+    if name in ELEMENTWISE:
+        return behind
+    if name in JOINS:
+        dim = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else 0)
+        joined = isinstance(dim, int) and name != "stack" and dim % len(one.whole) == one.tag.dim
+        return None if joined else behind
+    if name in PRODUCTS:
+        return _factor(one.place, behind, len(one.whole))
+    if name == "baddbmm":
+        return _factor(one.place - 1, behind, 3) if one.place else (-3, "left", "right")[behind]
+    if name == "linear":
+        if one.place:
+            return ("out", "in")[behind] if one.place == 1 else "out"
+        return "in" if behind == -1 else behind
+    return _letter(call, one) if name == "einsum" else None
+
+
+def _factor(place: int, behind: int, ndim: int) -> object:
+    """What a dim is in a product of matrices: of the batch, of the left or right, or summed."""
+    if ndim == 1:
+        return "sum"
+    if behind < -2:
+        return behind
+    return (("left", "sum") if place == 0 else ("sum", "right"))[behind]
+
+
+def _letter(call: Asked, one: Met) -> object:
+    """The letter of a dim in an einsum."""
+    if not call.args or not isinstance(call.args[0], str) or "." in call.args[0]:
+        return None
+    terms = call.args[0].replace(" ", "").split("->")[0].split(",")
+    return terms[one.place][one.tag.dim] if one.place < len(terms) else None
+
+
+def _alike(a: Met, b: Met, ranks: int) -> bool:
+    """Does each rank hold the same indices of both, or of one the head of each group of heads?"""
+    if (a.tag.blocks, a.tag.uneven) == (b.tag.blocks, b.tag.uneven):
+        return True
+    few, many = sorted((a, b), key=lambda one: one.size)
+    if not few.size or many.size % few.size:
+        return False
+    times = many.size // few.size
+    for rank in range(ranks):
+        heads, members = few.held(ranks, rank), many.held(ranks, rank)
+        if len(members) % len(heads):
+            return False
+        each = len(members) // len(heads)
+        if any(heads[at // each] != index // times for at, index in enumerate(members)):
+            return False
+    return True
+
+
+# ---- What calls do to parts that several ranks hold, or that end in zeros, while they are
+# followed.
+# Key-value heads are fewer than the ranks: each is held by several, and the model repeats each
+# head for its query heads.  A rank repeats its one head for its own query heads only, so the
+# repeated dim is split evenly again.
+
+
+EXPANDS = ("expand", "expand_as", "broadcast_to", "repeat")
+MERGES = ("view", "reshape", "flatten")
+
+
+def legal(step: Step, axis: str) -> list[Uneven]:
+    """How a dim of the result may lie on an axis; the shapes decide among them."""
+    tags = _tags(step, axis)
+    kinds = {tag.uneven for tag, _ in tags}
+    if not kinds:
+        return [EVEN, *step.follower.unevens.get(axis, ())]
+    if len(kinds) > 1:
+        queries = tags[0][0].uneven  # which head each meets is checked where they meet
+        grouped = step.func is F.scaled_dot_product_attention
+        return [queries] if grouped and queries == EVEN else []
+    (uneven,) = kinds
+    merged = uneven.repeat > 1 and any(_merges(step, tag, whole) for tag, whole in tags)
+    return [uneven, EVEN] if merged else [uneven]
+
+
+def alike(step: Step, local: tuple[int, ...], shape: tuple[int, ...]) -> int | None:
+    """The dim of a result into which the parts that several ranks hold are repeated, if any."""
+    for axis in step.follower.sizes:
+        for tag, whole in _tags(step, axis):
+            if tag.along is not None and shape == whole:
+                return tag.along
+            dim = tag.dim + 1 + len(shape) - len(whole)
+            repeated = tag.uneven.repeat > 1 and step.name in EXPANDS and dim < len(shape)
+            if repeated and local[dim] * tag.uneven.repeat == shape[dim]:
+                return dim if whole[tag.dim + 1] == 1 else None
+    return None
+
+
+def opened(
+    step: Step, local: tuple[int, ...], shape: tuple[int, ...], differ: list[int]
+) -> dict[str, Tag]:
+    """The split of a result for which each rank repeats what all have whole less often."""
+    if (
+        step.expected is None
+        or len(differ) != 1
+        or step.name not in (*EXPANDS, "repeat_interleave")
+    ):
+        return {}
+    (dim,), whole = differ, step.expected.inputs[0]
+    before = dim - (len(shape) - len(whole))
+    for axis in step.follower.note(step.inputs[0]).entered:
+        alone = before < 0 or whole[before] == 1
+        if alone and local[dim] * step.follower.sizes[axis] == shape[dim]:
+            return {axis: Tag(dim, (shape[dim],))}
+    return {}
+
+
+def repeated(name: str, tag: Tag, before: int, after: int) -> tuple[int, ...]:
+    """The blocks of a split dim that a call repeats; empty where it does not."""
+    times, left = divmod(after, before)
+    if left or times < 2:
+        return ()
+    if name in ("repeat", "tile"):
+        return tag.blocks * times  # the whole of it again and again
+    own = name == "repeat_interleave" and sum(tag.blocks) == before
+    return tuple(block * times for block in tag.blocks) if own else ()
+
+
+def mixed(notes: list[Note]) -> bool:
+    """Do tensors meet that lie on the ranks in different ways?"""
+    kinds = {tag.uneven for note in notes for tag in note.tags.values()}
+    return len(kinds) > 1 or bool(kinds and any(note.entered for note in notes))
+
+
+def _merges(step: Step, tag: Tag, whole: tuple[int, ...]) -> bool:
+    """Is each part repeated in place here, next to itself?"""
+    if step.name == "repeat_interleave":
+        dim: Any = step.kwargs.get("dim", step.args[2] if len(step.args) > 2 else None)
+        return isinstance(dim, int) and dim % len(whole) == tag.dim
+    if step.name not in MERGES or tag.along != tag.dim + 1 or step.expected is None:
+        return False
+    after = step.expected.outputs[0]
+    outer, merged = math.prod(whole[: tag.dim]), whole[tag.dim] * whole[tag.along]
+    return any(math.prod(after[:d]) == outer and n == merged for d, n in enumerate(after))
+
+
+def _tags(step: Step, axis: str) -> list[tuple[Tag, tuple[int, ...]]]:
+    """The tags of the arguments on an axis, each with the whole shape of its argument."""
+    shapes = step.expected.inputs if step.expected is not None else ()
+    notes = [step.follower.note(tensor).tags for tensor in step.inputs]
+    return [(tags[axis], shape) for tags, shape in zip(notes, shapes) if axis in tags]
+
+
+def met_whole(notes: list[Note], axis: str | None) -> int:
+    """The size of the blocks of a split tensor among whole ones; 0 if all are split, or none."""
+    tags = [note.tags.get(axis) for note in notes] if axis is not None else []
+    found = next((tag.blocks[0] for tag in tags if tag is not None), 0)
+    return found if None in tags and found > 1 else 0
+
+
+def made_of(notes: list[Note], axis: str | None) -> tuple[frozenset[str], int]:
+    """The parameters that whole tensors beside a split one are made of, and the size of its dim."""
+    tags = [note.tags.get(axis) for note in notes] if axis is not None else []
+    split = next((tag for tag in tags if tag is not None), None)
+    roots = (note.roots for note, tag in zip(notes, tags) if tag is None)
+    return frozenset().union(*roots), sum(split.blocks) if split is not None else 0
+
+
+def factors(expected: Call, tag: Tag | None) -> tuple[int, ...]:
+    """The sizes into which a reshape takes a split dim, slowest first: heads, in attention."""
+    before, after = expected.inputs[0], expected.outputs[0]
+    if tag is None:
+        return ()
+    outer, size = math.prod(before[: tag.dim]) * len(tag.blocks), before[tag.dim] // len(tag.blocks)
+    for dim in range(len(after)):
+        if math.prod(after[:dim]) == outer and after[dim] != 1:
+            ends = (k for k in range(dim + 1, len(after) + 1) if math.prod(after[dim:k]) == size)
+            return after[dim : next(ends, dim + 1)]
+    return ()
+
+
+def rows_joined(before: tuple[int, ...], tag: Tag, after: tuple[int, ...], dim: int) -> int:
+    """How many rows of heads a reshape puts one behind the other in a dim; 0: none."""
+    outer, left = math.prod(before[: tag.dim]), math.prod(after[:dim])
+    rows = outer // left if left else 0
+    joined = len(tag.blocks) == 1 and rows > 1 and rows * before[tag.dim] == after[dim]
+    return rows if joined else 0
+
+
+def by(inputs: list[Tensor], axis: str | None) -> str:
+    """The sharded module that split the first of some tensors over an axis, or over any."""
+    tags = (tensor.__dict__.get("_schedlang_note", Note()).tags for tensor in inputs)
+    return next((t.by for by in tags for a, t in by.items() if axis in (None, a) and t.by), "")
+
+
+# ---- Repeats of key-value heads that the original makes, and a rank leaves out.
+# With one key-value head for each of its query heads a rank has nothing to repeat, and models skip
+# the calls then.  The calls of the original are told by their shapes: each head is repeated next
+# to itself, which is what makes a rank's one head the right one.
+
+
+Shape = tuple[int, ...]
+OPENS = ("__getitem__", "unsqueeze", "view", "reshape")
+REPEATING = ("expand", "expand_as", "broadcast_to", "repeat", "repeat_interleave")
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """So many calls of the original that repeat each index of a dim next to itself."""
+
+    dim: int
+    before: Shape
+    after: Shape
+    calls: int
+
+    @property
+    def times(self) -> int:
+        """How often each index is repeated."""
+        return self.after[self.dim] // self.before[self.dim]
+
+
+def repeat_at(calls: Sequence[Call]) -> Repeat | None:
+    """The repeat that the first of some calls begins, if it begins one."""
+    if not calls:
+        return None
+    first = calls[0]
+    if first.name == "repeat_interleave" and _single(first):
+        dim = _grown(first.inputs[0], first.outputs[0])
+        return None if dim is None else Repeat(dim, first.inputs[0], first.outputs[0], 1)
+    chain = calls[:3]
+    known = zip(chain, (OPENS, REPEATING, MERGES))
+    if len(chain) < 3 or not all(_single(one) and one.name in names for one, names in known):
+        return None
+    if any(a.outputs[0] != b.inputs[0] for a, b in zip(chain, chain[1:])):
+        return None
+    before, opened, wide, after = first.inputs[0], *(one.outputs[0] for one in chain)
+    dim = _grown(before, after)
+    if dim is None:
+        return None
+    times = after[dim] // before[dim]
+    beside = (before[: dim + 1], before[dim + 1 :])
+    right = opened == (*beside[0], 1, *beside[1]) and wide == (*beside[0], times, *beside[1])
+    return Repeat(dim, before, after, 3) if right else None
+
+
+def skipped(
+    calls: Sequence[Call], name: str, inputs: Sequence[Tensor], follower: Follower
+) -> list[Repeat]:
+    """The repeats of the original at the head of its calls that a call of this name has passed."""
+    found: list[Repeat] = []
+    place = 0
+    while repeat := repeat_at(calls[place : place + 3]):
+        if calls[place].name == name and _fits(calls[place], inputs, follower):
+            break
+        found.append(repeat)
+        place += repeat.calls
+    agrees = place < len(calls) and calls[place].name == name
+    return found if agrees else []
+
+
+def _fits(call: Call, inputs: Sequence[Tensor], follower: Follower) -> bool:
+    """May a call of these tensors be this one of the original?  Only split dims differ in size."""
+    if not inputs or inputs[0].ndim != len(call.inputs[0]):
+        return False
+    split = {tag.dim for tag in follower.note(inputs[0]).tags.values()}
+    sizes = enumerate(zip(inputs[0].shape, call.inputs[0]))
+    return all(dim in split for dim, (a, b) in sizes if a != b)
+
+
+def met(inputs: list[Tensor], expected: Call | None, follower: Follower) -> list[Tensor]:
+    """The tensors of a call, those that the original has repeated noted as the original's."""
+    if expected is None or not follower.left_out or len(expected.inputs) != len(inputs):
+        return inputs
+    found = []
+    for tensor, whole in zip(inputs, expected.inputs):
+        before = follower.note(tensor)
+        note = _repeated(tensor, before, whole, follower)
+        found.append(tensor if note is before else _stand_in(tensor))
+        if note is not before:
+            follower.put(found[-1], note)
+    return found
+
+
+def _repeated(tensor: Tensor, note: Note, whole: Shape, follower: Follower) -> Note:
+    """What is known of a tensor for which the original's call is given one of this shape."""
+    for repeat in follower.left_out:
+        dim, times = repeat.dim, repeat.times
+        if repeat.after != whole or tensor.ndim != len(whole):
+            continue
+        for axis, size in follower.sizes.items():
+            tag = note.tags.get(axis)
+            held = tag is not None and (tag.dim, tag.uneven.repeat) == (dim, times)
+            alone = axis in note.entered and repeat.before[dim] == 1
+            if (held or alone) and tensor.shape[dim] * size == whole[dim]:
+                blocks = tuple(n * times for n in tag.blocks) if tag else (times,)
+                made = Tag(dim, blocks, tag.by if tag else "", EVEN)
+                tags = {**note.tags, axis: made}
+                return replace(note, tags=tags, entered=note.entered - {axis})
+    return note
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    """The same tensor to be noted otherwise: what the model holds keeps its own note."""
+    with torch._C.DisableTorchFunction():
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _single(call: Call) -> bool:
+    return len(call.inputs) == len(call.outputs) == 1
+
+
+def _grown(before: Shape, after: Shape) -> int | None:
+    """The one dim that is a multiple of what it was."""
+    if len(before) != len(after):
+        return None
+    found = [dim for dim, (a, b) in enumerate(zip(before, after)) if a != b]
+    fits = len(found) == 1 and before[found[0]] and after[found[0]] % before[found[0]] == 0
+    return found[0] if fits else None

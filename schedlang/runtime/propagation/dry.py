@@ -1,0 +1,326 @@
+"""A sharded module on the meta device: finds out how tensors arrive, and notes how they leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from schedlang.ir.placement import EVEN, P, Placement, R, Replicate, S, Uneven
+from schedlang.runtime.comm.collectives import Group
+from schedlang.runtime.lazy_logits.vocab_parallel import ShardedLogits
+from schedlang.runtime.propagation.follow import GATHER, Follower
+from schedlang.runtime.propagation.trace import Hoist, Mismatch, Note, Tag
+from schedlang.runtime.sharding.convolution import CHANNELS, CONVOLUTIONS
+from schedlang.runtime.sharding.leaf import Sharded
+from schedlang.runtime.sharding.norms import NotSplit
+from schedlang.runtime.sharding.redistribute import block_sizes, dim_of, shared, switches
+from schedlang.runtime.sharding.shard import Edge, is_main, on_first, on_result
+from schedlang.runtime.tracing.torch_calls import tensors_in
+
+PROJECTIONS = ("Linear", "Conv1D", *CONVOLUTIONS)
+TABLES = ("Embedding", "EmbeddingBag")
+PLAIN = (*PROJECTIONS, *TABLES)  # kinds split along one dim for each axis
+GATHER_NORM = "gather its input: `output=R` on the row before; keep this module replicated"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One axis of one sharded module, before it is known how tensors arrive.
+
+    `computes` None: what it wants (a module that runs as it is).  `input` None: as they come.
+    `parts`: it computes other positions on each rank, so all its gradients are parts.
+    `told`: what a row says of how it computes; along an axis told to be "out" nothing may come.
+    """
+
+    axis: str
+    input: Placement | None
+    output: Placement | None
+    computes: Placement | None
+    splits: bool
+    cut: int | None = None
+    head: bool = False
+    hoisted: bool = False
+    parts: bool = False
+    told: Any = None
+    differ: bool = False  # what takes its result, whole on every rank, uses a part of it
+
+    @property
+    def uneven(self) -> Uneven:
+        """How the module's own split lies on the ranks."""
+        lies = (self.computes, self.input)
+        return next((p.uneven for p in lies if isinstance(p, S)), EVEN)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A sharded module: how it computes, its axes, and its own parameters (first names).
+
+    `kind` "" runs as it is between its edges, and its own calls are followed.
+    """
+
+    fqn: str
+    kind: str
+    wanted: tuple[Wanted, ...]
+    parameters: tuple[str, ...] = ()
+    bias: str | None = None  # first name of the bias, if it is added after a pending sum
+
+
+def dry_forward(
+    leaf: Leaf,
+    module: nn.Module,
+    follower: Follower,
+    groups: Callable[[str], Group],
+    found: dict[str, tuple[Edge, ...]],
+) -> Callable[..., Any]:
+    """A forward that resolves the leaf's edges at its first call and notes its results."""
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        main = _main(args, kwargs)
+        note = follower.note(main)
+        if follower.loose and not follower.noted(main):
+            reason = f"`{leaf.fqn}` is sharded, and gets sharded logits"
+            raise Mismatch(follower.stack.frames[-1], reason, None, (), follower.agreed, (GATHER,))
+        edges: tuple[Edge, ...] = ()
+        for wanted in leaf.wanted:
+            # what is crossed here may be gathered next: each edge takes what the last one leaves
+            now = main if leaf.kind else _main(args, kwargs)
+            edge = _edge(leaf, wanted, now, follower.note(now), groups(wanted.axis))
+            edges = (*edges, edge)
+            if leaf.kind:  # `input=` of another module says where
+                _hoist(edge, main, follower)
+            else:
+                args, kwargs = on_first(partial(_enter, edge, follower), args, kwargs)
+        if leaf.kind:
+            out = _computed(Sharded(module, leaf.kind, edges, inner), args, kwargs, follower)
+            _note_leaf(leaf, edges, note, out, follower)
+        else:
+            out = inner(*args, **kwargs)
+            edges = tuple(_left(edge, w, out, follower) for edge, w in zip(edges, leaf.wanted))
+            for edge in edges:
+                out = on_result(partial(_exit, edge, follower), out)
+        if found.setdefault(leaf.fqn, edges) != edges:
+            axis = next(e.group.axes[0] for e, f in zip(edges, found[leaf.fqn]) if e != f)
+            raise differently(follower, f"`{leaf.fqn}`", "input", axis)
+        return out
+
+    return forward
+
+
+def differently(follower: Follower, fqn: str, what: str, axis: str) -> Mismatch:
+    """A module that is called again with what lies otherwise on the ranks."""
+    frames = follower.stack.frames
+    again = next((name for name, turn in frames if name and turn), frames[-1][0])
+    reason = f"{fqn} is called several times, and its {what} arrives differently"
+    helps = (f"let each call give the full tensor: `{again}  shard(output=R, over={axis})`",)
+    return Mismatch(frames[-1], reason, axis, (), follower.agreed, helps)
+
+
+def _main(args: Any, kwargs: Any) -> Tensor:
+    """The tensor of a call that crosses an edge."""
+    tensors = tensors_in((args, kwargs))
+    return next((t for t in tensors if is_main(t)), tensors[0])
+
+
+def _computed(
+    sharded: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any], follower: Follower
+) -> Any:
+    """What a sharded module gives; its own call that does not do with parts, as a mismatch."""
+    try:
+        return sharded(*args, **kwargs)
+    except NotSplit as fault:
+        frame, axis = follower.stack.frames[-1], sharded.edges[0].group.axes[0]
+        raise Mismatch(frame, str(fault), axis, (), follower.agreed, (GATHER_NORM,)) from fault
+
+
+def _hoist(edge: Edge, main: Tensor, follower: Follower) -> None:
+    """Where an enclosing module was given the very tensor to be gathered, gather it there.
+
+    That module may read sizes from it (batch and sequence), and its children share one gather.
+    """
+    if edge.arrives == edge.wants or not isinstance(edge.wants, Replicate) or edge.hoisted:
+        return
+    enclosing = list(zip(follower.stack.frames, follower.stack.mains))[:-1]
+    outermost = None
+    for (fqn, _), given in reversed(enclosing):
+        if given is not main:
+            break
+        outermost = fqn
+    if outermost:
+        raise Hoist(outermost, edge.group.axes[0])
+
+
+def _left(edge: Edge, wanted: Wanted, out: Any, follower: Follower) -> Edge:
+    """The edge with what the module was seen to compute."""
+    main = next((t for t in tensors_in(out) if is_main(t)), None)
+    tag = follower.note(main).tags.get(wanted.axis) if main is not None else None
+    computes: Placement = R if tag is None else placed(tag)
+    leaves = computes if wanted.output is None else wanted.output
+    if isinstance(leaves, S) and main is not None:
+        leaves = replace(leaves, dim=dim_of(leaves) % main.ndim)
+        if isinstance(computes, S) and computes != leaves and not switches(computes, leaves):
+            reason = f"it computes {computes} and cannot output {leaves}"
+            raise _refuse(reason, wanted.axis, edge.group.label)
+    return replace(edge, computes=computes, leaves=leaves)
+
+
+def _enter(edge: Edge, follower: Follower, x: Tensor) -> Tensor:
+    """Cross into a module whose own calls are followed, and note what arrives there."""
+    note, muted = follower.note(x), follower.stack.muted
+    follower.stack.muted += 1
+    crossed = shared(edge.entry(), x)
+    follower.stack.muted = muted
+    kept = {axis: tag for axis, tag in note.tags.items() if axis != edge.group.axes[0]}
+    if isinstance(edge.wants, S):
+        dim = dim_of(edge.wants) % x.ndim
+        kept[edge.group.axes[0]] = _tag(edge, edge.wants, dim, crossed, follower)
+    axis = edge.group.axes[0]
+    entered = note.entered | {axis} if edge.differ else note.entered
+    follower.put(crossed, Note(kept, frozenset(), True, entered))
+    return crossed
+
+
+def _exit(edge: Edge, follower: Follower, x: Tensor) -> Tensor:
+    if edge.computes == edge.leaves:
+        return x
+    note, muted = follower.note(x), follower.stack.muted
+    follower.stack.muted += 1
+    crossed = edge.exit()(x)
+    follower.stack.muted = muted
+    axis = edge.group.axes[0]
+    kept = {other: tag for other, tag in note.tags.items() if other != axis}
+    if isinstance(edge.leaves, S):
+        dim = dim_of(edge.leaves)
+        kept[axis] = _tag(edge, edge.leaves, dim, crossed, follower)
+    follower.put(crossed, Note(kept, frozenset(), True, note.entered))
+    return crossed
+
+
+def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) -> Edge:
+    tag = note.tags.get(wanted.axis)
+    arrives: Placement = R if tag is None else placed(tag)
+    if wanted.told == "out" and tag is not None:
+        reason = f"`{leaf.fqn}` gets a hidden dim in the order of its own outputs"
+        raise _refuse(reason, wanted.axis, leaf.fqn, "swap the last two axes of its `over`")
+    wants = arrives if wanted.input is None else wanted.input
+    if isinstance(wants, S):
+        wants = replace(wants, dim=dim_of(wants) % main.ndim)
+        switched = not leaf.kind and switches(arrives, wants)
+        if isinstance(arrives, S) and arrives != wants and not switched:
+            reason = f"`{leaf.fqn}` needs its input as {wanted.input}, but gets {arrives}"
+            raise _refuse(reason, wanted.axis, leaf.fqn)
+    computes = wants if wanted.computes is None else wanted.computes
+    leaves = computes if wanted.output is None else wanted.output
+    if isinstance(leaves, P):  # the follower knows no such tensor: it would take it for whole
+        reason = f"`{leaf.fqn}` returns a partial sum that no row reduces"
+        raise _refuse(
+            reason, wanted.axis, leaf.fqn, "use `output=R` (all-reduce), or shard the sum"
+        )
+    if isinstance(computes, S):
+        ndim = main.ndim if is_main(main) else main.ndim + 1  # an embedding adds a dim to its ids
+        ndim = 2 if leaf.kind == "EmbeddingBag" else ndim
+        computes = replace(computes, dim=dim_of(computes) % ndim)
+        if isinstance(leaves, S):
+            leaves = replace(computes, dim=dim_of(leaves) % ndim)
+    if leaf.kind in PLAIN and wanted.splits:
+        _check_whole(leaf, arrives, wants, computes, leaves, main)
+    differ = wanted.splits or wanted.differ or (wanted.hoisted and tag is not None)
+    differ = differ and wanted.axis not in note.entered
+    return Edge(
+        group,
+        arrives,
+        wants,
+        computes,
+        leaves,
+        differ,
+        wanted.cut,
+        wanted.head,
+        wanted.hoisted,
+        wanted.told,
+    )
+
+
+def _check_whole(
+    leaf: Leaf,
+    arrives: Placement,
+    wants: Placement,
+    computes: Placement,
+    leaves: Placement,
+    main: Tensor,
+) -> None:
+    """Refuse what a split projection or embedding cannot be given, or hand on."""
+    if leaf.kind == "EmbeddingBag" and not isinstance(arrives, Replicate):
+        reason = f"`{leaf.fqn}` needs replicated `per_sample_weights`, but gets {arrives}"
+        raise _refuse(reason, None, leaf.fqn, "gather them first: `output=R` on the row before")
+    reason, inner = "", CHANNELS if leaf.kind in CONVOLUTIONS else main.ndim - 1
+    if isinstance(computes, S):
+        if not isinstance(wants, Replicate):
+            reason = f"`{leaf.fqn}` shards its outputs, and needs a replicated input"
+        elif isinstance(leaves, S) and leaves.dim != computes.dim:
+            reason = f"`{leaf.fqn}` computes {computes} and cannot output {leaves}"
+        elif leaf.bias is not None:
+            reason = (
+                f"`{leaf.fqn}` adds its bias to a sum over one axis, but another axis shards it"
+            )
+    elif isinstance(wants, S) and wants.blocks != 1 and arrives != wants:
+        reason = f"`{leaf.fqn}` needs inputs sharded in blocks, but gets others"
+    elif leaf.kind not in TABLES and not (isinstance(wants, S) and wants.dim == inner):
+        along = "their channels" if leaf.kind in CONVOLUTIONS else "their last dim"
+        reason = f"`{leaf.fqn}` needs inputs sharded along {along}, but gets {wants}"
+    if reason:
+        helps = ("leave out `input=`, `output=` and `blocks=`: a style sets what fits",)
+        raise _refuse(reason, None, leaf.fqn, *helps)
+
+
+def _refuse(reason: str, axis: str | None, by: str, *helps: str) -> Mismatch:
+    failure = Mismatch(("", 0), reason, axis, (), 0, helps)
+    failure.by = by
+    return failure
+
+
+def _compact(blocks: Sequence[int]) -> int | tuple[int, ...]:
+    return len(blocks) if len(set(blocks)) == 1 else tuple(blocks)
+
+
+def _note_leaf(leaf: Leaf, edges: Sequence[Edge], note: Note, out: Any, follower: Follower) -> None:
+    """Note the result of a projection or embedding, and which of its gradients are parts."""
+    own = {edge.group.axes[0]: edge for edge in edges}
+    parts = {wanted.axis for wanted in leaf.wanted if wanted.parts}
+    if leaf.kind in PROJECTIONS:  # one that is given some of the positions
+        inner = CHANNELS if leaf.kind in CONVOLUTIONS else out.ndim - 1
+        parts |= {a for a, e in own.items() if isinstance(e.wants, S) and dim_of(e.wants) != inner}
+    for axis in (note.parts - own.keys()) | parts:
+        follower.partial_over(frozenset(leaf.parameters), axis)
+    whole = frozenset(w.axis for w in leaf.wanted if w.differ)
+    for axis in whole:
+        follower.partial_over(frozenset(leaf.parameters), axis)
+    for axis, edge in own.items():
+        if leaf.bias is not None and isinstance(edge.computes, P) and isinstance(edge.leaves, S):
+            follower.partial_over(frozenset([leaf.bias]), axis)
+    if isinstance(out, ShardedLogits):
+        follower.loose = True
+        return
+    kept = {axis: tag for axis, tag in note.tags.items() if axis not in own}
+    for axis, edge in own.items():
+        if isinstance(edge.leaves, S):
+            dim = dim_of(edge.leaves) % out.ndim
+            kept[axis] = _tag(edge, edge.leaves, dim, out, follower)
+    follower.put(out, Note(kept, frozenset(), True, (note.entered - own.keys()) | whole))
+
+
+def _tag(edge: Edge, placement: S, dim: int, local: Tensor, follower: Follower) -> Tag:
+    """The tag of a tensor that an edge leaves in a placement."""
+    if dim % local.ndim != local.ndim - 1:
+        follower.tokens.add((edge.group.label, edge.group.axes[0]))
+    uneven = placement.uneven
+    whole = uneven.true(local.shape[dim], edge.group.size)
+    return Tag(dim, block_sizes(placement, whole), edge.group.label, uneven)
+
+
+def placed(tag: Tag) -> S:
+    """The placement that a tag describes."""
+    return S(tag.dim, _compact(tag.blocks), tag.uneven)

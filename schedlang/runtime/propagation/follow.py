@@ -1,0 +1,546 @@
+"""Follows which tensors differ by rank through a forward of the sharded model, on meta."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from schedlang.ir import nests as pytree
+from schedlang.ir.placement import EVEN, Uneven
+from schedlang.runtime.propagation import call_rules
+from schedlang.runtime.propagation.call_rules import check_meeting, reaches
+from schedlang.runtime.propagation.trace import Call, Frame, Mismatch, Note, Recording, Stack, Tag
+from schedlang.runtime.rng.draws import masks
+from schedlang.runtime.sharding.sizes import ALONG, FILLS, PARTS, block_cut, index_at
+from schedlang.runtime.tracing.torch_calls import name_of, tensors_in
+
+# ---- Which dim of a result each axis splits, where several axes have the same size.
+
+
+Shape = tuple[int, ...]
+RESHAPES = {"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"}
+
+
+def fitting(
+    axes: Sequence[str], dims: Sequence[int], fits: Callable[[str, int], bool]
+) -> list[dict[str, int]]:
+    """All ways to give each axis one of the dims whose sizes differ from the original's."""
+    return [
+        dict(zip(axes, order))
+        for order in itertools.permutations(dims)
+        if all(fits(axis, d) for axis, d in zip(axes, order))
+    ]
+
+
+def reshaped(before: Shape, tag: Tag, after: Shape, dims: Sequence[int]) -> int | None:
+    """The dim of a reshape's result that holds the slowest parts of a split dim."""
+    outer = math.prod(before[: tag.dim])
+    for outer_now in (outer, outer * len(tag.blocks)):
+        found = [d for d in dims if math.prod(after[:d]) == outer_now]
+        if len(found) == 1:
+            return found[0]
+    return None
+
+
+@dataclass(frozen=True)
+class Given:
+    """A call: its function, what it was given, and the whole shapes of the tensors in that."""
+
+    func: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    shapes: Sequence[Shape]
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return name_of(self.func)
+
+
+def told_apart(
+    ways: list[dict[str, int]],
+    call: Given,
+    tags: Mapping[str, Sequence[Tag | None]],
+    sizes: Mapping[str, int],
+    whole: Shape,
+    place: int,
+) -> list[dict[str, int]]:
+    """Those of several ways that hold for each axis when it is followed through the call alone.
+
+    `tags` are the splits of the tensors that the call is given; `whole` the original's result.
+    """
+    for axis in ways[0]:
+        if len(ways) > 1:
+            dims = sorted({way[axis] for way in ways})
+            dim = _followed(call, tags[axis], sizes[axis], whole, dims, place)
+            ways = [way for way in ways if dim is None or way[axis] == dim]
+    return ways
+
+
+def _followed(
+    call: Given,
+    tags: Sequence[Tag | None],
+    size: int,
+    whole: Shape,
+    dims: Sequence[int],
+    place: int,
+) -> int | None:
+    """The dim of the result that one axis splits, as far as this can be told."""
+    found = next(((tag, shape) for tag, shape in zip(tags, call.shapes) if tag is not None), None)
+    if found is None:
+        return None
+    tag, before = found
+    if call.name in RESHAPES:
+        return reshaped(before, tag, whole, dims)
+    if tag.uneven != EVEN:
+        return None
+    seen = alone(call.func, call.args, call.kwargs, call.shapes, tags, size, place)
+    if seen is None or len(seen) != len(whole):
+        return tag.dim if len(before) == len(whole) and tag.dim in dims else None
+    fits = [d for d in dims if seen[d] * size == whole[d]]
+    return fits[0] if len(fits) == 1 else None
+
+
+def alone(
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    shapes: Sequence[Shape],
+    tags: Sequence[Tag | None],
+    size: int,
+    place: int,
+) -> Shape | None:
+    """The shape of a result where one axis alone splits what goes in; None where it cannot run.
+
+    `shapes` are the whole shapes of the tensors among the arguments, `tags` their splits.
+    """
+    turn = itertools.count()
+
+    def given(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        at = next(turn)
+        shape, tag = list(shapes[at]), tags[at]
+        if tag is not None:
+            shape[tag.dim] //= size
+        return torch.empty(shape, dtype=value.dtype, device="meta")
+
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        args, kwargs = pytree.tree_map(given, (args, kwargs))
+        try:
+            out = func(*args, **kwargs)
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            return None  # its numbers are those of parts along all axes
+    found = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+    return tuple(found[place].shape)
+
+
+# ---- Follows which tensors differ by rank through a forward of the sharded model, on meta.
+# Every call is compared with the same call of the original: a dim that is smaller by the number of
+# ranks is split, everything else must be equal.  So the shapes themselves prove where a split
+# goes; what they cannot prove (a reduction along the split, a leading factor that is not the
+# first) is checked by rule.  Gradients follow the rules of R, V and P types of spmd_types.
+
+
+GATHER = "gather the logits: `output=R` on the row of their module"
+
+
+class Follower(TorchFunctionMode):
+    """Runs beside one forward of the sharded copy; raises Mismatch at the first disagreement."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        stack: Stack,
+        sizes: Mapping[str, int],
+        splits: Mapping[str, Sequence[str]],
+    ) -> None:
+        super().__init__()
+        self.recording, self.stack, self.sizes = recording, stack, sizes
+        self.splits = splits  # module -> the axes that split something in it
+        self.places: dict[Frame, int] = {}
+        self.loose = False  # from the split logits on, calls cannot be compared one by one
+        self.agreed = 0
+        self.partial: dict[str, set[str]] = {}  # parameter -> axes: its gradient is a part there
+        self.masks: dict[tuple[str, int], tuple[tuple[int, ...], Mapping[str, Tag]]] = {}
+        self.drawn: dict[str, int] = {}
+        self.unevens: dict[str, set[Uneven]] = {}  # by axis, of all that the plan splits
+        self.left_out: list[call_rules.Repeat] = []
+        self.tokens: set[tuple[str, str]] = set()  # modules, axes: they split rows or tokens
+
+    # -- notes on tensors ------------------------------------------------------------------------
+
+    @staticmethod
+    def note(tensor: Tensor) -> Note:
+        """What is known of a tensor; nothing for one that was never noted."""
+        return tensor.__dict__.get("_schedlang_note") or Note()
+
+    @staticmethod
+    def noted(tensor: Tensor) -> bool:
+        """Is anything known of a tensor?"""
+        return "_schedlang_note" in tensor.__dict__
+
+    @staticmethod
+    def put(tensor: Tensor, note: Note) -> None:
+        """Write down what is known of a tensor."""
+        tensor.__dict__["_schedlang_note"] = note
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the call, compare it with the original's and note what its results are."""
+        kwargs = dict(kwargs or {})
+        if func in (Tensor.__bool__, torch._is_all_true):
+            return func is not Tensor.__bool__
+        frame = self.stack.frames[-1]
+        if self.stack.muted or self.loose:
+            self._check_loose(frame, func, (args, kwargs))
+            try:
+                return func(*args, **kwargs)
+            except (RuntimeError, ValueError, IndexError) as error:
+                raise self._unfit(frame, error) from error
+        inputs = tensors_in((args, kwargs))
+        expected = self._expected(frame, name_of(func), inputs)
+        try:
+            out = func(*args, **kwargs)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise self._failed(frame, expected, inputs, error) from error
+        outputs = tensors_in(out)
+        if not outputs:
+            return out
+        inputs = call_rules.met(inputs, expected, self)
+        step = Step(self, frame, func, expected, inputs, args, kwargs)
+        try:
+            step.finish(outputs)
+        except Mismatch as failure:
+            failure.by, failure.call = call_rules.by(inputs, failure.axis), step.name
+            notes = [self.note(tensor) for tensor in inputs]
+            failure.mixed, failure.made = (
+                call_rules.mixed(notes),
+                call_rules.made_of(notes, failure.axis),
+            )
+            raise
+        self.places[frame] = self.places.get(frame, 0) + 1
+        self.agreed += 1
+        return out
+
+    def _expected(self, frame: Frame, name: str, inputs: list[Tensor]) -> Call | None:
+        """The original's call; past repeats of heads that a rank with one of each leaves out."""
+        calls = self.recording.frames.get(frame, [])
+        place = self.places.get(frame, 0)
+        skipped = call_rules.skipped(calls[place:], name, inputs, self)
+        if skipped:
+            place += sum(one.calls for one in skipped)
+            self.places[frame] = place
+            self.left_out += [one for one in skipped if one not in self.left_out]
+        return calls[place] if place < len(calls) else None
+
+    def _check_loose(self, frame: Frame, func: Callable[..., Any], given: Any) -> None:
+        """Behind split logits calls are not compared; nothing that is split may be used there."""
+        if self.stack.muted:
+            return
+        for axis in (axis for tensor in tensors_in(given) for axis in self.note(tensor).tags):
+            reason = f"`{name_of(func)}` uses a tensor sharded over `{axis}` after sharded logits"
+            raise Mismatch(frame, reason, axis, (), self.agreed, (GATHER,))
+
+    def _unfit(self, frame: Frame, error: Exception) -> Mismatch:
+        """A module that computes with its parts failed: they do not fit what it is given."""
+        helps = ("leave out `input=` and `output=`: a style sets placements that fit together",)
+        failure = Mismatch(frame, str(error).split("\n")[0], None, (), self.agreed, helps)
+        failure.raw = True
+        return failure
+
+    def _failed(
+        self, frame: Frame, expected: Call | None, inputs: list[Tensor], error: Exception
+    ) -> Mismatch:
+        axis = next((a for t in inputs for a in self.note(t).tags), None)
+        integers = expected.integers if expected is not None and axis is not None else ()
+        failure = Mismatch(frame, str(error).split("\n")[0], axis, integers, self.agreed)
+        failure.raw, failure.call = True, expected.name if expected is not None else ""
+        notes = [self.note(tensor) for tensor in inputs]
+        failure.unit, failure.mixed = call_rules.met_whole(notes, axis), call_rules.mixed(notes)
+        failure.made = call_rules.made_of(notes, axis)
+        failure.by = call_rules.by(inputs, axis)
+        if expected is not None and axis is not None and expected.name in RESHAPES:
+            failure.counted = call_rules.factors(expected, self.note(inputs[0]).tags.get(axis))
+        return failure
+
+    def partial_over(self, parameters: frozenset[str], axis: str) -> None:
+        """Note that these parameters' gradients are parts, to be summed over an axis."""
+        for name in parameters:
+            self.partial.setdefault(name, set()).add(axis)
+
+
+@dataclass
+class Step:
+    """The comparison of one call with the original's."""
+
+    follower: Follower
+    frame: Frame
+    func: Callable[..., Any]
+    expected: Call | None
+    inputs: list[Tensor]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name of the function called."""
+        return name_of(self.func)
+
+    def fail(self, reason: str, axis: str | None = None, *helps: str) -> Mismatch:
+        """A mismatch that dividing one of the original call's integers might mend."""
+        integers = self.expected.integers if self.expected is not None else ()
+        return Mismatch(self.frame, reason, axis, integers, self.follower.agreed, helps)
+
+    def finish(self, outputs: list[Tensor]) -> None:
+        """Note every output; raise Mismatch if one is not what the original's shapes allow."""
+        notes = [self.follower.note(t) for t in self.inputs]
+        axes = {axis for note in notes for axis in note.tags}
+        if self.expected is None or self.expected.name != self.name:
+            raise self.fail(f"`{self.name}` is called where the original calls another operator")
+        if len(self.expected.outputs) != len(outputs):
+            raise self.fail(f"`{self.name}` returns {len(outputs)} tensors", next(iter(axes), None))
+        roots = frozenset(name for note in notes for name in note.roots)
+        data = any(note.data for note in notes)
+        entered = frozenset(axis for note in notes for axis in note.entered)
+        for axis in axes | entered:
+            self._gradients(axis)
+        for axis in sorted(axes):
+            check_meeting(self, axis)
+        for place, (tensor, shape) in enumerate(zip(outputs, self.expected.outputs)):
+            tags = self._tags(tensor, shape, axes, place)
+            own = frozenset() if tags or data else roots
+            mine = Note(tags, own, data, entered - tags.keys())
+            self.follower.put(tensor, mine)
+        self._remember_mask(outputs)
+
+    # -- shapes ----------------------------------------------------------------------------------
+
+    def _tags(
+        self, tensor: Tensor, shape: tuple[int, ...], axes: set[str], place: int
+    ) -> dict[str, Tag]:
+        local = tuple(tensor.shape)
+        if len(local) != len(shape):
+            raise self.fail(
+                f"`{self.name}` returns {list(local)} where the original returns {list(shape)}"
+            )
+        differ = [dim for dim in range(len(shape)) if local[dim] != shape[dim]]
+        if not axes and differ and self.name not in FILLS:
+            opened = call_rules.opened(self, local, shape, differ)
+            if not opened:
+                raise self._leak(local, shape)
+            return opened
+        split_axes = sorted(axes) if axes else self._axes_for(differ, local, shape)
+        if not differ:
+            if axes and self._carries_values():
+                axis = split_axes[0]
+                raise self.fail(
+                    f"`{self.name}` reduces over a dim that is sharded over `{axis}`", axis
+                )
+            return {}
+        along = call_rules.alike(self, local, shape)
+        differ = [dim for dim in differ if dim != along]
+        if len(differ) != len(split_axes):
+            known = next(iter(split_axes), None)
+            raise self.fail(
+                f"`{self.name}` returns {list(local)} where the original returns {list(shape)}",
+                known,
+            )
+        dims = self._dims_of(split_axes, differ, local, shape, place)
+        tags = {}
+        for axis, dim in sorted(dims.items(), key=lambda item: item[1]):
+            uneven = self._fits(axis, local[dim], shape[dim])
+            assert uneven is not None
+            blocks = self._blocks(axis, dim, shape, place)
+            tags[axis] = Tag(dim, blocks, call_rules.by(self.inputs, axis), uneven, along)
+        return tags
+
+    def _axes_for(self, differ: list[int], local: Any, shape: Any) -> list[str]:
+        """The axes of a fill, which has no parts to tell: those that split what runs around it."""
+        found: list[str] = []
+        names = self.frame[0].split(".")
+        around = [".".join(names[:depth]) for depth in range(len(names), -1, -1)]
+        axes = dict.fromkeys(a for fqn in around for a in self.follower.splits.get(fqn, ()))
+        for d in differ:
+            fits = (a for a in axes if self._fits(a, local[d], shape[d]))
+            found.append(next((a for a in fits if a not in found), "?"))
+        return found
+
+    def _dims_of(
+        self, axes: list[str], differ: list[int], local: Any, shape: Any, place: int
+    ) -> dict[str, int]:
+        """The dim that each axis splits; axes of one size are told apart by following each."""
+
+        def fits(axis: str, dim: int) -> bool:
+            return self._fits(axis, local[dim], shape[dim]) is not None
+
+        ways = fitting(axes, differ, fits)
+        if len(ways) > 1:
+            given = Given(self.func, self.args, self.kwargs, self._input_shapes())
+            tags = {axis: [self._of(tensor).get(axis) for tensor in self.inputs] for axis in axes}
+            ways = told_apart(ways, given, tags, self.follower.sizes, shape, place)
+        if len(ways) != 1 and not (ways and self.name in FILLS):  # a fill is alike everywhere
+            raise self.fail(
+                f"`{self.name}` returns {list(local)} where the original returns {list(shape)}",
+                axes[0],
+            )
+        return ways[0]
+
+    def _fits(self, axis: str, local: int, whole: int) -> Uneven | None:
+        """How a dim that is `whole` lies on an axis if each rank has `local` of it."""
+        held = local * self.follower.sizes.get(axis, 0)
+        return next((u for u in call_rules.legal(self, axis) if held == whole * u.wide), None)
+
+    def _leak(self, local: tuple[int, ...], shape: tuple[int, ...]) -> Mismatch:
+        return self.fail(
+            f"`{self.name}` returns {list(local)} where the original returns {list(shape)}: it"
+            " takes its size from a sharded tensor"
+        )
+
+    def _carries_values(self) -> bool:
+        return self.name not in FILLS and self.name not in ("shape", "size", "stride", "device")
+
+    # -- rules for what shapes cannot tell ---------------------------------------------------------
+
+    def _blocks(self, axis: str, dim: int, shape: tuple[int, ...], place: int) -> tuple[int, ...]:
+        source = next(
+            ((t, s) for t, s in zip(self.inputs, self._input_shapes()) if axis in self._of(t)), None
+        )
+        if source is None:
+            return (shape[dim],)
+        tensor, whole = source
+        tag = self._of(tensor)[axis]
+        self._check_along(axis, tag, whole)
+        if self.name in RESHAPES:
+            return self._reshaped(axis, tag, dim, whole, shape)
+        if self.name in PARTS and shape[dim] != whole[tag.dim]:
+            return self._parted(axis, tag, shape[dim], place)
+        if self.name == "__getitem__" and shape[dim] != whole[tag.dim] and len(shape) == len(whole):
+            return self._sliced(axis, tag, dim)
+        if self.name in ("cat", "concat", "concatenate") and shape[dim] != whole[tag.dim]:
+            return tuple(
+                size
+                for t, s in zip(self.inputs, self._input_shapes())
+                for size in (self._of(t)[axis].blocks if axis in self._of(t) else (s[dim],))
+            )
+        repeated = call_rules.repeated(self.name, tag, whole[tag.dim], shape[dim])
+        if repeated:
+            return repeated
+        return tag.blocks if sum(tag.blocks) == shape[dim] else (shape[dim],)
+
+    def _of(self, tensor: Tensor) -> Mapping[str, Tag]:
+        return self.follower.note(tensor).tags
+
+    def _input_shapes(self) -> list[tuple[int, ...]]:
+        assert self.expected is not None
+        return list(self.expected.inputs)
+
+    def _reshaped(
+        self, axis: str, tag: Tag, dim: int, before: tuple[int, ...], after: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        ranks = self.follower.sizes[axis]
+        outer_before, outer_after = math.prod(before[: tag.dim]), math.prod(after[:dim])
+        count = len(tag.blocks)
+        if outer_after == outer_before and (count == 1 or after[dim] == before[tag.dim]):
+            return tag.blocks if after[dim] == before[tag.dim] else (after[dim],)
+        if count > 1 and len(set(tag.blocks)) == 1 and outer_after == outer_before * count:
+            return (after[dim],)
+        rows = call_rules.rows_joined(before, tag, after, dim)
+        if rows:
+            return (before[tag.dim],) * rows  # the heads of all rows one behind the other
+        if count > 1 and outer_after == outer_before:
+            raise self.fail(
+                f"`{self.name}` of {list(before)} to {list(after)} does not follow"
+                f" its {count} blocks",
+                axis,
+            )
+        raise self.fail(
+            f"`{self.name}` of {list(before)} to {list(after)} would cut across the shards of the"
+            f" {ranks} ranks of `{axis}`",
+            axis,
+        )
+
+    def _parted(self, axis: str, tag: Tag, size: int, place: int) -> tuple[int, ...]:
+        if place < len(tag.blocks) and tag.blocks[place] == size:
+            return (size,)
+        assert self.expected is not None
+        sizes = [shape[tag.dim] for shape in self.expected.outputs]
+        wanted = len(sizes) if len(set(sizes)) == 1 else sizes
+        raise Mismatch(
+            self.frame,
+            f"`{self.name}` takes {len(sizes)} parts out of a dim that is split over"
+            f" `{axis}` as {len(tag.blocks)} block{'s' * (len(tag.blocks) > 1)}",
+            axis,
+            (),
+            self.follower.agreed,
+            (f"give the blocks that are side by side: `blocks={wanted}`",),
+        )
+
+    def _sliced(self, axis: str, tag: Tag, dim: int) -> tuple[int, ...]:
+        cut = index_at(self.args[1], dim, self.inputs[0].ndim)
+        size = block_cut(cut, tag.blocks, self.follower.sizes[axis])
+        if size is None:
+            raise self.fail(f"a slice cuts across the shards of the ranks of `{axis}`", axis)
+        return (size,)
+
+    def _check_along(self, axis: str, tag: Tag, whole: tuple[int, ...]) -> None:
+        """Refuse what computes along the split dim: it would need the other ranks' parts."""
+        dims: set[int] = set()
+        if self.name in ALONG:
+            named = [self.kwargs.get("dim", self.args[1] if len(self.args) > 1 else -1)]
+            dims = {d % len(whole) for d in named if isinstance(d, int)}
+        elif self.func is F.scaled_dot_product_attention:
+            dims = {len(whole) - 1, len(whole) - 2}
+        assert self.expected is not None
+        after = self.expected.outputs[0]
+        dims |= reaches(self.name, self.args, self.kwargs, whole, after, self.expected.integers)
+        if tag.dim in dims:
+            raise Mismatch(
+                self.frame,
+                f"`{self.name}` computes along a dim that is sharded over `{axis}`",
+                axis,
+                (),
+                self.follower.agreed,
+                ("gather it first: `output=R` on the row before",),
+            )
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def _gradients(self, axis: str) -> None:
+        """A whole tensor that meets a split one gets only a part of its gradient on each rank."""
+        if not torch.is_grad_enabled():
+            return
+        for tensor in self.inputs:
+            note = self.follower.note(tensor)
+            if axis in note.parts or not (tensor.requires_grad and tensor.is_floating_point()):
+                continue
+            if note.data or not note.roots:
+                raise Mismatch(
+                    self.frame,
+                    f"`{self.name}` mixes a tensor sharded over `{axis}` with a"
+                    " replicated one, whose gradient nothing would sum over the ranks",
+                    axis,
+                    (),
+                    self.follower.agreed,
+                    ("shard the module that computes it, or give this module `input=...`",),
+                )
+            self.follower.partial_over(note.roots, axis)
+
+    def _remember_mask(self, outputs: list[Tensor]) -> None:
+        if not masks(self.func, self.args, self.kwargs):
+            return
+        assert self.expected is not None
+        site = self.frame[0]
+        turn = self.follower.drawn.get(site, 0)
+        self.follower.drawn[site] = turn + 1
+        tags = self._of(outputs[0])
+        self.follower.masks[site, turn] = (self.expected.outputs[0], tags)

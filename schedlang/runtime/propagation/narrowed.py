@@ -1,0 +1,140 @@
+"""Arguments that every rank has whole, of which a module with parts needs its own part.
+
+Biases of attention scores (ALiBi, one slope for each head) are made once for all heads and handed
+down; a rank takes its heads' part where its attention takes the argument. A residual of all tokens
+that is added to a sum along the sequence (BERT) is cut to this rank's tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from schedlang.ir.placement import R, S
+from schedlang.runtime.comm.collectives import own_part
+from schedlang.runtime.propagation.follow import Follower
+from schedlang.runtime.propagation.trace import Note, Tag
+from schedlang.runtime.sharding.redistribute import Crossing, block_sizes, laid
+from schedlang.runtime.sharding.shard import Edge
+
+
+@dataclass(frozen=True)
+class Narrowed:
+    """An argument of a module, cut along `dim`; each `unit` of the dim (all heads) by itself.
+
+    A dim that holds the heads of each row of the batch one behind the other has several units; with
+    `unit` 0 it is one, however long (tokens).  `summed`: the argument was gathered, and there the
+    ranks' gradients are added up: each gives that of its own part alone.
+    """
+
+    name: str
+    dim: int
+    unit: int
+    edge: Edge
+    summed: bool = False
+
+    def placement(self, x: Tensor) -> S:
+        """How this argument lies once it is cut."""
+        return S(self.dim, x.shape[self.dim] // self.unit if self.unit else 1)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """This rank's part."""
+        if self.summed:
+            return own_part(laid(x, self.placement(x), self.edge.group), self.dim, self.edge.group)
+        return Crossing(R, self.placement(x), self.edge.group, differ=False)(x)
+
+
+def changed(
+    module: nn.Module, name: str, change: Callable[[Tensor], Tensor], args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """The arguments of a call with one tensor among them changed, if it is given."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    place = names.index(name)
+    if isinstance(kwargs.get(name), Tensor):
+        return args, {**kwargs, name: change(kwargs[name])}
+    if place < len(args) and isinstance(args[place], Tensor):
+        return (*args[:place], change(args[place]), *args[place + 1 :]), kwargs
+    return args, kwargs
+
+
+class WithParts:
+    """The forward of a module that is given parts of some arguments.
+
+    An object, not a closure: in a deep copy of the model it is bound to the copied module.
+    """
+
+    def __init__(self, module: nn.Module, parts: tuple[Narrowed, ...]) -> None:
+        self.module, self.parts, self.inner = module, parts, module.forward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WithParts:
+        made = WithParts.__new__(WithParts)
+        memo[id(self)] = made
+        made.module, made.inner = copy.deepcopy((self.module, self.inner), memo)
+        made.parts = self.parts
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The call with the arguments cut."""
+        for part in self.parts:
+            args, kwargs = changed(self.module, part.name, part.cut, args, kwargs)
+        return self.inner(*args, **kwargs)
+
+
+def dry_parts(
+    module: nn.Module,
+    parts: tuple[Narrowed, ...],
+    follower: Follower,
+    told: Callable[[Narrowed, Narrowed | None], None],
+) -> Callable[..., Any]:
+    """The same where the forward is followed: the parts are noted as such.
+
+    `told` learns how each is cut at each call; None: it comes as a part, or is none of all heads.
+    """
+    inner = module.forward
+
+    def cut(part: Narrowed, x: Tensor) -> Tensor:
+        note, muted = follower.note(x), follower.stack.muted
+        axis = part.edge.group.axes[0]
+        if axis in note.tags or (part.unit and x.shape[part.dim] % part.unit):
+            told(part, None)
+            return x
+        now = replace(part, summed=axis in note.entered)
+        told(part, now)
+        follower.stack.muted += 1
+        local = now.cut(x)
+        follower.stack.muted = muted
+        tag = Tag(part.dim, block_sizes(part.placement(x), x.shape[part.dim]), now.edge.group.label)
+        if not part.unit:
+            follower.tokens.add((now.edge.group.label, axis))
+        entered = note.entered - {axis}
+        follower.put(local, Note({**note.tags, axis: tag}, frozenset(), True, entered))
+        return local
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        for part in parts:
+            args, kwargs = changed(module, part.name, partial(cut, part), args, kwargs)
+        return inner(*args, **kwargs)
+
+    return forward
+
+
+def whole_arguments(
+    module: nn.Module, given: tuple[Any, Any], axis: str, unit: int, tokens: bool
+) -> list[tuple[str, int]]:
+    """Names and dims of the arguments of a call that are whole and hold all heads in a dim, for
+    each row of the batch perhaps; or all tokens."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    args, kwargs = given
+    found = []
+    for name, value in [*zip(names, args), *((k, v) for k, v in kwargs.items() if k in names)]:
+        if isinstance(value, Tensor) and axis not in Follower.note(value).tags:
+            dims = range(value.ndim)
+            sizes = {unit} if tokens else {n for n in value.shape if n and n % unit == 0}
+            found += [(name, d) for d in dims if value.shape[d] in sizes]
+    return found

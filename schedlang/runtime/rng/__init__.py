@@ -1,0 +1,1 @@
+"""Random draws: by logical masks, or natively from this rank's generators."""

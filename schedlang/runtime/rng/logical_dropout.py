@@ -1,0 +1,433 @@
+"""Logical dropout: masks that depend on what is computed, not on where."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.runtime import scope
+from schedlang.runtime.modes import Ambient, ambient
+from schedlang.runtime.rng.draws import LOGICAL, Draw, active, illogical
+
+# ---- Logical dropout: masks that depend on what is computed, not on where, when, or how often.
+# A mask is a function of (seed, step, site, call, sample, position in the sample's logical
+# tensor). It is computed at the positions a rank holds, by a counter-based hash, so every layout,
+# microbatching and recomputation draws the same one: a program with dropout on can be compared
+# with its original to the last digits.
+#
+# The hash is SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
+# OOPSLA 2014), one stream per (seed, step, site, call, sample), one number of the stream per
+# position.
+
+
+_GAMMA = 0x9E3779B97F4A7C15
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_BITS = 53  # of a float64's fraction
+
+
+@dataclass(frozen=True)
+class Window:
+    """The part of one sample's logical tensor that is held here.
+
+    `shape` is the logical shape without the samples' dim; `index[d]` lists the logical positions
+    held along dim d, None standing for all of them.
+    """
+
+    shape: tuple[int, ...]
+    index: tuple[Sequence[int] | Tensor | None, ...]
+
+
+def within(
+    held: Window | None,
+    shape: Sequence[int],
+    total: int,
+    along: Sequence[Sequence[int] | Tensor | None],
+) -> Window:
+    """A window cut further: `along` has the positions of `total` that are held of a dim, or None.
+
+    `held` is what shards hold of a sample's logical tensor; None: `shape`, all of it.
+    """
+    whole = list(held.shape if held else shape)
+    index = list(held.index if held else [None] * len(shape))
+    for dim, positions in enumerate(along):
+        if positions is not None:
+            whole[dim], index[dim] = total, positions
+    return Window(tuple(whole), tuple(index))
+
+
+NOTED = 8  # numbers of a stream that tell it from all others
+Stream = tuple[scope.Moment, str, int, int]  # step, site, call, sample
+
+
+class Begun(NamedTuple):
+    """How a stream began, in which pass over the model it was drawn, and whether twice in one."""
+
+    numbers: tuple[int, ...]
+    turn: int | None
+    twice: bool
+
+
+Slices = Callable[[str, int, tuple[int, ...]], Window | None]
+
+
+class LogicalDropout(Ambient):
+    """Draw dropout logically; refuse other randomness, which other ranks cannot reproduce.
+
+    `slices(site, call, shape)` says which part of the logical tensor a local tensor with per-sample
+    shape `shape` is, None: all of it. Rows (dim 0) are the samples of the current scope; a tensor
+    with a multiple of as many rows holds them sample by sample. Outside any scope nothing is
+    changed. `drawn` counts the masks; `noted`, where it is a dict, holds the samples of every draw
+    by (step, site, call), and `begun`, likewise, how the stream of each sample began.
+    """
+
+    def __init__(self, seed: int, slices: Slices | None = None) -> None:
+        super().__init__()
+        self.seed, self.slices, self.drawn = seed, slices, 0
+        self.noted: dict[tuple[scope.Moment, str, int], set[int]] | None = None
+        self.begun: dict[Stream, Begun] | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if scope.current() is not None:
+            if illogical(func, args, kwargs):
+                raise without_form(name(func), scope.site())
+            if func in LOGICAL:
+                if any(hasattr(x, "placements") for x in args):
+                    raise _refusal(f"`{name(func)}` in {here(scope.site())} is given a DTensor")
+                kwargs.pop("generator", None)
+                return LOGICAL[func](self, func, *args, **kwargs)
+        return self.run(func, types, args, kwargs)
+
+    def drawn_in(self, step: scope.Moment) -> AbstractContextManager[None]:
+        """Within, a step draws; it tells each draw which step it is of."""
+        return ambient(self)
+
+    def bits(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Integers uniform in [0, 2**53), as the next call at the current site; shape: `shape`."""
+        keys, per_sample, window, call = self._drawn(shape)
+        streams = torch.tensor(keys, device=device).reshape(-1, *[1] * len(per_sample))
+        made = mixed(_positions(per_sample, window, device, scope.site()), streams)
+        if self.begun is not None:
+            self._told(call, made.reshape(len(keys), -1)[:, :NOTED])
+        return made.reshape(tuple(shape))
+
+    def streams(self, shape: Sequence[int]) -> tuple[Tensor, Sequence[int] | Tensor | None]:
+        """For who draws a tensor of `shape` in parts: a stream for each row, int64 [rows].
+
+        It counts as the next call at the current site.  The second result are the logical positions
+        held along dim 1, None: all; along later dims all are meant.
+        """
+        keys, per_sample, window, _ = self._drawn(shape)
+        if len(keys) != shape[0]:
+            raise _refusal(f"dropout in `{scope.site()}` on {shape[0]} rows of {len(keys)} samples")
+        assert window is None or window.shape[1:] == per_sample[1:], (window, per_sample)
+        return torch.tensor(keys), None if window is None else window.index[0]
+
+    def _drawn(self, shape: Sequence[int]) -> tuple[list[int], tuple[int, ...], Window | None, int]:
+        """The next call at the current site: a stream for each sample, and what of it is held."""
+        where = scope.current()
+        assert where is not None, "logical numbers are drawn inside a scope"
+        site = scope.site()
+        call = scope.next_call(site)
+        per_sample = _per_sample(tuple(shape), len(where.samples), site)
+        window = self.slices(site, call, per_sample) if self.slices else None
+        self.drawn += 1
+        if self.noted is not None:
+            self.noted.setdefault((where.moment, site, call), set()).update(where.samples)
+        keys = [_key(self.seed, where.moment, site, call, sample) for sample in where.samples]
+        return keys, per_sample, window, call
+
+    def _told(self, call: int, first: Tensor) -> None:
+        """The beginning of what each sample drew in this call."""
+        where, site, turn = scope.current(), scope.site(), scope.turn()
+        assert where is not None and self.begun is not None
+        for sample, numbers in zip(where.samples, first.tolist(), strict=True):
+            stream = where.moment, site, call, sample
+            known = self.begun.get(stream)
+            twice = known is not None and turn is not None and known.turn == turn
+            self.begun[stream] = Begun(tuple(numbers), turn, twice or bool(known and known.twice))
+
+    def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
+        """A boolean mask of `shape`, true with probability 1 - p."""
+        return torch.ge(self.bits(shape, device), round(p * 2**_BITS))
+
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Numbers of `shape` in [0, 1), with as many binary digits as `dtype` holds."""
+        digits = 1 - round(math.log2(torch.finfo(dtype).eps))
+        bits: Tensor = self.bits(shape, device) >> (_BITS - digits)
+        return torch.div(bits.to(dtype), 2**digits)
+
+
+def _per_sample(shape: tuple[int, ...], samples: int, site: str) -> tuple[int, ...]:
+    """The shape of one sample in a tensor that holds the samples one after the other."""
+    if not shape or shape[0] % samples:
+        raise _refusal(
+            f"dropout in `{site}` on a tensor of shape {shape}, not rows of {samples} samples",
+        )
+    return shape[1:] if shape[0] == samples else (shape[0] // samples, *shape[1:])
+
+
+def _key(*what: object) -> int:
+    """A stream for (seed, step, site, call, sample), as a signed 64-bit number."""
+    digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _positions(
+    local: tuple[int, ...], window: Window | None, device: torch.device, site: str
+) -> Tensor:
+    """1 + the index in the logical tensor of one sample, for each element held here."""
+    window = window or Window(local, (None,) * len(local))
+    held = tuple(
+        size if index is None else len(index)
+        for size, index in zip(window.shape, window.index, strict=True)
+    )
+    assert held == local, f"{site}: the window holds {held}, the tensor is {local}"
+    total = torch.ones([1] * len(local), dtype=torch.int64, device=device)
+    for dim, (size, index) in enumerate(zip(window.shape, window.index, strict=True)):
+        where = (
+            torch.arange(size, device=device)
+            if index is None
+            else torch.as_tensor(index, device=device)
+        )
+        stride = math.prod(window.shape[dim + 1 :])
+        total = total + (where * stride).reshape([-1 if d == dim else 1 for d in range(len(local))])
+    return total.unsqueeze(0)
+
+
+def mixed(positions: Tensor, streams: Tensor) -> Tensor:
+    """The numbers of some streams at positions from 1 on, uniform in [0, 2**53).
+
+    `positions` are overwritten.
+    """
+    return _mix(positions.mul_(_signed(_GAMMA)) + streams)
+
+
+def _mix(state: Tensor) -> Tensor:
+    """SplitMix64's output function on int64, which wraps as uint64 does; its highest 53 bits."""
+    for shift, factor in _MIX:  # in place: masks are large
+        state.bitwise_xor_(_shifted(state, shift)).mul_(_signed(factor))
+    return _shifted(state.bitwise_xor_(_shifted(state, 31)), 64 - _BITS)
+
+
+def _shifted(state: Tensor, by: int) -> Tensor:
+    shifted: Tensor = state >> by
+    return shifted.bitwise_and_((1 << (64 - by)) - 1)  # without the sign
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def without_form(name: str, site: str) -> Refusal:
+    """Of what draws in a way that cannot be drawn alike under every layout (S812)."""
+    return _refusal(f"`{name}` in {here(site)} cannot be reproduced on other ranks")
+
+
+def _refusal(title: str) -> Refusal:
+    return Refusal(
+        Diagnostic(
+            "S812",
+            title,
+            notes=("programs are compared with dropout masks that do not depend on the layout",),
+            helps=("switch this randomness off in the model's configuration, and verify",),
+        )
+    )
+
+
+def name(func: Any) -> str:
+    """A function of torch as one writes it."""
+    said = str(getattr(func, "__qualname__", None) or getattr(func, "__name__", func))
+    return said.replace("_VariableFunctionsClass.", "torch.")
+
+
+def here(site: str) -> str:
+    """The module that runs, in words."""
+    return f"`{site}`" if site else "the model's forward"
+
+
+# ---- Random draws of a model that is called alone, outside of programs: by row, or standing
+# still.
+
+
+class Alone(Ambient):
+    """A model draws from this source.
+
+    It shares nothing with the logical draws of programs but the form of each random function: what
+    these do wrong is not said of the model.
+    """
+
+    def __init__(self, draw: Draw) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in LOGICAL:
+            kwargs.pop("generator", None)
+            return LOGICAL[func](self.draw, func, *args, **kwargs)
+        return self.run(func, types, args, kwargs)
+
+
+class ByRow:
+    """For every call and row a generator of torch: a row draws the same in every part."""
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self.rows, self.calls = tuple(rows), 0
+
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See Draw; a tensor of more rows holds those of each sample side by side."""
+        first, *rest = shape
+        assert first % len(self.rows) == 0, f"{first} rows of {len(self.rows)} samples"
+        each, self.calls = (first // len(self.rows), *rest), self.calls + 1
+        made = [
+            torch.rand(
+                each,
+                dtype=torch.float64,
+                generator=torch.Generator().manual_seed(self.calls * 2**32 + row),
+            )
+            for row in self.rows
+        ]
+        return torch.cat(made).to(device, dtype)
+
+    def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
+        """See Draw."""
+        return torch.ge(self.uniform(shape, torch.float64, device), p)
+
+
+class Still:
+    """Nothing is dropped, and every number is the middle one."""
+
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See Draw."""
+        return torch.full(tuple(shape), 0.5, dtype=dtype, device=device)
+
+    def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
+        """See Draw."""
+        return torch.ones(tuple(shape), dtype=torch.bool, device=device)
+
+
+# ---- Draws of a model that evaluates: they lie on ranks as those of training do, or are refused.
+
+
+Tags = Mapping[str, Any]  # by axis, how a dim lies on it
+Masks = Mapping[tuple[str, int], tuple[tuple[int, ...], Tags]]
+
+
+def of_evaluation(masks: Masks, site: str, dims: int, split: bool) -> Tags:
+    """How a tensor of so many dims a sample, drawn at a site in evaluation, lies on the ranks.
+
+    `masks` are the draws of training, of which evaluation makes some only, so that calls are
+    counted otherwise: all of its site have to lie alike.  `split`: the plan splits modules at all.
+    """
+    known = [
+        tags
+        for (where, _), (whole, tags) in masks.items()
+        if where == site and len(whole) in (dims, dims + 1)
+    ]
+    if known and all(tags == known[0] for tags in known):
+        return known[0]
+    if split:
+        raise _unlike(site, "draws there" if known else "does not draw so")
+    return {}
+
+
+class Undrawn(LogicalDropout):
+    """Around the evaluation of a program that draws nothing in training: refuses every draw."""
+
+    def _drawn(self, shape: Sequence[int]) -> Any:
+        raise _unlike(scope.site(), "does not draw")
+
+    def bits(self, shape: Sequence[int], device: torch.device) -> Any:
+        """See LogicalDropout."""
+        return self._drawn(shape)
+
+
+def _unlike(site: str, trains: str) -> Refusal:
+    """Of a draw that evaluation alone makes so (S812), at the line of the model."""
+    drawn = f"{here(site)} draws random numbers in evaluation ({_line()})"
+    return Refusal(
+        Diagnostic(
+            "S812",
+            drawn,
+            notes=(
+                f"in training it {trains}: the layout of its random numbers is known from"
+                f" training only",
+            ),
+            helps=(
+                "draw there in training, too, or switch this randomness off in the model's"
+                " configuration",
+            ),
+        )
+    )
+
+
+def _line() -> str:
+    """The line that draws: the innermost outside of torch and of this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_OURS):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+_OURS = ("schedlang", "torch.")
+
+
+# ---- What a forward draws on the meta device, seen where it ends: in the operators of torch.
+# Names of functions tell too little: attention, recurrent layers and samplers draw inside of
+# others. Every random operator counts, unless it runs inside of a function that has a logical
+# form.
+
+
+class Watched(Ambient):
+    """Runs beside a forward; it opens the functions that LogicalDropout opens, and no others.
+
+    random  some operator draws
+    apart   what draws as logical masks cannot, and the module that it runs in
+    """
+
+    def __init__(self, site: Callable[[], str]) -> None:
+        super().__init__()
+        self.site, self.random, self.apart = site, False, dict[str, str]()
+        self._inside = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        refused = illogical(func, args, kwargs)
+        if refused:
+            self._note(name(func))
+        if not refused and func not in LOGICAL:
+            return self.run(func, types, args, kwargs)
+        self._inside += 1
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._inside -= 1
+
+    def drew(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """To be told of every random operator that runs."""
+        if not active(func, args, kwargs):
+            return
+        self.random = True
+        if not self._inside:
+            self._note(func._schema.name.replace("aten::", "torch."))
+
+    def _note(self, drawing: str) -> None:
+        self.random = True
+        self.apart.setdefault(drawing, self.site())

@@ -1,0 +1,310 @@
+"""Dropout as torch draws it, from this rank's generators: alike where ranks hold the same tensor.
+
+Each step seeds the generators from (seed, step, the rank's places along the axes over which every
+activation differs: rows, tokens, stages), so ranks that compute the same draw the same, and a run
+that goes on draws on, without saved states.  What is split over more axes (heads, hidden, tokens of
+a sequence-parallel region) or over fewer draws under a fork: for the time of a call the generators
+stand where (seed, step, microbatch, slice, module, call, places along its own axes) puts them.
+Megatron-LM (Shoeybi et al., 2019) keeps a second generator state for this; a fork keeps none, so
+whatever replays torch's generators replays it, and a recomputed module forks to the same numbers.
+
+No call of a step is watched, but those of modules that draw some masks apart and some not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.runtime import scope
+from schedlang.runtime.device import States
+from schedlang.runtime.forward import wrap
+from schedlang.runtime.modes import Ambient
+from schedlang.runtime.rng.draws import masks, shapes_of
+
+_CALLS = "\0fork"  # behind a module's name: the count of its forks
+Places = tuple[tuple[str, int], ...]  # by axis
+
+
+@dataclass(frozen=True)
+class Forked:
+    """A module that draws under forks: the places of each of its draws in one call, in order.
+
+    None in place of one: that draw is no fork, it goes on with the step's own numbers.  `whole`:
+    all draws of the module and of those inside of it are alike; then one fork is around the call.
+    """
+
+    site: str
+    draws: tuple[Places | None, ...]
+    whole: bool
+
+
+class NativeDropout:
+    """Torch's own dropout on one of several ranks.
+
+    places      of this rank along the axes over which all activations differ
+    generators  those that operators draw from where none is given: the CPU's, and the device's
+    on          whether forks are made; off while a proof draws logically
+    """
+
+    def __init__(self, seed: int, places: Places, generators: Sequence[States]) -> None:
+        self.seed, self.places, self.generators, self.on = seed, places, tuple(generators), True
+        self.noting: Noting | None = None
+        self._here = _Here()
+        self._mode = _Own(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NativeDropout:
+        """Copies of a module draw from the same generators."""
+        return self
+
+    @contextmanager
+    def drawn_in(self, step: scope.Moment) -> Iterator[None]:
+        """Within, a step draws; afterwards the generators stand where they stood before."""
+        before, on = [one.get_state() for one in self.generators], self.on
+        self._seed(begun(self.seed, step, self.places))
+        self.on = True
+        try:
+            yield
+        finally:
+            self.on = on
+            self._back(before)
+
+    @contextmanager
+    def forked(self, site: str, places: Places, index: int = 0) -> Iterator[None]:
+        """Within, draws are those of a module's next call at some places."""
+        call = scope.next_call(f"{site}{_CALLS}")
+        where, part = scope.current(), scope.visit()
+        if where is None:  # a loop of the user's own: one of its numbers, which all ranks have
+            at: Any = int(torch.randint(2**62, ()))
+        else:
+            # tokens of ranks differ by places; slices of one rank by their number
+            piece = getattr(part, "span", None)
+            at = (where.moment, where.microbatch, where.samples[:1], piece and piece.index)
+        before = [one.get_state() for one in self.generators]
+        self._seed(forks_at(self.seed, at, site, call, index, places))
+        try:
+            yield
+        finally:
+            self._back(before)
+
+    def attended(self, made: Any, shape: tuple[int, ...]) -> Any:
+        """What `made()` draws for the weights of an attention whose ranks share them."""
+        frame = self.frame
+        places = frame.next() if frame is not None else None
+        if frame is None or places is None:
+            return self._noted(made, shape)
+        with self.forked(frame.site, places, frame.index):
+            return self._noted(made, shape)
+
+    def _noted(self, made: Any, shape: tuple[int, ...]) -> Any:
+        if self.noting is not None:
+            self.noting.note(shape)
+        return made()
+
+    def _seed(self, number: int) -> None:
+        for one in self.generators:
+            one.manual_seed(number)
+
+    def _back(self, states: Sequence[Tensor]) -> None:
+        for one, state in zip(self.generators, states):
+            one.set_state(state)
+
+    # -- modules of which some draws are forks and some are not -----------------------------------
+
+    @property
+    def frame(self) -> Frame | None:
+        """The innermost call whose draws are told apart one by one."""
+        return self._here.frames[-1] if self._here.frames else None
+
+    @contextmanager
+    def framed(self, frame: Frame | None) -> Iterator[None]:
+        """Within a call of a module; None: all that it draws is one stream already."""
+        self._here.frames.append(frame)
+        try:
+            if frame is None:
+                yield
+            else:
+                with self._mode:
+                    yield
+        finally:
+            self._here.frames.pop()
+
+
+def begun(seed: int, step: scope.Moment, places: Places) -> int:
+    """From where a step draws at some places."""
+    return _number(seed, step, places)
+
+
+def forks_at(seed: int, at: object, site: str, call: int, index: int, places: Places) -> int:
+    """From where a call of a module draws at some places; `at` is the microbatch of a step."""
+    return _number(seed, at, site, call, index, places)
+
+
+def _number(*what: object) -> int:
+    digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass
+class Frame:
+    """A call of a module, and how many of its draws were made."""
+
+    site: str
+    draws: tuple[Places | None, ...]
+    index: int = -1
+
+    def next(self) -> Places | None:
+        """The places of the next draw."""
+        self.index += 1
+        return self.draws[self.index % len(self.draws)]
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[Frame | None] = []
+
+
+class _Own(Ambient):
+    """Forks the draws of the innermost framed call, one by one."""
+
+    compiles = True
+
+    def __init__(self, native: NativeDropout) -> None:
+        super().__init__()
+        self.native = native
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        frame = self.native.frame
+        if frame is None or not masks(func, args, kwargs):
+            return self.run(func, types, args, kwargs)
+        places = frame.next()
+        with self.native.framed(None):  # this mode may be on twice, for a module in another
+            if places is None:
+                return func(*args, **kwargs)
+            with self.native.forked(frame.site, places, frame.index):
+                return func(*args, **kwargs)
+
+
+# -- around modules ------------------------------------------------------------------------------
+
+
+def install(
+    module: nn.Module, native: NativeDropout, forks: Mapping[str, Forked], plain: Sequence[str]
+) -> None:
+    """Let modules of a built model draw under forks; `plain` draw none themselves, inside others
+    that do."""
+    for name, forked in forks.items():
+        wrap(module.get_submodule(name), "draws", Drawing(native, forked))
+    for name in plain:
+        wrap(module.get_submodule(name), "draws", Drawing(native, Forked(name, (), False)))
+
+
+class Drawing:
+    """The layer around the forward of a module that draws under forks."""
+
+    def __init__(self, native: NativeDropout, forked: Forked) -> None:
+        self.native, self.forked = native, forked
+
+    def __call__(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call `inner`, whose draws are those of its places."""
+        native, forked = self.native, self.forked
+        if not native.on:
+            return inner(*args, **kwargs)
+        if not forked.whole:
+            frame = Frame(forked.site, forked.draws) if forked.draws else None
+            with native.framed(frame):
+                return inner(*args, **kwargs)
+        (places,) = set(forked.draws)
+        assert places is not None, forked
+        with native.framed(None), native.forked(forked.site, places):
+            return inner(*args, **kwargs)
+
+
+# -- what a proof notes --------------------------------------------------------------------------
+
+Content = tuple[int, tuple[int, ...], str, int, object]  # step, samples, site, call, window
+
+
+@dataclass
+class Noted:
+    """The draws of a rank: what each is of, by places in the whole model, and how it began."""
+
+    begun: dict[Content, set[float]] = field(default_factory=dict)
+    shapes: dict[tuple[int, str, int], set[int]] = field(default_factory=dict)
+
+
+class Noting(Ambient):
+    """Runs beside a step that draws natively, and notes each draw as logical masks count them.
+
+    `window(site, call, shape)` says which part of the logical tensor is drawn: what two ranks draw
+    of one part has to be one, and all else has to be apart.
+    """
+
+    def __init__(self, native: NativeDropout, window: Any) -> None:
+        super().__init__()
+        self.native, self.window, self.noted = native, window, Noted()
+        self._inside = False
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Within, draws are noted; those of shared attentions tell themselves."""
+        from schedlang.runtime.modes import ambient
+
+        self.native.noting = self
+        try:
+            with ambient(self):
+                yield
+        finally:
+            self.native.noting = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if scope.current() is None or self._inside or not masks(func, args, kwargs):
+            return self.run(func, types, args, kwargs)
+        for place, shape in enumerate(shapes_of(func, args, kwargs)):
+            self.note(shape, place)
+        self._inside = True  # in a recomputation this mode is on twice
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._inside = False
+
+    def note(self, shape: Sequence[int], place: int = 0) -> None:
+        """A draw of this shape, the how manyth of a call; it begins where the generators stand."""
+        where, site = scope.current(), scope.site()
+        assert where is not None
+        call = scope.next_call(site)
+        count = len(where.samples)
+        each = tuple(shape[1:]) if shape[0] == count else (shape[0] // count, *shape[1:])
+        window = self.window(site, call, each) if self.window is not None else None
+        held = None if window is None else (window.shape, tuple(map(_listed, window.index)))
+        content = (where.step, where.samples, site, call, held)
+        self.noted.begun.setdefault(content, set()).add(place + self._number())
+        seen = self.noted.shapes.setdefault((where.step, site, call), set())
+        seen.update(where.samples)
+
+    def _number(self) -> float:
+        """The number that would be drawn next; nothing is drawn."""
+        source: Any = self.native.generators[-1]
+        with torch._C.DisableTorchFunction():
+            twin = torch.Generator(source.device)
+            twin.set_state(source.get_state())
+            return float(torch.rand((), generator=twin, dtype=torch.float64, device=source.device))
+
+
+def _listed(index: Any) -> Any:
+    if isinstance(index, Tensor):
+        return tuple(index.tolist())
+    return None if index is None else tuple(index)

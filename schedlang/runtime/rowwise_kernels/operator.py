@@ -1,0 +1,359 @@
+"""A chain as an operator of torch, found in a module's graphs and put into its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from threading import RLock
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.rowwise_kernels.chain import From, NotRowwise
+from schedlang.runtime.rowwise_kernels.launch import Kernel, kernel, number, run
+
+# ---- The ATen graphs of a function of tensors, forward and backward; what is kept between them.
+# torch's own tracing gives one joint graph, and its min-cut partition decides what forward keeps
+# and what backward computes again.  This is the one file that touches them.
+
+
+_lock = RLock()  # tracing changes state of the whole process while it lasts
+
+
+@dataclass(frozen=True)
+class Sort:
+    """What a kernel is made for: shape and type of one tensor, and whether it is differentiated."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    wanted: bool = False
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """Forward and backward of one function of tensors for one set of shapes.
+
+    forward    from what is given to (results ..., what else is kept ...)
+    backward   from (what is kept ..., gradients of the results ...) to gradients of what is given,
+               None for what is not differentiated; None as a whole where nothing is
+    results    how many there are
+    """
+
+    forward: fx.Graph
+    backward: fx.Graph | None
+    results: int
+
+
+def sorts_of(given: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[Sort, ...]:
+    """What tensors are, as a key."""
+    return tuple(
+        Sort(tuple(int(n) for n in t.shape), t.dtype, t.device.type, asked)
+        for t, asked in zip(given, wanted, strict=True)
+    )
+
+
+def graphs(function: Callable[..., Any], given: Sequence[Sort]) -> Graphs:
+    """Both graphs of a function; whatever torch cannot trace is raised as torch raises it.
+
+    It is traced in a thread of its own, where none of the modes hold that may hold here: those of
+    a verification, or of a compiler that looks at the operator.
+    """
+    with ThreadPoolExecutor(1) as alone:
+        return alone.submit(_traced, function, given).result()
+
+
+def _traced(function: Callable[..., Any], given: Sequence[Sort]) -> Graphs:
+    from torch._functorch.aot_autograd import aot_export_joint_simple
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses import FakeTensorMode
+
+    count = [0]
+
+    def flat(*values: Tensor) -> tuple[Tensor, ...]:
+        made = function(*values)
+        found = tuple(made) if isinstance(made, tuple | list) else (made,)
+        count[0] = len(found)
+        return found
+
+    with _lock, FakeTensorMode(), _Once():
+        inputs = tuple(
+            torch.empty(s.shape, dtype=s.dtype, device=s.device).requires_grad_(s.wanted)
+            for s in given
+        )
+        both = any(s.wanted for s in given)
+        joint: Any = aot_export_joint_simple(
+            flat, inputs, trace_joint=both, decompositions=select_decomp_table()
+        )
+        if not both:
+            return Graphs(joint.graph, None, count[0])
+        forward, backward = min_cut_rematerialization_partition(
+            joint, list(inputs), num_fwd_outputs=count[0]
+        )
+    return Graphs(forward.graph, backward.graph, count[0])
+
+
+class _Silu(torch.autograd.Function):
+    """SiLU in float32, rounded once, as torch's own kernels compute it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """x / (1 + exp(-x))."""
+        ctx.save_for_backward(x)
+        value = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (value / (1 + torch.exp(-value))).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Its derivative, in torch's order of products."""
+        (x,) = ctx.saved_tensors
+        value = x.to(torch.promote_types(x.dtype, torch.float32))
+        slope = 1 / (1 + torch.exp(-value))
+        made: Tensor = (grad.to(value.dtype) * slope * (1 + value * (1 - slope))).to(x.dtype)
+        return made
+
+
+class _Once(TorchFunctionMode):
+    """Puts `_Silu` for SiLU, whose derivative is traced as steps that are rounded one by one."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the call."""
+        named = dict(kwargs or {})
+        if func in (F.silu, torch._C._nn.silu) and not named.get("inplace") and len(args) == 1:
+            return _Silu.apply(args[0])  # type: ignore[no-untyped-call]
+        return func(*args, **named)
+
+
+# ---- The operators of torch that run generated kernels: one forward and one backward for all
+# chains.
+# Being operators they are opaque to what looks at a model from outside: recomputation, FSDP2,
+# torch.compile.  A chain is known by a name that follows from its text, so that names agree on
+# every rank.
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """Both kernels of a chain for one set of shapes.
+
+    results    how many there are: the first outputs of the forward kernel
+    kept       where it comes from: what was given, or an output of the forward kernel
+    gradients  where those of what was given come from, in the backward kernel
+    """
+
+    sorts: tuple[Sort, ...]
+    forward: Kernel
+    backward: Kernel | None
+    results: int
+    kept: tuple[From, ...] = ()
+    gradients: tuple[From, ...] = ()
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The generated ones."""
+        return (self.forward,) if self.backward is None else (self.forward, self.backward)
+
+
+@dataclass(eq=False)
+class Region:
+    """A function of tensors, by the name that the operators know it by."""
+
+    function: Callable[..., Any]
+    rounding: str
+    made: dict[tuple[Sort, ...], Pair]
+
+    def pair(self, given: Sequence[Tensor], wanted: Sequence[bool]) -> Pair:
+        """The kernels for these tensors, made when they are first asked for."""
+        sorts = sorts_of(given, wanted)
+        if sorts not in self.made:
+            self.made[sorts] = pair_of(self.function, sorts, self.rounding)
+        return self.made[sorts]
+
+
+_regions: dict[str, Region] = {}
+
+
+def declare(name: str, function: Callable[..., Any], rounding: str) -> Region:
+    """Make a function known by a name."""
+    return _regions.setdefault(name, Region(function, rounding, {}))
+
+
+def pair_of(function: Callable[..., Any], sorts: tuple[Sort, ...], rounding: str) -> Pair:
+    """Both kernels of a function; raises NotRowwise."""
+    found = graphs(function, sorts)
+    forward = kernel(found.forward, rounding, found.results)
+    if found.backward is None:
+        return Pair(sorts, forward, None, found.results)
+    backward = kernel(found.backward, rounding)
+    kept = forward.chain.outputs[found.results :]
+    return Pair(sorts, forward, backward, found.results, kept, backward.chain.outputs)
+
+
+def apply(name: str, given: Sequence[Tensor], results: int) -> list[Tensor]:
+    """The results of a chain, of which there are so many."""
+    graded = torch.is_grad_enabled()
+    wanted = [graded and t.requires_grad for t in given]
+    stored: list[Tensor] = rowwise_forward(list(given), wanted, name)
+    return stored[:results]
+
+
+@torch.library.custom_op("schedlang::rowwise_forward", mutates_args=())
+def rowwise_forward(given: list[Tensor], wanted: list[bool], name: str) -> list[Tensor]:
+    """All that the forward kernel gives: the results, then what else backward needs."""
+    return run(_regions[name].pair(given, wanted).forward, given)
+
+
+@torch.library.custom_op("schedlang::rowwise_backward", mutates_args=())
+def rowwise_backward(kept: list[Tensor], grads: list[Tensor], key: str) -> list[Tensor]:
+    """All gradients that the backward kernel gives."""
+    return run(_backward(key), [*kept, *grads])
+
+
+_keys: dict[str, Pair] = {}
+
+
+def _backward(key: str) -> Kernel:
+    found = _keys[key].backward
+    assert found is not None
+    return found
+
+
+def _empty(made: Kernel, like: Tensor) -> list[Tensor]:
+    """Tensors as a kernel gives them."""
+    return [like.new_empty(shape, dtype=dtype) for shape, dtype in made.shapes]
+
+
+@rowwise_forward.register_fake
+def _(given: list[Tensor], wanted: list[bool], name: str) -> list[Tensor]:
+    return _empty(_regions[name].pair(given, wanted).forward, given[0])
+
+
+@rowwise_backward.register_fake
+def _(kept: list[Tensor], grads: list[Tensor], key: str) -> list[Tensor]:
+    return _empty(_backward(key), grads[0])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    given, wanted, name = inputs
+    pair = _regions[name].pair(given, wanted)
+    ctx.key = f"{name} {pair.sorts}"
+    _keys[ctx.key] = pair
+    kept = (
+        given[k.place] if k.where == "given" else output[number(pair.forward, k)] for k in pair.kept
+    )
+    ctx.save_for_backward(*kept)
+
+
+def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    pair, kept = _keys[ctx.key], list(ctx.saved_tensors)
+    backward = _backward(ctx.key)
+    like = next(t for t in (*kept, *grads) if t is not None)
+    tangents = [
+        like.new_zeros(shape, dtype=dtype) if grad is None else grad
+        for grad, (shape, dtype) in zip(grads[: pair.results], pair.forward.shapes)
+    ]
+    made = rowwise_backward(kept, tangents, ctx.key)
+    found = dict(zip(backward.order, made, strict=True))
+    found |= {From("given", place): t for place, t in enumerate([*kept, *tangents])}
+    return [found.get(source) for source in pair.gradients], None, None
+
+
+rowwise_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+# ---- A module, or what a pattern matched in it, as generated kernels: what stands around them.
+
+
+@dataclass(eq=False)
+class Generated:
+    """A function of tensors that runs as one kernel forward and one backward.
+
+    Numbers among the arguments are constants of one function each; what has no rows (a scalar, an
+    empty tensor) is refused with the operator's name.
+    """
+
+    plain: Callable[..., Any]
+    source: str
+    rounding: str
+    wide: bool = False  # casts to a lower float are casts to float64: for a proof
+    names: dict[tuple[Any, ...], tuple[str, int]] = field(default_factory=dict)
+
+    def __call__(self, *given: Any) -> Any:
+        """The results: one tensor, or a tuple of them, as the function gives."""
+        tensors = [t for t in given if isinstance(t, Tensor)]
+        numbers = tuple((n, t) for n, t in enumerate(given) if not isinstance(t, Tensor))
+        name, results = self._known(numbers, given)
+        try:
+            found = apply(name, tensors, max(results, 1))
+        except NotRowwise as error:
+            raise refusal(str(error)) from error
+        return tuple(found) if results else found[0]
+
+    def _known(self, numbers: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[str, int]:
+        """The name of the function with these constants, and how many results it has; 0: one."""
+        key = (numbers, len(given))
+        if key not in self.names:
+            fixed, count = dict(numbers), len(given)
+
+            def function(*tensors: Tensor) -> Any:
+                rest = iter(tensors)
+                all_ = (fixed[n] if n in fixed else next(rest) for n in range(count))
+                with Float64() if self.wide else nullcontext():
+                    return self.plain(*all_)
+
+            said = f"{self.source}\n{self.rounding}\n{self.wide}\n{key!r}"
+            name = f"region_{sha256(said.encode()).hexdigest()[:12]}"
+            declare(name, function, self.rounding)
+            with torch.no_grad():
+                hollow = [t.detach().to("meta") if isinstance(t, Tensor) else t for t in given]
+                made = self.plain(*hollow)
+            self.names[key] = name, len(made) if isinstance(made, tuple) else 0
+        return self.names[key]
+
+
+def refusal(why: str) -> Refusal:
+    """S887: no row-wise chain."""
+    return Refusal(
+        Diagnostic(
+            "S887",
+            "this is not a chain of pointwise operators and row reductions",
+            notes=(why,),
+            helps=("leave it to inductor: drop `backend=rowwise`",),
+        )
+    )
+
+
+def as_function(
+    plain: Callable[..., Any], given: Sequence[Any]
+) -> tuple[Callable[..., Any], tuple[Sort, ...]]:
+    """A function of the tensors among what is given, and what these are; the rest is constant.
+
+    Tensors of the meta device are taken for those of a CPU.
+    """
+    tensors = [t for t in given if isinstance(t, Tensor)]
+
+    def function(*values: Tensor) -> Any:
+        rest = iter(values)
+        return plain(*(next(rest) if isinstance(t, Tensor) else t for t in given))
+
+    sorts = sorts_of(tensors, [t.requires_grad for t in tensors])
+    return function, tuple(replace(s, device="cpu") if s.device == "meta" else s for s in sorts)
+
+
+def pair_for(plain: Callable[..., Any], given: Sequence[Any], rounding: str) -> Pair:
+    """The kernels of a function for what it is given, tensors and constants; S887."""
+    function, sorts = as_function(plain, given)
+    try:
+        return pair_of(function, sorts, rounding)
+    except NotRowwise as error:
+        raise refusal(str(error)) from error

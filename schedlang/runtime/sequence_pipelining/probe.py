@@ -1,0 +1,396 @@
+"""Whether a model may run on slices of its sequences, and the module at which it may not."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.scope import visit
+from schedlang.runtime.sequence_pipelining.model_calls import Watch
+from schedlang.runtime.sequence_pipelining.slices import Place, Slicing, masks_of
+from schedlang.runtime.sequence_pipelining.trial import Seen, Trial, forward, sliced, watched
+from schedlang.runtime.tracing.constants import on_meta
+from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
+
+# ---- Why a model cannot be cut along its sequences: the module that gives a slice something
+# else.
+
+
+Outputs = dict[str, list[Tensor]]
+
+
+def fault(trial: Trial, slicing: Slicing, error: Exception) -> Refusal:
+    """The refusal of a model for which slices failed with `error` when run as `slicing` says."""
+    total, first = sum(trial.lengths), trial.lengths[0]
+    kind = type(trial.model).__name__
+    whole = _outputs(trial, trial.batch)
+    changed = _outputs(trial, _changed(trial.batch, first, total))
+    ahead = [
+        (name, not _near(plain[:, :first], other[:, :first]))
+        for name, (plain, other) in _pairs(whole, changed, total)
+    ]
+    if ahead and ahead[-1][1]:  # something inside may look ahead and be masked afterwards
+        name = next(name for name, differs in ahead if differs)
+        return refusal(
+            f"`{kind}` cannot be split into slices",
+            f"it is not causal: in `{name}` the first {first} tokens depend on later ones",
+            "a slice has only the tokens before it",
+        )
+    if isinstance(error, Refusal):
+        return error
+    found: Outputs = {}
+    try:
+        with _noting(trial.model, found):
+            sliced(trial, slicing)
+    except Exception as raised:  # the model's own code, on a slice: whatever it raises
+        said = f"{type(raised).__name__}: {raised}".splitlines()[0]
+        return refusal(f"`{kind}` does not run on a slice of a sequence", said, *_where(found))
+    for name, outputs in whole.items():
+        if outputs[0].dim() < 2 or outputs[0].shape[1] != total:
+            continue
+        joined = _joined(outputs[0], found.get(name, []), trial.lengths)
+        if joined is None or not _near(joined, outputs[0]):
+            return refusal(
+                f"`{kind}` cannot be split into slices",
+                f"`{name}` computes a slice differently than in the full sequence",
+                "positions counted from shapes, and tokens mixed outside of attention"
+                " (convolutions, sums), start again in every slice",
+            )
+    return refusal(f"`{kind}` cannot be split into slices", str(error))
+
+
+def _joined(whole: Tensor, parts: list[Tensor], lengths: Sequence[int]) -> Tensor | None:
+    """What slices gave, one after the other; None if it does not fit together."""
+    parts = [part[:, :length] for part, length in zip(parts, lengths) if part.dim() > 1]
+    sizes = [(whole.shape[0], length, *whole.shape[2:]) for length in lengths]
+    return torch.cat(parts, 1) if [tuple(part.shape) for part in parts] == sizes else None
+
+
+def _where(found: Outputs) -> list[str]:
+    """The module that ended last before a slice failed."""
+    upto = max((len(outputs) for outputs in found.values()), default=0)
+    done = [name for name, outputs in found.items() if len(outputs) == upto]
+    return [f"in slice {upto - 1}, after `{done[-1]}`"] if upto > 1 else []
+
+
+def _near(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-6, atol=1e-9, equal_nan=True)
+
+
+def _changed(batch: Mapping[str, Any], first: int, total: int) -> dict[str, Any]:
+    """The batch with other tokens after the first slice."""
+
+    def other(name: str, value: Any) -> Any:
+        ids = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == total
+        if not ids or "mask" in name or "position" in name or "label" in name:
+            return value
+        copied = value.clone()
+        copied[:, first:] = (
+            copied[:, first:].flip(1) if not value.is_floating_point() else (copied[:, first:] + 1)
+        )
+        return copied
+
+    return {name: other(name, value) for name, value in batch.items()}
+
+
+def _pairs(a: Outputs, b: Outputs, total: int) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    for name, outputs in a.items():
+        if name in b and outputs[0].dim() > 1 and outputs[0].shape[1] == total:
+            yield name, (outputs[0], b[name][0])
+
+
+def _outputs(trial: Trial, batch: Mapping[str, Any]) -> Outputs:
+    found: Outputs = {}
+    with _noting(trial.model, found):
+        forward(trial, trial.model, batch)
+    return found
+
+
+@contextmanager
+def _noting(model: nn.Module, found: Outputs) -> Iterator[None]:
+    """The outputs of every module, innermost first; of a slice one after the other."""
+
+    def note(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(first, Tensor) and first.is_floating_point():
+                held = found.setdefault(name, [])
+                part = visit()
+                if len(held) == (part.span.index if part is not None else 0):
+                    held.append(first.detach())
+
+        return hook
+
+    named = [(name, module) for name, module in model.named_modules() if name]
+    handles = [module.register_forward_hook(note(name)) for name, module in named]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def refusal(title: str, *notes: str) -> Refusal:
+    """The model cannot be cut along its sequences."""
+    return Refusal(
+        Diagnostic(
+            "S655",
+            title,
+            notes=notes,
+            helps=(
+                "leave `slices` out: `slices=1`",
+                'or use an order without slices: `pipeline(order="1F1B", micro=...)`',
+            ),
+        )
+    )
+
+
+# ---- Whether a model may run on slices of its sequences, tried on a small stand-in before it
+# trains.
+# Whole and by slices, on one process, the losses and every gradient must be equal. A model for
+# which no way is found is refused, with the first module that gives something else.
+
+
+Tags = Mapping[tuple[str, int], tuple[str, ...]]
+
+
+class Differs(Exception):
+    """Slices give something else than the whole; the message says what."""
+
+
+def probe(trial: Trial, count: int) -> Slicing:
+    """How the model of a trial runs on slices; raises Refusal S655 where it cannot.
+
+    `count` is the number of slices of the program; the trial has those of its lengths.
+    """
+    whole = watched(trial)
+    first: tuple[Slicing, Exception] | None = None
+    for slicing in candidates(trial):
+        try:
+            tagged = _tagged(trial, slicing, whole)
+            compare(whole, sliced(trial, tagged))
+        except Exception as error:  # the model's own code, on what it has not been given before
+            first = first or (slicing, error)
+            continue
+        return replace(tagged, count=count, left=_left(trial, tagged))
+    assert first is not None, "there is always a candidate"
+    raise fault(trial, *first)
+
+
+def guess(trial: Trial, count: int) -> Slicing:
+    """How a model without values would run, untried: it can be shown, not trained."""
+    style = shift_of(trial)
+    cache = has_cache(trial.model)
+    given = cache and style == "padded" and trial.loss is None
+    shift = "given" if given else "none" if style == "none" else "head"
+    source = trial.rule.source if trial.rule else ""
+    carrier = "cache" if cache else "calls"
+    masks = masks_of(trial.batch)
+    return Slicing(count, carrier, source, shift, along=trial.along, keys=masks)
+
+
+# -- ways ----------------------------------------------------------------------------------------
+
+
+def candidates(trial: Trial) -> Iterator[Slicing]:
+    """Ways that a model of this kind may be run in, the likeliest first."""
+    style, count = shift_of(trial), len(trial.lengths)
+    source = trial.rule.source if trial.rule else ""
+    ignore = trial.rule.ignore_index if trial.rule else -100
+    masks = masks_of(trial.batch)
+    base = Slicing(count, "calls", source, "none", ignore, along=trial.along, keys=masks)
+    head = replace(base, shift="head", head=head_of(trial)) if style != "none" else base
+    if has_cache(trial.model):
+        if style == "padded" and trial.loss is None:
+            yield replace(base, carrier="cache", shift="given")
+        yield replace(head, carrier="cache")
+        return
+    head = replace(head, places=places_of(trial))
+    yield head
+    if masks:
+        yield replace(head, keys=frozenset())
+
+
+def has_cache(model: nn.Module) -> bool:
+    """Whether it is a model of transformers that takes a cache of keys and values."""
+    if not any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
+        return False
+    return "past_key_values" in inspect.signature(model.forward).parameters
+
+
+def shift_of(trial: Trial) -> str:
+    """What a model does to its labels: `none`; `padded` or `cut`, shifted by one token."""
+    if trial.rule is None:
+        return "none"
+    total = sum(trial.lengths)
+    numbers = torch.arange(1, total + 1).unsqueeze(0)
+    for step in trial.rule.steps:
+        numbers = step(numbers)
+    seen = numbers.flatten().tolist()
+    shifted = list(range(2, total + 1))
+    if seen == [1, *shifted]:
+        return "none"
+    if seen == shifted:
+        return "cut"
+    if len(seen) == total and seen[:-1] == shifted:
+        return "padded"
+    raise refusal(
+        f"`{type(trial.model).__name__}` cannot be split into slices",
+        "its loss selects labels in a way that slices cannot reproduce",
+    )
+
+
+def head_of(trial: Trial) -> str:
+    """The last module, but the model itself, that gives something for every token."""
+    total, found = sum(trial.lengths), [""]
+    handles = []
+
+    def note(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.dim() > 2 and output.shape[1] == total:
+                found.append(name)
+
+        return hook
+
+    for name, module in trial.model.named_modules():
+        if name:
+            handles.append(module.register_forward_hook(note(name)))
+    try:
+        forward(trial, trial.model, trial.batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[-1]
+
+
+def places_of(trial: Trial) -> frozenset[Place]:
+    """Lines that count positions."""
+    tables = {id(t) for t in (*trial.model.parameters(), *trial.model.buffers())}
+    return lines_of(trial, lambda length: Watch(length, tables))
+
+
+def lines_of(trial: Trial, watching: Callable[[int], Any]) -> frozenset[Place]:
+    """Lines that a mode for a length finds, at the whole length and at one token less."""
+    total = sum(trial.lengths)
+    found: list[set[Place]] = []
+    for length in (total, total - 1):
+        watch = watching(length)
+        with ambient(watch):
+            _shown(trial, _shorter(trial.batch, total, length))
+        found.append(watch.found - watch.others)
+    return frozenset(found[0] & found[1])
+
+
+def _shown(trial: Trial, batch: Mapping[str, Any]) -> None:
+    """The model on a batch, to be watched; for shapes only where its buffers have no values."""
+    if not any(buffer.is_meta for buffer in trial.model.buffers()):
+        forward(trial, trial.model, batch)
+        return
+    given = dict(hollow_batch(dict(batch)))
+    with torch.device("meta"), on_meta(batch, given):
+        forward(trial, hollow_model(trial.model, {}), given)
+
+
+def _shorter(batch: Mapping[str, Any], total: int, length: int) -> dict[str, Any]:
+    def part(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            return value
+        if value.dim() == 4 and value.shape[-1] == total:
+            return value[:, :, :length, :length].contiguous()
+        if value.dim() == 3 and value.shape[1] != total and value.shape[2] == total:
+            return value[..., :length].contiguous()
+        return value[:, :length].contiguous() if value.shape[1] == total else value
+
+    return {name: part(value) for name, value in batch.items()}
+
+
+# -- comparing -----------------------------------------------------------------------------------
+
+
+def compare(whole: Seen, parts: Seen) -> None:
+    """Raise Differs unless losses and all gradients are equal but for rounding."""
+    wide = whole.loss.dtype == torch.float64
+    gate = 1e-9 if wide else 1e-3
+    if not torch.allclose(parts.loss, whole.loss, rtol=gate, atol=0.0):
+        raise Differs(f"the loss is {parts.loss:.6g} in slices, {whole.loss:.6g} without")
+    if parts.gradients.keys() != whole.gradients.keys():
+        name = min(parts.gradients.keys() ^ whole.gradients.keys())
+        raise Differs(f"only one of the two has a gradient of `{name}`")
+    largest = max((float(g.norm()) for g in whole.gradients.values()), default=0.0)
+    for name, wanted in whole.gradients.items():
+        gap = float((parts.gradients[name] - wanted).norm())
+        if not gap <= gate * float(wanted.norm()) + 1e-3 * gate * largest:
+            raise Differs(f"the gradient of `{name}` differs by {gap / float(wanted.norm()):.1g}")
+
+
+def _tagged(trial: Trial, slicing: Slicing, whole: Seen) -> Slicing:
+    """With the dims of random draws along the sequence, from the shapes of a first pass."""
+    if not trial.random or not whole.draws:
+        return slicing
+    parts = sliced(trial, slicing).draws
+    stops = [sum(trial.lengths[: k + 1]) for k in range(len(trial.lengths))]
+    tags = {}
+    for (_, site, call), shape in whole.draws.items():
+        drawn = [parts.get((k, site, call)) for k in range(len(trial.lengths))]
+        tags[(site, call)] = dims_of(site, shape, drawn, trial.lengths, stops)
+    return replace(slicing, draws=spread(tags, trial.alike))
+
+
+def spread(tags: Tags, alike: Mapping[str, str]) -> dict[tuple[str, int], tuple[str, ...]]:
+    """The same for the blocks that were left out."""
+    found = dict(tags)
+    for block, stands in alike.items():
+        for (site, call), dims in tags.items():
+            if site == stands or site.startswith(f"{stands}."):
+                found[(block + site[len(stands) :], call)] = dims
+    return found
+
+
+def dims_of(
+    site: str,
+    shape: tuple[int, ...],
+    drawn: Sequence[tuple[int, ...] | None],
+    lengths: Sequence[int],
+    stops: Sequence[int],
+) -> tuple[str, ...]:
+    """Per dim whether it is that of the slice, of all keys so far, or another."""
+    known = [s for s in drawn if s is not None]
+    if len(known) < len(drawn) or any(len(s) != len(shape) for s in known):
+        raise Differs(f"`{site}` does not draw its random numbers equally in every slice")
+    found = []
+    for dim, size in enumerate(shape):
+        sizes = [s[dim] for s in known]
+        kinds = {"": [size] * len(sizes), "rows": list(lengths), "keys": list(stops)}
+        fits = [kind for kind, wanted in kinds.items() if sizes == wanted]
+        if not fits:
+            raise Differs(f"`{site}` draws random numbers that no slice can reproduce")
+        found.append(fits[0])
+    return tuple(found)
+
+
+def _left(trial: Trial, slicing: Slicing) -> bool:
+    """Whether rows that begin with padding, a whole slice of it and more, come out right, too."""
+    masks = masks_of(trial.batch)
+    if not masks:
+        return True
+    padded = {name: v.clone() if isinstance(v, Tensor) else v for name, v in trial.batch.items()}
+    pad = trial.lengths[0] + 1
+    for name in masks:
+        padded[name][:] = 1
+        padded[name][0, :pad] = 0
+    if trial.rule is not None:
+        padded[trial.rule.source][0, :pad] = trial.rule.ignore_index
+    try:
+        other = replace(trial, batch=padded)
+        compare(watched(other), sliced(other, slicing))
+    except Exception:  # the model's own code: padding in front is what it cannot bear
+        return False
+    return True

@@ -1,0 +1,413 @@
+"""Norms over a hidden dim, or over positions, that ranks split: statistics over all parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.placement import S
+from schedlang.runtime.comm import collectives
+from schedlang.runtime.comm.collectives import Group, all_gather, own_part, summed
+from schedlang.runtime.modes import Ambient
+from schedlang.runtime.sharding.convolution import CHANNELS, positions
+from schedlang.runtime.sharding.redistribute import shared
+from schedlang.runtime.sharding.shard import Edge, Forward
+from schedlang.runtime.tracing.torch_calls import name_of, tensors_in
+
+if TYPE_CHECKING:
+    from schedlang.runtime.sharding.leaf import Sharded
+
+# ---- Norms over a hidden dim that is split: a module's own forward, its statistics over all
+# ranks.
+# The forward runs as it is written, on this rank's part, under a function mode: what is computed
+# element by element passes, sums and means along the split last dim are summed over the ranks, and
+# everything else that touches a split tensor is refused.
+
+
+HALVES = (torch.float16, torch.bfloat16)  # torch's own norms compute in float32 then
+
+
+class NotSplit(Exception):
+    """A call for which a part of the hidden dim does not do."""
+
+
+class SumLast(torch.autograd.Function):
+    """The sum along the split last dim, alike on all ranks; each rank has a part of its gradient.
+
+    Parts of the gradient, because the sum goes on to meet only this rank's elements.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        """Sum what is here, then over the ranks."""
+        ctx.group, ctx.width = group, x.shape[-1]
+        return collectives.all_reduce(x.sum(-1, keepdim=True), group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """The sum of the parts, the same for every element."""
+        total = collectives.all_reduce(grads[0], ctx.group)
+        return total.expand(*total.shape[:-1], ctx.width), None
+
+
+class Along(Ambient):
+    """What a split last dim does to the calls of one forward; split tensors are marked."""
+
+    def __init__(self, group: Group, parameters: list[Tensor]) -> None:
+        super().__init__()
+        self.group = group
+        self.parameters = {id(p) for p in parameters}
+
+    # -- marks -----------------------------------------------------------------------------------
+
+    def mark(self, tensor: Tensor) -> Tensor:
+        """Note that a tensor holds a part along its last dim."""
+        tensor.__dict__["_schedlang_along"] = True
+        return tensor
+
+    def split(self, tensor: Tensor) -> bool:
+        """Does a tensor hold a part along its last dim?"""
+        return id(tensor) in self.parameters or "_schedlang_along" in tensor.__dict__
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute a call on parts as it would be on the whole, or refuse it."""
+        kwargs, name = dict(kwargs or {}), name_of(func)
+        parts = [t for t in tensors_in((args, kwargs)) if self.split(t)]
+        if not parts:
+            return self.run(func, types, args, kwargs)
+        if name in READS:
+            return func(*args, **kwargs)
+        if name in SIZES:
+            return self._sizes(func, parts[0], args, kwargs)
+        if name in REDUCTIONS:
+            return self._reduced(name, parts[0], args, kwargs)
+        if name in NORMS:
+            return self.mark(NORMS[name](self, *args, **kwargs))
+        if name not in ELEMENTWISE:
+            raise NotSplit(f"`{name}` needs the full hidden dim, but each rank has a shard of it")
+        out = func(*args, **kwargs)
+        self._same(name, parts[0], out)
+        return self.mark(out)
+
+    def _same(self, name: str, part: Tensor, out: Any) -> None:
+        if not isinstance(out, Tensor) or out.shape[-1:] != part.shape[-1:]:
+            raise NotSplit(f"`{name}` does not keep the hidden dim, which is sharded")
+
+    def _sizes(self, func: Any, part: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Sizes are those of the whole, for those who divide by them."""
+        whole = (*part.shape[:-1], part.shape[-1] * self.group.size)
+        if name_of(func) in ("shape", "size"):
+            at = args[1] if len(args) > 1 else kwargs.get("dim")
+            named = at if isinstance(at, int) else None
+            return torch.Size(whole) if named is None else whole[named]
+        return math.prod(whole)
+
+    # -- sums over the ranks -----------------------------------------------------------------------
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum along the whole last dim, which is kept with size 1."""
+        return cast(Tensor, SumLast.apply(x, self.group))  # type: ignore[no-untyped-call]
+
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean along the whole last dim."""
+        return self.total(x) / (x.shape[-1] * self.group.size)
+
+    def _reduced(self, name: str, part: Tensor, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        """A reduction along the last dim, and along no other."""
+        x, dims, keep, rest = REDUCTIONS[name](*args, **kwargs)
+        given = dims if isinstance(dims, list | tuple) else [dims]
+        if x is not part or len(given) != 1 or given[0] not in (-1, part.ndim - 1):
+            raise NotSplit(f"`{name}` over {dims} mixes the sharded hidden dim with others")
+        value = STATISTICS[name](self, x, **rest)
+        return value if keep else value.squeeze(-1)
+
+
+# -- what torch offers ----------------------------------------------------------------------------
+
+READS = {
+    "dtype",
+    "device",
+    "requires_grad",
+    "ndim",
+    "dim",
+    "is_floating_point",
+    "is_cuda",
+    "grad_fn",
+    "is_leaf",
+    "layout",
+    "is_meta",
+    "get_device",
+    "is_complex",
+}
+SIZES = {"shape", "size", "numel", "nelement"}
+ELEMENTWISE = {
+    *("add", "sub", "mul", "div", "neg", "abs", "pow", "square", "sqrt", "rsqrt", "reciprocal"),
+    *("exp", "log", "tanh", "sigmoid", "relu", "silu", "gelu", "clamp", "clamp_min", "where"),
+    *("add_", "sub_", "mul_", "div_", "true_divide", "multiply", "subtract", "addcmul", "lerp"),
+    *("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__"),
+    *("__imul__", "__truediv__", "__rtruediv__", "__itruediv__", "__pow__", "__neg__", "rsub"),
+    *("to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"),
+    *("detach", "ones_like", "zeros_like", "nan_to_num", "addcdiv", "__rdiv__", "__div__"),
+}
+
+
+def _moment(
+    x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> tuple[Tensor, Any, bool, dict[str, Any]]:
+    return x, dim, keepdim, {"dtype": dtype}
+
+
+def _spread(
+    x: Tensor,
+    dim: Any = None,
+    unbiased: Any = True,
+    keepdim: bool = False,
+    *,
+    correction: Any = None,
+) -> tuple[Tensor, Any, bool, dict[str, Any]]:
+    if isinstance(dim, bool):  # var(x, unbiased): over everything
+        return x, None, keepdim, {}
+    return x, dim, keepdim, {"off": int(unbiased) if correction is None else correction}
+
+
+def _length(
+    x: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> tuple[Tensor, Any, bool, dict[str, Any]]:
+    return x, dim, keepdim, {"order": p, "dtype": dtype}
+
+
+def _vector_length(
+    x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> tuple[Tensor, Any, bool, dict[str, Any]]:
+    return x, dim, keepdim, {"order": ord, "dtype": dtype}
+
+
+def _as(x: Tensor, dtype: Any) -> Tensor:
+    return x if dtype is None else x.to(dtype)
+
+
+def _variance(mode: Along, x: Tensor, off: float) -> Tensor:
+    count = x.shape[-1] * mode.group.size
+    return mode.total((x - mode.mean(x)).square()) / (count - off)
+
+
+def _norm(mode: Along, x: Tensor, order: Any, dtype: Any) -> Tensor:
+    if order not in ("fro", 2, 2.0, None):
+        raise NotSplit(f"a norm of order {order} of a sharded tensor is not supported")
+    return mode.total(_as(x, dtype).square()).sqrt()
+
+
+REDUCTIONS: Mapping[str, Callable[..., tuple[Tensor, Any, bool, dict[str, Any]]]] = {
+    "sum": _moment,
+    "mean": _moment,
+    "var": _spread,
+    "std": _spread,
+    "norm": _length,
+    "vector_norm": _vector_length,
+    "linalg_vector_norm": _vector_length,
+}
+STATISTICS: Mapping[str, Callable[..., Tensor]] = {
+    "sum": lambda mode, x, dtype: mode.total(_as(x, dtype)),
+    "mean": lambda mode, x, dtype: mode.mean(_as(x, dtype)),
+    "var": _variance,
+    "std": lambda mode, x, off: _variance(mode, x, off).sqrt(),
+    "norm": _norm,
+    "vector_norm": _norm,
+    "linalg_vector_norm": _norm,
+}
+
+
+def _layer_norm(
+    mode: Along,
+    x: Tensor,
+    shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Tensor:
+    _one_dim(shape)
+    wide = x.float() if x.dtype in HALVES else x
+    centred = wide - mode.mean(wide)
+    out = centred * (mode.mean(centred.square()) + eps).rsqrt()
+    return _scaled(out, x, weight, bias)
+
+
+def _rms_norm(
+    mode: Along, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    _one_dim(shape)
+    wide = x.float() if x.dtype in HALVES else x
+    small = torch.finfo(wide.dtype).eps if eps is None else eps
+    return _scaled(wide * (mode.mean(wide.square()) + small).rsqrt(), x, weight, None)
+
+
+def _one_dim(shape: Any) -> None:
+    if not isinstance(shape, int) and len(shape) != 1:
+        raise NotSplit(f"a norm over {len(shape)} dims, of which one is sharded")
+
+
+def _scaled(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    out = out if weight is None else out * weight
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
+def _normalize(
+    mode: Along, x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
+) -> Tensor:
+    if p != 2 or dim not in (-1, x.ndim - 1) or out is not None:
+        raise NotSplit("`normalize` of a sharded tensor needs p=2 along the hidden dim")
+    return x / mode.total(x.square()).sqrt().clamp_min(eps)
+
+
+NORMS: Mapping[str, Callable[..., Tensor]] = {
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "normalize": _normalize,
+}
+
+
+# -- the module -----------------------------------------------------------------------------------
+
+
+def norm(sharded: Sharded) -> Forward:
+    """A module that normalises along the hidden dim, on parts of it."""
+    module, inner, (edge,) = sharded.module, sharded.inner, sharded.edges
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        x = shared(edge.entry(), x)
+        mode = Along(edge.group, list(module.parameters()))
+        with mode:
+            out = inner(mode.mark(x.view_as(x)), *args, **kwargs)
+        if not isinstance(out, Tensor) or not mode.split(out):
+            raise NotSplit("its output is not sharded as its input")
+        return edge.exit()(out)
+
+    return forward
+
+
+# ---- Norms over positions that are split over ranks: each rank adds its part to the statistics.
+# Batch norm and group norm as torch computes them; synchronised batch norm is of Peng et al.
+# (2018).
+
+
+def _mean(x: Tensor, dims: Sequence[int], groups: Sequence[Group]) -> tuple[Tensor, int]:
+    """The mean over dims and ranks, with the dims kept, and over how many elements it is."""
+    total, count = x.sum(tuple(dims), keepdim=True), 1
+    for dim in dims:
+        count *= x.shape[dim]
+    for group in groups:
+        total = summed(total, group)  # each rank uses it for its own positions
+        count *= group.size
+    return total / count, count
+
+
+def _normalised(
+    x: Tensor, dims: Sequence[int], groups: Sequence[Group], eps: float
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    mean, count = _mean(x, dims, groups)
+    centred = x - mean
+    variance, _ = _mean(centred * centred, dims, groups)
+    return centred * torch.rsqrt(variance + eps), mean, variance, count
+
+
+def _along_channels(values: Tensor, x: Tensor) -> Tensor:
+    return values.view(1, -1, *(1,) * (x.ndim - 2))
+
+
+def _affine(module: nn.Module, y: Tensor) -> Tensor:
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    if weight is not None:
+        y = y * _along_channels(weight, y)
+    return y if bias is None else y + _along_channels(bias, y)
+
+
+def batch_norm(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
+    """Batch norm of this rank's positions with the statistics of all; eval mode needs none."""
+    assert isinstance(module, nn.modules.batchnorm._BatchNorm)
+    groups = [edge.group for edge in edges if positions(edge) is not None]
+    channels = [edge.group for edge in edges if edge.wants == S(CHANNELS)]
+
+    def compute(x: Tensor) -> Tensor:
+        if not (module.training or module.running_mean is None):
+            tracked = (module.running_mean, module.running_var)
+            mean, variance = (_along_channels(_own(t, channels), x) for t in tracked)
+            return _affine(module, (x - mean) * torch.rsqrt(variance + module.eps))
+        dims = [0, *range(2, x.ndim)]
+        y, mean, variance, count = _normalised(x, dims, groups, module.eps)
+        _track(module, mean, variance, count, channels)
+        return _affine(module, y)
+
+    return _between(compute, edges)
+
+
+def _own(statistic: Tensor | None, channels: Sequence[Group]) -> Tensor:
+    """What is tracked of this rank's channels; every rank keeps the statistics of all."""
+    assert statistic is not None
+    for group in channels:
+        statistic = own_part(statistic, 0, group)
+    return statistic
+
+
+@torch.no_grad()
+def _track(
+    module: nn.modules.batchnorm._BatchNorm,
+    mean: Tensor,
+    variance: Tensor,
+    count: int,
+    channels: Sequence[Group],
+) -> None:
+    """Move the running statistics as torch's own batch norm does."""
+    if not (module.training and module.track_running_stats) or module.running_mean is None:
+        return
+    assert module.running_var is not None and module.num_batches_tracked is not None
+    module.num_batches_tracked.add_(1)
+    share: Any = module.momentum
+    if share is None:
+        share = 1.0 / module.num_batches_tracked.to(mean.dtype)
+    found = torch.stack([mean.flatten(), variance.flatten() * (count / max(count - 1, 1))])
+    for group in reversed(channels):
+        found = all_gather(found, 1, group)
+    module.running_mean.mul_(1 - share).add_(found[0] * share)
+    module.running_var.mul_(1 - share).add_(found[1] * share)
+
+
+def group_norm(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
+    """Group norm of this rank's positions with the statistics of all, or of its own groups."""
+    assert isinstance(module, nn.GroupNorm)
+    groups = [edge.group for edge in edges if positions(edge) is not None]
+    ranks = math.prod(edge.group.size for edge in edges if edge.wants == S(CHANNELS))
+    if module.num_groups % ranks:
+        raise Refusal(
+            Diagnostic(
+                "S402",
+                f"cannot split {module.num_groups} groups evenly {ranks} ways",
+                notes=(f"`{edges[0].group.label}` is a group norm",),
+            )
+        )
+
+    def compute(x: Tensor) -> Tensor:
+        apart = x.view(x.shape[0], module.num_groups // ranks, -1, *x.shape[2:])
+        y, *_ = _normalised(apart, range(2, apart.ndim), groups, module.eps)
+        return _affine(module, y.view(x.shape))
+
+    return _between(compute, edges)
+
+
+def _between(compute: Any, edges: tuple[Edge, ...]) -> Forward:
+    def forward(x: Tensor) -> Tensor:
+        for edge in edges:
+            x = shared(edge.entry(), x)
+        y: Tensor = compute(x.contiguous())
+        for edge in edges:
+            y = edge.exit()(y)
+        return y
+
+    return forward

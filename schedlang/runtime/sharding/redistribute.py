@@ -1,0 +1,178 @@
+"""What happens to an activation at the edge of a sharded module: one placement into another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.placement import EVEN, P, Placement, Replicate, S, holds
+from schedlang.runtime.comm import collectives
+from schedlang.runtime.comm.collectives import Group
+
+# the dims of an activation (batch, seq, hidden) by name
+ACTIVATION_DIMS = {"batch": 0, "seq": 1, "hidden": -1, "out": -1, "in": -1, "vocab": -1}
+
+
+def dim_of(placement: S) -> int:
+    """The dim of an activation that a placement splits, as a number."""
+    return placement.dim if isinstance(placement.dim, int) else ACTIVATION_DIMS[placement.dim]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """One change of placement over one group.
+
+    `differ`: the computation on the far side differs by rank, so that gradients coming back must
+    be summed over the ranks.
+    """
+
+    source: Placement
+    target: Placement
+    group: Group
+    differ: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The tensor in its new placement."""
+        change = _CHANGES[type(self.source), type(self.target)]
+        return change(self, x)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for crossings that do the same to the same tensor."""
+        place = (self.source, self.target, self.group.axes, self.differ)
+        return (*place, torch.is_grad_enabled())
+
+
+def switches(source: Placement, target: Placement) -> bool:
+    """Whether parts along one dim become parts along another, all equally large."""
+    both = [p for p in (source, target) if isinstance(p, S) and p.blocks == 1 and p.uneven == EVEN]
+    return len(both) == 2 and dim_of(both[0]) != dim_of(both[1])
+
+
+def _switch(crossing: Crossing, x: Tensor) -> Tensor:
+    source, target, group = crossing.source, crossing.target, crossing.group
+    assert isinstance(source, S) and isinstance(target, S)
+    if not switches(source, target):
+        return _same(crossing, x)
+    held, wanted = dim_of(source) % x.ndim, dim_of(target) % x.ndim
+    return collectives.switch(laid(x, target, group), held, wanted, group)
+
+
+def _same(crossing: Crossing, x: Tensor) -> Tensor:
+    if isinstance(crossing.source, Replicate) and crossing.differ:
+        return collectives.enter(x, crossing.group)
+    assert crossing.source == crossing.target or not isinstance(crossing.source, S), crossing
+    return x
+
+
+def _split(crossing: Crossing, x: Tensor) -> Tensor:
+    assert isinstance(crossing.target, S)
+    dim = dim_of(crossing.target)
+    return collectives.split(laid(x, crossing.target, crossing.group), dim, crossing.group)
+
+
+def _gather(crossing: Crossing, x: Tensor) -> Tensor:
+    source, group = crossing.source, crossing.group
+    assert isinstance(source, S)
+    dim = dim_of(source)
+    whole = collectives.gather(x, dim, group, consumers_differ=crossing.differ)
+    if source.blocks == 1 and source.uneven == EVEN:
+        return whole
+    # every rank's part holds its piece of each block side by side: put equal blocks together
+    sizes = block_sizes(source, source.uneven.true(x.shape[dim], group.size))
+    runs = holds(sizes, source.uneven, group.size)
+    first = [r for r in runs if r.start < sum(sizes) and r.rank % source.uneven.repeat == 0]
+    first.sort(key=lambda run: run.start)
+    pieces = [whole.narrow(dim, r.rank * x.shape[dim] + r.at, r.length) for r in first]
+    return torch.cat(pieces, dim)
+
+
+def _reduce(crossing: Crossing, x: Tensor) -> Tensor:
+    return collectives.reduce(x, crossing.group)
+
+
+def _scatter(crossing: Crossing, x: Tensor) -> Tensor:
+    target = crossing.target
+    assert isinstance(target, S)
+    whole = laid(x, target, crossing.group)
+    return collectives.scatter_sum(whole, dim_of(target), crossing.group)
+
+
+def block_sizes(placement: S, whole: int) -> tuple[int, ...]:
+    """The sizes of the blocks in a dim of this size."""
+    blocks = placement.blocks
+    if isinstance(blocks, int):
+        return (whole // blocks,) * blocks
+    return tuple(block * whole // sum(blocks) for block in blocks)
+
+
+def laid(x: Tensor, placement: S, group: Group) -> Tensor:
+    """The whole with the parts of all ranks one behind the other, each as wide as the others."""
+    dim, ranks = dim_of(placement), group.size
+    size = x.shape[dim]
+    if placement.blocks == 1 and placement.uneven == EVEN:
+        if size % ranks:
+            raise Refusal(_ragged(placement, size, group))
+        return x
+    sizes = block_sizes(placement, size)
+    pieces = []
+    for run in holds(sizes, placement.uneven, ranks):
+        if run.start < size:
+            pieces.append(x.narrow(dim, run.start, run.length))
+        else:
+            shape = list(x.shape)
+            shape[dim] = run.length
+            pieces.append(x.new_zeros(shape))
+    return torch.cat(pieces, dim)
+
+
+def _ragged(placement: S, size: int, group: Group) -> Diagnostic:
+    axis = group.axes[0]
+    return Diagnostic(
+        "S420",
+        f"a dim of {size} cannot be split evenly over `{axis}`={group.size}",
+        notes=(f"an input or output of `{group.label or 'a module'}` is sharded as {placement}",),
+        helps=(
+            f"pad the batch to a multiple of {group.size} along this dim",
+            f"or leave `{placement}` out of its row",
+        ),
+    )
+
+
+_CHANGES: dict[tuple[type, type], Callable[[Crossing, Tensor], Tensor]] = {
+    (Replicate, Replicate): _same,
+    (S, S): _switch,
+    (P, P): _same,
+    (Replicate, S): _split,
+    (S, Replicate): _gather,
+    (P, Replicate): _reduce,
+    (P, S): _scatter,
+}
+
+
+_last: dict[tuple[Any, ...], tuple[Tensor, int, Tensor]] = {}
+
+
+def shared(crossing: Crossing, x: Tensor) -> Tensor:
+    """Cross once for all modules that take the very same tensor in a row (q, k and v projections).
+
+    Only the last crossing of each sort is remembered, so that no more than one tensor is kept;
+    `forget` drops that one.
+    """
+    known = _last.get(crossing.key)
+    if known is not None and known[0] is x and known[1] == x._version:
+        return known[2]
+    crossed = crossing(x)
+    if crossed is not x:
+        _last[crossing.key] = (x, x._version, crossed)
+    return crossed
+
+
+def forget() -> None:
+    """Let go of the tensors that `shared` remembers; called at the end of a step."""
+    _last.clear()

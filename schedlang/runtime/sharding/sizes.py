@@ -1,0 +1,201 @@
+"""Sizes and whole numbers that a module counts by, and what it holds a part of."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+# ---- What calls do to the dims of a tensor, as far as their names and arguments tell.
+
+
+FILLS = {
+    "zeros",
+    "ones",
+    "full",
+    "empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "empty_like",
+}
+PARTS = {"split", "chunk", "tensor_split", "split_with_sizes", "unsafe_split", "unsafe_chunk"}
+ALONG = {
+    "softmax",
+    "log_softmax",
+    "cumsum",
+    "cumprod",
+    "logcumsumexp",
+    "sort",
+    "argsort",
+    "topk",
+    "flip",
+    "roll",
+    "cross_entropy",
+    "nll_loss",
+    "normalize",
+    "softmin",
+    "gumbel_softmax",
+    "glu",
+}
+
+
+def index_at(given: Any, dim: int, dims: int) -> Any:
+    """What stands for one dim in an index of a tensor of so many dims."""
+    index = given if isinstance(given, tuple) else (given,)
+    if any(one is Ellipsis for one in index):
+        at = next(k for k, one in enumerate(index) if one is Ellipsis)
+        behind = len(index) - at - 1
+        index = (slice(None),) * (dims - behind) + index[len(index) - behind :]
+    return index[dim] if dim < len(index) else slice(None)
+
+
+def block_cut(cut: Any, blocks: Sequence[int], ranks: int) -> int | None:
+    """The block that a slice takes from what each of the ranks has; None if it is another cut."""
+    start = 0
+    for size in blocks:
+        if cut == slice(start // ranks or None, (start + size) // ranks) or (
+            isinstance(cut, slice)
+            and (cut.start or 0) * ranks == start
+            and cut.step is None
+            and (cut.stop is None or cut.stop * ranks == start + size)
+        ):
+            return size
+        start += size
+    return None
+
+
+# ---- The whole numbers that a module counts by: its own attributes, and those of its
+# configuration.
+
+
+def numbers_of(module: nn.Module) -> Iterator[tuple[str, int]]:
+    """Every whole number above one of a module, by its path: `heads`, `config.heads`.
+
+    Objects that hold settings are looked into; tensors, modules and containers are not.
+    """
+    for name, value in vars(module).items():
+        if _counts(value):
+            yield name, value
+        elif name[:1] != "_" and _settings(value):
+            yield from ((f"{name}.{k}", v) for k, v in vars(value).items() if _counts(v))
+
+
+def number_at(module: nn.Module, path: str) -> Any:
+    """The number at a path, or None."""
+    holder, _, last = path.rpartition(".")
+    found = vars(module).get(holder) if holder else module
+    return vars(found).get(last) if found is not None else None
+
+
+def set_number(module: nn.Module, path: str, value: int) -> None:
+    """Set a number of this module alone: settings that it shares with others are copied first."""
+    holder, _, last = path.rpartition(".")
+    if not holder:
+        setattr(module, last, value)
+        return
+    own = copy.copy(vars(module)[holder])
+    vars(own)[last] = value  # past any setter that would change other settings with it
+    setattr(module, holder, own)
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 1
+
+
+def _settings(value: Any) -> bool:
+    plain = hasattr(value, "__dict__") and not callable(value)
+    return plain and not isinstance(value, Tensor | nn.Module | type)
+
+
+# ---- Sizes that a module reads of its input, and by which it counts what each rank holds a part
+# of.
+# `B, T, C = x.size()`, and then `k.view(B, T, heads, C // heads)` and `y.view(B, T, C)`: the input
+# is whole on every rank, but the module's own code means the width of its heads.  With a part of
+# the heads it reads that part of the width; every other reader of the tensor sees its true size.
+
+
+SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """An argument of a module, of whose dim (from the last, below 0) a rank counts its part."""
+
+    name: str
+    dim: int
+    parts: int
+
+
+class WithSizes:
+    """The forward of a module that counts by sizes of its arguments.
+
+    An object, not a closure: in a deep copy of the model it is bound to the copied module.
+    """
+
+    def __init__(self, module: nn.Module, counted: Sequence[Counted]) -> None:
+        self.module, self.counted, self.inner = module, tuple(counted), module.forward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WithSizes:
+        made = WithSizes.__new__(WithSizes)
+        memo[id(self)] = made
+        made.module, made.inner = copy.deepcopy((self.module, self.inner), memo)
+        made.counted = self.counted
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The call, in which the module reads its own sizes."""
+        given = dict(arguments(self.module, args, kwargs))
+        own = [(given[c.name], c.dim, c.parts) for c in self.counted if c.name in given]
+        with _Reading(self.module, own):
+            return self.inner(*args, **kwargs)
+
+
+def arguments(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a call by the names that the module's forward gives them."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    for name, value in [*zip(names, args), *((k, v) for k, v in kwargs.items() if k in names)]:
+        if isinstance(value, Tensor):
+            yield name, value
+
+
+class _Reading(TorchFunctionMode):
+    """While it is on, one module's own code reads some sizes of some tensors as its part."""
+
+    def __init__(self, module: nn.Module, own: Sequence[tuple[Tensor, int, int]]) -> None:
+        super().__init__()
+        self.module, self.own = module, own
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """The call; of a size that the module reads, its part."""
+        if func is not Tensor.size and func != SHAPE:
+            return func(*args, **(kwargs or {}))
+        tensor = args[0]
+        parts = {dim % tensor.ndim: n for held, dim, n in self.own if held is tensor}
+        if not parts or not _runs(self.module, sys._getframe(1)):
+            return func(*args, **(kwargs or {}))
+        sizes = [size // parts.get(dim, 1) for dim, size in enumerate(SHAPE(tensor))]
+        at = (kwargs or {}).get("dim", args[1] if len(args) > 1 else None)
+        return torch.Size(sizes) if at is None else sizes[at]
+
+
+def _runs(module: nn.Module, frame: FrameType | None) -> bool:
+    """Is this the module's own code: a method of it, or what stands inside of one?"""
+    while frame is not None and frame.f_code.co_name.startswith("<"):
+        frame = frame.f_back
+    names = frame.f_code.co_varnames[:1] if frame is not None else ()
+    return bool(names) and frame is not None and frame.f_locals.get(names[0]) is module

@@ -1,0 +1,76 @@
+"""What is said of a model that gives no loss: the two lines that would give one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from schedlang.diagnostics.diagnostic import Diagnostic
+from schedlang.ir import nests
+from schedlang.runtime.batch import named_arguments
+
+LABELS = ("labels", "label", "targets", "target", "y")
+OUTPUTS = ("logits", "sample", "prediction", "last_hidden_state")
+
+
+def no_loss(model: Any, output: Any, batch: Mapping[str, Any]) -> Diagnostic:
+    """A model without a loss (S615), and a function for its file, made for what it returns."""
+    return Diagnostic(
+        "S615",
+        "the model returns no loss",
+        notes=(f"it returns {_article(type(output).__name__)}, and its file defines no `loss`",),
+        helps=(
+            "add to the model file:\n      def loss(output, batch):\n"
+            f"          return {_loss(model, output, batch)}",
+            "or let the model return one: put labels into the batch",
+        ),
+    )
+
+
+def _article(name: str) -> str:
+    return f"an {name}" if name[:1] in "AEIOaeio" else f"a {name}"
+
+
+def _loss(model: Any, output: Any, batch: Mapping[str, Any]) -> str:
+    leaves, _ = nests.tree_flatten_with_path(output)
+    floats = [(path, v) for path, v in leaves if isinstance(v, Tensor) and v.is_floating_point()]
+    scalar = next((path for path, v in floats if v.dim() == 0 and v.requires_grad), None)
+    if scalar is not None:
+        return _place(scalar, output)
+    if not floats:
+        return 'torch.nn.functional.mse_loss(output, batch["target"])'
+    path, value = next((one for one in floats if _word(one[0]) in OUTPUTS), floats[0])
+    said, key = _place(path, output), _labels(model, batch)
+    label = batch.get(key)
+    if isinstance(label, Tensor) and label.is_floating_point():
+        return f'torch.nn.functional.mse_loss({said}, batch["{key}"])'
+    flat = value.dim() > 2 and (not isinstance(label, Tensor) or label.dim() > 1)
+    if flat:
+        said = f"{said}.flatten(0, -2)"
+    return f'torch.nn.functional.cross_entropy({said}, batch["{key}"]{".flatten()" * flat})'
+
+
+def _labels(model: Any, batch: Mapping[str, Any]) -> str:
+    """The key that looks like labels: by its name, or as one that the forward does not take."""
+    names = named_arguments(model)
+    left = [key for key in batch if names is not None and key not in names]
+    return next((key for key in LABELS if key in batch), left[0] if left else LABELS[0])
+
+
+def _word(path: Any) -> str:
+    return str(getattr(path[-1], "key", getattr(path[-1], "name", ""))) if path else ""
+
+
+def _place(path: Any, output: Any) -> str:
+    """A place in an output as Python says it: an attribute, where there is one."""
+    said, held = "output", output
+    for key in path:
+        word = getattr(key, "key", getattr(key, "name", None))
+        if isinstance(word, str) and word.isidentifier() and hasattr(held, word):
+            said, held = f"{said}.{word}", getattr(held, word)
+        else:
+            index = word if word is not None else key.idx
+            said, held = f"{said}[{index!r}]".replace("'", '"'), held[index]
+    return said

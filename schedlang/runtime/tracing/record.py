@@ -1,0 +1,311 @@
+"""Record one forward: which values flow between units, by following storages through every op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from schedlang.ir import nests as pytree
+from schedlang.runtime.batch import called
+from schedlang.runtime.tracing.burden import Burden
+from schedlang.runtime.tracing.constants import Constants, Literals
+from schedlang.runtime.tracing.graph import Leaf, Reads, StageGraph, Token, labels, refusal
+from schedlang.runtime.tracing.hooks import Tell, overheard
+from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
+from schedlang.runtime.tracing.units import Switch
+
+Mark = tuple[str, Any]  # ("out", token) | ("inner", unit) | ("param", name) | ("buffer", name)
+Marks = frozenset[Mark]
+ONCE = "S601"
+NONE: Marks = frozenset()
+
+# the result depends on the shape of the tensor arguments, not on their values
+SHAPE_ONLY = {
+    f"aten::{name}"
+    for name in (
+        *("empty_like", "zeros_like", "ones_like", "full_like"),
+        *("rand_like", "randn_like", "randint_like"),
+        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+    )
+}
+# the result goes to Python, or decides a shape: what runs afterwards may depend on it
+CONTROL = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal"}
+
+
+def record(
+    model: nn.Module,
+    units: Sequence[str],
+    kwargs: Mapping[str, Any],
+    *,
+    loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None = None,
+    meta: bool = True,
+) -> StageGraph:
+    """Run the model once and see what each unit reads of the others.
+
+    `kwargs` are the model's keyword arguments (real or meta tensors). With `meta` the run is on a
+    copy on the meta device, so weights are neither needed nor touched. The loss is
+    `loss(output, kwargs)`, else the output's `.loss`, else a scalar output.
+    Raises Refusal S601 if a unit is not called exactly once, or not in the order given.
+    """
+    subject = hollow_model(model, {}) if meta else model
+    recorder = _Recorder(subject, units)
+    given = dict(hollow_batch(dict(kwargs)) if meta else kwargs)
+    if meta:
+        recorder.constants.know(kwargs, given)
+    switch = Switch(subject, units)
+    try:
+        # drawing numbers here must not change what the program draws later
+        undrawn = torch.random.fork_rng(devices=[])
+        at_home = torch.device("meta") if meta else nullcontext()
+        spelt = Literals(recorder.constants)
+        calls = switch.using(recorder.call)
+        with undrawn, torch.enable_grad(), at_home, calls, recorder, spelt:
+            output = called(subject, given)
+            value = loss_of(output, given, loss)
+    finally:
+        switch.remove()
+    return recorder.graph(output, value)
+
+
+def loss_of(
+    output: Any,
+    batch: Mapping[str, Any],
+    loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None,
+) -> torch.Tensor | None:
+    """The loss of a forward: by the function given, by the model, or the output if a scalar."""
+    if loss is not None:
+        return loss(output, batch)
+    if isinstance(output, torch.Tensor):
+        return output if output.dim() == 0 else None
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows marks on storages, which views, in-place writes and detached aliases share."""
+
+    def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.model, self.units, self.labels = model, tuple(units), labels(units)
+        self.marks: dict[int, Marks] = {}
+        self.owner: dict[int, Token] = {}  # the storage of a returned leaf
+        self.alive: list[Any] = []  # a freed storage would give its address to another
+        self.inside: int | None = None
+        self.arguments: list[torch.Tensor] = []
+        self.quiet = False
+        self.called: list[int] = []
+        self.read: list[Marks] = [NONE] * len(units)
+        self.held: dict[int, Mark] = {}  # the storage of a parameter or buffer
+        self.between: list[Marks] = [NONE] * (len(units) + 1)
+        self.owners: dict[str, set[int]] = {}
+        self.control: Marks = NONE
+        self.leaves: dict[Token, Leaf] = {}
+        self.mutated: set[Token] = set()
+        self.constants = Constants()
+        self.burden = Burden(len(units))
+        for name, parameter in model.named_parameters():
+            self._hold(parameter, ("param", name))
+        for name, buffer in model.named_buffers():
+            self._hold(buffer, ("buffer", name))
+
+    def _hold(self, tensor: torch.Tensor, mark: Mark) -> None:
+        self._set(tensor, frozenset({mark}))
+        self.burden.leave_out(tensor)
+        storage = _storage(tensor)
+        if storage is not None:
+            self.held[storage] = mark
+
+    def call(self, unit: int, original: Any, args: Any, kwargs: Any) -> Any:
+        """One call of a unit: its outputs get marks of their own."""
+        name = self.labels[unit]
+        if self.inside is not None:
+            raise refusal(ONCE, name, f"is called inside `{self.labels[self.inside]}`")
+        if unit in self.called:
+            raise refusal(
+                ONCE,
+                name,
+                "is called more than once in one forward: no stage can start at it",
+                "cut outside the loop that calls it",
+            )
+        if self.called and unit < self.called[-1]:
+            after = self.labels[self.called[-1]]
+            raise refusal(ONCE, name, f"is called after `{after}`, against the order of the list")
+        self.called.append(unit)
+        self.read[unit] |= self.control
+        self.inside = unit
+        leaves = pytree.tree_leaves((args, kwargs))
+        self.arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        sides = count()
+
+        def heard(name: str, place: int, call: Tell, given: Any, output: Any) -> Any:
+            leaves, spec = pytree.tree_flatten(output)
+            marked = [self._return(unit, -1 - next(sides), leaf) for leaf in leaves]
+            return call(given, pytree.tree_unflatten(marked, spec))
+
+        module = self.model.get_submodule(self.units[unit])
+        with self.burden.of(unit, self.arguments), overheard(module, heard):
+            output = original(*args, **kwargs)
+        self.inside = None
+        leaves, spec = pytree.tree_flatten(output)
+        marked = [self._return(unit, k, leaf) for k, leaf in enumerate(leaves)]
+        return pytree.tree_unflatten(marked, spec)
+
+    def _return(self, unit: int, index: int, leaf: Any) -> Any:
+        """A returned tensor, as a copy in a storage of its own that carries the unit's mark."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        self.read[unit] |= self._of(leaf) - {("inner", unit)}  # an input that is passed through
+        self.quiet = True
+        copied = leaf.clone()
+        self.quiet = False
+        token = (unit, index)
+        self._set(copied, frozenset({("out", token)}))
+        self.owner[copied.untyped_storage()._cdata] = token
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        self.leaves[token] = Leaf(tuple(leaf.shape), dtype, leaf.requires_grad)
+        return copied
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = self.constants.run(func, args, kwargs, self._unknown)
+        if not self.quiet:
+            self._follow(func, args, kwargs, output)
+        return output
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        known = {s for t in inputs if (s := _storage(t)) is not None}
+        fresh = [
+            t
+            for t in pytree.tree_leaves(output)
+            if isinstance(t, torch.Tensor) and _storage(t) not in known
+        ]
+        written = _written(func, args, kwargs)
+        name = func._schema.name
+        if name in SHAPE_ONLY or not (fresh or written or name in CONTROL):
+            read = NONE  # a view reads nothing yet
+        else:
+            read = NONE.union(*(self._of(t) for t in inputs))
+        unit = self.inside
+        if unit is None:
+            made = read
+            self.between[len(self.called)] |= {self.held[s] for s in known if s in self.held}
+            if name in CONTROL:
+                self.control |= read
+        else:
+            self.burden.ran(unit, func, args, kwargs, output)
+            made = frozenset({("inner", unit)})
+            self.read[unit] |= read - made
+            for kind, what in (self.held[s] for s in known if s in self.held):
+                if kind == "param":
+                    self.owners.setdefault(what, set()).add(unit)
+        for tensor in fresh:
+            self._set(tensor, made)
+        for tensor in written:
+            self._write(tensor, made)
+
+    def _write(self, tensor: torch.Tensor, made: Marks) -> None:
+        storage = _storage(tensor)
+        if storage in self.owner:
+            self.mutated.add(self.owner[storage])
+        self._set(tensor, self._of(tensor) | made)
+
+    def _of(self, tensor: torch.Tensor) -> Marks:
+        storage = _storage(tensor)
+        return NONE if storage is None else self.marks.get(storage, NONE)
+
+    def _set(self, tensor: torch.Tensor, marks: Marks) -> None:
+        storage = _storage(tensor)
+        if storage is not None:
+            self.alive.append(tensor.untyped_storage())
+            self.marks[storage] = marks
+
+    def _unknown(self, func: Any) -> int:
+        """A value that the model asks for and that only real tensors would have.
+
+        Inside a unit any answer will do: then the unit counts as reading all its arguments. Between
+        units it decides what runs next.
+        """
+        if self.inside is None:
+            raise refusal(
+                "S611",
+                "",
+                "the forward reads the value of a tensor between modules",
+                "read shapes instead, or read values inside a module: stages are recorded"
+                " without data",
+                note=f"after `{self.labels[self.called[-1]]}`" if self.called else "",
+            )
+        for tensor in self.arguments:
+            self.read[self.inside] |= self._of(tensor)
+        return 0
+
+    def graph(self, output: Any, loss: torch.Tensor | None) -> StageGraph:
+        """The recorded graph, once the forward has ended."""
+        for unit, name in enumerate(self.labels):
+            if unit not in self.called:
+                raise refusal(ONCE, name, "is not called in this forward")
+        final, partial = self.control, {}
+        if loss is not None:
+            final |= self._of(loss)
+        for path, leaf in pytree.tree_flatten_with_path(output)[0]:
+            if not isinstance(leaf, torch.Tensor) or leaf is loss:
+                continue
+            marks = self._of(leaf)
+            inner = frozenset(what for kind, what in marks if kind == "inner")
+            # what hooks were told is sent for a loss; for an output alone it stays where it is
+            inner |= {what[0] for kind, what in marks - final if kind == "out" and what[1] < 0}
+            if inner:
+                partial[pytree.keystr(path)] = inner
+            else:
+                final |= marks
+        leaves = {
+            token: Leaf(leaf.shape, leaf.dtype, leaf.differentiable, token in self.mutated)
+            for token, leaf in self.leaves.items()
+        }
+        return StageGraph(
+            self.units,
+            tuple(_reads(marks) for marks in self.read),
+            _reads(final),
+            leaves,
+            tuple(_reads(marks) for marks in self.between),
+            {name: frozenset(found) for name, found in self.owners.items()},
+            partial,
+            tuple(self.burden.flops),
+            tuple(self.burden.saved),
+            tuple(self.burden.given),
+        )
+
+
+def _reads(marks: Marks) -> Reads:
+    parts = [
+        frozenset(what for kind, what in marks if kind == wanted)
+        for wanted in ("out", "inner", "param", "buffer")
+    ]
+    return Reads(*parts)
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None  # sparse and wrapper tensors have none
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensor arguments that an operator writes into, by its schema."""
+    if not func._schema.is_mutable:
+        return []
+    values = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            values += pytree.tree_leaves(value)
+    return [t for t in values if isinstance(t, torch.Tensor)]

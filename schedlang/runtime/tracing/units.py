@@ -1,0 +1,260 @@
+"""Units of a model: who they are, and a switch in front of every call to one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.tracing.graph import Calls, calls_of, refusal
+
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+OVERRIDE = "_compiled_call_impl"
+Handler = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Switch:
+    """Stands in front of every call to a unit, hooks included, and hands it to a handler.
+
+    A module that stands several times in `names` is as many units: its k-th call (since `using`)
+    is the k-th of them, and any further call the last. Without a handler (also in recomputation) a
+    unit is called as it is. This is the one place that uses `Module._compiled_call_impl`, torch's
+    own override of a module's call.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self.modules = tuple(model.get_submodule(name) for name in names)
+        self.handler: Handler | None = None
+        self.turns: dict[str, int] = {}
+        self._before = {n: model.get_submodule(n).__dict__.get(OVERRIDE) for n in names}
+        for name in self._before:
+            model.get_submodule(name).__dict__[OVERRIDE] = self._route(model, name)
+
+    def _route(self, model: nn.Module, name: str) -> Callable[..., Any]:
+        module, before = model.get_submodule(name), self._before[name]
+        units = [unit for unit, other in enumerate(self.names) if other == name]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            original = before if before is not None else module._call_impl
+            if self.handler is None:
+                return original(*args, **kwargs)
+            turn = self.turns.get(name, 0)
+            self.turns[name] = turn + 1
+            return self.handler(units[min(turn, len(units) - 1)], original, args, kwargs)
+
+        return call
+
+    @contextmanager
+    def using(self, handler: Handler) -> Iterator[None]:
+        """Hand calls to `handler` within."""
+        outer, self.handler, self.turns = (self.handler, self.turns), handler, {}
+        try:
+            yield
+        finally:
+            self.handler, self.turns = outer
+
+    def remove(self) -> None:
+        """Leave the modules as they were."""
+        for name, module in zip(self.names, self.modules):
+            if self._before[name] is None:
+                module.__dict__.pop(OVERRIDE, None)
+            else:
+                module.__dict__[OVERRIDE] = self._before[name]
+
+
+def units_of(
+    model: nn.Module,
+    kwargs: Mapping[str, Any],
+    at: Sequence[str] = (),
+    *,
+    trunks: Sequence[str] = (),
+    unrolled: Mapping[str, int] | None = None,
+    meta: bool = True,
+    calls: Calls | None = None,
+) -> tuple[str, ...]:
+    """The modules between which the model may be cut, in call order, from one forward.
+
+    The trunk's elements and the modules `at`; and before, between and after them every outermost
+    module that has parameters. The trunk is `trunks`, lists (and single modules) in any order;
+    without them the outermost module lists, a Sequential where there is no list, the model's
+    children where there is neither. Elements that this forward does not call are left out. A module
+    called several times is several units, and stands here as often, where `unrolled` says so (then
+    it must be called as often as said) or where calls lie in different gaps of the trunk, one in
+    each. Any other outside the trunk is left to the code between units, and so are lists that are
+    walked again where modules `at` of other lists are named; in the trunk it is refused (S601).
+    `kwargs` are the model's arguments; with `meta` the forward runs on a copy on the meta
+    device, else on the model itself; it does not run where its `calls` are known.
+    """
+    at = [_first(model, name) for name in at]
+    unrolled = {_first(model, name): times for name, times in (unrolled or {}).items()}
+    calls = calls or calls_of(model, kwargs, meta)
+    named = dict(model.named_modules())
+    trunk = elements_of(model, calls.counts, trunks, unrolled)
+    if at and not trunks:
+        trunk = _walked_once(trunk, calls, (*at, *unrolled))
+    check_calls(unrolled, calls.counts)
+    cut = {*trunk, *at, *unrolled}
+    units = _outermost(named, calls, cut)
+    for name in dict.fromkeys(units):
+        if calls.counts[name] > 1 and name in cut and name not in unrolled:
+            raise _in_a_loop(calls, name)
+    for name in at:
+        if not any(unit == name or unit.startswith(f"{name}.") for unit in units):
+            why = (
+                "is never called" if name not in calls.counts else "cannot be the start of a stage"
+            )
+            raise refusal("S601", name, why)
+    gapped = _one_in_each_gap(units, cut)
+    return tuple(n for n in units if calls.counts[n] == 1 or n in unrolled or n in gapped)
+
+
+def startable(model: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """The units between which a model may be cut where nobody says where.
+
+    Where some lists are walked again and others are not, those of the others: a discriminator that
+    judges two images stays whole behind the generator that is cut.
+    """
+    calls = calls_of(model, kwargs, True)
+    trunk = elements_of(model, calls.counts)
+    named, once = dict(model.named_modules()), _walked_once(trunk, calls)
+    if once == trunk:
+        return units_of(model, kwargs, calls=calls)
+    at = [n for n in calls.order if n in once and next(named[n].parameters(), None) is not None]
+    return units_of(model, kwargs, at, calls=calls)
+
+
+def _walked_once(trunk: Set[str], calls: Calls, kept: Sequence[str] = ()) -> set[str]:
+    """The elements of a trunk less those of lists that are walked again and have none of `kept`."""
+
+    def holder(name: str) -> str:
+        return name.rpartition(".")[0]
+
+    again = {holder(name) for name in trunk if calls.counts[name] > 1}
+    inside = {name for name in again for one in kept if one.startswith(f"{name}." if name else "")}
+    return {name for name in trunk if holder(name) not in again - inside}
+
+
+def _outermost(named: Mapping[str, nn.Module], calls: Calls, cut: Set[str]) -> list[str]:
+    """Every call of a module with parameters that no other such module encloses."""
+    containers = {""}
+    for name in cut:
+        parts = name.split(".")
+        containers |= {".".join(parts[:k]) for k in range(len(parts))}
+    chosen = set()
+    for name in calls.counts:
+        parts = name.split(".")
+        above = {".".join(parts[:k]) for k in range(1, len(parts))}
+        # what is never called, such as a list, encloses nothing
+        outermost = not (above - containers) & calls.counts.keys()
+        has_own = next(named[name].parameters(), None) is not None
+        if name not in containers and outermost and has_own:
+            chosen.add(name)
+    return [name for name in calls.order if name in chosen]
+
+
+def _one_in_each_gap(units: Sequence[str], cut: Set[str]) -> set[str]:
+    """The modules outside the trunk that are called more than once, never twice in one gap."""
+    seen: set[tuple[str, int]] = set()
+    twice, gap = set(), 0
+    for name in units:
+        gap += name in cut
+        if (name, gap) in seen:
+            twice.add(name)
+        seen.add((name, gap))
+    return {name for name in units if name not in cut} - twice
+
+
+def check_calls(unrolled: Mapping[str, int], counts: Mapping[str, int]) -> None:
+    """Refuse a module that is not called as often as `unrolled` says (S601)."""
+    for name, times in unrolled.items():
+        count = counts.get(name, 0)
+        if count != times:
+            raise refusal(
+                "S601",
+                name,
+                f"is called {_times(count)} in one forward, not {_times(times)}",
+                *([f"`{name}  unroll({count})`"] if count else ()),
+            )
+
+
+def _in_a_loop(calls: Calls, name: str) -> Refusal:
+    count = calls.counts[name]
+    return refusal(
+        "S601",
+        name,
+        f"is called {_times(count)} in one forward: no stage can start at it",
+        "cut outside the loop that calls it",
+        f"or make each call a module of its own first: `{name}  unroll({count})`",
+        note=calls.place(name),
+    )
+
+
+def _times(count: int) -> str:
+    return {0: "never", 1: "once"}.get(count, f"{count} times")
+
+
+def in_trunk(
+    model: nn.Module,
+    units: Sequence[str],
+    trunks: Sequence[str] = (),
+    unrolled: Iterable[str] = (),
+) -> tuple[bool, ...]:
+    """Which units are elements of the trunk, or lie in one; others stand before, between, after."""
+    elements = elements_of(model, dict.fromkeys(units, 1), trunks, unrolled)
+    return tuple(any(unit == e or unit.startswith(f"{e}.") for e in elements) for unit in units)
+
+
+def elements_of(
+    model: nn.Module,
+    called: Iterable[str],
+    trunks: Sequence[str] = (),
+    unrolled: Iterable[str] = (),
+) -> set[str]:
+    """The called elements of the trunk: of the lists given, else of the outermost lists.
+
+    A module given that is no list, or is unrolled, is an element itself.
+    """
+    named, called = dict(model.named_modules()), set(called)
+    if not trunks:
+        return _trunk(named, called)
+    found = set()
+    for name in (_first(model, trunk) for trunk in trunks):
+        if isinstance(named[name], LISTS) and name not in unrolled:
+            found |= {f"{name}.{child}" for child, _ in named[name].named_children()}
+        else:
+            found.add(name)
+    inside = {e for e in found for name in called if name == e or name.startswith(f"{e}.")}
+    return inside
+
+
+def _first(model: nn.Module, name: str) -> str:
+    """The first name of a module; one object may stand in several places."""
+    try:
+        wanted = model.get_submodule(name)
+    except AttributeError:
+        raise refusal("S613", name, "is not a module of this model") from None
+    return next(str(n) for n, module in model.named_modules() if module is wanted)
+
+
+def _trunk(named: Mapping[str, nn.Module], calls: Set[str]) -> set[str]:
+    """The elements of the outermost lists of called modules."""
+
+    def elements(kind: type[nn.Module] | tuple[type[nn.Module], ...]) -> set[str]:
+        found: set[str] = set()
+        for name, module in named.items():
+            if not isinstance(module, kind):
+                continue
+            inside = any(name.startswith(f"{e}.") or name == e for e in found)
+            prefix = f"{name}." if name else ""
+            children = [prefix + child for child, _ in module.named_children()]
+            called = [c for c in children if c in calls]
+            if len(called) >= 2 and not inside:
+                found |= set(called)
+        return found
+
+    root = {name for name in calls if name and "." not in name}
+    return elements((nn.ModuleList, nn.ModuleDict)) or elements(nn.Sequential) or root

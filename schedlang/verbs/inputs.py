@@ -1,0 +1,263 @@
+"""What verbs are given: schedules and their settings, saved plans, models, and what to prove."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.source import regular
+
+if TYPE_CHECKING:
+    from schedlang.ir.modelfile import ModelFile
+    from schedlang.ir.plan import Plan
+    from schedlang.language.nodes import File
+    from schedlang.passes.elaborate.state import Settings
+    from schedlang.passes.reduce_model.shrink import Shrunk
+    from schedlang.passes.simulate.account import Account
+    from schedlang.passes.verify.sides import Case
+
+# ---- --knob and --mesh of a command line to settings of a schedule.
+
+
+def settings(knobs: Sequence[str] | None, mesh: str | None) -> Settings:
+    """Settings as given, in torchrun's world where there is one (S109)."""
+    from schedlang.passes.elaborate.state import Settings
+
+    sizes = {}
+    for name, text in (_pair("--mesh", part) for part in (mesh or "").split(",") if part.strip()):
+        if not text.isdigit() or int(text) < 1:
+            _bad("--mesh", f"{name}={text}", "the size of an axis must be an integer above 0")
+        sizes[name] = int(text)
+    world = os.environ.get("WORLD_SIZE", "")
+    given = dict(_pair("--knob", part) for part in knobs or ())
+    return Settings(given, sizes, int(world) if world.isdigit() else None)
+
+
+def _pair(option: str, text: str) -> tuple[str, str]:
+    name, equals, value = (part.strip() for part in text.partition("="))
+    if not name or not equals or not value:
+        _bad(option, text, "write name=value")
+    return name, value
+
+
+def _bad(option: str, text: str, help_: str) -> None:
+    title = f"cannot read `{option} {text}`"
+    raise Refusal(Diagnostic("S109", title, helps=(help_,)))
+
+
+# ---- A saved plan (a file of `plan --out`) in place of a schedule.
+
+
+def is_saved(file: Path) -> bool:
+    """Whether a file begins as JSON does, and no schedule."""
+    try:
+        with regular(file) as opened:
+            return opened.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")
+    except OSError:  # whoever reads it as a schedule says why it cannot be read
+        return False
+
+
+def recorded(file: Path, model: str | None) -> tuple[dict[str, Any], ModelFile]:
+    """What a saved plan says, and the model file: that of `--model`, or the one beside the plan.
+
+    The file that the plan names is told, never run: whoever sends a plan would choose what runs.
+    """
+    import shlex
+
+    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+    from schedlang.ir.modelfile import load_model_file
+    from schedlang.passes.elaborate.record import read_record
+
+    record = read_record(file)
+    named = record.get("model_file")
+    if model is None and named and not (file.parent / "model.py").is_file():
+        title = f"`{file}` has the rows; `--model` gives the model"
+        notes = (f"the plan was made for {ascii(named)}; there is no `model.py` next to it",)
+        model = shlex.quote(named) if named.isprintable() else "FILE"
+        helps = (f"if you trust that file: `--model {model}`",)
+        raise Refusal(Diagnostic("S904", title, notes=notes, helps=helps))
+    return record, load_model_file(model, file)
+
+
+def saved(file: Path, model: str | None) -> Planned:
+    """The plan in a file on its model, on the meta device; refuses (S907) what holds none."""
+    from schedlang.diagnostics.source import Source
+    from schedlang.ir.model import ModelFacts
+    from schedlang.language.syntax import parse
+    from schedlang.passes.elaborate.record import restored
+
+    record, found = recorded(file, model)
+    plan = restored(record, ModelFacts(found.model(meta=True)))
+    text = Source(str(record.get("schedule_file", file)), str(record.get("schedule_text", "")))
+    return Planned(file, parse(text), plan, found)
+
+
+# ---- What the verbs of a plan share: a schedule's plan from its files, its account, whole
+# writes.
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A schedule file, its plan for the model on the meta device, the model file, warnings."""
+
+    file: Path
+    tree: File
+    plan: Plan
+    model: ModelFile
+    imports: float = 0.0  # seconds spent on importing the model file
+    warnings: tuple[Diagnostic, ...] = ()
+
+
+def planned(
+    file: Path, model: str | None, knobs: Sequence[str] | None, mesh: str | None
+) -> Planned:
+    """Read a schedule and its model file, and plan; refuses whatever is wrong in either."""
+    from schedlang.ir.modelfile import load_model_file
+    from schedlang.language.syntax import parse, read
+    from schedlang.schedule import Schedule
+
+    given = settings(knobs, mesh)
+    tree = parse(read(file))
+    start = time.perf_counter()
+    found = load_model_file(model, file)
+    import torch  # noqa: F401  (a model file may put it off; it is counted among the imports)
+
+    imports = time.perf_counter() - start
+    schedule = Schedule(found.model(meta=True), tree, given)
+    made = schedule.plan()
+    if made.completing:
+        from schedlang.passes.complete.complete import completed
+
+        made = completed(made, found.batch(0) if found.has_batch else None, found.loss)
+    return Planned(file, tree, made, found, imports, tuple(schedule.warnings()))
+
+
+def accounted(one: Planned, *, memory: bool = False) -> Account:
+    """What the plan costs, with the model file's batch if it has one."""
+    from schedlang.passes.simulate.account import account
+
+    batch = one.model.batch(0) if one.model.has_batch else None
+    return account(one.plan, batch, one.model.loss, weight=one.model.weight, memory=memory)
+
+
+def check_folders(**written: Path | None) -> None:
+    """Refuse (S109), before any work, options that would write where there is no folder."""
+    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+
+    for option, path in written.items():
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            title = f"cannot write `--{option} {path}`: there is no folder `{path.parent}`"
+            raise Refusal(Diagnostic("S109", title, helps=(f"make it: `mkdir -p {path.parent}`",)))
+        if path.is_dir():
+            title = f"`--{option} {path}` is a folder, not a file"
+            raise Refusal(Diagnostic("S109", title, helps=("give a file in it",)))
+        if not os.access(path.parent, os.W_OK):
+            title = f"cannot write `--{option} {path}`: you may not write into `{path.parent}`"
+            raise Refusal(Diagnostic("S109", title, helps=("give a file in another folder",)))
+
+
+def write_asked(path: Path, text: str) -> None:
+    """Write a file that an option named, and say so."""
+    write_text(path, text)
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all; packed if its name ends in .gz."""
+    import gzip
+
+    data = text.encode()
+    if path.suffix == ".gz":
+        data = gzip.compress(data, 6, mtime=0)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as out:
+            out.write(data)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+# ---- What is to be proven of a schedule file: its plan with values, or a reduced one, and
+# batches.
+
+
+@dataclass(frozen=True)
+class Posed:
+    """A case, what was reduced for it (None if nothing was), and the command that poses it."""
+
+    case: Case
+    small: Shrunk | None
+    command: str
+
+
+def posed(
+    file: Path,
+    found: ModelFile,
+    given: Settings,
+    *,
+    model: str | None = None,
+    seed: int = 0,
+    only: str | None = None,
+    dtype: str | None = None,
+    shrink: bool | None = None,
+) -> Posed:
+    """Read a schedule and make its model; the options are those of `schedlang verify`.
+
+    `shrink` None reduces a model on the meta device only.  Raises Refusal for what cannot be run.
+    """
+    from schedlang.language.syntax import parse, read
+    from schedlang.passes.elaborate.rows import only_lines, repeated
+    from schedlang.passes.reduce_model.shrink import lies_on_meta, shrunk
+    from schedlang.passes.verify.asked import STEPS, steps_of
+    from schedlang.passes.verify.sides import Case
+    from schedlang.schedule import Schedule
+
+    tree, module = parse(read(file)), found.model(seed=seed, meta=bool(shrink))
+    small = None
+    if shrink or (shrink is None and lies_on_meta(module)):
+        small = shrunk(tree, given, found, module, _batches(found, seed, STEPS), seed)
+        if (steps := steps_of(small.plan)) > STEPS:
+            small = shrunk(tree, given, found, module, _batches(found, seed, steps), seed)
+        plan, batches = small.plan, small.batches
+    else:
+        plan = Schedule(module, tree, given).plan()
+        batches = _batches(found, seed, steps_of(plan))
+    meant = None
+    if only is not None:  # what a part of the rows costs, nobody has said anything about
+        plan = replace(only_lines(plan, only), expected=())
+    elif plan.expected:
+        meant = _meant(tree, found, given, small.whole if small is not None else plan, seed)
+    case = Case(plan, batches, found.loss, found.weight, seed, dtype, meant=meant)
+    command = repeated(file, plan, seed, model, only) + (" --shrink" if small else "")
+    return Posed(case, small, command)
+
+
+def _meant(
+    tree: File, found: ModelFile, given: Settings, whole: Plan, seed: int
+) -> tuple[Plan, Any]:
+    """What expectations are about: the whole model on the file's own mesh, whatever is run here."""
+    from schedlang.diagnostics.diagnostic import Refusal
+    from schedlang.schedule import Schedule
+
+    if given.mesh:
+        # its own mesh may ask for ranks that only a job has: then that of the command
+        with suppress(Refusal):
+            whole = Schedule(whole.model.model, tree, replace(given, mesh={})).plan()
+    return whole, found.batch(seed)
+
+
+def _batches(found: ModelFile, seed: int, steps: int) -> tuple[Any, ...]:
+    return tuple(found.batch(seed + step) for step in range(steps))

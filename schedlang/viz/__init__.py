@@ -1,0 +1,1 @@
+"""Plans, costs and timelines as text, pictures, pages and traces."""

@@ -1,0 +1,299 @@
+"""Memory over a step, and communication of a step, as SVG."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from schedlang.diagnostics.tables import size
+from schedlang.ir.memory import CLASSES, heaviest
+from schedlang.passes.simulate.pairs import Pairs, pairs
+
+if TYPE_CHECKING:
+    from schedlang.ir.memory import RankMemory
+    from schedlang.passes.simulate.traffic import Collective
+    from schedlang.viz.show import View
+
+# ---- A line of words in a picture.
+
+
+def say(x: float, y: float, words: str, kind: str = "") -> str:
+    """Words as SVG, beginning at a point; `kind` is their class in the picture's style."""
+    named = f' class="{kind}"' if kind else ""
+    return f'<text x="{x:.0f}" y="{y:.0f}"{named}>{html.escape(words)}</text>'
+
+
+# ---- Memory over a step as SVG: what ranks hold, stacked by class, operation by operation.
+
+
+# Okabe and Ito's colours; areas lie in the order of the legend, so that nobody needs to tell them
+COLOURS = dict(
+    zip(CLASSES, ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#f0e442"), strict=True)
+)
+LEFT, WIDE, HIGH, GAP = 150.0, 900.0, 76.0, 34.0
+MOST_PANELS, MOST_POINTS = 4, 300
+NAMING = "one operation after the other: 0B2 is the backward (B) of microbatch 2 on stage 0"
+APART = 56.0  # points between two names below a panel
+
+
+def over_time(found: Sequence[RankMemory], axis: str, y: int) -> tuple[list[str], int]:
+    """A panel for each of a few kinds of ranks, the fullest among them, from `y` down; its height.
+
+    All have one scale of bytes, that of the fullest.  Of a long step neighbours stand together as
+    the highest of them.
+    """
+    top = heaviest(found)
+    shown = list(found[:MOST_PANELS])
+    shown = shown if top in shown else [*shown[:-1], top]
+    parts = [say(24, y, "bytes over a step", "t"), *_legend(y)]
+    base = y + 12
+    if any(_is_operation(moment.what) for one in shown for moment in one.moments):
+        parts.append(say(LEFT, y + 18, NAMING, "s"))
+        base += 14
+    for one in shown:
+        parts += _panel(one, axis, base, top.peak)
+        base += round(HIGH + GAP)
+    if len(shown) < len(found):
+        parts.append(say(24, base + 4, f"and {len(found) - len(shown)} more kinds of ranks", "s"))
+        base += 20
+    return parts, base - y + 20
+
+
+def _legend(y: int) -> Iterator[str]:
+    x = LEFT
+    for name, fill in COLOURS.items():
+        yield f'<rect x="{x:.0f}" y="{y - 10}" width="12" height="12" fill="{fill}"/>'
+        yield say(x + 17, y, name)
+        x += 128
+
+
+def _panel(one: RankMemory, axis: str, y: int, most: int) -> Iterator[str]:
+    """One kind of ranks: areas, and where its peak is."""
+    where = f"{axis}={one.place}" if one.place is not None else f"rank {one.first}"
+    yield say(24, y + 14, where, "m")
+    yield say(24, y + 30, f"{one.ranks} rank{'s' * (one.ranks > 1)}", "s")
+    levels = [level for m in one.moments for level in (m.most, m.end)]
+    run = -(-len(levels) // MOST_POINTS)
+    levels = _thinned(levels, run)
+    step, scale = WIDE / max(1, len(levels) - 1), HIGH / max(1, most)
+    below = [0.0] * len(levels)
+    for place, name in enumerate(CLASSES):
+        above = [low + level[place] for low, level in zip(below, levels)]
+        if any(level[place] for level in levels):
+            there = [*enumerate(above), *reversed([*enumerate(below)])]
+            points = " ".join(f"{LEFT + k * step:.1f},{y + HIGH - v * scale:.1f}" for k, v in there)
+            highest = max(level[place] for level in levels)
+            said = html.escape(f"{name}: at most {size(highest)}")
+            yield (
+                f'<polygon points="{points}" fill="{COLOURS[name]}"><title>{said}</title></polygon>'
+            )
+        below = above
+    yield f'<path class="g" d="M{LEFT:.0f} {y + HIGH:.0f}h{WIDE:.0f}" fill="none"/>'
+    yield from _scales(one, y, most, [2 * k // run * step for k in range(len(one.moments))])
+
+
+def _scales(one: RankMemory, y: int, most: int, places: Sequence[float]) -> Iterator[str]:
+    """Bytes at the left, names of operations below, and where the peak is; `places`: of each
+    moment, from the left."""
+    for level in (0, most):
+        base = y + HIGH - level / max(1, most) * HIGH
+        yield f'<path class="g" d="M{LEFT - 4:.0f} {base:.1f}h4"/>'
+        yield say(LEFT - 8, base + 4, size(level) if level else "0", "s e")
+    peak = LEFT + places[one.moments.index(one.top)]
+    words = f"peak {size(one.peak)} in {one.top.what}"
+    wide = 6.2 * len(words)
+    left = min(peak, LEFT + WIDE - wide)
+    free = LEFT - APART
+    for place, moment in zip(places, one.moments, strict=True):
+        x = LEFT + place
+        over = left - APART < x < left + wide
+        if _is_operation(moment.what) and x >= free + APART and not over and x < LEFT + WIDE - 24:
+            yield say(x, y + HIGH + 14, moment.what, "s")
+            free = x
+    yield f'<path class="g" d="M{peak:.1f} {y}v{HIGH:.0f}" stroke-dasharray="2 3"/>'
+    yield say(left, y + HIGH + 14, words, "s b")
+
+
+def _is_operation(what: str) -> bool:
+    """Whether a moment is one that computes: no message, and neither the first nor the last."""
+    return re.fullmatch(r"\d+[FBIW]\d+", what) is not None
+
+
+def _thinned(levels: Sequence[tuple[int, ...]], run: int) -> list[tuple[int, ...]]:
+    """Of each run of so many neighbours that with the largest sum."""
+    return [max(levels[k : k + run], key=sum) for k in range(0, len(levels), run)]
+
+
+# ---- Communication of a step as SVG: bytes from rank to rank, and what sends them.
+
+
+# one hue, from the ground's lightness away: told apart by lightness alone
+LIGHT = ("#e3eef8", "#b5d4ea", "#7fb6dc", "#4b97cf")
+DARK = ("#15293b", "#1d4768", "#2a6c9f", "#6bb5e8")
+WORDS = ("#e6edf3", "#e6edf3", "#ffffff", "#111111")  # on the dark ones
+STYLE = (
+    "".join(f".p .h{k}{{fill:{fill}}}.p .w{k}{{fill:#111}}" for k, fill in enumerate(LIGHT))
+    + ".p .c,.p .w{text-anchor:middle;font-size:11px}.p .w{font-size:10px}"
+    + "@media(prefers-color-scheme:dark){"
+    + "".join(f".p .h{k}{{fill:{fill}}}" for k, fill in enumerate(DARK))
+    + "".join(f".p .w{k}{{fill:{fill}}}" for k, fill in enumerate(WORDS))
+    + "}"
+)
+MARGIN, HEAD, SIDE, CELL, WORDY = 24, 44, 420.0, 56.0, 50.0
+LIST, BAR, MOST_SORTS, SORT = 660, 430.0, 8, 32
+MOST_CELLS = 16  # rows and columns; beyond, cells are not told apart when pointed at
+Sort = tuple[str, str]  # kind, axes
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Where the cells of a matrix lie, and how dark they are."""
+
+    sums: Pairs
+    y: int
+
+    @property
+    def cell(self) -> float:
+        """Points from one cell to the next."""
+        return min(CELL, SIDE / len(self.sums.names))
+
+    @property
+    def left(self) -> float:
+        """Where the first column begins: right of the names."""
+        return max(96.0, MARGIN + 36 + 7.0 * self._longest)
+
+    @property
+    def _longest(self) -> int:
+        return max(len(name) for name in self.sums.names) if self.cell >= 24 else 0
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The bytes at which shades begin: equal steps of the logarithm from least to most."""
+        there = self.sums.bytes[self.sums.bytes > 0]
+        low, high = math.log(there.min()), math.log(there.max())
+        count = len(LIGHT) if high - low > 0.7 else 1
+        edges = (math.floor(math.exp(low + (high - low) * k / count)) for k in range(count))
+        return tuple(dict.fromkeys(edges))
+
+    def shade(self, value: float) -> int:
+        """The shade of so many bytes."""
+        lowest = len(LIGHT) - len(self.starts)
+        return lowest + sum(value >= start for start in self.starts[1:])
+
+    def every(self, room: int) -> int:
+        """Of how many rows or columns one can be named that needs so many points."""
+        return math.ceil(room / self.cell)
+
+
+def between(view: View, y: int) -> tuple[list[str], int]:
+    """The matrix of ranks and the sorts of collectives, from `y` down; their height."""
+    plan, found = view.plan, view.account.collectives
+    if not found or plan.mesh.world < 2:
+        return [], 0
+    sums = pairs(plan.mesh, plan.cuts[0].axis if plan.cuts else "", found)
+    if not sums.bytes.any():
+        return [], 0
+    drawn = Matrix(sums, y + HEAD)
+    sorts, low = _sorts(view, found, y)
+    parts = [say(MARGIN, y, "sent in a step", "t"), *_traffic_legend(drawn, y), *_names(drawn)]
+    parts += [*_cells(drawn), *sorts]
+    high = HEAD + drawn.cell * len(sums.names)
+    if sums.ranks < plan.mesh.world:
+        high += 18
+        words = f"the first {sums.ranks} of {plan.mesh.world} ranks"
+        parts.append(say(drawn.left, y + high - 4, words, "s"))
+    return parts, round(max(high, low)) + 34
+
+
+def _traffic_legend(drawn: Matrix, y: int) -> Iterator[str]:
+    x = 150.0
+    for start, following in zip(drawn.starts, (*drawn.starts[1:], 1)):
+        words = f"from {size(start)}" if start else f"below {size(following)}"
+        kind = f"h{drawn.shade(start + 0.5)}"
+        yield f'<rect class="{kind}" x="{x:.0f}" y="{y - 10}" width="12" height="12"/>'
+        yield say(x + 17, y, words)
+        x += 34 + 6.6 * len(words)
+
+
+def _names(drawn: Matrix) -> Iterator[str]:
+    """What rows and columns are."""
+    sums, wide = drawn.sums, drawn.cell
+    whose = "a rank" if sums.each == 1 else f"{sums.each} ranks"
+    yield say(MARGIN, drawn.y - 22, f"each row is {whose} and what goes to each column", "s")
+    for place, name in enumerate(sums.names):
+        middle = (place + 0.5) * wide
+        if place % drawn.every(20) == 0:
+            yield say(MARGIN, drawn.y + middle + 4, str(place), "m")
+            if drawn.cell >= 24:
+                yield say(MARGIN + 26, drawn.y + middle + 4, name, "s")
+            yield say(drawn.left + middle, drawn.y - 5, str(place), "c")
+
+
+def _cells(drawn: Matrix) -> Iterator[str]:
+    """Cells of what is sent, with the bytes written on them where there is room."""
+    sums, wide = drawn.sums, drawn.cell
+    side = wide * len(sums.names)
+    yield f'<rect class="z" x="{drawn.left:.1f}" y="{drawn.y}" width="{side:g}" height="{side:g}"/>'
+    if len(sums.names) > MOST_CELLS:
+        yield from _runs(drawn)
+        return
+    for row, column in zip(*(found.tolist() for found in sums.bytes.nonzero())):
+        value = float(sums.bytes[row, column])
+        x, y, words = drawn.left + column * wide, drawn.y + row * wide, size(round(value))
+        said = html.escape(f"{sums.names[row]} to {sums.names[column]}: {words}")
+        shade = drawn.shade(value)
+        yield (
+            f'<rect class="h{shade}" x="{x:.1f}" y="{y:.1f}" width="{wide - 1:.1f}" '
+            f'height="{wide - 1:.1f}"><title>{said}</title></rect>'
+        )
+        if wide >= WORDY:
+            yield say(x + wide / 2, y + wide / 2 + 3, words, f"w w{shade}")
+
+
+def _runs(drawn: Matrix) -> Iterator[str]:
+    """Of many ranks: neighbours of a shade as one piece, and all of a shade as one path."""
+    wide, paths = drawn.cell, [""] * len(LIGHT)
+    for row, values in enumerate(drawn.sums.bytes.tolist()):
+        shades = enumerate(drawn.shade(value) if value else -1 for value in values)
+        for shade, run in groupby(shades, key=lambda pair: pair[1]):
+            places = [place for place, _ in run]
+            if shade >= 0:
+                x, y = drawn.left + places[0] * wide, drawn.y + row * wide
+                long = len(places) * wide
+                paths[shade] += f"M{x:.1f} {y:.1f}h{long:.1f}v{wide:.1f}h-{long:.1f}z"
+    yield from (f'<path class="h{k}" d="{path}"/>' for k, path in enumerate(paths) if path)
+
+
+def _sorts(view: View, found: Sequence[Collective], y: int) -> tuple[list[str], int]:
+    """What one rank takes part in, at the place where that is most, as bars; their height."""
+    places = sorted({one.place or 0 for one in view.account.classes or ()}) or [0]
+    sums: dict[Sort, tuple[int, int]] = {}
+    for key in dict.fromkeys(_sort(one) for one in found):
+        sums[key] = max((_total(view.account.at(p), key) for p in places), key=lambda s: s[1])
+    shown = sorted(sums.items(), key=lambda item: -item[1][1])[:MOST_SORTS]
+    most = max(total for _, (_, total) in shown) or 1
+    parts = [say(LIST, y, "collectives of a rank", "t")]
+    for place, ((kind, axes), (count, total)) in enumerate(shown):
+        top, wide = y + 24 + place * SORT, max(1.0, BAR * total / most)
+        parts.append(say(LIST, top, f"{kind} over {axes}: {count}, {size(total)} in all", "s"))
+        parts.append(f'<rect class="h3" x="{LIST}" y="{top + 5}" width="{wide:.1f}" height="9"/>')
+    rest = len(sums) - len(shown)
+    if rest:
+        words = f"and {rest} more sort{'s' * (rest > 1)}"
+        parts.append(say(LIST, y + 24 + len(shown) * SORT, words, "s"))
+    return parts, 24 + (len(shown) + (rest > 0)) * SORT
+
+
+def _sort(one: Collective) -> Sort:
+    return one.kind, ", ".join(one.axes)
+
+
+def _total(found: Sequence[Collective], key: Sort) -> tuple[int, int]:
+    mine = [one for one in found if _sort(one) == key]
+    return sum(one.count for one in mine), sum(one.total for one in mine)

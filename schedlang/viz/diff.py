@@ -1,0 +1,227 @@
+"""A difference of two plans, with what it costs, as Markdown for a pull request and as a page."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from schedlang.diagnostics.diagnostic import quoted
+from schedlang.ir.primitive import Primitive
+from schedlang.language.value import shown
+from schedlang.passes.elaborate.fold import folded
+from schedlang.passes.elaborate.state import arguments_text
+
+if TYPE_CHECKING:
+    from schedlang.ir.plan import Action, Plan
+    from schedlang.passes.simulate.account import Cost
+
+# ---- Two plans compared action by action, not line by line.
+
+
+@dataclass(frozen=True)
+class Change:
+    """One row that is new (+), gone (-) or changed (~)."""
+
+    sign: str
+    step: str
+    sites: tuple[str, ...]
+    name: str
+    said: str
+
+    @property
+    def where(self) -> str:
+        """Its modules, folded, and how many there are."""
+        count = f" x{len(self.sites)}" if len(self.sites) > 1 else ""
+        return folded(self.sites) + count
+
+    def __str__(self) -> str:
+        count = f"  x{len(self.sites)}" if len(self.sites) > 1 else ""
+        return f"  {self.sign} {folded(self.sites):<28} {self.name:<14} {self.said}{count}".rstrip()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """All changes from one plan to another; empty if they do the same."""
+
+    changes: tuple[Change, ...]
+    facts: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.changes or self.facts)
+
+    def __str__(self) -> str:
+        lines: list[str] = []
+        step: str | None = None
+        for change in self.changes:
+            if change.step != step:
+                lines.append(f'step "{change.step}"' if change.step else "outside of steps")
+                step = change.step
+            lines.append(str(change))
+        return "\n".join([*lines, *self.facts]) or "no difference"
+
+    def to_json(self) -> dict[str, object]:
+        """The same for machines."""
+        rows = [dataclasses.asdict(change) for change in self.changes]
+        return {"changes": rows, "facts": list(self.facts)}
+
+
+def compare(old: Plan, new: Plan) -> Difference:
+    """What changes from `old` to `new`: rows by step and verb, then mesh, knobs and grade."""
+    before, after = list(old.actions), list(new.actions)
+    for action in old.actions:
+        same = next((a for a in after if _key(a) == _key(action)), None)
+        if same is not None:
+            before.remove(action)
+            after.remove(same)
+    changes: list[Change] = []
+    for action in before:
+        match = next((a for a in after if _place(a) == _place(action)), None)
+        if match is None:
+            changes.append(_change("-", action, arguments_text(action.primitive)))
+            continue
+        after.remove(match)
+        changes.append(_change("~", match, ", ".join(_changed(action, match))))
+    changes += [_change("+", action, arguments_text(action.primitive)) for action in after]
+    order = {name: place for place, name in enumerate(dict.fromkeys(_steps(old, new)))}
+    changes.sort(key=lambda change: order[change.step])
+    return Difference(tuple(changes), tuple(_facts(old, new)))
+
+
+def _steps(old: Plan, new: Plan) -> Iterator[str]:
+    for plan in (old, new):
+        yield from (action.step for action in plan.actions)
+
+
+def _key(action: Action) -> object:
+    return action.step, action.primitive, action.sites
+
+
+def _place(action: Action) -> object:
+    return action.step, action.name, action.sites
+
+
+def _change(sign: str, action: Action, said: str) -> Change:
+    return Change(sign, action.step, action.sites, action.name, said)
+
+
+def _given(primitive: Primitive) -> dict[str, object]:
+    own = dataclasses.fields(primitive)  # type: ignore[arg-type]
+    return {field.name: getattr(primitive, field.name) for field in own}
+
+
+def _changed(old: Action, new: Action) -> Iterator[str]:
+    """save: [linear] -> []"""
+    before, after = _given(old.primitive), _given(new.primitive)
+    for name, value in after.items():
+        if before[name] != value:
+            yield f"{name}: {shown(before[name])} -> {shown(value)}"
+
+
+def _facts(old: Plan, new: Plan) -> Iterator[str]:
+    if old.mesh != new.mesh:
+        yield f"mesh {old.mesh} -> {new.mesh}"
+    was = dict(old.decisions)
+    for name, value in new.decisions:
+        if name in was and was[name] != value:
+            yield f"{name} {shown(was[name])} -> {shown(value)}"
+    grades = [quoted(sorted(plan.gives_up)) or "nothing" for plan in (old, new)]
+    if grades[0] != grades[1]:
+        yield f"gives up {grades[0]} -> {grades[1]}"
+
+
+# ---- A difference of two plans, with what it costs, as Markdown for a pull request and as a
+# page.
+
+
+Names = tuple[str, str]
+WORDS = {"+": "new", "-": "gone", "~": "changed"}
+STYLE = (
+    "body{margin:2em auto;max-width:960px;padding:0 1em;font:14px system-ui,sans-serif;"
+    "background:#fff;color:#1f2328}table{border-collapse:collapse;margin:1em 0}"
+    "td,th{padding:3px 14px 3px 0;text-align:left;border-bottom:1px solid #d1d9e0;"
+    "font-variant-numeric:tabular-nums}code{font:12px ui-monospace,Menlo,Consolas,monospace;"
+    "overflow-wrap:anywhere}"
+    ".n{text-align:right}.s{color:#59636e}.b{font-weight:600}"
+    # Okabe and Ito's blue and vermilion; signs and words say the same
+    ".new{color:#0072b2}.gone{color:#b34700}"
+    "@media(prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}"
+    "td,th{border-color:#3d444d}.s{color:#9198a1}.new{color:#56b4e9}.gone{color:#e69f00}}"
+)
+
+
+def markdown(names: Names, found: Difference, costs: Sequence[Cost]) -> str:
+    """Tables that a pull request shows: what costs more or less, then action by action."""
+    lines = [f"### `{names[0]}` → `{names[1]}`", ""]
+    if not found:
+        return "\n".join([*lines, "No difference: both do the same, and cost the same."])
+    moved = [cost for cost in costs if cost.old != cost.new]
+    lines += ["| per rank and step | before | after | change |", "|---|---:|---:|---:|"]
+    lines += [
+        f"| {one.name} | {one.said(one.old)} | {one.said(one.new)} | {one.change} |"
+        for one in moved
+    ] or ["| all figures | as before | as before | |"]
+    if found.changes:
+        lines += ["", "| | step | where | verb | what |", "|---|---|---|---|---|"]
+        lines += [
+            f"| **{one.sign}** {WORDS[one.sign]} | {_cell(one.step)} | `{_cell(one.where)}` "
+            f"| `{one.name}` | {_code(one.said)} |"
+            for one in found.changes
+        ]
+    lines += ["", *(f"* {fact}" for fact in found.facts)] if found.facts else []
+    same = [one.name for one in costs if one.old == one.new]
+    lines += ["", f"Unchanged: {', '.join(same)}."] if same and moved else []
+    return "\n".join(lines)
+
+
+def _code(text: str) -> str:
+    return f"`{_cell(text)}`" if text else ""
+
+
+def _cell(text: str) -> str:
+    """A text inside of a table."""
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def page(names: Names, found: Difference, costs: Sequence[Cost]) -> str:
+    """The same as one self-contained page."""
+    title = html.escape(f"{names[0]} → {names[1]}")
+    body = [f"<h1>{title}</h1>"]
+    if found:
+        body += [*_figures(costs), *_changes(found.changes)]
+        body += [f"<p>{html.escape(fact)}</p>" for fact in found.facts]
+    else:
+        body.append("<p>No difference: both do the same, and cost the same.</p>")
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
+        '<meta name="viewport" content="width=device-width">'
+        f'<meta name="color-scheme" content="light dark"><style>{STYLE}</style>\n'
+        + "\n".join(body)
+        + "\n"
+    )
+
+
+def _figures(costs: Iterable[Cost]) -> Iterator[str]:
+    yield (
+        '<table><tr><th>per rank and step</th><th class="n">before</th><th class="n">after</th>'
+        '<th class="n">change</th></tr>'
+    )
+    for one in costs:
+        kind = "s" if one.old == one.new else "b"
+        cells = (one.said(one.old), one.said(one.new), one.change or "as before")
+        numbers = "".join(f'<td class="n">{html.escape(text)}</td>' for text in cells)
+        yield f'<tr class="{kind}"><td>{html.escape(one.name)}</td>{numbers}</tr>'
+    yield "</table>"
+
+
+def _changes(changes: Iterable[Change]) -> Iterator[str]:
+    yield "<table><tr><th></th><th>step</th><th>where</th><th>verb</th><th>what</th></tr>"
+    for one in changes:
+        word = WORDS[one.sign]
+        cells = (one.where, one.name, one.said)
+        codes = "".join(f"<td><code>{html.escape(text)}</code></td>" for text in cells)
+        sign = f'<td class="{word}">{html.escape(one.sign)} {word}</td>'
+        yield f"<tr>{sign}<td>{html.escape(one.step)}</td>{codes}</tr>"
+    yield "</table>"

@@ -1,0 +1,352 @@
+"""How a plan is printed from Python: as the verb `plan` shows it, or as its picture."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from schedlang.diagnostics.tables import columns, number, size
+from schedlang.ir.plan import PRINTED, Plan
+from schedlang.passes.elaborate.state import arguments_text, short
+from schedlang.viz import cost_pictures
+from schedlang.viz.cost_pictures import say
+from schedlang.viz.show import result, text
+from schedlang.viz.tree import Node, tree
+
+if TYPE_CHECKING:
+    from schedlang.passes.simulate.memory import RankClass
+    from schedlang.viz.show import View
+
+# ---- A plan as one self-contained picture: placements on the model's tree, memory, traffic,
+# time.
+
+
+WIDTH, ROW, MARGIN = 1120, 22, 24
+COLUMNS = {"name": 70, "class": 330, "layout": 490, "does": 700}
+MOST_OPS = 1000  # beyond this many operations the timeline shows its first ranks only
+MOST_ROWS, MOST_BARS = 60, 8
+# Okabe and Ito's light colours first; every colour also has its number on it
+STAGES = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#a6761d", "#9ecae1")
+BARS = (("parameters", "#0072b2"), ("gradients", "#e69f00"), ("optimizer", "#009e73"))
+STYLE = (
+    ".p text{font:12px system-ui,sans-serif;fill:#1f2328}.p .h{font-size:20px;font-weight:600}"
+    ".p .m{font-family:ui-monospace,Menlo,Consolas,monospace}.p .k{font-size:11px}"
+    ".p .s{fill:#59636e}.p .e{text-anchor:end}.p .b{font-weight:600}"
+    ".p .a{fill:#0550ae;font-weight:600}.p .n{fill:#111;font-size:10px;text-anchor:middle}"
+    ".p .g{stroke:#d1d9e0}.p .bg{fill:#fff}.p .z{fill:#f6f8fa}.p .t{font-weight:600}"
+    ".p .f{fill:none;stroke:#8c959f}.p .op{fill:#111}"
+    "@media(prefers-color-scheme:dark){.p text{fill:#e6edf3}.p .s{fill:#9198a1}"
+    ".p .a{fill:#79c0ff}.p .n,.p .op{fill:#111}.p .g{stroke:#3d444d}.p .bg{fill:#0d1117}"
+    ".p .z{fill:#161b22}}"
+)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What the plan does at one module; equal for modules that may be folded."""
+
+    stages: tuple[int, ...]
+    layouts: tuple[str, ...]
+    does: tuple[str, ...]
+    sends: tuple[str, ...]
+
+
+def picture(view: View) -> str:
+    """The plan as SVG text."""
+    y = 44
+    parts: list[str] = []
+    for draw in (_head, _tree, _memory, _over_time, cost_pictures.between, _timeline):
+        found, height = draw(view, y)
+        parts += found
+        y += height
+    label = html.escape(f"plan of {view.title or view.plan.model.class_name}")
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="p" viewBox="0 0 {WIDTH} {y}" '
+            f'width="{WIDTH}" height="{y}" role="img" aria-label="{label}">',
+            f"<style>{STYLE}{cost_pictures.STYLE}</style>",
+            f'<rect class="bg" width="{WIDTH}" height="{y}" rx="8"/>',
+            *parts,
+            "</svg>\n",
+        ]
+    )
+
+
+def page(view: View) -> str:
+    """The picture as a page, with the plan's text below it."""
+    title = html.escape(view.title or view.plan.model.class_name)
+    style = (
+        "body{margin:2em auto;max-width:1120px;font:14px system-ui,sans-serif;background:#fff;"
+        "color:#1f2328;padding:0 1em}.wide{overflow:auto}"
+        ".wide svg{width:100%;min-width:960px;height:auto}pre{overflow:auto;font-size:12px}"
+        "@media(prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}}"
+    )
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
+        f'<meta name="viewport" content="width=device-width"><meta name="color-scheme" '
+        f'content="light dark"><style>{style}</style>\n<div class="wide">{picture(view)}</div>'
+        f"<details><summary>as text</summary><pre>{html.escape(text(view))}</pre></details>\n"
+    )
+
+
+Drawn = tuple[list[str], int]
+
+
+def _head(view: View, y: int) -> Drawn:
+    plan = view.plan
+    mesh = f"{plan.mesh.world} ranks: {plan.mesh}" if plan.mesh.axes else "one rank"
+    said = f"{plan.model.class_name}, {number(_numel(view))} parameters   ·   {mesh}   ·   "
+    said += result(plan)
+    return [say(MARGIN, y, view.title, "h"), say(MARGIN, y + 24, said, "s")], 48
+
+
+def _numel(view: View) -> int:
+    return sum(fact.numel for fact in view.plan.model.unique.values())
+
+
+# -- the tree ----------------------------------------------------------------------------------
+
+
+def _tree(view: View, y: int) -> Drawn:
+    marks = _Marks(view)
+    rows = list(_rows(tree(view.plan.model, note=marks.at), 0, set()))
+    shown = rows[:MOST_ROWS]
+    parts = [
+        say(x, y + 14, word, "s")
+        for word, x in (
+            ("stage", MARGIN),
+            ("module", COLUMNS["name"]),
+            ("class", COLUMNS["class"]),
+            ("parameters", COLUMNS["layout"]),
+            ("done there", COLUMNS["does"]),
+        )
+        if word != "stage" or view.account.stages
+    ]
+    top = y + ROW
+    for place, (depth, node, again) in enumerate(shown):
+        parts += _row(node, depth, again, top + place * ROW, shade=place % 2 == 0)
+    if len(rows) > len(shown):
+        words = f"and {len(rows) - len(shown)} more modules"
+        parts.append(say(COLUMNS["name"], top + len(shown) * ROW + 15, words, "s"))
+    return parts, (len(shown) + 3) * ROW
+
+
+class _Marks:
+    """Finds what the plan does at each module."""
+
+    def __init__(self, view: View) -> None:
+        self.view, self.plan = view, view.plan
+        self.sends: dict[str, list[str]] = {}
+        for one in view.account.collectives or ():
+            if one.fqn and not one.what.endswith("again") and one.phase != "step":
+                inside = one.what not in ("parameters", "grads")
+                words = (
+                    f"{one.kind} {'x'.join(one.axes)} {one.what}"
+                    if inside and one.kind != "send"
+                    else ""
+                )
+                known = self.sends.setdefault(one.fqn, [])
+                if words and words not in known:
+                    known.append(words)
+
+    def at(self, fqn: str) -> Mark:
+        """The mark of a module."""
+        units = self.view.account.stages
+        inside = {s for u, s in units.items() if fqn == u or fqn.startswith(f"{u}.")}
+        holds = {s for u, s in units.items() if not fqn or u.startswith(f"{fqn}.")}
+        facts = self.plan.model.sites[fqn].parameters
+        layouts = tuple(
+            f"{short(fact.dtype)}{self.plan.held(fact.name).show()}" for fact in facts.values()
+        )
+        rows = [a for a in self.plan.actions if fqn in a.sites and a.primitive.writes]
+        does = tuple(f"{a.name} {arguments_text(a.primitive)}".strip() for a in rows)
+        return Mark(tuple(sorted(inside or holds)), layouts, does, tuple(self.sends.get(fqn, ())))
+
+
+Placed = tuple[int, Node, str]
+
+
+def _rows(node: Node, depth: int, known: set[object]) -> Iterator[Placed]:
+    """Modules worth a row; a block that is as one above, but for its stage, is not opened again."""
+    kind = node.class_name, tuple((child.name, _inside(child)) for child in node.children)
+    number = node.name.rpartition(".")[2].rpartition("..")[2].isdigit()
+    again = bool(node.children) and number and kind in known
+    yield depth, node, "as above" if again else ""
+    known.add(kind)
+    if again:
+        return
+    for child in node.children:
+        if child.numel or _done(child):
+            yield from _rows(child, depth + 1, known)
+
+
+def _done(node: Node) -> bool:
+    own = node.note
+    assert isinstance(own, Mark)
+    return bool(own.does or own.sends) or any(_done(child) for child in node.children)
+
+
+def _inside(node: Node) -> object:
+    """What is done below a module, stages apart."""
+    own = node.note
+    assert isinstance(own, Mark)
+    below = tuple((child.name, _inside(child)) for child in node.children)
+    return node.class_name, own.layouts, own.sends, below if below else own.does
+
+
+def _row(node: Node, depth: int, again: str, y: int, *, shade: bool) -> Iterator[str]:
+    mark = node.note
+    assert isinstance(mark, Mark)
+    if shade:
+        yield f'<rect class="z" x="{MARGIN}" y="{y}" width="{WIDTH - 2 * MARGIN}" height="{ROW}"/>'
+    yield from _chips(mark.stages, y)
+    base = y + 15
+    name = node.name if depth else node.class_name
+    yield say(COLUMNS["name"] + depth * 16, base, name, "m")
+    times = f" ×{node.count}" if node.count > 1 else ""
+    yield say(COLUMNS["class"], base, (node.class_name if depth else "") + times, "s")
+    if mark.layouts:
+        yield _typed(COLUMNS["layout"], base, mark.layouts[0])
+    tied = [f"= {_owner(tensor.tied)}" for tensor in node.tensors if tensor.tied]
+    yield from _does(mark.does, [*tied, *mark.sends, *([again] if again else [])], base)
+
+
+def _does(does: Sequence[str], said: Sequence[str], y: int) -> Iterator[str]:
+    """Rows of the schedule in frames, then what follows from them."""
+    x = float(COLUMNS["does"])
+    for words in does:
+        wide = 6.65 * len(words) + 14
+        yield (
+            f'<rect class="f" x="{x:.0f}" y="{y - 13}" width="{wide:.0f}" height="18" rx="9"/>'
+            f"{say(x + 7, y, words, 'm k')}"
+        )
+        x += wide + 6
+    words = " · ".join(said)
+    room = max(0, int((WIDTH - MARGIN - x) / 6.2))
+    if words and len(words) <= room:
+        yield say(x, y, words, "s")
+    elif words:
+        whole = f"<title>{html.escape(words)}</title>"
+        yield f"<g>{whole}{say(x, y, words[: max(0, room - 1)] + '…', 's')}</g>"
+
+
+def _owner(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _chips(stages: Sequence[int], y: int) -> Iterator[str]:
+    """The stage of a module as a coloured number; several as a range without colour."""
+    if len(stages) > 1:
+        yield say(MARGIN + 4, y + 15, f"{stages[0]}–{stages[-1]}", "s")
+    for stage in stages[:1] if len(stages) == 1 else ():
+        fill = STAGES[stage % len(STAGES)]
+        yield (
+            f'<rect x="{MARGIN + 4}" y="{y + 3}" width="22" height="16" rx="4" fill="{fill}"/>'
+            f'<text class="n" x="{MARGIN + 15}" y="{y + 15}">{stage}</text>'
+        )
+
+
+def _typed(x: int, y: int, words: str) -> str:
+    """A layout; axes that split it stand out."""
+    cells = []
+    for place, piece in enumerate(words.split("@")):
+        if place:
+            axis = piece[: next((k for k, c in enumerate(piece) if c in ",]"), len(piece))]
+            cells.append(f'<tspan class="a">@{html.escape(axis)}</tspan>')
+            piece = piece[len(axis) :]
+        cells.append(html.escape(piece))
+    return f'<text x="{x}" y="{y}" class="m">{"".join(cells)}</text>'
+
+
+# -- memory and timeline -----------------------------------------------------------------------
+
+
+def _memory(view: View, y: int) -> Drawn:
+    """Bytes per rank as bars: parameters, gradients, optimizer state."""
+    classes = view.account.classes
+    if not classes:
+        return [], 0
+    parts = [say(MARGIN, y, "bytes per rank", "t")]
+    x = 150.0
+    for name, fill in BARS:
+        parts.append(f'<rect x="{x:.0f}" y="{y - 10}" width="12" height="12" fill="{fill}"/>')
+        parts.append(say(x + 17, y, name))
+        x += 110
+    if not view.account.memory:
+        parts.append(say(x, y, "activations not estimated", "s"))
+    most = max(one.state for one in classes) or 1
+    for place, one in enumerate(classes[:MOST_BARS]):
+        parts += _bar(view, one, y + 14 + place * 20, 560 / most)
+    rest = len(classes) - MOST_BARS
+    if rest > 0:
+        parts.append(say(MARGIN, y + 28 + MOST_BARS * 20, f"and {rest} more kinds of ranks", "s"))
+    return parts, 60 + min(len(classes), MOST_BARS) * 20 + 20 * (rest > 0)
+
+
+def _over_time(view: View, y: int) -> Drawn:
+    """The estimate of the whole step, where it was made."""
+    from schedlang.viz.cost_pictures import over_time
+
+    if not view.account.memory:
+        return [], 0
+    return over_time(view.account.memory, view.plan.cuts[0].axis if view.plan.cuts else "", y)
+
+
+def _bar(view: View, one: RankClass, y: int, scale: float) -> Iterator[str]:
+    where = f"{view.plan.cuts[0].axis}={one.place}" if one.place is not None else f"{one.first}, .."
+    ranks = f"{one.ranks} rank{'s' * (one.ranks > 1)}"
+    yield say(MARGIN, y + 13, where, "m")
+    yield say(MARGIN + 54, y + 13, ranks, "s")
+    x = 150.0
+    for name, fill in BARS:
+        count: int = getattr(one, name)
+        said = html.escape(f"{name}: {size(count)}")
+        yield (
+            f'<rect x="{x:.1f}" y="{y + 1}" width="{max(count * scale, 0.5):.1f}" height="16" '
+            f'fill="{fill}"><title>{said}</title></rect>'
+        )
+        x += count * scale
+    yield say(x + 8, y + 13, size(one.state))
+
+
+def _timeline(view: View, y: int) -> Drawn:
+    from schedlang.pipeline.timeline.pictures import svg
+
+    timeline, order = view.account.timeline, view.plan.order
+    if timeline is None or order is None:
+        return [], 8
+    ranks = max(1, min(timeline.ranks, MOST_OPS * timeline.ranks // max(1, len(timeline))))
+    who = f"{order.axis}=" if order.axis else "rank "
+    title = f"{order.name}, {order.micro} microbatches, bubble {view.account.bubble:.1%}"
+    if ranks < timeline.ranks:
+        title += f" (the first {ranks} of {timeline.ranks} ranks)"
+    drawn = svg(
+        timeline, title=title, widest=WIDTH - 2 * MARGIN - 80, ranks=ranks, unit=48.0, who=who
+    )
+    height = float(drawn.split('height="')[1].split('"')[0])
+    inner = drawn.replace("<svg ", f'<svg x="{MARGIN - 4}" y="{y - 16}" ', 1)
+    return [inner.strip()], int(height) + 8
+
+
+# ---- How a plan is printed from Python: as the verb `plan` shows it, or as its picture.
+
+
+class _Printed:
+    def text(self, plan: Plan) -> str:
+        """The text of the verb `plan`; without a batch, memory of activations is not counted."""
+        from schedlang.passes.simulate.account import account
+        from schedlang.viz.show import text, view
+
+        return text(view(plan, account(plan, None)), width=columns())
+
+    def picture(self, plan: Plan) -> str:
+        """The picture of `plan --svg`."""
+        from schedlang.passes.simulate.account import account
+        from schedlang.viz.show import view
+
+        return picture(view(plan, account(plan, None)))
+
+
+PRINTED.append(_Printed())

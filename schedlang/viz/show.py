@@ -1,0 +1,506 @@
+"""A plan as a value to print, and its text: rows folded over equal modules, with what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostics.tables import joined, number, size, table, widths, wrapped
+from schedlang.ir.memory import CLASSES
+from schedlang.ir.placement import Layout
+from schedlang.ir.plan import Action, Plan
+from schedlang.language.value import shown
+from schedlang.passes.elaborate.fold import alike, pattern
+from schedlang.passes.elaborate.record import record
+from schedlang.passes.elaborate.state import arguments_text, short
+from schedlang.passes.simulate.account import ACTIVATIONS, Account
+from schedlang.passes.simulate.traffic import Collective
+from schedlang.report import equal
+
+if TYPE_CHECKING:
+    from schedlang.ir.model import ParameterFact
+    from schedlang.passes.simulate.memory import RankClass
+
+# ---- A plan as a value to print: its rows folded over equal modules, with what each one costs.
+
+
+LAYOUTS, SHAPES = "placement", "shape"
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Collectives of one sort that a line brings, summed over its modules and microbatches."""
+
+    kind: str
+    axes: tuple[str, ...]
+    what: str
+    count: int
+    bytes: int  # of all of them
+
+    def to_json(self) -> dict[str, object]:
+        """As plain values."""
+        return {
+            "kind": self.kind,
+            "axes": list(self.axes),
+            "what": self.what,
+            "count": self.count,
+            "bytes": self.bytes,
+        }
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row at modules that it treats alike.
+
+    sign   `~` changed in place, `=` follows from another name of the same weight, `?` a check
+    said   the layout of the parameters as a type, or the arguments of the row
+    place  file, line and column of the row
+    """
+
+    sign: str
+    pattern: str
+    sites: tuple[str, ...]
+    verb: str
+    said: str
+    row: int
+    place: tuple[str, int, int]
+    effects: tuple[Effect, ...] = ()
+
+    def to_json(self) -> dict[str, object]:
+        """As plain values."""
+        return {
+            "sign": self.sign,
+            "pattern": self.pattern,
+            "sites": list(self.sites),
+            "do": self.verb,
+            "said": self.said,
+            "row": self.row,
+            "from": list(self.place),
+            "collectives": [effect.to_json() for effect in self.effects],
+        }
+
+
+@dataclass(frozen=True)
+class Step:
+    """The lines of one step; the name is empty outside of steps."""
+
+    name: str
+    relaxed: tuple[str, ...]
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True)
+class View:
+    """Everything that a printed plan shows; `text` renders it."""
+
+    title: str
+    plan: Plan = field(repr=False)
+    account: Account
+    steps: tuple[Step, ...]
+
+    @property
+    def rows(self) -> int:
+        """Rows that change something."""
+        return len({line.row for line in self._lines() if line.sign != "?"})
+
+    @property
+    def changes(self) -> int:
+        """Row by row, the modules changed."""
+        return sum(len(line.sites) for line in self._lines() if line.sign != "?")
+
+    @property
+    def checks(self) -> int:
+        """Rows that only check."""
+        return len({line.row for line in self._lines() if line.sign == "?"})
+
+    @property
+    def grade(self) -> str:
+        """How equal the result is: exact, rounding, or what else the plan gives up."""
+        return ", ".join(sorted(self.plan.gives_up)) or "exact"
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan's record and its account, and the lines as printed."""
+        return {
+            **record(self.plan),
+            "title": self.title,
+            "grade": self.grade,
+            "parameters": sum(fact.numel for fact in self.plan.model.unique.values()),
+            "steps": [
+                {
+                    "name": s.name,
+                    "relaxed": list(s.relaxed),
+                    "lines": [x.to_json() for x in s.lines],
+                }
+                for s in self.steps
+            ],
+            "account": self.account.to_json(),
+        }
+
+    def _lines(self) -> Iterator[Line]:
+        for step in self.steps:
+            yield from step.lines
+
+
+def view(plan: Plan, account: Account, title: str = "", *, each: bool = False) -> View:
+    """The plan to be printed; with `each`, one line for each module."""
+    steps: list[Step] = []
+    relaxed = dict(plan.relaxed)
+    split: set[str] = set()  # parameters whose layout an earlier row has set
+    for action in plan.actions:
+        lines = tuple(_lines_of(plan, account, action, split, each))
+        if "placement" in action.primitive.writes:
+            split |= {f.name for s in action.sites for f in plan.model.sites[s].parameters.values()}
+        if steps and steps[-1].name == action.step:
+            known = steps.pop()
+            lines = (*known.lines, *lines)
+        steps.append(Step(action.step, relaxed.get(action.step, ()), lines))
+    return View(title, plan, account, tuple(steps))
+
+
+def _lines_of(
+    plan: Plan, account: Account, action: Action, split: set[str], each: bool
+) -> Iterator[Line]:
+    def key(site: str) -> tuple[str, str]:
+        sign, said = _sign(plan, action, site, split), _said(plan, action, site)
+        return (sign, f"{said}\n{site}") if each else (sign, said)
+
+    mine = [one for one in account.collectives or () if one.row == action.row]
+    groups = alike(action.sites, key)
+    for place, ((_, (sign, said)), sites) in enumerate(groups.items()):
+        last = place == len(groups) - 1  # what belongs to none stands with the last
+        taken = [one for one in mine if last or _belongs(one, sites)]
+        mine = [one for one in mine if one not in taken]
+        yield Line(
+            sign,
+            pattern(sites, plan.model.sites),
+            sites,
+            action.name,
+            said.split("\n")[0],
+            action.row,
+            _place(action),
+            _effects(taken),
+        )
+
+
+def _belongs(one: Collective, sites: Sequence[str]) -> bool:
+    """Does a collective happen at these modules, below one, or where they are gathered for?"""
+    return any(
+        one.fqn == site
+        or not site
+        or one.fqn.startswith(f"{site}.")
+        or site.startswith(f"{one.fqn}.")
+        or not one.fqn
+        for site in sites
+    )
+
+
+def _place(action: Action) -> tuple[str, int, int]:
+    span = action.span
+    return (span.source.name, span.line, span.col) if span else ("", 0, 0)
+
+
+def _effects(found: Sequence[Collective]) -> tuple[Effect, ...]:
+    sums: dict[tuple[str, tuple[str, ...], str], list[int]] = {}
+    for one in found:
+        what = one.what.split(" to stage")[0].removeprefix("to stage").strip()
+        what = "output" if one.what.startswith("to stage") else what
+        what = "output grad" if one.what.startswith("grad to stage") else what
+        entry = sums.setdefault((one.kind, one.axes, what), [0, 0])
+        entry[0], entry[1] = entry[0] + one.count, entry[1] + one.total
+    return tuple(Effect(*key, count, size) for key, (count, size) in sums.items())
+
+
+def _sign(plan: Plan, action: Action, site: str, split: set[str]) -> str:
+    if not action.primitive.writes:
+        return "?"
+    own = {fact.name for fact in plan.model.sites[site].parameters.values()}
+    tied = "placement" in action.primitive.writes and own and own <= split
+    return "=" if tied and _tied_to(plan, site) else "~"
+
+
+def _tied_to(plan: Plan, site: str) -> str:
+    """The module whose weight this is another name of."""
+    for local, fact in plan.model.sites[site].parameters.items():
+        name = f"{site}.{local}" if site else local
+        if fact.name != name:
+            return plan.model.owner(fact.name).fqn
+    return ""
+
+
+def _said(plan: Plan, action: Action, site: str) -> str:
+    """What a row makes of a module: a type where it changes a layout, else its arguments."""
+    writes, facts = action.primitive.writes, plan.model.sites[site].parameters
+    if SHAPES in writes or LAYOUTS in writes:
+        tied = _tied_to(plan, site)
+        if tied and LAYOUTS in writes:
+            return f"tied to {tied}"
+        changed = [f for f in facts.values() if plan.layout(f.name) != _whole(f)]
+        if changed:
+            return _type(plan, changed[0].name, padding=SHAPES in writes)
+        edges = plan.boundaries.get(site, ())
+        if edges:
+            return ", ".join(f"{_edge(e.input)} -> {_edge(e.output)} over {e.axis}" for e in edges)
+    return arguments_text(action.primitive)
+
+
+def _whole(fact: ParameterFact) -> Layout:
+    return Layout.whole(fact.shape)
+
+
+def _edge(placement: Any) -> str:
+    return "as it comes" if placement is None else str(placement)
+
+
+def _type(plan: Plan, name: str, padding: bool = False) -> str:
+    """f32[768, 2304@tp]; with `padding`, f32[50257 -> 50304, 768]."""
+    layout, dtype = plan.layout(name), short(plan.model.parameters[name].dtype)
+    if not padding:
+        return dtype + layout.show()
+    pairs = zip(layout.shape, layout.padded)
+    return f"{dtype}[{', '.join(str(a) if a == b else f'{a} -> {b}' for a, b in pairs)}]"
+
+
+# ---- The text of a printed plan.
+
+
+WIDTH = 100
+MOST_CLASSES = 16
+Row = tuple[str, ...]
+
+
+def text(view: View, *, each: bool = False, width: int | None = None) -> str:
+    """The plan as the terminal shows it; `each` shows all kinds of ranks, however many.
+
+    Tables that are wider than `width` are laid out in more lines; None: they may be any width.
+    """
+    lines = [*wrapped(_head(view), width), ""]
+    cells = [(step, [_cells(line) for line in step.lines]) for step in view.steps]
+    lay = _layout([line for _, rows in cells for line in rows], width)
+    for step, rows in cells:
+        relaxed = f"  relax({', '.join(step.relaxed)})" if step.relaxed else ""
+        lines.append((f'step "{step.name}"' if step.name else "outside of steps") + relaxed)
+        lines += [text for line in rows for text in lay(line)]
+        lines.append("")
+    return "\n".join(
+        [
+            *lines,
+            *_ranks(view, each, width),
+            *_fused(view, width),
+            *_traffic(view, width),
+            *_timeline(view, width or WIDTH),
+            *_foot(view, width),
+        ]
+    )
+
+
+def _layout(lines: Sequence[list[Row]], width: int | None) -> Callable[[list[Row]], list[str]]:
+    """How lines of rows are set: all in columns, else collectives below, else arguments below."""
+    wide = widths([row for line in lines for row in line])
+    if width is None or sum(w + 2 for w in wide if w) <= width:
+        return lambda line: [joined(row, wide) for row in line]
+    own = widths([_own(line) for line in lines])
+    sent = widths([row[5:8] for line in lines for row in line])
+    narrow = sum(w + 2 for w in own if w) > width
+    if narrow:
+        own = widths([_own(line)[:3] for line in lines])
+
+    def lay(line: list[Row]) -> list[str]:
+        first = _own(line)
+        if narrow:
+            head, rest = joined(first[:3], own), "  ".join(cell for cell in first[3:] if cell)
+            fits = len(head) + len(rest) + 2 <= width
+            said = [f"{head}  {rest}".rstrip()] if fits else [head, *wrapped(rest, width, " " * 5)]
+        else:
+            said = [joined(first, own)]
+        return said + [" " * 5 + joined(row[5:8], sent) for row in line if row[5]]
+
+    return lay
+
+
+def _own(line: list[Row]) -> Row:
+    """A row without what it sends."""
+    return (*line[0][:5], line[0][8])
+
+
+def _head(view: View) -> str:
+    plan = view.plan
+    knobs = "   ".join(f"{name} = {shown(value)}" for name, value in plan.decisions)
+    mesh = f"mesh {plan.mesh}" + (f" on {plan.mesh.device}" if plan.mesh.device else "")
+    counts = f"{_count(view.rows, 'row')}, {_count(view.changes, 'change')}"
+    checks = f", {_count(view.checks, 'check')}" if view.checks else ""
+    parts = (view.title or plan.model.class_name, knobs, mesh, counts + checks)
+    return "   ".join(part for part in parts if part)
+
+
+def _count(count: int, word: str) -> str:
+    return f"{count} {word}{'s' * (count != 1)}"
+
+
+# -- rows --------------------------------------------------------------------------------------
+
+
+def _cells(line: Line) -> list[Row]:
+    """The first row with the line's own words, then one for each further sort of collective."""
+    times = f"x{len(line.sites)}" if len(line.sites) > 1 else ""
+    place = f":{line.place[1]}" if line.place[1] else ""
+    effects = [_effect(effect) for effect in line.effects] or [("", "", "")]
+    site = "" if line.pattern == "the model" and line.sign == "?" else line.pattern
+    own: Row = (line.sign, site, line.verb, line.said, times)
+    rows = [(*own, *effects[0], place)]
+    return rows + [("", "", "", "", "", *effect, "") for effect in effects[1:]]
+
+
+def _effect(effect: Effect) -> Row:
+    each = size(effect.bytes // effect.count)
+    return f"+ {effect.kind} {'x'.join(effect.axes)}", effect.what, f"{effect.count} x {each}"
+
+
+# -- totals ------------------------------------------------------------------------------------
+
+
+def _table(rows: Sequence[Row], width: int | None, keys: int = 2) -> Iterator[str]:
+    yield from table(rows, width, keys)
+    yield ""
+
+
+def _fused(view: View, width: int | None) -> Iterator[str]:
+    """Kernels and bytes of fused modules, as they are and as they will be."""
+    if not view.account.gains:
+        return
+    rows: list[Row] = [("kernels of one", "", "forward", "backward", "bytes moved")]
+    for one in view.account.gains:
+        before, after = one.gain.before, one.gain.after
+        where = pattern(one.sites, view.plan.model.sites)
+        rows.append(
+            (
+                where,
+                one.what,
+                f"{before.forward} -> {after.forward}",
+                f"{before.backward} -> {after.backward}",
+                f"{size(before.bytes)} -> {size(after.bytes)}",
+            )
+        )
+    yield from _table(rows, width)
+
+
+def _ranks(view: View, each: bool, width: int | None) -> Iterator[str]:
+    account = view.account
+    whole = number(sum(fact.numel for fact in view.plan.model.unique.values()))
+    if account.classes is None:
+        yield f"per rank   not counted (the model has {whole} parameters)"
+        return
+    away = [
+        tier for tier in ("cpu", "disk", "peer") if any(getattr(c, tier) for c in account.classes)
+    ]
+    head: Row = (
+        "per rank",
+        "",
+        f"parameters (of {whole})",
+        "gradients",
+        "optimizer",
+        "temporary, during a step",
+        *("for a peer" if tier == "peer" else f"on {tier}" for tier in away),
+        "activations",
+    )
+    classes = account.classes if each else account.classes[:MOST_CLASSES]
+    rows = [head, *(_rank(view, one, away) for one in classes)]
+    if len(classes) < len(account.classes):
+        more = len(account.classes) - len(classes)
+        blank = ("",) * (len(head) - 2)
+        rows.append((f"and {more} more", *blank, "(--each)"))
+    yield from _table(rows, width)
+    yield from _peaks(view, each, width)
+
+
+def _peaks(view: View, each: bool, width: int | None) -> Iterator[str]:
+    """Where each kind of rank holds most, and what for."""
+    memory = view.account.memory
+    if memory is None:
+        return
+    rows: list[Row] = [("peak", "", "at", "sum", *CLASSES)]
+    for one in memory if each else memory[:MOST_CLASSES]:
+        where = _where(view, one.place) or f"rank {one.first}"
+        cells = (size(count) if count else "-" for count in one.classes.values())
+        rows.append((where, _count(one.ranks, "rank"), one.top.what, size(one.peak), *cells))
+    yield from _table(rows, width)
+
+
+def _rank(view: View, one: RankClass, away: Sequence[str]) -> Row:
+    where = _where(view, one.place)
+    same = [c for c in view.account.classes or () if c.place == one.place]
+    if len(same) > 1 or not where:
+        where += f" rank {one.first}" + (", .." if one.ranks > 1 else "")
+    return (
+        where.strip(),
+        _count(one.ranks, "rank"),
+        f"{number(one.elements)}, {size(one.parameters)}",
+        size(one.gradients),
+        size(one.optimizer),
+        f"+ {size(one.working)}" if one.working else "-",
+        *(size(getattr(one, tier)) for tier in away),
+        _activations(view, one),
+    )
+
+
+def _activations(view: View, one: RankClass) -> str:
+    """What forwards leave for backwards on these ranks, at most."""
+    found = [m for m in view.account.memory or () if m.first == one.first]
+    return size(found[0].activations) if found else ACTIVATIONS
+
+
+def _where(view: View, place: int | None) -> str:
+    return "" if place is None else f"{view.plan.cuts[0].axis}={place}"
+
+
+def _traffic(view: View, width: int | None) -> Iterator[str]:
+    """Per place of the pipeline: times and bytes of each kind over each axis."""
+    account = view.account
+    if not account.collectives:
+        if account.collectives is not None:
+            yield "collectives of one step   none\n"
+        return
+    world = tuple(axis for axis, count in view.plan.mesh.axes if count > 1)
+    kinds = list(dict.fromkeys((one.axes, one.kind) for one in account.collectives))
+    words = ["world" if axes == world and len(axes) > 1 else "x".join(axes) for axes, _ in kinds]
+    rows: list[Row] = [
+        ("collectives", *(f"{word} {kind}" for word, (_, kind) in zip(words, kinds)), "all")
+    ]
+    places = list(dict.fromkeys(one.place for one in account.classes or ()))
+    for place in sorted(places, key=lambda p: p or 0):
+        mine = account.at(place)
+        cells = [_sum([one for one in mine if (one.axes, one.kind) == kind]) for kind in kinds]
+        rows.append((_where(view, place) or "each rank", *cells, _sum(mine)))
+    yield from _table(rows, width, keys=1)
+
+
+def _sum(found: Sequence[Collective]) -> str:
+    count, total = sum(one.count for one in found), sum(one.total for one in found)
+    return f"{count}, {size(total)}" if count else "-"
+
+
+def _timeline(view: View, width: int) -> Iterator[str]:
+    account, order = view.account, view.plan.order
+    if account.timeline is None or order is None:
+        return
+    bubble = f"bubble {account.bubble:.1%} at unit cost (forward 1, backward 2)"
+    micro = f"{order.micro} microbatch{'es' * (order.micro > 1)}"
+    chunks = f", {order.chunks} stages on each rank" if order.chunks > 1 else ""
+    yield f"timeline   {order.name}, {micro}{chunks}, {bubble}"
+    for line in account.timeline.text(width - 12).split("\n"):
+        yield "  " + line.replace("rank ", f"{view.plan.cuts[0].axis}=", 1)
+    yield ""
+
+
+def _foot(view: View, width: int | None) -> Iterator[str]:
+    yield f"result  {result(view.plan)}"
+    for note in view.account.notes:
+        yield from wrapped(f"note    {note}", width, more=" " * 8)
+
+
+def result(plan: Plan) -> str:
+    """How far the result may be from the original's, in words."""
+    gives_up = sorted(plan.gives_up)
+    if gives_up in ([], ["rounding"]):
+        return f"equal to the original {equal('algebraic' if gives_up else 'exact')}"
+    return f"may differ from the original in {', '.join(gives_up)}"

@@ -1,0 +1,277 @@
+"""Timelines as one self-contained page: planned, or measured beside the simulated one."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from html import escape
+from importlib import resources
+from itertools import product
+from typing import Any
+
+from schedlang.passes.lower.train import Measured
+from schedlang.pipeline.cost import UNIT_COST, Cost, Number
+from schedlang.pipeline.schedules import ORDERS, Order, OrderError, order
+from schedlang.pipeline.timeline import Kind, Timeline
+from schedlang.pipeline.timeline.packed import packed
+from schedlang.pipeline.timeline.pictures import (
+    FAINTEST,
+    OTHER_SHAPE,
+    SHAPES,
+    STYLE,
+    drawn,
+    fill,
+    word,
+)
+from schedlang.pipeline.timeline.simulation import weights
+from schedlang.viz.trace import trace
+
+# ---- Timelines as one self-contained page: orders, sizes and costs are chosen in the browser.
+
+
+RANKS, MICRO, CHUNKS, SLICES = (2, 4, 8), (4, 8, 16), (2, 4), (2, 4)
+RATIOS = ("kept", "shares", "held", "slices", "inputs", "between")  # of a cost: no times
+SHEET = (
+    "body{margin:2em auto;max-width:1240px;padding:0 1em;font:14px system-ui,sans-serif;"
+    "background:#fff;color:#1f2328}form{display:flex;flex-wrap:wrap;gap:.6em 1.2em}"
+    "input[type=number]{width:5em}#frame,.wide{overflow:auto}#frame{margin:1em 0}"
+    "#frame svg{width:100%;min-width:600px}"
+    "td,th{padding:1px 12px 1px 0;text-align:left;font-variant-numeric:tabular-nums}"
+    "#peaks div{height:10px;background:#0072b2}#others tr{cursor:pointer}.now{font-weight:700}"
+    ".key span{display:inline-block;width:12px;height:12px;margin:0 4px 0 12px}"
+    "@media(prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}"
+    "#peaks div{background:#56b4e9}}"
+)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A timeline that a page opens with, and the order or the file that it is of.
+
+    axis  of the mesh, whose places the lanes are; none for an order by itself
+    unit  of the costs: "ms", or nothing where they are of no unit
+    """
+
+    order: str
+    timeline: Timeline
+    axis: str = ""
+    unit: str = ""
+
+
+def timeline_page(shown: Shown | None = None, cost: Cost = UNIT_COST) -> str:
+    """The page: every order at some sizes, and `shown`, with which it opens, at its own.
+
+    Timelines are those of the registry, packed; the page's script only times and draws them.
+    Orders that look at costs are made for `cost`.
+    """
+    cost, unit = readable(cost, shown.unit if shown is not None else "")
+    sizes = (shown.timeline.ranks, shown.timeline.microbatches) if shown is not None else None
+    entries = list(_entries(cost, sizes))
+    first = {"order": "1F1B", "ranks": 4, "micro": 8, "variant": ""}
+    if shown is not None:
+        t = shown.timeline
+        form = _form(shown.order, max(1, t.stages // t.ranks), t.slices)
+        mine = _entry(shown.order, t.microbatches, form, t)
+        mine["timeline"] |= _shares(t, cost)
+        first = {key: mine[key] for key in first}
+        entries = [mine, *(e for e in entries if any(e[key] != first[key] for key in first))]
+        entries.sort(key=lambda e: [o.name for o in ORDERS].index(e["order"]) if _known(e) else -1)
+    book = {
+        "entries": entries,
+        "first": first,
+        "faintest": FAINTEST,
+        "cost": {key: rounded(getattr(cost, key)) for key in ("f", "i", "w", "comm")},
+        "unit": unit,
+        "who": f"{shown.axis}=" if shown is not None and shown.axis else "rank ",
+        "sources": {one.name: one.source for one in ORDERS},
+        "looks": [
+            {"fill": fill(kind), "word": word(kind), "shape": SHAPES.get(kind, OTHER_SHAPE)}
+            for kind in Kind
+        ],
+    }
+    text = json.dumps(book, separators=(",", ":"))
+    return _page(base64.b64encode(zlib.compress(text.encode(), 9)).decode(), shown, unit)
+
+
+def readable(cost: Cost, unit: str) -> tuple[Cost, str]:
+    """The same costs in a unit in which the largest is at least 1; as they are without a unit."""
+    units = {"s": 1e3, "ms": 1.0, "µs": 1e-3, "ns": 1e-6}
+    if unit not in units:
+        return cost, unit
+    names = [one.name for one in fields(cost) if one.name not in RATIOS]
+    most = max(float(getattr(cost, name) or 0) for name in names) * units[unit]
+    found = next((name for name, size in units.items() if most >= size), "ns")
+    factor = units[unit] / units[found]
+    times = {name: value * factor for name in names if (value := getattr(cost, name)) is not None}
+    between = cost.between and {edge: value * factor for edge, value in cost.between.items()}
+    return replace(cost, **times, between=between), found
+
+
+def rounded(value: Number) -> float:
+    """To the digits that a field of a page has room for."""
+    return float(f"{float(value):.5g}")
+
+
+def _shares(t: Timeline, cost: Cost) -> dict[str, list[float]]:
+    """What stages and slices weigh, where they are not all alike."""
+    given = {"shares": (cost.shares, t.stages), "parts": (cost.slices, t.slices)}
+    return {
+        name: [float(x) for x in weights(values, count, name)]
+        for name, (values, count) in given.items()
+        if values is not None
+    }
+
+
+def _known(entry: dict[str, Any]) -> bool:
+    return any(one.name == entry["order"] for one in ORDERS)
+
+
+def variants(known: Order) -> Iterator[tuple[int, int, str]]:
+    """(chunks, slices, name) of the forms in which an order is shown; none of a searched one."""
+    if known.searched:
+        return
+    for chunks in known.chunks or CHUNKS:
+        for slices in SLICES if known.sliced else (1,):
+            yield chunks, slices, _form(known.name, chunks, slices)
+
+
+def _form(name: str, chunks: int, slices: int) -> str:
+    """What tells a timeline from others of its order and sizes, in words."""
+    known = next((one for one in ORDERS if one.name == name), None)
+    fixed = known is not None and known.chunks is not None and len(known.chunks) == 1
+    words = [f"{chunks} stages a rank"] if chunks > 1 and not fixed else []
+    words += [f"{slices} slices"] if slices > 1 else []
+    return ", ".join(words)
+
+
+def _entries(cost: Cost, also: tuple[int, int] | None) -> Iterator[dict[str, Any]]:
+    """Every order at the sizes offered, and at one of `also` (ranks, microbatches) if it is small,
+    where it has them."""
+    sizes = list(product(RANKS, MICRO))
+    if also is not None and also not in sizes and max(also) <= max(MICRO):
+        sizes.append(also)
+    for known in ORDERS:
+        for chunks, slices, name in variants(known):
+            for ranks, micro in sizes:
+                try:
+                    made = order(known.name, ranks, micro, chunks, slices=slices, cost=cost)
+                except OrderError:
+                    continue
+                yield _entry(known.name, micro, name, made)
+
+
+def _entry(name: str, micro: int, variant: str, timeline: Timeline) -> dict[str, Any]:
+    return {
+        "order": name,
+        "ranks": timeline.ranks,
+        "micro": micro,
+        "variant": variant,
+        "timeline": packed(timeline),
+    }
+
+
+def _page(data: str, shown: Shown | None, unit: str) -> str:
+    title = escape(f"{shown.order}: timeline" if shown else "timelines")
+    script = resources.files("schedlang.pipeline.timeline").joinpath("page.js").read_text()
+    selects = "".join(
+        f'<label>{text} <select id="{name}"></select></label>'
+        for name, text in (
+            ("order", "order"),
+            ("variant", "form"),
+            ("ranks", "ranks"),
+            ("micro", "microbatches"),
+        )
+    )
+    of = f" ({unit})" if unit else ""
+    costs = "".join(
+        f'<label>{text}{of} <input id="{name}" type="number" min="0" step="any"></label>'
+        for name, text in (("f", "F"), ("i", "I"), ("w", "W"), ("comm", "transfer"))
+    )
+    key = "".join(
+        f'<span style="background:{fill(kind)}"></span>{word(kind)}'
+        for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
+    )
+    heads = "".join(
+        f"<th>{text}</th>"
+        for text in ("order", "form", "makespan", "bubble", "without barrier", "live at most")
+    )
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
+        '<meta name="viewport" content="width=device-width"><meta name="color-scheme" '
+        f'content="light dark"><style>{SHEET}{STYLE}</style>\n'
+        f'<h1>{title}</h1><form onsubmit="return false">{selects}{costs}'
+        '<label><input id="transfers" type="checkbox"> transfers</label></form>\n'
+        '<p id="source"></p><p><b id="told"></b></p><p class="key">'
+        f"{key}; later stages of a rank are fainter, a second replica is hatched</p>\n"
+        '<div id="frame"><svg xmlns="http://www.w3.org/2000/svg" class="t" id="drawing" '
+        'role="img" aria-label="timeline"></svg></div>\n'
+        f"<p>F, I and W are the times{of} of one microbatch on one rank's whole share of the model;"
+        " a whole backward takes I + W, a stage of several on a rank its part. Activations are in "
+        "microbatches of one rank's share.</p>\n"
+        '<h2>live activations, at most</h2><table id="peaks"></table>\n'
+        f'<h2>all orders at these sizes</h2><div class="wide"><table><thead><tr>{heads}</tr>'
+        '</thead><tbody id="others"></tbody></table></div>\n'
+        f'<script type="text/plain" id="data">{data}</script>\n<script>{script}</script>\n</html>\n'
+    )
+
+
+# ---- A measured step beside its simulated one, as a picture, as a page and as a trace.
+
+
+MICROSECONDS = 1e6  # of a second
+WIDEST = 1100.0
+MEASURED_SHEET = (
+    "body{margin:2em auto;max-width:1340px;padding:0 1em;font:14px system-ui,sans-serif;"
+    "background:#fff;color:#1f2328}#frame{overflow:auto}"
+    "#frame svg{width:100%;min-width:640px;height:auto}td,th{padding:1px 14px 1px 0;"
+    "text-align:left;font-variant-numeric:tabular-nums}"
+    "@media(prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}}"
+)
+
+
+def measured_svg(found: Measured, title: str, who: str = "rank ") -> str:
+    """Each rank's planned bars, and the measured ones under them; `who` names a lane, as `pp=`."""
+    layers = {"planned": found.planned, "measured": found.times}
+    words = " · ".join((title, *found.text().split("   ")))
+    return drawn(layers, title=words, widest=WIDEST, unit=float("inf"), who=who)
+
+
+def measured_page(found: Measured, title: str, who: str = "rank ") -> str:
+    """The picture as a self-contained page, with the figures and the means below it."""
+    value = found.to_json()
+    names = ("makespan", "makespan_bubble", "rank_span", "bubble")
+    words = ("step of the pipeline", "its bubble", "longest rank", "its bubble")
+    rows = "".join(
+        f"<tr><td>{word}</td><td>{_said(name, value['measured'][name])}</td>"
+        f"<td>{_said(name, value['simulated'][name])}</td></tr>"
+        for name, word in zip(names, words)
+    )
+    means = "".join(
+        f"<tr><td>{one['kind']}</td><td>{one['stage']}</td>"
+        f"<td>{one['seconds'] * 1e3:.3f} ms</td></tr>"
+        for one in value["means"]
+    )
+    said = escape(title)
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{said}</title>\n'
+        '<meta name="viewport" content="width=device-width"><meta name="color-scheme" '
+        f'content="light dark"><style>{MEASURED_SHEET}</style>\n<h1>{said}</h1>\n'
+        f'<div id="frame">{measured_svg(found, title, who)}</div>\n'
+        "<p>Planned: the same timeline, simulated with the mean time of each kind of operation at "
+        f"each stage and {value['transfer'] * 1e3:.3f} ms for a transfer, all as measured.</p>\n"
+        f"<table><tr><th></th><th>measured</th><th>simulated</th></tr>{rows}</table>\n"
+        f"<table><tr><th>kind</th><th>stage</th><th>mean</th></tr>{means}</table>\n</html>\n"
+    )
+
+
+def measured_trace(found: Measured) -> str:
+    """Both as processes of one trace for Perfetto; `pipeline` holds the figures."""
+    text = trace({"planned": found.planned, "measured": found.times}, MICROSECONDS)
+    return text.rstrip()[:-1] + f', "pipeline": {json.dumps(found.to_json())}}}\n'
+
+
+def _said(name: str, value: float) -> str:
+    return f"{value:.2%}" if "bubble" in name else f"{value * 1e3:.2f} ms"

@@ -1,0 +1,180 @@
+"""The model as a tree: classes, parameters with named dims, ties; repeated blocks folded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.passes.elaborate.state import short
+
+if TYPE_CHECKING:
+    from schedlang.ir.model import ModelFacts, ParameterFact, Site
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One parameter of a module: its shape with the names of its dims, and what it is tied to."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    dims: tuple[str, ...]
+    tied: str
+    trained: bool
+
+    def __str__(self) -> str:
+        names = self.dims or ("",) * len(self.shape)
+        cells = ", ".join(f"{name} {size}".strip() for name, size in zip(names, self.shape))
+        frozen = "" if self.trained else " frozen"
+        tied = f" = {self.tied}" if self.tied else ""
+        return f"{self.name} {short(self.dtype)}[{cells}]{frozen}{tied}"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A module, or a run of equal ones: `path` is that of the first, `name` shows them all."""
+
+    name: str
+    path: str
+    class_name: str
+    count: int
+    numel: int  # of one of them, with all below, each tensor once
+    tensors: tuple[Tensor, ...]
+    children: tuple[Node, ...]
+    note: object = None  # what else must be equal for modules to be folded
+    cut: bool = False  # it holds modules that are not shown
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "name": self.name,
+            "path": self.path,
+            "class": self.class_name,
+            "count": self.count,
+            "parameters": self.numel,
+            "tensors": [
+                {
+                    "name": t.name,
+                    "dtype": t.dtype,
+                    "shape": list(t.shape),
+                    "dims": list(t.dims),
+                    "tied": t.tied,
+                    "trained": t.trained,
+                }
+                for t in self.tensors
+            ],
+            "children": [child.to_json() for child in self.children],
+        }
+
+
+def tree(
+    facts: ModelFacts, *, each: bool = False, note: Callable[[str], object] = lambda fqn: None
+) -> Node:
+    """The tree of a model; with `each`, repeated blocks one by one.
+
+    Only blocks of equal `note(fqn)`, their own and those of all modules below, are folded.
+    """
+    return _node(facts, facts.sites[""], facts.class_name, each, note)
+
+
+def _node(
+    facts: ModelFacts, site: Site, name: str, each: bool, note: Callable[[str], object]
+) -> Node:
+    prefix = f"{site.fqn}." if site.fqn else ""
+    made = [_node(facts, facts.sites[prefix + c], c, each, note) for c in site.children]
+    children = tuple(_joined(child) for child in (made if each else _runs(made)))
+    tensors = tuple(_tensor(facts, site, n, fact) for n, fact in site.parameters.items())
+    count = facts.numel(site.fqn)
+    return Node(name, site.fqn, site.class_name, 1, count, tensors, children, note(site.fqn))
+
+
+def _tensor(facts: ModelFacts, site: Site, name: str, fact: ParameterFact) -> Tensor:
+    own = f"{site.fqn}.{name}" if site.fqn else name
+    tied = fact.name if fact.name != own else ""
+    dims = site.dims.get(name, ())
+    return Tensor(name, fact.dtype, fact.shape, dims, tied, fact.requires_grad)
+
+
+def _kind(node: Node) -> object:
+    """Equal for modules that are alike in all that is shown."""
+    kinds = tuple((_kind(child), child.name, child.count) for child in node.children)
+    return node.class_name, node.tensors, node.note, kinds
+
+
+def _runs(nodes: Sequence[Node]) -> Iterator[Node]:
+    """Numbered children that are alike and follow each other, as one."""
+    run: list[Node] = []
+    for node in [*nodes, None]:
+        if run and node and _continues(run, node):
+            run.append(node)
+            continue
+        if run:
+            yield _fold(run)
+        run = [node] if node else []
+
+
+def _continues(run: Sequence[Node], node: Node) -> bool:
+    numbers = run[-1].name.isdigit() and node.name.isdigit()
+    return numbers and int(node.name) == int(run[-1].name) + 1 and _kind(run[-1]) == _kind(node)
+
+
+def _fold(run: Sequence[Node]) -> Node:
+    first = run[0]
+    if len(run) == 1:
+        return first
+    return replace(first, name=f"{first.name}..{run[-1].name}", count=len(run))
+
+
+def _joined(node: Node) -> Node:
+    """A container whose only child is a run, as that run: `h.0..11`."""
+    if len(node.children) != 1 or node.children[0].count == 1 or node.tensors or node.count > 1:
+        return node
+    return replace(node.children[0], name=f"{node.name}.{node.children[0].name}")
+
+
+def text(root: Node, depth: int | None = None, width: int | None = None) -> str:
+    """The tree for a terminal, `depth` levels of it: what lies below is counted.
+
+    Where lines are longer than `width`, parameters stand below their module.
+    """
+    rows = list(_rows(root if depth is None else _cut(root, depth), "", ""))
+    left = max(len(row[0]) for row in rows)
+    middle = max(len(row[1]) for row in rows)
+    lines = []
+    for before, label, said in rows:
+        line = f"{before.ljust(left)}  {label.ljust(middle)}  {said}".rstrip()
+        if width is not None and len(line) > width:
+            stem = before[: len(before) - len(before.lstrip("│├└─ "))]
+            if before != stem:  # a module, and not a further parameter of one
+                lines.append(f"{before.ljust(left)}  {label}".rstrip())
+            line = f"{stem.replace('├', '│').translate({ord(c): ' ' for c in '└─'})}    {said}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _cut(node: Node, depth: int) -> Node:
+    """A node without what lies more than `depth` levels below it; a run counts its own path."""
+    children = tuple(_cut(child, depth - 1) for child in node.children) if depth > 0 else ()
+    return replace(node, children=children, cut=bool(node.children) and not children)
+
+
+def _rows(node: Node, here: str, below: str) -> Iterator[tuple[str, str, str]]:
+    from schedlang.diagnostics.tables import number
+
+    times = f" x{node.count}" if node.count > 1 else ""
+    label = node.class_name + times if here or below else ""
+    said = [str(tensor) for tensor in node.tensors]
+    if not node.tensors and (node.children or node.cut):
+        said = [f"{number(node.numel)} parameters" + (" each" if times else "")]
+    for place, words in enumerate(said or [""]):
+        yield (here + node.name, label, words) if not place else (_stem(below, node), "", words)
+    for place, child in enumerate(node.children):
+        last = place == len(node.children) - 1
+        yield from _rows(
+            child, below + ("└─ " if last else "├─ "), below + ("   " if last else "│  ")
+        )
+
+
+def _stem(below: str, node: Node) -> str:
+    return below + ("│" if node.children else "")

@@ -1,0 +1,183 @@
+"""Why ranks send something to each other: one kind of collective, its row, and the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, guess
+from schedlang.diagnostics.source import Span
+from schedlang.diagnostics.tables import size
+from schedlang.language import nodes as n
+from schedlang.language import spelling
+from schedlang.passes.elaborate.bases import spliced
+from schedlang.passes.elaborate.fold import folded
+
+if TYPE_CHECKING:
+    from schedlang.ir.plan import Action, Plan
+    from schedlang.passes.simulate.account import Account
+    from schedlang.passes.simulate.traffic import Collective
+
+# ---- Which rows act on a module or a parameter, where they are written, and by which selectors.
+
+
+def why(plan: Plan, file: n.File, fqn: str) -> str:
+    """The rows at a module, or at a parameter's module; refuses S209 a name that is neither."""
+    facts = plan.model
+    site = facts.owner(fqn).fqn if fqn in facts.parameters else fqn
+    if site not in facts.sites:
+        known = [*facts.sites, *facts.parameters]
+        near = guess(fqn, known, "there are")
+        title = f"the model has no module or parameter `{fqn}`"
+        raise Refusal(Diagnostic("S209", title, helps=(near,)))
+    head = fqn or "the model"
+    if fqn in facts.parameters:
+        fact = facts.parameters[fqn]
+        head += f"   {fact.dtype}{plan.layout(fqn).show()}"
+    acting = (a for a in plan.rows_at(site) if a.primitive.writes)  # a marker acts on nothing
+    rows = [row_text(action, file) for action in acting]
+    return "\n".join([head, *(rows or ["  no row acts on it"])])
+
+
+def row_text(action: Action, file: n.File) -> str:
+    """One row: its place, its text, its step, and the selectors around it."""
+    span, items = action.span, spliced(file).items
+    text = str(action.primitive)
+    place = str(span) if span else ""
+    if span:
+        row = span.source.line(span.line)
+        end = span.end_col - 1 if span.end_line == span.line else len(row)
+        text = row[span.col - 1 : end] or text
+    step = f'step "{action.step}"' if action.step else "outside of steps"
+    trail = next(_trails(items, span, ()), ()) if span else ()
+    by = " then ".join(f"`{path}`" for path in trail)
+    return f"  {place}   {text}   {step}" + (f", selected by {by}" if by else "")
+
+
+def _trails(node: object, span: Span, above: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The selectors that stand around and before the call at `span`."""
+    if isinstance(node, tuple):
+        for item in node:
+            yield from _trails(item, span, above)
+    elif isinstance(node, n.Rule):
+        if node.call.span == span:
+            yield (*above, spelling.paths(node.paths))
+    elif isinstance(node, n.Do):
+        if node.call.span == span:
+            yield above
+    elif isinstance(node, n.At):
+        paths = spelling.paths(node.paths)
+        yield from _trails(node.block.body, span, (*above, paths))
+    elif isinstance(node, n.When):
+        orelse = node.orelse.body if node.orelse else ()
+        yield from _trails((*node.block.body, *orelse), span, above)
+    elif isinstance(node, n.Step | n.Def):
+        yield from _trails(node.block.body, span, above)
+
+
+# ---- Why ranks send something to each other: one kind of collective, its row, and the reason.
+
+
+# why a kind of collective is needed at all
+KINDS = {
+    "all-reduce": "each rank has a partial sum, and all ranks need the full sum",
+    "all-gather": "each rank has a shard, and all ranks need the full tensor",
+    "reduce-scatter": "each rank has a partial sum, and needs one shard of the full sum",
+    "all-to-all": "each rank has data for each other rank, or another dim is to be sharded",
+    "send": "the next stage is on another rank",
+    "broadcast": "one rank has what all need",
+}
+# what it means for what is sent, by its first words
+REASONS = {
+    "output": "the module is sharded, and the next one needs its full output",
+    "input": "the module is sharded, and needs its input in a different placement",
+    "parameters": "they are sharded over ranks that have different rows of the batch (ZeRO)",
+    "grads of parts": "a whole parameter is used beside split tensors: each rank has a part of "
+    "its gradient",
+    "grads of ties": "stages on different ranks use one weight",
+    "grads": "the ranks had different rows of the batch",
+    "loss and gradient norm": "each rank has the loss of its rows and the norm of its parameters",
+    "loss": "the logits are sharded, and the loss needs sums over all classes",
+    "keys and values": "each rank has some tokens, and attends to those of all",
+    "token": "the experts that tokens are routed to are on other ranks",
+    "expert": "experts are sharded over ranks",
+    "statistics": "the model takes sums over all rows of a batch",
+    "to stage": "activations go forward along the pipeline",
+    "grad to stage": "gradients go back along the pipeline",
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Collectives that differ in nothing but their module."""
+
+    members: tuple[Collective, ...]
+
+    @property
+    def first(self) -> Collective:
+        """One of them."""
+        return self.members[0]
+
+    def __str__(self) -> str:
+        one, where = self.first, folded([each.fqn for each in self.members])
+        total = sum(each.total for each in self.members)
+        times = sum(each.count for each in self.members)
+        axes = ", ".join(one.axes)
+        return (
+            f"{one.kind} over {axes}   {one.phase}: {one.what}   {where}   "
+            f"{times} x {size(one.bytes)} = {size(total)}"
+        )
+
+
+def groups(account: Account) -> tuple[Group, ...]:
+    """All collectives of a step, in the order of `plan`, folded over equal modules."""
+    found: dict[object, list[Collective]] = {}
+    for one in account.collectives or ():
+        key = one.kind, one.axes, one.phase, one.what, one.bytes, one.row
+        found.setdefault(key, []).append(one)
+    return tuple(Group(tuple(members)) for members in found.values())
+
+
+def listed(account: Account) -> str:
+    """Every kind with its number."""
+    lines = [f"{number:>4}  {group}" for number, group in enumerate(groups(account))]
+    return "\n".join(lines) or "no rank sends anything"
+
+
+def why_collective(plan: Plan, file: n.File, account: Account, number: int) -> str:
+    """What the collective of a number is, the row that asks for it, and why it is needed.
+
+    Raises Refusal S866 for a number that none has.
+    """
+    known = groups(account)
+    if not 0 <= number < len(known):
+        none = "no rank sends anything" if account.collectives is not None else account.notes[-1]
+        legal = (
+            f"they are numbered 0 to {len(known) - 1}: `why FILE --collectives`" if known else none
+        )
+        title = f"there is no collective {number}"
+        raise Refusal(Diagnostic("S866", title, helps=(legal,)))
+    group = known[number]
+    return "\n".join([f"{number}  {group}", *_told(plan, file, group.members)])
+
+
+def _told(plan: Plan, file: n.File, members: Sequence[Collective]) -> list[str]:
+    one = members[0]
+    ranks = plan.mesh.size(one.axes)
+    lines = [f"  who     groups of {ranks} ranks along {', '.join(one.axes)}"]
+    if one.places is not None and plan.cuts:
+        places = sorted({place for each in members for place in each.places or ()})
+        lines[-1] += f", at {plan.cuts[0].axis}={','.join(map(str, places))}"
+    lines.append(f"  why     {KINDS.get(one.kind, one.kind)}")
+    reason = next((text for word, text in REASONS.items() if one.what.startswith(word)), "")
+    lines += [f"          {reason}"] if reason else []
+    if one.what.endswith("again"):
+        lines.append("          it is sent again, because the forward is computed again")
+    row = next((action for action in plan.actions if action.row == one.row), None)
+    lines.append(
+        "  asked   by no row: it follows from several ranks"
+        if row is None
+        else f"  asked {row_text(row, file)}"
+    )
+    return lines

@@ -1,0 +1,30 @@
+"""The list of doors is true: functions, arguments, results, and the page that shows them."""
+
+import inspect
+
+import pytest
+
+from schedlang.doors import SIDE, WAY, Door
+from tests.architecture_page import PAGE, doors
+
+
+@pytest.mark.parametrize("door", [*WAY, *SIDE], ids=lambda door: door.name)
+def test_a_door_is_what_its_line_says(door: Door) -> None:
+    """The function lies there, takes these arguments first, and gives such a value."""
+    found = inspect.signature(door.function())
+    assert tuple(found.parameters)[: len(door.takes)] == door.takes
+    assert str(found.return_annotation).rpartition(".")[2] == door.gives
+
+
+def test_the_page_shows_every_door() -> None:
+    """docs/architecture.md draws the doors from that list."""
+    assert doors() in PAGE.read_text()
+
+
+def test_importing_the_list_opens_nothing() -> None:
+    """The list can be read without torch: functions are imported when they are asked for."""
+    import subprocess
+    import sys
+
+    code = "import sys, schedlang.doors; assert not {'torch', 'lark'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
