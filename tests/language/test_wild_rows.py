@@ -87,4 +87,5 @@ def test_a_split_tensor_behind_split_logits() -> None:
     """Behind split logits calls are not followed: what is still split there is refused."""
     rows = "up  shard(col, over=tp)\nhead  shard(vocab, over=tp)"
     batch = {"x": torch.ones(4, 4, dtype=torch.float64), "y": torch.arange(4)}
-    assert "gets sharded logits" in refused(Two(), rows, "tp=2", batch)
+    said = refused(Two(), rows, "tp=2", batch)
+    assert "`mean` uses a tensor sharded over `tp` after sharded logits" in said

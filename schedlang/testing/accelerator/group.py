@@ -68,6 +68,9 @@ class Group:
 
     def checked(self, name: str, tensors: Sequence[Tensor]) -> int:
         """The device of all tensors, or why NCCL would not take them."""
+        if State.stuck and State.world is not None:  # this rank goes on: it waits for nobody
+            State.stuck = False
+            State.world.write(0, None)
         if self.closed:
             raise RuntimeError(f"{BACKEND}: {self} was destroyed")
         if self.failed is not None:
@@ -170,6 +173,7 @@ class Group:
                         f"waits for ranks {missing}, which are busy with something else"
                     )
         except (Deadlock, Mismatch) as error:
+            State.stuck = told and isinstance(error, Deadlock)
             self.fail(error)
             raise
         except Unequal as error:
@@ -183,7 +187,7 @@ class Group:
             self.compare(work)  # it may be why
             raise RuntimeError(f"{BACKEND}: {work} failed on rank {State.me}: {error}") from error
         finally:
-            if told and State.world is not None:
+            if told and not State.stuck and State.world is not None:
                 State.world.write(0, None)
         try:
             self.compare(work)

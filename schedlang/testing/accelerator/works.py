@@ -38,6 +38,7 @@ class State:
     world: Board | None = None
     me = 0
     waits = itertools.count(1)
+    stuck = False  # a deadlock was told here, and the others still have to see why
 
 
 def publish(ticket: int) -> None:
