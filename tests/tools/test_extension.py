@@ -51,7 +51,7 @@ def test_a_package_that_fails_is_named(tmp_path: Path) -> None:
     done = _run("schedlang", "explain", "shard", path=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.startswith(
-        "error[S009]: the primitives of broken-verbs 0.1 cannot be imported\n"
+        "error[S009]: cannot import the primitives of broken-verbs 0.1\n"
         "  = note: `broken_verbs`: ModuleNotFoundError: No module named 'no_such_module'\n"
     ), done.stderr
 

@@ -253,7 +253,7 @@ def test_settings_are_part_of_the_lock(schedule: Path) -> None:
         ("float32[8, 6]", "float32[9, 6]", "do not match"),
         ("lock = 1", "lock = 2", "version"),
         ("[made]", "<<<<<<< HEAD\n[made]", "not TOML"),
-        ('"float32[3]"', "3", "no text"),
+        ('"float32[3]"', "3", "a value that is not a string"),
         ("[ranks]  # bytes held, by kind of rank", "[ranked]", ""),
     ],
 )
