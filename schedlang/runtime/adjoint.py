@@ -149,7 +149,7 @@ class Typed(TorchFunctionMode):
     def watching(self) -> Iterator[None]:
         """Watch every function of the runtime that communicates, forward and backward."""
         found: list[tuple[Any, bool]] = [
-            (kind, module is collectives)
+            (kind, kind in collectives.PLAIN)
             for module in TALKING
             for kind in vars(module).values()
             if isinstance(kind, type) and issubclass(kind, torch.autograd.Function)

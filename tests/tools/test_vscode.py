@@ -27,7 +27,7 @@ needs_packages = pytest.mark.skipif(
     not NODE or not (PACKAGES / "vscode-textmate").is_dir(),
     reason="`npm install` has not been run in editors/vscode",
 )
-SETTINGS = {"schedlang.command": "schedlang", "schedlang.ir.model": True}
+SETTINGS = {"schedlang.command": "schedlang", "schedlang.model": True}
 
 
 def node(script: str, argument: Path, text: str) -> Any:
@@ -70,7 +70,7 @@ def test_starts_the_language_server() -> None:
 )
 def test_models_are_imported_where_it_is_allowed(trusted: bool, model: bool, said: str) -> None:
     """No model file is imported in a folder that is not trusted, or against the setting."""
-    first = activated(trusted=trusted, **{"schedlang.ir.model": model})[0]
+    first = activated(trusted=trusted, **{"schedlang.model": model})[0]
     assert first["start"]["args"] == ["lsp", said]
 
 

@@ -68,7 +68,7 @@ def test_why_refuses(folder: Path) -> None:
     assert code == 2 and "S866" in text and "they are numbered 0 to " in text
     for words in ((), ("up", "--collectives")):
         code, text = run("why", folder / "a.sched", *words)
-        assert code == 2 and "S109" in text and "one of them" in text
+        assert code == 2 and "S109" in text and "needs either a module or a collective" in text
 
 
 def test_a_difference_has_memory_bytes_and_actions(folder: Path) -> None:

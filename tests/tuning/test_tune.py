@@ -196,7 +196,7 @@ def test_the_choice_of_guides_is_found(file: Path) -> None:
         (("--on", "abacus", "--gpus", "4"), "unknown cluster `abacus`"),
         (("--on", "a100"), "number of ranks is missing"),
         (("--on", "a100x4", "--memory", "much"), "cannot read `--memory much`"),
-        (("--on", "a100x4", "--tflops", "0"), "`--tflops 0` cannot be"),
+        (("--on", "a100x4", "--tflops", "0"), "`--tflops` must be finite and above 0, not 0"),
         (("--on", "a100x4", "--try", "micro"), "cannot read `--try micro`"),
         (("--on", "a100x4", "--try", "macro=2"), "no knob `macro`"),
     ],

@@ -186,6 +186,10 @@ class _Scatter(torch.autograd.Function):
         return all_gather(grads[0], ctx.dim, ctx.group), None, None, None
 
 
+# those of one kind each, that add nothing up over another axis and move nothing
+PLAIN = (_Enter, _Reduce, _Gather, _Scatter)
+
+
 def enter(x: Tensor, group: Group) -> Tensor:
     """From alike on all ranks into a region where ranks differ: backward sums the gradients."""
     return cast(Tensor, _Enter.apply(x, group))  # type: ignore[no-untyped-call]
