@@ -306,3 +306,15 @@ def test_verbs_need_not_be_loaded_before() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == '`sch.zero(stage=1, over="dp")`', done
+
+
+def test_who_imports_schedules_is_answered_in_python() -> None:
+    """The interactive object alone brings the spelling of helps with it."""
+    code = (
+        "import schedlang\n"
+        "from schedlang.diagnostics.diagnostic import SPELLED\n"
+        "assert not SPELLED\n"
+        "schedlang.create_schedule\n"
+        "assert SPELLED\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
