@@ -25,35 +25,56 @@ class Door:
 
     def function(self) -> Callable[..., Any]:
         """Import the module and return the function."""
-        return getattr(importlib.import_module(f"schedlang.{self.module}"), self.name)  # type: ignore[no-any-return]
+        found: Callable[..., Any] = getattr(
+            importlib.import_module(f"schedlang.{self.module}"), self.name
+        )
+        return found
 
 
 WAY = (
     Door("read", "language.syntax", ("path",), "Source", "the text of a schedule, and its name"),
     Door("parse", "language.syntax", ("source",), "File", "the syntax tree; every node has a span"),
     Door(
-        *("expand", "passes.elaborate.expand", ("file", "facts", "settings"), "State"),
+        "expand",
+        "passes.elaborate.expand",
+        ("file", "facts", "settings"),
+        "State",
         "statements executed in order; `State.plan` is the plan: rows, bound to modules",
     ),
     Door(
-        *("propagate", "passes.propagate.propagate", ("plan", "batch", "loss"), "Traced"),
+        "propagate",
+        "passes.propagate.propagate",
+        ("plan", "batch", "loss"),
+        "Traced",
         "the model recorded on the meta device: layouts and redistributions of its activations",
     ),
     Door(
-        *("stages_of", "passes.partition.staging", ("plan", "traced", "batch", "loss"), "Staged"),
+        "stages_of",
+        "passes.partition.staging",
+        ("plan", "traced", "batch", "loss"),
+        "Staged",
         "units assigned to stages, and the timeline of the pipeline",
     ),
     Door(
-        *("prepare", "passes.analyze.prepare", ("plan", "sample", "loss"), "Prepared"),
+        "prepare",
+        "passes.analyze.prepare",
+        ("plan", "sample", "loss"),
+        "Prepared",
         "the two doors before it, and all that is known before there are ranks: who holds what,"
         " which gradients are partial, what does not go together",
     ),
     Door(
-        *("build", "passes.lower.build", ("plan", "batch", "options"), "Program"),
+        "build",
+        "passes.lower.build",
+        ("plan", "batch", "options"),
+        "Program",
         "on each rank: the executable module; calls `prepare` if that was not done",
     ),
     Door(
-        *("prove", "passes.prove", ("case",), "Report"),
+        "prove",
+        "passes.prove",
+        ("case",),
+        "Report",
         "programs on local ranks against the untouched original; on failure the rows to blame",
     ),
 )
@@ -61,15 +82,24 @@ WAY = (
 # without ranks, from the same values
 SIDE = (
     Door(
-        *("static", "passes.static_checks.static", ("plan", "batch", "loss"), "Static"),
+        "static",
+        "passes.static_checks.static",
+        ("plan", "batch", "loss"),
+        "Static",
         "proofs from shapes and types alone: sums, owners, weights, matching collectives",
     ),
     Door(
-        *("rehearse", "passes.simulate.rehearse", ("plan", "batch", "loss", "prepared")),
-        *("Rehearsal", "a step of each kind of rank on the meta device: work and bytes alive"),
+        "rehearse",
+        "passes.simulate.rehearse",
+        ("plan", "batch", "loss", "prepared"),
+        "Rehearsal",
+        "a step of each kind of rank on the meta device: work and bytes alive",
     ),
     Door(
-        *("account", "passes.simulate.account", ("plan", "batch", "loss"), "Account"),
+        "account",
+        "passes.simulate.account",
+        ("plan", "batch", "loss"),
+        "Account",
         "what a plan costs: bytes per rank, and each collective of a step",
     ),
 )

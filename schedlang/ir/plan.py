@@ -59,7 +59,7 @@ class Action:
 
 
 class Printed(Protocol):
-    """How a plan is shown to a user; `passes.showing` does it, and says so."""
+    """How a plan is shown to a user; `viz.picture` does it, and says so."""
 
     def text(self, plan: Plan) -> str:
         """For a terminal."""

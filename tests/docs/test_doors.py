@@ -1,6 +1,8 @@
 """The list of doors is true: functions, arguments, results, and the page that shows them."""
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 
@@ -23,8 +25,5 @@ def test_the_page_shows_every_door() -> None:
 
 def test_importing_the_list_opens_nothing() -> None:
     """The list can be read without torch: functions are imported when they are asked for."""
-    import subprocess
-    import sys
-
     code = "import sys, schedlang.doors; assert not {'torch', 'lark'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -277,7 +277,7 @@ def _behind(block: Block) -> Iterator[Block]:
 # operator.
 #
 # Every operator in a forward is noted with what it was given. What autograd saves is kept in the
-# pool of the row (remat.py), which drops and makes again. Collectives never run twice, because
+# pool of the row (above), which drops and makes again. Collectives never run twice, because
 # ranks would not agree when; what is written into is brought back, with all that was made of it,
 # before it is, and then stays.
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, quoted
-from schedlang.runtime.checkpointing import moments as residue
 from schedlang.runtime.checkpointing import steps
 from schedlang.runtime.checkpointing.boxes import (
     Boxed,
@@ -37,6 +36,10 @@ from schedlang.runtime.checkpointing.moments import (
     local,
     named,
     put_back,
+    residue_blank,
+    residue_described,
+    residue_put_back,
+    residue_tensors,
     unfit,
 )
 from schedlang.runtime.comm import world as comm
@@ -217,14 +220,14 @@ def save(program: Program, path: str | os.PathLike[str], keep: int | None = 3) -
         "buffers": {name: list(buffer.shape) for name, buffer in _buffers(program).items()},
         "dtypes": _dtypes(program),
         "ties": [list(names) for names in a.ties],
-        "sums": residue.residue_described(program),
+        "sums": residue_described(program),
         "loss scale": program.loss_scale.described() if program.loss_scale is not None else None,
     }
     values: dict[tuple[str, ...], Any] = {CONTENTS: contents} if rank == 0 else {}
     tensors = [
         *_model_tensors(program),
         *_moment_tensors(program),
-        *residue.residue_tensors(program),
+        *residue_tensors(program),
     ]
     told = partial(_unwritten, target, f"rank {rank}: " if world > 1 else "")
 
@@ -271,7 +274,7 @@ def load(program: Program, path: str | os.PathLike[str]) -> None:
         raise missed
     _take_over(program, {name: tensor.local for name, tensor in found.model.items()})
     put_back(program, found.told, {key: tensor.local for key, tensor in found.moments.items()})
-    residue.residue_put_back(program, found.contents.get("sums"), found.kept)
+    residue_put_back(program, found.contents.get("sums"), found.kept)
     if program.loss_scale is not None:
         program.loss_scale.put_back(found.contents.get("loss scale"))
     program.step = found.contents["step"]
@@ -310,7 +313,7 @@ def _read(program: Program, folder: Path, target: Path, id_: str | None) -> _Fou
 def _blank(program: Program, contents: Mapping[str, Any], told: Moments) -> Any:
     """Room for this rank's parts: of the model, of the optimizer's state, of compressed sums."""
     model = {t.path[-1]: t for t in _model_tensors(program, blank=True)}
-    sums = residue.residue_blank(program, contents.get("sums"))
+    sums = residue_blank(program, contents.get("sums"))
     return model, _blank_moments(program, told), sums
 
 
