@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.lower.build import build
 from schedlang.passes.prove import Case, prove
+from schedlang.runtime.activation_memory import selective
 from schedlang.runtime.activation_memory.quantized import Coding, code
 from schedlang.runtime.activation_memory.recompute import checkpoint
 from tests import models
@@ -125,6 +127,66 @@ def test_a_group_that_begins_anew_within_is_found(
     monkeypatch.setattr(recompute_region.Region, "made", lambda self, output: None)
     found = kinds_that_differ(threads, monkeypatch, GROUP.format(2) + ROW.format("int2"))
     assert "gradients" in found and "loss" not in found
+
+
+class Inside(torch.autograd.Function):
+    """A matrix product within a function of autograd, as ring attention makes them."""
+
+    @staticmethod
+    def forward(ctx: Any, one: torch.Tensor) -> torch.Tensor:
+        """The sum of a product, which no single operator of the model is."""
+        ctx.save_for_backward(one)
+        return one @ (one.T @ one)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """As autograd would say it."""
+        (one,) = ctx.saved_tensors
+        with torch.enable_grad():
+            again = one.detach().requires_grad_()
+            (found,) = torch.autograd.grad(again @ (again.T @ again), again, grads)
+        return found
+
+
+class Products(nn.Module):
+    """Two layers, and a product of a layout's own between them if asked for."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.one, self.two, self.inside = nn.Linear(32, 32), nn.Linear(32, 32), inside
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The second layer of the first one's output."""
+        x = self.one(x)
+        if self.inside:
+            x = x + 0 * Inside.apply(x)  # type: ignore[no-untyped-call]
+        return self.two(x)
+
+
+def test_products_inside_of_a_function_have_no_number_among_coded_results() -> None:
+    """Draws of the results after them would be others than those of one process, which has no such
+    function; where nothing is coded they are kept as they are."""
+
+    def kept(inside: bool, coded: bool) -> list[tuple[str, tuple[int, ...], int]]:
+        module, found = Products(inside), []
+        held = selective.Chosen.held
+
+        def hear(self: Any, tensor: torch.Tensor) -> Any:
+            result = held(self, tensor)
+            number = getattr(getattr(self.keep, "__self__", None), "saved", 0)
+            found.append((type(result).__name__, tuple(tensor.shape), number))
+            return result
+
+        checkpoint(module, ("linear",))
+        if coded:
+            code(module, "products", Coding(4, 16))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(selective.Chosen, "held", hear)
+            module(torch.ones(8, 32, requires_grad=True)).sum().backward()
+        return found
+
+    assert kept(True, coded=True) == kept(False, coded=True)
+    assert len(kept(True, coded=False)) > len(kept(False, coded=False)) == 2
 
 
 def alive(rows: str) -> int:

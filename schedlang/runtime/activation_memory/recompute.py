@@ -239,11 +239,12 @@ def contexts(
     if generators:
         again.append(Replayed(generators))
     if "collective" in save:
-        keep = KeepCollectives()
-        forward.append(keep.forward)
-        again.append(keep.again)
+        sent = KeepCollectives()
+        forward.append(sent.forward)
+        again.append(sent.again)
     if chosen or save:
-        some = Chosen(*numbers(save, chosen), keeper())
+        keep = keeper()
+        some = Chosen(*numbers(save, chosen, keep is not None), keep)
         forward.append(some.forward)
         again.append(some.again)
     return _together(forward), _together(again)
@@ -271,10 +272,16 @@ class _Together(AbstractContextManager[None]):
 
 
 def numbers(
-    save: tuple[str, ...], chosen: frozenset[Key]
+    save: tuple[str, ...], chosen: frozenset[Key], coded: bool
 ) -> tuple[Callable[[], Numbers], Collection[Hashable] | None]:
-    """How the calls are named whose results are kept, and the names that are (None: all)."""
-    return (Turns, chosen) if chosen else (partial(Kinds, partial(keeps, operators(save))), None)
+    """How the calls are named whose results are kept, and the names that are (None: all).
+
+    Results that are `coded` are rounded by draws that follow from their numbers: only what every
+    layout records may have one.
+    """
+    if chosen:
+        return Turns, chosen
+    return partial(Kinds, partial(keeps, operators(save)), coded), None
 
 
 def operators(save: tuple[str, ...]) -> frozenset[str]:

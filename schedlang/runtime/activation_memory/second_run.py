@@ -247,7 +247,7 @@ class Results:
 
     def __init__(self, again: Again, parts: Collection[str] = ()) -> None:
         self.some, self.parts = again.results, parts
-        self.numbers, self.chosen = numbers(again.save, again.chosen)
+        self.numbers, self.chosen = numbers(again.save, again.chosen, coded=True)
         self.found: dict[Hashable, _Result] = {}
 
     def names(self, key: Hashable | None) -> bool:

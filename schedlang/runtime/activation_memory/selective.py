@@ -169,16 +169,20 @@ class Kinds:
 
     Counted is what is made of something with a gradient, recorded or not: a package's kernel runs
     inside of a function of its own. What is made of constants may be there already in a second run.
+    `recorded`: only what autograd records. Calls inside of an autograd function (the products of
+    ring attention, say) are steps of a layout's own, which no single process makes.
     """
 
-    def __init__(self, wanted: Wanted) -> None:
-        self.wanted = wanted
+    def __init__(self, wanted: Wanted, recorded: bool = False) -> None:
+        self.wanted, self.recorded = wanted, recorded
         self.counts: Counter[Hashable] = Counter()
         self.order: list[str] = []
 
     def of(self, operator: Any, args: Any, kwargs: Any) -> Hashable | None:
         """The name of this call; None for one that is not wanted."""
         if not self.wanted(operator, args, kwargs):
+            return None
+        if self.recorded and not torch.is_grad_enabled():
             return None
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         if not any(one.requires_grad for one in given):
