@@ -8,6 +8,9 @@ import pytest
 
 from schedlang.doors import SIDE, WAY, Door
 from tests.architecture_page import PAGE, doors
+from tests.walk import files, walked
+
+FUNCTIONS, FILES = 560, 98  # of the way of a row, today
 
 
 @pytest.mark.parametrize("door", [*WAY, *SIDE], ids=lambda door: door.name)
@@ -27,3 +30,12 @@ def test_importing_the_list_opens_nothing() -> None:
     """The list can be read without torch: functions are imported when they are asked for."""
     code = "import sys, schedlang.doors; assert not {'torch', 'lark'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_way_of_a_row_does_not_become_longer() -> None:
+    """From text to a running module: functions that are called, and the files that they stand in.
+
+    Who makes the way shorter lowers the two numbers.
+    """
+    called = walked().until("build")
+    assert len(called) <= FUNCTIONS and files(called) <= FILES, (len(called), files(called))
