@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from schedlang.diagnostics.diagnostic import MOST, Diagnostic, Label, Refusal, guess
 from schedlang.diagnostics.source import Span
+from schedlang.ir.features import Located
 from schedlang.ir.primitive import Primitive, find
 from schedlang.language import nodes as n
 from schedlang.language import spelling
@@ -405,10 +406,11 @@ class Expander:
             title = f"`{type(primitive).__name__}` must stand in a scope of one module"
             label = Label(span, f"this scope has {len(sites)} modules")
             raise Refusal(Diagnostic("S306", title, label))
-        try:
-            primitive = primitive.located(_folder(span))
-        except Refusal as refusal:
-            raise refusal.at(span) from None
+        if isinstance(primitive, Located):
+            try:
+                primitive = primitive.located(_folder(span))
+            except Refusal as refusal:
+                raise refusal.at(span) from None
         allowed(primitive, self.state, span)
         step = self.state.step
         try:

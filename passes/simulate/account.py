@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.memory import CLASSES, heaviest
 from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Facet
 from schedlang.passes.simulate.gains import Gained, gains
 from schedlang.passes.simulate.memory import RankClass, rank_classes
 from schedlang.passes.simulate.rehearse import parked_bytes
@@ -70,11 +71,9 @@ def lodgings(
 
 def _row(plan: Plan) -> int | None:
     """The row that asks for it: of activations, or of the order."""
-    from schedlang.passes.partition.parks import peer_rows
+    from schedlang.passes.partition.parks import on_peers
 
-    rows = peer_rows(plan, "activations") or [
-        a for a in plan.actions if "order" in a.primitive.writes
-    ]
+    rows = on_peers(plan, "activations") or plan.rows_changing(Facet.ORDER)
     return rows[0].row if rows else None
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic
+from schedlang.ir.primitive import Facet
 from schedlang.passes.propagate.batch_weights import weight_of
 from schedlang.passes.propagate.context import weight_by_tokens
 from schedlang.passes.static_checks.claim import Claim, facet_row, placed
@@ -52,7 +53,7 @@ def _labels(step: Step) -> bool:
 
 def _row(step: Step) -> Any:
     plan = step.plan
-    return placed(facet_row(plan, "state" if plan.data_axes else "order"))
+    return placed(facet_row(plan, Facet.STATE if plan.data_axes else Facet.ORDER))
 
 
 def _whole(step: Step, each: list[float], whole: float) -> Iterator[Diagnostic]:
