@@ -197,19 +197,19 @@ def _trained(plan: Plan, staged: Staged, a: Assembly, lying: Any, given: Options
 
 def _prepared(plan: Plan, batch: Mapping[str, Any], given: Options) -> Prepared:
     """What is known before ranks run, found on each of them alike."""
-    from schedlang.runtime import batch as parts
+    from schedlang.runtime.batch import sample_of
 
-    sample = parts.sample(batch, 1 if given.local else plan.shares, plan.micro)
+    sample = sample_of(batch, 1 if given.local else plan.shares, plan.micro)
     return _agreed(prepare(plan, sample, given.loss, given.weight, trains=False))
 
 
 def _asked(plan: Plan, batch: Mapping[str, Any], given: Options) -> Asked:
     """How masks are to be drawn, and for how many rows at once."""
-    from schedlang.runtime import batch as parts
+    from schedlang.runtime.batch import rows_of, sample_of
 
     kind = given.dropout or ("logical" if given.seed is not None else None)
-    sample = parts.sample(batch, 1 if given.local else plan.shares, plan.micro)
-    return Asked(kind, given.seed, parts.rows_of(sample), given.hollow)
+    sample = sample_of(batch, 1 if given.local else plan.shares, plan.micro)
+    return Asked(kind, given.seed, rows_of(sample), given.hollow)
 
 
 def _alike(plan: Plan, batch: Mapping[str, Any], given: Options) -> None:

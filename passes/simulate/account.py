@@ -158,15 +158,15 @@ def account(
     from schedlang.passes.complete.complete import completed
     from schedlang.passes.lower.drawing import drawn_logically
     from schedlang.passes.partition.chains import told
-    from schedlang.runtime import batch as parts
+    from schedlang.runtime.batch import even, rows_of, sample_of
 
     plan = completed(plan, batch, loss)
-    sample = parts.sample(batch, plan.shares, plan.micro)
+    sample = sample_of(batch, plan.shares, plan.micro)
     prepared = prepare(plan, sample, loss, weight)
     notes = [_MOMENTS]
-    if not parts.even(batch, plan.shares, plan.micro):
+    if not even(batch, plan.shares, plan.micro):
         notes.append("microbatches differ in rows; bytes are those of the largest")
-    if why := drawn_logically(plan, prepared, parts.rows_of(sample)):
+    if why := drawn_logically(plan, prepared, rows_of(sample)):
         notes.append(f"dropout is drawn logically in training, too: {why}")
     sent = collectives(plan, prepared, sample, loss)
     lodged, why = _lodgings(plan, sample, loss, prepared)

@@ -21,12 +21,12 @@ NEAR = 1e-9
 
 def weights(step: Step, batch: Mapping[str, Any], played: Sequence[Role]) -> Claim:
     """Weights add up: over parts to the whole batch, and over a step to one (S716)."""
-    from schedlang.runtime import batch as parts
+    from schedlang.runtime.batch import split
 
     plan = step.plan
     micro = plan.micro
-    split = parts.split(batch, plan.shares, micro)
-    found = [part for row in split for whole in row for part in _tokens(step, whole)]
+    shares = split(batch, plan.shares, micro)
+    found = [part for row in shares for whole in row for part in _tokens(step, whole)]
     if len(found) == 1:
         return Claim("loss weights", "one part, which is the whole")
     by = weight_of if step.prepared.tokens is None else weight_by_tokens
