@@ -120,7 +120,9 @@ class pipeline_split(Primitive):  # noqa: N801
         axis = str(self.over)
         names = tuple(site.fqn for site in sites)
         trunk = any(self._is_trunk(site, plan) for site in sites)
-        cut = Cut(axis, () if trunk else names, names if trunk else (), self.balance)
+        cut = Cut(
+            axis, () if trunk else names, names if trunk else (), self.balance, row=plan.next_row
+        )
         return replace(plan, cuts=(*plan.cuts, cut))
 
     def _is_trunk(self, site: Site, plan: Plan) -> bool:

@@ -135,7 +135,8 @@ class zero(Slicing):  # noqa: N801
         from dataclasses import replace
 
         bucket = None if self.bucket is None else int(self.bucket)
-        mine = Replicas(tuple(map(str, self.over)), self.stage, self.prefetch, self.reshard, bucket)
+        axes, row = tuple(map(str, self.over)), plan.next_row
+        mine = Replicas(axes, self.stage, self.prefetch, self.reshard, bucket, row=row)
         return replace(plan, replicas=(*plan.replicas, mine))
 
     @property

@@ -11,12 +11,11 @@ from schedlang.ir.primitive import scratch
 
 @pytest.fixture(autouse=True)
 def _alone(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Forget afterwards what the folder of a test has registered and imported."""
-    known, path = set(sys.modules), list(sys.path)
+    """Import what is in the folder of a test anew, and forget afterwards what it has registered."""
+    path = list(sys.path)
+    for file in Path(request.node.path).parent.glob("*.py"):
+        if not file.stem.startswith("test_"):
+            sys.modules.pop(file.stem, None)
     with scratch():
         yield
     sys.path[:] = path
-    folder = str(Path(request.node.path).parent)
-    for name in set(sys.modules) - known:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(folder):
-            del sys.modules[name]

@@ -32,7 +32,7 @@ class Annotation:
 
 
 @dataclass(frozen=True)
-class Boundary:
+class Boundary(Annotation):
     """How activations enter and leave a sharded module, for one axis; None: as they come.
 
     differ: the module is whole on every rank, and what follows uses a part of its result.
@@ -45,7 +45,7 @@ class Boundary:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Cut(Annotation):
     """Cuts of the trunk for one pipeline axis.
 
     `before` are modules before which a cut falls; `trunks` lists of modules (and single ones
@@ -88,7 +88,7 @@ class Order(Annotation):
 
 
 @dataclass(frozen=True)
-class Replicas:
+class Replicas(Annotation):
     """What the ranks along `axes`, which see different rows of the batch, keep whole or split.
 
     stage 0: all whole; 1: optimizer state split; 2: gradients too; 3: parameters too (ZeRO).

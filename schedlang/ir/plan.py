@@ -209,7 +209,7 @@ class Plan:
     @property
     def next_row(self) -> int:
         """The number of the row that is added next: of annotations that it makes."""
-        return self.actions[-1].row + 1 if self.actions else 0
+        return len(self.actions)  # not after the last: completed rows stand between others
 
     def origin(self, annotation: Annotation) -> Action | None:
         """The row that an annotation comes from; None if the plan goes on without it."""
@@ -270,7 +270,7 @@ class Plan:
 
     def with_boundary(self, fqn: str, boundary: Boundary) -> Plan:
         """The plan with one more boundary at a module."""
-        known = self.boundaries.get(fqn, ())
+        known, boundary = self.boundaries.get(fqn, ()), replace(boundary, row=self.next_row)
         return replace(self, boundaries=_put(self.boundaries, fqn, (*known, boundary)))
 
     @property

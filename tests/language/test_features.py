@@ -1,12 +1,18 @@
 """Features: what a row is asked for beyond what every row is, and that no pass knows a verb."""
 
 import ast
+from dataclasses import replace
 
 import pytest
+import torch
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.features import Recomputing, Rewrite
+from schedlang.ir.model import ModelFacts
+from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import FACETS, Primitive, load_all, registry, scratch
+from schedlang.primitives.pipeline import pipeline
+from schedlang.primitives.verify import verify
 from tests.docs.test_house import ROOT
 
 ROOMS = ("passes", "schedlang/runtime", "schedlang/kernels", "schedlang/viz")
@@ -34,6 +40,17 @@ def test_the_base_is_what_every_verb_needs() -> None:
     public = {name for name in vars(Primitive) if not name.startswith("_")}
     words = {"reads", "writes", "takes", "foremost", "gives_up"}
     assert public == words | {"agree", "along", "changes", "check", "transform"}
+
+
+def test_an_annotation_knows_its_row() -> None:
+    """Also where rows were added between others, as completing does."""
+    plan = Plan.empty(ModelFacts(torch.nn.Linear(2, 2)))
+    plan = plan.add(verify(steps=1), [""]).add(pipeline(order="GPipe", micro=2), [""])
+    first, second = plan.actions
+    again = replace(plan, actions=(second, first)).add(verify(steps=3), [""])
+    assert [again.origin(check) for check in again.checks] == [first, again.actions[-1]]
+    assert again.order is not None and again.origin(again.order) == second
+    assert replace(again, actions=()).origin(again.order) is None
 
 
 def _knows(node: ast.AST) -> bool:

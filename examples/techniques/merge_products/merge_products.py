@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from schedlang.ir.features import Rewrite
+from schedlang.ir.model import Site
+from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import refuse
 from schedlang.language.kinds import Many
-
-if TYPE_CHECKING:
-    from schedlang.ir.model import Site
-    from schedlang.ir.plan import Plan
 
 
 class merge_products(Rewrite):  # noqa: N801

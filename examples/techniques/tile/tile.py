@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from schedlang.ir.features import Rewrite
+from schedlang.ir.model import Site
+from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import refuse
-
-if TYPE_CHECKING:
-    from schedlang.ir.model import Site
-    from schedlang.ir.plan import Plan
 
 
 class tile(Rewrite):  # noqa: N801
