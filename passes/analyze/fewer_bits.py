@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.diagnostics.source import NOWHERE
 from schedlang.ir.facets import Kept
-from schedlang.ir.features import Recomputing
+from schedlang.ir.features import Lowered, Recomputing
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.routing import routings
@@ -353,9 +353,11 @@ def check_kept(plan: Plan, traced: Traced, staged: Staged, slicing: Slicing | No
     for row in coded:
         for other in plan.actions:
             facet = next((f for f in WHY if other.changes(f)), None)
-            what = stored.get(other.row)
-            if facet is not None and other.row not in numbers and what not in _STATE:
-                _check_meeting(row, other, facet, moves=what == "activations")
+            own, what = other.primitive, stored.get(other.row)
+            idle = facet is Facet.RESIDENCE and what is None and not isinstance(own, Lowered)
+            if facet is None or idle or other.row in numbers or what in _STATE:
+                continue  # one that is idle keeps on a peer along an axis of one rank
+            _check_meeting(row, other, facet, moves=what == "activations")
     _check_choices(plan, traced)
     _check_results(plan)
     _check_split(plan, coded[0])
