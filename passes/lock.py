@@ -134,7 +134,7 @@ def _parameters(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
 def _rows(plan: Plan) -> Section:
     found: dict[str, tuple[str, ...]] = {}
     for action in plan.actions:
-        if not action.primitive.writes:
+        if not action.acts:
             continue  # a check changes nothing
         said = f"{action.name}({arguments_text(action.primitive)})"
         for site in action.sites:

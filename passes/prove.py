@@ -75,13 +75,13 @@ def prove(
 
     Raises Refusal for a plan or batch that cannot be run, RankDied or Hang for a run that failed.
     """
-    from schedlang.runtime.launch import pool as launch
     from schedlang.runtime.launch.job import Hang
     from schedlang.runtime.launch.limit import TimeIsUp, current, let_go
+    from schedlang.runtime.launch.pool import shared
 
     start = time.perf_counter()
     check_world(case.plan)
-    pool = pool or launch.shared()
+    pool = pool or shared()
     wanted, (meant, whole) = asked(case.plan), case.meant or (case.plan, case.batches[0])
     held = bounds(meant, whole, case.loss, case.weight)
     case = check_trained(replace(case, meant=None))

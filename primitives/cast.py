@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from schedlang.ir.facets import Cast
+from schedlang.ir.features import Uniform
 from schedlang.ir.model import inside
 from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import Primitive, refuse
+from schedlang.ir.primitive import refuse
 from schedlang.ir.sharing import near, parts
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 HALVES = ("bfloat16", "float16")
 
 
-class cast(Primitive):  # noqa: N801
+class cast(Uniform):  # noqa: N801
     """Compute inside a module in `bf16` or `fp16`; parameters stay as they are stored.
 
     before   y = w x                       all in float32
@@ -48,7 +49,6 @@ class cast(Primitive):  # noqa: N801
     example = "layers.*  cast(bf16)"
     reads = frozenset({"structure"})
     writes = frozenset({"dtype"})
-    alike = ()
     gives_up = frozenset({"rounding", "dtype"})
 
     def check(self, site: Site, plan: Plan) -> None:
@@ -120,13 +120,7 @@ class cast(Primitive):  # noqa: N801
                     helps=("give all `fp16` rows the same `scale` and `growth`",),
                 )
 
-    def effect(self, site: Site, plan: Plan) -> Plan:
+    def transform(self, site: Site, plan: Plan) -> Plan:
         """Note it."""
-        made = Cast(site.fqn, self.dtype, self.params, self.scale, self.growth)
+        made = Cast(site.fqn, self.dtype, self.params, self.scale, self.growth, row=plan.next_row)
         return replace(plan, casts=(*plan.casts, made))
-
-    def apply(self, site: Site, build: Any) -> None:
-        """Put the casts around the module of the copy."""
-        from schedlang.runtime.mixed_precision import cast as put
-
-        put(build.module, site.fqn, self.dtype, self.params)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import Primitive, refuse
+from schedlang.ir.features import Grouping, Recomputing, Uniform
+from schedlang.ir.primitive import refuse
 from schedlang.language.value import Bytes
 from schedlang.remat import Tree, groups, places, regions, root, runs
 from schedlang.remat.again import Again
@@ -14,7 +14,9 @@ from schedlang.remat.again import Again
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from schedlang.ir.features import Copy
     from schedlang.ir.model import Site
+    from schedlang.ir.plan import Plan
     from schedlang.remat.pofo import Mixed
     from schedlang.remat.rotor import Cost
 
@@ -23,7 +25,7 @@ TFLOPS = 100.0  # trillion operations per second of a device that nobody said mo
 MIXED = "write `checkpoint(plan=pofo, memory=2GiB, bandwidth=25GiB)`: 25 GiB copied in a second"
 
 
-class checkpoint(Primitive):  # noqa: N801
+class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
     """Forget a module's activations in forward and recompute them in backward.
 
     before   y = f(x)                  backward finds every intermediate of f
@@ -60,8 +62,6 @@ class checkpoint(Primitive):  # noqa: N801
 
     example = "layers.*  checkpoint()"
     reads = frozenset({"structure", "placement"})
-    writes = frozenset({"recompute"})
-    alike = ()
     takes = "selection"
 
     def taken(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -109,7 +109,7 @@ class checkpoint(Primitive):  # noqa: N801
                 ),
             )
 
-    def apply(self, sites: tuple[Site, ...], build: Any) -> None:
+    def lower(self, sites: tuple[Site, ...], copy: Copy) -> None:
         """Recompute modules of the copy."""
         from schedlang.runtime.activation_memory.dynamic import dynamic
         from schedlang.runtime.activation_memory.recompute import checkpoint as recompute
@@ -117,26 +117,26 @@ class checkpoint(Primitive):  # noqa: N801
 
         if self._alone:
             for site in sites:
-                recompute(build.at(site.fqn), self.save)
+                recompute(copy.at(site.fqn), self.save)
             return
         names = tuple(site.fqn for site in sites)
         if self.plan is None:
             for run in runs(names):
-                recompute_as([build.at(name) for name in run], self._tree(run), self.save)
+                recompute_as([copy.at(name) for name in run], self._tree(run), self.save)
             return
         if self.plan == "dtr":
-            dynamic([build.at(name) for name in names], build.chains[names][0][1])
+            dynamic([copy.at(name) for name in names], copy.chains[names][0][1])
             return
-        for run, found in build.chains[names]:
+        for run, found in copy.chains[names]:
             if self.plan == "rotor":
-                recompute_as([build.at(name) for name in run], found)
+                recompute_as([copy.at(name) for name in run], found)
                 continue
             if self.plan == "pofo":
-                _mix([build.at(name) for name in run], found)
+                _mix([copy.at(name) for name in run], found)
                 continue
             for name, choice in zip(run, found):
                 if choice.kept is not None:
-                    recompute(build.at(name), chosen=choice.kept)
+                    recompute(copy.at(name), chosen=choice.kept)
 
     @property
     def limit(self) -> int | None:

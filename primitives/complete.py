@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from schedlang.ir.facets import Completion
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse
 from schedlang.language.kinds import Axis
@@ -47,16 +48,14 @@ class complete(Primitive):  # noqa: N801
                 f"this row is inside `{site}`",
                 helps=("move the row out of its `at`",),
             )
-        if str(self.over) in plan.completing:
+        if any(one.axis == self.over for one in plan.completing):
             refuse(
                 "S501",
                 f"a row above completes `{self.over}` already",
                 helps=("drop one of the two rows",),
             )
 
-    def effect(self, site: Site, plan: Plan) -> Plan:
+    def transform(self, site: Site, plan: Plan) -> Plan:
         """Note the axis; rows are added when there is a batch to follow the model with."""
-        return replace(plan, completing=(*plan.completing, str(self.over)))
-
-    def apply(self, site: Site, build: Any) -> None:
-        """Nothing of its own: the rows that it added do all."""
+        made = Completion(str(self.over), row=plan.next_row)
+        return replace(plan, completing=(*plan.completing, made))

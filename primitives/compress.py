@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from schedlang.ir.facets import Compression, Kept
 from schedlang.ir.mesh import offered
 from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import Primitive, refuse
+from schedlang.ir.primitive import Facet, Primitive, refuse
 from schedlang.language.kinds import Axes
 
 if TYPE_CHECKING:
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 BITS = {"int8": 8, "int4": 4, "int2": 2}
 LEAST, MOST = 2.0, 8.0  # of a budget
 SUMS = ("powersgd", "int8", "onebit")
+# of activations
+READS = frozenset({Facet.STRUCTURE, Facet.PLACEMENT, Facet.RECOMPUTE})
+WRITES = frozenset({Facet.RESIDENCE})
 
 
 class compress(Primitive):  # noqa: N801
@@ -76,8 +79,8 @@ class compress(Primitive):  # noqa: N801
     def __post_init__(self) -> None:
         """Sums have a place in the order of a step; activations rely on other facets."""
         if self.what == "activations":
-            object.__setattr__(self, "reads", frozenset({"structure", "placement", "recompute"}))
-            object.__setattr__(self, "writes", frozenset({"residence"}))
+            object.__setattr__(self, "reads", READS)
+            object.__setattr__(self, "writes", WRITES)
 
     def agree(self, axes: Collection[str]) -> None:
         """Refuse codes that there are not, and what belongs to the other kind of row."""
@@ -174,26 +177,19 @@ class compress(Primitive):  # noqa: N801
                     helps=(help_,),
                 )
 
-    def effect(self, site: Site, plan: Plan) -> Plan:
+    def transform(self, site: Site, plan: Plan) -> Plan:
         """Note it."""
         if self.what == "activations":
-            return replace(plan, kept=(*plan.kept, self._kept(site.fqn)))
+            return replace(plan, kept=(*plan.kept, self._kept(site.fqn, plan.next_row)))
         axes = tuple(map(str, self.over or ()))
-        made = Compression(axes, self.how, self.rank, self.block, self.error_feedback)
+        made = Compression(
+            axes, self.how, self.rank, self.block, self.error_feedback, row=plan.next_row
+        )
         return replace(plan, compression=made)
 
-    def apply(self, site: Site, build: Any) -> None:
-        """Code what a module saves; of sums nothing: `build` makes those of the plan."""
-        if self.what == "activations" and build.plan.kept:
-            from schedlang.runtime.activation_memory.quantized import Coding, code
-
-            row = self._kept(site.fqn)
-            table = {one.number: one.bits for one in build.bits.get(site.fqn, ())}
-            code(build.at(site.fqn), site.fqn, Coding(row.bits, row.block), bits=table)
-
-    def _kept(self, fqn: str) -> Kept:
+    def _kept(self, fqn: str, row: int) -> Kept:
         """How a module keeps what it saves; beside a table, what no table knows fits the budget."""
         if self.how != "adaptive":
-            return Kept(fqn, BITS[self.how], self.block)
+            return Kept(fqn, BITS[self.how], self.block, row=row)
         fits = max(bits for bits in BITS.values() if bits <= self.bits)
-        return Kept(fqn, fits, self.block, self.bits)
+        return Kept(fqn, fits, self.block, self.bits, row=row)

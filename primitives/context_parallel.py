@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from schedlang.ir.facets import Context
 from schedlang.ir.plan import Plan
@@ -116,13 +116,10 @@ class context_parallel(Primitive):  # noqa: N801
                 helps=(f"write `layout={known}` in all rows, or leave it out",),
             )
 
-    def effect(self, site: Site, plan: Plan) -> Plan:
+    def transform(self, site: Site, plan: Plan) -> Plan:
         """Note how this module attends."""
         from dataclasses import replace
 
-        own = Context(tuple(map(str, self.over)), self.method, self.layout)
+        own = Context(tuple(map(str, self.over)), self.method, self.layout, row=plan.next_row)
         rows = (*plan.contexts.get(site.fqn, ()), own)
         return replace(plan, contexts={**plan.contexts, site.fqn: rows})
-
-    def apply(self, site: Site, build: Any) -> None:
-        """Nothing of its own: `build` puts the exchange into all modules at once."""

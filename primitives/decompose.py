@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import Primitive, refuse
+from schedlang.ir.features import Lowered
+from schedlang.ir.primitive import refuse
 
 if TYPE_CHECKING:
+    from schedlang.ir.features import Copy
     from schedlang.ir.model import Site
+    from schedlang.ir.plan import Plan
 
 
-class decompose(Primitive):  # noqa: N801
+class decompose(Lowered):  # noqa: N801
     """Let a linear layer add its bias in a call of its own, which a pattern can take.
 
     before   y = linear(x, w, b)
@@ -51,11 +53,11 @@ class decompose(Primitive):  # noqa: N801
                 helps=("drop the row, or remove the hook",),
             )
 
-    def apply(self, site: Site, build: Any) -> None:
+    def lower(self, site: Site, copy: Copy) -> None:
         """Change the module of the copy."""
         from schedlang.runtime.fusion.decomposed import decompose as apart
 
-        apart(build.at(site.fqn), kind_of(site, build.plan) or "")
+        apart(copy.at(site.fqn), kind_of(site, copy.plan) or "")
 
 
 def kind_of(site: Site, plan: Plan) -> str | None:

@@ -152,7 +152,7 @@ class expert_parallel(Primitive):  # noqa: N801
                     helps=(f"`{self.inner}` may be {legal}",),
                 )
 
-    def effect(self, site: Site, plan: Plan) -> Plan:
+    def transform(self, site: Site, plan: Plan) -> Plan:
         """Split the experts over every plain axis of `over`."""
         from schedlang.runtime.moe.experts import Routing
 
@@ -171,9 +171,6 @@ class expert_parallel(Primitive):  # noqa: N801
             found, dispatch, self.capacity, self.chunks, hot, inner, str(self.inner or "")
         )
         return plan.with_kind(site.fqn, "experts", routing)
-
-    def apply(self, site: Site, build: Any) -> None:
-        """Nothing of its own: `build` puts the exchange in place once the whole plan is traced."""
 
     def _layouts(self, site: Site, plan: Plan) -> Iterator[tuple[str, Layout]]:
         """Each parameter that has a part for each expert, as this row lays it out.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import field, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse
@@ -65,14 +65,11 @@ class freeze(Primitive):  # noqa: N801
                 helps=('except some: `freeze(keep="*bias")`',),
             )
 
-    def effect(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
+    def transform(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
         """Go on with a copy of the model, on the same storage, in which they take no gradient."""
         from schedlang.runtime.changed import Freeze
 
         return replace(plan, model=plan.model.changed(Freeze(self._chosen(sites, plan))))
-
-    def apply(self, sites: tuple[Site, ...], build: Any) -> None:
-        """Nothing of its own: the model that is built from has them frozen."""
 
     @property
     def _kept(self) -> tuple[str, ...]:

@@ -7,19 +7,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.diagnostics.diagnostic import Refusal, closest
 from schedlang.diagnostics.other_systems import ARGUMENTS
-from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import Gain, Primitive, Trial, refuse
+from schedlang.ir.features import Gain, Gaining, Lowered, Renewing, Resolved, Trial, Tried
+from schedlang.ir.primitive import Facet, refuse
 from schedlang.language.patterns import read as _read
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from schedlang.ir.features import Copy
     from schedlang.ir.model import Site
+    from schedlang.ir.plan import Plan
     from schedlang.language.patterns import Pattern
     from schedlang.runtime.fusion.fuse import Told
 
 
-class fuse(Primitive):  # noqa: N801
+class fuse(Lowered, Tried, Gaining, Resolved):  # noqa: N801
     """Compile regions of a module by torch's inductor, so that few kernels do the work of many.
 
     before   y = f(x)               one kernel for each operator of f
@@ -104,9 +106,9 @@ class fuse(Primitive):  # noqa: N801
                 helps=("select a module around it",),
             )
 
-    def apply(self, site: Site, build: Any) -> None:
+    def lower(self, site: Site, copy: Copy) -> None:
         """Compile the module of the copy."""
-        self._compile(build.at(site.fqn), site, build.plan)
+        self._compile(copy.at(site.fqn), site, copy.plan)
 
     def _compile(self, module: Any, site: Site, plan: Plan) -> None:
         from schedlang.runtime.fusion.fuse import fuse as compiled
@@ -162,8 +164,8 @@ def _told(site: Site, plan: Plan, row: fuse) -> Told:
 
     found = _read(row.pattern) if row.pattern else None
     inside: dict[str, set[str]] = {"decompose": set(), "": set()}
-    for action in plan.actions:
-        if "structure" in action.primitive.writes and not action.primitive.anew:
+    for action in plan.rows_changing(Facet.STRUCTURE):
+        if not isinstance(action.primitive, Renewing):
             inside[action.name if action.name in inside else ""].update(
                 s.removeprefix(f"{site.fqn}.") for s in action.sites if s.startswith(f"{site.fqn}.")
             )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from schedlang.ir.facets import Boundary
 from schedlang.ir.placement import Layout, R, Replicate, S
 from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import Primitive, refuse
+from schedlang.ir.primitive import Facet, Primitive, refuse
 from schedlang.language.kinds import Axes
 from schedlang.primitives.shard import KINDS, plain
 
@@ -92,7 +92,7 @@ class grid(Primitive):  # noqa: N801
                     helps=("drop one of the two rows",),
                 )
 
-    def effect(self, site: Site, plan: Plan) -> Plan:
+    def transform(self, site: Site, plan: Plan) -> Plan:
         """Split the parameters, and note what comes and goes over which axes."""
         kind, axes = self._kind(site), tuple(map(str, self.over))
         for name, layout in self._layouts(site, plan).items():
@@ -106,9 +106,6 @@ class grid(Primitive):  # noqa: N801
         for boundary in self._boundaries(kind, leave):
             plan = plan.with_boundary(site.fqn, boundary)
         return plan
-
-    def apply(self, site: Site, build: Any) -> None:
-        """Nothing of its own: `build` puts the products in place once the whole plan is traced."""
 
     # -- what the arguments mean at a site ---------------------------------------------------------
 
@@ -202,8 +199,7 @@ class grid(Primitive):  # noqa: N801
                 f"`{site}` is a `{site.class_name}`, which `grid` cannot shard",
                 helps=("select the linear layers, embeddings and norms inside it",),
             )
-        replaced = [a for a in plan.actions if "structure" in a.primitive.writes]
-        if any(site.fqn in action.sites for action in replaced):
+        if any(site.fqn in action.sites for action in plan.rows_changing(Facet.STRUCTURE)):
             refuse(
                 "S404",
                 f"`{site}` is computed by a kernel, which `grid` cannot shard",

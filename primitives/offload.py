@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import field, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from schedlang.diagnostics.diagnostic import Label
 from schedlang.diagnostics.source import NOWHERE
 from schedlang.diagnostics.tables import size
 from schedlang.ir.facets import Stored
+from schedlang.ir.features import Recomputing, Uniform
 from schedlang.ir.mesh import offered
 from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import Primitive, refuse
+from schedlang.ir.primitive import refuse
 from schedlang.language.kinds import Axis
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ STAY = {
 }
 
 
-class offload(Primitive):  # noqa: N801
+class offload(Uniform):  # noqa: N801
     """Keep what a module needs in host memory, on disk or on a peer while it does not need it.
 
     activations  move after its forward, and come back before its backward
@@ -72,7 +73,6 @@ class offload(Primitive):  # noqa: N801
     example = "layers.*  offload(activations, to=cpu)"
     reads = frozenset({"structure", "placement", "recompute"})
     writes = frozenset({"residence"})
-    alike = ()
 
     def agree(self, axes: Collection[str]) -> None:
         """Refuse a distance that means nothing, and half of a peer."""
@@ -112,9 +112,9 @@ class offload(Primitive):  # noqa: N801
 
     def _check_plans(self, site: Site, plan: Plan) -> None:
         """No row beside a plan that says by itself what is kept, or moved."""
-        near = [a for a in plan.rows_near(site.fqn) if a.primitive.keeps or a.primitive.moves]
-        met = [a for a in near if _meet(a.sites, site.fqn)]
-        row = next((a for a in met if a.primitive.keeps), None)
+        near = [(a, a.primitive) for a in plan.rows_near(site.fqn) if _meet(a.sites, site.fqn)]
+        met = [(a, row) for a, row in near if isinstance(row, Recomputing)]
+        row = next((a for a, one in met if one.keeps), None)
         if row is not None and self.what in MOVES:
             refuse(
                 "S844",
@@ -127,7 +127,7 @@ class offload(Primitive):  # noqa: N801
                 also=(Label(row.span or NOWHERE, "drops and recomputes activations"),),
             )
 
-        row = next((a for a in met if a.primitive.moves), None)
+        row = next((a for a, one in met if one.moves), None)
         if row is not None and self.what == "activations":
             refuse(
                 "S847",
@@ -159,26 +159,12 @@ class offload(Primitive):  # noqa: N801
                 ),
             )
 
-    def effect(self, site: Site, plan: Plan) -> Plan:
+    def transform(self, site: Site, plan: Plan) -> Plan:
         """Note what lies where."""
         if self.over is not None and plan.mesh.size(self.over) == 1:
             return plan
-        row = Stored(site.fqn, self.what, self.to, self.prefetch)
-        return replace(plan, stores=(*plan.stores, row))
-
-    def apply(self, site: Site, build: Any) -> None:
-        """Put the module's saved tensors into a store; `build` moves what is parameters'."""
-        from schedlang.runtime.offload.saved_tensors import Store, lodge
-        from schedlang.runtime.offload.saved_tensors import offload as move
-        from schedlang.runtime.storage.scratch import Scratch
-
-        if self.what == "activations" and self.over is not None:
-            lodge(build.at(site.fqn))
-        elif self.what == "activations":
-            scratch = build.shared("scratch", Scratch) if self.to == "disk" else None
-            key = ("offload", self.prefetch, self.to)
-            store = build.shared(key, lambda: Store(self.prefetch, scratch=scratch))
-            move(build.at(site.fqn), store)
+        made = Stored(site.fqn, self.what, self.to, self.prefetch, self.over, row=plan.next_row)
+        return replace(plan, stores=(*plan.stores, made))
 
 
 def _meet(sites: tuple[str, ...], fqn: str) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from schedlang.ir.facets import Overlap
 from schedlang.ir.mesh import offered
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse
@@ -60,7 +61,7 @@ class overlap(Primitive):  # noqa: N801
                 "`overlap(transfers)` needs pipeline stages, and there are none",
                 helps=(f"cut the model above: {row}",),
             )
-        twice = set(self.what) & set(plan.overlaps)
+        twice = [what for what in self.what if plan.overlapping(what)]
         if twice:
             refuse(
                 "S509",
@@ -68,10 +69,8 @@ class overlap(Primitive):  # noqa: N801
                 helps=("drop one of the two rows",),
             )
 
-    def effect(self, site: Site, plan: Plan) -> Plan:
+    def transform(self, site: Site, plan: Plan) -> Plan:
         """Note it."""
         ahead = self.ahead if "transfers" in self.what else plan.ahead
-        return replace(plan, overlaps=(*plan.overlaps, *self.what), ahead=ahead)
-
-    def apply(self, site: Site, build: Any) -> None:
-        """Nothing of its own: the executor obeys."""
+        made = (Overlap(what, row=plan.next_row) for what in self.what)
+        return replace(plan, overlaps=(*plan.overlaps, *made), ahead=ahead)

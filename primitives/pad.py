@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import field, replace
+from typing import TYPE_CHECKING, Literal
 
+from schedlang.ir.facets import Padded
+from schedlang.ir.features import Uniform
 from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import Primitive, refuse
+from schedlang.ir.primitive import refuse
 
 if TYPE_CHECKING:
     from schedlang.ir.model import Site
 
 
-class pad(Primitive):  # noqa: N801
+class pad(Uniform):  # noqa: N801
     """Round a dim of a weight up to a multiple, with zeros that no result ever sees.
 
     before   weight[50257, 768]
@@ -29,7 +31,6 @@ class pad(Primitive):  # noqa: N801
     example = "embed  pad(vocab, multiple=8)"
     reads = frozenset({"structure"})
     writes = frozenset({"shape"})
-    alike = ()
 
     def agree(self, axes: Collection[str]) -> None:
         """Refuse a multiple that there is not."""
@@ -53,7 +54,7 @@ class pad(Primitive):  # noqa: N801
         # rows below what they change the shape of were refused by what both read and write
         assert not plan.layout(site.parameters["weight"].name).splits
 
-    def effect(self, site: Site, plan: Plan) -> Plan:
+    def transform(self, site: Site, plan: Plan) -> Plan:
         """Layouts with the dim rounded up, also of a bias along the same dim."""
         for name, dims in site.dims.items():
             if self.dim in dims and name in site.parameters:
@@ -62,7 +63,6 @@ class pad(Primitive):  # noqa: N801
                 size = -(-layout.shape[dim] // self.multiple) * self.multiple
                 if layout.padded[dim] < size:
                     plan = plan.with_layout(site.parameters[name].name, layout.pad(dim, size))
-        return plan
-
-    def apply(self, site: Site, build: Any) -> None:
-        """Nothing of its own: parts are cut from the padded layout."""
+        size = site.parameters["weight"].shape[site.dims["weight"].index(self.dim)]
+        made = Padded(site.fqn, size, self.multiple, row=plan.next_row)
+        return replace(plan, padded=(*plan.padded, made))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from schedlang.diagnostics.other_systems import ORDER_NAMES
 from schedlang.diagnostics.source import text_of
 from schedlang.ir.facets import Order
+from schedlang.ir.features import Located, Resolved
 from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import Primitive, refuse
+from schedlang.ir.primitive import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -24,7 +25,7 @@ TABLES = (".csv",)
 MOST = 2**16  # microbatches, chunks and slices of a step: what can be planned at once
 
 
-class pipeline(Primitive):  # noqa: N801
+class pipeline(Located, Resolved):  # noqa: N801
     """Split each rank's rows into microbatches and say in which order stages run them.
 
     order    a name of the literature, case does not matter: "1F1B", "ZB-H1", "Chimera", .. (all of
@@ -146,7 +147,7 @@ class pipeline(Primitive):  # noqa: N801
         except OrderError as error:
             refuse("S608", error.reason, helps=(error.legal,))
 
-    def effect(self, site: Site, plan: Plan) -> Plan:
+    def transform(self, site: Site, plan: Plan) -> Plan:
         """Note the order."""
         return replace(plan, order=self._order(plan))
 
@@ -156,8 +157,13 @@ class pipeline(Primitive):  # noqa: N801
         axis = plan.cuts[0].axis if plan.cuts else None
         chunks = self.chunks or (1 if self.is_table else chunks_of(self.order))
         return Order(
-            axis, self.order, self.micro, chunks, self.slices, self.memory, self.table, self.every
+            axis,
+            self.order,
+            self.micro,
+            chunks,
+            self.slices,
+            self.memory,
+            self.table,
+            self.every,
+            row=plan.next_row,
         )
-
-    def apply(self, site: Site, build: Any) -> None:
-        """Nothing of its own: `build` makes the executor."""

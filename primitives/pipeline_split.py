@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from schedlang.diagnostics.diagnostic import Label
 from schedlang.diagnostics.source import NOWHERE
 from schedlang.ir.facets import Cut
+from schedlang.ir.features import Recomputing
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse
 from schedlang.language.kinds import Axis
@@ -71,7 +72,7 @@ class pipeline_split(Primitive):  # noqa: N801
                 "`balance` needs a list of modules; this row selects single modules",
                 helps=("leave out `balance`", "or select the list of modules to cut"),
             )
-        row = next((a for a in plan.actions if a.primitive.cuts), None)
+        row = next((action for action, one in plan.rows_with(Recomputing) if one.cuts), None)
         if row is not None and (not lists or self.balance != "even"):
             refuse(
                 "S845",
@@ -114,16 +115,15 @@ class pipeline_split(Primitive):  # noqa: N801
                 ),
             )
 
-    def effect(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
+    def transform(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
         """Note the cuts; stages are numbered when the number of chunks is known."""
         axis = str(self.over)
         names = tuple(site.fqn for site in sites)
         trunk = any(self._is_trunk(site, plan) for site in sites)
-        cut = Cut(axis, () if trunk else names, names if trunk else (), self.balance)
+        cut = Cut(
+            axis, () if trunk else names, names if trunk else (), self.balance, row=plan.next_row
+        )
         return replace(plan, cuts=(*plan.cuts, cut))
-
-    def apply(self, sites: tuple[Site, ...], build: Any) -> None:
-        """Nothing of its own: `build` makes the stages."""
 
     def _is_trunk(self, site: Site, plan: Plan) -> bool:
         return site.fqn in dict(plan.unrolled) or any(site.is_a(kind) for kind in LISTS)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace as changed
 from typing import TYPE_CHECKING, Any
 
+from schedlang.ir.features import Renewing
 from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import Primitive, refuse
+from schedlang.ir.primitive import FACETS, Facet, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from schedlang.ir.model import Site
 
 
-class replace(Primitive):  # noqa: N801
+class replace(Renewing):  # noqa: N801
     """Compute with a module of your own, which takes over the parameters and their names.
 
     before   y = f(x; w)
@@ -38,7 +39,6 @@ class replace(Primitive):  # noqa: N801
 
     example = "layers.*.mlp  replace(my_mlp)"
     takes = "selection"
-    anew = True
     reads = frozenset()
     writes = frozenset({"structure"})
     gives_up = frozenset({"rounding"})
@@ -64,14 +64,14 @@ class replace(Primitive):  # noqa: N801
         """Rows inside a module that is replaced come after it: they act on what is there then."""
         for action in plan.actions:
             inside = any(s == site.fqn or s.startswith(f"{site.fqn}.") for s in action.sites)
-            if inside and action.primitive.writes - {"trained"}:
+            if inside and action.changes(*(FACETS - {Facet.TRAINED})):
                 refuse(
                     "S503",
                     f"`replace` must stand above `{action.name}`",
                     helps=(f"move `replace` above this `{action.name}`",),
                 )
 
-    def effect(self, site: tuple[Site, ...], plan: Plan) -> Plan:
+    def transform(self, site: tuple[Site, ...], plan: Plan) -> Plan:
         """Go on with a copy of the model in which the modules are replaced."""
         from schedlang.runtime.kernel_injection.replaced_module import Replace
 
@@ -79,6 +79,3 @@ class replace(Primitive):  # noqa: N801
         sites = tuple(one.fqn for one in site)
         change = Replace(sites, self.module, known[self.module])
         return changed(plan, model=plan.model.changed(change))
-
-    def apply(self, site: tuple[Site, ...], build: Any) -> None:
-        """Nothing of its own: the model that is built from has it."""

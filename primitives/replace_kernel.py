@@ -7,14 +7,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
-from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import Primitive, Trial, refuse
+from schedlang.ir.features import Injected, Settled, Trial, Tried
+from schedlang.ir.primitive import Facet, refuse
 from schedlang.language.value import Bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from schedlang.ir.features import Copy
     from schedlang.ir.model import Site
+    from schedlang.ir.plan import Plan
 
 
 # kernel -> its package, how to install it, what does without
@@ -34,7 +36,7 @@ PARTS = {"rope": "rotation"} | dict.fromkeys(
 )
 
 
-class replace_kernel(Primitive):  # noqa: N801
+class replace_kernel(Injected, Tried, Settled):  # noqa: N801
     """Swap the computation between a module's parameters; its parameters, children and names stay.
 
     before   y = w * (x / rms(x))          several kernels of torch
@@ -141,9 +143,7 @@ class replace_kernel(Primitive):  # noqa: N801
         edges = traced.edges.get(site.fqn, ())
         if not self.waits or not edges or [edge.head for edge in edges] == [True]:
             return
-        rows = [
-            a for a in plan.actions if site.fqn in a.sites and "placement" in a.primitive.writes
-        ]
+        rows = [a for a in plan.rows_changing(Facet.PLACEMENT) if site.fqn in a.sites]
         axis = edges[0].group.axes[0]
         diagnostic = Diagnostic(
             "S875",
@@ -160,11 +160,11 @@ class replace_kernel(Primitive):  # noqa: N801
         )
         raise Refusal(diagnostic)
 
-    def apply(self, site: Site, build: Any) -> None:
+    def lower(self, site: Site, copy: Copy) -> None:
         """Put the kernel into the module of the copy."""
         from schedlang.runtime.kernel_injection.kernel import replace
 
-        replace(build.at(site.fqn), self._found(site, build.plan), int(self.chunk or 0))
+        replace(copy.at(site.fqn), self._found(site, copy.plan), int(self.chunk or 0))
 
     def trial(self, site: Site, plan: Plan, calls: Mapping[str, Any]) -> list[Trial]:
         """Run the Triton kernel itself, on a GPU or in Triton's interpreter, beside the module."""

@@ -8,10 +8,11 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.ir.facets import Boundary
+from schedlang.ir.features import SplittingHeads, Uniform
 from schedlang.ir.fitting import Cut, blocks_of, remedies, some
 from schedlang.ir.placement import EVEN, P, Placement, R, Replicate, S
 from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import Primitive, refuse
+from schedlang.ir.primitive import refuse
 from schedlang.language.kinds import Axis, Rest
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
 KINDS = ("Linear", "Conv1D", "Embedding", "EmbeddingBag", *CONVOLUTIONS)
 
 
-class shard(Primitive):  # noqa: N801
+class shard(SplittingHeads, Uniform):  # noqa: N801
     """Give each rank of one axis a part of a module, and say how activations enter and leave it.
 
     before   y = f(x)                          every rank holds f whole
@@ -64,7 +65,7 @@ class shard(Primitive):  # noqa: N801
     reads = frozenset({"structure", "shape", "dtype"})
     writes = frozenset({"placement"})
     gives_up = frozenset({"rounding"})
-    alike = ("max_norm", "groups")
+    looks_at = ("max_norm", "groups")
 
     def agree(self, axes: Collection[str]) -> None:
         """Refuse two ways of saying what is split, and what is no count of blocks."""
@@ -124,7 +125,7 @@ class shard(Primitive):  # noqa: N801
         if kind in CONVOLUTIONS:
             self._check_groups(site, plan)
 
-    def effect(self, site: Site, plan: Plan) -> Plan:
+    def transform(self, site: Site, plan: Plan) -> Plan:
         """Split the parameters and note the boundary."""
         axis = str(self.over)
         if self._whole(plan):
@@ -138,9 +139,6 @@ class shard(Primitive):  # noqa: N801
                 plan = plan.with_layout(fact.name, split)
         entry, leave = self._edges(site)
         return plan.with_boundary(site.fqn, Boundary(axis, entry, leave))
-
-    def apply(self, site: Site, build: Any) -> None:
-        """Nothing of its own: `build` puts all crossings in place once the whole plan is traced."""
 
     # -- what the arguments mean at a site ---------------------------------------------------------
 
@@ -356,7 +354,7 @@ class shard(Primitive):  # noqa: N801
             helps.append(f"or pad it first: `{site} pad({names[dim]}, multiple=128)`")
         elif self.uneven is None:
             out = names[dim : dim + 1] == ("out",)
-            helps += remedies(f"{site} {self.call}", self.heads, ranks, out)
+            helps += remedies(f"{site} {self._call}", self.heads, ranks, out)
         style = f"`{self.style}`" if self.style else "this"
         count = f"{len(cut.blocks)} blocks of {bad}" if len(cut.blocks) > 1 else f"{bad}"
         if self.heads:
@@ -372,7 +370,22 @@ class shard(Primitive):  # noqa: N801
         )
 
     @property
-    def call(self) -> str:
+    def settles_heads(self) -> bool:
+        """Whether `uneven` does."""
+        return self.uneven is not None
+
+    def remedies(self, site: str, heads: int, ranks: int, blocks: bool) -> list[str]:
+        """This call with a rule for its heads; or with blocks, where it has none."""
+        found = remedies(f"{site} {self._call}", heads, ranks, self.style == "col")
+        if blocks and self.blocks == 1:
+            found.append(
+                f"if these are not heads, but {heads} blocks side by side (q, k and v):"
+                f" `{site} {self._call}, blocks={heads})`"
+            )
+        return found
+
+    @property
+    def _call(self) -> str:
         """The call as it stands, without what follows the axis, and open."""
         given = [self.style] if self.style else [f"{k}={v}" for k, v in self.tensors]
         blocks = self.blocks if isinstance(self.blocks, int) else list(self.blocks)

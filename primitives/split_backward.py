@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse
@@ -39,12 +39,9 @@ class split_backward(Primitive):  # noqa: N801
         if site.fqn in (plan.late or ()):
             refuse("S509", "its backward is split already", helps=("drop one of the two rows",))
 
-    def effect(self, site: Site, plan: Plan) -> Plan:
+    def transform(self, site: Site, plan: Plan) -> Plan:
         """Note the module."""
         return replace(plan, late=(*(plan.late or ()), site.fqn))
-
-    def apply(self, site: Site, build: Any) -> None:
-        """Nothing of its own: the executor splits."""
 
 
 def _has_parameters(site: Site, plan: Plan) -> bool:

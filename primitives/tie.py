@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse
@@ -58,14 +58,11 @@ class tie(Primitive):  # noqa: N801
                 helps=("drop the row, or select other modules",),
             )
 
-    def effect(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
+    def transform(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
         """Go on with a copy of the model, on the same storage, in which they are one."""
         from schedlang.runtime.changed import Tie
 
         return replace(plan, model=plan.model.changed(Tie(self._groups(sites, plan))))
-
-    def apply(self, sites: tuple[Site, ...], build: Any) -> None:
-        """Nothing of its own: the model that is built from has them tied."""
 
     def _chosen(self, site: Site, plan: Plan) -> dict[str, ParameterFact]:
         """The parameters of a module that are to be shared, by their names there."""

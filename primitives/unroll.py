@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse
@@ -66,9 +66,6 @@ class unroll(Primitive):  # noqa: N801
                     helps=("unroll one of the two",),
                 )
 
-    def effect(self, site: Site, plan: Plan) -> Plan:
+    def transform(self, site: Site, plan: Plan) -> Plan:
         """Note the number of calls; they are counted when there is a batch."""
         return replace(plan, unrolled=(*plan.unrolled, (site.fqn, self.times)))
-
-    def apply(self, site: Site, build: Any) -> None:
-        """Nothing of its own: `build` makes the stages."""

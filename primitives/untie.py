@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse
@@ -62,14 +62,11 @@ class untie(Primitive):  # noqa: N801
                 helps=("build the model with two modules",),
             )
 
-    def effect(self, site: Site, plan: Plan) -> Plan:
+    def transform(self, site: Site, plan: Plan) -> Plan:
         """Go on with a copy of the model in which the module has its own."""
         from schedlang.runtime.changed import Untie
 
         return replace(plan, model=plan.model.changed(Untie(self._shared(site, plan))))
-
-    def apply(self, site: Site, build: Any) -> None:
-        """Nothing of its own: the model that is built from has it untied."""
 
     def _shared(self, site: Site, plan: Plan) -> tuple[str, ...]:
         """Full names of what becomes the module's own."""

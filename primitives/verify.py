@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import field, replace
+from typing import TYPE_CHECKING, Literal
 
-from schedlang.ir.primitive import Primitive, refuse
+from schedlang.ir.facets import Check
+from schedlang.ir.features import Checking
+from schedlang.ir.primitive import refuse
 from schedlang.language.kinds import Many
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 What = Literal["forward", "backward", "train", "loss", "exact"]
 
 
-class verify(Primitive):
+class verify(Checking):
     """Ask for more than every comparison checks; it changes nothing, and `verify` alone acts on it.
 
     `forward` (outputs, loss), `backward` (gradients) and `train` (parameters) are always compared,
@@ -57,5 +59,9 @@ class verify(Primitive):
         if self.within is not None and "loss" not in self.what:
             refuse("S305", "`within` needs `loss`", helps=["write `verify(loss, within=0.01)`"])
 
-    def apply(self, site: Site, build: Any) -> None:
-        """Nothing is built for it."""
+    def transform(self, site: Site, plan: Plan) -> Plan:
+        """Note what is asked; a proof reads it."""
+        made = Check(
+            self.what, self.rtol, self.steps, self.within, self.mode == "eval", row=plan.next_row
+        )
+        return replace(plan, checks=(*plan.checks, made))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from schedlang.ir.facets import Replicas
+from schedlang.ir.features import Slicing
 from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import Primitive, refuse
+from schedlang.ir.primitive import refuse
 from schedlang.language.kinds import Axes
 from schedlang.language.value import Bytes
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from schedlang.ir.model import Site
 
 
-class zero(Primitive):  # noqa: N801
+class zero(Slicing):  # noqa: N801
     """Give the ranks along `over` different rows of the batch; each keeps a slice of the state.
 
     stage 0   nothing is sliced: plain data parallelism
@@ -129,13 +130,25 @@ class zero(Primitive):  # noqa: N801
                 helps=("name another axis of the mesh",),
             )
 
-    def effect(self, site: Site, plan: Plan) -> Plan:
+    def transform(self, site: Site, plan: Plan) -> Plan:
         """Note what the ranks along these axes keep whole or sliced."""
         from dataclasses import replace
 
         bucket = None if self.bucket is None else int(self.bucket)
-        mine = Replicas(tuple(map(str, self.over)), self.stage, self.prefetch, self.reshard, bucket)
+        axes, row = tuple(map(str, self.over)), plan.next_row
+        mine = Replicas(axes, self.stage, self.prefetch, self.reshard, bucket, row=row)
         return replace(plan, replicas=(*plan.replicas, mine))
 
-    def apply(self, site: Site, build: Any) -> None:
-        """Nothing of its own: `build` slices once stages and parts are in place."""
+    @property
+    def slices(self) -> bool:
+        """From stage 1 on."""
+        return self.stage > 0
+
+    @property
+    def each_microbatch(self) -> bool:
+        """From stage 2 on."""
+        return self.stage > 1
+
+    def unsliced(self) -> zero:
+        """The row at stage 0; what else it says is about slices."""
+        return zero(stage=0, over=self.over)

@@ -85,7 +85,8 @@ def entries() -> list[Entry]:
 def found_tests() -> dict[str, bool]:
     """Every test function, as file::name, and whether only the deep tier runs it."""
     found = {}
-    for path in TESTS.rglob("test_*.py"):
+    techniques = (TESTS.parent / "examples" / "techniques").rglob("test_*.py")
+    for path in (*TESTS.rglob("test_*.py"), *techniques):
         tree = ast.parse(path.read_text())
         lines = [ast.unparse(one) for one in tree.body if isinstance(one, ast.Assign)]
         whole = any(line.startswith("pytestmark =") and "mark.deep" in line for line in lines)

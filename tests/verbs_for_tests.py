@@ -38,9 +38,6 @@ def define() -> None:
                         f"`{self.over}` has {size} ranks",
                     )
 
-        def apply(self, site: Any, build: Any) -> None:
-            pass
-
     class pad(Primitive):
         """Pad a dim."""
 
@@ -53,9 +50,6 @@ def define() -> None:
         def check(self, site: Any, plan: Any) -> None:
             pass
 
-        def apply(self, site: Any, build: Any) -> None:
-            pass
-
     class checkpoint(Primitive):
         """Recompute."""
 
@@ -65,9 +59,6 @@ def define() -> None:
         writes = frozenset({"recompute"})
 
         def check(self, site: Any, plan: Any) -> None:
-            pass
-
-        def apply(self, site: Any, build: Any) -> None:
             pass
 
     class replace_kernel(Primitive):
@@ -86,9 +77,6 @@ def define() -> None:
         def check(self, site: Any, plan: Any) -> None:
             pass
 
-        def apply(self, site: Any, build: Any) -> None:
-            pass
-
     class pipeline(Primitive):
         """Order the microbatches."""
 
@@ -102,9 +90,6 @@ def define() -> None:
         def check(self, site: Any, plan: Any) -> None:
             if any(action.name == "pipeline" for action in plan.actions):
                 refuse("S509", "the pipeline already has an order")
-
-        def apply(self, site: Any, build: Any) -> None:
-            pass
 
 
 @contextmanager

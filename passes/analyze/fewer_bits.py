@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.diagnostics.source import NOWHERE
 from schedlang.ir.facets import Kept
+from schedlang.ir.features import Lowered, Recomputing
 from schedlang.ir.plan import Action, Plan
+from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.routing import routings
 from schedlang.passes.partition.chains import Chains, Counting, alone, run_again, running
 from schedlang.passes.propagate.saved_parts import (
@@ -84,10 +86,10 @@ def allotted(
         return {}
     seen = _seen(plan, rows, sample, loss, chains or {})
     found: dict[str, tuple[Allotted, ...]] = {}
-    for action in plan.actions:
-        mine = [row for row in rows if action.name == "compress" and row.fqn in action.sites]
-        if mine and mine[0].budget is not None:
-            found |= _of_row([row.fqn for row in mine], seen, mine[0].budget)
+    for number in dict.fromkeys(one.row for one in rows):
+        mine = [one for one in rows if one.row == number]
+        if mine[0].budget is not None:
+            found |= _of_row([one.fqn for one in mine], seen, mine[0].budget)
     return found
 
 
@@ -237,7 +239,7 @@ def kept_by_ranks(counting: Counting, chains: Chains) -> Parts | None:
 
 
 def _of_ranks(plan: Plan, axis: str) -> Refusal:
-    row = next(one for one in meeting(plan) if one.primitive.limit is not None)
+    row = next(action for action, one in meeting(plan) if one.limit is not None)
     return Refusal(
         Diagnostic(
             "S857",
@@ -332,10 +334,10 @@ def _saved(
 
 
 WHY = {
-    "recompute": "what is recomputed inside is not compressed, and nothing that is dropped at"
+    Facet.RECOMPUTE: "what is recomputed inside is not compressed, and nothing that is dropped at"
     " run time",
-    "structure": "its kernel saves other tensors than the module does",
-    "residence": "what is offloaded inside is not compressed, and no parameters that are moved"
+    Facet.STRUCTURE: "its kernel saves other tensors than the module does",
+    Facet.RESIDENCE: "what is offloaded inside is not compressed, and no parameters that are moved"
     " in and out",
 }
 
@@ -345,13 +347,17 @@ def check_kept(plan: Plan, traced: Traced, staged: Staged, slicing: Slicing | No
     nothing says what one process would keep."""
     if not plan.kept:
         return
-    coded = [row for row in plan.actions if _keeps(row)]
+    numbers = {one.row for one in plan.kept}
+    stored = {one.row: one.what for one in plan.stores}
+    coded = [action for action in plan.actions if action.row in numbers]
     for row in coded:
         for other in plan.actions:
-            facet = next((f for f in WHY if f in other.primitive.writes), None)
-            if facet is None or _keeps(other) or getattr(other.primitive, "what", "") in _STATE:
-                continue
-            _check_meeting(row, other, facet)
+            facet = next((f for f in WHY if other.changes(f)), None)
+            own, what = other.primitive, stored.get(other.row)
+            idle = facet is Facet.RESIDENCE and what is None and not isinstance(own, Lowered)
+            if facet is None or idle or other.row in numbers or what in _STATE:
+                continue  # one that is idle keeps on a peer along an axis of one rank
+            _check_meeting(row, other, facet, moves=what == "activations")
     _check_choices(plan, traced)
     _check_results(plan)
     _check_split(plan, coded[0])
@@ -362,14 +368,10 @@ def check_kept(plan: Plan, traced: Traced, staged: Staged, slicing: Slicing | No
 _STATE = ("gradients", "optimizer")  # which no forward saves
 
 
-def _keeps(row: Action) -> bool:
-    return row.name == "compress" and "residence" in row.primitive.writes
-
-
-def _check_meeting(row: Action, other: Action, facet: str) -> None:
+def _check_meeting(row: Action, other: Action, facet: Facet, moves: bool) -> None:
     """Two rows about modules of which one holds the other, or is it."""
-    moves = other.name == "offload" and getattr(other.primitive, "what", "") == "activations"
-    again = other.primitive.reruns(other.sites, ()) is not None
+    reruns = other.primitive
+    again = isinstance(reruns, Recomputing) and reruns.reruns(other.sites, ()) is not None
     pairs = ((a, b) for a in row.sites for b in other.sites)
     pairs = ((a, b) for a, b in pairs if not (moves and _holds(b, a)))  # whole numbers may move
     pairs = ((a, b) for a, b in pairs if not (again and _holds(a, b)))  # inputs may be rounded
@@ -392,7 +394,7 @@ def _check_meeting(row: Action, other: Action, facet: str) -> None:
 
 def _check_choices(plan: Plan, traced: Traced) -> None:
     """A second run from rounded inputs would choose otherwise than the first (S857)."""
-    for row, site in ((action, site) for action in meeting(plan) for site in action.sites):
+    for row, site in ((action, site) for action, _ in meeting(plan) for site in action.sites):
         found = next((fqn for fqn in traced.choices if _holds(site, fqn)), None)
         if found is not None:
             label = Label(row.span or NOWHERE, "recomputes from compressed inputs")
@@ -414,8 +416,8 @@ def _check_choices(plan: Plan, traced: Traced) -> None:
 
 def _check_results(plan: Plan) -> None:
     """What is kept beside inputs is what one process has, too: no message (S857)."""
-    for row in meeting(plan):
-        if not any("collective" in one.save for one in row.primitive.reruns(row.sites, ()) or ()):
+    for row, one in meeting(plan):
+        if not any("collective" in again.save for again in one.reruns(row.sites, ()) or ()):
             continue
         label = Label(row.span or NOWHERE, "saves results for the recomputation")
         raise Refusal(

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.culprit import told
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.ir.features import Settled
 from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import Primitive
+from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.fewer_bits import Bits, allotted, check_kept, kept_by_ranks
 from schedlang.passes.analyze.holdings import holdings_of
 from schedlang.passes.analyze.residence import check_peers
@@ -29,17 +30,15 @@ if TYPE_CHECKING:
     from schedlang.runtime.context_parallel.local_tokens import Tokens
     from schedlang.runtime.sequence_pipelining.slices import Slicing
 
-# ---- What rows refuse once the whole plan stands and is traced: see `Primitive.settled`.
+# ---- What rows refuse once the whole plan stands and is traced: see `Settled`.
 
 
 def check_settled(plan: Plan, traced: Traced) -> None:
     """Ask every row about its sites; a refusal is placed at its row."""
-    for action in plan.actions:
-        if type(action.primitive).settled is Primitive.settled:
-            continue
+    for action, row in plan.rows_with(Settled):
         for target in plan.targets(action):
             try:
-                action.primitive.settled(target, plan, traced)
+                row.settled(target, plan, traced)
             except Refusal as refusal:
                 if action.span is None:
                     raise
@@ -62,7 +61,7 @@ def check_repeats(plan: Plan, sample: Mapping[str, Any], loss: Loss | None = Non
     from schedlang.runtime.tracing.constants import OnMeta
     from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
 
-    rows = [action for action in plan.actions if "recompute" in action.primitive.writes]
+    rows = plan.rows_changing(Facet.RECOMPUTE)
     kinds = {site: _kind(plan, site) for action in rows for site in action.sites}
     key = ("repeats", tuple(sorted(kinds)))
     if not kinds or key in plan.model.cache:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.facets import Stored
-from schedlang.ir.plan import Action, Plan
-from schedlang.passes.partition.parks import peer_rows
+from schedlang.ir.plan import Plan
+from schedlang.passes.partition.parks import on_peers
 
 if TYPE_CHECKING:
     import torch
@@ -34,11 +34,12 @@ HOST = "keep them in host memory: `offload({}, to=cpu)`"
 
 def check_peers(plan: Plan, staged: Staged) -> None:
     """Refuse rows to a peer that would gain nothing, or that could not be run (S851)."""
-    for row in peer_rows(plan):
-        _check_axis(row, staged)
-    states, lodgings = peer_rows(plan, "optimizer"), peer_rows(plan, "activations")
+    for one in on_peers(plan):
+        _check_axis(plan, one, staged)
+    states, lodgings = on_peers(plan, "optimizer"), on_peers(plan, "activations")
     if states and any(store.tier == "disk" for store in plan.stores):
         _refuse(
+            plan,
             states[0],
             "optimizer state cannot be sent to a peer where another row offloads to disk",
             "a step that finds the disk full is undone, but the state has been sent already",
@@ -48,6 +49,7 @@ def check_peers(plan: Plan, staged: Staged) -> None:
         _check_homes(plan, states[0])
     if lodgings and staged.timeline.slices > 1:
         _refuse(
+            plan,
             lodgings[0],
             "activations of slices cannot be sent to a peer",
             "slices of one sequence share keys and values, which sending one slice would remove",
@@ -55,9 +57,9 @@ def check_peers(plan: Plan, staged: Staged) -> None:
         )
 
 
-def _check_axis(row: Action, staged: Staged) -> None:
+def _check_axis(plan: Plan, one: Stored, staged: Staged) -> None:
     """A peer is the next rank of the pipeline: along other axes ranks hold as much."""
-    over, what = row.primitive.over, row.primitive.what  # type: ignore[attr-defined]
+    over, what = one.over, one.what
     if over == staged.axis:
         return
     said = "state" if what == "optimizer" else f"of {what}"
@@ -67,7 +69,8 @@ def _check_axis(row: Action, staged: Staged) -> None:
         "activations": "or save fewer of them: `layers.*  checkpoint()`",
     }
     _refuse(
-        row,
+        plan,
+        one,
         f"`to=peer` over `{over}` saves no memory: each rank keeps as much {said}",
         "ranks would only exchange it: none would hold less",
         (
@@ -77,23 +80,25 @@ def _check_axis(row: Action, staged: Staged) -> None:
     )
 
 
-def _check_homes(plan: Plan, row: Action) -> None:
+def _check_homes(plan: Plan, one: Stored) -> None:
     """State goes to a peer from parameters that lie on the device."""
 
     lost = (n for n, t in tiers_of(plan).items() if t.state == "peer" and t.parameter != "device")
     name = next(lost, None)
     if name is not None:
         _refuse(
-            row,
+            plan,
+            one,
             f"`{name}` is in host memory, and is updated there",
             "its optimizer state would go to the host through another rank",
             (NEAR, "or keep its parameters on the device"),
         )
 
 
-def _refuse(row: Action, said: str, note: str, helps: tuple[str, ...]) -> NoReturn:
+def _refuse(plan: Plan, one: Stored, said: str, note: str, helps: tuple[str, ...]) -> NoReturn:
+    row = plan.origin(one)
     refusal = Refusal(Diagnostic("S851", said, notes=(note,), helps=helps))
-    raise refusal.at(row.span) if row.span is not None else refusal
+    raise refusal.at(row.span) if row is not None and row.span is not None else refusal
 
 
 def peer_of(
@@ -108,11 +113,12 @@ def peer_of(
     from schedlang.runtime.optim.whole_step import is_elementwise, is_tensorwise
     from schedlang.runtime.storage.leaving import local
 
-    rows = peer_rows(builder.plan, "optimizer")
+    rows = on_peers(builder.plan, "optimizer")
     if not rows or optimizer is None:
         return None
     if not (is_elementwise(optimizer) and is_tensorwise(optimizer)):
         _refuse(
+            builder.plan,
             rows[0],
             "this optimizer is not elementwise",
             "the state is moved back for only a few parameters at a time",
@@ -120,7 +126,8 @@ def peer_of(
         )
     names = [n for n, t in tiers.items() if t.state == "peer" and found[n].requires_grad]
     rounds = [[names[k] for k in turn] for turn in _rounds([local(found[n]).nbytes for n in names])]
-    axis: str = rows[0].primitive.over  # type: ignore[attr-defined]
+    axis = rows[0].over
+    assert axis is not None
     everyone = world.gathered(len(rounds))
     group = replace(builder.ranks.group(axis), pg=builder.ranks.again(axis, "peer"))
     return Peer(group, found, rounds, max(everyone[rank] for rank in group.ranks))
@@ -239,7 +246,7 @@ def tier_of_unit(plan: Plan, fqn: str, names: Sequence[str]) -> str:
         near = next(name for name, tier in found.items() if tier == kinds[-1])
         away = next(name for name, tier in found.items() if tier == kinds[0])
         unit = f"`{fqn}`" if fqn else "the part outside its list of layers"
-        row = next((a for a in plan.actions if a.name == "offload"), None)
+        row = plan.origin(plan.stores[0])
         refusal = Refusal(
             Diagnostic(
                 "S854",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Facet
 from schedlang.passes.partition.staging import Staged, placed
 from schedlang.passes.propagate.batch_weights import Weight
 from schedlang.passes.propagate.context import Question, Subject, answer, weight_by_tokens
@@ -44,7 +45,7 @@ def slicing_of(
         found.pieces(sample)  # are there enough tokens?
         return found
     except Refusal as refusal:
-        raise placed(refusal, plan, "order") from refusal
+        raise placed(refusal, plan, Facet.ORDER) from refusal
 
 
 def _found(subject: Subject, count: int) -> Slicing:

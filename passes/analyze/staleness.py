@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.plan import Action, Plan
+from schedlang.ir.primitive import Facet
 
 if TYPE_CHECKING:
     from schedlang.passes.partition.staging import Staged
@@ -81,7 +82,7 @@ def check_stale(plan: Plan, staged: Staged) -> None:
 
     if not is_stale(staged.timeline):
         return
-    row = _row(plan, "order")
+    row = _row(plan, Facet.ORDER)
     try:
         check_versions(staged.timeline)
     except TimelineError as error:
@@ -148,18 +149,19 @@ def _check_sliced(plan: Plan) -> None:
         return
     _refuse(
         "sharded parameters cannot be kept in several versions",
-        _row(plan, "state"),
+        _row(plan, Facet.STATE),
         notes=("the order keeps each version of the full weights, and shards are of one version",),
         helps=("replicate them: `zero(stage=0, ...)`", SYNCHRONOUS),
     )
 
 
 def _check_early(plan: Plan) -> None:
-    if "gradients" not in plan.overlaps:
+    early = plan.overlapping("gradients")
+    if early is None:
         return
     _refuse(
         "`overlap(gradients)` has no effect: gradients are summed at every update of a stage",
-        next((a for a in plan.actions if a.name == "overlap"), None),
+        plan.origin(early),
         notes=("the rank has no other stage whose backward could overlap with the sum",),
         helps=("use `overlap(transfers)` only", SYNCHRONOUS),
     )
@@ -171,7 +173,7 @@ def _check_coded(plan: Plan) -> None:
         return
     _refuse(
         "`compress` sums gradients once a step, but stages are updated several times in it",
-        next((a for a in plan.actions if a.name == "compress"), None),
+        plan.origin(plan.compression),
         notes=("the error of compression is added to the gradient of the next step",),
         helps=("drop this row: gradients are then summed uncompressed", SYNCHRONOUS),
     )
@@ -183,7 +185,7 @@ def _check_scaled(plan: Plan) -> None:
         return
     _refuse(
         "loss scaling may skip a step, but this order updates stages inside the step",
-        next((a for a in plan.actions if a.name == "cast"), None),
+        plan.origin(plan.scaled),
         notes=("whether gradients overflowed on any rank is known only at the end of a step",),
         helps=("use `cast(bf16)`, which needs no loss scale", SYNCHRONOUS),
     )
@@ -195,10 +197,9 @@ def _check_residence(plan: Plan) -> None:
     bad = [s for s in bad if s.tier != "cpu" or s.what != "optimizer"]
     if not bad:
         return
-    row = next((a for a in plan.actions if bad[0].fqn in a.sites and a.name == "offload"), None)
     _refuse(
         f"the {bad[0].what} of several versions cannot be kept {_WHERE[bad[0].tier]}",
-        row,
+        plan.origin(bad[0]),
         notes=("the order keeps the versions that it still needs on the device",),
         helps=(
             "keep only the optimizer state in host memory: `offload(optimizer, to=cpu)`",
@@ -212,7 +213,7 @@ _WHERE = {"cpu": "in host memory", "disk": "on disk", "peer": "on a peer"}
 
 def _check_recomputed(plan: Plan, staged: Staged) -> None:
     """A recomputed forward would meet other weights than the first one, where nothing is kept."""
-    row = _row(plan, "recompute")
+    row = _row(plan, Facet.RECOMPUTE)
     if row is None or not _moves(staged):
         return
     _refuse(
@@ -233,8 +234,8 @@ def _moves(staged: Staged) -> bool:
     return table is not None and table.forward != table.backward
 
 
-def _row(plan: Plan, facet: str) -> Action | None:
-    return next((a for a in plan.actions if facet in a.primitive.writes), None)
+def _row(plan: Plan, facet: Facet) -> Action | None:
+    return next(iter(plan.rows_changing(facet)), None)
 
 
 def _refuse(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Facet
 
 if TYPE_CHECKING:
     from schedlang.passes.propagate.propagate import Traced
@@ -153,7 +154,7 @@ def check_rows(plan: Plan, sample: Mapping[str, Any]) -> None:
     found = names_rows(plan.model.model, sample, suspects) if suspects else None
     if found is None:
         return
-    row = next((a for a in plan.actions if {"state", "order"} & set(a.primitive.writes)), None)
+    row = next(iter(plan.rows_changing(Facet.STATE, Facet.ORDER)), None)
     raise Refusal(
         Diagnostic(
             "S670",

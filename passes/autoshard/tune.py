@@ -201,10 +201,10 @@ def _priced(job: Job, plan: Plan, given: Mapping[str, Any]) -> Tried:
     from schedlang.passes.simulate.memory import rank_classes
     from schedlang.passes.simulate.rehearse import held, rehearse
     from schedlang.passes.simulate.step_time import step_time
-    from schedlang.runtime import batch as parts
+    from schedlang.runtime.batch import sample_of
 
     plan = completed(plan, job.batch, job.loss)
-    sample = parts.sample(job.batch, plan.shares, plan.micro)
+    sample = sample_of(job.batch, plan.shares, plan.micro)
     prepared = prepare(plan, sample, job.loss, job.weight)
     mesh = dict(plan.mesh.sizes)
     state = max(one.state for one in rank_classes(plan, prepared.staged, prepared.holdings))

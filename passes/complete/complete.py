@@ -9,6 +9,7 @@ from typing import Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.ir.plan import Action, Plan
+from schedlang.ir.primitive import Facet
 from schedlang.passes.complete.proposal_text import Row, names_text
 from schedlang.passes.complete.proposal_trial import Trial, paths
 from schedlang.passes.complete.tensor_rows import Finder, Flow, flows, split_rows, variants
@@ -37,8 +38,8 @@ def completed(plan: Plan, batch: Mapping[str, Any] | None, loss: Loss | None = N
     Raises Refusal S426 where there are two ways, S427 where there is none, at the `complete` row;
     S605 where there is no batch to follow the model with.
     """
-    for axis in plan.completing:
-        row = next(a for a in plan.actions if a.name == "complete" and _over(a) == axis)
+    for axis, row in [(one.axis, plan.origin(one)) for one in plan.completing]:
+        assert row is not None
         if batch is None:
             raise Refusal(
                 Diagnostic(
@@ -51,10 +52,6 @@ def completed(plan: Plan, batch: Mapping[str, Any] | None, loss: Loss | None = N
         if plan.mesh.size(axis) > 1:
             plan = _completed(plan, axis, batch, loss, row)
     return replace(plan, completing=())
-
-
-def _over(action: Action) -> str:
-    return str(getattr(action.primitive, "over", ""))
 
 
 def _label(row: Action) -> Label:
@@ -99,8 +96,9 @@ def _continued(
 
 def _placing(plan: Plan, axis: str, row: Action) -> Iterator[Action]:
     """The rows that say how something lies along the axis."""
-    for action in plan.actions:
-        if "placement" in action.primitive.writes and _over(action) == axis and action is not row:
+    for action in plan.rows_changing(Facet.PLACEMENT):
+        shards = action.primitive.along == (axis,) and action.sites[0] in plan.boundaries
+        if shards and action is not row:
             yield action
 
 
@@ -144,8 +142,7 @@ def _shapes(plan: Plan, blocks: Blocks) -> list[Row]:
     """The rows that change shapes (padding), which splits follow."""
     rows = [
         Row((blocks.common(fqn),), f"{action.name}({arguments_text(action.primitive)})")
-        for action in plan.actions
-        if "shape" in action.primitive.writes
+        for action in plan.rows_changing(Facet.SHAPE)
         for fqn in action.sites
     ]
     return list(dict.fromkeys(rows))
@@ -264,4 +261,4 @@ def _actions(plan: Plan, axis: str, blocks: Blocks, rows: Sequence[Row]) -> Iter
     text = f'schedule 1\nmesh({axis}={plan.mesh.size(axis)})\nstep "all" {{\n{body}\n}}\n'
     made = expand(parse(Source("completed", text)), plan.model).plan
     assert made is not None
-    yield from (action for action in made.actions if "shape" not in action.primitive.writes)
+    yield from (action for action in made.actions if not action.changes(Facet.SHAPE))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from schedlang.diagnostics.diagnostic import MOST, Diagnostic, Label, Refusal, guess
 from schedlang.diagnostics.source import Span
+from schedlang.ir.features import Located
 from schedlang.ir.primitive import Primitive, find
 from schedlang.language import nodes as n
 from schedlang.language import spelling
@@ -20,9 +21,18 @@ from schedlang.language.evaluate import evaluate
 from schedlang.language.knob import unknown_settings
 from schedlang.language.value import UNKNOWN, Names, shown
 from schedlang.passes.elaborate import bases, declare, expect, legality
-from schedlang.passes.elaborate import state as calls
 from schedlang.passes.elaborate.declare import arguments_of
-from schedlang.passes.elaborate.state import RELAXABLE, Settings, State, current, start
+from schedlang.passes.elaborate.state import (
+    RELAXABLE,
+    Settings,
+    State,
+    agreed,
+    arguments,
+    current,
+    no_primitive,
+    resolved,
+    start,
+)
 from schedlang.uncollected import uncollected
 
 if TYPE_CHECKING:
@@ -366,7 +376,7 @@ class Expander:
         elif (kind := find(name)) is not None:
             self._row(kind, call, sites, names, chosen)
         else:
-            raise Refusal(calls.no_primitive(call.name, self.state))
+            raise Refusal(no_primitive(call.name, self.state))
 
     def _expand(self, call: n.Call, sites: Roots, names: Names) -> None:
         """Execute the body of a definition with its arguments, in the names of its own file."""
@@ -384,13 +394,13 @@ class Expander:
     def _row(
         self, kind: type[Primitive], call: n.Call, sites: Roots, names: Names, chosen: bool
     ) -> None:
-        primitive = bind(kind, calls.arguments(call, names), call.span, names.axes)
+        primitive = bind(kind, arguments(call, names), call.span, names.axes)
         if kind.takes == "model" and chosen:
             title = f"`{kind.__name__}` takes no selector"
             help_ = f"leave the selector out: `{spelling.expr(call)}`"
             label = Label(call.span, "acts on the whole scope")
             raise Refusal(Diagnostic("S306", title, label, helps=(help_,)))
-        primitive = calls.resolved(primitive, self.state, call.span)
+        primitive = resolved(primitive, self.state, call.span)
         self.add(primitive, sites, call.span)
 
     def add(self, primitive: Primitive, sites: Roots, span: Span) -> None:
@@ -399,16 +409,17 @@ class Expander:
         if plan is not None and sites is not None and not sites:
             self.state = replace(self.state, idle=(*self.state.idle, span))
         if plan is None or not sites:
-            calls.agreed(primitive, self.state, span)
+            agreed(primitive, self.state, span)
             return
         if primitive.takes == "model" and len(sites) > 1:
             title = f"`{type(primitive).__name__}` must stand in a scope of one module"
             label = Label(span, f"this scope has {len(sites)} modules")
             raise Refusal(Diagnostic("S306", title, label))
-        try:
-            primitive = primitive.located(_folder(span))
-        except Refusal as refusal:
-            raise refusal.at(span) from None
+        if isinstance(primitive, Located):
+            try:
+                primitive = primitive.located(_folder(span))
+            except Refusal as refusal:
+                raise refusal.at(span) from None
         allowed(primitive, self.state, span)
         step = self.state.step
         try:

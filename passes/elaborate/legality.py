@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.diagnostics.source import NOWHERE, Span
-from schedlang.ir.primitive import Primitive, conflicts
+from schedlang.ir.features import Injected, Renewing
+from schedlang.ir.primitive import Facet, Primitive, both_change, conflicts, overturned
 from schedlang.ir.sharing import above, holders
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def check(plan: Plan, primitive: Primitive, sites: Sequence[str], span: Span) ->
     verb that changes which parameters there are meets all rows.
     """
     sites = tuple(sites)
-    if "recompute" in primitive.writes:
+    if primitive.changes(Facet.RECOMPUTE):
         _once_each(sites, span)
     for first in plan.actions if primitive.foremost else _met(plan, sites):
         relation = conflicts(first.primitive, primitive)
@@ -35,8 +36,8 @@ def check(plan: Plan, primitive: Primitive, sites: Sequence[str], span: Span) ->
             _clash(first, primitive, pairs or [(first.sites[0], sites[0])], span)
         if primitive.foremost and not pairs:
             continue
-        for facet in sorted(first.primitive.writes & primitive.writes & set(RULES)):
-            RULES[facet](plan, first, primitive, pairs, span)
+        for rule in filter(None, map(RULES.get, both_change(first.primitive, primitive))):
+            rule(plan, first, primitive, pairs, span)
 
 
 def _met(plan: Plan, sites: tuple[str, ...]) -> Iterator[Action]:
@@ -141,7 +142,7 @@ NOUNS = {
 
 def _clash(first: Action, then: Primitive, meetings: Sequence[Meeting], span: Span) -> None:
     name = type(then).__name__
-    facets = sorted((then.writes & first.primitive.reads) - first.primitive.writes)
+    facets = overturned(first.primitive, then)
     what = " and ".join(NOUNS.get(facet, facet) for facet in facets) or "parameters"
     one, other = meetings[0]
     _refuse(
@@ -184,8 +185,7 @@ def _recompute(
 
 def _over(plan: Plan, primitive: Primitive) -> set[str]:
     """The plain axes that a row names."""
-    over = getattr(primitive, "over", ()) or ()
-    return set(plan.mesh.fold(over))
+    return set(plan.mesh.fold(primitive.along))
 
 
 def _placement(
@@ -217,10 +217,10 @@ def _once(done: str) -> Callable[[Plan, Action, Primitive, Sequence[Meeting], Sp
     def rule(
         plan: Plan, first: Action, then: Primitive, meetings: Sequence[Meeting], span: Span
     ) -> None:
-        if first.primitive.anew and not then.anew:
+        if isinstance(first.primitive, Renewing) and not isinstance(then, Renewing):
             return
         same = [pair for pair in meetings if pair[0] == pair[1]]
-        parts = {first.primitive.part, then.part}
+        parts = {_part(first.primitive), _part(then)}
         apart = len(parts) == 2 and "" not in parts
         if same and not apart:
             title = f"{_name(same[0][0])} {done} twice"
@@ -229,6 +229,10 @@ def _once(done: str) -> Callable[[Plan, Action, Primitive, Sequence[Meeting], Sp
             _refuse("S501", title, now, before, first, span, _more(same), helps)
 
     return rule
+
+
+def _part(primitive: Primitive) -> str:
+    return primitive.part if isinstance(primitive, Injected) else ""
 
 
 def _residence(
@@ -271,7 +275,7 @@ def check_cuts(plan: Plan) -> None:
     if len(starts) + 1 == needed or needed == 1:
         return
     chunks = needed // ranks
-    row = next(a for a in plan.actions if "stage" in a.primitive.writes)
+    row = plan.rows_changing(Facet.STAGE)[0]
     made = f"{len(starts)} cut{'s make' if len(starts) > 1 else ' makes'} {len(starts) + 1} stages"
     each = f"{ranks} ranks with {chunks} chunk{'s' * (chunks > 1)} each"
     label = Label(row.span) if row.span is not None else Label()

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, foremost
 from schedlang.diagnostics.source import Span
+from schedlang.ir.features import Checking
+from schedlang.ir.primitive import find
 from schedlang.language import nodes as n
 from schedlang.language import spelling
 from schedlang.language.evaluate import evaluate
@@ -80,7 +82,7 @@ def _unverified(steps: Sequence[n.Step]) -> Iterator[Diagnostic]:
     """W701: steps that are compared with the others only, not by themselves."""
     for step in steps:
         rows = _rows(step)
-        if rows and all(row.call.name.text != "verify" for row in rows):
+        if rows and not any(map(_checks, rows)):
             title = f"the step `{step.name}` is never verified"
             yield _warning("W701", title, step, "end it with `verify(forward, backward)`")
 
@@ -172,7 +174,7 @@ def _loose(file: n.File, state: State) -> Iterator[Diagnostic]:
     dtypes = {fact.dtype for fact in state.facts.unique.values()} if state.facts else set(USUAL)
     usual = max((USUAL.get(dtype, 0.0) for dtype in dtypes), default=0.0)
     for row in _rows(file):
-        for arg in row.call.args if row.call.name.text == "verify" else ():
+        for arg in row.call.args if _checks(row) else ():
             if not isinstance(arg, n.Keyword) or arg.name != "rtol" or not usual:
                 continue
             try:
@@ -184,6 +186,12 @@ def _loose(file: n.File, state: State) -> Iterator[Diagnostic]:
                 title = f"a tolerance of {value:g} is looser than usual for {which}"
                 help_ = "leave `rtol` out"
                 yield _warning("W702", title, arg, help_, label=f"{usual:g} is usual")
+
+
+def _checks(row: n.Rule | n.Do) -> bool:
+    """Whether a row asks for more of a proof."""
+    kind = find(row.call.name.text)
+    return kind is not None and issubclass(kind, Checking)
 
 
 def _rows(node: n.Node) -> Rows:

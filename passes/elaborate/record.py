@@ -142,7 +142,7 @@ def record(plan: Plan) -> dict[str, object]:
         "expected": [
             {
                 **{name: plain(getattr(one, name)) for name in EXPECTED},
-                "from": _place_of(one.span or NOWHERE),
+                "from": _line_and_column(one.span or NOWHERE),
             }
             for one in plan.expected
         ],
@@ -154,14 +154,14 @@ def record(plan: Plan) -> dict[str, object]:
                 "at": list(action.sites),
                 "do": action.name,
                 "args": arguments(action.primitive),
-                "from": _place_of(action.span or NOWHERE),
+                "from": _line_and_column(action.span or NOWHERE),
             }
             for action in plan.actions
         ],
     }
 
 
-def _place_of(span: Any) -> list[object]:
+def _line_and_column(span: Any) -> list[object]:
     return [span.source.name, span.line, span.col]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, guess
 from schedlang.diagnostics.other_systems import VERBS
 from schedlang.diagnostics.source import Span
+from schedlang.ir.features import Resolved
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.primitive import Primitive, load_all, registry
 from schedlang.language import nodes as n
@@ -200,7 +201,8 @@ def arguments(call: n.Call, names: Names) -> list[Argument]:
 
 def resolved(primitive: Primitive, state: State, span: Span) -> Primitive:
     """A row with the pattern that it names (S885); what only a model can tell stays open."""
-    if any(value is UNKNOWN for value in vars(primitive).values()):
+    unknown = any(value is UNKNOWN for value in vars(primitive).values())
+    if unknown or not isinstance(primitive, Resolved):
         return primitive
     try:
         return primitive.resolved(state.patterns)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Action
+from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.reductions import is_lossy
 from schedlang.passes.analyze.routing import routings
 from schedlang.passes.elaborate.rows import only
@@ -281,7 +282,7 @@ def _outwards(fqn: str) -> Iterator[str]:
 
 
 def _shapes(row: Action) -> bool:
-    return bool(row.primitive.writes & {"placement", "structure", "shape"})
+    return row.changes(Facet.PLACEMENT, Facet.STRUCTURE, Facet.SHAPE)
 
 
 def _acts(row: Action, fqn: str) -> bool:

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from schedlang.ir.features import Slicing
 from schedlang.ir.plan import Plan
-from schedlang.passes.verify.asked import unsliced
+from schedlang.ir.primitive import Facet
 from schedlang.passes.verify.observe import Batch
 from schedlang.passes.verify.sides import Case, modes_of, prepared, twin
 
@@ -81,21 +82,17 @@ def _plain(plan: Plan) -> Plan:
         Plan.empty(plan.model, plan.mesh), decisions=plan.decisions, relaxed=plan.relaxed
     )
     for action in plan.actions:
-        writes = action.primitive.writes
-        if writes & {"recompute", "residence"}:
+        if action.changes(Facet.RECOMPUTE, Facet.RESIDENCE):
             continue
-        primitive: Any = action.primitive
-        if "state" in writes:
-            primitive = unsliced(primitive)
-        made = made.add(primitive, action.sites, step=action.step, span=action.span)
+        row = action.primitive
+        row = row.unsliced() if isinstance(row, Slicing) else row
+        made = made.add(row, action.sites, step=action.step, span=action.span)
     return made
 
 
 def _opaque(plan: Plan) -> tuple[str, ...]:
     """Modules whose inside is not the original's."""
-    return tuple(
-        site for a in plan.actions if "structure" in a.primitive.writes for site in a.sites
-    )
+    return tuple(site for a in plan.rows_changing(Facet.STRUCTURE) for site in a.sites)
 
 
 def _parts(case: Case, batch: Batch) -> list[list[Part]]:

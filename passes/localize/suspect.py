@@ -56,7 +56,7 @@ def placed(refusal: Refusal, case: Case, told: Sequence[Condition], pool: Pool) 
             pass
         return False
 
-    rows = tuple(action for action in case.plan.actions if action.name != "verify")
+    rows = tuple(action for action in case.plan.actions if action.acts)
     if not stops(rows):
         return refusal
     found = blame(rows, stops).rows
@@ -77,7 +77,7 @@ def suspected(report: Report, failure: Failure, pool: Pool) -> Report:
     bad = [row for row in report.rows if not row.ok and row.kind != DISTINCT]
     if not bad:  # what both sides draw by is no row's
         return report
-    rows = tuple(a for a in failure.case.plan.actions if a.name != "verify")
+    rows = tuple(a for a in failure.case.plan.actions if a.acts)
     again = _seen_again(bad, failure, rows, pool)
     batch = again.trial.condition.batches[-1] if again is not None else failure.case.batches[0]
     where = None if bad[0].condition == "kernels" else _location(bad[0], failure, batch, pool)

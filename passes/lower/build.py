@@ -26,6 +26,7 @@ from schedlang.passes.lower.executor import (
     slice_state,
     sums_of,
 )
+from schedlang.passes.lower.lowering import lower
 from schedlang.passes.partition.chains import Chains
 from schedlang.passes.partition.staging import Staged, buffer_homes, buffer_stages, shape_up
 from schedlang.passes.propagate.batch_weights import weight_of
@@ -45,13 +46,11 @@ if TYPE_CHECKING:
     from schedlang.runtime.step_batch import Comparing
 
 Loss = Callable[..., Any]
-# casts come around what sharding makes of a module: then what is sent is cast already
-FACETS = ("structure", "placement", "dtype", "recompute", "residence", "stage", "state", "order")
 
 
 @dataclass
 class Builder:
-    """What a primitive's `apply` changes: the local copy of the model, module by module."""
+    """What lowering changes: the local copy of the model, module by module."""
 
     plan: Plan
     module: nn.Module
@@ -141,7 +140,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         given.check(plan, batch, prepared)
     module = _local_copy(plan, holdings, ranks, given.hollow)
     builder = Builder(plan, module, traced, ranks, prepared.chains, prepared.bits)
-    _apply(builder, prepared)
+    _lower(builder, prepared)
     sliced = slice_state(plan, module, ranks, prepared)
     found = _own(plan, module, ranks, holdings)
     lying = None if given.hollow else away(builder, staged, found, sliced, given.optimizer)
@@ -198,19 +197,19 @@ def _trained(plan: Plan, staged: Staged, a: Assembly, lying: Any, given: Options
 
 def _prepared(plan: Plan, batch: Mapping[str, Any], given: Options) -> Prepared:
     """What is known before ranks run, found on each of them alike."""
-    from schedlang.runtime import batch as parts
+    from schedlang.runtime.batch import sample_of
 
-    sample = parts.sample(batch, 1 if given.local else plan.shares, plan.micro)
+    sample = sample_of(batch, 1 if given.local else plan.shares, plan.micro)
     return _agreed(prepare(plan, sample, given.loss, given.weight, trains=False))
 
 
 def _asked(plan: Plan, batch: Mapping[str, Any], given: Options) -> Asked:
     """How masks are to be drawn, and for how many rows at once."""
-    from schedlang.runtime import batch as parts
+    from schedlang.runtime.batch import rows_of, sample_of
 
     kind = given.dropout or ("logical" if given.seed is not None else None)
-    sample = parts.sample(batch, 1 if given.local else plan.shares, plan.micro)
-    return Asked(kind, given.seed, parts.rows_of(sample), given.hollow)
+    sample = sample_of(batch, 1 if given.local else plan.shares, plan.micro)
+    return Asked(kind, given.seed, rows_of(sample), given.hollow)
 
 
 def _alike(plan: Plan, batch: Mapping[str, Any], given: Options) -> None:
@@ -354,32 +353,20 @@ def _check_state(plan: Plan) -> None:
         )
 
 
-def _apply(builder: Builder, prepared: Prepared) -> None:
-    """Run every action's `apply`, facet by facet; sharding comes in before recomputation."""
+def _lower(builder: Builder, prepared: Prepared) -> None:
+    """Put into the copy what the plan and the traced model say of its modules."""
     from schedlang.runtime.grad_reduction.batch_statistics import Statistics
     from schedlang.runtime.sharding.shard import Edge
 
-    plan, ranks = builder.plan, builder.ranks
-    exchange(plan, builder.module, prepared.tokens, ranks)
+    ranks = builder.ranks
+    exchange(builder.plan, builder.module, prepared.tokens, ranks)
 
     def at_home(edge: Edge | Statistics) -> Edge | Statistics:
         axes = edge.group.axes
         group = ranks.group(axes[0] if len(axes) == 1 else axes)
         return replace(edge, group=replace(group, label=edge.group.label))
 
-    shaped = False
-    for action in sorted(plan.actions, key=lambda a: _phase(a.primitive.writes)):
-        if not shaped and _phase(action.primitive.writes) > FACETS.index("placement"):
-            shape_up(builder.module, builder.traced, at_home)
-            shaped = True
-        for target in plan.targets(action):
-            action.primitive.apply(target, builder)
-    if not shaped:
-        shape_up(builder.module, builder.traced, at_home)
-
-
-def _phase(writes: frozenset[str]) -> int:
-    return min((FACETS.index(f) for f in writes if f in FACETS), default=len(FACETS))
+    lower(builder, lambda: shape_up(builder.module, builder.traced, at_home))
 
 
 def _loss_dtype(plan: Plan) -> torch.dtype:

@@ -6,13 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from schedlang.ir.features import Injected
 from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.holdings import gathers_by_rows, slicing
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.analyze.reductions import reductions, sliced_names, sliced_over
 from schedlang.passes.analyze.residence import tier_of_unit
 from schedlang.passes.analyze.sequence import slices_of
-from schedlang.passes.partition.parks import meet, peer_rows
+from schedlang.passes.partition.parks import meet, on_peers
 from schedlang.passes.partition.staging import Staged, local_skeleton
 from schedlang.passes.propagate.casts import gathered_in
 from schedlang.passes.propagate.context import exchange
@@ -69,7 +71,7 @@ def slice_state(
 
 def _waits(plan: Plan, fqn: str) -> bool:
     """Whether a row lets something in this module compute after its forward."""
-    late = (a for a in plan.actions if getattr(a.primitive, "waits", False))
+    late = (action for action, row in plan.rows_with(Injected) if row.waits)
     return any(s == fqn or s.startswith(f"{fqn}.") for action in late for s in action.sites)
 
 
@@ -94,7 +96,7 @@ def sums_of(
             group = ranks.subset(one.axes[0], groups)
         else:
             group = ranks.group(one.axes)
-            if one.kind == "replicas" and "gradients" in plan.overlaps:
+            if one.kind == "replicas" and plan.overlapping("gradients"):
                 # begun in the middle of a backward, beside what that itself sends
                 group = replace(group, pg=ranks.again(one.axes, "early"))
         if one.kind != "compressed" and group is not None and names:
@@ -187,7 +189,7 @@ def pipeline_of(
         lookahead=plan.ahead,
         slices=slices,
         parks=_parks(staged, ranks),
-        picked=bool(peer_rows(plan, "activations")),
+        picked=bool(on_peers(plan, "activations")),
         handlers=gathering(sliced) if gathers_by_rows(plan, staged) else None,
     )
 
@@ -198,7 +200,7 @@ def early_sums(
     """The sums that begin before the step ends, where a row asks for it."""
     from schedlang.runtime.pipeline.overlapped_sums import EarlySums
 
-    if "gradients" not in plan.overlaps:
+    if not plan.overlapping("gradients"):
         return None
     if staged.axis is None:
         return EarlySums(found, sums, dict.fromkeys(found, frozenset([0])))
@@ -216,7 +218,7 @@ def _splits(plan: Plan, staged: Staged, stage: int, sliced: Mapping[int, Any]) -
     if stage in sliced:
         return False
     units = [staged.cut.graph.units[k] for k in staged.cut.units(stage)]
-    again = {site for a in plan.actions if "recompute" in a.primitive.writes for site in a.sites}
+    again = {site for a in plan.rows_changing(Facet.RECOMPUTE) for site in a.sites}
     return not any(meet(unit, site) for unit in units for site in again)
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from schedlang.ir.features import Recomputing
 from schedlang.ir.plan import Action, Plan
 from schedlang.passes.partition.stages import Weight, in_flight
 from schedlang.passes.propagate.context import tokens_of
@@ -50,27 +51,27 @@ def chains_of(counting: Counting) -> Chains:
     2024). Raises Refusal S841 at a row for which there is too little.
     """
     plan = counting.plan
-    rows = [action for action in plan.actions if action.primitive.limit is not None]
+    rows = [(a, row) for a, row in plan.rows_with(Recomputing) if row.limit is not None]
     if not rows:
         return {}
-    names = tuple(dict.fromkeys(site for action in rows for site in action.sites))
+    names = tuple(dict.fromkeys(site for action, _ in rows for site in action.sites))
     costs = dict(zip(names, costs_of(counting, names)))
-    return {action.sites: tuple(_chosen(counting, action, costs)) for action in rows}
+    return {a.sites: tuple(_chosen(counting, a, row, costs)) for a, row in rows}
 
 
 def _chosen(
-    counting: Counting, action: Action, costs: Mapping[str, Cost]
+    counting: Counting, action: Action, row: Recomputing, costs: Mapping[str, Cost]
 ) -> list[tuple[tuple[str, ...], Any]]:
     from schedlang.diagnostics.diagnostic import Refusal
 
     found = []
-    limit = action.primitive.limit
+    limit = row.limit
     assert limit is not None and counting.staged is not None
     for names, share in _by_stage(counting.staged, action.sites):
         try:
             chain = [costs[name] for name in names]
-            play = partial(_played, counting, action, names)
-            chosen = action.primitive.fit(chain, int(limit / share), play)
+            play = partial(_played, counting, row, names)
+            chosen = row.fit(chain, int(limit / share), play)
         except Refusal as refusal:
             raise refusal.at(action.span) if action.span is not None else refusal from None
         found.append((names, chosen))
@@ -80,9 +81,8 @@ def _chosen(
 def told(plan: Plan, chains: Chains) -> list[str]:
     """What rows with a limit of memory chose, in words, a line for each stage."""
     return [
-        f"`{action.name}` of {' to '.join(dict.fromkeys((names[0], names[-1])))}:"
-        f" {action.primitive.said(found)}"
-        for action in plan.actions
+        f"`{action.name}` of {' to '.join(dict.fromkeys((names[0], names[-1])))}: {row.said(found)}"
+        for action, row in plan.rows_with(Recomputing)
         for names, found in chains.get(action.sites, ())
     ]
 
@@ -113,7 +113,7 @@ def _by_stage(staged: Staged, sites: tuple[str, ...]) -> list[tuple[tuple[str, .
 
 @dataclass(frozen=True)
 class Skeleton:
-    """What a primitive's `apply` is given: a local model on the meta device, module by module."""
+    """What rows are lowered into without ranks: a local model on the meta device."""
 
     plan: Plan
     module: Any
@@ -139,21 +139,21 @@ def run_again(plan: Plan, model: Any, chains: Chains) -> None:
     from schedlang.runtime.storage.fewer import put_inside, uncoded
 
     put_inside(uncoded, model, experts_of(plan))
-    for action in meeting(plan):
+    for action, row in meeting(plan):
         sites = tuple(plan.model.sites[name] for name in action.sites)
-        action.primitive.apply(sites, Skeleton(plan, model, chains))
+        row.lower(sites, Skeleton(plan, model, chains))
 
 
-def _played(counting: Counting, action: Action, names: tuple[str, ...], chosen: Any) -> Any:
+def _played(counting: Counting, row: Recomputing, names: tuple[str, ...], chosen: Any) -> Any:
     """The local model, in which these modules did as chosen, after a forward and a backward."""
     from schedlang.runtime.sharding import redistribute
 
-    def apply(model: Any) -> None:
+    def change(model: Any) -> None:
         sites = tuple(counting.plan.model.sites[name] for name in names)
         given = Skeleton(counting.plan, model, {names: ((names, chosen),)})
-        action.primitive.apply(sites, given)
+        row.lower(sites, given)
 
-    with running(counting, apply) as (model, root):
+    with running(counting, change) as (model, root):
         if root is not None:
             root.backward()
     redistribute.forget()
@@ -223,7 +223,10 @@ class _Row:
 
 
 def time_of(
-    counting: Counting, rows: Sequence[Action], graph: StageGraph, timeline: Timeline
+    counting: Counting,
+    rows: Sequence[tuple[Action, Recomputing]],
+    graph: StageGraph,
+    timeline: Timeline,
 ) -> Weight:
     """The work of a run of units in forward, backward and second runs, which rows with a limit
     keep to what the memory of a stage makes them repeat."""
@@ -231,7 +234,7 @@ def time_of(
     whole = Counting(
         counting.plan, counting.traced, counting.staged, counting.sample, counting.loss, tokens
     )
-    names = tuple(dict.fromkeys(site for row in rows for site in row.sites))
+    names = tuple(dict.fromkeys(site for action, _ in rows for site in action.sites))
     costs = dict(zip(names, costs_of(whole, names)))
     homes = _homes(graph.units, costs)
     works = [float(flops) if home is None else 0.0 for flops, home in zip(graph.flops, homes)]
@@ -240,7 +243,7 @@ def time_of(
             works[homes.index(name)] += cost.forward
     sums = [0.0, *accumulate(works)]
     beside = _beside(timeline)
-    made = [_row(row, costs, homes, beside) for row in rows]
+    made = [_row(action.sites, row, costs, homes, beside) for action, row in rows]
 
     def weight(stage: int, low: int, high: int) -> float:
         again = sum(r.repeated.of(stage, r.before[low], r.before[high]) for r in made)
@@ -261,13 +264,17 @@ def _homes(units: Sequence[str], costs: Mapping[str, Any]) -> list[str | None]:
 
 
 def _row(
-    row: Action, costs: Mapping[str, Cost], homes: Sequence[str | None], beside: Sequence[float]
+    sites: Sequence[str],
+    row: Recomputing,
+    costs: Mapping[str, Cost],
+    homes: Sequence[str | None],
+    beside: Sequence[float],
 ) -> _Row:
     firsts = {name: place for place, name in reversed(list(enumerate(homes))) if name is not None}
-    mine = sorted((firsts[name], name) for name in row.sites if name in firsts)
+    mine = sorted((firsts[name], name) for name in sites if name in firsts)
     starts = [place for place, _ in mine]
     before = tuple(sum(place < unit for place in starts) for unit in range(len(homes) + 1))
-    limit = row.primitive.limit
+    limit = row.limit
     assert limit is not None
     memory = [int(limit / share) for share in beside]
     return _Row(Repeated([costs[name] for _, name in mine], memory), before)

@@ -6,18 +6,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.ir.plan import Action, Plan
+from schedlang.ir.facets import Stored
+from schedlang.ir.plan import Plan
 
 if TYPE_CHECKING:
     from schedlang.passes.partition.staging import Staged
     from schedlang.pipeline.timeline import Timeline
 
 
-def peer_rows(plan: Plan, *what: str) -> list[Action]:
-    """The rows that keep one of these (or anything) on a peer, along an axis that has one."""
-    found = [a for a in plan.actions if getattr(a.primitive, "to", None) == "peer"]
-    found = [a for a in found if plan.mesh.size(a.primitive.over) > 1]  # type: ignore[attr-defined]
-    return [a for a in found if not what or a.primitive.what in what]  # type: ignore[attr-defined]
+def on_peers(plan: Plan, *what: str) -> list[Stored]:
+    """Where one of these (or anything) of a module is kept on a peer."""
+    return [s for s in plan.stores if s.tier == "peer" and (not what or s.what in what)]
 
 
 def lodged(plan: Plan, staged: Staged) -> Staged:
@@ -54,14 +53,13 @@ def meet(one: str, other: str) -> bool:
 def _ahead(plan: Plan, staged: Staged) -> dict[int, int]:
     """Stage -> before how many operations its activations come home."""
     found: dict[int, int] = {}
-    for row in peer_rows(plan, "activations"):
-        if row.primitive.over != staged.axis:  # type: ignore[attr-defined]
+    for one in on_peers(plan, "activations"):
+        if one.over != staged.axis:
             continue  # what is refused
-        early: int = row.primitive.prefetch  # type: ignore[attr-defined]
         for stage in range(staged.cut.stages):
             units = [staged.cut.graph.units[k] for k in staged.cut.units(stage)]
-            if any(meet(unit, site) for unit in units for site in row.sites):
-                found[stage] = max(found.get(stage, 0), early)
+            if any(meet(unit, one.fqn) for unit in units):
+                found[stage] = max(found.get(stage, 0), one.ahead)
     return found
 
 
@@ -71,7 +69,8 @@ def _check_order(plan: Plan, timeline: Timeline) -> None:
     own = [kind for kind in (Kind.EVICT, Kind.OFFLOAD, Kind.RECOMPUTE) if kind in timeline.kind]
     if not own:
         return
-    order, row = plan.order.name if plan.order is not None else "", peer_rows(plan, "activations")
+    order = plan.order.name if plan.order is not None else ""
+    row = plan.origin(on_peers(plan, "activations")[0])
     refusal = Refusal(
         Diagnostic(
             "S851",
@@ -83,4 +82,4 @@ def _check_order(plan: Plan, timeline: Timeline) -> None:
             ),
         )
     )
-    raise refusal.at(row[0].span) if row[0].span is not None else refusal
+    raise refusal.at(row.span) if row is not None and row.span is not None else refusal

@@ -14,6 +14,7 @@ from schedlang.diagnostics.source import NOWHERE
 from schedlang.ir.facets import Cut
 from schedlang.ir.memory import MOMENTS
 from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Facet
 from schedlang.pipeline.timeline import Kind, Timeline
 from schedlang.runtime.tracing.graph import refusal
 
@@ -121,14 +122,14 @@ def balanced(units: Sequence[Unit], stages: int, weight: Weight | None = None) -
     return _stages(len(units), places[::-1])
 
 
-REGIONS = {"recompute": "recomputes", "structure": "computes"}
+REGIONS = {Facet.RECOMPUTE: "recomputes", Facet.STRUCTURE: "computes"}
 
 
 def check_regions(plan: Plan, graph: StageGraph, stage_of: Sequence[int]) -> None:
     """Refuse a cut inside of what a row recomputes or computes as one (S603)."""
-    rows = [(a, f) for a in plan.actions for f in REGIONS if f in a.primitive.writes]
+    rows = [(a, f) for a in plan.actions for f in REGIONS if a.changes(f)]
     for action, facet in rows:
-        for region in action.primitive.together(action.sites):
+        for region in action.together:
             inside = [
                 k
                 for k, name in enumerate(graph.units)
@@ -139,7 +140,7 @@ def check_regions(plan: Plan, graph: StageGraph, stage_of: Sequence[int]) -> Non
             cuts = [graph.labels[b] for a, b in pairwise(inside) if stage_of[a] != stage_of[b]]
             if cuts:
                 does = REGIONS[facet]
-                what = "checkpointed" if facet == "recompute" else "replaced"
+                what = "checkpointed" if facet == Facet.RECOMPUTE else "replaced"
                 ends = dict.fromkeys((region[0], region[-1]))
                 one = Label(
                     action.span or NOWHERE, f"{does} {' to '.join(map(_quoted, ends))} as one"
@@ -277,12 +278,9 @@ def _distinct(held: Sequence[set[str]], sizes: Mapping[str, float]) -> list[list
 
 def _kept(plan: Plan, graph: StageGraph) -> list[int]:
     """Bytes that each unit keeps for the backward of one microbatch."""
-    rows = [action for action in plan.actions if "recompute" in action.primitive.writes]
+    rows = plan.rows_changing(Facet.RECOMPUTE)
     first = {  # module -> the first of those that are recomputed with it, whose input is kept
-        site: region[0]
-        for action in rows
-        for region in action.primitive.together(action.sites)
-        for site in region
+        site: region[0] for action in rows for region in action.together for site in region
     }
     found = []
     for name, saved, given in zip(graph.units, graph.saved, graph.given):

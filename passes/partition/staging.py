@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.features import Recomputing
 from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Facet
 from schedlang.passes.elaborate.legality import check_cuts
 from schedlang.passes.partition.parks import lodged
 from schedlang.passes.partition.stages import Unit, Weight, at_units, balanced, check_regions, even
@@ -117,7 +119,7 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
         graph = _graph(plan, traced, skeleton, batch, loss)
         made = cut(graph, _stage_numbers(_Cutting(plan, traced, batch, loss), graph, timeline))
     except Refusal as refusal:
-        raise placed(refusal, plan, "stage") from refusal
+        raise placed(refusal, plan, Facet.STAGE) from refusal
     homes = tuple(tuple(row) for row in timeline.homes.tolist())
     return lodged(plan, Staged(made, timeline, homes, axis, _trunk(plan), traced.outside))
 
@@ -150,7 +152,7 @@ def _as_often(plan: Plan, traced: Traced) -> None:
     try:
         check_calls(dict(plan.unrolled), traced.entries)
     except Refusal as refusal:
-        raise placed(refusal, plan, "stage") from refusal
+        raise placed(refusal, plan, Facet.STAGE) from refusal
 
 
 def timeline_of(plan: Plan) -> Timeline:
@@ -181,7 +183,7 @@ def _ordered(plan: Plan) -> Timeline:
         return order("GPipe", 1, wanted.micro)
     except OrderError as error:
         told = Diagnostic("S608", error.reason, helps=(error.legal,))
-        raise placed(Refusal(told), plan, "order") from error
+        raise placed(Refusal(told), plan, Facet.ORDER) from error
 
 
 def _one_stage(plan: Plan, timeline: Timeline, outside: frozenset[tuple[str, str]]) -> Staged:
@@ -233,7 +235,7 @@ def _weight(cutting: _Cutting, graph: StageGraph, timeline: Timeline) -> Weight 
     from schedlang.passes.partition.stages import weight_of
 
     plan = cutting.plan
-    rows = [action for action in plan.actions if action.primitive.cuts]
+    rows = [(action, row) for action, row in plan.rows_with(Recomputing) if row.cuts]
     if rows:
         counting = Counting(plan, cutting.traced, None, cutting.batch, cutting.loss)
         return time_of(counting, rows, graph, timeline)
@@ -264,9 +266,9 @@ def _elements(plan: Plan, fqn: str) -> Iterator[str]:
             yield name
 
 
-def placed(refusal: Refusal, plan: Plan, facet: str) -> Refusal:
+def placed(refusal: Refusal, plan: Plan, facet: Facet) -> Refusal:
     """The refusal at the first row that writes a facet."""
-    row = next((a for a in plan.actions if facet in a.primitive.writes), None)
+    row = next(iter(plan.rows_changing(facet)), None)
     return refusal.at(row.span) if row is not None and row.span is not None else refusal
 
 

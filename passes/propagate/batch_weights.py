@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.diagnostics.source import NOWHERE
 from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Facet
 from schedlang.passes.propagate.propagate import Traced, propagate
 
 if TYPE_CHECKING:
@@ -121,12 +122,12 @@ def check_microbatches(
 def _taken_apart(plan: Plan, first: BatchSum) -> Refusal:
     micro = plan.micro
     where = f"`{first.fqn}`" if first.fqn else "the model"
-    rows = (a.span for a in reversed(plan.actions) if hasattr(a.primitive, "micro") and a.span)
+    row = plan.origin(plan.order) if plan.order is not None else None
     return Refusal(
         Diagnostic(
             "S668",
             f"the loss needs statistics of the full batch, not of {micro} microbatches",
-            Label(next(rows, NOWHERE)),
+            Label((row and row.span) or NOWHERE),
             notes=(
                 f"the forward of {where} takes a {first.name} over all rows"
                 + (f", {first.line}" if first.line else ""),
@@ -172,5 +173,5 @@ def _known_sums(plan: Plan, sample: Mapping[str, Any], loss: Loss | None) -> Rea
 
 def _again(plan: Plan, fqn: str) -> bool:
     """Whether the forward of a module is run again in backward, where nothing is shared."""
-    sites = {s for a in plan.actions if "recompute" in a.primitive.writes for s in a.sites}
+    sites = {s for a in plan.rows_changing(Facet.RECOMPUTE) for s in a.sites}
     return any(not site or fqn == site or fqn.startswith(f"{site}.") for site in sites)

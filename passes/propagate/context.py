@@ -147,8 +147,8 @@ def kind_of(plan: Plan) -> str:
 
 def row_of(plan: Plan) -> Action | None:
     """The last row that splits sequences."""
-    sites = set(plan.contexts)
-    return next((a for a in reversed(plan.actions) if _splits(a) and sites & set(a.sites)), None)
+    found = [one for rows in plan.contexts.values() for one in rows]
+    return plan.origin(max(found, key=lambda one: one.row)) if found else None
 
 
 @contextmanager
@@ -158,10 +158,6 @@ def about_its_row(plan: Plan) -> Iterator[None]:
         yield
     except Refusal as refusal:
         raise _at(refusal, row_of(plan)) from refusal
-
-
-def _splits(action: Action) -> bool:
-    return hasattr(action.primitive, "method") and "placement" in action.primitive.writes
 
 
 def _at(refusal: Refusal, row: Action | None) -> Refusal:

@@ -11,6 +11,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.ir.facets import Boundary
 from schedlang.ir.placement import P, R, S
 from schedlang.ir.plan import Action, Plan
+from schedlang.ir.primitive import Facet
 
 if TYPE_CHECKING:
     from schedlang.ir.model import Site
@@ -57,7 +58,7 @@ def _normalises(plan: Plan, site: Site, boundaries: list[Boundary]) -> bool:
     inside = all(len(f.shape) == 1 and plan.held(f.name).splits for f in facts)
     ends = [end for b in boundaries for end in (b.input, b.output)]
     last = all(isinstance(end, S) and dim_of(end) == -1 for end in ends)
-    replaced = any(site.fqn in a.sites for a in plan.actions if "structure" in a.primitive.writes)
+    replaced = any(site.fqn in a.sites for a in plan.rows_changing(Facet.STRUCTURE))
     one = len(boundaries) == 1 and not site.children and not replaced
     return bool(facts) and inside and last and one
 
@@ -208,7 +209,7 @@ def _normed(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
 def _check_data(plan: Plan, fqn: str) -> None:
     """The first axis of a grid splits the batch, or gradients would be summed twice; no other."""
     first, *others = (plan.mesh.fold(b.axis) for b in plan.boundaries[fqn])
-    row = next(a for a in plan.actions if fqn in a.sites and "placement" in a.primitive.writes)
+    row = next(a for a in plan.rows_changing(Facet.PLACEMENT) if fqn in a.sites)
     label = Label(row.span) if row.span is not None else Label()
     if plan.mesh.size(first) > 1 and not set(first) <= set(plan.data_axes):
         said = f"no row splits the batch over `{first[0]}`, for the grid of `{fqn}`"
@@ -256,5 +257,5 @@ WANTED: Mapping[str, Callable[[Plan, str, str, Boundary], Wanted]] = {
 
 def touches(action: Action, fqn: str) -> bool:
     """Does this row shard the module, or something in it?"""
-    shards = "placement" in action.primitive.writes
+    shards = action.changes(Facet.PLACEMENT)
     return shards and any(s == fqn or s.startswith(f"{fqn}.") or not fqn for s in action.sites)

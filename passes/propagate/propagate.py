@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
-from schedlang.ir.fitting import remedies
+from schedlang.ir.features import SplittingHeads
 from schedlang.ir.plan import Action, Plan
+from schedlang.ir.primitive import Facet
 from schedlang.passes.propagate.dryrun import Choice, Loss, Run, record
 from schedlang.passes.propagate.leaves import alike, hoisted, leaves_of, touches
 from schedlang.passes.propagate.saved_parts import Parts, saved_parts
@@ -262,8 +263,11 @@ def _made(plan: Plan, failure: Mismatch) -> Iterator[tuple[str, str]]:
 
 def _fitting(plan: Plan, action: Action | None) -> tuple[str, ...]:
     """What lets the modules around a row fit to it."""
-    over = getattr(action.primitive, "over", None) if action is not None else None
-    if over is None or not isinstance(over, str) or over in plan.completing:
+    if action is None or len(action.primitive.along) != 1:
+        return ()
+    (over,) = action.primitive.along
+    boundaries = (b.axis for site in action.sites for b in plan.boundaries.get(site, ()))
+    if over not in boundaries or over in (one.axis for one in plan.completing):
         return ()
     return (
         f"add the missing rows: `complete(over={over})`, below",
@@ -275,7 +279,7 @@ def _at_its_row(plan: Plan, refusal: Refusal) -> Refusal:
     """A refusal without a place at the last row that shards a module that it names."""
     said = " ".join(part for d in refusal.diagnostics for part in (d.title, *d.notes))
     named = set(re.findall(r"`([^`]+)`", said))
-    shards = [a for a in plan.actions if "placement" in a.primitive.writes and a.span is not None]
+    shards = [a for a in plan.rows_changing(Facet.PLACEMENT) if a.span is not None]
     row = next((a for a in reversed(shards) if named & set(a.sites)), None)
     return refusal if row is None or row.span is None else refusal.at(row.span)
 
@@ -283,7 +287,7 @@ def _at_its_row(plan: Plan, refusal: Refusal) -> Refusal:
 def _guilty(plan: Plan, failure: Mismatch) -> Action | None:
     """The row at the module that ran, else the one that split what failed, else one inside."""
     fqn, by = failure.frame[0], failure.by
-    shards = [a for a in plan.actions if "placement" in a.primitive.writes]
+    shards = plan.rows_changing(Facet.PLACEMENT)
     exact = (a for name in (fqn, by) if name for a in reversed(shards) if name in a.sites)
     return next(exact, next((a for a in shards if touches(a, fqn)), None))
 
@@ -294,22 +298,17 @@ def _heads(plan: Plan, failure: Mismatch) -> tuple[str, ...]:
     if axis is None or count is None:
         return ()
     ranks, row = plan.mesh.size(axis), _row(plan, failure.by, axis)
-    if count % ranks == 0 or (row is not None and row.uneven is not None):
+    if count % ranks == 0 or (row is not None and row.settles_heads):
         return ()
     legal = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
     title = f"{count} heads of `{failure.frame[0]}` cannot be split over {axis}={ranks}"
     helps = [f"`{axis}` may be one of {legal}"]
     if row is not None:
-        helps += remedies(f"{failure.by} {row.call}", count, ranks, row.style == "col")
-        if len(failure.counted) > 2 and row.blocks == 1:
-            helps.append(
-                f"if these are not heads, but {count} blocks side by side (q, k and v):"
-                f" `{failure.by} {row.call}, blocks={count})`"
-            )
+        helps += row.remedies(failure.by, count, ranks, len(failure.counted) > 2)
     return title, *helps
 
 
-def _row(plan: Plan, fqn: str, axis: str) -> Any:
-    """The call that splits a module over an axis so that heads can be said."""
-    rows = (a.primitive for a in reversed(plan.actions) if fqn and fqn in a.sites)
-    return next((p for p in rows if hasattr(p, "uneven") and getattr(p, "over", "") == axis), None)
+def _row(plan: Plan, fqn: str, axis: str) -> SplittingHeads | None:
+    """The row that splits a module over an axis so that heads can be said."""
+    rows = ((a, row) for a, row in reversed(plan.rows_with(SplittingHeads)) if fqn in a.sites)
+    return next((row for _, row in rows if fqn and row.along == (axis,)), None)

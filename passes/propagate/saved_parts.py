@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.diagnostics.source import NOWHERE
+from schedlang.ir.features import Recomputing
 from schedlang.ir.plan import Action, Plan
 
 if TYPE_CHECKING:
@@ -128,9 +129,9 @@ def recomputed(plan: Plan, chains: Chains | None = None) -> tuple[Again, ...]:
     """What runs again from what is kept in fewer bits: modules that are coded, or lie in modules
     that are; with what rows with a limit of memory chose, once that is known."""
     found: dict[Again, None] = {}
-    for action in meeting(plan):
+    for action, row in meeting(plan):
         chosen = (chains or {}).get(action.sites, ())
-        found |= dict.fromkeys(action.primitive.reruns(action.sites, chosen) or ())
+        found |= dict.fromkeys(row.reruns(action.sites, chosen) or ())
     coded = [row.fqn for row in plan.kept]
     return tuple(one for one in found if any(_inside(site, coded) for site in one.modules))
 
@@ -144,11 +145,11 @@ def summed(traced: Traced) -> tuple[str, ...]:
     return tuple(fqn for fqn, edges in pairs if any(isinstance(e.computes, P) for e in edges))
 
 
-def meeting(plan: Plan) -> list[Action]:
+def meeting(plan: Plan) -> list[tuple[Action, Recomputing]]:
     """The rows by which something runs again from what is kept in fewer bits, or may."""
     coded = [row.fqn for row in plan.kept]
-    rows = [row for row in plan.actions if coded and "recompute" in row.primitive.writes]
-    return [row for row in rows if any(_inside(site, coded) for site in row.sites)]
+    rows = plan.rows_with(Recomputing) if coded else []
+    return [(a, row) for a, row in rows if any(_inside(site, coded) for site in a.sites)]
 
 
 def _inside(fqn: str, coded: Sequence[str]) -> bool:
@@ -203,8 +204,8 @@ def _split(whole: Saved, part: Saved, ranks: int) -> int | None | str:
 
 def refusal(plan: Plan, fqn: str, axis: str, what: str) -> Refusal:
     """Ranks along an axis save something else than equal parts of what the model saves."""
-    row = next(a for a in plan.actions if a.name == "compress" and fqn in a.sites)
-    label = Label(row.span or NOWHERE, "rounds saved activations, block by block")
+    row = next((plan.origin(one) for one in plan.kept if one.fqn == fqn), None)
+    label = Label((row and row.span) or NOWHERE, "rounds saved activations, block by block")
     return Refusal(
         Diagnostic(
             "S935",

@@ -157,14 +157,7 @@ def _tables(site: Site) -> list[tuple[str, int]]:
 
 def _pads(plan: Plan) -> list[tuple[int, int]]:
     """Dims that are padded, by their size, and to a multiple of what."""
-    found = []
-    for action in plan.actions:
-        padding: Any = action.primitive
-        for fqn in action.sites if action.name == "pad" else ():
-            site = plan.model.sites[fqn]
-            dim = site.dims["weight"].index(padding.dim)
-            found.append((site.parameters["weight"].shape[dim], padding.multiple))
-    return found
+    return [(one.size, one.multiple) for one in plan.padded]
 
 
 # -- values ------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.memory import CLASSES, heaviest
 from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Facet
 from schedlang.passes.simulate.gains import Gained, gains
 from schedlang.passes.simulate.memory import RankClass, rank_classes
 from schedlang.passes.simulate.rehearse import parked_bytes
@@ -70,11 +71,9 @@ def lodgings(
 
 def _row(plan: Plan) -> int | None:
     """The row that asks for it: of activations, or of the order."""
-    from schedlang.passes.partition.parks import peer_rows
+    from schedlang.passes.partition.parks import on_peers
 
-    rows = peer_rows(plan, "activations") or [
-        a for a in plan.actions if "order" in a.primitive.writes
-    ]
+    rows = on_peers(plan, "activations") or plan.rows_changing(Facet.ORDER)
     return rows[0].row if rows else None
 
 
@@ -159,15 +158,15 @@ def account(
     from schedlang.passes.complete.complete import completed
     from schedlang.passes.lower.drawing import drawn_logically
     from schedlang.passes.partition.chains import told
-    from schedlang.runtime import batch as parts
+    from schedlang.runtime.batch import even, rows_of, sample_of
 
     plan = completed(plan, batch, loss)
-    sample = parts.sample(batch, plan.shares, plan.micro)
+    sample = sample_of(batch, plan.shares, plan.micro)
     prepared = prepare(plan, sample, loss, weight)
     notes = [_MOMENTS]
-    if not parts.even(batch, plan.shares, plan.micro):
+    if not even(batch, plan.shares, plan.micro):
         notes.append("microbatches differ in rows; bytes are those of the largest")
-    if why := drawn_logically(plan, prepared, parts.rows_of(sample)):
+    if why := drawn_logically(plan, prepared, rows_of(sample)):
         notes.append(f"dropout is drawn logically in training, too: {why}")
     sent = collectives(plan, prepared, sample, loss)
     lodged, why = _lodgings(plan, sample, loss, prepared)

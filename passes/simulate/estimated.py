@@ -50,10 +50,10 @@ def estimated(
         note = "nothing: the model file has no batch to count with; every stage costs the same"
         return Estimate(line, UNIT_COST, (note,))
     from schedlang.passes.propagate.propagate import propagate
-    from schedlang.runtime import batch as parts
+    from schedlang.runtime.batch import sample_of
 
     micro = plan.order.micro if plan.order is not None else 1
-    sample = parts.sample(batch, plan.shares, micro)
+    sample = sample_of(batch, plan.shares, micro)
     staged = stages_of(plan, propagate(plan, sample, loss), sample, loss)
     cost, notes = _cost(staged, machine)
     return Estimate(staged.timeline.with_edges(staged.cut.edges), cost, notes)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.ir.features import Count, Gain, Gaining
 from schedlang.ir.plan import Action, Plan
-from schedlang.ir.primitive import Count, Gain, Primitive
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,17 @@ def _json(count: Count) -> dict[str, int]:
 def gains(plan: Plan, batch: Mapping[str, Any]) -> tuple[Gained, ...]:
     """Of each row and each kind of module; raises Refusal S888 for a row that gains nothing."""
     groups: dict[tuple[int, Any], tuple[Action, list[str]]] = {}
-    for action in plan.actions:
-        if type(action.primitive).gain is not Primitive.gain:
-            for fqn in action.sites:
-                kind = plan.model.sites[fqn].kind
-                groups.setdefault((action.row, kind), (action, []))[1].append(fqn)
+    rows = {action.row: row for action, row in plan.rows_with(Gaining)}
+    for action, _ in plan.rows_with(Gaining):
+        for fqn in action.sites:
+            kind = plan.model.sites[fqn].kind
+            groups.setdefault((action.row, kind), (action, []))[1].append(fqn)
     calls = _calls(plan, batch, {sites[0] for _, sites in groups.values()}) if groups else {}
     found = []
     for action, sites in groups.values():
         if sites[0] not in calls:
             continue  # a module that this batch does not reach
-        gain = action.primitive.gain(plan.model.sites[sites[0]], plan, calls[sites[0]])
+        gain = rows[action.row].gain(plan.model.sites[sites[0]], plan, calls[sites[0]])
         if gain is not None:
             found.append(Gained(action.row, str(action.primitive), tuple(sites), gain))
             if not gain.any:
@@ -71,7 +71,7 @@ def gained(plan: Plan, batch: Mapping[str, Any]) -> tuple[Gained, ...]:
     """The same for a batch of a whole step, where they can be counted; raises Refusal S888."""
     from schedlang.runtime.batch import split
 
-    if all(type(action.primitive).gain is Primitive.gain for action in plan.actions):
+    if not plan.rows_with(Gaining):
         return ()
     try:
         return gains(plan, split(batch, plan.shares, plan.micro)[0][0].inputs)

@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from schedlang.ir.features import Recomputing
 from schedlang.ir.memory import MOMENTS
 from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.holdings import gathers_of, slicing
 from schedlang.passes.analyze.reductions import sliced_names
 from schedlang.passes.analyze.residence import tiers_of, window_bytes
@@ -172,9 +174,10 @@ def _first(plan: Plan, staged: Staged, axes: tuple[str, ...], place: int, cut: i
 
 def _together(plan: Plan) -> int:
     """How many modules are recomputed as one, at most; of those that a limit groups all may be."""
-    rows = [a for a in plan.actions if "recompute" in a.primitive.writes]
-    sizes = [len(region) for a in rows for region in a.primitive.together(a.sites)]
-    return max([1, *sizes, *(len(a.sites) for a in rows if a.primitive.limit is not None)])
+    rows = plan.rows_changing(Facet.RECOMPUTE)
+    sizes = [len(region) for action in rows for region in action.together]
+    limited = (a for a, row in plan.rows_with(Recomputing) if row.limit is not None)
+    return max([1, *sizes, *(len(action.sites) for action in limited)])
 
 
 def gathered_bytes(

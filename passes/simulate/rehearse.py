@@ -161,9 +161,9 @@ def rehearse(
     and bytes of every operator are counted too.  Raises what the model raises where it cannot be
     played.
     """
-    from schedlang.runtime import batch as parts
+    from schedlang.runtime.batch import sample_of
 
-    sample = parts.sample(batch, plan.shares, plan.micro)
+    sample = sample_of(batch, plan.shares, plan.micro)
     return _rehearsed(_Step(plan, sample, loss, prepared, works))
 
 

@@ -8,14 +8,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from schedlang.ir.features import Lowered
 from schedlang.ir.memory import MOMENTS
 from schedlang.ir.placement import P, Placement, Replicate, S
 from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.holdings import gathers, slicing
 from schedlang.passes.analyze.reductions import Reduction, reductions, sliced_names, sliced_over
 from schedlang.passes.analyze.residence import state_rounds
+from schedlang.passes.lower.lowering import code
 from schedlang.passes.partition.chains import Skeleton
-from schedlang.passes.partition.parks import peer_rows
+from schedlang.passes.partition.parks import on_peers
 from schedlang.passes.partition.staging import Staged
 from schedlang.passes.propagate.propagate import backward_root
 from schedlang.passes.simulate.memory import gathered_bytes
@@ -98,9 +101,9 @@ class Context:
         """Microbatches of a step."""
         return self.plan.micro
 
-    def row(self, facet: str) -> int | None:
+    def row(self, facet: Facet) -> int | None:
         """The last row that writes a facet."""
-        found = [a.row for a in self.plan.actions if facet in a.primitive.writes]
+        found = [action.row for action in self.plan.rows_changing(facet)]
         return found[-1] if found else None
 
     def runs(self, fqn: str) -> list[tuple[frozenset[int] | None, int]]:
@@ -234,7 +237,7 @@ def activations(
 
 def _row_of(plan: Plan, fqn: str) -> int | None:
     """The last row that places this module, else one inside it (it gathers for its children)."""
-    rows = [a for a in plan.actions if "placement" in a.primitive.writes]
+    rows = plan.rows_changing(Facet.PLACEMENT)
     own = [a.row for a in rows if fqn in a.sites]
     below = (a.row for a in rows if any(site.startswith(f"{fqn}.") for site in a.sites))
     return own[-1] if own else next(below, None)
@@ -277,11 +280,13 @@ def at_skeleton(plan: Plan, model: Any, prepared: Prepared) -> None:
     What is moved elsewhere and comes back as it was is kept all the same.
     """
     at = Skeleton(plan, model, prepared.chains, prepared.bits)
-    for action in plan.actions:
-        writes, coded = action.primitive.writes, bool(action.primitive.gives_up)
-        if "recompute" in writes or ("residence" in writes and coded):
+    for action, row in plan.rows_with(Lowered):
+        coded = action.changes(Facet.RESIDENCE) and bool(row.gives_up)
+        if action.changes(Facet.RECOMPUTE) or coded:
             for target in plan.targets(action):
-                action.primitive.apply(target, at)
+                row.lower(target, at)
+    for one in plan.kept:
+        code(one, at, at.bits)
 
 
 # (from, to) -> kind in forward, kind in backward; of an entry the backward only where ranks differ
@@ -413,7 +418,7 @@ def _sent(
         count,
         _bytes(local(leaf.shape), leaf.dtype),
         frozenset(ends[:1]),
-        context.row("stage"),
+        context.row(Facet.STAGE),
         ends[1],
     )
     yield sent
@@ -432,7 +437,7 @@ def _bytes(shape: Iterable[int], dtype: str) -> int:
 def _states(context: Context) -> Iterator[Collective]:
     """Optimizer state that lies on the next rank: home before its step, and out again."""
     staged, plan = context.staged, context.plan
-    row = next((a.row for a in peer_rows(plan, "optimizer")), None)
+    row = next((one.row for one in on_peers(plan, "optimizer")), None)
     if staged.axis is None or row is None:
         return
     places = plan.mesh.size(staged.axis)
@@ -467,7 +472,7 @@ def _slices(context: Context) -> Iterator[Collective]:
     row, _ = slicing(plan)
     if row is None:
         return
-    line = context.row("state")
+    line = context.row(Facet.STATE)
     copies = [(s, *copy) for s in range(staged.cut.stages) for copy in context.copies(s)]
     found = [(c[0], *often) for c in copies for often in gathers(plan, staged, *c)]
     for stage, places, forwards, backwards in found:
@@ -499,7 +504,12 @@ def _slices(context: Context) -> Iterator[Collective]:
 
 # -- after the last backward -------------------------------------------------------------------
 
-FACETS = {"partial": "placement", "tied": "stage", "replicas": "state", "compressed": "state"}
+FACETS = {
+    "partial": Facet.PLACEMENT,
+    "tied": Facet.STAGE,
+    "replicas": Facet.STATE,
+    "compressed": Facet.STATE,
+}
 WORDS = {"partial": "grads of parts", "tied": "grads of ties", "replicas": "grads"}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label
 from schedlang.ir.plan import Action, Plan
+from schedlang.ir.primitive import Facet
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ class Claim:
         }
 
 
-def facet_row(plan: Plan, facet: str) -> Action | None:
+def facet_row(plan: Plan, facet: Facet) -> Action | None:
     """The last row that writes a facet."""
-    return next((a for a in reversed(plan.actions) if facet in a.primitive.writes), None)
+    return next(reversed(plan.rows_changing(facet)), None)
 
 
 def axis_row(plan: Plan, fqn: str, axis: str) -> Action | None:
@@ -58,13 +59,11 @@ def axis_row(plan: Plan, fqn: str, axis: str) -> Action | None:
     Data axes come with `zero`, the pipeline's with the cut, others with placements.
     """
     if axis in plan.data_axes:
-        return facet_row(plan, "state")
+        return facet_row(plan, Facet.STATE)
     if any(axis in plan.mesh.fold(cut.axis) for cut in plan.cuts):
-        return facet_row(plan, "stage")
+        return facet_row(plan, Facet.STAGE)
     best: tuple[tuple[int, int], Action] | None = None
-    for action in plan.actions:
-        if "placement" not in action.primitive.writes:
-            continue
+    for action in plan.rows_changing(Facet.PLACEMENT):
         for site in action.sites:
             over = (b.axis for b in plan.boundaries.get(site, ()))
             if any(axis in plan.mesh.fold(name) for name in over):

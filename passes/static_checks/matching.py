@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from schedlang.diagnostics.diagnostic import Diagnostic
 from schedlang.ir.plan import Action, Plan
+from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.static_checks.claim import Claim, axis_row, facet_row, folded, placed
 from schedlang.passes.static_checks.roles import Role
@@ -139,7 +140,7 @@ def _messages(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
             if one.lane is not None and one.ends is not None and set(one.ends) <= logs.keys():
                 both = channels.setdefault((one.lane, one.ends), {"send": [], "recv": []})
                 both[one.op].append(one)
-    label = placed(facet_row(plan, "stage"))
+    label = placed(facet_row(plan, Facet.STAGE))
     for (_, (source, target)), both in channels.items():
         sent, got = both["send"], both["recv"]
         for count, (one, other) in enumerate(zip(sent, got)):
@@ -169,7 +170,7 @@ def _letters(plan: Plan, played: Sequence[Role]) -> Iterator[Diagnostic]:
             if sent is None or due is None or (sent.name, sent.tensors) != (due.name, due.tensors):
                 said = f"rank {target} takes a message of rank {source} for another one"
                 notes = (f"{_called(sent)} is sent, {_called(due)} is expected",)
-                yield Diagnostic("S714", said, placed(facet_row(plan, "stage")), notes=notes)
+                yield Diagnostic("S714", said, placed(facet_row(plan, Facet.STAGE)), notes=notes)
                 return
 
 
@@ -193,4 +194,4 @@ def _timeline(plan: Plan, prepared: Prepared) -> Iterator[Diagnostic]:
         check(order)
         check_queues(order)  # as with NCCL; one that ends there ends with gloo
     except TimelineError as error:
-        yield Diagnostic("S714", str(error), placed(facet_row(plan, "order")))
+        yield Diagnostic("S714", str(error), placed(facet_row(plan, Facet.ORDER)))

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic
+from schedlang.ir.features import Lowered
 from schedlang.ir.plan import Action, Plan
+from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.partition.staging import buffer_stages
 from schedlang.passes.propagate.propagate import Traced
@@ -40,12 +42,12 @@ def kept(plan: Plan) -> Iterator[tuple[str, str, Action]]:
     from schedlang.passes.lower.build import Builder
     from schedlang.runtime.tracing.meta import hollow_model
 
-    rows = [a for a in plan.actions if "structure" in a.primitive.writes]
+    rows = [(a, row) for a, row in plan.rows_with(Lowered) if a.changes(Facet.STRUCTURE)]
     if not rows:
         return
     model: Any = hollow_model(plan.model.model, {})
     builder = Builder(plan, model, Traced(), None)  # type: ignore[arg-type]
-    for action in rows:
+    for action, row in rows:
         seen = set()
         for fqn in action.sites:
             site = plan.model.sites[fqn]
@@ -53,7 +55,7 @@ def kept(plan: Plan) -> Iterator[tuple[str, str, Action]]:
                 continue
             seen.add(site.kind)
             before = _facts(model.get_submodule(fqn))
-            action.primitive.apply(site, builder)
+            row.lower(site, builder)
             after = _facts(model.get_submodule(fqn))
             for what in before:
                 if before[what] != after[what]:
@@ -97,7 +99,7 @@ def owners(
         f"{len(plan.model.unique)} parameters, {len(buffers)} buffers,"
         f" {stages} stage{'s' * (stages != 1)}"
     )
-    label = placed(facet_row(plan, "stage"))
+    label = placed(facet_row(plan, Facet.STAGE))
     found = [(name, Diagnostic("S715", why, label)) for name, why in problems]
     found += [(fqn, Diagnostic("S715", why, placed(row))) for fqn, why, row in kept(plan)]
     return Claim("ownership", said, folded(found))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.ir.facets import Order
 from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.holdings import holdings_of, slicing
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.analyze.reductions import Booked, sliced_over
@@ -121,12 +122,20 @@ def shortened(step: Step) -> Step:
     A microbatch sends what any other does; that all of them are in order is for the timeline.
     """
     plan = step.plan
-    kept = tuple(a for a in plan.actions if not a.primitive.writes & {"structure", "residence"})
+    plain = _without_kernels(plan)
     whole = tuple(replace(one, stage=0) for one in plan.replicas)
     least, staged = fewer(plan, at_home(plan, step.prepared.staged), 2)
-    short = replace(plan, actions=kept, replicas=whole, order=least)
+    short = replace(plain, replicas=whole, order=least)
     prepared = replace(step.prepared, staged=staged, holdings=holdings_of(short, staged))
     return replace(step, plan=short, prepared=prepared)
+
+
+def _without_kernels(plan: Plan) -> Plan:
+    """The plan, but what modules compute, and where what they save lies, is the original's."""
+    away = plan.rows_changing(Facet.STRUCTURE, Facet.RESIDENCE)
+    kept = tuple(action for action in plan.actions if action not in away)
+    stores = tuple(one for one in plan.stores if one.what != "activations")
+    return replace(plan, actions=kept, kept=(), stores=stores)
 
 
 def fewer(plan: Plan, staged: Staged, least: int) -> tuple[Order | None, Staged]:
@@ -258,9 +267,7 @@ def slices(step: Step, rank: int) -> tuple[Booked, ...]:
     row, _ = slicing(step.plan)
     if row is None:
         return ()
-    plan, prepared = step.plan, step.prepared
-    kept = tuple(a for a in plan.actions if not a.primitive.writes & {"structure", "residence"})
-    plan = replace(plan, actions=kept)
+    plan, prepared = _without_kernels(step.plan), step.prepared
     micro = plan.micro
     batch = repeated(step.sample, plan.shares * micro)
     found = []

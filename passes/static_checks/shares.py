@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic
+from schedlang.ir.primitive import Facet
 from schedlang.passes.propagate.batch_weights import weight_of
 from schedlang.passes.propagate.context import weight_by_tokens
 from schedlang.passes.static_checks.claim import Claim, facet_row, placed
@@ -20,12 +21,12 @@ NEAR = 1e-9
 
 def weights(step: Step, batch: Mapping[str, Any], played: Sequence[Role]) -> Claim:
     """Weights add up: over parts to the whole batch, and over a step to one (S716)."""
-    from schedlang.runtime import batch as parts
+    from schedlang.runtime.batch import split
 
     plan = step.plan
     micro = plan.micro
-    split = parts.split(batch, plan.shares, micro)
-    found = [part for row in split for whole in row for part in _tokens(step, whole)]
+    shares = split(batch, plan.shares, micro)
+    found = [part for row in shares for whole in row for part in _tokens(step, whole)]
     if len(found) == 1:
         return Claim("loss weights", "one part, which is the whole")
     by = weight_of if step.prepared.tokens is None else weight_by_tokens
@@ -52,7 +53,7 @@ def _labels(step: Step) -> bool:
 
 def _row(step: Step) -> Any:
     plan = step.plan
-    return placed(facet_row(plan, "state" if plan.data_axes else "order"))
+    return placed(facet_row(plan, Facet.STATE if plan.data_axes else Facet.ORDER))
 
 
 def _whole(step: Step, each: list[float], whole: float) -> Iterator[Diagnostic]:

@@ -50,7 +50,7 @@ def static(
 
     Raises Refusal where the plan cannot be built for this batch.
     """
-    from schedlang.runtime import batch as parts
+    from schedlang.runtime.batch import sample_of
 
     if plan.kept:  # the same tensors, but for their rounding
         found = static(replace(plan, kept=()), batch, loss, weight)
@@ -61,7 +61,7 @@ def static(
             found, unseen=(*found.unseen, "compressed gradients: simulated as uncompressed sums")
         )
     micro = plan.micro
-    sample = parts.sample(batch, plan.shares, micro)
+    sample = sample_of(batch, plan.shares, micro)
     step = Step(plan, prepare(plan, sample, loss, weight), sample, loss, weight)
     told = gradients(plan, step.prepared, sample, loss)
     assert told is not None, "a model without a loss is refused before"

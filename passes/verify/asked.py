@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.features import Slicing
 from schedlang.ir.plan import Action, Plan
+from schedlang.ir.primitive import FACETS, Facet
 from schedlang.passes.elaborate.state import arguments_text
 from schedlang.passes.verify.observe import Key, Observation
 from schedlang.report import Row
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
 # ---- What a plan must equal to the last bit: the original, or itself without its exact rows.
 
 
-_OVER_AXES = frozenset({"shape", "placement", "stage", "state", "order"})
-_REMOVABLE = frozenset({"recompute", "residence"})  # no other row needs such a row
+_INSIDE = FACETS - {Facet.SHAPE, Facet.PLACEMENT, Facet.STAGE, Facet.STATE, Facet.ORDER}
+_NEEDED = FACETS - {Facet.RECOMPUTE, Facet.RESIDENCE}  # no other row needs such a row
 IN_ORACLE = frozenset({"updates", "model"})  # the original follows the same rule, to the last bit
 _KINDS = (
     *("outputs", "training outputs", "loss", "gradients", "input gradients", "parameters"),
@@ -38,15 +40,14 @@ def given_up(plan: Plan) -> frozenset[str]:
     return frozenset(
         name
         for action in plan.actions
-        if not (alone and action.primitive.writes <= _OVER_AXES)
+        if not (alone and not action.changes(*_INSIDE))
         for name in action.primitive.gives_up - IN_ORACLE
     )
 
 
 def exact_row(action: Action) -> bool:
     """Whether a row gives up nothing and can be left out: recomputation, offloading."""
-    writes = action.primitive.writes
-    return bool(writes) and writes <= _REMOVABLE and not action.primitive.gives_up
+    return action.acts and not action.changes(*_NEEDED) and not action.primitive.gives_up
 
 
 def _exact(plan: Plan, action: Action) -> bool:
@@ -54,7 +55,7 @@ def _exact(plan: Plan, action: Action) -> bool:
     do."""
     from schedlang.passes.propagate.saved_parts import meeting
 
-    return exact_row(action) and action not in meeting(plan)
+    return exact_row(action) and action not in (row for row, _ in meeting(plan))
 
 
 def baseline(plan: Plan, copies: int = 1) -> tuple[Plan, str] | None:
@@ -72,11 +73,12 @@ def baseline(plan: Plan, copies: int = 1) -> tuple[Plan, str] | None:
     words = [f"without {' and '.join(dropped)}"] if dropped else []
     rows: list[tuple[Primitive, Action]] = []
     for action in plan.actions:
-        if action in exact or not action.primitive.writes:
+        if action in exact or not action.acts:
             continue
-        primitive, stage = action.primitive, getattr(action.primitive, "stage", 0)
-        if action.primitive.writes == {"state"} and stage and two and (micro == 1 or stage == 1):
-            primitive = unsliced(primitive)
+        primitive = row = action.primitive
+        sliced = row if isinstance(row, Slicing) and row.slices else None
+        if sliced and two and (micro == 1 or not sliced.each_microbatch):
+            primitive = sliced.unsliced()
             words.append(f"{action.name} {_UNSLICED}")
         rows.append((primitive, action))
     if not words:
@@ -87,12 +89,6 @@ def baseline(plan: Plan, copies: int = 1) -> tuple[Plan, str] | None:
     for primitive, action in rows:
         made = made.add(primitive, action.sites, step=action.step, span=action.span)
     return made, ", ".join(words)
-
-
-def unsliced(primitive: Any) -> Any:
-    """The row at stage 0; what else it says is about slices."""
-    usual = {f.name: f.default for f in fields(primitive) if f.default is not MISSING}
-    return replace(primitive, **{**usual, "stage": 0})
 
 
 def exact_rows(without: Observation, program: Observation, words: str) -> Iterator[Row]:
@@ -180,10 +176,10 @@ def asked(plan: Plan) -> Asked:
     """All `verify` rows together; raises Refusal S709 where bits are asked of rows that round."""
     found = Asked()
     rtol: dict[str, float] = {}
-    for action in plan.actions:
-        if action.name != "verify":
+    for row in plan.checks:
+        action = plan.origin(row)
+        if action is None:
             continue
-        row: Any = action.primitive
         scopes = [what for what in row.what if what in _SCOPES] or ["forward", "backward", "train"]
         for kind in (kind for scope in scopes for kind in _SCOPES[scope]):
             if row.rtol is not None:
@@ -196,7 +192,7 @@ def asked(plan: Plan) -> Asked:
         if "exact" in row.what:
             _check_exact(plan, action)
             exact = (*exact, _place(action))
-        found = Asked(steps, rtol, curves, found.evaluate or row.mode == "eval", exact)
+        found = Asked(steps, rtol, curves, found.evaluate or row.evaluate, exact)
     return found
 
 

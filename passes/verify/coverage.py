@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from schedlang.ir.features import Tried
 from schedlang.passes.verify.observe import Batch, Observation
 from schedlang.passes.verify.variants import POSITIONS, TOKENS, Batches, integers, shapes
 from schedlang.report import Gap
@@ -65,8 +66,7 @@ def idle(expected: Observation) -> tuple[Gap, ...]:
 def apart(plan: Plan, tried: bool) -> tuple[Gap, ...]:
     """What ran as it stands within the program, and by itself at most."""
     said = {}
-    for action in plan.actions:
-        row = action.primitive
+    for _, row in plan.rows_with(Tried):
         if row.apart and tried:
             hides = "what it keeps from one microbatch, step or module to the next"
             said[f"`{row}` {row.apart} within the program: only by itself, call after call"] = hides

@@ -39,7 +39,7 @@ def with_second_runs(plan: Plan, module: nn.Module, known: Prepared | None) -> N
         region = _Region(again, parts)
         for place, fqn in enumerate(again.modules):
             part: Any = module.get_submodule(fqn)
-            part.forward = partial(_forward_again, region, place, part, part.forward)
+            part.forward = partial(_recomputed_as_kept, region, place, part, part.forward)
 
 
 @dataclass
@@ -107,7 +107,7 @@ def _same(one: Tensor, two: Tensor) -> bool:
     return next(facts) == next(facts)
 
 
-def _forward_again(
+def _recomputed_as_kept(
     region: _Region,
     place: int,
     module: nn.Module,

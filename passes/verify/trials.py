@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from schedlang.ir.features import Tried
 from schedlang.ir.plan import Action
-from schedlang.ir.primitive import Primitive
 from schedlang.passes.verify.observe import Batch, Condition
 from schedlang.passes.verify.variants import TEXT
 from schedlang.report import Row
@@ -26,23 +26,21 @@ def trials(working: Case, told: Sequence[Condition]) -> tuple[list[Row], list[st
     The case is in the model's own dtype: forwards of its batches give each module its arguments.
     """
     plan = working.plan
-    wanted: dict[Any, tuple[Action, str]] = {}
-    for action in plan.actions:
-        if type(action.primitive).trial is Primitive.trial:
-            continue
+    wanted: dict[Any, tuple[Action, Tried, str]] = {}
+    for action, row in plan.rows_with(Tried):
         for fqn in action.sites:
-            wanted.setdefault((action.primitive, plan.model.sites[fqn].kind), (action, fqn))
+            wanted.setdefault((row, plan.model.sites[fqn].kind), (action, row, fqn))
     if not wanted:
         return [], []
-    named = {fqn for _, fqn in wanted.values()}
+    named = {fqn for _, _, fqn in wanted.values()}
     calls = _calls(plan.model.model, list(_batches(working, told)), named)
     rows, unchecked = [], []
-    for action, fqn in wanted.values():
-        for trial in action.primitive.trial(plan.model.sites[fqn], plan, calls[fqn]):
+    for action, row, fqn in wanted.values():
+        for trial in row.trial(plan.model.sites[fqn], plan, calls[fqn]):
             kind = f"{action.name} itself"
             rows.append(Row("kernels", kind, trial.name, trial.error, trial.allowed, trial.ok))
             if not trial.ran:
-                unchecked.append(f"{action.primitive} at `{fqn}` was not run: {trial.name}")
+                unchecked.append(f"{row} at `{fqn}` was not run: {trial.name}")
     return rows, unchecked
 
 

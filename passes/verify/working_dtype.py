@@ -234,18 +234,18 @@ def working_rows(
     What fails then may be luck, unless the program is known to be `wrong`, and is drawn again.
     """
     plain = _plain(working, told)
-    rows, note = list(_rows_worked(working, told, exact, program, plain)), ""
+    rows, note = list(_compared(working, told, exact, program, plain)), ""
     if program.tipped and not all(row.ok for row in rows):
         case, working = (replace(one, tipped=program.tipped) for one in (case, working))
         exact, _ = original(case, told[:1])
         plain, note = _plain(working, told), TIPPED
-        rows = list(_rows_worked(working, told, exact, program, plain))
+        rows = list(_compared(working, told, exact, program, plain))
     if not wrong and not all(row.ok for row in rows):
         rows = _drawn_again(rows, case, working, told, exact, program, plain)
     return [replace(row, note=note) if row.ok and not row.note else row for row in rows]
 
 
-def _rows_worked(
+def _compared(
     working: Case,
     told: Sequence[Condition],
     exact: Observation,
@@ -312,14 +312,14 @@ def _drawn_again(
     if math.prod(working.cuts) > 1 and not (whole or working.parted or working.table is not None):
         working = replace(working, parted=True)
         parts = _plain(working, told)
-        rows = list(_rows_worked(working, told, exact, program, plain, parts))
+        rows = list(_compared(working, told, exact, program, plain, parts))
         if all(row.ok for row in rows):
             return rows
     first = plain if parts is None else parts
     unit = low / 2 or unit_of(plain)
     draws = [first, *(_plain(nudged(working, unit, k), told) for k in range(DRAWS))]
     draws = [one for one in draws if not tipped(right, one.choices)]
-    return list(_rows_worked(working, told, exact, program, plain, parts, draws))
+    return list(_compared(working, told, exact, program, plain, parts, draws))
 
 
 def nudged(case: Case, unit: float, draw: int) -> Case:

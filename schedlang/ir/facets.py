@@ -1,4 +1,4 @@
-"""What a row says of one thing: a boundary, a cut, an order, replicas, a cast; values of a plan."""
+"""Annotations: what rows say of one thing each, as values of a plan, with the row that says it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,14 @@ BOUNDS: Mapping[str, Callable[[float, float], bool]] = {
 
 
 @dataclass(frozen=True)
-class Boundary:
+class Annotation:
+    """What a row says; `row` is its number in the plan (`Plan.origin`)."""
+
+    row: int = field(default=-1, kw_only=True, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Boundary(Annotation):
     """How activations enter and leave a sharded module, for one axis; None: as they come.
 
     differ: the module is whole on every rank, and what follows uses a part of its result.
@@ -38,7 +45,7 @@ class Boundary:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Cut(Annotation):
     """Cuts of the trunk for one pipeline axis.
 
     `before` are modules before which a cut falls; `trunks` lists of modules (and single ones
@@ -52,7 +59,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Order:
+class Order(Annotation):
     """The order in which a pipeline runs its microbatches.
 
     chunks   stages on each rank (of one replica)
@@ -81,7 +88,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Replicas:
+class Replicas(Annotation):
     """What the ranks along `axes`, which see different rows of the batch, keep whole or split.
 
     stage 0: all whole; 1: optimizer state split; 2: gradients too; 3: parameters too (ZeRO).
@@ -97,7 +104,7 @@ class Replicas:
 
 
 @dataclass(frozen=True)
-class Context:
+class Context(Annotation):
     """Attention over sequences whose tokens are split over ranks.
 
     axes    those that the method exchanges over, as named in the row, outermost first
@@ -111,7 +118,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Compression:
+class Compression(Annotation):
     """How the sum of gradients over data axes is sent in fewer bytes.
 
     kind      "powersgd" (a product of `rank`), "int8" or "onebit" (in blocks of `block` elements)
@@ -126,7 +133,7 @@ class Compression:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Kept(Annotation):
     """What a module saves for backward is kept in numbers of `bits` bits, in blocks of `block`.
 
     With a `budget` of bits for an element a table says the bits of each tensor; `bits` of others.
@@ -139,7 +146,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Cast:
+class Cast(Annotation):
     """What a module computes in.
 
     dtype    "bf16", "fp16" or "fp32"
@@ -155,11 +162,11 @@ class Cast:
 
 
 @dataclass(frozen=True)
-class Stored:
+class Stored(Annotation):
     """What a row keeps off the device of a module, and of all that it holds.
 
     what   "activations", "parameters", "gradients" or "optimizer" (its state)
-    tier   "cpu" (host memory), "disk" or "peer" (the next rank of the pipeline)
+    tier   "cpu" (host memory), "disk" or "peer" (the next rank along `over`)
     ahead  how many modules come back to the device before it is their turn
     """
 
@@ -167,6 +174,41 @@ class Stored:
     what: str
     tier: str
     ahead: int
+    over: str | None = None
+
+
+@dataclass(frozen=True)
+class Padded(Annotation):
+    """A dim of `size` of a module's weight is rounded up to a multiple, where it is split."""
+
+    fqn: str
+    size: int
+    multiple: int
+
+
+@dataclass(frozen=True)
+class Completion(Annotation):
+    """Rows that a few rows left open are added along an axis, once there is a batch."""
+
+    axis: str
+
+
+@dataclass(frozen=True)
+class Overlap(Annotation):
+    """Communication that runs beside the computation: "transfers" or "gradients"."""
+
+    what: str
+
+
+@dataclass(frozen=True)
+class Check(Annotation):
+    """What a proof is asked for beyond what every proof compares (the verb `verify`)."""
+
+    what: tuple[str, ...]
+    rtol: float | None
+    steps: int | None
+    within: float | None
+    evaluate: bool
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,23 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from schedlang.ir.facets import (
+    Annotation,
     Boundary,
     Cast,
+    Check,
+    Completion,
     Compression,
     Context,
     Cut,
     Expectation,
     Kept,
     Order,
+    Overlap,
+    Padded,
     Replicas,
     Stored,
 )
+from schedlang.ir.features import Grouping, Recomputing
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.model import ModelFacts
 from schedlang.ir.placement import Layout
@@ -26,10 +32,11 @@ from schedlang.ir.sharing import Trail, changed, holders, persistent, shared
 
 if TYPE_CHECKING:
     from schedlang.diagnostics.source import Span
-    from schedlang.ir.primitive import Primitive
+    from schedlang.ir.primitive import Facet, Primitive
 
 K = TypeVar("K")
 V = TypeVar("V")
+F = TypeVar("F")
 
 
 @dataclass(frozen=True)
@@ -52,10 +59,30 @@ class Action:
         known = tuple(model.sites[fqn] for fqn in group)
         return known if self.primitive.takes == "selection" else known[0]
 
+    def changes(self, *facets: Facet) -> bool:
+        """Whether the row writes one of these facets."""
+        return self.primitive.changes(*facets)
+
     @property
-    def each(self) -> Iterator[tuple[str, ...]]:
+    def acts(self) -> bool:
+        """Whether the row changes anything; a check does not."""
+        return bool(self.primitive.writes)
+
+    @property
+    def each(self) -> list[tuple[str, ...]]:
         """The groups of sites that the primitive takes at a time."""
-        return iter(self.primitive.taken(self.sites))
+        if isinstance(self.primitive, Grouping):
+            return self.primitive.taken(self.sites)
+        return (
+            [(site,) for site in self.sites] if self.primitive.takes == "module" else [self.sites]
+        )
+
+    @property
+    def together(self) -> list[tuple[str, ...]]:
+        """The groups of sites that are computed as one, which no cut divides."""
+        if isinstance(self.primitive, Recomputing):
+            return self.primitive.together(self.sites)
+        return [(site,) for site in self.sites]
 
 
 class Printed(Protocol):
@@ -95,12 +122,12 @@ class Plan:
     computes: Mapping[str, str] = field(default_factory=dict)
     told: Mapping[str, Any] = field(default_factory=dict)
     spread: frozenset[str] = frozenset()
-    completing: tuple[str, ...] = ()  # axes along which rows are added once there is a batch
+    completing: tuple[Completion, ...] = ()
     unrolled: tuple[tuple[str, int], ...] = ()  # module -> its calls, each a unit of its own
     cuts: tuple[Cut, ...] = ()
     order: Order | None = None
     late: tuple[str, ...] | None = None  # modules whose weight gradients may wait; None: all
-    overlaps: tuple[str, ...] = ()  # communication that runs beside the computation
+    overlaps: tuple[Overlap, ...] = ()
     ahead: int = 1  # operations before its use at which a receive is posted
     replicas: tuple[Replicas, ...] = ()
     contexts: Mapping[str, tuple[Context, ...]] = field(default_factory=dict)  # by module
@@ -108,6 +135,8 @@ class Plan:
     casts: Sequence[Cast] = ()  # modules that compute in another dtype than they are stored in
     stores: Sequence[Stored] = ()  # what does not lie on the device
     kept: Sequence[Kept] = ()  # what is saved for backward in fewer bits
+    padded: Sequence[Padded] = ()
+    checks: tuple[Check, ...] = ()  # what a proof is asked for
     expected: tuple[Expectation, ...] = ()  # bounds on what it costs
     known: Trail = field(default_factory=Trail, compare=False, repr=False)
 
@@ -169,14 +198,31 @@ class Plan:
         Raises Refusal from the primitive's own checks; `self` is never changed.
         """
         primitive.agree(self.mesh.names)
-        row = self.actions[-1].row + 1 if self.actions else 0
-        action = Action(primitive, tuple(sites), step, row, span)
+        action = Action(primitive, tuple(sites), step, self.next_row, span)
         together = shared(self, action)
         plan = together or self._each(action)
         actions = (*self.actions, action)
         wide = len(sites) > 1 or bool(self.model.children(sites[0]))
         alone = wide and together is None and changed(self, plan)
         return replace(plan, actions=actions, known=self.trail.after(actions, alone))
+
+    @property
+    def next_row(self) -> int:
+        """The number of the row that is added next: of annotations that it makes."""
+        return len(self.actions)  # not after the last: completed rows stand between others
+
+    def origin(self, annotation: Annotation) -> Action | None:
+        """The row that an annotation comes from; None if the plan goes on without it."""
+        return next((action for action in self.actions if action.row == annotation.row), None)
+
+    def rows_changing(self, *facets: Facet) -> list[Action]:
+        """The rows that write one of these facets, in order."""
+        return [action for action in self.actions if action.changes(*facets)]
+
+    def rows_with(self, feature: type[F]) -> list[tuple[Action, F]]:
+        """The rows that have a feature (`schedlang.ir.features`), in order."""
+        rows = ((action, action.primitive) for action in self.actions)
+        return [(action, row) for action, row in rows if isinstance(row, feature)]
 
     @property
     def trail(self) -> Trail:
@@ -188,7 +234,7 @@ class Plan:
         plan, primitive = self, action.primitive
         for target in self.targets(action):
             primitive.check(target, plan)
-            plan = primitive.effect(target, plan)
+            plan = primitive.transform(target, plan)
         return plan
 
     def targets(self, action: Action) -> Iterator[Any]:
@@ -224,13 +270,17 @@ class Plan:
 
     def with_boundary(self, fqn: str, boundary: Boundary) -> Plan:
         """The plan with one more boundary at a module."""
-        known = self.boundaries.get(fqn, ())
+        known, boundary = self.boundaries.get(fqn, ()), replace(boundary, row=self.next_row)
         return replace(self, boundaries=_put(self.boundaries, fqn, (*known, boundary)))
 
     @property
     def micro(self) -> int:
         """Into how many microbatches a rank's rows are split."""
         return self.order.micro if self.order is not None else 1
+
+    def overlapping(self, what: str) -> Overlap | None:
+        """What a row says of communication that runs beside the computation, if one does."""
+        return next((one for one in self.overlaps if one.what == what), None)
 
     def stages(self, axis: str) -> int:
         """Into how many stages the model is cut along an axis."""

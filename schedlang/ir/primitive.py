@@ -1,14 +1,15 @@
-"""The conflict table: how one verb may stand below another, from what both declare."""
+"""Primitive: one verb of the language; the registry of all, and their conflict table."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from functools import cache
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, dataclass_transform
 
@@ -19,15 +20,26 @@ if TYPE_CHECKING:
     from importlib import metadata
 
     from schedlang.ir.plan import Plan
-    from schedlang.language.patterns import Pattern
 
-# ---- Primitive: one verb of the language, its arguments, rules and effects; the registry of all.
+# ---- Primitive: one verb of the language, its arguments and rules; the registry of all.
 
 
-FACETS = frozenset(
-    ("structure", "shape", "dtype", "placement", "recompute")
-    + ("residence", "stage", "state", "order", "trained")
-)
+class Facet(StrEnum):
+    """What a row may rely on, or change: from these follows how rows may stand to each other."""
+
+    STRUCTURE = "structure"  # what modules compute, and by which operations
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    PLACEMENT = "placement"
+    RECOMPUTE = "recompute"
+    RESIDENCE = "residence"
+    STAGE = "stage"
+    STATE = "state"
+    ORDER = "order"
+    TRAINED = "trained"
+
+
+FACETS = frozenset(Facet)
 TAKES = ("module", "selection", "model")
 Relation = Literal["commute", "order", "clash", "both"]
 
@@ -48,73 +60,22 @@ def refuse(
     raise Refusal(Diagnostic(code, title, place, tuple(also), tuple(notes), tuple(helps)))
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One comparison of a trial: its error against float64, and how large it may be.
-
-    `ran` is False where the thing itself could not be run here: then it is not proven.
-    """
-
-    name: str
-    error: float
-    allowed: float
-    ok: bool
-    ran: bool = True
-
-
-@dataclass(frozen=True)
-class Count:
-    """What one call costs a device: kernels of its forward and of its backward, bytes that both
-    read and write."""
-
-    forward: int
-    backward: int
-    bytes: int
-
-    @property
-    def kernels(self) -> int:
-        """Of both."""
-        return self.forward + self.backward
-
-    def __add__(self, other: Count) -> Count:
-        return Count(
-            self.forward + other.forward, self.backward + other.backward, self.bytes + other.bytes
-        )
-
-
-@dataclass(frozen=True)
-class Gain:
-    """What a row makes of its module's kernels and bytes; the text of kernels made for it."""
-
-    before: Count
-    after: Count
-    sources: tuple[str, ...] = ()
-
-    @property
-    def any(self) -> bool:
-        """Whether there are fewer kernels, or fewer bytes."""
-        return self.after.kernels < self.before.kernels or self.after.bytes < self.before.bytes
-
-
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Primitive:
     """A verb.  A subclass is a primitive, its annotated fields are the arguments, an instance is
     one call's bound arguments.
 
     A subclass has a docstring, `example` (a row, as documentation and for the generic tests),
-    `reads` and `writes` (facets: its row and column in the conflict table), `check` and `apply`.
-    `takes` says what it is given: each "module" of the selection, the "selection" as a tuple, or
-    the "model" (the scope; no selector stands before it).  `gives_up` names what the result may
-    differ in; a property where it depends on the arguments.  `field(kw_only=True)` makes an
-    argument that must be named, and may then be required after optional ones.  A `foremost` verb
-    changes which parameters there are: it stands above whatever else is done, wherever that is.
+    `reads` and `writes` (facets: its row and column in the conflict table) and `check`; with
+    `transform` it says what it makes of a plan.  `takes` says what it is given: each "module" of
+    the selection, the "selection" as a tuple, or the "model" (the scope; no selector stands before
+    it).  `gives_up` names what the result may differ in; a property where it depends on the
+    arguments.  `field(kw_only=True)` makes an argument that must be named, and may then be required
+    after optional ones.  A `foremost` verb changes which parameters there are: it stands above
+    whatever else is done, wherever that is.
 
-    `alike` promises that `check` and `effect` see nothing of a module but its Python class, its
-    parameters and buffers (not their values), the plain attributes that it names, what it holds
-    likewise, and what rows do to it, around it and inside of it.  They are then asked once for all
-    modules that are equal in that.  None: they are asked for each module.
-
-    `apart` says of what `trial` runs how it is there and is not within a proof ("compiled").
+    What one feature alone asks of a row is a class of `schedlang.ir.features`, from which a
+    primitive derives in place of this one.
     """
 
     example: ClassVar[str]
@@ -122,9 +83,6 @@ class Primitive:
     writes: ClassVar[frozenset[str]] = frozenset()
     takes: ClassVar[str] = "module"
     foremost: ClassVar[bool] = False
-    anew: ClassVar[bool] = False  # its sites are other modules afterwards, for rows below
-    alike: ClassVar[tuple[str, ...] | None] = None
-    apart: ClassVar[str] = ""
     if TYPE_CHECKING:
 
         @property
@@ -134,10 +92,21 @@ class Primitive:
     else:
         gives_up = frozenset()
 
-    def __init_subclass__(cls) -> None:
-        _accept(cls)
-        dataclass(frozen=True)(cls)
-        _registry[cls.__name__] = cls
+    def __init_subclass__(cls, feature: bool = False) -> None:
+        if not feature:
+            _accept(cls)
+            dataclass(frozen=True)(cls)
+            _registry[cls.__name__] = cls
+
+    def changes(self, *facets: Facet) -> bool:
+        """Whether it writes one of these facets."""
+        return not self.writes.isdisjoint(facets)
+
+    @property
+    def along(self) -> tuple[str, ...]:
+        """The axes of the mesh that the argument `over` names, where there is one."""
+        over: Any = vars(self).get("over") or ()
+        return (over,) if isinstance(over, str) else tuple(over)
 
     def agree(self, axes: Collection[str]) -> None:
         """Refuse (with `refuse`) arguments that do not go together: no model is there yet.
@@ -145,92 +114,13 @@ class Primitive:
         `axes` are the names of the mesh.  Default: all do.
         """
 
+    @abstractmethod
     def check(self, site: Any, plan: Plan) -> None:
         """Refuse (with `refuse`) what cannot be done at `site` after what `plan` already does."""
-        raise NotImplementedError
 
-    def located(self, folder: Path) -> Primitive:
-        """The same call with what it names in files read; paths start at the schedule's folder."""
-        return self
-
-    def resolved(self, patterns: Mapping[str, Pattern]) -> Primitive:
-        """The same call with what it names looked up, its pattern filled in; needs no model."""
-        return self
-
-    def taken(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:
-        """The sites of a row in the groups that it takes at a time."""
-        return [(site,) for site in sites] if self.takes == "module" else [sites]
-
-    def together(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:
-        """The sites of a row in the groups that are computed as one, which no cut divides."""
-        return [(site,) for site in sites]
-
-    @property
-    def limit(self) -> int | None:
-        """The bytes that the modules of a row may keep on a rank, which then `fit` is asked about;
-        None: as many as they do."""
-        return None
-
-    @property
-    def cuts(self) -> bool:
-        """Whether stages begin where what a row with a limit repeats leaves them in balance."""
-        return False
-
-    @property
-    def keeps(self) -> bool:
-        """Whether a row keeps by itself what a backward needs, so that nothing else can move it."""
-        return False
-
-    def reruns(self, sites: tuple[str, ...], found: Sequence[Any]) -> Sequence[Any] | None:
-        """What of a row runs again in backward (remat/again.py), `found` being what `fit` found
-        for its chains; None where nothing does, or where it is told only while it runs."""
-        return None
-
-    @property
-    def moves(self) -> bool:
-        """Whether a row says by itself what of its modules is moved to the host, and when."""
-        return False
-
-    @property
-    def part(self) -> str:
-        """Which part of a module's computation a row replaces, so that another row may replace
-        another part; "": all of it."""
-        return ""
-
-    def fit(self, chain: Sequence[Any], memory: int, play: Callable[[Any], Any]) -> Any:
-        """What is done with modules of these costs, in `memory` bytes; `apply` finds it again.
-
-        `play` does it with a model without values, which it gives back after a backward.
-        """
-        raise NotImplementedError
-
-    def said(self, found: Any) -> str:
-        """What `fit` found, in words."""
-        raise NotImplementedError
-
-    def effect(self, site: Any, plan: Plan) -> Plan:
-        """The plan with what follows from this action: layouts, boundaries, cuts."""
+    def transform(self, site: Any, plan: Plan) -> Plan:
+        """The plan with what follows from this row: layouts, boundaries, cuts, annotations."""
         return plan
-
-    def settled(self, site: Any, plan: Plan, traced: Any) -> None:
-        """Refuse what shows only when all rows stand and the model is traced.  Default: nothing."""
-
-    def apply(self, site: Any, build: Any) -> None:
-        """Change the module that is being built."""
-        raise NotImplementedError
-
-    def trial(self, site: Any, plan: Plan, calls: Mapping[str, tuple[Any, Any]]) -> Sequence[Trial]:
-        """What float64 cannot show, run by itself: a kernel, a compiled region.  Default: nothing.
-
-        `calls` are arguments and keyword arguments of real calls of the module, the first under
-        "", the others, to be made after it, by how they differ: in values and masks, in shape.
-        """
-        return ()
-
-    def gain(self, site: Any, plan: Plan, call: tuple[Any, Any]) -> Gain | None:
-        """Kernels and bytes before and after, where a row is there for them; counted on the meta
-        device, for arguments that lie there.  Default: it is not."""
-        return None
 
     def __str__(self) -> str:
         own = [f for f in fields(self) if f.init]  # type: ignore[arg-type]
@@ -242,16 +132,16 @@ class Primitive:
 def _accept(cls: type[Primitive]) -> None:
     """Refuse a primitive that is not whole, naming what it lacks (S008)."""
     name = cls.__name__
-    lacks = [what for what in ("check", "apply") if getattr(cls, what) is getattr(Primitive, what)]
+    lacks = [what for what in dir(cls) if getattr(getattr(cls, what), "__isabstractmethod__", 0)]
     if not getattr(cls, "example", "").strip():
         lacks.insert(0, "example")
     if not (cls.__dict__.get("__doc__") or "").strip():
         lacks.insert(0, "docstring")
     for attribute in ("reads", "writes"):
         facets = frozenset(getattr(cls, attribute))
-        setattr(cls, attribute, facets)
         if facets - FACETS:
             lacks.append(f"facets that exist in `{attribute}`, not {sorted(facets - FACETS)},")
+        setattr(cls, attribute, frozenset(map(Facet, facets & FACETS)))
     if cls.takes not in TAKES:
         lacks.append(f"`takes` among {TAKES}")
     if lacks:
@@ -346,6 +236,16 @@ def _load(point: metadata.EntryPoint) -> None:
         ) from error
 
 
+def both_change(first: Primitive | type[Primitive], then: Primitive | type[Primitive]) -> list[str]:
+    """The facets that both write, by name."""
+    return sorted(first.writes & then.writes)
+
+
+def overturned(first: Primitive | type[Primitive], then: Primitive | type[Primitive]) -> list[str]:
+    """The facets that `then` writes, and `first` relied on and left as they were, by name."""
+    return sorted((then.writes & first.reads) - first.writes)
+
+
 def conflicts(first: Primitive | type[Primitive], then: Primitive | type[Primitive]) -> Relation:
     """How `then` stands below `first` where both touch one module; of classes: as their examples.
 
@@ -355,10 +255,9 @@ def conflicts(first: Primitive | type[Primitive], then: Primitive | type[Primiti
     """
     if first.foremost != then.foremost and (first.writes | then.writes) - {"trained"}:
         return "clash" if then.foremost else "order"
-    both = first.writes & then.writes
-    if (then.writes & first.reads) - both:
+    if overturned(first, then):
         return "clash"
-    if both:
+    if both_change(first, then):
         return "both"
     return "order" if first.writes & then.reads else "commute"
 

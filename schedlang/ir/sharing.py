@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from schedlang.ir.features import Uniform
 from schedlang.ir.model import inside
 from schedlang.ir.primitive import registry
 
@@ -315,7 +316,7 @@ def _noted(
 
 MAPS = ("layouts", "boundaries")  # by names that begin with the module's
 _NOTHING: Mapping[str, Any] = {}
-LISTS = ("casts", "stores", "kept")  # of values that have the module's name as `fqn`
+LISTS = ("casts", "stores", "kept", "padded")  # of values that have the module's name as `fqn`
 
 
 @dataclass(frozen=True)
@@ -329,13 +330,13 @@ class Change:
 def shared(plan: Plan, action: Action) -> Plan | None:
     """The plan after a row, checked at the first module of each class; None: take each alone.
 
-    Alone are taken modules of verbs that do not say what they look at (`Primitive.alike`), modules
+    Alone are taken modules of verbs that do not say what they look at (`Uniform`), modules
     within each other, and modules that are all different.  A refusal is that of the first module
     in order that cannot be done, as if each were taken alone: its class fails where it does.  What
     a row lists (`LISTS`) of one module it does not see at the others.
     """
     sites, primitive = action.sites, action.primitive
-    if primitive.alike is None or len(sites) < 2 or len(primitive.taken(sites)) < len(sites):
+    if not isinstance(primitive, Uniform) or len(sites) < 2 or len(action.each) < len(sites):
         return None
     if len(set(sites)) < len(sites) or above(sites) & set(sites):
         return None
@@ -351,7 +352,7 @@ def shared(plan: Plan, action: Action) -> Plan | None:
         target = action.target(group[:1], plan.model)
         primitive.check(target, now)
         before = replace(now, **empty)
-        after = primitive.effect(target, before)
+        after = primitive.transform(target, before)
         change = _change(before, after, group[0])
         if change is None:
             return None
@@ -442,7 +443,8 @@ def alike(plan: Plan, sites: tuple[str, ...]) -> list[list[str]]:
     In one group are modules of one class (`classes`, by all attributes that some verb looks at)
     that lie alike, with the same rows at them, at what holds them and at each thing that they hold.
     """
-    looked = {name for verb in registry().values() for name in verb.alike or ()}
+    uniform = (verb for verb in registry().values() if issubclass(verb, Uniform))
+    looked = {name for verb in uniform for name in verb.looks_at}
     answers = [
         list(map(classes(plan.model, tuple(sorted(looked))).__getitem__, sites)),
         plan.trail.standing(sites),

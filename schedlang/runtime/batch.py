@@ -293,7 +293,7 @@ def split(batch: Batch, replicas: int, micro: int) -> list[list[Part]]:
     return out
 
 
-def sample(batch: Batch, replicas: int, micro: int) -> dict[str, Any]:
+def sample_of(batch: Batch, replicas: int, micro: int) -> dict[str, Any]:
     """The first of the parts, which is as large as any: found without the others.  Or S606."""
     count = _enough(batch, replicas, micro)
     share = (count + replicas - 1) // replicas

@@ -160,7 +160,7 @@ class _Marks:
         layouts = tuple(
             f"{short(fact.dtype)}{self.plan.held(fact.name).show()}" for fact in facts.values()
         )
-        rows = [a for a in self.plan.actions if fqn in a.sites and a.primitive.writes]
+        rows = [a for a in self.plan.actions if fqn in a.sites and a.acts]
         does = tuple(f"{a.name} {arguments_text(a.primitive)}".strip() for a in rows)
         return Mark(tuple(sorted(inside or holds)), layouts, does, tuple(self.sends.get(fqn, ())))
 

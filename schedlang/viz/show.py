@@ -10,6 +10,7 @@ from schedlang.diagnostics.tables import joined, number, size, table, widths, wr
 from schedlang.ir.memory import CLASSES
 from schedlang.ir.placement import Layout
 from schedlang.ir.plan import Action, Plan
+from schedlang.ir.primitive import Facet
 from schedlang.language.value import shown
 from schedlang.passes.elaborate.fold import alike, pattern
 from schedlang.passes.elaborate.record import record
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from schedlang.passes.simulate.memory import RankClass
 
 # ---- A plan as a value to print: its rows folded over equal modules, with what each one costs.
-
-
-LAYOUTS, SHAPES = "placement", "shape"
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ def view(plan: Plan, account: Account, title: str = "", *, each: bool = False) -
     split: set[str] = set()  # parameters whose layout an earlier row has set
     for action in plan.actions:
         lines = tuple(_lines_of(plan, account, action, split, each))
-        if "placement" in action.primitive.writes:
+        if action.changes(Facet.PLACEMENT):
             split |= {f.name for s in action.sites for f in plan.model.sites[s].parameters.values()}
         if steps and steps[-1].name == action.step:
             known = steps.pop()
@@ -212,10 +210,10 @@ def _effects(found: Sequence[Collective]) -> tuple[Effect, ...]:
 
 
 def _sign(plan: Plan, action: Action, site: str, split: set[str]) -> str:
-    if not action.primitive.writes:
+    if not action.acts:
         return "?"
     own = {fact.name for fact in plan.model.sites[site].parameters.values()}
-    tied = "placement" in action.primitive.writes and own and own <= split
+    tied = action.changes(Facet.PLACEMENT) and own and own <= split
     return "=" if tied and _tied_to(plan, site) else "~"
 
 
@@ -230,14 +228,14 @@ def _tied_to(plan: Plan, site: str) -> str:
 
 def _said(plan: Plan, action: Action, site: str) -> str:
     """What a row makes of a module: a type where it changes a layout, else its arguments."""
-    writes, facts = action.primitive.writes, plan.model.sites[site].parameters
-    if SHAPES in writes or LAYOUTS in writes:
+    facts, shapes = plan.model.sites[site].parameters, action.changes(Facet.SHAPE)
+    if shapes or action.changes(Facet.PLACEMENT):
         tied = _tied_to(plan, site)
-        if tied and LAYOUTS in writes:
+        if tied and action.changes(Facet.PLACEMENT):
             return f"tied to {tied}"
         changed = [f for f in facts.values() if plan.layout(f.name) != _whole(f)]
         if changed:
-            return _type(plan, changed[0].name, padding=SHAPES in writes)
+            return _type(plan, changed[0].name, padding=shapes)
         edges = plan.boundaries.get(site, ())
         if edges:
             return ", ".join(f"{_edge(e.input)} -> {_edge(e.output)} over {e.axis}" for e in edges)

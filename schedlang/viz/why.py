@@ -35,7 +35,7 @@ def why(plan: Plan, file: n.File, fqn: str) -> str:
     if fqn in facts.parameters:
         fact = facts.parameters[fqn]
         head += f"   {fact.dtype}{plan.layout(fqn).show()}"
-    acting = (a for a in plan.rows_at(site) if a.primitive.writes)  # a marker acts on nothing
+    acting = (a for a in plan.rows_at(site) if a.acts)  # a marker acts on nothing
     rows = [row_text(action, file) for action in acting]
     return "\n".join([head, *(rows or ["  no row acts on it"])])
 

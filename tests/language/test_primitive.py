@@ -25,9 +25,6 @@ class Whole:
     def check(self, site: Any, plan: Any) -> None:
         pass
 
-    def apply(self, site: Any, build: Any) -> None:
-        pass
-
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
@@ -143,13 +140,13 @@ def test_more_mistakes(many: type[Primitive]) -> None:
 
 
 def test_a_primitive_is_whole() -> None:
-    """A class without documentation, example, check or apply is no primitive."""
+    """A class without documentation, example or check is no primitive."""
     with pytest.raises(Refusal) as caught:
 
         class nothing(Primitive):
             pass
 
-    lacking = "no docstring and no example and no check and no apply"
+    lacking = "no docstring and no example and no check"
     assert lacking in caught.value.diagnostic.title
     assert "nothing" not in registry()
     with pytest.raises(Refusal, match="facets that exist"):
@@ -168,7 +165,6 @@ def test_one_name_one_primitive(split: type[Primitive]) -> None:
         "__module__": "elsewhere",
         "example": "split()",
         "check": Whole.check,
-        "apply": Whole.apply,
     }
     with pytest.raises(Refusal, match=f"one in {split.__module__}, one in elsewhere"):
         type("split", (Primitive,), body)

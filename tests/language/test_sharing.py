@@ -139,12 +139,10 @@ def test_what_made_equal_modules_unlike_is_seen() -> None:
 
             def check(self, site: Any, plan: Plan) -> None: ...
 
-            def effect(self, site: Any, plan: Plan) -> Plan:
+            def transform(self, site: Any, plan: Plan) -> Plan:
                 """At one of them."""
                 layout = plan.layout(f"{site}.weight").split("tp", 0)
                 return plan.with_layout(f"{site}.weight", layout) if "1" in str(site) else plan
-
-            def apply(self, site: Any, build: Any) -> None: ...
 
         start = Plan.empty(ModelFacts(model), Mesh((("tp", 4), ("dp", 2))))
         plan = start.add(lopsided(), sites)

@@ -352,6 +352,14 @@ def test_refusals(rows: str, mesh: str, relax: str, code: str, said: str) -> Non
     assert code in error.value.render() and said in error.value.render()
 
 
+@pytest.mark.parametrize("what", ["optimizer", "activations"])
+def test_a_peer_that_there_is_not_is_in_nobodys_way(what: str) -> None:
+    """A row that does nothing, along an axis of one rank, is not met."""
+    rows = f"transformer.h.*  offload({what}, to=peer, over=pp)\n" + ROW.format("int8")
+    plan = planned(models.gpt2(2, tied=False), rows, "pp=1", "lossy")
+    assert prepare(plan, models.tokens(rows=4)) and not plan.stores
+
+
 # -- bytes ---------------------------------------------------------------------------------------
 
 

@@ -182,7 +182,7 @@ def held(ways: Sequence[Way]) -> tuple[dict[str, int], list[torch.Tensor]]:
     build = SimpleNamespace(
         at=model.get_submodule, chains={names: ((names, plans.Mixed(tuple(ways), 0.0, 0.0)),)}
     )
-    row.apply(tuple(SimpleNamespace(fqn=name) for name in names), build)
+    row.lower(tuple(SimpleNamespace(fqn=name) for name in names), build)
     with Residence() as residence:
         out = model(torch.ones(16, 8))
         gc.collect()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.batch import Absent, even, rows_of, sample, shares, split, stack
+from schedlang.runtime.batch import Absent, even, rows_of, sample_of, shares, split, stack
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
@@ -35,7 +35,7 @@ def test_every_row_is_in_one_part(replicas: int, micro: int, more: int) -> None:
     }
     flat = [part for mine in split(batch, replicas, micro) for part in mine]
     assert torch.equal(torch.cat([part.inputs["x"] for part in flat]), batch["x"])
-    first = sample(batch, replicas, micro)
+    first = sample_of(batch, replicas, micro)
     assert str(first) == str(flat[0].inputs) and len(first["x"]) == max(len(p.rows) for p in flat)
     assert even(batch, replicas, micro) == (len({len(part.rows) for part in flat}) == 1)
     for part in flat:

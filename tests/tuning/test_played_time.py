@@ -68,7 +68,7 @@ BATCH = {"ids": torch.zeros(ROWS, dtype=torch.long)}
 def times(plan: Plan, cluster: Cluster, rows: int = ROWS) -> StepTime:
     """The step of a plan for the net above."""
     batch = {"ids": torch.zeros(rows, dtype=torch.long)}
-    prepared = prepare(plan, parts.sample(batch, plan.shares, plan.micro), loss)
+    prepared = prepare(plan, parts.sample_of(batch, plan.shares, plan.micro), loss)
     return step_time(plan, prepared, rehearse(plan, batch, loss, prepared, works=True), cluster)
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from schedlang.ir.features import Rewrite
+from schedlang.ir.model import Site
 from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import Primitive, refuse
-
-if TYPE_CHECKING:
-    from schedlang.ir.model import Site
+from schedlang.ir.primitive import refuse
 
 
-class halve(Primitive):  # noqa: N801
+class halve(Rewrite):  # noqa: N801
     """Compute a module on parts of the batch, one after the other.
 
     before   y = f(x)
@@ -24,8 +23,6 @@ class halve(Primitive):  # noqa: N801
     parts: int = field(default=2, kw_only=True)
 
     example = "layers.*.mlp  halve()"
-    reads = frozenset({"structure"})
-    writes = frozenset({"structure"})
     gives_up = frozenset({"rounding"})
 
     def check(self, site: Site, plan: Plan) -> None:
@@ -33,10 +30,9 @@ class halve(Primitive):  # noqa: N801
         if self.parts < 2:
             refuse("S304", f"{self.parts} parts of a batch", helps=("use 2 or more",))
 
-    def apply(self, site: Site, build: Any) -> None:
+    def rewrite(self, module: Any) -> None:
         """Wrap the forward of the copy that is being built."""
         import torch
 
-        module = build.at(site.fqn)
         whole = module.forward
         module.forward = lambda x: torch.cat([whole(part) for part in x.chunk(self.parts)])

@@ -40,8 +40,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S008": (
         "a primitive is incomplete",
-        "A subclass of Primitive has a docstring, an example, check and apply, facets that exist,\n"
-        "and a name that no other module uses.",
+        "A subclass of Primitive has a docstring, an example, check, what its features ask for,\n"
+        "facets that exist, and a name that no other module uses.",
     ),
     "S009": (
         "an extension cannot be imported",

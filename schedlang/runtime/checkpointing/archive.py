@@ -38,8 +38,8 @@ from schedlang.runtime.checkpointing.moments import (
     put_back,
     residue_blank,
     residue_described,
-    residue_put_back,
     residue_tensors,
+    restore_residue,
     unfit,
 )
 from schedlang.runtime.comm import world as comm
@@ -274,7 +274,7 @@ def load(program: Program, path: str | os.PathLike[str]) -> None:
         raise missed
     _take_over(program, {name: tensor.local for name, tensor in found.model.items()})
     put_back(program, found.told, {key: tensor.local for key, tensor in found.moments.items()})
-    residue_put_back(program, found.contents.get("sums"), found.kept)
+    restore_residue(program, found.contents.get("sums"), found.kept)
     if program.loss_scale is not None:
         program.loss_scale.put_back(found.contents.get("loss scale"))
     program.step = found.contents["step"]

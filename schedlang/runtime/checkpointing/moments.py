@@ -313,7 +313,7 @@ def residue_blank(program: Program, told: Told | None) -> dict[tuple[str, str], 
     return found
 
 
-def residue_put_back(
+def restore_residue(
     program: Program, told: Told | None, parts: Mapping[tuple[str, str], Boxed]
 ) -> None:
     """Go on from what was read; from nothing where nothing was."""

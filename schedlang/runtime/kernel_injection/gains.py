@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.ir import nests as pytree
-from schedlang.ir.primitive import Count, Gain
+from schedlang.ir.features import Count, Gain
 from schedlang.runtime.fusion.fuse import Told, fuse_pattern
 from schedlang.runtime.fusion.rewrite import watched
 from schedlang.runtime.rowwise_kernels.launch import Kernel, shape_of
