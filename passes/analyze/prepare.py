@@ -20,6 +20,7 @@ from schedlang.passes.analyze.taking import check_keys, check_loss, check_rows
 from schedlang.passes.partition.chains import Chains, Counting, chains_of
 from schedlang.passes.partition.staging import Staged, stages_of
 from schedlang.passes.propagate.batch_weights import Weight, with_statistics
+from schedlang.passes.propagate.casts import check_casts
 from schedlang.passes.propagate.context import tokens_of
 from schedlang.passes.propagate.propagate import Traced, propagate
 
@@ -155,6 +156,7 @@ def prepare(
     if traced.lossless is None:  # else the key may be what a loss would read
         check_keys(plan, sample, loss, weight)
     check_settled(plan, traced)
+    check_casts(plan, sample, loss)
     traced = with_statistics(plan, traced, sample, loss, weight is not None)
     staged = stages_of(plan, traced, sample, loss)
     check_stale(plan, staged)
