@@ -77,7 +77,7 @@ PICTURES = {"x": torch.zeros(4, 3, 6, 6, dtype=torch.float64)}
 def test_all_parameters_of_a_norm_stand_in_one_help() -> None:
     """A weight without its bias would be refused next."""
     said = refused(Convolved(), "block.0  shard(col, over=tp)", "tp=2", PICTURES)
-    assert "`block.1  shard(weight=S(0), bias=S(0), over=tp)`" in " ".join(said.split())
+    assert "`block.1 shard(weight=S(0), bias=S(0), over=tp)`" in " ".join(said.split())
     assert "block.1  shard(bias=S(0), over=tp)" not in said
 
 
