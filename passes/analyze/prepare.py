@@ -10,6 +10,7 @@ from schedlang.diagnostics.culprit import told
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive
+from schedlang.passes.analyze.cast_trial import check_casts
 from schedlang.passes.analyze.fewer_bits import Bits, allotted, check_kept, kept_by_ranks
 from schedlang.passes.analyze.holdings import holdings_of
 from schedlang.passes.analyze.residence import check_peers
@@ -20,7 +21,6 @@ from schedlang.passes.analyze.taking import check_keys, check_loss, check_rows
 from schedlang.passes.partition.chains import Chains, Counting, chains_of
 from schedlang.passes.partition.staging import Staged, stages_of
 from schedlang.passes.propagate.batch_weights import Weight, with_statistics
-from schedlang.passes.propagate.casts import check_casts
 from schedlang.passes.propagate.context import tokens_of
 from schedlang.passes.propagate.propagate import Traced, propagate
 

@@ -273,7 +273,7 @@ def check_cast(working: Case | None) -> None:
     """
     import torch
 
-    from schedlang.passes.propagate.casts import does_not_run, watched
+    from schedlang.passes.analyze.cast_trial import does_not_run, watched
     from schedlang.passes.verify.cast_original import cast_twin
     from schedlang.runtime.batch import called
 

@@ -29,6 +29,7 @@ from schedlang.runtime.forward import wrap
 from schedlang.runtime.inside import modules_in
 from schedlang.runtime.modes import reentry
 from schedlang.runtime.pipeline.arguments import put, take
+from schedlang.runtime.scope import site
 from schedlang.runtime.storage.fewer import keeper
 
 # ---- All that a call's numbers hang on besides its arguments, as it was before the call.
@@ -205,7 +206,7 @@ def written_twice(module: nn.Module, before: Versions) -> None:
     raise Refusal(
         Diagnostic(
             "S813",
-            f"a checkpointed `{type(module).__name__}` changes its buffers",
+            f"`{site() or type(module).__name__}` changes its buffers, and is checkpointed",
             notes=(f"its forward updated {listed}; recomputation would update it again",),
             helps=("checkpoint other modules, or put it into eval mode",),
         )
