@@ -57,12 +57,13 @@ def _named(names: dict[Any, str]) -> frozenset[Any]:
 
 
 _LOW, _WIDE, _WIDEST = map(_named, (_LOW_NAMES, _WIDE_NAMES, _WIDEST_NAMES))
+_SUMS = _named({torch._C._VariableFunctions: "einsum"})
 _CELLS = _named(_CELL_NAMES)  # their products alone are in the low dtype, and are added to the rest
 
 
 def _ruled(func: Any, args: Sequence[Any], kwargs: dict[str, Any], low: torch.dtype) -> Any:
     """The dtype that autocast to `low` calls a function with; None: with what it is given."""
-    if func in _LOW or (func == torch._C._VariableFunctions.einsum and _contracts(args[0])):
+    if func in _LOW or (func in _SUMS and _contracts(args[0])):
         return low
     if func in _WIDE:
         return torch.float32

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.diagnostics.diagnostic import Refusal
@@ -319,6 +320,11 @@ def test_changed_buffers_are_told_by_the_modules_path():
     checkpoint(model[1])
     with pytest.raises(Refusal, match="`1` changes its buffers"):
         model(torch.randn(4, 3))
+    stored = nn.BatchNorm1d(3)
+    stored.__class__ = type("FSDPBatchNorm1d", (FSDPModule, nn.BatchNorm1d), {})
+    checkpoint(stored)
+    with pytest.raises(Refusal, match="`BatchNorm1d` changes its buffers"):
+        stored(torch.randn(4, 3))
 
 
 def test_kernels_that_draw_are_recomputed():
