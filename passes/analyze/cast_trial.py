@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 Loss = Callable[..., Any]
+Run = Callable[[Sequence[Cast]], "Failure | None"]  # a forward under these casts
 
 
 @dataclass(frozen=True)
-class _Failure:
-    """What a forward raised, and the innermost module that ran; None: the loss did."""
+class Failure:
+    """What a forward raised, and the innermost module that ran; None: the loss, after all."""
 
     error: Exception
     site: str | None
@@ -33,21 +34,22 @@ def check_casts(plan: Plan, sample: Mapping[str, Any], loss: Loss | None) -> Non
     key = ("casts", casts)
     if not casts or key in plan.model.cache:
         return
-    failure = _failure(plan, casts, sample, loss)
-    if failure is not None:
-        raise does_not_run(plan, failure.error, failure.site, _ways(plan, failure, sample, loss))
+    refuse_failing(plan, lambda tried: _failure(plan, tried, sample, loss))
     plan.model.cache[key] = True
 
 
-def does_not_run(
-    plan: Plan, error: Exception, site: str | None, ways: Iterable[str] = ()
-) -> Refusal:
-    """The error of a forward under casts, at the row of the innermost cast around it.
+def refuse_failing(plan: Plan, run: Run) -> None:
+    """Refuse (S895) what a forward raises under the casts of a plan, with those it runs under."""
+    failure = run(tuple(plan.casts))
+    if failure is not None:
+        raise _refusal(plan, failure, tuple(_ways(plan, failure, run))) from failure.error
 
-    `site` None: the loss, which the row of the model as a whole casts.
-    """
+
+def _refusal(plan: Plan, failure: Failure, ways: tuple[str, ...]) -> Refusal:
+    """The error of a forward under casts, at the row of the innermost cast around it."""
     from schedlang.runtime.tracing.graph import line_of
 
+    error, site = failure.error, failure.site
     cast = _around(tuple(plan.casts), site or "")
     row = _row_of(plan, cast)
     line, said = line_of(error), f"{type(error).__name__}: {error}".split("\n")[0]
@@ -59,14 +61,14 @@ def does_not_run(
             f"torch does not run {what} under `{_spelt(cast)}`",
             label,
             notes=(f"it raises `{said}`{line and f', at {line}'}",),
-            helps=(*ways, "or select other modules for this row"),
+            helps=(*ways, "or " * bool(ways) + "select other modules for this row"),
         )
     )
 
 
 def _failure(
     plan: Plan, casts: Sequence[Cast], sample: Mapping[str, Any], loss: Loss | None
-) -> _Failure | None:
+) -> Failure | None:
     """What a forward of the whole model, and its loss, raises under some casts."""
     from schedlang.passes.propagate.dryrun import call
     from schedlang.runtime.tracing.constants import on_meta
@@ -82,7 +84,7 @@ def _failure(
     except Refusal:
         raise
     except Exception as error:
-        return _Failure(error, running[-1] if running else None)
+        return Failure(error, running[-1] if running else None)
     return None
 
 
@@ -99,28 +101,26 @@ def watched(model: nn.Module) -> list[str]:
     return running
 
 
-def _ways(
-    plan: Plan, failure: _Failure, sample: Mapping[str, Any], loss: Loss | None
-) -> Iterator[str]:
-    """Changes of the rows under which the forward runs: they have been tried."""
+def _ways(plan: Plan, failure: Failure, run: Run) -> Iterator[str]:
+    """A change of the rows under which the forward runs: it has been tried."""
     casts, now = tuple(plan.casts), failure
     islands = list(casts)
     while (island := _island(plan, islands, now.site)) is not None:
         islands += island
-        found = _failure(plan, islands, sample, loss)
+        found = run(islands)
         if found is None:
             rows = ", ".join(_islands(plan, islands[len(casts) :]))
             yield f"compute it in float32, below this row: {rows}"
-            break
+            return
         now = found
     cast = _around(casts, failure.site or "")
     other = replace(cast, params=not cast.params)
     row = _row_of(plan, cast)
     sites = row.sites if row is not None else (cast.fqn,)
     flipped = [replace(one, params=other.params) if one.fqn in sites else one for one in casts]
-    if cast.dtype != "fp32" and _failure(plan, flipped, sample, loss) is None:
+    if cast.dtype != "fp32" and run(flipped) is None:
         what = "parameters too" if other.params else "operations by torch's lists"
-        yield f"or cast {what}: `{_spelt(other)}`"
+        yield f"cast {what}: `{_spelt(other)}`"
 
 
 def _island(plan: Plan, casts: Sequence[Cast], site: str | None) -> list[Cast] | None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.facets import Cast
 from schedlang.passes.verify.asked import Curve, asked
 from schedlang.passes.verify.compare import is_left_out, unhidden
 from schedlang.passes.verify.observe import Batch, Condition, Key, Observation, conditions, observe
@@ -273,25 +274,30 @@ def check_cast(working: Case | None) -> None:
     """
     import torch
 
-    from schedlang.passes.analyze.cast_trial import does_not_run, watched
+    from schedlang.passes.analyze.cast_trial import Failure, refuse_failing, watched
     from schedlang.passes.verify.cast_original import cast_twin
     from schedlang.runtime.batch import called
 
     if working is None or not working.plan.casts:
         return
-    module, options = twin(working), {"loss": working.loss}
-    running = watched(module)
-    cast_twin(working.plan, module, options)
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            output = called(module.train(), working.batches[0])
-            if options["loss"] is not None:
-                options["loss"](output, working.batches[0])
-    except Refusal:
-        raise
-    except Exception as error:
-        site = running[-1] if running else None
-        raise does_not_run(working.plan, error, site) from error
+    plan, batch = working.plan, working.batches[0]
+
+    def run(casts: Sequence[Cast]) -> Failure | None:
+        module, options = twin(working), {"loss": working.loss}
+        running = watched(module)
+        cast_twin(replace(plan, casts=tuple(casts)), module, options)
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                output = called(module.train(), batch)
+                if options["loss"] is not None:
+                    options["loss"](output, batch)
+        except Refusal:
+            raise
+        except Exception as error:
+            return Failure(error, running[-1] if running else None)
+        return None
+
+    refuse_failing(plan, run)
 
 
 def _plain(working: Case, told: Sequence[Condition]) -> Observation:

@@ -16,6 +16,7 @@ from schedlang.ir import nests
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.prove import Case, prove
+from schedlang.passes.verify.working_dtype import check_cast
 from schedlang.runtime.mixed_precision import Auto
 from tests.engine import Threads
 from tests.proofs import planned
@@ -186,18 +187,15 @@ def test_what_torch_does_not_run_is_refused_with_what_it_runs(rest: str, mesh: s
     assert "S895" in said and "does not run `blocks.0.join` under `cast(bf16)`" in said
     assert "All tensors must have the same dtype" in said
     assert _line("= self.join(self.tower(x)") in said, said
-    for help_, rows in (
-        ("`blocks.*.join  cast(fp32)`", "cast(bf16)\nblocks.*.join  cast(fp32)"),
-        ("`cast(bf16, params=true)`", "cast(bf16, params=true)"),
-    ):
-        assert help_ in said, said
-        prepare(_planned(Joined(), rows + rest, mesh), _rows(0, 6))
+    assert "`blocks.*.join  cast(fp32)`" in said, said
+    rows = "cast(bf16)\nblocks.*.join  cast(fp32)" + rest
+    prepare(_planned(Joined(), rows, mesh), _rows(0, 6))
 
 
 def test_rows_for_blocks() -> None:
     """Rows for some modules are told apart from one for the whole model: their own helps."""
     said = _refused(Joined(), "blocks.*  cast(bf16)" + ZERO)
-    assert "`blocks.*.join  cast(fp32)`" in said and "`cast(bf16, params=true)`" in said
+    assert "under `cast(bf16)`" in said and "`blocks.*.join  cast(fp32)`" in said
 
 
 def test_an_operation_between_modules_is_none_of_theirs() -> None:
@@ -235,3 +233,31 @@ def test_what_only_values_tell_is_refused_before_ranks_run(threads: Threads) -> 
         prove(Case(plan, (_rows(0, 6),)), pool=threads)
     said = error.value.render(200)
     assert "S895" in said and _line("h = h.index_put") in said, said
+    assert "cast parameters too: `cast(bf16, params=true)`" in said, said
+
+
+class Scaled(nn.Module):
+    """Norms of a batch, whose statistics no cast reaches, between projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().square().mean()
+
+
+def test_an_island_is_tried_with_values_too() -> None:
+    """What is offered for a kernel that refuses its dtypes runs on this machine."""
+    batch = _rows(0, 6)
+    with pytest.raises(Refusal) as error:
+        check_cast(Case(planned(Scaled(), "cast(bf16, params=true)", "", "dtype"), (batch,)))
+    said = error.value.render(200)
+    assert "does not run `layers.0.1` under `cast(bf16, params=true)`" in said
+    assert "`layers.*.1  cast(fp32)`" in said, said
+    rows = "cast(bf16, params=true)\nlayers.*.1  cast(fp32)"
+    check_cast(Case(planned(Scaled(), rows, "", "dtype"), (batch,)))
