@@ -49,7 +49,13 @@ from schedlang.passes.verify.sides import (
     widened,
 )
 from schedlang.passes.verify.trials import trials
-from schedlang.passes.verify.working_dtype import TIPPED, curve_rows, undecided, working_rows
+from schedlang.passes.verify.working_dtype import (
+    TIPPED,
+    check_cast,
+    curve_rows,
+    undecided,
+    working_rows,
+)
 from schedlang.report import Report, Row
 
 if TYPE_CHECKING:
@@ -87,6 +93,7 @@ def prove(
     case = check_trained(replace(case, meant=None))
     case = prepared(_lengthened(case, wanted.steps))
     working, case = as_worked(case), widened(case)
+    check_cast(working)
     fewer = () if working is None else gained(working.plan, working.batches[0])
     progress("the original")
     case = check_parts(case)

@@ -11,6 +11,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.ir.features import Settled
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
+from schedlang.passes.analyze.cast_trial import check_casts
 from schedlang.passes.analyze.fewer_bits import Bits, allotted, check_kept, kept_by_ranks
 from schedlang.passes.analyze.holdings import holdings_of
 from schedlang.passes.analyze.residence import check_peers
@@ -154,6 +155,7 @@ def prepare(
     if traced.lossless is None:  # else the key may be what a loss would read
         check_keys(plan, sample, loss, weight)
     check_settled(plan, traced)
+    check_casts(plan, sample, loss)
     traced = with_statistics(plan, traced, sample, loss, weight is not None)
     staged = stages_of(plan, traced, sample, loss)
     check_stale(plan, staged)

@@ -168,14 +168,19 @@ def _locals(below: Below, value: int) -> Iterator[int]:
 
 
 def _below(leaves: Mapping[str, Leaf], sizes: Mapping[str, int]) -> dict[str, Below]:
-    """For every module that holds something split: what, by its path from there."""
+    """For every module that holds something split: what, by its path from there.
+
+    What gathers its outputs is split for nobody around it: such modules are not alike.
+    """
     found: dict[str, list[Any]] = {}
     for leaf in leaves.values():
-        split = [(w.axis, sizes[w.axis], w.uneven) for w in leaf.wanted if w.splits]
         names = leaf.fqn.split(".")
-        for depth in range(len(names) + 1 if split else 0):
-            path = ".".join(names[depth:])
-            found.setdefault(".".join(names[:depth]), []).extend((path, *one) for one in split)
+        for depth in range(len(names) + 1):
+            own = depth == len(names)
+            mine = (w for w in leaf.wanted if w.splits and (own or not w.gathers))
+            split = [(".".join(names[depth:]), w.axis, sizes[w.axis], w.uneven) for w in mine]
+            if split:
+                found.setdefault(".".join(names[:depth]), []).extend(split)
     return {fqn: tuple(split) for fqn, split in found.items()}
 
 

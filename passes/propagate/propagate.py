@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.ir.features import SplittingHeads
+from schedlang.ir.model import inside
+from schedlang.ir.placement import Replicate, S
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.propagate.dryrun import Choice, Loss, Run, record
@@ -227,7 +229,7 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
         title = f"`{fqn or plan.model.class_name}` needs the full tensor, but gets {split}"
         notes = (*notes, f"torch says: {failure.reason}")
     label = Label(action.span) if action is not None and action.span is not None else Label()
-    helps = (*heads[1:], *failure.helps) if heads else failure.helps or _fitting(plan, action)
+    helps = (*heads[1:], *failure.helps) if heads else failure.helps or _fitting(plan, action, fqn)
     made = () if heads else tuple(_made(plan, failure))
     helps = (*(f"shard the other one, too: `{site}  {call}`" for site, call in made), *helps)
     if line and failure.call in RESHAPES and failure.integers:
@@ -253,26 +255,33 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
 def _made(plan: Plan, failure: Mismatch) -> Iterator[tuple[str, str]]:
     """The rows for replicated parameters that meet sharded heads (a bias table): module, call."""
     names, size = failure.made
-    for name in sorted(names) if failure.axis is not None else ():
+    found: dict[str, list[str]] = {}
+    for name in sorted(names, reverse=True) if failure.axis is not None else ():
         fact, site = plan.model.parameters[name], plan.model.owner(name)
         dims = [dim for dim, whole in enumerate(fact.shape) if whole == size]
         if len(dims) == 1 and not site.dims and failure.axis not in plan.held(name).axes:
-            own = f"{name.rpartition('.')[2]}=S({dims[0]})"
-            yield str(site), f"shard({own}, over={failure.axis})"
+            found.setdefault(str(site), []).append(f"{name.rpartition('.')[2]}=S({dims[0]})")
+    for site_name, own in found.items():  # a norm's weight and its bias are sharded together
+        yield site_name, f"shard({', '.join(own)}, over={failure.axis})"
 
 
-def _fitting(plan: Plan, action: Action | None) -> tuple[str, ...]:
-    """What lets the modules around a row fit to it."""
+def _fitting(plan: Plan, action: Action | None, fqn: str) -> tuple[str, ...]:
+    """What lets the modules around a row fit to it; `fqn` is the module that ran."""
     if action is None or len(action.primitive.along) != 1:
         return ()
     (over,) = action.primitive.along
-    boundaries = (b.axis for site in action.sites for b in plan.boundaries.get(site, ()))
-    if over not in boundaries or over in (one.axis for one in plan.completing):
+    around = [b for site in action.sites for b in plan.boundaries.get(site, ()) if b.axis == over]
+    if not around or over in (one.axis for one in plan.completing):
         return ()
-    return (
-        f"add the missing rows: `complete(over={over})`, below",
-        "or gather its output: `output=R`",
-    )
+    own = [boundary for boundary in around if boundary.row == action.row]
+    within = any(fqn != site and inside(fqn, site) for site in action.sites)
+    split = next((b.input for b in own if isinstance(b.input, S)), None)
+    if within and split is not None:  # it gets what this row has split
+        return (f"drop `input=` of this row: what is inside needs more than a part of {split}",)
+    missing = f"add the missing rows: `complete(over={over})`, below"
+    if any(isinstance(boundary.output, Replicate) for boundary in own):
+        return (missing,)
+    return (missing, "or gather its output: `output=R`")
 
 
 def _at_its_row(plan: Plan, refusal: Refusal) -> Refusal:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.facets import Cast
 from schedlang.passes.verify.asked import Curve, asked
 from schedlang.passes.verify.compare import is_left_out, unhidden
 from schedlang.passes.verify.observe import Batch, Condition, Key, Observation, conditions, observe
@@ -263,6 +265,39 @@ def _compared(
     return iter(
         within_rounding(wanted, plain, program, rtol=rtol, low=low, parts=parts, draws=draws)
     )
+
+
+def check_cast(working: Case | None) -> None:
+    """Refuse (S895) what torch does not run on this machine under the casts of the rows.
+
+    Without values more runs than with them: a kernel may refuse two dtypes where its shapes do not.
+    """
+    import torch
+
+    from schedlang.passes.analyze.cast_trial import Failure, refuse_failing, watched
+    from schedlang.passes.verify.cast_original import cast_twin
+    from schedlang.runtime.batch import called
+
+    if working is None or not working.plan.casts:
+        return
+    plan, batch = working.plan, working.batches[0]
+
+    def run(casts: Sequence[Cast]) -> Failure | None:
+        module, options = twin(working), {"loss": working.loss}
+        running = watched(module)
+        cast_twin(replace(plan, casts=tuple(casts)), module, options)
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                output = called(module.train(), batch)
+                if options["loss"] is not None:
+                    options["loss"](output, batch)
+        except Refusal:
+            raise
+        except Exception as error:
+            return Failure(error, running[-1] if running else None)
+        return None
+
+    refuse_failing(plan, run)
 
 
 def _plain(working: Case, told: Sequence[Condition]) -> Observation:

@@ -21,32 +21,69 @@ from schedlang.runtime.modes import Ambient, ambient
 
 # ---- torch.autocast on any device, the meta device included; and off.
 # torch has no autocast for tensors without values, and counts of memory and of messages are made
-# with them.  There a function mode does what torch's lists say: matrix products, convolutions and
-# attention in the low dtype, losses and a few more in float32, everything else as it comes.
+# with them.  There a function mode does what torch's lists for the CPU say: matrix products,
+# convolutions, recurrences and attention in the low dtype, losses, decompositions and a few more in
+# float32, everything else as it comes.
 
 
 _LOW_NAMES = {
-    torch: "matmul mm bmm addmm baddbmm addbmm addmv mv addr chain_matmul conv1d conv2d conv3d "
-    "conv_transpose1d conv_transpose2d conv_transpose3d prelu",
-    Tensor: "matmul __matmul__ __rmatmul__ mm bmm addmm baddbmm addbmm addmv mv addr",
+    torch: "matmul mm bmm addmm baddbmm addbmm conv1d conv2d conv3d conv_tbc conv_transpose1d "
+    "conv_transpose2d conv_transpose3d prelu lstm gru rnn_tanh rnn_relu",
+    Tensor: "matmul __matmul__ __rmatmul__ mm bmm addmm baddbmm addbmm",
     F: "linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
     "scaled_dot_product_attention",
+    torch.linalg: "vecdot",
 }
 _WIDE_NAMES = {
     F: "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div ctc_loss "
-    "binary_cross_entropy_with_logits cosine_embedding_loss hinge_embedding_loss "
-    "margin_ranking_loss multi_margin_loss poisson_nll_loss soft_margin_loss "
-    "triplet_margin_loss grid_sample",
-    torch: "cdist prod",
-    Tensor: "prod",
+    "binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss "
+    "hinge_embedding_loss margin_ranking_loss multi_margin_loss multilabel_margin_loss "
+    "poisson_nll_loss soft_margin_loss triplet_margin_loss grid_sample avg_pool3d "
+    "adaptive_avg_pool3d",
+    torch: "cdist prod cholesky cholesky_inverse cholesky_solve geqrf inverse lu_solve nanquantile "
+    "orgqr ormqr pinverse polar qr quantile stft svd trace triangular_solve view_as_complex",
+    Tensor: "prod cholesky cholesky_inverse cholesky_solve geqrf inverse lu_solve nanquantile "
+    "orgqr ormqr pinverse qr quantile stft svd trace triangular_solve",
+    torch.fft: "fft fft2 fftn hfft ifft ifft2 ifftn ihfft irfft irfft2 irfftn rfft rfft2 rfftn",
+    torch.linalg: "cholesky cholesky_ex cond eig eigh eigvals eigvalsh householder_product inv "
+    "inv_ex lstsq matrix_rank qr solve svd svdvals tensorinv tensorsolve",
 }
+_CELL_NAMES = {torch: "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"}
+_WIDEST_NAMES = {torch: "index_copy", Tensor: "index_copy"}  # of cat and stack all do so
 
 
 def _named(names: dict[Any, str]) -> frozenset[Any]:
     return frozenset(getattr(where, n) for where, some in names.items() for n in some.split())
 
 
-_LOW, _WIDE = _named(_LOW_NAMES), _named(_WIDE_NAMES)
+_LOW, _WIDE, _WIDEST = map(_named, (_LOW_NAMES, _WIDE_NAMES, _WIDEST_NAMES))
+_SUMS = _named({torch._C._VariableFunctions: "einsum"})
+_CELLS = _named(_CELL_NAMES)  # their products alone are in the low dtype, and are added to the rest
+
+
+def _ruled(func: Any, args: Sequence[Any], kwargs: dict[str, Any], low: torch.dtype) -> Any:
+    """The dtype that autocast to `low` calls a function with; None: with what it is given."""
+    if func in _LOW or (func in _SUMS and _contracts(args[0])):
+        return low
+    if func in _WIDE:
+        return torch.float32
+    if func in _CELLS:
+        return low if args[0].dtype == low else None
+    if func == F.pad:  # what repeats or mirrors is wide, zeros are not
+        mode = kwargs.get("mode", args[2] if len(args) > 2 else "constant")
+        return torch.float32 if mode in ("reflect", "replicate") else None
+    if func in _WIDEST:
+        floats = [t.dtype for t in tensors_in((args, kwargs))]
+        return torch.float32 if torch.float32 in floats else None
+    return None
+
+
+def _contracts(equation: str) -> bool:
+    """Does an einsum sum over an index of two operands, which makes it a product of matrices?"""
+    given, _, made = equation.replace(" ", "").partition("->")
+    operands = [set(one) - set(".") for one in given.split(",")]
+    twice = {name for one in operands for name in one if sum(name in o for o in operands) > 1}
+    return bool(twice - set(made))
 
 
 def autocast(device: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -98,10 +135,9 @@ class Imitated(Ambient):
         kwargs = kwargs or {}
         if self.dtype is None or not _autocasts.modes or _autocasts.modes[-1] is not self:
             return self.run(func, types, args, kwargs)
-        wanted = self.dtype if func in _LOW else torch.float32 if func in _WIDE else None
+        wanted = _ruled(func, args, kwargs, self.dtype)
         if wanted is not None:
-            args = tuple(_to(value, wanted) for value in args)
-            kwargs = {name: _to(value, wanted) for name, value in kwargs.items()}
+            args, kwargs = pytree.tree_map(partial(_to, dtype=wanted), (args, kwargs))
             return func(*args, **kwargs)
         return self.run(func, types, args, kwargs)
 
@@ -224,7 +260,9 @@ def using(dtype: torch.dtype | None) -> Iterator[None]:
 def _region(dtype: torch.dtype | None, casts: AbstractContextManager[Any]) -> Iterator[None]:
     # ambient: a recomputation stands in the region that its forward stood in
     modes = (casts,) if isinstance(casts, Imitated) else ()
-    with ambient(partial(using, dtype), *modes), nullcontext() if modes else casts:
+    # code that asks whether autocast is on (recurrences do) is told so on the meta device too
+    real = autocast("cpu", casts.dtype) if isinstance(casts, Imitated) else casts
+    with ambient(partial(using, dtype), *modes), real:
         yield
 
 

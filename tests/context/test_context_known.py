@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ ROBERTA = "roberta.encoder.layer.*.attention  context_parallel({})"
 T5 = "transformer.encoder.block.*.layer.0.SelfAttention  context_parallel({})"
 OWN = "blocks.*  context_parallel({})"
 RING = "ring, over=cp, layout=zigzag"
+SOURCE = Path(__file__).read_text(encoding="utf-8")
 
 
 def mpt() -> nn.Module:
@@ -129,6 +131,20 @@ def test_it_trains_as_alone(name: str, threads: Threads) -> None:
     same(threads, planned(model, rows, mesh), model, given)
 
 
+TP = """
+transformer.h.*.self_attention.query_key_value  shard(col, over=tp)
+transformer.h.*.self_attention.dense  shard(row, over=tp)
+{}"""
+
+
+def test_a_bias_of_some_heads(threads: Threads) -> None:
+    """A rank that has some of the heads, and some of the tokens, has these heads' biases for the
+    keys of all tokens."""
+    model = bloom()
+    rows = TP.format(BLOOM.format(RING)).strip().replace("\n", "\n  ")
+    same(threads, planned(model, rows, "tp=2, cp=2"), model, batches())
+
+
 @pytest.mark.parametrize("name", ["products", "counted"])
 def test_a_model_of_ones_own(name: str, threads: Threads) -> None:
     """Attention by products under a table, and positions summed up: no line of it is changed."""
@@ -198,3 +214,30 @@ def test_scores_that_are_not_followed() -> None:
         prepare(planned(model, OWN.format(RING), "cp=2"), batches(mask=False)[0])
     said = error.value.render()
     assert "S661" in said and "`__mul__` on its scores is not supported" in said, said
+    line = next(k for k, one in enumerate(SOURCE.splitlines(), 1) if "scores * scores" in one)
+    assert f"at test_context_known.py:{line}" in said, said
+
+
+class Biased(nn.Module):
+    """Attention by products, with a bias that is made of what the module is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.far = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor, keep: Tensor | None) -> Tensor:
+        scores = x @ x.mT
+        scores = scores + self.far(x).mT
+        return x + scores.softmax(-1) @ x
+
+
+def test_a_bias_of_activations() -> None:
+    """Of numbers for keys that other ranks have, nothing is known: refused at the model's line."""
+    model = Causal(layers=1)
+    model.blocks[0] = Biased().double()
+    with pytest.raises(Refusal) as error:
+        prepare(planned(model, OWN.format(RING), "cp=2"), batches(mask=False)[0])
+    said = error.value.render()
+    line = next(k for k, one in enumerate(SOURCE.splitlines(), 1) if "+ self.far(x)" in one)
+    assert "S661" in said and f"at test_context_known.py:{line}" in said, said
+    assert "= help: make it from positions and from integers of the batch alone" in said, said

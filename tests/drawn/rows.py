@@ -193,7 +193,7 @@ class Drawing:
         elif "shard(col" in text and self.often(0.05):
             text = text.replace("over=", "output=R, over=")
         elif "expert_parallel(" in text and self.often(0.4):
-            more = self.rng.choice(["chunks=2", "dispatch=fetch", "shadow=[0]"])
+            more = self.rng.choice(["chunks=2", "dispatch=fetch", "dispatch=gather", "shadow=[0]"])
             text = f"{text[:-1]}, {more})"
         elif "uneven" not in text and "shard(" in text and self.often(0.03):
             text = f"{text[:-1]}, uneven=pad)"

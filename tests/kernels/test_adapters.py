@@ -83,6 +83,33 @@ def test_a_module_that_calls_torch() -> None:
 
 
 @pytest.mark.deep
+class Cross(nn.Module):
+    """Attention to tokens of another width, as diffusers' to a prompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(12, 8), nn.Linear(12, 8)
+
+    def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None) -> Tensor:
+        given = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        parts = (self.q(hidden_states), self.k(given), self.v(given))
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in parts)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def test_attention_to_tokens_of_another_width() -> None:
+    """It is tried with such tokens, not refused because its own are too wide."""
+    module = Cross().double()
+    x, other = (torch.randn(3, n, w, dtype=torch.float64) for n, w in ((6, 8), (4, 12)))
+    expected = module(x, other)
+    found = match(module, "flex_attention")
+    assert isinstance(found, Adapted), found
+    replace(module, found)
+    before = runs().get("reference", 0)
+    torch.testing.assert_close(module(x, other), expected, rtol=1e-12, atol=1e-12)
+    assert runs()["reference"] == before + 1
+
+
 def test_compiles_as_one_graph() -> None:
     """What is heard, and what is looked up by a name, for torch.compile(fullgraph=True)."""
     own, x = Own(), torch.randn(2, 5, 8)

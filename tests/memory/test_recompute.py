@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.diagnostics.diagnostic import Refusal
@@ -22,6 +23,7 @@ from schedlang.runtime.activation_memory.recompute import (
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.forward import layers_of
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.scope import named_sites
 from tests import models
 from tests.proofs import planned, proven
 from tests.ranks import run_ranks
@@ -309,6 +311,20 @@ def test_names_changed_buffers():
     with pytest.raises(Refusal, match="changes its buffers"):
         real(torch.randn(4, 3))
     real.eval()(torch.randn(4, 3))
+
+
+def test_changed_buffers_are_told_by_the_modules_path():
+    """Its class says little, and sharded storage (FSDP2) puts one of its own in its place."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    named_sites(model)
+    checkpoint(model[1])
+    with pytest.raises(Refusal, match="`1` changes its buffers"):
+        model(torch.randn(4, 3))
+    stored = nn.BatchNorm1d(3)
+    stored.__class__ = type("FSDPBatchNorm1d", (FSDPModule, nn.BatchNorm1d), {})
+    checkpoint(stored)
+    with pytest.raises(Refusal, match="`BatchNorm1d` changes its buffers"):
+        stored(torch.randn(4, 3))
 
 
 def test_kernels_that_draw_are_recomputed():

@@ -117,7 +117,8 @@ def test_a_length_that_the_ranks_do_not_divide() -> None:
     """Seven tokens over two ranks are refused (S420), with what would do."""
     said = refused(models.gpt2(1), GPT2, "tp=2", models.tokens(3, 7))
     assert "S420" in said and "a dim of 7 cannot be split evenly over `tp`=2" in said
-    assert "pad the batch to a multiple of 2" in said
+    assert "`tp` may be one of 1, 7" in said and "pad the batch to a multiple of 2" in said
+    assert "`S(1)` or `S(seq)` in a row" in said  # as the row has it, too
 
 
 def test_embeddings_split_along_what_rows_hold(threads: Threads) -> None:

@@ -184,6 +184,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "a scaled loss and compressed gradients",
         "The error of compression is kept for the next step, which may have a different scale.",
     ),
+    "S895": (
+        "an operation that torch does not run under a cast",
+        "torch.autocast casts what its lists name; another operation may meet tensors of two\n"
+        "dtypes, or one that it has no code for. An island, `cast(fp32)`, keeps it in float32.",
+    ),
     "S901": ("the model file has no batch", "Define `batch(seed)`: a dict of tensors."),
     "S902": (
         "`batch` returns something else",

@@ -29,6 +29,7 @@ from schedlang.runtime.forward import wrap
 from schedlang.runtime.inside import modules_in
 from schedlang.runtime.modes import reentry
 from schedlang.runtime.pipeline.arguments import put, take
+from schedlang.runtime.scope import site
 from schedlang.runtime.storage.fewer import keeper
 
 # ---- All that a call's numbers hang on besides its arguments, as it was before the call.
@@ -205,11 +206,17 @@ def written_twice(module: nn.Module, before: Versions) -> None:
     raise Refusal(
         Diagnostic(
             "S813",
-            f"a checkpointed `{type(module).__name__}` changes its buffers",
+            f"`{site() or _own_class(module)}` changes its buffers, and is checkpointed",
             notes=(f"its forward updated {listed}; recomputation would update it again",),
             helps=("checkpoint other modules, or put it into eval mode",),
         )
     )
+
+
+def _own_class(module: nn.Module) -> str:
+    """The class of a module as its model has it: sharded storage puts one before it."""
+    names = [kind.__name__ for kind in type(module).__mro__]
+    return names[names.index("FSDPModule") + 1 if "FSDPModule" in names else 0]
 
 
 class _Region:

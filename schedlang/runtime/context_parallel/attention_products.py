@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from schedlang.runtime.context_parallel import Mask
-from schedlang.runtime.context_parallel.described_attention import Described, is_causal, unknown
+from schedlang.runtime.context_parallel.described_attention import (
+    Described,
+    is_causal,
+    of_few_tokens,
+    unknown,
+)
 from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, by_keys
 from schedlang.runtime.modes import Ambient
 from schedlang.runtime.sequence_pipelining.model_calls import caller
@@ -54,7 +59,7 @@ def rows_of(state: State, given: Tensor) -> Tensor:
     dims = len(state.lead) + 2
     value = by_keys(state.seat, given if given.dim() > 1 else given[None])
     if value is None:
-        raise unknown("what it adds to its scores covers only the tokens of one rank")
+        raise of_few_tokens()
     if value.dim() > dims:
         raise unknown("what it adds to its scores has other dims")
     value = value[(None,) * (dims - value.dim())]

@@ -19,6 +19,7 @@ from schedlang.runtime.context_parallel import Mask
 from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, by_keys, plain, seated
 from schedlang.runtime.kernel_injection.attention import implementation, switch
 from schedlang.runtime.scope import site
+from schedlang.runtime.tracing.torch_calls import model_line
 
 NAME = "schedlang_context"
 SLOT = "_schedlang_context"
@@ -193,7 +194,7 @@ def _attend(
     if bias is not None:
         rule = replace(rule, rows=by_keys(seat, bias))
         if rule.rows is None:
-            raise unknown("what it adds to its scores covers only the tokens of one rank")
+            raise of_few_tokens()
     blind: Any = "mean" if vars(module).get(_EAGER) else "zero"
     call = Call(query, key, value, rule, scaling, dropout, blind)
     return seat.attend(how, call).transpose(1, 2).contiguous(), None
@@ -229,15 +230,25 @@ def unnamed(what: str) -> Refusal:
     )
 
 
-def unknown(why: str) -> Refusal:
-    """An attention that cannot be split by tokens."""
+def unknown(why: str, *helps: str) -> Refusal:
+    """An attention that cannot be split by tokens, with the line of the model that runs."""
+    line = model_line() if site() else ""
     return Refusal(
         Diagnostic(
             "S661",
             f"`{site() or 'an attention'}` cannot be split by tokens",
-            notes=(why,),
-            helps=("leave `context_parallel` out for this model",),
+            notes=(f"{why}, at {line}" if line else why,),
+            helps=(*helps, "or " * bool(helps) + "leave `context_parallel` out for this model"),
         )
+    )
+
+
+def of_few_tokens() -> Refusal:
+    """What is added to scores is that of a rank's own keys, and no one knows the others'."""
+    return unknown(
+        "what it adds to its scores covers only the tokens of one rank",
+        "make it from positions and from integers of the batch alone: that, each rank makes for"
+        " all tokens",
     )
 
 

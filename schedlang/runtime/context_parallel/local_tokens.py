@@ -253,6 +253,12 @@ def _moved(case: _Case) -> Known | None:
     return case.placed(case.func(*case.args, **case.kwargs), case.on_whole(dim))
 
 
+def _joined(case: _Case) -> Known | None:
+    """Several, one behind the other along a dim that is not that of tokens."""
+    alike = len(case.there) == len(case.held) and len({x.at for x in case.there}) == 1
+    return _moved(case) if alike else None
+
+
 def _reduced(case: _Case) -> Any:
     """One value of all tokens, which is that of the whole; or each token's of another dim."""
     if len(case.held) > 1:
@@ -341,7 +347,7 @@ _OPERATORS = """abs add and eq floordiv ge gt invert le lt mod mul ne neg or pow
 rsub rtruediv sub truediv"""
 _CASTS = """bfloat16 bool clone contiguous detach double float full_like half int long ones_like to
 type type_as zeros_like"""
-_MOVES = "cumsum movedim permute repeat squeeze swapaxes t transpose unsqueeze"
+_MOVES = "cumsum movedim narrow permute repeat squeeze swapaxes t transpose unsqueeze"
 _REDUCES = "all amax amin any max min sum"
 _IN_PLACE = {
     getattr(Tensor, f"{name}_"): getattr(Tensor, name)
@@ -360,6 +366,7 @@ def _rules() -> dict[Any, Rule]:
     found |= {getattr(Tensor, f"__{name}__"): _pointwise for name in _OPERATORS.split()}
     found |= dict.fromkeys(_IN_PLACE, _written)
     found |= {Tensor.__getitem__: _item, F.embedding: _looked_up, torch.embedding: _looked_up}
+    found |= dict.fromkeys((torch.cat, torch.concat), _joined)
     found |= dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _shaped)
     found |= dict.fromkeys((Tensor.expand, Tensor.broadcast_to, torch.broadcast_to), _spread)
     return found

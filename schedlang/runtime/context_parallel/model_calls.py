@@ -17,7 +17,11 @@ from schedlang.runtime.context_parallel.attention_products import (
     begin,
     follow,
 )
-from schedlang.runtime.context_parallel.described_attention import is_causal, unknown
+from schedlang.runtime.context_parallel.described_attention import (
+    is_causal,
+    of_few_tokens,
+    unknown,
+)
 from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, followed, known, seated
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.modes import Ambient, ambient
@@ -104,7 +108,7 @@ def _present(mask: Tensor) -> Tensor:
         return mask
     seen = mask == 0
     if not mask.is_meta and not bool((seen | (mask < _LOWEST)).all()):
-        raise unknown("what it adds to its scores covers only the tokens of one rank")
+        raise of_few_tokens()
     return seen
 
 

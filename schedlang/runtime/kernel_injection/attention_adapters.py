@@ -256,6 +256,9 @@ class Adapted:
         ]
 
 
+OTHERS = ("encoder_hidden_states", "key_value_states", "context")  # what is attended to elsewhere
+
+
 def match_adapter(module: nn.Module, kernel: str, call: Call | None = None) -> Adapted | Mismatch:
     """Whether `kernel` (of ATTENTIONS) computes the attention of `module`, or why not."""
     if any("forward" in vars(part) for part in module.modules()):
@@ -333,14 +336,23 @@ def _calls(module: nn.Module, names: tuple[str, ...], call: Call | None) -> Iter
 
 
 def _own_calls(module: nn.Module) -> Iterator[Call]:
-    """Calls of a module that has no config: random tokens, and nothing for what else it needs."""
+    """Calls of a module that has no config: random tokens, and nothing for what else it needs.
+
+    One that attends to other tokens, of another width, is given such.
+    """
     every = list(inspect.signature(module.forward).parameters.values())
     needed = [
         p for p in every if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     ]
-    width = next((p.shape[1] for p in module.parameters() if p.ndim == 2), None)
-    if width is None or not needed:
+    widths = list(dict.fromkeys(p.shape[1] for p in module.parameters() if p.ndim == 2))
+    if not widths or not needed:
         raise ValueError("its arguments are not known")
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 6, width, generator=generator, dtype=torch.float64, device="cpu")
-    yield [x.requires_grad_(), *[None] * (len(needed) - 1)], {}
+
+    def tokens(count: int, width: int) -> Tensor:
+        made = torch.randn(2, count, width, generator=generator, dtype=torch.float64, device="cpu")
+        return made.requires_grad_()
+
+    given = [tokens(6, widths[0]), *[None] * (len(needed) - 1)]
+    other = next((p.name for p in every if p.name in OTHERS), None)
+    yield given, {other: tokens(5, widths[1])} if other and len(widths) > 1 else {}

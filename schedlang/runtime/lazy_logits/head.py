@@ -114,7 +114,9 @@ def probe_head(module: nn.Module) -> Head | Mismatch:
     weights = [name for name, p in params.items() if p.ndim == 2]
     others = [name for name in params if name not in weights]
     if len(weights) != 1 or len(others) > 1 or "." in weights[0]:
-        shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in params.items()) or "none"
+        some = [f"{name} {tuple(p.shape)}" for name, p in list(params.items())[:3]]
+        more = [f"and {len(params) - 3} more"] if len(params) > 3 else []
+        shapes = ", ".join(some + more) or "none"
         return Mismatch(f"has the parameters {shapes}: a head has a matrix, and perhaps a bias")
     if "forward" in vars(module):
         return Mismatch("has a replaced forward already")

@@ -49,6 +49,11 @@ class Wanted:
     differ: bool = False  # what takes its result, whole on every rank, uses a part of it
 
     @property
+    def gathers(self) -> bool:
+        """Whether it splits its outputs, and every rank gets all of them."""
+        return isinstance(self.computes, S) and isinstance(self.output, Replicate)
+
+    @property
     def uneven(self) -> Uneven:
         """How the module's own split lies on the ranks."""
         lies = (self.computes, self.input)

@@ -132,14 +132,19 @@ def laid(x: Tensor, placement: S, group: Group) -> Tensor:
 
 
 def _ragged(placement: S, size: int, group: Group) -> Diagnostic:
-    axis = group.axes[0]
+    axis, dim = group.axes[0], dim_of(placement)
+    named = [f"`S({name})`" for name, which in ACTIVATION_DIMS.items() if which == dim >= 0]
+    row = " or ".join([f"`S({placement.dim})`", *named])
+    legal = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
     return Diagnostic(
         "S420",
         f"a dim of {size} cannot be split evenly over `{axis}`={group.size}",
-        notes=(f"an input or output of `{group.label or 'a module'}` is sharded as {placement}",),
+        notes=(f"{row} in a row of `{group.label or 'a module'}` splits this dim",),
         helps=(
-            f"pad the batch to a multiple of {group.size} along this dim",
-            f"or leave `{placement}` out of its row",
+            f"`{axis}` may be one of {legal}",
+            f"or pad the batch to a multiple of {group.size} along this dim, if it is one of the"
+            " batch (tokens, not channels)",
+            "or drop that placement from the row: `input=`, `output=`",
         ),
     )
 

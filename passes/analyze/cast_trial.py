@@ -1,0 +1,161 @@
+"""A forward under the casts of a plan, on the meta device: what torch does not run is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.ir.facets import Cast
+from schedlang.ir.model import inside
+from schedlang.ir.plan import Action, Plan
+from schedlang.passes.elaborate.fold import pattern, shape_of
+from schedlang.passes.propagate.casts import cast_loss, cast_modules
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Loss = Callable[..., Any]
+Run = Callable[[Sequence[Cast]], "Failure | None"]  # a forward under these casts
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a forward raised, and the innermost module that ran; None: the loss, after all."""
+
+    error: Exception
+    site: str | None
+
+
+def check_casts(plan: Plan, sample: Mapping[str, Any], loss: Loss | None) -> None:
+    """Refuse (S895) a model that torch does not run under the casts of its rows."""
+    casts = tuple(plan.casts)
+    key = ("casts", casts)
+    if not casts or key in plan.model.cache:
+        return
+    refuse_failing(plan, lambda tried: _failure(plan, tried, sample, loss))
+    plan.model.cache[key] = True
+
+
+def refuse_failing(plan: Plan, run: Run) -> None:
+    """Refuse (S895) what a forward raises under the casts of a plan, with those it runs under."""
+    failure = run(tuple(plan.casts))
+    if failure is not None:
+        raise _refusal(plan, failure, tuple(_ways(plan, failure, run))) from failure.error
+
+
+def _refusal(plan: Plan, failure: Failure, ways: tuple[str, ...]) -> Refusal:
+    """The error of a forward under casts, at the row of the innermost cast around it."""
+    from schedlang.runtime.tracing.graph import line_of
+
+    error, site = failure.error, failure.site
+    cast = _around(tuple(plan.casts), site or "")
+    row = _row_of(plan, cast)
+    line, said = line_of(error), f"{type(error).__name__}: {error}".split("\n")[0]
+    what = "the loss" if site is None else f"`{site}`" if site else "the model"
+    label = Label(row.span) if row is not None and row.span is not None else Label()
+    return Refusal(
+        Diagnostic(
+            "S895",
+            f"torch does not run {what} under `{_spelt(cast)}`",
+            label,
+            notes=(f"it raises `{said}`{line and f', at {line}'}",),
+            helps=(*ways, "or " * bool(ways) + "select other modules for this row"),
+        )
+    )
+
+
+def _failure(
+    plan: Plan, casts: Sequence[Cast], sample: Mapping[str, Any], loss: Loss | None
+) -> Failure | None:
+    """What a forward of the whole model, and its loss, raises under some casts."""
+    from schedlang.passes.propagate.dryrun import call
+    from schedlang.runtime.tracing.constants import on_meta
+    from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
+
+    tried = replace(plan, casts=tuple(casts))
+    model, inputs = hollow_model(plan.model.model, {}), hollow_batch(dict(sample))
+    running = watched(model)
+    cast_modules(tried, model)
+    try:
+        with on_meta(dict(sample), inputs):
+            call(model.train(), inputs, cast_loss(tried, loss))
+    except Refusal:
+        raise
+    except Exception as error:
+        return Failure(error, running[-1] if running else None)
+    return None
+
+
+def watched(model: nn.Module) -> list[str]:
+    """The modules that run, outermost first, kept up as they are called."""
+    running: list[str] = []
+
+    def left(*call: Any) -> None:
+        running.pop()
+
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(lambda _, given, name=name: running.append(name))
+        module.register_forward_hook(left)
+    return running
+
+
+def _ways(plan: Plan, failure: Failure, run: Run) -> Iterator[str]:
+    """A change of the rows under which the forward runs: it has been tried."""
+    casts, now = tuple(plan.casts), failure
+    islands = list(casts)
+    while (island := _island(plan, islands, now.site)) is not None:
+        islands += island
+        found = run(islands)
+        if found is None:
+            rows = ", ".join(_islands(plan, islands[len(casts) :]))
+            yield f"compute it in float32, below this row: {rows}"
+            return
+        now = found
+    cast = _around(casts, failure.site or "")
+    other = replace(cast, params=not cast.params)
+    row = _row_of(plan, cast)
+    sites = row.sites if row is not None else (cast.fqn,)
+    flipped = [replace(one, params=other.params) if one.fqn in sites else one for one in casts]
+    if cast.dtype != "fp32" and run(flipped) is None:
+        what = "parameters too" if other.params else "operations by torch's lists"
+        yield f"cast {what}: `{_spelt(other)}`"
+
+
+def _island(plan: Plan, casts: Sequence[Cast], site: str | None) -> list[Cast] | None:
+    """A module that fails, and all that stand alike, as islands; None: it cannot be one."""
+    if site is None:
+        return None
+    cast, sites = _around(casts, site), plan.model.sites
+    if cast.dtype == "fp32" or cast.fqn == site:
+        return None
+    alike = [
+        s for s in sites if shape_of(s) == shape_of(site) and sites[s].kind == sites[site].kind
+    ]
+    under = [s for s in alike if replace(_around(casts, s), fqn=cast.fqn) == cast]
+    return [Cast(s, "fp32", False, cast.scale, cast.growth) for s in under]
+
+
+def _islands(plan: Plan, found: Sequence[Cast]) -> Iterator[str]:
+    """Rows for these, as few as there are places in the model."""
+    groups: dict[str, list[str]] = {}
+    for one in found:
+        groups.setdefault(shape_of(one.fqn), []).append(one.fqn)
+    for group in groups.values():
+        yield f"`{pattern(group, plan.model.sites)}  cast(fp32)`"
+
+
+def _around(casts: Sequence[Cast], site: str) -> Cast:
+    """The innermost cast around a module; the first where none is."""
+    found = [one for one in casts if inside(site, one.fqn)]
+    return max(found, key=lambda one: len(one.fqn), default=casts[0])
+
+
+def _row_of(plan: Plan, cast: Cast) -> Action | None:
+    casting = (a for a in plan.actions if "dtype" in a.primitive.writes)
+    return next((a for a in casting if cast.fqn in a.sites), None)
+
+
+def _spelt(cast: Cast) -> str:
+    return f"cast({cast.dtype}{', params=true' * cast.params})"

@@ -1,0 +1,95 @@
+"""Rows that do not fit the modules around them: what is legal is done, and helps lead to it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.engine import Threads
+from tests.proofs import planned, proven, refused
+
+
+class Attention(nn.Module):
+    """Heads counted by a number of the module, as many libraries write them."""
+
+    def __init__(self, width: int = 8, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        q, k, v = (part(x) for part in (self.q, self.k, self.v))
+        size = k.shape[-1] // self.heads
+        q, k, v = (t.view(rows, length, self.heads, size).transpose(1, 2) for t in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        out: Tensor = self.o(mixed.reshape(rows, length, self.heads * size))
+        return out
+
+
+class Twice(nn.Module):
+    """Two attentions of one class, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.near, self.far = Attention(), Attention()
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.far(x + self.near(x)).square().mean()
+
+
+@pytest.mark.parametrize("gathered, split", [("near", "far"), ("far", "near")])
+def test_one_attention_gathers_where_another_is_split(
+    gathered: str, split: str, threads: Threads
+) -> None:
+    """The number of heads is divided where heads are split, and stays where they are gathered."""
+    rows = f"""{gathered}.{{q,k,v}}  shard(col, output=R, over=tp)
+{gathered}.o  shard(row, over=tp)
+{split}.{{q,k,v}}  shard(col, over=tp)
+{split}.o  shard(row, over=tp)"""
+    batches = [
+        {"x": torch.randn(4, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(k))}
+        for k in range(2)
+    ]
+    proven(threads, planned(Twice(), rows, "tp=2"), batches)
+
+
+class Convolved(nn.Module):
+    """A convolution, a norm of groups, and a mean of squares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(3, 8, 3, padding=1)
+        self.block = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU())
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.enter(x)).square().mean()
+
+
+PICTURES = {"x": torch.zeros(4, 3, 6, 6, dtype=torch.float64)}
+
+
+def test_all_parameters_of_a_norm_stand_in_one_help() -> None:
+    """A weight without its bias would be refused next."""
+    said = refused(Convolved(), "block.0  shard(col, over=tp)", "tp=2", PICTURES)
+    assert "`block.1 shard(weight=S(0), bias=S(0), over=tp)`" in " ".join(said.split())
+    assert "block.1  shard(bias=S(0), over=tp)" not in said
+
+
+def test_a_block_that_is_given_parts() -> None:
+    """Where the row itself splits what its module is given, no output of it can be gathered."""
+    said = refused(Convolved(), "block  shard(input=S(1), over=tp)", "tp=2", PICTURES)
+    assert "`block.0` needs the full tensor" in said
+    assert "drop `input=` of this row" in said and "output=R" not in said
+
+
+def test_what_is_gathered_already_is_not_offered_again() -> None:
+    """The row at the module that ran says `output=R` itself."""
+    rows = "block  shard(output=R, over=tp)\nblock.0  shard(weight=S(0), bias=S(0), over=tp)"
+    said = refused(Convolved(), rows, "tp=2", PICTURES)
+    assert "S405" in said and said.count("output=R") <= 1, said
