@@ -16,7 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedlang.passes.lower.build import build
+from schedlang.runtime.offload.saved_tensors import everything_moves
 from schedlang.testing.accelerator import Operation, could_overlap, current, spawn, unavailable
+from tests.accelerator.test_features_run import CUT, RING, SUM, single
+from tests.accelerator.test_features_run import batch as tokens
 from tests.accelerator.trained import Block, batch, here, loss, model
 from tests.proofs import planned
 
@@ -50,7 +53,7 @@ def watched(step: Callable[[], Any], warm: int = 2) -> None:
     step()
 
 
-# -- torch's own ------------------------------------------------------------------------------------
+# -- torch's own -----------------------------------------------------------------------------------
 
 
 def in_ddp(early: bool) -> Beside:
@@ -120,7 +123,7 @@ def test_gathers_and_sums_of_fsdp() -> None:
         assert not any(b for _, b in sums) and any(f for f, _ in gathers)
 
 
-# -- slices under a pipeline ------------------------------------------------------------------------
+# -- slices under a pipeline -----------------------------------------------------------------------
 
 WIDTH, DEPTH, MICRO = 64, 8, 4
 HALF = DEPTH // 2
@@ -251,3 +254,109 @@ def test_slices_of_several_stages() -> None:
         for (_, _, most), (_, sums, peak) in zip(whole, parts):
             assert peak <= 1.05 * most
             assert len(sums) == MICRO * HALF and sums.count((0, 0)) <= 2  # the last of each stage
+
+
+# -- every other kind ------------------------------------------------------------------------------
+
+OUT, BACK = "copy to the host", "copy to the device"
+
+
+def of_program(mesh: str, text: str, names: tuple[str, ...], words: bool) -> list[Beside]:
+    """On a rank: what of a step of a program could run beside its products, by name."""
+    given = tokens(0) if words else {"x": rows()}
+    with everything_moves():
+        plan = planned(single() if words else deep(), text, mesh)
+        program = build(plan, given, optimizer=sgd)
+    given = {name: value.to(here()) for name, value in given.items()}
+    watched(lambda: program.train_step(given))
+    return [beside(name) for name in names]
+
+
+def on_ranks(mesh: str, text: str, *names: str, words: bool = False) -> Any:
+    return spawn(of_program, mesh, text, names, words, timeline=True)
+
+
+def alone(found: Beside) -> int:
+    """How many of these nothing could run beside."""
+    return found.count((0, 0))
+
+
+def test_sums_of_gradients() -> None:
+    """Buckets are summed beside what is left of backward; without the row, none is."""
+    text = "zero(stage=0, over=dp, bucket=40KiB)"
+    for (sums,) in on_ranks("dp=2", f"{text}\noverlap(gradients)", "simccl.all_reduce"):
+        # two buckets of each block, the last two and the sum of losses behind all of backward
+        assert len(sums) > 2 * DEPTH and all(b for _, b in sums[: 2 * DEPTH - 2])
+    for (sums,) in on_ranks("dp=2", text, "simccl.all_reduce"):
+        assert len(sums) > 2 * DEPTH and alone(sums) == len(sums)
+
+
+def test_gathers_of_parameters() -> None:
+    """Without a pipeline: in forward beside the block before, in backward beside the one after."""
+    for (gathers,) in on_ranks("dp=2", "zero(stage=3, over=dp)", "simccl.all_gather_into_tensor"):
+        assert len(gathers) == 2 * DEPTH and alone(gathers) == 1
+        assert all(b for _, b in gathers[DEPTH + 1 :])
+
+
+@pytest.mark.parametrize("stages", [False, True])
+def test_activations_on_the_host(stages: bool) -> None:
+    """They leave beside the forward of what comes next, and come beside backward."""
+    text = "blocks.*  offload(activations)\n"
+    text += f'{CUT}pipeline(order="1F1B", micro={MICRO})' if stages else SUM
+    for out, come in on_ranks("pp=2" if stages else "dp=2", text, OUT, BACK):
+        assert len(out) >= 5 * DEPTH and alone(out) == 0
+        assert len(come) >= 5 * DEPTH and alone(come) == 0
+
+
+def test_parameters_on_the_host() -> None:
+    """They come beside the block before, and their gradients leave beside backward."""
+    many = 6 * DEPTH  # parameters
+    for out, come in on_ranks("dp=2", f"{SUM}blocks.*  offload(parameters)", OUT, BACK):
+        # the first block has nothing before it, the last gradients nothing behind; one is the sum's
+        assert all(f or b for f, b in come[6 : 2 * many])
+        assert all(b for _, b in out[: many - 6])
+    for met in spawn(both_ways, timeline=True):
+        assert met  # gradients of a block leave while the parameters of the one before it come
+
+
+def both_ways() -> int:
+    """On a rank: how many copies to the host could run beside copies back in backward."""
+    of_program("dp=2", f"{SUM}blocks.*  offload(parameters)", (), False)
+    seen = [one for one in current().operations() if back(one)]
+    going, coming = ([one for one in seen if one.name == name] for name in (OUT, BACK))
+    return sum(could_overlap(one, other) for one in going for other in coming)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("micro", [1, 2])
+def test_slices_on_the_host(zero: int, micro: int) -> None:
+    """What is gathered from the host comes beside computation, its gradients leave beside it, and
+    no microbatch waits for them."""
+    text = f"zero(stage={zero}, over=dp)\nblocks.*  offload(parameters)"
+    text += f'\npipeline(order="GPipe", micro={micro})' if micro > 1 else ""
+    names = ("simccl.all_gather_into_tensor", "simccl.reduce_scatter_tensor", OUT)
+    for gathers, sums, out in on_ranks("dp=2", text, *names):
+        assert alone(gathers) <= micro
+        assert len(sums) == micro * DEPTH and alone(sums) == 1
+        assert len(out) == 6 * len(sums) and alone(out) <= 6
+
+
+def test_transfers_between_stages() -> None:
+    """Values of the next microbatch, and gradients of the last one, travel beside computation."""
+    text = f'{CUT}pipeline(order="1F1B", micro={MICRO})'
+    names = ("simccl.send", "simccl.recv")
+    for rank, (sends, receives) in enumerate(on_ranks("pp=2", text, *names)):
+        assert len(sends) == len(receives) == MICRO
+        # the last stage has nothing to do before the first values, and nothing after the last
+        assert alone(sends) == alone(receives) == rank
+
+
+@pytest.mark.parametrize("layout", ["ring", "ring, layout=zigzag"])
+def test_steps_of_a_ring(layout: str) -> None:
+    """The next keys travel beside attention to those that are here; the way home follows it all."""
+    text = RING.format(layout, "cp", "cp")
+    names = ("simccl.send", "simccl.recv")
+    for found in on_ranks("cp=2", text, *names, words=True):
+        for moved in found:
+            # four blocks: one step of keys forward, one of keys and one of gradients backward
+            assert len(moved) == 12 and all(f for f, _ in moved[:4]) and alone(moved[4:]) == 4

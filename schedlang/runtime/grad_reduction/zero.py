@@ -25,8 +25,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.pipeline.timeline import Kind
 from schedlang.runtime.comm import world
-from schedlang.runtime.device import has_streams
+from schedlang.runtime.device import has_streams, settled
 from schedlang.runtime.mixed_precision import DTYPES
+from schedlang.runtime.storage.leaving import came, leaves
 from schedlang.runtime.storage.tiers import CPU, DEVICE
 
 if TYPE_CHECKING:
@@ -55,6 +56,32 @@ def settle(unit: FSDPModule) -> None:
         if group._all_gather_result is not None:
             group.wait_for_unshard()
             group._to_sharded()
+
+
+class _Once:
+    """An event that the host waits for once, however many ask."""
+
+    def __init__(self, event: torch.Event) -> None:
+        self.event: torch.Event | None = event
+
+    def synchronize(self) -> None:
+        """Wait, if nobody has."""
+        event, self.event = self.event, None
+        settled(event)
+
+
+def came_off(group: Any) -> None:
+    """Take the gradients that a group has reduced and copied to the host, and wait for none yet.
+
+    torch would wait for each at the end of backward, and add another microbatch's to it at once.
+    """
+    held = [one for one in group.fsdp_params if leaves(one.sharded_param)]
+    # one stream has made them all: the last event stands for those before it
+    events = [one.grad_offload_event for one in held if one.grad_offload_event is not None]
+    event: Any = _Once(events[-1]) if events else None
+    for one in held:
+        came(one.sharded_param, event)
+        one.grad_offload_event = None
 
 
 def name_in(unit: FSDPModule, held: Any) -> str:
@@ -260,6 +287,7 @@ class Sliced:
                 elif held in met and whole.requires_grad:
                     whole.grad = torch.zeros_like(whole)
             inner(*unused)
+            came_off(group)
 
         return post_backward
 
