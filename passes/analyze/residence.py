@@ -270,6 +270,7 @@ def away(
     optimizer: Callable[..., torch.optim.Optimizer] | None,
 ) -> Away | None:
     """Put this rank's parameters where they lie; None where all is on the device."""
+    from schedlang.runtime.grad_reduction.zero import Shard
     from schedlang.runtime.offload.parameters import Window
     from schedlang.runtime.offload.step import Away
     from schedlang.runtime.optim.whole_step import is_tensorwise
@@ -286,7 +287,10 @@ def away(
     homes = {**_sliced(found, sliced, scratch, tiers)}
     homes |= _streamed(builder, staged, found, window, scratch, tiers, frozenset(homes))
     for tier, to in ((CPU, None), (DISK, scratch)):
-        let_leave([found[name] for name, one in tiers.items() if one.gradient == tier], to)
+        leave = {name: found[name] for name, one in tiers.items() if one.gradient == tier}
+        # fully_shard copies gradients to where slices lie, and waits for it where there are hooks
+        told = [p for n, p in leave.items() if n in homes and isinstance(homes[n], Shard)]
+        let_leave(leave.values(), to, told if to is None else ())
     alone = optimizer is None or is_tensorwise(optimizer)
     files = any(r.tier == DISK and r.what in ("parameters", "optimizer") for r in plan.stores)
     ring = peer_of(builder, found, tiers, optimizer)

@@ -39,7 +39,7 @@ def slice_state(
     plan: Plan, module: nn.Module, ranks: Ranks, prepared: Prepared
 ) -> dict[int, Sliced]:
     """Put fully_shard around the units of each stage of this rank."""
-    from schedlang.runtime.grad_reduction.zero import Sliced, Unit
+    from schedlang.runtime.grad_reduction.zero import Sliced, Unit, join
 
     staged, holdings = prepared.staged, prepared.holdings
     sliced, _ = slicing(plan)
@@ -66,6 +66,8 @@ def slice_state(
             unit = Unit(root=not fqn, waits=_waits(plan, fqn), tier=tier, low=low)
             one.add(module.get_submodule(fqn), meshes[over], unit, met)
         one.prefetch(sliced.prefetch)
+    if staged.axis is not None:
+        join(list(out.values()))
     return out
 
 
@@ -175,6 +177,7 @@ def pipeline_of(
             loss=loss,
             split=_splits(plan, staged, s, sliced),
             late=late,
+            through=sliced[s].through if s in sliced else None,
         )
         for s in staged.stages_at(place)
     }

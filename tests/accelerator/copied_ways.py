@@ -81,6 +81,14 @@ def parameters() -> float:
     return program("blocks.*  offload(parameters)")
 
 
+def slices() -> float:
+    """On two ranks, with two microbatches."""
+    return program(
+        'blocks.*  offload(parameters)\nzero(stage=3, over=dp)\npipeline(order="GPipe", micro=2)',
+        "dp=2",
+    )
+
+
 def parameters_on_disk() -> float:
     return program("blocks.*  offload(parameters, to=disk)")
 
@@ -186,6 +194,15 @@ def there_and_back() -> float:
     return max(far, apart([y], [rows(0) * 2 + 1]))
 
 
+def rewritten() -> float:
+    """The host writes into memory that was on its way back."""
+    host = copies.to_host(rows(0).to(here()))
+    there, event = copies.to_device(host, here())
+    copies.settle()
+    host.zero_()
+    return apart([copies.ready(there, event)], [rows(0)])
+
+
 def written() -> float:
     """Memory of the device, read, written from the host, and read again; then let go."""
     x, new = rows(0).to(here()) * 1, rows(1).pin_memory()
@@ -230,7 +247,7 @@ def gradients_in_turns() -> float:
 
 
 DIRECT = (
-    *(there_and_back, written, lent, marked, parked, gradients_asked, gradients_arrived),
+    *(there_and_back, rewritten, written, lent, marked, parked, gradients_asked, gradients_arrived),
     *(gradients_of_one_microbatch, paced),
 )
 PROGRAMS = (

@@ -32,10 +32,17 @@ UNREACHED = {
 _STORAGE = "schedlang.runtime.storage."
 NEAR = (f"{_STORAGE}copies", f"{_STORAGE}leaving", "schedlang.runtime.pipeline.parking")
 
+SLICES = "schedlang.runtime.grad_reduction.zero"
+
 
 def test_every_order_of_the_copies_themselves() -> None:
     """Of the file of copies, of gradients that leave, and of stages that park."""
     judge(hunt(sites(*NEAR, chosen=ours), copied_ways.DIRECT, ranks=1), (), ())
+
+
+def test_every_order_of_slices() -> None:
+    """Of what torch copies to the host: it takes two ranks."""
+    judge(hunt(sites(SLICES, chosen=ours), (copied_ways.slices,)), (), ())
 
 
 def test_all_users_are_known() -> None:
@@ -47,4 +54,5 @@ def test_all_users_are_known() -> None:
 def test_every_order_of_whoever_copies() -> None:
     """All that is left out is found by a report; what is not is listed above, with the reason."""
     ways = (*copied_ways.DIRECT, *copied_ways.PROGRAMS)
-    judge(hunt(sites(*users(), chosen=ours), ways, ranks=1), REDUNDANT, UNREACHED)
+    here = [one for one in users() if one != SLICES]
+    judge(hunt(sites(*here, chosen=ours), ways, ranks=1), REDUNDANT, UNREACHED)

@@ -204,6 +204,7 @@ SHARED = {
     ("pool", "_shared"),
     ("modes", "_open_bodies"),
     ("copies", "_streams"),
+    ("copies", "_left"),
     ("rewrite", "_regions"),
     ("operator", "_regions"),
     ("operator", "_keys"),

@@ -166,7 +166,7 @@ def square_sum(
         return torch.zeros((), dtype=torch.float64, device=home)
     kinds = dict.fromkeys([g.device for g in present])
     apart = [torch._foreach_norm([g for g in present if g.device == kind]) for kind in kinds]
-    sums = [torch.stack([n.double() for n in norms]).square().sum() for norms in apart]
+    sums = [torch.stack([*norms]).double().square().sum() for norms in apart]
     if on_accelerator(device):
         sums = [one.to(device, non_blocking=True) for one in sums]
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()

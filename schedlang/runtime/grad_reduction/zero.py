@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +18,22 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     UnshardHandle,
     fully_shard,
+    share_comm_ctx,
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.pipeline.timeline import Kind
 from schedlang.runtime.comm import world
-from schedlang.runtime.device import has_streams
+from schedlang.runtime.device import has_streams, settled
 from schedlang.runtime.mixed_precision import DTYPES
+from schedlang.runtime.storage.leaving import came, leaves
 from schedlang.runtime.storage.tiers import CPU, DEVICE
 
 if TYPE_CHECKING:
     from schedlang.runtime.pipeline.executor import Handler
+
+T = TypeVar("T")
 
 # ---- What torch's fully_shard holds gathered.  Private parts of it stand here and nowhere else.
 
@@ -54,17 +58,30 @@ def settle(unit: FSDPModule) -> None:
             group._to_sharded()
 
 
-def set_up(units: Sequence[FSDPModule]) -> None:
-    """Do what the first call of each unit would do, so that another can gather for it before.
+class _Once:
+    """An event that the host waits for once, however many ask."""
 
-    A unit that lies in another is set up with that one. To be called when all are there.
+    def __init__(self, event: torch.Event) -> None:
+        self.event: torch.Event | None = event
+
+    def synchronize(self) -> None:
+        """Wait, if nobody has."""
+        event, self.event = self.event, None
+        settled(event)
+
+
+def came_off(group: Any) -> None:
+    """Take the gradients that a group has reduced and copied to the host, and wait for none yet.
+
+    torch would wait for each at the end of backward, and add another microbatch's to it at once.
     """
-    inside: set[Any] = set()
-    for unit in units:
-        inside.update(list(unit.modules())[1:])  # type: ignore[attr-defined]
-    for unit in units:
-        if unit not in inside:
-            unit._get_fsdp_state()._lazy_init()
+    held = [one for one in group.fsdp_params if leaves(one.sharded_param)]
+    # one stream has made them all: the last event stands for those before it
+    events = [one.grad_offload_event for one in held if one.grad_offload_event is not None]
+    event: Any = _Once(events[-1]) if events else None
+    for one in held:
+        came(one.sharded_param, event)
+        one.grad_offload_event = None
 
 
 def name_in(unit: FSDPModule, held: Any) -> str:
@@ -172,8 +189,9 @@ class Sliced:
         self.asked = asked  # values may decide that no rank uses a parameter in a step
         self.used: set[nn.Parameter] = set()  # what got a gradient of its own in this step
         self.calls: list[int] = []  # of each unit in this step, where values decide on them
+        self._root: _Root | None = None  # where no unit is around all others: in a pipeline
+        self._fresh: list[_Root] = []  # of all stages of this rank, until they are set up
         self._said: tuple[bool, bool] | None = None
-        self._ready = False  # units are set up, so that each may be gathered before its first call
         self._coming: list[UnshardHandle] | None = None  # while rows hold the parameters gathered
 
     def add(
@@ -229,14 +247,19 @@ class Sliced:
         for place, unit in enumerate(units):
             unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + ahead])
             unit.set_modules_to_backward_prefetch(units[max(place - ahead, 0) : place][::-1])
-            # before its own hook; a unit around all of them, if there is one, was called by then
-            unit.register_forward_pre_hook(self._set_up, prepend=True)  # type: ignore[attr-defined]
 
-    def _set_up(self, *unused: object) -> None:
-        """Units of a stage have no root in common that would set them up when it is called."""
-        if not self._ready:
-            self._ready = True
-            set_up(self.units)
+    def through(self, forward: Callable[[], T]) -> T:
+        """What a forward of this stage gives: to torch it is the forward of a root of its units."""
+        assert self._root is not None
+        self._set_up()
+        made: list[T] = []
+        self._root(lambda: made.append(forward()))
+        return made[0]
+
+    def _set_up(self) -> None:
+        """Do what the first call of each root does, before anything is gathered."""
+        while self._fresh:
+            self._fresh.pop()(lambda: None)
 
     def settle(self) -> None:
         """Forget what was gathered ahead for units that did not run."""
@@ -264,6 +287,7 @@ class Sliced:
                 elif held in met and whole.requires_grad:
                     whole.grad = torch.zeros_like(whole)
             inner(*unused)
+            came_off(group)
 
         return post_backward
 
@@ -294,6 +318,7 @@ class Sliced:
     def unshard(self) -> None:
         """Begin to gather all units, and hold what is gathered; each unit waits for its own."""
         assert self.stage == 3 and self._coming is None
+        self._set_up()
         self._hold(True)
         handles = (unit.unshard(async_op=True) for unit in self.units)
         self._coming = [handle for handle in handles if handle is not None]
@@ -314,6 +339,37 @@ class Sliced:
             frees = self.between and not held and unit not in self.waiting
             unit.set_reshard_after_forward(frees, recurse=False)
             unit.set_reshard_after_backward(not held, recurse=False)
+
+
+class _Root(nn.Module):
+    """What torch takes for the model around the units of a stage; it holds nothing itself."""
+
+    def __init__(self, units: Sequence[FSDPModule]) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(units)  # type: ignore[arg-type]
+
+    def forward(self, run: Callable[[], None]) -> None:
+        """The forward of a stage, which calls the units."""
+        run()
+
+
+def join(stages: Sequence[Sliced]) -> None:
+    """Give the units of each stage of this rank a root, and all stages the same streams.
+
+    Without one each unit is a root: it is gathered when all before it is computed, and what is
+    summed of it lies there until backward ends. With one gathers and sums run beside computation,
+    and the input of a sum is freed when the next one begins, of whatever stage.
+    """
+    fresh: list[Any] = []
+    for one in stages:
+        one._root, one._fresh = _Root(one.units), fresh
+        fresh.append(fully_shard(one._root, mesh=one.mesh, ignored_params=one.ignored))
+        # torch would take the order of the latest forwards, which here are of other microbatches;
+        # the first unit gathers itself, which is nothing: without any torch takes its own order
+        for place, unit in enumerate(one.units):
+            ahead = one.units[max(place - max(one.ahead, 1), 0) : place][::-1]
+            unit.set_modules_to_backward_prefetch(ahead or [unit])
+    share_comm_ctx(fresh)
 
 
 def used_anywhere(

@@ -225,6 +225,7 @@ class Stage:
     `split=False` lets I do the whole backward and W nothing: for stages with recomputed or
     gathered weights, where every part of a backward would recompute or gather again. `late` names
     the parameters whose gradients W computes, the others are done by I; None: all are late.
+    `through` runs a forward of a stage whose weights are gathered.
 
     `incoming` and `outgoing` are the values that are exchanged with other stages, by stage;
     `returned` and `awaited` those of them whose gradients go back and come back.
@@ -241,8 +242,10 @@ class Stage:
         loss: Loss | None = None,
         split: bool = True,
         late: Collection[str] | None = None,
+        through: Callable[[Callable[[], Forwarded]], Forwarded] | None = None,
     ) -> None:
         self.model, self.cut, self.index, self.loss, self.split = model, cut, index, loss, split
+        self.through = through
         self._late = None if late is None else {id(p) for p in _named(model, late)}
         self.last = index == cut.stages - 1
         self.units = cut.units(index)
@@ -279,6 +282,14 @@ class Stage:
         if self.whole:
             output = called(self.model, batch)
             return Forwarded({}, {}, output, loss_of(output, batch, self.loss))
+        if self.through is None:
+            return self._replayed(batch, received)
+        return self.through(lambda: self._replayed(batch, received))
+
+    def _replayed(
+        self, batch: Mapping[str, Any], received: Mapping[Token, torch.Tensor]
+    ) -> Forwarded:
+        """The model's own forward, of which the units of this stage are run."""
         made: dict[Token, torch.Tensor] = {}
         edges: dict[Token, GradientEdge] = {}
         device = _device(batch)

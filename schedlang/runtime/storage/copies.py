@@ -1,12 +1,16 @@
-"""Copies between device and host: on an accelerator pinned, on a stream of their own, and later.
+"""Copies between device and host: on an accelerator pinned, later, and on streams of their own.
 
-On a CPU they are copies all the same, and done at once.
+There is one stream for each way, so that what comes does not stand behind what goes. On a CPU they
+are copies all the same, and done at once.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from schedlang.runtime.device import (
     current_stream,
@@ -44,6 +48,7 @@ def to_host(source: Tensor, scratch: Scratch | None = None) -> Tensor:
         with on_stream(stream):
             host.copy_(source, non_blocking=True)
         used_on(source, stream)  # its memory is not reused before the copy is done
+        _left[host] = record(stream)
         return host
 
 
@@ -52,7 +57,8 @@ def to_device(host: Tensor, device: torch.device) -> tuple[Tensor, torch.Event |
     with torch._C.DisableTorchFunction():
         if not has_streams(device):
             return torch.empty(host.shape, dtype=host.dtype, device=device).copy_(host), None
-        stream = side_stream(device)  # it runs in order: this comes after the copy out
+        stream = side_stream(device, back=True)
+        wait(_left.get(host), stream)  # what left it is there before it comes back
         with on_stream(stream):
             made = torch.empty(host.shape, dtype=host.dtype, device=device)
             made.copy_(host, non_blocking=True)
@@ -65,7 +71,7 @@ def onto(value: Tensor, source: Tensor) -> None:
         if value.device == source.device or not has_streams(value.device):
             value.copy_(source)
             return
-        stream, current = side_stream(value.device), current_stream(value.device)
+        stream, current = side_stream(value.device, back=True), current_stream(value.device)
         follow(stream, current)  # whoever reads what it was
         with on_stream(stream):
             value.copy_(source, non_blocking=True)
@@ -83,22 +89,25 @@ def ready(tensor: Tensor, event: torch.Event | None) -> Tensor:
 
 
 def settle() -> None:
-    """Wait until all copies to the host are there."""
-    for stream in _streams.values():
-        synchronize(stream)
+    """Wait until all copies to the host are there, and those to a device have read the host."""
+    for (place, back), stream in _streams.items():
+        if not back:
+            follow(stream, _streams.get((place, True)))
+            synchronize(stream)
 
 
 def mark(device: torch.device) -> torch.Event | None:
-    """What to wait for until all copies of a device so far are done; None: they are."""
+    """What to wait for until all copies of a device to the host are done so far; None: they are."""
     return record(side_stream(device)) if has_streams(device) else None
 
 
-_streams: dict[torch.device, torch.Stream | None] = {}
+_left: Any = WeakTensorKeyDictionary()  # by tensor in host memory: behind the copy into it
+_streams: dict[tuple[torch.device, bool], torch.Stream | None] = {}
 
 
-def side_stream(device: torch.device) -> torch.Stream | None:
-    """The stream on which copies of a device run."""
+def side_stream(device: torch.device, back: bool = False) -> torch.Stream | None:
+    """The stream on which copies of a device to the host run, or those back."""
     place = indexed(device)  # one stream, whichever way the current device is told
-    if place not in _streams:
-        _streams[place] = new_stream(place)
-    return _streams[place]
+    if (place, back) not in _streams:
+        _streams[place, back] = new_stream(place)
+    return _streams[place, back]

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +22,43 @@ from torch.distributed.tensor import DTensor
 from schedlang.runtime.device import has_streams, settled
 from schedlang.runtime.storage import copies
 from schedlang.runtime.storage.scratch import Scratch
+from schedlang.runtime.storage.tiers import CPU, mark
 
 _SLOT, AWAY = "_schedlang_gradient", "_schedlang_gradient_leaves"
-_UNDER_WAY = 4  # gradients that lie twice in host memory, at most: they are yet to be added
+_MOST = 4  # gradients, or units of them, that lie twice in host memory: they are yet to be added
+
+
+class _UnderWay:
+    """Gradients that lie twice in host memory; of a parameter that is copied, none do."""
+
+    def __init__(self) -> None:
+        self._gone: deque[tuple[object, list[weakref.ref[_Gone]]]] = deque()  # by their event
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _UnderWay, ()
+
+    def put(self, away: _Gone, event: object) -> None:
+        """One more; the oldest are added, for which the host waits."""
+        if not self._gone or self._gone[-1][0] is not event:
+            self._gone.append((event, []))
+        self._gone[-1][1].append(weakref.ref(away))
+        while len(self._gone) > _MOST:
+            for reference in self._gone.popleft()[1]:
+                oldest = reference()
+                if oldest is not None:
+                    oldest.whole()
 
 
 class _Gone:
-    """A gradient off the device: the sum of those that were added, and those on their way."""
+    """A gradient off the device: the sum of those that were added, and those on their way.
 
-    def __init__(self, host: Tensor, event: torch.Event | None = None) -> None:
-        self._host, self._event = host, event
+    `apart`: they come on a stream of somebody else, not on that of our copies.
+    """
+
+    def __init__(
+        self, host: Tensor, event: torch.Event | None = None, *, apart: bool = False
+    ) -> None:
+        self._host, self._event, self.apart = host, event, apart
         self._more: list[tuple[Tensor, torch.Event | None]] = []
 
     def come(self, host: Tensor, event: torch.Event | None) -> None:
@@ -89,13 +117,22 @@ def drop_gradients(parameters: Iterable[Tensor]) -> None:
         parameter.grad = None
 
 
-def let_leave(parameters: Iterable[nn.Parameter], scratch: Scratch | None = None) -> None:
-    """From now on gradients of these leave as they are made, with `scratch` to disk."""
-    under_way: deque[weakref.ref[_Gone]] = deque()
+def let_leave(
+    parameters: Iterable[nn.Parameter],
+    scratch: Scratch | None = None,
+    told: Collection[nn.Parameter] = (),
+) -> None:
+    """From now on gradients of these leave as they are made, with `scratch` to disk.
+
+    Those of `told` are made off the device by somebody else, who tells it by `came`.
+    """
+    under_way, tells = _UnderWay(), set(told)
     for parameter in parameters:
         if parameter.requires_grad and not parameter.is_meta:
-            vars(parameter)[AWAY] = True
-            hook = partial(_leave, scratch, under_way)
+            vars(parameter)[AWAY] = under_way
+            if parameter in tells:
+                continue
+            hook = partial(_leave, scratch)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
@@ -107,10 +144,28 @@ def gradient_device(parameter: Tensor) -> torch.device:
 def all_arrived(parameters: Iterable[Tensor]) -> None:
     """Wait once for the gradients of these that are on their way, if any are."""
     gone = [away for parameter in parameters if (away := vars(parameter).get(_SLOT)) is not None]
+    gone = [away for away in gone if not away.apart]  # waited for when they are read
     if gone:
         copies.settle()
     for away in gone:
         away.arrived()
+
+
+def came(parameter: Tensor, event: torch.Event | None) -> None:
+    """A gradient of a parameter was made in host memory; with `event` it is there behind that."""
+    made: Tensor | None = parameter.grad
+    if made is None:
+        return
+    away: _Gone | None = vars(parameter).get(_SLOT)
+    parameter.grad = None
+    with torch._C.DisableTorchFunction():
+        part = local(made)
+        if event is not None:
+            _add(parameter, mark(part, CPU), event, apart=True)
+        elif away is None:
+            setattr(parameter, _SLOT, _Gone(copies.to_host(part)))
+        else:
+            away.whole().add_(part)
 
 
 def accumulated(parameter: Tensor) -> None:
@@ -143,9 +198,7 @@ def local(value: Tensor) -> Tensor:
     return part
 
 
-def _leave(
-    scratch: Scratch | None, under_way: deque[weakref.ref[_Gone]], parameter: Tensor
-) -> None:
+def _leave(scratch: Scratch | None, parameter: Tensor) -> None:
     made: Tensor | None = parameter.grad
     away: _Gone | None = vars(parameter).get(_SLOT)
     if made is None:
@@ -156,14 +209,18 @@ def _leave(
         if scratch is not None:
             part = part if away is None else away.whole() + part.cpu()
             setattr(parameter, _SLOT, _Gone(copies.to_host(part, scratch)))
-        elif away is None:
-            setattr(parameter, _SLOT, _Gone(copies.to_host(part), copies.mark(part.device)))
-        elif not has_streams(part.device):
+        elif away is not None and not has_streams(part.device):
             away.whole().add_(part)
         else:
-            away.come(copies.to_host(part), copies.mark(part.device))
-            under_way.append(weakref.ref(away))
-            while len(under_way) > _UNDER_WAY:
-                oldest = under_way.popleft()()
-                if oldest is not None:
-                    oldest.whole()
+            _add(parameter, copies.to_host(part), copies.mark(part.device))
+
+
+def _add(parameter: Tensor, host: Tensor, event: torch.Event | None, apart: bool = False) -> None:
+    """A gradient is on its way to the host, where it is added to that of earlier microbatches."""
+    away: _Gone | None = vars(parameter).get(_SLOT)
+    if away is None:
+        setattr(parameter, _SLOT, _Gone(host, event, apart=apart))
+        return
+    away.come(host, event)
+    under_way: _UnderWay = vars(parameter)[AWAY]
+    under_way.put(away, event)
