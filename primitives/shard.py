@@ -7,8 +7,9 @@ from dataclasses import field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
+from schedlang.diagnostics.diagnostic import Facts
 from schedlang.ir.facets import Boundary
-from schedlang.ir.fitting import Cut, blocks_of, remedies, some
+from schedlang.ir.fitting import Cut, blocks_of, remedies, remedy, some
 from schedlang.ir.placement import EVEN, P, Placement, R, Replicate, S
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse
@@ -352,11 +353,13 @@ class shard(Primitive):  # noqa: N801
         what = f"dim `{names[dim]}`" if names else f"dim {dim}"
         legal = cut.fitting()
         helps = [f"`{self.over}` may be {some(legal)}"] if legal else []
+        facts: Facts = ()
         if names[dim : dim + 1] in (("vocab",), ("out",)) and self.style == "vocab":
             helps.append(f"or pad it first: `{site} pad({names[dim]}, multiple=128)`")
         elif self.uneven is None:
             out = names[dim : dim + 1] == ("out",)
             helps += remedies(f"{site} {self.call}", self.heads, ranks, out)
+            facts = remedy(self.heads, ranks, out)
         style = f"`{self.style}`" if self.style else "this"
         count = f"{len(cut.blocks)} blocks of {bad}" if len(cut.blocks) > 1 else f"{bad}"
         if self.heads:
@@ -369,6 +372,7 @@ class shard(Primitive):  # noqa: N801
                 f"`{site}.{name}` is {_shape(fact)}; {style} splits {what} = {fact.shape[dim]}",
             ),
             helps=helps,
+            facts=facts,
         )
 
     @property

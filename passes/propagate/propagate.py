@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
-from schedlang.ir.fitting import remedies
+from schedlang.diagnostics.diagnostic import Diagnostic, Facts, Label, Refusal
+from schedlang.ir.fitting import remedies, remedy
 from schedlang.ir.plan import Action, Plan
 from schedlang.passes.propagate.dryrun import Choice, Loss, Run, record
 from schedlang.passes.propagate.leaves import alike, hoisted, leaves_of, touches
@@ -217,7 +216,7 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
     """The failure as a message at the row that shards what was running."""
     fqn = failure.frame[0]
     action = _guilty(plan, failure)
-    heads = _heads(plan, failure)
+    heads, asked = _heads(plan, failure)
     line = f", at {failure.line}" if failure.line and not heads else ""
     notes: tuple[str, ...] = (f"in the forward of `{fqn or plan.model.class_name}`{line}",)
     title = heads[0] if heads else failure.reason
@@ -244,6 +243,7 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
             facts=(
                 *(zip(("module", "call"), made[0]) if made else ()),
                 *((("line", line),) if line else ()),
+                *(asked if heads else failure.asked),
             ),
         )
     )
@@ -272,9 +272,8 @@ def _fitting(plan: Plan, action: Action | None) -> tuple[str, ...]:
 
 
 def _at_its_row(plan: Plan, refusal: Refusal) -> Refusal:
-    """A refusal without a place at the last row that shards a module that it names."""
-    said = " ".join(part for d in refusal.diagnostics for part in (d.title, *d.notes))
-    named = set(re.findall(r"`([^`]+)`", said))
+    """A refusal without a place at the last row that shards the module that it is about."""
+    named = {value for d in refusal.diagnostics for fact, value in d.facts if fact == "site"}
     shards = [a for a in plan.actions if "placement" in a.primitive.writes and a.span is not None]
     row = next((a for a in reversed(shards) if named & set(a.sites)), None)
     return refusal if row is None or row.span is None else refusal.at(row.span)
@@ -288,25 +287,31 @@ def _guilty(plan: Plan, failure: Mismatch) -> Action | None:
     return next(exact, next((a for a in shards if touches(a, fqn)), None))
 
 
-def _heads(plan: Plan, failure: Mismatch) -> tuple[str, ...]:
-    """Where a view takes a split dim apart into heads that the ranks do not divide: say so."""
+def _heads(plan: Plan, failure: Mismatch) -> tuple[tuple[str, ...], Facts]:
+    """Where a view takes a split dim apart into heads that the ranks do not divide: say so.
+
+    The title and helps, and the arguments that the first of them gives the row.
+    """
     axis, count = failure.axis, next(iter(failure.counted), None)
     if axis is None or count is None:
-        return ()
+        return (), ()
     ranks, row = plan.mesh.size(axis), _row(plan, failure.by, axis)
     if count % ranks == 0 or (row is not None and row.uneven is not None):
-        return ()
+        return (), ()
     legal = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
     title = f"{count} heads of `{failure.frame[0]}` cannot be split over {axis}={ranks}"
     helps = [f"`{axis}` may be one of {legal}"]
+    asked: Facts = ()
     if row is not None:
         helps += remedies(f"{failure.by} {row.call}", count, ranks, row.style == "col")
+        asked = remedy(count, ranks, row.style == "col")
         if len(failure.counted) > 2 and row.blocks == 1:
             helps.append(
                 f"if these are not heads, but {count} blocks side by side (q, k and v):"
                 f" `{failure.by} {row.call}, blocks={count})`"
             )
-    return title, *helps
+            asked = asked or (("blocks", str(count)),)
+    return (title, *helps), asked
 
 
 def _row(plan: Plan, fqn: str, axis: str) -> Any:

@@ -1,10 +1,10 @@
 """What checksums cost a save and a load: python -m tests.benchmarks.saving FOLDER [--mib N]
 
-The same boxes are written and read in turns: as they are, without any checksum, and with those that
-torch.save computes by itself, which nobody looks at; boxes of several sizes, of N MiB together.
-Medians of seconds, fsync included, and of processor seconds, and their ratios.  On a machine that is
-busy with other things the clock tells more of these than of checksums: what they add is told as
-processor seconds, too, beside the seconds that a save without them takes.
+The same boxes are written and read in turns: as they are, without any checksum, and with those
+that torch.save computes by itself, which nobody looks at; boxes of several sizes, of N MiB
+together.  Medians of seconds, fsync included, and of processor seconds, and their ratios.  On a
+machine that is busy with other things the clock tells more of these than of checksums: what they
+add is told as processor seconds, too, beside the seconds that a save without them takes.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("folder", type=Path)
     options.add_argument("--mib", type=int, default=256)
-    options.add_argument("--boxes", type=float, nargs="+", default=[0.25, 4, 64], help="MiB of each")
+    options.add_argument(
+        "--boxes", type=float, nargs="+", default=[0.25, 4, 64], help="MiB of each"
+    )
     options.add_argument("--turns", type=int, default=15)
     asked = options.parse_args()
     torch.set_num_threads(1)

@@ -87,7 +87,9 @@ def _dying(rank: int, layout: str, folder: str, dies: tuple[int, str] | None) ->
     saved = seen(program)
     program.train_step(batch(1))
     if dies is not None and dies[0] == rank:
-        room = next(room for room in (archive, steps, boxes, boxes._Writer) if hasattr(room, dies[1]))
+        room = next(
+            room for room in (archive, steps, boxes, boxes._Writer) if hasattr(room, dies[1])
+        )
         setattr(room, dies[1], lambda *args: os.kill(os.getpid(), signal.SIGKILL))
     if dies is not None:
         program.save(folder)

@@ -1,8 +1,9 @@
 """What a checkpoint's folder holds: each box of each tensor, its place in a file, its checksum.
 
-Our own index is JSON, `schedlang.json`: a line with the id of the save, the name of the checksums of
-boxes and the checksum of what follows, and what follows.  It alone is read; `.metadata` beside it is for torch's own tools.  Older
-folders have only that one: a pickle, from which plain data is taken and by which nothing is run.
+Our own index is JSON, `schedlang.json`: a line with the id of the save, the name of the boxes'
+checksums, and the checksum of what follows; then that.  It alone is read; `.metadata` beside it is
+for torch's own tools.  Older folders have only that one: a pickle, from which plain data is taken
+and by which nothing is run.
 """
 
 from __future__ import annotations

@@ -141,6 +141,7 @@ def _ragged(placement: S, size: int, group: Group) -> Diagnostic:
             f"pad the batch to a multiple of {group.size} along this dim",
             f"or leave `{placement}` out of its row",
         ),
+        facts=(("site", group.label),),
     )
 
 
