@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from schedlang.diagnostics.diagnostic import Refusal, closest
+from schedlang.diagnostics.diagnostic import Refusal, closest, unknown
 from schedlang.diagnostics.other_systems import ARGUMENTS
 from schedlang.ir.features import Gain, Gaining, Lowered, Renewing, Resolved, Trial, Tried
 from schedlang.ir.primitive import Facet, refuse
@@ -85,7 +85,8 @@ class fuse(Lowered, Tried, Gaining, Resolved):  # noqa: N801
             if near
             else f"declare it: `pattern {self.pattern}(x) {{ ... }}`, above the step"
         )
-        refuse("S885", f"there is no pattern `{self.pattern}`", helps=(help_,))
+        title, facts = f"there is no pattern `{self.pattern}`", unknown(self.pattern, patterns)
+        refuse("S885", title, helps=(help_,), facts=facts)
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse the whole model, what a pattern does not match, and what is one kernel already."""

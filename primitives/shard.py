@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
+from schedlang.diagnostics.diagnostic import Facts
 from schedlang.ir.facets import Boundary
 from schedlang.ir.features import SplittingHeads, Uniform
-from schedlang.ir.fitting import Cut, blocks_of, remedies, some
+from schedlang.ir.fitting import Cut, blocks_of, remedies, remedy, some
 from schedlang.ir.placement import EVEN, P, Placement, R, Replicate, S
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import refuse
@@ -350,11 +351,13 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
         what = f"dim `{names[dim]}`" if names else f"dim {dim}"
         legal = cut.fitting()
         helps = [f"`{self.over}` may be {some(legal)}"] if legal else []
+        facts: Facts = ()
         if names[dim : dim + 1] in (("vocab",), ("out",)) and self.style == "vocab":
             helps.append(f"or pad it first: `{site} pad({names[dim]}, multiple=128)`")
         elif self.uneven is None:
             out = names[dim : dim + 1] == ("out",)
             helps += remedies(f"{site} {self._call}", self.heads, ranks, out)
+            facts = remedy(self.heads, ranks, out)
         style = f"`{self.style}`" if self.style else "this"
         count = f"{len(cut.blocks)} blocks of {bad}" if len(cut.blocks) > 1 else f"{bad}"
         if self.heads:
@@ -367,6 +370,7 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
                 f"`{site}.{name}` is {_shape(fact)}; {style} splits {what} = {fact.shape[dim]}",
             ),
             helps=helps,
+            facts=facts,
         )
 
     @property
@@ -374,15 +378,19 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
         """Whether `uneven` does."""
         return self.uneven is not None
 
-    def remedies(self, site: str, heads: int, ranks: int, blocks: bool) -> list[str]:
+    def remedies(
+        self, site: str, heads: int, ranks: int, blocks: bool
+    ) -> tuple[Sequence[str], Facts]:
         """This call with a rule for its heads; or with blocks, where it has none."""
         found = remedies(f"{site} {self._call}", heads, ranks, self.style == "col")
+        asked = remedy(heads, ranks, self.style == "col")
         if blocks and self.blocks == 1:
             found.append(
                 f"if these are not heads, but {heads} blocks side by side (q, k and v):"
                 f" `{site} {self._call}, blocks={heads})`"
             )
-        return found
+            asked = asked or (("blocks", str(heads)),)
+        return found, asked
 
     @property
     def _call(self) -> str:

@@ -11,6 +11,7 @@ from schedlang.diagnostics.diagnostic import (
     Refusal,
     at_their_callers_lines,
     closest,
+    unknown,
 )
 from schedlang.diagnostics.source import python_span
 from schedlang.ir.primitive import Primitive
@@ -116,10 +117,11 @@ def called(one: Caller, args: tuple[object, ...], named: dict[str, object]) -> N
         first = refusal.diagnostic
         public = (name for name in dir(type(one._schedule)) if not name.startswith("_"))
         near = closest(one._name, public) if first.code == "S301" and one._path is None else None
-        if near is None or any(text.startswith("did you mean") for text in first.helps):
+        if near is None or first.fact("meant") is not None:
             raise
         help_ = f"did you mean `sch.{near}`?"  # no verb of a row, but what Python has beside them
-        raise Refusal(replace(first, helps=(help_,))) from None
+        facts = unknown(one._name, (near,))
+        raise Refusal(replace(first, helps=(help_,), facts=facts)) from None
 
 
 def joined(path: n.Path, inner: str | int | slice) -> n.Path:

@@ -355,11 +355,14 @@ STYLE = (
     ".eq .frame{overflow-x:auto}.eq table{border-collapse:collapse;margin:1em 0;color:inherit}"
     ".eq td,.eq th{padding:3px 14px 3px 0;text-align:left;vertical-align:top;background:none;"
     "border:0;border-bottom:1px solid #d1d9e0;font-variant-numeric:tabular-nums}"
-    ".eq tr{background:none}.eq .n{text-align:right}.eq code,.eq pre{font:12px ui-monospace,Menlo,"
-    "Consolas,monospace;white-space:pre-wrap;overflow-wrap:anywhere;color:inherit;background:none}"
+    ".eq tr{background:none}.eq .n{text-align:right;white-space:nowrap}.eq code,.eq pre{"
+    "font:12px ui-monospace,Menlo,Consolas,monospace;white-space:pre-wrap;overflow-wrap:anywhere;"
+    "color:inherit;background:none}"
     ".eq svg{display:block}.eq .axis{stroke:#8c959f}.eq .free{fill:#eef1f4}"
     ".eq .gate{stroke:#1f2328;stroke-width:2}.eq .dot{fill:#0072b2}"
     ".eq .cross{stroke:#d55e00;stroke-width:2.5}"
+    "@media(max-width:640px){.eq .scale{display:none}.eq td,.eq th{padding-right:8px}"
+    ".eq td{overflow-wrap:anywhere}.eq td.equal,.eq td.different{white-space:nowrap}}"
     "@media(prefers-color-scheme:dark){.eq{color:#e6edf3;background:#0d1117}.eq .s{color:#9198a1}"
     ".eq .equal{color:#56b4e9}.eq .different{color:#ff9d5c}.eq .open{color:#f0e442}"
     ".eq td,.eq th{border-color:#3d444d}.eq .free{fill:#22272e}.eq .gate{stroke:#e6edf3}"
@@ -399,8 +402,8 @@ def _head(report: Report) -> Iterator[str]:
 
 def _table_picture(report: Report) -> Iterator[str]:
     heads = ("", "compared", "worst", "gate", "error and its gate, by decades", "verdict")
-    numbers = ("worst", "gate")
-    cells = "".join(f"<th{' class=n' * (h in numbers)}>{html.escape(h)}</th>" for h in heads)
+    kinds = {"worst": "n", "gate": "n", heads[4]: "scale"}  # which a phone does without
+    cells = "".join(f'<th class="{kinds.get(h, "")}">{html.escape(h)}</th>' for h in heads)
     yield f'<div class="frame"><table><tr>{cells}</tr>'
     for one in report.summary:
         kind, word = ("equal", "equal") if one.ok else ("different", "DIFFERENT")
@@ -408,7 +411,7 @@ def _table_picture(report: Report) -> Iterator[str]:
         yield (
             f"<tr><td>{html.escape(one.kind)}</td><td>{html.escape(one.compared)}</td>"
             f'<td class="n">{one.worst.error:.1e}</td><td class="n">{gate}</td>'
-            f'<td>{_scale(one)}</td><td class="{kind}">{word}</td></tr>'
+            f'<td class="scale">{_scale(one)}</td><td class="{kind}">{word}</td></tr>'
         )
     yield "</table></div>"
 

@@ -17,6 +17,7 @@ from schedlang.diagnostics.diagnostic import (
     at_the_callers_line,
     at_their_callers_lines,
     closest,
+    unknown,
 )
 from schedlang.diagnostics.source import NOWHERE, Source, Span, python_span
 from schedlang.ir.primitive import Primitive, load_all, registry
@@ -361,7 +362,8 @@ class Schedule(Scope):
                 near = closest(name, self._state.knobs)
                 helps = (f"did you mean `{near}`?",) if near else ()
                 title = f"the schedule has no knob `{name}`"
-                raise Refusal(Diagnostic("S106", title, Label(python_span()), helps=helps))
+                facts, label = unknown(name, self._state.knobs), Label(python_span())
+                raise Refusal(Diagnostic("S106", title, label, helps=helps, facts=facts))
         merged = {**self._settings.knobs, **values}
         self._replay(self._stack[0], replace(self._settings, knobs=merged))
 
@@ -397,7 +399,8 @@ class Schedule(Scope):
             near = closest(to, steps)
             helps = (f"did you mean `{near}`?",) if near else ()
             title = f"there is no step `{to}`"
-            raise Refusal(Diagnostic("S113", title, Label(python_span()), helps=helps))
+            facts, label = unknown(to, steps), Label(python_span())
+            raise Refusal(Diagnostic("S113", title, label, helps=helps, facts=facts))
         place = next(i for i, x in enumerate(items) if isinstance(x, n.Step) and x.name == to)
         self._replay(items[:place], self._settings)
 

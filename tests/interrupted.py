@@ -99,7 +99,8 @@ def _killing(at: int) -> None:
     for name in CALLS:
         setattr(os, name, dying(getattr(os, name)))
     io.open = dying(io.open)  # as pathlib opens
-    boxes._item = dying(boxes._item)  # each box of the data
+    for name in ("item", "_out"):  # each box of the data, each time that some are written
+        setattr(boxes._Writer, name, dying(getattr(boxes._Writer, name)))
     exchange._at_once = dying(exchange._at_once)
 
 

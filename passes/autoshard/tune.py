@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, guess
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, guess, unknown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,7 +44,8 @@ def settings_of(
     for name in wanted:
         if name not in knobs:
             title = f"the schedule has no knob `{name}`"
-            raise Refusal(Diagnostic("S106", title, helps=(guess(name, knobs, "its knobs are"),)))
+            help_, facts = guess(name, knobs, "its knobs are"), unknown(name, knobs)
+            raise Refusal(Diagnostic("S106", title, helps=(help_,), facts=facts))
     menus = {
         name: wanted.get(name) or _values(knob) for name, knob in knobs.items() if name not in fixed
     }

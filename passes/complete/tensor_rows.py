@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -125,7 +124,7 @@ def variants(flow: Flow) -> tuple[Flow, ...]:
 # ---- The rows that split a model's projections over one axis: each flow in the first legal form.
 
 
-REMEDY = re.compile(r"\b((?:blocks|heads|uneven)=(?:\[[^\]]*\]|[^`, )]+))")
+ASKED = ("blocks", "heads", "uneven")  # the arguments that a refusal asks for, as its facts
 MOST = 8  # remedies for one flow
 SAID = 200  # characters of a reason
 
@@ -162,14 +161,13 @@ class Finder:
 
     def _better(self, rows: list[Row], place: int, refusal: Refusal) -> list[Row]:
         """The rows with the arguments that a refusal asks for at one; heads concern all of them."""
-        asked = _asked(refusal)
-        heads = next((int(a[len("heads=") :]) for a in asked if a.startswith("heads=")), None)
-        if heads is not None:
-            size = self._width(rows[place]) // heads
+        asked = {name: found for name in ASKED if (found := refusal.diagnostic.fact(name))}
+        if "heads" in asked:
+            size = self._width(rows[place]) // int(asked["heads"])
             return [self.uneven(row, size) for row in rows]
         better = rows[place]
-        for argument in asked:
-            better = better.with_argument(argument)
+        for name, value in asked.items():
+            better = better.with_argument(f"{name}={value}")
         return [*rows[:place], better, *rows[place + 1 :]]
 
     def uneven(self, row: Row, size: int) -> Row:
@@ -327,9 +325,3 @@ def _kind(finder: Finder, name: str) -> str:
 def _said(refusal: Refusal) -> str:
     """Why rows are refused, with the line of the model where that is known."""
     return refusal.diagnostic.title[:SAID] + (refusal.diagnostic.fact("line") or "")
-
-
-def _asked(refusal: Refusal) -> list[str]:
-    """The arguments that a refusal asks for: those of its first help that names some."""
-    helps = (text for d in refusal.diagnostics for text in d.helps)
-    return next(filter(None, map(REMEDY.findall, helps)), [])

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, guess
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, guess, unknown
 from schedlang.diagnostics.source import Span
 from schedlang.language import nodes as n
 from schedlang.language.syntax import parse, read
@@ -189,7 +189,8 @@ class _Splicer:
             near = guess(name, self._steps, "the bases' steps are")
             help_ = near if known else 'use a base schedule above: `use "base.sched"`'
         title = f"no base has a step `{name}`"
-        raise Refusal(Diagnostic("S114", title, label, helps=(help_,)))
+        facts = unknown(name, () if own else self._steps)
+        raise Refusal(Diagnostic("S114", title, label, helps=(help_,), facts=facts))
 
 
 def _with_knobs(use: n.Use, items: Sequence[n.Item]) -> tuple[n.Item, ...]:
@@ -200,7 +201,8 @@ def _with_knobs(use: n.Use, items: Sequence[n.Item]) -> tuple[n.Item, ...]:
         if arg.name not in known:
             title = f"the schedule has no knob `{arg.name}`"
             help_ = guess(arg.name, known, "its knobs are") if known else "it has no knobs"
-            raise Refusal(Diagnostic("S106", title, Label(arg.span), helps=(help_,)))
+            facts = unknown(arg.name, known)
+            raise Refusal(Diagnostic("S106", title, Label(arg.span), helps=(help_,), facts=facts))
     return tuple(
         replace(item, default=given[item.name])
         if isinstance(item, n.Knob) and item.name in given

@@ -9,7 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest, guess, quoted
+from schedlang.diagnostics.diagnostic import (
+    Diagnostic,
+    Facts,
+    Label,
+    Refusal,
+    closest,
+    guess,
+    quoted,
+    unknown,
+)
 from schedlang.diagnostics.source import Source, Span
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.primitive import find
@@ -20,7 +29,7 @@ from schedlang.language.kinds import Axis, Mismatch, NoAxis, convert, describe
 from schedlang.language.knob import alternatives, decided, declare, unknown_settings
 from schedlang.language.misread import walk
 from schedlang.language.syntax import parse, read
-from schedlang.language.value import UNKNOWN, AxisSize, Bytes, Names, shown
+from schedlang.language.value import UNKNOWN, AxisSize, Bytes, Names, bare, shown
 from schedlang.passes.elaborate import bases
 from schedlang.passes.elaborate.bases import ALONE
 from schedlang.passes.elaborate.state import Definition, Settings, State, no_primitive, start
@@ -65,6 +74,7 @@ def _target(
 ) -> str:
     """The parameter that an argument is for."""
     title = ""
+    facts: Facts = ()
     helps = (f"it takes {quoted(names)}",) if names else ("it takes none",)
     if isinstance(arg, n.Keyword):
         if arg.name in free:
@@ -72,13 +82,14 @@ def _target(
             return arg.name
         title = f"`{call.name.text}` takes no argument `{arg.name}`"
         helps = (guess(arg.name, names, "it takes"),) if names else helps
+        facts = unknown(arg.name, names)
         if arg.name in found:
-            title, helps = f"`{arg.name}` is given twice", ("drop one",)
+            title, helps, facts = f"`{arg.name}` is given twice", ("drop one",), ()
     elif free:
         return free.pop(0)
     else:
         title = f"`{call.name.text}` takes no further argument"
-    raise Refusal(Diagnostic("S302", title, Label(arg.span), helps=helps))
+    raise Refusal(Diagnostic("S302", title, Label(arg.span), helps=helps, facts=facts))
 
 
 def _typed(param: n.Param, value: Any, node: n.Node, names: Names) -> Any:
@@ -88,17 +99,17 @@ def _typed(param: n.Param, value: Any, node: n.Node, names: Names) -> Any:
     if param.type not in TYPES:
         title = f"a parameter cannot be of type `{param.type}`"
         help_ = guess(param.type, TYPES, "choose one of")
-        raise Refusal(Diagnostic("S102", title, Label(param.span), helps=(help_,)))
+        facts = unknown(param.type, TYPES)
+        raise Refusal(Diagnostic("S102", title, Label(param.span), helps=(help_,), facts=facts))
     kind = TYPES[param.type]
     try:
         made = convert(kind, value, names.axes)
-    except NoAxis as unknown:
-        _no_axis(str(unknown), node, names)
+    except NoAxis as axis:
+        _no_axis(str(axis), node, names)
     except Mismatch:
         title = f"`{param.name}` must be {describe(kind)}"
-        raise Refusal(
-            Diagnostic("S304", title, Label(node.span, f"this is {shown(value)}"))
-        ) from None
+        label = Label(node.span, f"this is {shown(value)}")
+        raise Refusal(Diagnostic("S304", title, label, facts=bare(value))) from None
     if kind is Axis and not isinstance(value, AxisSize):
         return AxisSize.of(made, names.axes[made])
     return value if kind is Axis else made
@@ -107,7 +118,8 @@ def _typed(param: n.Param, value: Any, node: n.Node, names: Names) -> Any:
 def _no_axis(name: str, node: n.Node, names: Names) -> NoReturn:
     helps = (guess(name, names.axes, "its axes are"),) if names.axes else ()
     title = f"the mesh has no axis `{name}`"
-    raise Refusal(Diagnostic("S204", title, Label(node.span), helps=helps))
+    facts = unknown(name, names.axes)
+    raise Refusal(Diagnostic("S204", title, Label(node.span), helps=helps, facts=facts))
 
 
 # ---- Declarations: header, knob, mesh, view, require, use and def, each from State to State.
@@ -118,10 +130,17 @@ BEGINS = re.compile(r"(?:\s|#.*)*schedule[ \t]+\d")  # what a schedule begins wi
 
 
 def refused(
-    code: str, title: str, span: Span, label: str = "", *helps: str, note: str = ""
+    code: str,
+    title: str,
+    span: Span,
+    label: str = "",
+    *helps: str,
+    note: str = "",
+    facts: Facts = (),
 ) -> NoReturn:
     """Refuse at a place."""
-    raise Refusal(Diagnostic(code, title, Label(span, label), (), (note,) * bool(note), helps))
+    notes = (note,) * bool(note)
+    raise Refusal(Diagnostic(code, title, Label(span, label), (), notes, helps, facts=facts))
 
 
 def header(node: n.Header, state: State) -> State:
@@ -197,9 +216,9 @@ def _size(arg: n.Keyword, state: State) -> int | None:
         names = list(state.knobs)
         near = closest(str(size), names)
         helps = (f"did you mean `{near}`?",) if near else ()
-        refused(
-            "S111", "the size of an axis must be a number", arg.span, f"is {shown(size)}", *helps
-        )
+        title = "the size of an axis must be a number"
+        facts = unknown(str(size), names)
+        refused("S111", title, arg.span, f"is {shown(size)}", *helps, facts=facts)
     if not 1 <= size <= MOST or isinstance(size, Bytes):
         refused("S111", f"an axis must have 1 to {MOST} ranks", arg.span, f"is {size}")
     return int(size)
@@ -217,7 +236,8 @@ def _known_axes(node: n.Mesh, sizes: Mapping[str, Any], settings: Settings) -> N
     for name in settings.mesh:
         if name not in sizes:
             help_ = guess(name, sizes, "its axes are")
-            refused("S204", f"the mesh has no axis `{name}`", node.span, "", help_)
+            title, facts = f"the mesh has no axis `{name}`", unknown(name, sizes)
+            refused("S204", title, node.span, "", help_, facts=facts)
 
 
 def _filled(
@@ -252,7 +272,8 @@ def view(node: n.View, state: State) -> State:
         if name not in known.sizes:
             note = f"the mesh is {known}"
             help_ = guess(name, known.sizes, "its axes are") if known.sizes else "declare `mesh`"
-            refused("S204", f"the mesh has no axis `{name}`", node.span, "", help_, note=note)
+            title, facts = f"the mesh has no axis `{name}`", unknown(name, known.sizes)
+            refused("S204", title, node.span, "", help_, note=note, facts=facts)
     if len(set(node.axes)) < len(node.axes):
         refused("S111", "a view must fold different axes", node.span)
     made = replace(known, views=(*known.views, (node.name, node.axes)))
@@ -274,7 +295,8 @@ def require(node: n.Require, state: State) -> State:
         return state
     if holds is not False:
         said = f"this is {shown(holds)}"
-        refused("S304", "`require` needs a condition: true or false", node.test.span, said)
+        title = "`require` needs a condition: true or false"
+        refused("S304", title, node.test.span, said, facts=bare(holds))
     used = {part for name in walk(node.test) if isinstance(name, n.Name) for part in name.parts[:1]}
     knobs = {name: k for name, k in state.knobs.items() if name in used}
     helps = alternatives(knobs, lambda new: evaluate(node.test, with_knobs(state, new)) is True)

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from schedlang.diagnostics.diagnostic import MOST, Diagnostic, Label, Refusal, guess
+from schedlang.diagnostics.diagnostic import MOST, Diagnostic, Label, Refusal, guess, unknown
 from schedlang.diagnostics.source import Span
 from schedlang.ir.features import Located
 from schedlang.ir.primitive import Primitive, find
@@ -19,7 +19,7 @@ from schedlang.language import spelling
 from schedlang.language.binding import bind
 from schedlang.language.evaluate import evaluate
 from schedlang.language.knob import unknown_settings
-from schedlang.language.value import UNKNOWN, Names, shown
+from schedlang.language.value import UNKNOWN, Names, bare, shown
 from schedlang.passes.elaborate import bases, declare, expect, legality
 from schedlang.passes.elaborate.declare import arguments_of
 from schedlang.passes.elaborate.state import (
@@ -53,7 +53,9 @@ def open_step(node: n.Step, state: State) -> State:
         if name not in RELAXABLE:
             title = f"a step cannot relax `{name}`"
             help_ = guess(name, RELAXABLE, "choose among")
-            raise Refusal(Diagnostic("S303", title, Label(step_head(node)), helps=(help_,)))
+            facts = unknown(name, RELAXABLE)
+            label = Label(step_head(node))
+            raise Refusal(Diagnostic("S303", title, label, helps=(help_,), facts=facts))
     plan = state.plan
     if plan is not None:
         plan = replace(plan, relaxed=(*plan.relaxed, (node.name, node.relax)))
@@ -262,9 +264,11 @@ class Expander:
         """Whether a message only says that a refused declaration is missing."""
         if not broken or problem.code not in ("S204", "S210", "S301", "S106", "S111", "S304"):
             return False
-        said = f"{problem.title} {problem.primary.text}"
+        words = [word for fact, word in problem.facts if fact == "unknown"]
         return any(
-            f"`{name}" in said if name[-1] == "." else f"`{name}`" in said for name in broken
+            word.startswith(name) if name[-1] == "." else word == name
+            for name in broken
+            for word in words
         )
 
     def step(self, node: n.Step) -> None:
@@ -359,7 +363,8 @@ class Expander:
         holds = evaluate(test, names)
         if holds is not UNKNOWN and not isinstance(holds, bool):
             label = Label(test.span, f"this is {shown(holds)}")
-            raise Refusal(Diagnostic("S304", "`when` needs a condition: true or false", label))
+            title = "`when` needs a condition: true or false"
+            raise Refusal(Diagnostic("S304", title, label, facts=bare(holds)))
         taken = [block] if holds is True else [orelse] if holds is False else [block, orelse]
         for body in taken:
             for statement in body.body if body else ():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, guess
+from schedlang.diagnostics.diagnostic import Diagnostic, Facts, Label, Refusal, guess, unknown
 from schedlang.ir.facets import BOUNDS, Expectation
 from schedlang.language import nodes as n
 from schedlang.language import spelling
@@ -49,7 +49,8 @@ def read(node: n.Expect, names: Names) -> Expectation | None:
     name = _measure(left)
     if name is None:
         word = left.text if isinstance(left, n.Name) else spelling.expr(left)
-        _refuse(node, f"`{word}` is not a measure of a plan", guess(word, MEASURES, "measures are"))
+        help_, facts = guess(word, MEASURES, "measures are"), unknown(word, MEASURES)
+        _refuse(node, f"`{word}` is not a measure of a plan", help_, facts=facts)
     axes = _arguments(node, name, left, names)
     bound = evaluate(right, names)
     if bound is UNKNOWN:
@@ -89,10 +90,11 @@ def _arguments(node: n.Expect, name: str, measure: n.Expr, names: Names) -> tupl
     for text in found:
         if text not in names.axes:
             title = f"`{name}` takes axes of the mesh"
-            _refuse(node, title, guess(text, list(names.axes), "the mesh has"))
+            help_, facts = guess(text, names.axes, "the mesh has"), unknown(text, names.axes)
+            _refuse(node, title, help_, facts=facts)
     return tuple(found)
 
 
-def _refuse(node: n.Expect, title: str, *helps: str) -> NoReturn:
+def _refuse(node: n.Expect, title: str, *helps: str, facts: Facts = ()) -> NoReturn:
     legal = f"for example {', '.join(f'`expect {one}`' for one in MEASURES.values())}"
-    raise Refusal(Diagnostic("S861", title, Label(node.span), helps=(*helps, legal)))
+    raise Refusal(Diagnostic("S861", title, Label(node.span), helps=(*helps, legal), facts=facts))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, guess
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, guess, unknown
 from schedlang.diagnostics.other_systems import VERBS
 from schedlang.diagnostics.source import Span
 from schedlang.ir.features import Resolved
@@ -185,7 +185,10 @@ def no_primitive(name: n.Name, state: State) -> Diagnostic:
     known = [*sorted(registry()), *state.defs]
     helps = VERBS.get(name.text) or (guess(name.text, known, "there are"),)
     label = Label(name.span, "neither a primitive nor a `def` above this line")
-    return Diagnostic("S301", f"there is no primitive `{name.text}`", label, helps=helps)
+    title, facts = f"there is no primitive `{name.text}`", unknown(name.text)
+    if name.text not in VERBS:
+        facts = unknown(name.text, known)
+    return Diagnostic("S301", title, label, helps=helps, facts=facts)
 
 
 def arguments(call: n.Call, names: Names) -> list[Argument]:

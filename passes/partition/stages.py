@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest, quoted
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest, quoted, unknown
 from schedlang.diagnostics.source import NOWHERE
 from schedlang.ir.facets import Cut
 from schedlang.ir.memory import MOMENTS
@@ -62,9 +62,10 @@ def _place(names: Sequence[str], start: str) -> int:
     for place, name in enumerate(names):
         if name == start or name.startswith((f"{start}.", f"{start}#")):
             return place
-    guess = closest(start, names)
-    helps = (f"did you mean `{guess}`?",) if guess else (", ".join(names),)
-    raise refusal("S613", start, "is not a module at which a stage can start", *helps)
+    near, facts = closest(start, names), unknown(start, names)
+    helps = (f"did you mean `{near}`?",) if near else (", ".join(names),)
+    title = "is not a module at which a stage can start"
+    raise refusal("S613", start, title, *helps, facts=facts)
 
 
 def at_indices(units: Sequence[Unit], starts: Sequence[int]) -> tuple[int, ...]:

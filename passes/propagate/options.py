@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest
+from schedlang.diagnostics.diagnostic import Diagnostic, Facts, Label, Refusal, closest, unknown
 from schedlang.diagnostics.source import python_span
 
 NAMES = ("batch", "loss", "optimizer", "clip", "weight", "seed", "dropout", "compare", "wait")
@@ -14,7 +14,7 @@ COMPARE = ("nothing", "build", "batches")  # what ranks compare before they trus
 
 
 def check_options(
-    args: Sequence[object], unknown: Mapping[str, object], given: Mapping[str, Any]
+    args: Sequence[object], others: Mapping[str, object], given: Mapping[str, Any]
 ) -> None:
     """Refuse positions, names that `build` does not have, and values of the wrong kind."""
     if args:
@@ -22,10 +22,10 @@ def check_options(
             f"`build` takes its arguments by name, not a {type(args[0]).__name__} by position",
             "write `sch.build(batch=batch, loss=loss, optimizer=...)`",
         )
-    for name in unknown:
+    for name in others:
         near = closest(name, NAMES)
         help_ = f"did you mean `{near}`?" if near else f"it takes {', '.join(NAMES)}"
-        _refuse(f"`build` has no argument `{name}`", help_)
+        _refuse(f"`build` has no argument `{name}`", help_, unknown(name, NAMES))
     _batch(given["batch"])
     _functions(given)
     _numbers(given)
@@ -76,5 +76,5 @@ def _meeting(given: Mapping[str, Any]) -> None:
         _refuse(f"`wait` is {wait!r}", "give the seconds to wait until all ranks call `build`")
 
 
-def _refuse(title: str, help_: str) -> NoReturn:
-    raise Refusal(Diagnostic("S618", title, Label(python_span()), helps=(help_,)))
+def _refuse(title: str, help_: str, facts: Facts = ()) -> NoReturn:
+    raise Refusal(Diagnostic("S618", title, Label(python_span()), helps=(help_,), facts=facts))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostics.diagnostic import Diagnostic, Facts, Label, Refusal
 from schedlang.ir.features import SplittingHeads
 from schedlang.ir.model import inside
 from schedlang.ir.placement import Replicate, S
@@ -220,7 +219,7 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
     """The failure as a message at the row that shards what was running."""
     fqn = failure.frame[0]
     action = _guilty(plan, failure)
-    heads = _heads(plan, failure)
+    heads, asked = _heads(plan, failure)
     line = f", at {failure.line}" if failure.line and not heads else ""
     notes: tuple[str, ...] = (f"in the forward of `{fqn or plan.model.class_name}`{line}",)
     title = heads[0] if heads else failure.reason
@@ -247,6 +246,7 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
             facts=(
                 *(zip(("module", "call"), made[0]) if made else ()),
                 *((("line", line),) if line else ()),
+                *(asked if heads else failure.asked),
             ),
         )
     )
@@ -285,9 +285,8 @@ def _fitting(plan: Plan, action: Action | None, fqn: str) -> tuple[str, ...]:
 
 
 def _at_its_row(plan: Plan, refusal: Refusal) -> Refusal:
-    """A refusal without a place at the last row that shards a module that it names."""
-    said = " ".join(part for d in refusal.diagnostics for part in (d.title, *d.notes))
-    named = set(re.findall(r"`([^`]+)`", said))
+    """A refusal without a place at the last row that shards the module that it is about."""
+    named = {value for d in refusal.diagnostics for fact, value in d.facts if fact == "site"}
     shards = [a for a in plan.rows_changing(Facet.PLACEMENT) if a.span is not None]
     row = next((a for a in reversed(shards) if named & set(a.sites)), None)
     return refusal if row is None or row.span is None else refusal.at(row.span)
@@ -301,20 +300,25 @@ def _guilty(plan: Plan, failure: Mismatch) -> Action | None:
     return next(exact, next((a for a in shards if touches(a, fqn)), None))
 
 
-def _heads(plan: Plan, failure: Mismatch) -> tuple[str, ...]:
-    """Where a view takes a split dim apart into heads that the ranks do not divide: say so."""
+def _heads(plan: Plan, failure: Mismatch) -> tuple[tuple[str, ...], Facts]:
+    """Where a view takes a split dim apart into heads that the ranks do not divide: say so.
+
+    The title and helps, and the arguments that the first of them gives the row.
+    """
     axis, count = failure.axis, next(iter(failure.counted), None)
     if axis is None or count is None:
-        return ()
+        return (), ()
     ranks, row = plan.mesh.size(axis), _row(plan, failure.by, axis)
     if count % ranks == 0 or (row is not None and row.settles_heads):
-        return ()
+        return (), ()
     legal = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
     title = f"{count} heads of `{failure.frame[0]}` cannot be split over {axis}={ranks}"
     helps = [f"`{axis}` may be one of {legal}"]
+    asked: Facts = ()
     if row is not None:
-        helps += row.remedies(failure.by, count, ranks, len(failure.counted) > 2)
-    return title, *helps
+        more, asked = row.remedies(failure.by, count, ranks, len(failure.counted) > 2)
+        helps += more
+    return (title, *helps), asked
 
 
 def _row(plan: Plan, fqn: str, axis: str) -> SplittingHeads | None:

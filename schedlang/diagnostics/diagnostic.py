@@ -19,6 +19,7 @@ from schedlang.diagnostics.told_once import in_a_job, install
 
 T = TypeVar("T")
 Spell = Callable[[str], str]
+Facts = tuple[tuple[str, str], ...]
 # how helps are spelled for a caller in Python: `schedlang.language.in_python` knows, and says so
 SPELLED: list[Spell] = []
 TYPED = {"<stdin>"}  # lines that Python does not keep: there is nothing to show of them
@@ -42,7 +43,8 @@ class Label:
 class Diagnostic:
     """One message: a sentence that stands alone, the place, other places, facts, and remedies.
 
-    `facts` are names and values for programs that act on a message; they are not printed.
+    `facts` are names and values for programs that act on a message; they are not printed.  No
+    program reads its sentences.
     """
 
     code: str
@@ -52,7 +54,7 @@ class Diagnostic:
     notes: tuple[str, ...] = ()
     helps: tuple[str, ...] = ()
     level: str = "error"
-    facts: tuple[tuple[str, str], ...] = ()
+    facts: Facts = ()
 
     def fact(self, name: str) -> str | None:
         """The fact of this name, or None."""
@@ -84,6 +86,7 @@ class Diagnostic:
             "also": [{**label.span.to_json(), "label": _short(label.text)} for label in self.also],
             "notes": list(map(_short, self.notes)),
             "helps": list(map(_short, self.helps)),
+            "facts": [[name, _short(value)] for name, value in self.facts],
         }
 
 
@@ -167,6 +170,12 @@ def guess(word: str, options: Iterable[str], choose: str) -> str:
     known = list(options)
     near = closest(word, known)
     return f"did you mean `{near}`?" if near else f"{choose} {quoted(known)}"
+
+
+def unknown(word: str, options: Iterable[str] = (), form: str = "{}") -> Facts:
+    """The facts of an unknown `word`: it, and the option that was meant, which stands as `form`."""
+    near = closest(word, options)
+    return (("unknown", word), *((("meant", form.format(near)),) if near else ()))
 
 
 def _place(d: Diagnostic) -> tuple[str, int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +50,7 @@ class Known:
     outline: Outline | None = None
     rows: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict)
     told: list[Mapping[str, Any]] = field(default_factory=list)  # the plan's messages
+    facts: dict[tuple[object, ...], dict[str, str]] = field(default_factory=dict)  # of each message
     question: asyncio.Task[None] | None = None
 
 
@@ -73,6 +73,7 @@ class Server(LanguageServer):
         wrong = any(d["level"] == "error" for d in here)
         every = here if wrong else [*here, *self.about(uri).told]
         made = [diagnostic(document, d) for d in every]
+        self.about(uri).facts = {_place(m): dict(d.get("facts", ())) for m, d in zip(made, every)}
         self.text_document_publish_diagnostics(t.PublishDiagnosticsParams(uri, made))
 
     async def learn(self, uri: str) -> None:
@@ -140,7 +141,6 @@ KINDS = {
     "keyword": t.CompletionItemKind.Keyword,
 }
 SYMBOLS = {"step": t.SymbolKind.Event, "def": t.SymbolKind.Function, "axis": t.SymbolKind.Constant}
-MEANT = re.compile(r"did you mean `([^`]+)`\?")
 
 
 def server(version: str, *, model: bool = True) -> Server:
@@ -246,15 +246,19 @@ def fixes(ls: Server, params: t.CodeActionParams) -> list[t.CodeAction]:
 def _fixes(ls: Server, document: t.TextDocumentIdentifier, one: t.Diagnostic) -> list[t.CodeAction]:
     """Put the name that was meant where the wrong one stands, if that is the marked word."""
     marked = ls.workspace.get_text_document(document.uri).text_in_client_range(one.range)
-    made = []
-    for meant in MEANT.findall(one.message):
-        wrong = re.search(r"`([^`]+)`", one.message)
-        if wrong is None or wrong[1] not in marked:
-            continue
-        edit = t.TextEdit(one.range, marked.replace(wrong[1], meant, 1))
-        change = t.WorkspaceEdit(changes={document.uri: [edit]})
-        made.append(t.CodeAction(f"write `{meant}`", t.CodeActionKind.QuickFix, [one], edit=change))
-    return made
+    told = ls.about(document.uri).facts.get(_place(one), {})
+    wrong, meant = told.get("unknown"), told.get("meant")
+    if wrong is None or meant is None or wrong not in marked:
+        return []
+    edit = t.TextEdit(one.range, marked.replace(wrong, meant, 1))
+    change = t.WorkspaceEdit(changes={document.uri: [edit]})
+    return [t.CodeAction(f"write `{meant}`", t.CodeActionKind.QuickFix, [one], edit=change)]
+
+
+def _place(one: t.Diagnostic) -> tuple[object, ...]:
+    """By what a message that an editor sends back is known again: editors keep no data of ours."""
+    start = one.range.start
+    return one.code, start.line, start.character, one.message
 
 
 FEATURES: dict[str, tuple[Any, ...]] = {

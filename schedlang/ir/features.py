@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from schedlang.ir.primitive import Facet, Primitive
 
 if TYPE_CHECKING:
+    from schedlang.diagnostics.diagnostic import Facts
     from schedlang.ir.plan import Plan
     from schedlang.language.patterns import Pattern
 
@@ -218,8 +219,11 @@ class SplittingHeads(Primitive, feature=True):
         """Whether it says what becomes of heads that the ranks do not divide."""
 
     @abstractmethod
-    def remedies(self, site: str, heads: int, ranks: int, blocks: bool) -> Sequence[str]:
-        """Calls that are legal for `heads` heads at `site`; `blocks`: they may be q, k, v."""
+    def remedies(
+        self, site: str, heads: int, ranks: int, blocks: bool
+    ) -> tuple[Sequence[str], Facts]:
+        """Calls that are legal for `heads` heads at `site`, as helps; the arguments that the first
+        of them gives the row, by name.  `blocks`: they may be q, k and v."""
 
 
 class Slicing(Primitive, feature=True):

@@ -55,6 +55,15 @@ def some(numbers: Sequence[int]) -> str:
     return shown if len(numbers) <= MOST_SHOWN else f"{shown}, ..."
 
 
+def remedy(heads: int | None, ranks: int, splits_out: bool) -> tuple[tuple[str, str], ...]:
+    """The arguments of the first of `remedies`, names and values."""
+    rule = "pad" if heads != 1 else None
+    if heads and splits_out and ranks % heads == 0:
+        rule = "replicate"
+    count = (("heads", str(heads)),) if heads else ()
+    return (*count, ("uneven", rule)) if rule is not None else ()
+
+
 def remedies(row: str, heads: int | None, ranks: int, splits_out: bool) -> list[str]:
     """Rows that make heads, or any sizes, fit; `row` is the call without its closing bracket."""
     count = f", heads={heads}" if heads else ""

@@ -15,7 +15,7 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.culprit import told
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, guess
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, guess, unknown
 from schedlang.uncollected import uncollected
 
 if TYPE_CHECKING:
@@ -241,6 +241,7 @@ def _checked(module: ModuleType, name: str, path: Path | None) -> ModelFile:
                 "S906",
                 f"`{path.name if path is not None else name}` defines no `model()`",
                 helps=(guess("model", defined, "it defines"),),
+                facts=unknown("model", defined),
             )
         )
     return ModelFile(module, name, path)

@@ -13,7 +13,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, dataclass_transform
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostics.diagnostic import Diagnostic, Facts, Label, Refusal
 from schedlang.diagnostics.source import python_span
 
 if TYPE_CHECKING:
@@ -54,10 +54,12 @@ def refuse(
     notes: Sequence[str] = (),
     helps: Sequence[str] = (),
     also: Sequence[Label] = (),
+    facts: Facts = (),
 ) -> NoReturn:
     """Refuse an action; whoever knows the row attaches its place, `also` has those of others."""
     place = Label(text=label)
-    raise Refusal(Diagnostic(code, title, place, tuple(also), tuple(notes), tuple(helps)))
+    told = Diagnostic(code, title, place, tuple(also), tuple(notes), tuple(helps), facts=facts)
+    raise Refusal(told)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))

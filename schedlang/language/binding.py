@@ -9,11 +9,20 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest, guess, quoted
+from schedlang.diagnostics.diagnostic import (
+    Diagnostic,
+    Facts,
+    Label,
+    Refusal,
+    closest,
+    guess,
+    quoted,
+    unknown,
+)
 from schedlang.diagnostics.source import Span
 from schedlang.ir.primitive import Primitive
 from schedlang.language.kinds import MANY, REST, Axis, Mismatch, NoAxis, convert, describe
-from schedlang.language.value import AxisSize, Symbol, shown
+from schedlang.language.value import AxisSize, Symbol, bare, shown
 
 
 @dataclass(frozen=True)
@@ -140,8 +149,17 @@ class Binder:
             self._missing(lacking)
         return not self.problems
 
-    def _problem(self, code: str, title: str, label: Label, *helps: str, note: str = "") -> None:
-        self.problems.append(Diagnostic(code, title, label, (), (note,) * bool(note), helps))
+    def _problem(
+        self,
+        code: str,
+        title: str,
+        label: Label,
+        *helps: str,
+        note: str = "",
+        facts: Facts = (),
+    ) -> None:
+        notes = (note,) * bool(note)
+        self.problems.append(Diagnostic(code, title, label, (), notes, helps, facts=facts))
 
     def _keyword(self, argument: Argument) -> None:
         name = argument.name
@@ -154,7 +172,8 @@ class Binder:
             known = self.surface.keywords
             help_ = guess(name, known, "it takes") if known else "it takes none"
             title = f"`{self.name}` takes no argument `{name}`"
-            self._problem("S302", title, Label(argument.span), help_)
+            facts = unknown(name, known)
+            self._problem("S302", title, Label(argument.span), help_, facts=facts)
 
     def _is_slip(self, name: str) -> bool:
         """A free keyword so near to a field that the field must have been meant."""
@@ -195,7 +214,10 @@ class Binder:
             n for n in self.surface.keywords if argument.word in words_of(self.surface.types[n])
         ]
         near = tuple(f"did you mean `{name}={argument.word}`?" for name in meant)
-        self._problem("S302", title, Label(argument.span), *(near or order))
+        facts: Facts = ()
+        if meant:
+            facts = (("unknown", argument.word), ("meant", f"{meant[0]}={argument.word}"))
+        self._problem("S302", title, Label(argument.span), *(near or order), facts=facts)
 
     def _missing(self, lacking: Sequence[str]) -> None:
         title = f"`{self.name}` needs {quoted(lacking)}"
@@ -205,8 +227,8 @@ class Binder:
         """The converted value, or nothing and a problem."""
         try:
             return [convert(kind, argument.value, self.axes)]
-        except NoAxis as unknown:
-            self._no_axis(str(unknown), argument)
+        except NoAxis as axis:
+            self._no_axis(str(axis), argument)
         except Mismatch as wrong:
             value = wrong.culprit[0] if wrong.culprit else argument.value
             if wrong.expected == describe(Axis) and argument.word:
@@ -217,12 +239,14 @@ class Binder:
                 word = value.name if isinstance(value, AxisSize) else str(value)
                 title = f"`{self.name}` has no {field} `{word}`"
                 help_ = _choice(word, wrong.choices)
-                self._problem("S303", title, Label(argument.inner), help_)
+                facts = unknown(word, wrong.choices)
+                self._problem("S303", title, Label(argument.inner), help_, facts=facts)
             else:
                 each = "each value in " if wrong.culprit else ""
                 title = f"{each}`{field}` of `{self.name}` must be {wrong.expected}"
                 shape = f"for example `{self.primitive.example}`"
-                self._problem("S304", title, Label(argument.inner, _is(argument, value)), shape)
+                label = Label(argument.inner, _is(argument, value))
+                self._problem("S304", title, label, shape, facts=bare(value))
         return []
 
     def _no_axis(self, name: str, argument: Argument) -> None:
@@ -235,7 +259,8 @@ class Binder:
             helps = (f"declare it: `mesh({name}=2)`",)
         note = f"the mesh is {mesh}" if self.axes else "no mesh is declared above"
         title = f"the mesh has no axis `{name}`"
-        self._problem("S204", title, Label(argument.span), *helps, note=note)
+        facts = unknown(name, self.axes)
+        self._problem("S204", title, Label(argument.span), *helps, note=note, facts=facts)
 
 
 def _is(argument: Argument, value: object) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import Any, NoReturn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, guess
+from schedlang.diagnostics.diagnostic import Diagnostic, Facts, Label, Refusal, guess, unknown
 from schedlang.ir.placement import P, S
 from schedlang.language import nodes as n
 from schedlang.language import spelling
@@ -22,14 +22,17 @@ from schedlang.language.value import (
     Seconds,
     Symbol,
     Symbolic,
+    bare,
     literal,
     shown,
 )
 
 
-def refused(node: n.Node, code: str, title: str, label: str = "", *helps: str) -> NoReturn:
+def refused(
+    node: n.Node, code: str, title: str, label: str = "", *helps: str, facts: Facts = ()
+) -> NoReturn:
     """Refuse at a node."""
-    raise Refusal(Diagnostic(code, title, Label(node.span, label), helps=helps))
+    raise Refusal(Diagnostic(code, title, Label(node.span, label), helps=helps, facts=facts))
 
 
 def evaluate(node: n.Node, names: Names) -> Any:
@@ -77,7 +80,8 @@ def _fact(node: n.Name, parts: tuple[str, ...], names: Names) -> Any:
             there = names.model.attributes("") if depth == 1 else vars(holder)
             public = [known for known in there if not known.startswith("_")]
             near = (guess(name, public, "it has"),) if public else ()
-            refused(node, "S206", f"`{path}` has no attribute `{name}`", "", *near)
+            title = f"`{path}` has no attribute `{name}`"
+            refused(node, "S206", title, "", *near, facts=unknown(name, public))
         if inspect.isroutine(holder):
             refused(node, "S206", f"`{path}.{name}` is not a plain value", "only data can be read")
     value = plain(holder)
@@ -145,20 +149,21 @@ def _split(node: n.Call, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """S(dim), S(dim, blocks=3), S(dim, blocks=[4096, 1024, 1024])"""
     for name in named:
         if name != "blocks":
-            refused(node, "S302", f"`S` takes no argument `{name}`", "", *_meant(name, named[name]))
+            title = f"`S` takes no argument `{name}`"
+            refused(node, "S302", title, "", *_meant(name, named[name]), facts=unknown(name))
     if len(args) != 1:
         refused(node, "S305", "`S` takes one dim", "", "by name: `S(out)`, or by position: `S(-1)`")
     dim, blocks = args[0], named.get("blocks", 1)
     if UNKNOWN in (dim, blocks):
         return UNKNOWN
     if isinstance(dim, bool) or not isinstance(dim, int | str):
-        refused(
-            node, "S304", "the dim of `S` must be a name or an integer", f"this is {shown(dim)}"
-        )
+        title = "the dim of `S` must be a name or an integer"
+        refused(node, "S304", title, f"this is {shown(dim)}", facts=bare(dim))
     counts = blocks if isinstance(blocks, tuple) else (blocks,)
     if not counts or any(not _is_int(count) or count < 1 for count in counts):
         title = "`blocks` must be the number of blocks, or a list of their sizes"
-        refused(node, "S304", title, f"this is {shown(blocks)}", "`blocks=3`", "`blocks=[8, 4, 4]`")
+        legal = ("`blocks=3`", "`blocks=[8, 4, 4]`")
+        refused(node, "S304", title, f"this is {shown(blocks)}", *legal, facts=bare(blocks))
     plain_dim = int(dim) if isinstance(dim, int) else str(dim)
     return S(plain_dim, tuple(map(int, blocks)) if isinstance(blocks, tuple) else int(blocks))
 
@@ -259,7 +264,8 @@ def _compare(node: n.Chain, op: str, left: Any, right: Any, names: Names) -> Any
         numbers or type(left) is type(right) or (isinstance(left, str) and isinstance(right, str))
     )
     if not same or (op not in ("==", "!=") and not numbers):
-        refused(node, "S304", f"cannot compare {shown(left)} and {shown(right)}")
+        title = f"cannot compare {shown(left)} and {shown(right)}"
+        refused(node, "S304", title, facts=bare((left, right)))
     return ORDER[op](left, right)
 
 
@@ -270,7 +276,8 @@ def _is_known(item: n.Node, value: Any, other: Any, names: Names) -> None:
     if isinstance(other, Choice):
         if other.options and value not in other.options:
             title = f"`{other.knob}` is never `{value}`"
-            refused(item, "S303", title, "", guess(value, other.options, "choose one of"))
+            help_ = guess(value, other.options, "choose one of")
+            refused(item, "S303", title, "", help_, facts=unknown(value, other.options))
     elif isinstance(other, Symbol) or not isinstance(other, str):
         _unknown(item, str(value), names)
 
@@ -279,14 +286,16 @@ def _number(item: n.Node, value: Any, names: Names) -> None:
     if type(value) is Symbol:
         _unknown(item, str(value), names)
     if not _is_number(value):
-        refused(item, "S304", "this operator needs numbers", f"this is {shown(value)}")
+        title = "this operator needs numbers"
+        refused(item, "S304", title, f"this is {shown(value)}", facts=bare(value))
 
 
 def _truth(item: n.Node, value: Any, names: Names) -> bool:
     if type(value) is Symbol:
         _unknown(item, str(value), names)
     if not isinstance(value, bool):
-        refused(item, "S304", "this must be `true` or `false`", f"this is {shown(value)}")
+        title = "this must be `true` or `false`"
+        refused(item, "S304", title, f"this is {shown(value)}", facts=bare(value))
     return value
 
 
@@ -295,4 +304,5 @@ def _unknown(item: n.Node, name: str, names: Names) -> NoReturn:
         raise Missing(name)
     known = names.known()
     helps = (guess(name, known, "the names are"),) if known else ()
-    refused(item, "S210", f"unknown name `{name}`", "no knob, axis or argument", *helps)
+    label = "no knob, axis or argument"
+    refused(item, "S210", f"unknown name `{name}`", label, *helps, facts=unknown(name, known))

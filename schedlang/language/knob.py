@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, guess
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, guess, unknown
 from schedlang.diagnostics.source import Span
 from schedlang.language import nodes as n
 from schedlang.language import spelling
@@ -59,7 +59,8 @@ def declare(node: n.Knob, names: Names, settings: Mapping[str, Any]) -> Knob:
     if node.type not in TYPES:
         title = f"a knob cannot be of type `{node.type}`"
         help_ = guess(node.type, TYPES, "choose one of")
-        raise Refusal(Diagnostic("S102", title, Label(node.span), helps=(help_,)))
+        facts = unknown(node.type, TYPES)
+        raise Refusal(Diagnostic("S102", title, Label(node.span), helps=(help_,), facts=facts))
     choices, interval = _domain(node, names)
     knob = Knob(node.name, node.type, None, choices, interval, node.span)
     if node.name in settings:
@@ -163,7 +164,8 @@ def unknown_settings(settings: Mapping[str, Any], knobs: Mapping[str, Knob], at:
         if name not in knobs:
             help_ = guess(name, knobs, "its knobs are") if knobs else "it has no knobs"
             title = f"the schedule has no knob `{name}`"
-            raise Refusal(Diagnostic("S106", title, Label(at), helps=(help_,)))
+            facts = unknown(name, knobs)
+            raise Refusal(Diagnostic("S106", title, Label(at), helps=(help_,), facts=facts))
 
 
 def alternatives(

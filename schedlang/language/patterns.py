@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, Union
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest, guess
+from schedlang.diagnostics.diagnostic import (
+    Diagnostic,
+    Facts,
+    Label,
+    Refusal,
+    guess,
+    unknown,
+)
 from schedlang.diagnostics.source import Source
 from schedlang.language import nodes as n
 from schedlang.language import spelling
@@ -216,9 +223,9 @@ def _chain(node: n.Node, items: Sequence[Any], params: Sequence[str]) -> Term:
 def _call(node: n.Call, params: Sequence[str]) -> Op:
     name = node.name.text
     if name not in FUNCTIONS:
-        near = closest(name, FUNCTIONS)
-        help_ = f"did you mean `{near}`?" if near else guess(name, FUNCTIONS, "it knows")
-        _refused(f"the function `{name}` is not allowed in a pattern", node.name, help_)
+        title = f"the function `{name}` is not allowed in a pattern"
+        facts = unknown(name, FUNCTIONS)
+        _refused(title, node.name, guess(name, FUNCTIONS, "it knows"), facts=facts)
     order, given = FUNCTIONS[name], {}
     free = list(order)
     for arg in node.args:
@@ -234,5 +241,5 @@ def _call(node: n.Call, params: Sequence[str]) -> Op:
     return Op(name, tuple(given.items()))
 
 
-def _refused(title: str, node: n.Node, *helps: str) -> NoReturn:
-    raise Refusal(Diagnostic("S885", title, Label(node.span), helps=helps))
+def _refused(title: str, node: n.Node, *helps: str, facts: Facts = ()) -> NoReturn:
+    raise Refusal(Diagnostic("S885", title, Label(node.span), helps=helps, facts=facts))

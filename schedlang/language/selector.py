@@ -11,12 +11,12 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, NoReturn, Protocol
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest, quoted
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest, quoted, unknown
 from schedlang.language import nodes as n
 from schedlang.language import spelling
 from schedlang.language.evaluate import evaluate, reached
 from schedlang.language.misread import walk
-from schedlang.language.value import UNKNOWN, Missing, Names, Symbol, shown
+from schedlang.language.value import UNKNOWN, Missing, Names, Symbol, bare, shown
 
 SEEN = ("params", "dtype", "fqn", "index")  # of every module, in a `where`
 
@@ -201,7 +201,8 @@ class Selector:
         count = f"selects {len(found)} modules, none" if len(found) > 1 else "selects 1 module, not"
         label = Label(path.span, f"{count} of this type")
         title = f"no selected module is a `{path.type}`"
-        raise Refusal(Diagnostic("S203", title, label, helps=(help_,)))
+        facts = unknown(path.type, there)
+        raise Refusal(Diagnostic("S203", title, label, helps=(help_,), facts=facts))
 
     def _no_match(self, seg: n.Seg, wanted: str, group: Found, looked: Sequence[str]) -> NoReturn:
         children = sorted({name for m in group.modules for name in self.tree.children(m)})
@@ -220,7 +221,8 @@ class Selector:
         if not near and children:
             helps = (f"its children are {quoted(children)}",)
         label = Label(seg.span, says)
-        raise Refusal(Diagnostic("S201", "selector matches no module", label, (), notes, helps))
+        facts, title = unknown(wanted, children), "selector matches no module"
+        raise Refusal(Diagnostic("S201", title, label, (), notes, helps, facts=facts))
 
     def _has(self, fqn: str, wanted: str) -> bool:
         return any(_pattern(wanted).fullmatch(name) for name in self.tree.children(fqn))
@@ -256,7 +258,8 @@ class Selector:
                 continue
             if not isinstance(holds, bool) and holds is not UNKNOWN:
                 label = Label(test.span, f"this is {shown(holds)}")
-                raise Refusal(Diagnostic("S304", "`where` needs a condition: true or false", label))
+                title = "`where` needs a condition: true or false"
+                raise Refusal(Diagnostic("S304", title, label, facts=bare(holds)))
             if holds is True:
                 kept.append(fqn)
         if lacking and len(lacking) == len(found):
@@ -266,7 +269,8 @@ class Selector:
             helps: tuple[str, ...] = (f"every module has {quoted(SEEN)}",)
             if near := closest(lacking[0], [*SEEN, *own]):
                 helps = (f"did you mean `{near}`?", *helps)
-            raise Refusal(Diagnostic("S208", title, label, helps=helps))
+            facts = unknown(lacking[0], [*SEEN, *own])
+            raise Refusal(Diagnostic("S208", title, label, helps=helps, facts=facts))
         return tuple(kept)
 
     def _told(self, test: n.Expr, found: tuple[str, ...], names: Names) -> Iterator[str]:
@@ -376,7 +380,8 @@ def _bound(text: str | None, seg: n.Seg, names: Names) -> int | None:
         near = closest(text, known)
         helps = (f"did you mean `{near}`?",) if near else ()
         title = f"unknown name `{text}`"
-        raise Refusal(Diagnostic("S210", title, Label(seg.span, "used as an index"), helps=helps))
+        label = Label(seg.span, "used as an index")
+        raise Refusal(Diagnostic("S210", title, label, helps=helps, facts=unknown(text, known)))
     if isinstance(value, bool) or not isinstance(value, int):
         label = Label(seg.span, f"`{text}` is {shown(value)}")
         raise Refusal(Diagnostic("S304", "an index must be an integer", label))

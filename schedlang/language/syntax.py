@@ -8,7 +8,7 @@ from typing import Any
 
 from lark.exceptions import UnexpectedInput
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest, unknown
 from schedlang.diagnostics.source import Source, Span, bytes_of
 from schedlang.language import nodes as n
 from schedlang.language.grammar import DEEPEST, TooDeep, parser, span_of
@@ -95,11 +95,13 @@ def read(path: str | FilePath, name: str | None = None) -> Source:
         why = error.strerror or str(error)
         why = why[:1].lower() + why[1:]
         there = {each.name for each in FilePath(path).parent.glob("*.sched")}
-        near = closest(FilePath(path).name, there - {FilePath(path).name})
+        others = there - {FilePath(path).name}
+        near, facts = closest(FilePath(path).name, others), unknown(FilePath(path).name, others)
         helps = (
             (f"did you mean `{near}`?",) if near else ("give the path of a schedule: `x.sched`",)
         )
-        raise Refusal(Diagnostic("S000", f"cannot read `{shown}`: {why}", helps=helps)) from None
+        title = f"cannot read `{shown}`: {why}"
+        raise Refusal(Diagnostic("S000", title, helps=helps, facts=facts)) from None
     try:
         return Source(shown, raw.decode("utf-8-sig").replace("\r\n", "\n"))
     except UnicodeDecodeError as error:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from schedlang.diagnostics.diagnostic import quoted
+from schedlang.diagnostics.diagnostic import Facts, quoted, unknown
 from schedlang.ir.placement import R
 
 UNITS: Mapping[str, float] = {
@@ -25,6 +25,12 @@ class Symbol(str):
     """A bare name that is no knob, axis or argument; whoever takes it has a closed list of them."""
 
     __slots__ = ()
+
+
+def bare(value: Any) -> Facts:
+    """The facts of a value that is a bare word, or has some in it: names that nothing knows."""
+    every = value if isinstance(value, tuple) else (value,)
+    return tuple(fact for one in every if isinstance(one, str) for fact in unknown(one))
 
 
 class Choice(Symbol):

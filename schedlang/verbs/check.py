@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @verb
 def check(
-    files: Annotated[list[Path], typer.Argument(help="Schedule files.", metavar="FILE...")],
+    files: Annotated[list[Path], typer.Argument(help="Schedule files.", metavar="FILE")],
     *,
     common: Common,
     locked: Annotated[

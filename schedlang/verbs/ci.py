@@ -60,7 +60,7 @@ class Asks:
 @verb
 def ci(
     paths: Annotated[
-        list[Path], typer.Argument(help="Schedules, or folders of them.", metavar="PATH...")
+        list[Path], typer.Argument(help="Schedules, or folders of them.", metavar="PATH")
     ],
     *,
     common: Common,

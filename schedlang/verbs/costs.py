@@ -8,7 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, guess
+from schedlang.diagnostics.diagnostic import Diagnostic, Facts, Refusal, guess, unknown
 from schedlang.diagnostics.source import text_of
 from schedlang.pipeline.cost import Cost, Number
 
@@ -54,7 +54,8 @@ def costs(text: str | None) -> Cost:
         name, equals, value = (word.strip() for word in part.partition("="))
         known = {n.lower(): n for n in NAMES}.get(name.lower())
         if known is None:
-            _bad(part, f"there is no cost `{name}`", guess(name, NAMES, "costs:"))
+            help_ = guess(name, NAMES, "costs:")
+            _bad(part, f"there is no cost `{name}`", help_, unknown(name, NAMES))
         if not equals or known in given:
             why = "it is given twice" if equals else "it needs a value"
             _bad(part, why, f"write it once, as `{known}=1.5`")
@@ -111,6 +112,6 @@ def _value(name: str, part: str, text: str) -> Number:
     return value
 
 
-def _bad(part: str, why: str, help_: str) -> NoReturn:
+def _bad(part: str, why: str, help_: str, facts: Facts = ()) -> NoReturn:
     title = f"cannot read `--cost {part.strip()}`: {why}"
-    raise Refusal(Diagnostic("S109", title, helps=(help_,)))
+    raise Refusal(Diagnostic("S109", title, helps=(help_,), facts=facts))

@@ -22,7 +22,7 @@ def explain(
 ) -> None:
     """Explain a primitive or the code of a message; without a name list all of them."""
     from schedlang.diagnostics import codes
-    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, closest
+    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, closest, unknown
     from schedlang.diagnostics.other_systems import VERBS
     from schedlang.ir import primitive
     from schedlang.ir.primitive import load_all, registry
@@ -46,7 +46,8 @@ def explain(
             (f"did you mean `{near}`?",) if near else ("`schedlang explain` lists them all",)
         )
         title = f"there is no primitive or code `{name}`"
-        raise Refusal(Diagnostic("S301", title, helps=helps))
+        facts = unknown(name, () if near is None or name in VERBS else (near,))
+        raise Refusal(Diagnostic("S301", title, helps=helps, facts=facts))
 
 
 def _show(page: object, as_json: bool) -> None:

@@ -17,7 +17,7 @@ from schedlang.verbs.outcome import AsJson, verb
 
 @verb
 def fmt(
-    files: Annotated[list[Path], typer.Argument(help="Schedule files.", metavar="FILE...")],
+    files: Annotated[list[Path], typer.Argument(help="Schedule files.", metavar="FILE")],
     check: Annotated[
         bool, typer.Option("--check", help="Change nothing; exit 1 if a file would change.")
     ] = False,

@@ -31,7 +31,9 @@ def init(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Write a schedule for a model: `schedlang init model.py --mesh dp=2,pp=2,tp=2 > my.sched`.
+    """Write a schedule for a model and a mesh of ranks.
+
+    `schedlang init model.py --mesh dp=2,pp=2,tp=2 > my.sched`
 
     Axes are understood by name: dp, data and fsdp split the batch, pp and pipe the model into
     stages, tp and model the tensors.  What can be split is found by following one forward without

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, closest
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, closest, unknown
 from schedlang.diagnostics.source import text_of
 from schedlang.pipeline.cost import Cost
 
@@ -85,9 +85,10 @@ def _known(order: str) -> Order:
     try:
         return find(order)
     except OrderError as error:
-        near = closest(order, [name for one in ORDERS for name in (one.name, *one.aliases)])
-        helps = (f"did you mean `{near}`?",) if near is not None else ()
-        raise Refusal(Diagnostic("S608", error.reason, helps=(*helps, error.legal))) from None
+        known = [name for one in ORDERS for name in (one.name, *one.aliases)]
+        near, facts = closest(order, known), unknown(order, known)
+        helps = (*((f"did you mean `{near}`?",) if near is not None else ()), error.legal)
+        raise Refusal(Diagnostic("S608", error.reason, helps=helps, facts=facts)) from None
 
 
 def _table(path: str, asked: Asked, cost: Cost) -> Simulated:

@@ -22,8 +22,8 @@ Cost = Annotated[
     typer.Option(
         "--cost",
         metavar="F=18,B=37,step=4|T.json",
-        help="Milliseconds of a microbatch on one rank's share, or what `run --timeline T.html "
-        "--json` printed: `expect time(step)` is compared with a step simulated with them.",
+        help="Milliseconds of a microbatch on one rank's share, or a file of what `run` "
+        "printed as JSON beside a timeline: an expected `time(step)` is compared with their step.",
     ),
 ]
 

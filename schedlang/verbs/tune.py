@@ -29,12 +29,12 @@ class Machine:
 
     gpus: Annotated[
         int | None,
-        typer.Option("--gpus", metavar="N", help="Number of ranks; default: that of `on NAMExN`."),
+        typer.Option("--gpus", metavar="N", help="Number of ranks; default: the schedule's `on`."),
     ] = None
     on: Annotated[
         str | None,
         typer.Option(
-            "--on", metavar="NAME", help="v100, a100, h100 or h200; default: that of `on NAMExN`."
+            "--on", metavar="NAME", help="v100, a100, h100 or h200; default: the schedule's `on`."
         ),
     ] = None
     memory: Annotated[
@@ -75,7 +75,9 @@ def tune(
     knob: Knobs = None,
     as_json: AsJson = False,
 ) -> None:
-    """Rank settings by the time of a step: `schedlang tune my.sched --gpus 64 --on a100`.
+    """Rank settings of a schedule or a model by the time of a step.
+
+    `schedlang tune my.sched --gpus 64 --on a100`
 
     Every setting of a schedule's knobs, or for a model file (`model.py`) every mesh of data,
     stages and tensors with the schedule that `init` writes for it.  Steps are simulated on the

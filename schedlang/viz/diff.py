@@ -144,7 +144,7 @@ STYLE = (
     "td,th{padding:3px 14px 3px 0;text-align:left;border-bottom:1px solid #d1d9e0;"
     "font-variant-numeric:tabular-nums}code{font:12px ui-monospace,Menlo,Consolas,monospace;"
     "overflow-wrap:anywhere}"
-    ".n{text-align:right}.s{color:#59636e}.b{font-weight:600}"
+    ".n{text-align:right;white-space:nowrap}.s{color:#59636e}.b{font-weight:600}"
     # Okabe and Ito's blue and vermilion; signs and words say the same
     ".new{color:#0072b2}.gone{color:#b34700}"
     "@media(prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}"

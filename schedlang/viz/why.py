@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, guess
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, guess, unknown
 from schedlang.diagnostics.source import Span
 from schedlang.diagnostics.tables import size
 from schedlang.language import nodes as n
@@ -30,7 +30,7 @@ def why(plan: Plan, file: n.File, fqn: str) -> str:
         known = [*facts.sites, *facts.parameters]
         near = guess(fqn, known, "there are")
         title = f"the model has no module or parameter `{fqn}`"
-        raise Refusal(Diagnostic("S209", title, helps=(near,)))
+        raise Refusal(Diagnostic("S209", title, helps=(near,), facts=unknown(fqn, known)))
     head = fqn or "the model"
     if fqn in facts.parameters:
         fact = facts.parameters[fqn]

@@ -1,17 +1,15 @@
 """What checksums cost a save and a load: python -m tests.benchmarks.saving FOLDER [--mib N]
 
-The same boxes are written and read in turns: as they are, without any checksum, and with those that
-torch.save computes by itself, which nobody looks at.  Medians of seconds, fsync included, and of
-processor seconds, and their ratios.  Large boxes are summed on another thread while they are
-written, which the clock shows only where a core is idle or the disk is waited for.  On a machine
-that is busy with other things the clock tells more of these than of checksums: what they add is
-told as processor seconds, too, beside the seconds of a save without them.
+The same boxes are written and read in turns: as they are, without any checksum, and with those
+that torch.save computes by itself, which nobody looks at; boxes of several sizes, of N MiB
+together.  Medians of seconds, fsync included, and of processor seconds, and their ratios.  On a
+machine that is busy with other things the clock tells more of these than of checksums: what they
+add is told as processor seconds, too, beside the seconds that a save without them takes.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import shutil
 import time
 from collections.abc import Callable
@@ -28,14 +26,13 @@ from torch.utils.serialization import config
 from schedlang.runtime.checkpointing import boxes
 from schedlang.runtime.checkpointing.index import Index, read_index
 
-TURNS = 15
 ID = "0123456789abcdef"
 
 
 class _None:
     """No checksum."""
 
-    value = 0
+    value, piece = 0, boxes.Checksum().piece
 
     def add(self, data: Any) -> None:
         """Nothing is computed."""
@@ -56,7 +53,6 @@ def saved(folder: Path, tensors: list[boxes.Boxed], sums: Any, torchs: bool) -> 
     chosen = SimpleNamespace(patch=lambda _: config.patch(options))  # type: ignore[attr-defined]
     with (
         mock.patch.object(boxes, "Checksum", sums),
-        mock.patch.object(boxes, "BESIDE", math.inf if sums is _None else boxes.BESIDE),
         mock.patch.object(boxes, "config", chosen),
     ):
         return timed(lambda: boxes.indexed(folder, ID, [boxes.write(folder, ID, 0, tensors, {})]))
@@ -93,25 +89,37 @@ def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("folder", type=Path)
     options.add_argument("--mib", type=int, default=256)
+    options.add_argument(
+        "--boxes", type=float, nargs="+", default=[0.25, 4, 64], help="MiB of each"
+    )
+    options.add_argument("--turns", type=int, default=15)
     asked = options.parse_args()
     torch.set_num_threads(1)
-    size = 1024
-    tensors = [boxes.whole((f"layer{k}",), torch.randn(size, size)) for k in range(asked.mib // 4)]
+    for mib in asked.boxes:
+        count = max(1, int(asked.mib / mib))
+        print(f"\n{count} boxes of {mib:g} MiB")
+        each = int(mib * (1 << 18))
+        tensors = [boxes.whole((f"layer{k}",), torch.randn(each)) for k in range(count)]
+        compared(asked.folder / "saving", tensors, asked.turns)
+
+
+def compared(folder: Path, tensors: list[boxes.Boxed], turns: int) -> None:
+    """Save and load these in turns, and print what it takes."""
     ways = {
         "as it is": (boxes.Checksum, False),
         "none": (_None, False),
         "torch's own": (_None, True),
     }
     times: dict[str, list[tuple[float, float]]] = {}
-    for turn in range(TURNS + 1):
+    for turn in range(turns + 1):
         for name, (sums, torchs) in ways.items():
-            took = saved(asked.folder / "saving", tensors, sums, torchs)
+            took = saved(folder, tensors, sums, torchs)
             times.setdefault(f"save, {name}", []).extend([took] * bool(turn))
-        saved(asked.folder / "saving", tensors, boxes.Checksum, False)
+        saved(folder, tensors, boxes.Checksum, False)
         for name, looked_at in (("as it is", True), ("none", False)):
-            took = loaded(asked.folder / "saving", tensors, looked_at)
+            took = loaded(folder, tensors, looked_at)
             times.setdefault(f"load, {name}", []).extend([took] * bool(turn))
-    shutil.rmtree(asked.folder / "saving")
+    shutil.rmtree(folder)
     for name, every in times.items():
         wall, spent = (median(one[k] for one in every) for k in range(2))
         base = [median(one[k] for one in times[f"{name[:4]}, none"]) for k in range(2)]
@@ -122,12 +130,12 @@ def main() -> None:
     for what in ("save", "load"):
         pairs = list(zip(times[f"{what}, as it is"], times[f"{what}, none"]))
         more = median(one[1] - other[1] for one, other in pairs)
-        least = min(other[0] for _, other in pairs)
+        least, usual = (of(other[0] for _, other in pairs) for of in (min, median))
         low, middle, high = quantiles((one[0] / other[0] - 1 for one, other in pairs), n=4)
         print(
-            f"{what}: checksums add {more * 1e3:.1f} ms of a processor, "
-            f"{more / least:.1%} of the quickest without by the clock; by the clock itself "
-            f"{middle:.1%} (quarters at {low:.1%} and {high:.1%})"
+            f"{what}: checksums add {more * 1e3:.1f} ms of a processor, {more / usual:.1%} of what "
+            f"one without takes by the clock ({more / least:.1%} of the quickest); by the clock "
+            f"itself {middle:.1%} (quarters at {low:.1%} and {high:.1%})"
         )
 
 

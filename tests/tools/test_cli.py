@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from schedlang.cli import app
+from schedlang.cli import VERBS, app
 from schedlang.diagnostics import codes
 from schedlang.ir.primitive import load_all, registry
 from tests.samples import SAMPLES
@@ -170,3 +170,18 @@ def test_every_documented_code_is_raised() -> None:
     """The list of codes tells of no message that nothing can say, and each has a family."""
     assert set(codes.CODES) | set(codes.WARNINGS) == named_codes()
     assert all(code[1] in codes.FAMILIES for code in codes.CODES)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("verb", ["", *VERBS])
+def test_help_breaks_no_line_inside_what_one_types(
+    verb: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every verb's help at usual widths: what stands in marks of code stands on one line."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERMINAL_WIDTH", str(width))
+    told = call(*filter(None, [verb]), "--help").output
+    lines = told.splitlines()
+    assert "Usage" in told and max(map(len, lines)) <= width
+    assert not [line for line in lines if line.count("`") % 2], told
+    assert "...}..." not in told

@@ -20,6 +20,7 @@ from schedlang.diagnostics.tables import table, wrapped
 from schedlang.verbs.telling import Telling
 
 ROOT = Path(__file__).parents[2]
+WRITES = ("svg", "html", "trace")
 SCHEDULE = "schedule 1\n\nmesh(tp=2)\n\nlayers.*.up  shard(col, output=R, over=tp)\n"
 
 
@@ -163,6 +164,25 @@ def test_what_is_written_is_said(folder: Path) -> None:
     for name in words[1::2]:
         assert f"wrote {name}\n" in done.stderr and (folder / name).exists()
     assert "wrote" not in plain.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *([verb, "x.sched", f"--{option}"] for verb in ("plan", "simulate") for option in WRITES),
+        ["plan", "x.sched", "--out"],
+        ["verify", "x.sched", "--html"],
+        ["diff", "x.sched", "x.sched", "--html"],
+        ["run", "x.sched", "--timeline"],
+    ],
+)
+def test_a_folder_that_is_not_there(folder: Path, words: list[str]) -> None:
+    """What could not be written is refused before any work, with what makes the folder."""
+    done = CliRunner().invoke(app, [*words, "nowhere/a.svg"])
+    assert done.exit_code == 2 and "error[S109]" in done.stderr, done.output
+    said = " ".join(done.stderr.split())
+    assert "there is no folder `nowhere`" in said and "`mkdir -p nowhere`" in said
+    assert not done.stdout and not (folder / "nowhere").exists()
 
 
 def test_the_cause_of_an_import_error(folder: Path) -> None:

@@ -94,6 +94,13 @@ def test_text_alone(tmp_path: Path) -> None:
         (fix,) = await editor.text_document_code_action_async(asked) or ()
         assert isinstance(fix, t.CodeAction) and fix.edit and fix.edit.changes
         assert "shard" in fix.edit.changes[uri][0].new_text
+        for slip, legal in (("over=tpp", "over=tp"), ("shard(cl,", "shard(col,")):
+            editor.changed(uri, TEXT.replace(legal, slip))
+            (wrong,) = await editor.heard()
+            asked = t.CodeActionParams(URI(uri), wrong.range, t.CodeActionContext([wrong]))
+            (fix,) = await editor.text_document_code_action_async(asked) or ()
+            assert isinstance(fix, t.CodeAction) and fix.edit and fix.edit.changes
+            assert fix.edit.changes[uri][0].new_text in legal, slip
         editor.changed(uri, TEXT.replace("shard(col, over=tp)", "shard( col,over=tp )"))
         assert await editor.heard() == []
         options = t.FormattingOptions(2, True)

@@ -70,10 +70,35 @@ def test_the_page_of_timelines_is_used(browser: chromium.Browser, folder: Path, 
 
 def test_a_narrow_window_scrolls(browser: chromium.Browser, folder: Path) -> None:
     """On a phone no page is wider than the window: pictures shrink, tables scroll."""
-    for name in ("plan.html", "report_different.html", "diff.html", "timelines.html"):
-        browser.open(folder / name, dark=False, width=420)
+    pages = sorted(folder.glob("*.html"))
+    assert len(pages) >= 6
+    for page in pages:
+        browser.open(page, dark=False, width=400)
         wide = browser.tell("document.documentElement.scrollWidth")
-        assert wide <= 420, (name, wide)
+        assert wide <= 400, (page.name, wide)
+
+
+@pytest.mark.parametrize(
+    ("name", "cells"),
+    [
+        ("report_different.html", ".n, td:last-child"),
+        ("report_equal.html", ".n, td:last-child"),
+        ("diff.html", ".n"),
+    ],
+)
+def test_a_phone_shows_the_numbers_and_the_verdict(
+    browser: chromium.Browser, folder: Path, name: str, cells: str
+) -> None:
+    """Without scrolling, and a number with its unit on one line."""
+    browser.open(folder / name, dark=False, width=400)
+    found = browser.tell(
+        f"[...document.querySelector('table').querySelectorAll('{cells}')].map(cell => {{"
+        "const range = document.createRange(); range.selectNodeContents(cell);"
+        "const tops = new Set([...range.getClientRects()].map(r => Math.round(r.top)));"
+        "return [cell.textContent, tops.size, cell.getBoundingClientRect().right]})"
+    )
+    assert len(found) > 6
+    assert not [one for one in found if one[1] > 1 or one[2] > 400], found
 
 
 def test_what_is_wrong_is_seen(browser: chromium.Browser, tmp_path: Path) -> None:

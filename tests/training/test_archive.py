@@ -226,3 +226,28 @@ def test_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained().save(tmp_path / "a")
     monkeypatch.undo()
     refused(lambda: odd_program().load(tmp_path / "a"), "S633", "its version is not")
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_saves_that_are_quicker_than_a_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient: bool
+) -> None:
+    """Each takes away what is being read: the load goes on until one stays, or its time is over."""
+    saver, loader, read, left = trained(), odd_program(), archive._read, [20]
+    saver.save(tmp_path / "a", keep=1)
+
+    def outrun(*given: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            saver.step += 1
+            saver.save(tmp_path / "a", keep=1)
+        return read(*given)
+
+    monkeypatch.setattr(archive, "_read", outrun)
+    if patient:
+        loader.load(tmp_path / "a")
+        assert loader.step == saver.step and not left[0]
+    else:
+        monkeypatch.setattr(archive, "PATIENCE", 0.0)
+        refused(lambda: loader.load(tmp_path / "a"), "S633")
+        assert left == [19]

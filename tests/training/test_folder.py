@@ -255,18 +255,18 @@ def _full_disk(rank: int, folder: str, real: bool) -> Any:
     program.train_step(ids(0))
     program.save(f"{folder}/a")
     program.train_step(ids(1))
-    plain = boxes._item
+    plain = boxes._Writer.item
     if rank == 1 and real:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
     elif rank == 1:
-        boxes._item = _no_space
+        boxes._Writer.item = _no_space
     try:
         program.save(f"{folder}/a")
         return "saved"
     except Refusal as error:
         return error.render()
     finally:
-        boxes._item = plain
+        boxes._Writer.item = plain
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
 
 

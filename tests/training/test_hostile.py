@@ -209,7 +209,7 @@ def reindexed(step: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     told, found = json.loads(head), json.loads(body)
     change(found)
     body = json.dumps(found).encode()
-    told |= {"bytes": len(body), "crc32": zlib.crc32(body)}
+    told |= {"bytes": len(body), "crc32": zlib.crc32(body, zlib.crc32(told["checksums"].encode()))}
     path.write_bytes(json.dumps(told).encode() + b"\n" + body)
 
 

@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from schedlang.diagnostics.source import Source
+from schedlang.language.syntax import parse
+from schedlang.passes.elaborate.state import Settings
 from schedlang.runtime.no_labels import no_labels
+from schedlang.schedule import Schedule
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -49,3 +53,57 @@ def test_no_gradient_that_is_no_number(way: str, known: bool) -> None:
 def test_nothing_in_the_whole_batch() -> None:
     """Then a part weighs something all the same, and its loss is the model's own of nothing."""
     assert trained(torch.full((4,), -100), {}, torch.tensor(1.0))[0].isnan()
+
+
+class Read(nn.Module):
+    """A loss of its own, of labels that may all be ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(8, 6), nn.Linear(6, 8), nn.Linear(8, 6)
+        self.head = nn.Linear(6, 8)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        """The loss beside the logits."""
+        logits = self.head(self.down(self.up(self.table(ids)).relu()))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+ROWS = {
+    "dp": "zero(stage=0, over=dp)",
+    "zero": "zero(stage=3, over=dp)",
+    "tp": "up  shard(col, over=tp)\ndown  shard(row, over=tp)",
+}
+
+
+def _step(rows: str, labels: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The loss of a step on this rank, and the weights after it."""
+    torch.manual_seed(0)
+    axis = "tp" if "tp" in rows else "dp"
+    text = f'schedule 1\nmesh({axis}=2)\nstep "s" {{\n{rows}\n}}\n'
+    sch = Schedule(Read().double(), parse(Source("a.sched", text)), Settings())
+    batch = {"ids": torch.arange(24).view(4, 6) % 8, "labels": labels}
+    program = sch.build(batch=batch, loss=lambda out, _: out[0], optimizer=_optimizer)
+    value = program.train_step(batch)
+    return value, list(program.state_dict().values())
+
+
+def _optimizer(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named, lr=0.1)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("ignored", ["all", "of one rank"])
+def test_a_step_without_labels(rows: str, ignored: str, threads: Any) -> None:
+    """Under every layout it is what the original makes of it: of nothing no number, else one."""
+    labels = torch.arange(24).view(4, 6) % 7
+    labels[: 4 if ignored == "all" else 2] = -100
+    torch.manual_seed(0)
+    plain = Read().double()
+    loss = plain(torch.arange(24).view(4, 6) % 8, labels)[0]
+    loss.backward()
+    _optimizer(plain.named_parameters()).step()
+    for value, state in threads.run(_step, 2, ROWS[rows], labels):
+        assert torch.allclose(value.double(), loss.detach(), equal_nan=True), (value, loss)
+        for mine, other in zip(state, plain.state_dict().values()):
+            assert torch.allclose(mine, other, equal_nan=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -189,7 +190,7 @@ def _list(right: Is) -> Is:
 
 
 CONTENTS = ("schedlang",)  # where the small things lie
-TRIES = 8  # of a load while another job saves and takes old checkpoints away
+PATIENCE = 20.0  # seconds of a load while another job saves and takes old checkpoints away
 
 FAILURES = (OSError, Unreadable)
 
@@ -259,7 +260,8 @@ def load(program: Program, path: str | os.PathLike[str]) -> None:
     before anything is changed.
     """
     folder = comm.told_by(0, steps.resolved(path))
-    for _ in range(TRIES):
+    end = time.monotonic() + PATIENCE
+    while True:
         target, id_ = comm.told_by(
             0, together(lambda: _last(program, folder), partial(_unread, folder, folder), FAILURES)
         )
@@ -267,11 +269,10 @@ def load(program: Program, path: str | os.PathLike[str]) -> None:
             found = _read(program, folder, target, id_)
             break
         except Refusal as refusal:  # another job may have saved, and taken this one away
-            if refusal.diagnostic.code != "S633" or not comm.told_by(0, _moved(folder, target)):
+            missed = refusal.diagnostic.code == "S633"
+            again = missed and _moved(folder, target) and time.monotonic() < end
+            if not comm.told_by(0, again):
                 raise
-            missed = refusal
-    else:
-        raise missed
     _take_over(program, {name: tensor.local for name, tensor in found.model.items()})
     put_back(program, found.told, {key: tensor.local for key, tensor in found.moments.items()})
     restore_residue(program, found.contents.get("sums"), found.kept)

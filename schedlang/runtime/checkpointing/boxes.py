@@ -6,16 +6,13 @@ import io
 import math
 import os
 import pickle
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -30,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.utils.serialization import config
 
+from schedlang.runtime.checkpointing.checksum import BY_NAME, Checksum
 from schedlang.runtime.checkpointing.holding import Block
 from schedlang.runtime.checkpointing.index import (
     DCPS,
@@ -44,59 +42,6 @@ from schedlang.runtime.checkpointing.index import (
 )
 from schedlang.runtime.storage.folder import sync
 
-# ---- A checksum that costs a save next to nothing: the CRC-32 of the sums of each 512 bytes.
-# Sums of 64 words are computed as quickly as memory is read, ten times as quickly as a CRC of all
-# bytes, and without Python's lock, so that another thread writes the same bytes meanwhile.  One
-# flipped bit changes a sum whatever the others are; what is zeroed, moved or cut off changes sums
-# or their order, which the CRC sees.  (What changes two words of one 512 bytes so that their sum
-# stays is not seen.)
-
-
-_WORDS = 64
-_BLOCK = 8 * _WORDS
-
-
-class Checksum:
-    """Of bytes that come in pieces, however they are cut."""
-
-    def __init__(self) -> None:
-        self.crc, self.rest = 0, b""
-
-    def add(self, data: Any) -> None:
-        """More bytes."""
-        view = memoryview(data).cast("B")
-        if self.rest:
-            missing = _BLOCK - len(self.rest)
-            self.rest += bytes(view[:missing])
-            view = view[missing:]
-            if len(self.rest) < _BLOCK:
-                return
-            self._sum(memoryview(self.rest))
-        whole = len(view) // _BLOCK * _BLOCK
-        if whole:
-            self._sum(view[:whole])
-        self.rest = bytes(view[whole:])
-
-    @property
-    def value(self) -> int:
-        """The checksum of all bytes so far."""
-        return zlib.crc32(self.rest, self.crc)
-
-    def _sum(self, blocks: memoryview) -> None:
-        # torch would warn of memory that may not be written, and open threads of its own
-        words = np.frombuffer(blocks, np.int64).reshape(-1, _WORDS)
-        self.crc = zlib.crc32(np.einsum("ij->i", words).data, self.crc)
-
-
-def checksum(data: bytes) -> int:
-    """The checksum of these bytes."""
-    made = Checksum()
-    made.add(data)
-    return made.value
-
-
-# ---- Whole tensors in a folder as boxes, each written by one rank and read back in any other
-# boxes.
 # The files are those of torch.distributed.checkpoint (DCP), so that its tools read them: in each,
 # one box after the other as `torch.save` writes it, and an index of all.  Written and read by
 # ourselves: every box has a checksum, every file the id of its save, and nothing that is read is
@@ -105,7 +50,7 @@ def checksum(data: bytes) -> int:
 
 Path_ = tuple[str, ...]
 HEAD = 64  # bytes before the first box of a file: the id of the save
-BESIDE = 1 << 20  # bytes from which on it pays to compute their checksum on another thread
+SMALL, HELD = 1 << 19, 1 << 20  # bytes below which pieces are gathered, and so many together
 _DCP_VERSION = "1.0.0"
 
 
@@ -171,23 +116,24 @@ def write(
     with (
         plain_torch(),
         fewer,
-        ThreadPoolExecutor(1, "schedlang-checksum") as beside,
         (folder / name).open("xb", buffering=0) as file,
     ):
-        file.write(_head(id_, name))
+        writer = _Writer(file)
+        writer.write(_head(id_, name))
         for key, path, value in ((".".join(path), path, value) for path, value in values.items()):
-            done.values[key] = _item(file, beside, name, value)
+            done.values[key] = writer.item(name, value)
             done.paths[key] = path
         for tensor in (tensor for tensor in tensors if tensor.speaks):
             boxes = []
             for box in tensor.boxes:
                 part = _packed(box.of_local(tensor.local))
-                boxes.append(Stored(box.whole, box.size, _item(file, beside, name, part)))
+                boxes.append(Stored(box.whole, box.size, writer.item(name, part)))
             if boxes:
                 kind = str(tensor.local.dtype).removeprefix("torch.")
                 done.tensors[tensor.key] = Entry(tensor.shape, kind, tuple(boxes))
                 done.paths[tensor.key] = tensor.path
-        done.length = file.tell()
+        writer.flush()
+        done.length = writer.at
         os.fsync(file.fileno())
     return done
 
@@ -226,46 +172,67 @@ def _packed(part: Tensor) -> Tensor:
     return part if alone else part.clone()
 
 
-def _item(file: IO[bytes], beside: Executor, name: str, value: Any) -> Place:
-    """One box or value, as `torch.save` writes it; the checksum stands in for torch's own."""
-    at, seen = file.tell(), _Checked(file, beside)
-    try:
-        torch.save(value, seen)  # type: ignore[arg-type]
-    except Exception:
-        if seen.failure is None:
-            raise
-    if seen.failure is not None:  # torch tells of it in other words, or not at all
-        raise seen.failure
-    return Place(name, at, file.tell() - at, seen.sum.value)
+class _Writer:
+    """A file, written in pieces, and the checksum of each item in it.
 
+    What is small waits for more: `torch.save` writes 38 pieces around each tensor.
+    """
 
-class _Checked:
-    """A file, and the checksum of what is written into it."""
-
-    def __init__(self, file: IO[bytes], beside: Executor) -> None:
-        self.file, self.beside, self.sum = file, beside, Checksum()
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.at = file, 0  # the end of all that was given
+        self.held = memoryview(bytearray(HELD))
+        self.used = self.summed = 0  # of what is held
+        self.sum = Checksum()
         self.failure: OSError | None = None
 
-    def write(self, data: Any) -> int:
-        """Write all of it, and meanwhile compute its checksum on another thread."""
-        rest = view = memoryview(data).cast("B")
-        if small := len(view) < BESIDE:
-            self.sum.add(view)
-        else:
-            summed = self.beside.submit(self.sum.add, view)
+    def item(self, name: str, value: Any) -> Place:
+        """One box or value, as `torch.save` writes it; the checksum stands in for torch's own."""
+        at, self.sum, self.summed = self.at, Checksum(), self.used
         try:
-            while len(rest):
-                rest = rest[self.file.write(rest) :]
-        except OSError as error:
-            self.failure = self.failure or error
-            raise
-        finally:
-            if not small:  # the memory is ours only until this returns
-                summed.result()
+            torch.save(value, self)  # type: ignore[arg-type]
+        except Exception:
+            if self.failure is None:
+                raise
+        if self.failure is not None:  # torch tells of it in other words, or not at all
+            raise self.failure
+        self._add()
+        return Place(name, at, self.at - at, self.sum.value)
+
+    def write(self, data: Any) -> int:
+        """All of it; of what is large a part at a time that its checksum has brought into cache."""
+        view = memoryview(data).cast("B")
+        self.at += len(view)
+        if len(view) > SMALL or self.used + len(view) > HELD:
+            self.flush()
+        if len(view) <= SMALL:
+            self.held[self.used : self.used + len(view)] = view
+            self.used += len(view)
+            return len(view)
+        low = 0
+        while low < len(view):
+            part = view[low : low + self.sum.piece]
+            self.sum.add(part)
+            self._out(part)
+            low += len(part)
         return len(view)
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Write what is held."""
+        self._add()
+        self._out(self.held[: self.used])
+        self.used = self.summed = 0
+
+    def _add(self) -> None:
+        self.sum.add(self.held[self.summed : self.used])
+        self.summed = self.used
+
+    def _out(self, view: memoryview) -> None:
+        try:
+            while len(view):
+                view = view[self.file.write(view) :]
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
 
 
 def _for_dcp(index: Index, paths: Mapping[str, Path_]) -> bytes:
@@ -319,7 +286,7 @@ def read(folder: Path, index: Index, tensors: Sequence[Boxed]) -> None:
     for name in sorted(wanted):
         with _opened(folder, index, name) as file:
             for key, entry, box, pieces in sorted(wanted[name], key=lambda one: one[2].place.at):
-                value = _value(file, box.place, f"box {_shown(box)} of `{key}`")
+                value = _value(file, index, box.place, f"box {_shown(box)} of `{key}`")
                 _check(value, entry, box, key)
                 with plain_torch():
                     for piece in pieces:
@@ -332,7 +299,7 @@ def read_value(folder: Path, index: Index, path: Path_) -> Any:
     if (place := index.values.get(key)) is None:
         raise Unreadable(f"`{key}` is not in it")
     with _opened(folder, index, place.file) as file:
-        return _value(file, place, f"`{key}`")
+        return _value(file, index, place, f"`{key}`")
 
 
 def check_files(folder: Path, index: Index) -> None:
@@ -382,13 +349,13 @@ def _opened(folder: Path, index: Index, name: str) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _value(file: IO[bytes], place: Place, what: str) -> Any:
+def _value(file: IO[bytes], index: Index, place: Place, what: str) -> Any:
     """What `torch.save` wrote there, of plain data only."""
     file.seek(place.at)
     if os.fstat(file.fileno()).st_size < place.at + place.length:
         raise Unreadable(f"`{place.file}` ends before {what} does")
     data = file.read(place.length)
-    if place.check is not None and checksum(data) != place.check:
+    if place.check is not None and BY_NAME[index.sums](data) != place.check:
         raise Unreadable(f"`{place.file}` is damaged: the checksum of {what} differs")
     try:
         with plain_torch():

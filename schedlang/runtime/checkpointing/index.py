@@ -1,8 +1,9 @@
 """What a checkpoint's folder holds: each box of each tensor, its place in a file, its checksum.
 
-Our own index is JSON, `schedlang.json`: a line with the id of the save and the checksum of what
-follows, and what follows.  It alone is read; `.metadata` beside it is for torch's own tools.  Older
-folders have only that one: a pickle, from which plain data is taken and by which nothing is run.
+Our own index is JSON, `schedlang.json`: a line with the id of the save, the name of the boxes'
+checksums, and the checksum of what follows; then that.  It alone is read; `.metadata` beside it is
+for torch's own tools.  Older folders have only that one: a pickle, from which plain data is taken
+and by which nothing is run.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from typing import Any
 
 import torch
 
+from schedlang.runtime.checkpointing.checksum import BEFORE, BY_NAME, NAME
+
 MINE, DCPS = "schedlang.json", ".metadata"
-VERSION = 2  # of our own index
+VERSION, VERSIONS = 3, (2, 3)  # of our own index: as it is written, and as it is read
 _FILE = re.compile(r"__\d+_\d+\.distcp")
 _ID = re.compile(r"[0-9a-f]{16}")
 DTYPES = {
@@ -89,6 +92,7 @@ class Index:
     values: Mapping[str, Place]
     lengths: Mapping[str, int] = field(default_factory=dict)  # of the files
     checksum: int = 0  # of the index itself, as it was read
+    sums: str = NAME  # what the checksums of boxes are: one of `BY_NAME`
 
     @property
     def mark(self) -> str:
@@ -119,7 +123,13 @@ def encoded(index: Index) -> bytes:
         },
         separators=(",", ":"),
     ).encode()
-    head = {"schedlang": VERSION, "id": index.id, "bytes": len(body), "crc32": zlib.crc32(body)}
+    head = {
+        "schedlang": VERSION,
+        "id": index.id,
+        "checksums": index.sums,
+        "bytes": len(body),
+        "crc32": zlib.crc32(body, zlib.crc32(index.sums.encode())),
+    }
     return json.dumps(head).encode() + b"\n" + body
 
 
@@ -159,9 +169,14 @@ def _decoded(data: bytes) -> Index:
     line, _, body = data.partition(b"\n")
     head = json.loads(line)
     told = (head["schedlang"], head["bytes"], head["crc32"])
-    if told[0] != VERSION:
+    if told[0] not in VERSIONS:
         raise Unreadable(f"its version is {told[0]}; this schedlang reads {VERSION}")
-    if told[1:] != (len(body), zlib.crc32(body)) or not _ID.fullmatch(head["id"]):
+    named = told[0] > 2  # before, there was one kind of checksums
+    sums = head["checksums"] if named else BEFORE
+    if sums not in BY_NAME:
+        raise Unreadable(f"its checksums are `{sums}`, which this schedlang does not know")
+    start = zlib.crc32(sums.encode()) if named else 0
+    if told[1:] != (len(body), zlib.crc32(body, start)) or not _ID.fullmatch(head["id"]):
         raise Unreadable("its checksum does not match its contents")
     found = json.loads(body)
     index = Index(
@@ -176,6 +191,7 @@ def _decoded(data: bytes) -> Index:
         },
         {key: _place(row) for key, row in found["values"].items()},
         dict(zip(found["lengths"], _sizes(list(found["lengths"].values())))),
+        sums=sums,
     )
     _check(index)
     return index

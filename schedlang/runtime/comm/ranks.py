@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, guess
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, guess, unknown
 from schedlang.ir.mesh import Mesh
 from schedlang.runtime import device as devices
 from schedlang.runtime.comm import world as comm
@@ -42,6 +42,7 @@ class Ranks:
                     f"the mesh has no axis `{axis}`",
                     notes=(f"the mesh is {self.mesh}",),
                     helps=(guess(axis, self.mesh.names, "it has"),) if self.mesh.names else (),
+                    facts=unknown(axis, self.mesh.names),
                 )
             )
         return self.mesh.index(self.rank, axis)

@@ -273,8 +273,9 @@ def match_adapter(module: nn.Module, kernel: str, call: Call | None = None) -> A
         try:
             return _probed(module, kernel, tuple(named), call)
         except Exception as raised:  # the module's own code: whatever it raises is a mismatch
-            said = raised.diagnostic.title if isinstance(raised, Refusal) else str(raised)
-            return Mismatch(f"does not run: {type(raised).__name__}: {said}".splitlines()[0])
+            first = str(raised).partition("\n")[0]
+            said = raised.diagnostic.title if isinstance(raised, Refusal) else first
+            return Mismatch(f"does not run: {type(raised).__name__}: {said}")
 
 
 def _probed(

@@ -483,6 +483,7 @@ class Step:
             (),
             self.follower.agreed,
             (f"give the blocks that are side by side: `blocks={wanted}`",),
+            (("blocks", str(wanted)),),
         )
 
     def _sliced(self, axis: str, tag: Tag, dim: int) -> tuple[int, ...]:

@@ -312,10 +312,12 @@ class Mismatch(Exception):
         integers: tuple[int, ...],
         place: int,
         helps: tuple[str, ...] = (),
+        asked: tuple[tuple[str, str], ...] = (),
     ) -> None:
         super().__init__(reason)
         self.frame, self.reason, self.axis = frame, reason, axis
         self.integers, self.place, self.helps = integers, place, helps
+        self.asked = asked  # arguments of the row, by name, with which it would be legal
         self.line = model_line()  # of the model, that ran
         self.call = ""  # the function that was called there
         self.by = ""  # the sharded module that split what fails

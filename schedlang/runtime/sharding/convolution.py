@@ -180,6 +180,7 @@ def _misfit(fqn: str, dim: int, window: Window, rows: int, ranks: int) -> Diagno
             f" {window.before} needs {wants}",
         ),
         helps=(f"gather its input: `output=R` on the row of the module before `{fqn}`",),
+        facts=(("site", fqn),),
     )
 
 

@@ -390,6 +390,7 @@ def group_norm(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward
                 "S402",
                 f"cannot split {module.num_groups} groups evenly {ranks} ways",
                 notes=(f"`{edges[0].group.label}` is a group norm",),
+                facts=(("site", edges[0].group.label),),
             )
         )
 

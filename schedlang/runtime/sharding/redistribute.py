@@ -146,6 +146,7 @@ def _ragged(placement: S, size: int, group: Group) -> Diagnostic:
             " batch (tokens, not channels)",
             "or drop that placement from the row: `input=`, `output=`",
         ),
+        facts=(("site", group.label),),
     )
 
 

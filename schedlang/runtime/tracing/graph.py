@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Diagnostic, Facts, Refusal
 from schedlang.runtime.batch import called
 from schedlang.runtime.tracing.constants import Literals, OnMeta
 from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
@@ -32,10 +32,13 @@ from schedlang.runtime.tracing.torch_calls import KNOWN
 Token = tuple[int, int]
 
 
-def refusal(code: str, place: str, reason: str, *helps: str, note: str = "") -> Refusal:
+def refusal(
+    code: str, place: str, reason: str, *helps: str, note: str = "", facts: Facts = ()
+) -> Refusal:
     """A model that cannot be cut as asked: why, where, and what would help."""
     title = f"`{place}` {reason}" if place else reason
-    return Refusal(Diagnostic(code, title, notes=(note,) if note else (), helps=helps))
+    notes = (note,) if note else ()
+    return Refusal(Diagnostic(code, title, notes=notes, helps=helps, facts=facts))
 
 
 @dataclass(frozen=True)
