@@ -61,6 +61,7 @@ def record(
 ) -> Recording:
     """What the model as it is calls, in order, with the shapes of each call."""
     from schedlang.runtime.activation_memory.second_run import watch_again
+    from schedlang.runtime.propagation.many_rows import unbatched_draws
     from schedlang.runtime.propagation.reach import reached
     from schedlang.runtime.propagation.stand_ins import hollow_out
     from schedlang.runtime.propagation.trace import Recorder, Stack, watch_saved
@@ -97,6 +98,8 @@ def record(
     recorder.recording.entries.update(stack.turns)
     recorder.recording.order.extend(stack.turns)
     recording: Recording = recorder.recording
+    if recording.sourceless:
+        recording.unbatched = unbatched_draws(plan.model.model, batch, loss, recording)
     return recording
 
 

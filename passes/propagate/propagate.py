@@ -78,6 +78,7 @@ class Traced:
               None where they are not known; empty where nothing is sharded
     random    whether an operator draws random numbers
     drawn     (module, turn) of each mask -> its whole shape; (): it is not told
+    unbatched  (module, turn) of each mask -> it has no dim of samples; empty where all have one
     apart     those that cannot be drawn alike on several ranks -> the module that they run in
     reached   parameters that the loss depends on, whatever the values are
     outside   modules that are called while a module around them does not run, and that one
@@ -104,6 +105,7 @@ class Traced:
     labels: tuple[LabelRule, ...] = ()
     random: bool = False
     drawn: Mapping[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
+    unbatched: Mapping[tuple[str, int], bool] = field(default_factory=dict)
     apart: Mapping[str, str] = field(default_factory=dict)
     reached: frozenset[str] = frozenset()
     outside: frozenset[tuple[str, str]] = frozenset()
@@ -187,6 +189,7 @@ def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
         "labels": tuple(recording.labels),
         "random": recording.random,
         "drawn": dict(recording.drawn),
+        "unbatched": dict(recording.unbatched),
         "apart": dict(recording.apart),
         "reached": recording.reached,
         "outside": recording.outside,

@@ -116,7 +116,7 @@ def runs(case: Case, evaluate: bool = False) -> Runs:
     from schedlang.passes.verify.original import Sequential
     from schedlang.runtime.modes import ambient
 
-    modes, _ = modes_of(case.seed)
+    modes, _ = modes_of(case)
     with ambient(*modes):
         norm = Sequential(twin(case), loss=case.loss).norm(case.batches[0])
     seen = batches_of(case)
@@ -268,7 +268,7 @@ def _buffers(case: Case, batch: Batch) -> None:
     from schedlang.runtime.modes import ambient
 
     plan = case.plan
-    modes, _ = modes_of(case.seed)
+    modes, _ = modes_of(case)
     with ambient(*modes):
         subject = Sequential(twin(case), loss=case.loss)
         shares = split(batch, plan.shares, plan.micro)
@@ -291,7 +291,7 @@ def _parts(case: Case, batch: Batch, evaluate: bool = False) -> tuple[int, Row |
     if len(parts) == 1:
         return 1, None
     weigh = part_weight(plan, parts[0].inputs, case.loss, case.weight, len(parts))
-    modes, _ = modes_of(case.seed)
+    modes, _ = modes_of(case)
     with ambient(*modes):
         weights = [weigh(part.inputs) for part in parts]
         rows = parts_agree(
@@ -322,7 +322,7 @@ def _sound(case: Case, batch: Batch) -> bool:
     from schedlang.passes.verify.original import Sequential
     from schedlang.runtime.modes import ambient
 
-    modes, _ = modes_of(case.seed)
+    modes, _ = modes_of(case)
     try:
         with ambient(*modes):
             norm = Sequential(twin(case), loss=case.loss).norm(batch)

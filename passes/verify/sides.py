@@ -154,13 +154,20 @@ def _cast(case: Case, batch: Batch) -> dict[str, Any]:
     return out
 
 
-def modes_of(seed: int) -> Any:
+def modes_of(case: Case) -> Any:
     """The modes that both sides run under, and the dropout among them."""
     from schedlang.runtime.float64 import Float64
+
+    dropout = dropout_of(case)
+    return (Float64(), dropout), dropout
+
+
+def dropout_of(case: Case) -> LogicalDropout:
+    """What the original draws by, as the program does."""
     from schedlang.runtime.rng.logical_dropout import LogicalDropout
 
-    dropout = LogicalDropout(seed)
-    return (Float64(), dropout), dropout
+    known = case.prepared
+    return LogicalDropout(case.seed, unbatched=known.traced.unbatched if known is not None else None)
 
 
 def twin(case: Case) -> nn.Module:
@@ -172,7 +179,7 @@ def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:
     """What the original shows under each condition, and how many dropout masks it drew."""
     from schedlang.runtime.modes import ambient
 
-    modes, dropout = modes_of(case.seed)
+    modes, dropout = modes_of(case)
 
     def make(condition: Condition) -> Sequential:
         return sequential(condition.case or case, condition, dropout)
