@@ -387,11 +387,15 @@ class Schedule(Scope):
                 Diagnostic("S113", title, Label(python_span()), helps=("close it first",))
             )
         items = self._stack[0]
-        if to is None or isinstance(to, int):
+        if to is None or isinstance(to, int) and to >= 0:
             for _ in range(1 if to is None else to):
                 items = without_last(items)
             self._replay(items, self._settings)
             return
+        if not isinstance(to, str):
+            title = f"`undo` takes a number of rows or the name of a step, not {to!r}"
+            helps = ("take back the last row: `sch.undo()`, the last two: `sch.undo(2)`",)
+            raise Refusal(Diagnostic("S113", title, Label(python_span()), helps=helps))
         steps = [item.name for item in items if isinstance(item, n.Step)]
         if to not in steps:
             near = closest(to, steps)
