@@ -83,7 +83,7 @@ def record(
     with on_meta(batch, inputs) as values, watched, Recorder(stack, inputs) as recorder:
         values.drew = watched.drew
         try:
-            output, value = call(model, inputs, _telling(loss) if loss is not None else None)
+            output, value = call(model, inputs, _telling(loss, model) if loss is not None else None)
         except Refusal:
             raise
         except Exception as error:
@@ -103,16 +103,20 @@ def record(
     return recording
 
 
-def _telling(loss: Loss) -> Loss:
+def _telling(loss: Loss, model: nn.Module) -> Loss:
     """The user's loss, whose errors are told at its own line (S865) and not as the model's."""
+    from schedlang.runtime.tracing.lossless import is_loss, not_a_loss
 
     def tried(output: Any, batch: Mapping[str, Any]) -> Any:
         try:
-            return loss(output, batch)
+            value = loss(output, batch)
         except Exception as error:
             if _for_values(error):
                 raise
             raise told(error, "loss", loss) from error
+        if not is_loss(value):
+            raise Refusal(not_a_loss(value, model, batch))
+        return value
 
     return tried
 

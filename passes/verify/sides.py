@@ -167,7 +167,9 @@ def dropout_of(case: Case) -> LogicalDropout:
     from schedlang.runtime.rng.logical_dropout import LogicalDropout
 
     known = case.prepared
-    return LogicalDropout(case.seed, unbatched=known.traced.unbatched if known is not None else None)
+    return LogicalDropout(
+        case.seed, unbatched=known.traced.unbatched if known is not None else None
+    )
 
 
 def twin(case: Case) -> nn.Module:

@@ -16,15 +16,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.ir import nests as pytree
 from schedlang.runtime import scope
-from schedlang.runtime.batch import called, rows_of
+from schedlang.runtime.batch import called
 from schedlang.runtime.comm.collectives import Group, summed
 from schedlang.runtime.propagation.many_rows import at_many_rows
 from schedlang.runtime.propagation.pending import ADDS, LINEAR, PRODUCTS, TIMES
 from schedlang.runtime.propagation.trace import Stack
-from schedlang.runtime.tracing.constants import on_meta
-from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
 from schedlang.runtime.tracing.record import loss_of
 from schedlang.runtime.tracing.torch_calls import name_of, tensors_in
 

@@ -115,6 +115,15 @@ def trouble(tensor: Tensor, axis: str, varies: Varies) -> str | None:
     return None
 
 
+def _is_masked(tensor: Tensor, axis: str, varies: Varies) -> bool:
+    """Whether it is a product with a mask that varies along an axis."""
+    made: Made | None = tensor.__dict__.get("_schedlang_made")
+    if made is None or made.name not in TIMES:
+        return False
+    parts = [t for t in made.inputs if axis in varies(t)]
+    return any(t.dtype == torch.bool or _is_masked(t, axis, varies) for t in parts)
+
+
 def _step(made: Made, axis: str, varies: Varies) -> list[Tensor] | str:
     """The inputs that have to be pending sums for the result to be one, or why it is not."""
     parts = [t for t in made.inputs if axis in varies(t)]
@@ -138,6 +147,11 @@ def _step(made: Made, axis: str, varies: Varies) -> list[Tensor] | str:
         return [t for t in parts if t is not made.inputs[0] and t.is_floating_point()]
     if made.name in LINEAR:
         return parts
+    if made.name == "embedding_bag":  # entries of other ranks' rows must weigh nothing
+        floats = [t for t in made.inputs if t.is_floating_point()]
+        if len(floats) == 2 and _is_masked(floats[1], axis, varies):
+            return []
+        return f"each rank of `{axis}` adds up rows, even for ids that it does not hold"
     if made.name == "embedding":
         return f"each rank of `{axis}` looks up a row, even for ids that it does not hold"
     return f"`{made.name}` is not linear, and runs before the sum over `{axis}`"
