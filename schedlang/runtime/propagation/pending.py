@@ -6,7 +6,7 @@ operations may stand (P of spmd_types goes through linear operations only).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,6 +97,18 @@ LINEAR = {
 }
 
 
+def is_masked(tensor: Tensor) -> bool:
+    """Whether a tensor is a product with a mask, as noted by `note_mask`."""
+    return "_schedlang_masked" in tensor.__dict__
+
+
+def note_mask(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """Note on what a call makes that a factor of it is a mask."""
+    if name in TIMES and any(t.dtype == torch.bool or is_masked(t) for t in inputs):
+        for tensor in outputs:
+            tensor.__dict__["_schedlang_masked"] = True
+
+
 def trouble(tensor: Tensor, axis: str, varies: Varies) -> str | None:
     """Why a tensor that varies along an axis is no pending sum over it; None if it is one."""
     open_, seen = [tensor], set()
@@ -113,15 +125,6 @@ def trouble(tensor: Tensor, axis: str, varies: Varies) -> str | None:
             return found
         open_ += found
     return None
-
-
-def _is_masked(tensor: Tensor, axis: str, varies: Varies) -> bool:
-    """Whether it is a product with a mask that varies along an axis."""
-    made: Made | None = tensor.__dict__.get("_schedlang_made")
-    if made is None or made.name not in TIMES:
-        return False
-    parts = [t for t in made.inputs if axis in varies(t)]
-    return any(t.dtype == torch.bool or _is_masked(t, axis, varies) for t in parts)
 
 
 def _step(made: Made, axis: str, varies: Varies) -> list[Tensor] | str:
@@ -149,7 +152,7 @@ def _step(made: Made, axis: str, varies: Varies) -> list[Tensor] | str:
         return parts
     if made.name == "embedding_bag":  # entries of other ranks' rows must weigh nothing
         floats = [t for t in made.inputs if t.is_floating_point()]
-        if len(floats) == 2 and _is_masked(floats[1], axis, varies):
+        if len(floats) == 2 and is_masked(floats[1]):
             return []
         return f"each rank of `{axis}` adds up rows, even for ids that it does not hold"
     if made.name == "embedding":
