@@ -221,7 +221,7 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
     fqn = failure.frame[0]
     action = _guilty(plan, failure)
     heads = _heads(plan, failure)
-    line = f", at {failure.line}" if failure.line and not heads else ""
+    line = f", at {failure.line}" if failure.line else ""
     notes: tuple[str, ...] = (f"in the forward of `{fqn or plan.model.class_name}`{line}",)
     title = heads[0] if heads else failure.reason
     if not heads and failure.raw:
@@ -232,7 +232,7 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
     helps = (*heads[1:], *failure.helps) if heads else failure.helps or _fitting(plan, action)
     made = () if heads else tuple(_made(plan, failure))
     helps = (*(f"shard the other one, too: `{site}  {call}`" for site, call in made), *helps)
-    if line and failure.call in RESHAPES and failure.integers:
+    if line and not heads and failure.call in RESHAPES and failure.integers:
         helps = (
             f"write -1 in place of the number of heads, or of their size, at {failure.line}",
             *helps,
