@@ -79,7 +79,7 @@ class Traced:
     random    whether an operator draws random numbers
     drawn     (module, turn) of each mask -> its whole shape; (): it is not told
     unbatched  (module, turn) of each mask -> it has no dim of samples; empty where all have one
-    apart     those that cannot be drawn alike on several ranks -> the module that they run in
+    apart     those that cannot be drawn alike on several ranks -> module and line of the model
     reached   parameters that the loss depends on, whatever the values are
     outside   modules that are called while a module around them does not run, and that one
     lossless  what is said where there is no loss to train by
@@ -106,7 +106,7 @@ class Traced:
     random: bool = False
     drawn: Mapping[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
     unbatched: Mapping[tuple[str, int], bool] = field(default_factory=dict)
-    apart: Mapping[str, str] = field(default_factory=dict)
+    apart: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     reached: frozenset[str] = frozenset()
     outside: frozenset[tuple[str, str]] = frozenset()
     lossless: Diagnostic | None = None

@@ -77,13 +77,15 @@ def prepared(case: Case) -> Case:
     A case that was prepared keeps its table of bits: what it is compared with has the same.
     """
     from schedlang.passes.analyze.prepare import prepare
+    from schedlang.passes.analyze.taking import at_the_forward
     from schedlang.passes.complete.complete import completed
     from schedlang.runtime.batch import split
 
     plan = completed(case.plan, case.batches[0], case.loss)
     case = replace(case, plan=plan)
     micro = plan.micro
-    sample = split(case.batches[0], plan.shares, micro)[0][0].inputs
+    with at_the_forward(plan.model.model):
+        sample = split(case.batches[0], plan.shares, micro)[0][0].inputs
     bits = case.prepared.bits if case.prepared is not None else None
     return replace(case, prepared=prepare(plan, sample, case.loss, case.weight, bits))
 

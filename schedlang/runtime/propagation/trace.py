@@ -76,8 +76,8 @@ class Recording:
     sourceless: set[tuple[str, int]] = field(default_factory=set)  # of no tensor of the batch
     # draws that have no dim of samples, where some have none
     unbatched: Mapping[tuple[str, int], bool] = field(default_factory=dict)
-    # what drew them in a way that cannot be drawn alike elsewhere, and the module that it runs in
-    apart: Mapping[str, str] = field(default_factory=dict)
+    # what drew them in a way that cannot be drawn alike elsewhere: the module, and the line
+    apart: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     lossless: Diagnostic | None = None  # said where nothing gave a loss
     asked: bool = False  # the model asked for values, and may call other modules for others
     reached: frozenset[str] = frozenset()  # parameters that the loss depends on

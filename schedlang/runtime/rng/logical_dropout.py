@@ -18,6 +18,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import scope
 from schedlang.runtime.modes import Ambient, ambient
 from schedlang.runtime.rng.draws import LOGICAL, Draw, active, illogical
+from schedlang.runtime.tracing.torch_calls import model_line
 
 # ---- Logical dropout: masks that depend on what is computed, not on where, when, or how often.
 # A mask is a function of (seed, step, site, call, sample, position in the sample's logical
@@ -258,9 +259,10 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-def without_form(name: str, site: str) -> Refusal:
+def without_form(name: str, site: str, line: str = "") -> Refusal:
     """Of what draws in a way that cannot be drawn alike under every layout (S812)."""
-    return _refusal(f"`{name}` in {here(site)} cannot be reproduced on other ranks")
+    at = f", at {line}," if line else ""
+    return _refusal(f"`{name}` in {here(site)}{at} cannot be reproduced on other ranks")
 
 
 def _refusal(title: str) -> Refusal:
@@ -424,12 +426,13 @@ class Watched(Ambient):
     """Runs beside a forward; it opens the functions that LogicalDropout opens, and no others.
 
     random  some operator draws
-    apart   what draws as logical masks cannot, and the module that it runs in
+    apart   what draws as logical masks cannot, the module that it runs in, and the model's line
     """
 
     def __init__(self, site: Callable[[], str]) -> None:
         super().__init__()
-        self.site, self.random, self.apart = site, False, dict[str, str]()
+        self.site, self.random = site, False
+        self.apart: dict[str, tuple[str, str]] = {}
         self._inside = 0
 
     def __torch_function__(
@@ -457,4 +460,4 @@ class Watched(Ambient):
 
     def _note(self, drawing: str) -> None:
         self.random = True
-        self.apart.setdefault(drawing, self.site())
+        self.apart.setdefault(drawing, (self.site(), model_line()))
