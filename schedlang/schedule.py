@@ -365,7 +365,9 @@ class Schedule(Scope):
     def step(self, name: str, relax: str | Sequence[str] = ()) -> Iterator[Schedule]:
         """A phase that may give up what `relax` names; if the block raises, all is taken back."""
         span = python_span()
-        relaxed = tuple(relax) if isinstance(relax, Iterable) and relax != str(relax) else (relax,)
+        relaxed: tuple[Any, ...] = (
+            tuple(relax) if isinstance(relax, Iterable) and relax != str(relax) else (relax,)
+        )
         if not all(isinstance(word, str) for word in relaxed):
             title = f"`relax` takes names, not {relax!r}"
             helps = ('name what may differ: `relax="dtype"`',)

@@ -92,7 +92,7 @@ def _made_of(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -
         return True
     rows = [part.shape[dim] for part in parts]  # or rows are counted first: [tokens, rows]
     for inner in {n for n in range(2, min(rows) + 1) if all(size % n == 0 for size in rows)}:
-        split = [p.unflatten(dim, (inner, -1)) for p in parts]
+        split = [torch.unflatten(part, dim, (inner, -1)) for part in parts]
         if _near(torch.cat(split, dim + 1).flatten(dim, dim + 1), whole):
             return True
     return False

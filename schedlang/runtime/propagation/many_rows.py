@@ -74,7 +74,8 @@ def unbatched_draws(
     def run(bare: nn.Module, inputs: dict[str, Any], stack: Stack, rows: int) -> Recording:
         with Recorder(stack, inputs) as recorder:
             loss_of(called(bare, inputs), inputs, loss)
-        return recorder.recording
+        found: Recording = recorder.recording
+        return found
 
     again = at_many_rows(model, batch, run)
     if again is None:
