@@ -396,8 +396,8 @@ class Schedule(Scope):
             return
         if not isinstance(to, str):
             title = f"`undo` takes a number of rows or the name of a step, not {to!r}"
-            helps = ("take back the last row: `sch.undo()`, the last two: `sch.undo(2)`",)
-            raise Refusal(Diagnostic("S113", title, Label(python_span()), helps=helps))
+            help_ = "take back the last row: `sch.undo()`, the last two: `sch.undo(2)`"
+            raise Refusal(Diagnostic("S113", title, Label(python_span()), helps=(help_,)))
         steps = [item.name for item in items if isinstance(item, n.Step)]
         if to not in steps:
             near = closest(to, steps)
