@@ -63,7 +63,7 @@ def repeated(begun: Mapping[Stream, Begun]) -> list[str]:
 
 def _stream(stream: Stream) -> str:
     step, site, call, sample = stream
-    return f"`{site or 'model'}` call {call}, {_when(step)}, {_rows([sample])}"
+    return f"`{site or 'model'}` call {call}, {_when(step)}, {_rows([sample], 'row')}"
 
 
 def _when(moment: Moment) -> str:
@@ -82,13 +82,11 @@ def together(everyone: Sequence[Draws | None]) -> dict[tuple[Moment, str, int], 
     return out
 
 
-def _rows(samples: Sequence[int]) -> str:
+def _rows(samples: Sequence[int], word: str = "rows") -> str:
     """Of which rows a draw is, in words."""
     from schedlang.runtime.rng.logical_dropout import EVERY
 
-    if EVERY in samples:
-        return "all rows"
-    return f"row{'s' if len(samples) > 1 else ''} {_runs(samples)}"
+    return "all rows" if EVERY in samples else f"{word} {_runs(samples)}"
 
 
 def _runs(numbers: Sequence[int]) -> str:
