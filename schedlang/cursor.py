@@ -11,6 +11,7 @@ from schedlang.diagnostics.diagnostic import (
     Refusal,
     at_their_callers_lines,
     closest,
+    kind_of,
     unknown,
 )
 from schedlang.diagnostics.source import python_span
@@ -124,11 +125,21 @@ def called(one: Caller, args: tuple[object, ...], named: dict[str, object]) -> N
         raise Refusal(replace(first, helps=(help_,), facts=facts)) from None
 
 
+def path_of(said: object) -> n.Path:
+    """The path that a text says; refuses anything else, which selects no modules."""
+    span = python_span()
+    if not isinstance(said, str):
+        title = f"modules are selected by a text, not by {kind_of(said)}"
+        helps = ('select them by their path: `sch["h.0"]`, `sch["h.*"]`',)
+        raise Refusal(Diagnostic("S202", title, Label(span), helps=helps))
+    return parse_path(said, span)
+
+
 def joined(path: n.Path, inner: str | int | slice) -> n.Path:
     """The path of what lies at `inner` in the modules of `path`; numbers pick among children."""
     span = python_span()
-    if isinstance(inner, str):
-        more = parse_path(inner, span)
+    if not isinstance(inner, int | slice):
+        more = path_of(inner)
         return replace(more, segs=(*path.segs, *more.segs), maybe=path.maybe or more.maybe)
     *before, last = path.segs
     if last.index:  # h[:2][0]: rows cannot say it

@@ -6,7 +6,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, at_the_callers_line
+from schedlang.diagnostics.diagnostic import (
+    Diagnostic,
+    Label,
+    Refusal,
+    at_the_callers_line,
+    kind_of,
+)
 from schedlang.diagnostics.source import python_span
 
 if TYPE_CHECKING:
@@ -19,14 +25,15 @@ Batches = Mapping[str, Any] | Callable[..., Mapping[str, Any]]
 @at_the_callers_line()
 def verify(
     sch: Schedule,
-    *,
-    batch: Batches,
+    *args: object,
+    batch: Batches | None = None,
     loss: Callable[..., Any] | None = None,
     weight: Callable[..., float] | None = None,
     seed: int = 0,
     dtype: str | None = None,
     shrink: bool | Callable[..., Any] | None = None,
     timeout: float | None = None,
+    **unknown: object,
 ) -> Report:
     """Compare a schedule with its model on local ranks, in float64; see `schedlang verify`.
 
@@ -41,8 +48,11 @@ def verify(
     Models, losses and batches may be defined anywhere: a notebook, `__main__`, a closure.  Raises
     Refusal for what cannot be run, RankDied or Hang for a run that failed.
     """
+    from schedlang.passes.propagate.options import check_verified
     from schedlang.runtime.launch.limit import limited
 
+    check_verified(args, unknown, {"batch": batch, "loss": loss, "weight": weight})
+    assert batch is not None
     with limited(timeout):
         return _verified(sch, batch, loss, weight, seed, dtype, shrink)
 
@@ -84,12 +94,12 @@ def _batches(batch: Any, seed: int, steps: int) -> tuple[dict[str, Any], ...]:
     if isinstance(batch, Mapping):
         return (dict(batch),) * steps
     if not callable(batch):
-        raise _refusal(f"`batch` is a {type(batch).__name__}, not a dict")
+        raise _refusal(f"`batch` is {kind_of(batch)}, not a dict")
     takes_seed = bool(inspect.signature(batch).parameters)
     made = [batch(seed + step) if takes_seed else batch() for step in range(steps)]
     wrong = next((one for one in made if not isinstance(one, Mapping)), None)
     if wrong is not None:
-        raise _refusal(f"`batch` returns {type(wrong).__name__}, not a dict")
+        raise _refusal(f"`batch` returns {kind_of(wrong)}, not a dict")
     return tuple(dict(one) for one in made)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from schedlang.cursor import Caller, Cursor, called
+from schedlang.cursor import Caller, Cursor, called, path_of
 from schedlang.diagnostics.diagnostic import (
     Diagnostic,
     Label,
@@ -17,6 +17,7 @@ from schedlang.diagnostics.diagnostic import (
     at_the_callers_line,
     at_their_callers_lines,
     closest,
+    kind_of,
     unknown,
 )
 from schedlang.diagnostics.source import NOWHERE, Source, Span, python_span
@@ -70,7 +71,7 @@ class Scope:
 
     def __getitem__(self, path: str) -> Cursor:
         """The modules that `path` names, relative to this scope."""
-        return Cursor(self._schedule, self._roots, parse_path(path, python_span()))
+        return Cursor(self._schedule, self._roots, path_of(path))
 
     def __getattr__(self, name: str) -> Caller:
         if name.startswith("_"):
@@ -122,6 +123,11 @@ class Schedule(Scope):
     ) -> None:
         from schedlang.ir.model import ModelFacts
 
+        if isinstance(model, type) or not hasattr(model, "named_modules"):
+            word = "a class" if isinstance(model, type) else kind_of(model)
+            title = f"a schedule is for a module of torch, not for {word}"
+            helps = ("give the model itself: `schedlang.create_schedule(model())`",)
+            raise Refusal(Diagnostic("S618", title, Label(python_span()), helps=helps))
         load_all()
         self._facts: ModelFacts = ModelFacts(model)
         self._selector = Selector(self._facts)
@@ -148,8 +154,7 @@ class Schedule(Scope):
 
     def verify(
         self,
-        *what: object,
-        batch: Mapping[str, Any] | Callable[..., Mapping[str, Any]] | None = None,
+        *what: Any,
         **options: Any,
     ) -> Report:
         """Compare with the model on local ranks, in float64: `schedlang.verify(sch, batch=batch)`.
@@ -158,21 +163,7 @@ class Schedule(Scope):
         """
         from schedlang.equivalence import verify
 
-        if what or batch is None:
-            said = ", ".join(["'verify'", *map(repr, what)]).replace("'", '"')
-            raise Refusal(
-                Diagnostic(
-                    "S618",
-                    "`verify` needs a batch to compare the program with the model",
-                    Label(python_span()),
-                    helps=(
-                        "give one: `sch.verify(batch=batch)`, and `loss=loss` if the model "
-                        "returns none",
-                        f"or add the row: `sch.row({said})`",
-                    ),
-                )
-            )
-        return verify(self, batch=batch, **options)
+        return verify(self, *what, **options)
 
     def __repr__(self) -> str:
         plan = self.plan()
@@ -222,11 +213,16 @@ class Schedule(Scope):
 
     def why(self, fqn: str) -> str:
         """Which rows act on a module or a parameter, and where they are written."""
-        return why(self.plan(), self.tree, fqn)
+        return why(self.plan(), self.tree, str(fqn))
 
     def diff(self, other: Schedule | Plan) -> Difference:
         """How this schedule differs from another, action by action."""
-        return compare(self.plan(), other.plan() if isinstance(other, Schedule) else other)
+        other = other.plan() if isinstance(other, Schedule) else other
+        if not hasattr(other, "actions"):
+            title = f"a schedule is compared with a schedule or a plan, not with {kind_of(other)}"
+            helps = ("give the other one: `sch.diff(other)`",)
+            raise Refusal(Diagnostic("S618", title, Label(python_span()), helps=helps))
+        return compare(self.plan(), other)
 
     def build(
         self,
@@ -371,7 +367,13 @@ class Schedule(Scope):
     def step(self, name: str, relax: str | Sequence[str] = ()) -> Iterator[Schedule]:
         """A phase that may give up what `relax` names; if the block raises, all is taken back."""
         span = python_span()
-        relaxed = (relax,) if isinstance(relax, str) else tuple(relax)
+        relaxed: tuple[Any, ...] = (
+            tuple(relax) if isinstance(relax, Iterable) and relax != str(relax) else (relax,)
+        )
+        if not all(isinstance(word, str) for word in relaxed):
+            title = f"`relax` takes names, not {relax!r}"
+            helps = ('name what may differ: `relax="dtype"`',)
+            raise Refusal(Diagnostic("S303", title, Label(span), helps=helps))
         node = n.Step(name, relaxed, n.Block((), span=span), span=span)
         if self._state.step is not None or len(self._stack) > 1:
             title = "a step cannot stand inside a step or block"
@@ -389,11 +391,15 @@ class Schedule(Scope):
                 Diagnostic("S113", title, Label(python_span()), helps=("close it first",))
             )
         items = self._stack[0]
-        if to is None or isinstance(to, int):
+        if to is None or isinstance(to, int) and to >= 0:
             for _ in range(1 if to is None else to):
                 items = without_last(items)
             self._replay(items, self._settings)
             return
+        if not isinstance(to, str):
+            title = f"`undo` takes a number of rows or the name of a step, not {to!r}"
+            help_ = "take back the last row: `sch.undo()`, the last two: `sch.undo(2)`"
+            raise Refusal(Diagnostic("S113", title, Label(python_span()), helps=(help_,)))
         steps = [item.name for item in items if isinstance(item, n.Step)]
         if to not in steps:
             near = closest(to, steps)

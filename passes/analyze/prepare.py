@@ -176,7 +176,8 @@ def _check_draws(plan: Plan, traced: Traced) -> None:
     if plan.mesh.world > 1 and traced.apart:
         from schedlang.runtime.rng.logical_dropout import without_form
 
-        raise without_form(*next(iter(traced.apart.items())))
+        name, (site, line) = next(iter(traced.apart.items()))
+        raise without_form(name, site, line)
 
 
 def _check_weight(weight: Weight, sample: Mapping[str, Any]) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from inspect import unwrap
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
@@ -173,6 +177,22 @@ def check_rows(plan: Plan, sample: Mapping[str, Any]) -> None:
             ),
         )
     )
+
+
+@contextmanager
+def at_the_forward(model: Any) -> Iterator[None]:
+    """A batch without rows (S605) is told with the line of the forward that is given it."""
+    try:
+        yield
+    except Refusal as refusal:
+        first = refusal.diagnostic
+        code = getattr(unwrap(type(model).forward), "__code__", None)
+        theirs = type(model).__module__.startswith("torch.")  # whose line says nothing
+        if first.code != "S605" or code is None or theirs:
+            raise
+        line = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+        note = f"it is given to the forward of `{type(model).__name__}`, at {line}"
+        raise Refusal(replace(first, notes=(*first.notes, note))) from None
 
 
 def check_loss(traced: Traced) -> None:

@@ -193,13 +193,14 @@ def propose(
     """
     from schedlang.ir.model import ModelFacts
     from schedlang.ir.plan import Plan
-    from schedlang.passes.analyze.taking import check_keys, check_loss
+    from schedlang.passes.analyze.taking import at_the_forward, check_keys, check_loss
     from schedlang.passes.propagate.propagate import propagate
     from schedlang.runtime.batch import rows_of
 
     check_mesh(mesh)
     facts = ModelFacts(model)
-    rows_of(batch)
+    with at_the_forward(model):
+        rows_of(batch)
     check_loss(propagate(Plan(facts), batch, loss))
     check_keys(Plan(facts), batch, loss, weight)
     blocks = blocks_of(facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -141,7 +142,7 @@ class Finder:
 
     def mended(self, rows: Sequence[Row]) -> list[Row] | str:
         """The rows with what their refusals ask for, if they are legal then; else why not."""
-        rows, said = list(rows), ""
+        rows, said, counted = list(rows), "", ""
         for _ in range(MOST):
             found = self.trial.refusal([*self.rows, *rows], self.axis, self.ranks)
             if found is None:
@@ -155,16 +156,18 @@ class Finder:
                 continue
             better = self._better(rows, place, refusal) if 0 <= place < len(rows) else rows
             if better == rows:
-                return said
+                break
+            if any("heads=" in row.call for row in better) and not counted:
+                counted = said  # what is refused next is refused of heads that nobody wrote
             rows = better
-        return said
+        return counted or said
 
     def _better(self, rows: list[Row], place: int, refusal: Refusal) -> list[Row]:
         """The rows with the arguments that a refusal asks for at one; heads concern all of them."""
         asked = {name: found for name in ASKED if (found := refusal.diagnostic.fact(name))}
         if "heads" in asked:
-            size = self._width(rows[place]) // int(asked["heads"])
-            return [self.uneven(row, size) for row in rows]
+            size = self._width(rows[place]) // _beside(rows[place]) // int(asked["heads"])
+            return [self.uneven(row, size) for row in rows] if size else rows
         better = rows[place]
         for name, value in asked.items():
             better = better.with_argument(f"{name}={value}")
@@ -172,10 +175,11 @@ class Finder:
 
     def uneven(self, row: Row, size: int) -> Row:
         """A row with its number of heads of a size, if the ranks do not divide it."""
-        heads, rest = divmod(self._width(row), size)
-        if rest or heads % self.ranks == 0 or "blocks=" in row.call:
+        blocks = _beside(row)
+        heads, rest = divmod(self._width(row), size * blocks)
+        if rest or heads % self.ranks == 0 or "blocks=[" in row.call:
             return row
-        shared = "col" in row.call and self.ranks % heads == 0
+        shared = "col" in row.call and self.ranks % heads == 0 and blocks == 1
         row = row.with_argument(f"heads={heads}")
         return row.with_argument(f"uneven={'replicate' if shared else 'pad'}")
 
@@ -295,6 +299,12 @@ def _packed(finder: Finder, row: Row) -> Row:
     if "col" not in row.call or len(parts) < 2 or sum(parts) != outputs_of(site):
         return row
     return row.with_argument(f"blocks={parts if len(set(parts)) > 1 else len(parts)}")
+
+
+def _beside(row: Row) -> int:
+    """How many equal blocks lie side by side in what a row splits, each with heads of its own."""
+    found = re.search(r"blocks=(\d+)", row.call)
+    return int(found[1]) if found else 1
 
 
 def _viewed(finder: Finder, row: Row) -> Row:

@@ -324,7 +324,7 @@ def _shares(name: str, failure: Failure, batch: Batch) -> dict[str, Tensor | Non
     weights = [weigh(part.inputs) for part in parts]
     subject = Sequential(twin(case), loss=case.loss)
     found: dict[str, Tensor | None] = {}
-    modes, _ = modes_of(case.seed)
+    modes, _ = modes_of(case)
     with ambient(*modes):
         for number, (part, weight) in enumerate(zip(parts, weights)):
             if weight:

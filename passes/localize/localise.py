@@ -115,7 +115,7 @@ def _record(case: Case, batch: Batch, folder: str) -> tuple[Frame, ...]:
     from schedlang.runtime.no_labels import no_labels
     from schedlang.runtime.scope import Scope, entered, named_sites
 
-    modes, _ = modes_of(case.seed)
+    modes, _ = modes_of(case)
     order: tuple[Frame, ...] = ()
     for replica, share in enumerate(_parts(case, batch)):
         for micro, part in enumerate(share):

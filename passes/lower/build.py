@@ -16,6 +16,7 @@ from schedlang.passes.analyze.fewer_bits import Bits
 from schedlang.passes.analyze.prepare import Prepared, check_axes, prepare
 from schedlang.passes.analyze.residence import away
 from schedlang.passes.analyze.staleness import check_build
+from schedlang.passes.analyze.taking import at_the_forward
 from schedlang.passes.analyze.whole_step import whole_step
 from schedlang.passes.complete.complete import completed
 from schedlang.passes.lower.drawing import Asked, drawing_of
@@ -199,7 +200,8 @@ def _prepared(plan: Plan, batch: Mapping[str, Any], given: Options) -> Prepared:
     """What is known before ranks run, found on each of them alike."""
     from schedlang.runtime.batch import sample_of
 
-    sample = sample_of(batch, 1 if given.local else plan.shares, plan.micro)
+    with at_the_forward(plan.model.model):
+        sample = sample_of(batch, 1 if given.local else plan.shares, plan.micro)
     return _agreed(prepare(plan, sample, given.loss, given.weight, trains=False))
 
 

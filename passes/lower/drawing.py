@@ -22,10 +22,21 @@ if TYPE_CHECKING:
     from schedlang.runtime.comm.ranks import Ranks
     from schedlang.runtime.propagation.trace import Tag
     from schedlang.runtime.rng.logical_dropout import LogicalDropout, Slices, Window
-    from schedlang.runtime.rng.native import Forked, NativeDropout, Places
+    from schedlang.runtime.rng.native import Fork, Forked, NativeDropout
 
 # by axis: the place whose masks each place draws
 Along = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A draw that is no other rank's but of those that `along` names.
+
+    every   it has no dim of samples: one draw for all rows of a batch
+    """
+
+    along: Along
+    every: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,7 @@ class Draws:
     """
 
     base: tuple[str, ...] = ()
-    sites: Mapping[str, tuple[Along | None, ...]] = field(default_factory=dict)
+    sites: Mapping[str, tuple[Apart | None, ...]] = field(default_factory=dict)
     why: str = ""
 
 
@@ -48,11 +59,12 @@ def draws_of(plan: Plan, prepared: Prepared, rows: int) -> Draws:
     stage = plan.mesh.fold(staged.axis) if staged.axis is not None else ()
     base = tuple(axis for axis in plan.mesh.sizes if axis in (*plan.data_axes, *stage))
     units = staged.cut.graph.units if stage else ()
-    sites: dict[str, list[Along | None]] = {}
+    sites: dict[str, list[Apart | None]] = {}
     for (site, turn), shape in traced.drawn.items():
-        if shape and shape[0] % rows and not _recurrent(plan, site):
+        every = traced.unbatched.get((site, turn), False)
+        if shape and shape[0] % rows and not every and not _recurrent(plan, site):
             return Draws(why=f"`{site or 'the model'}` draws {shape}, not rows of {rows} samples")
-        axes = dict.fromkeys(base)
+        axes = dict.fromkeys(a for a in base if not (every and a in plan.data_axes))
         try:
             split = _split(plan, prepared, (site, turn))
         except LookupError as error:
@@ -71,7 +83,8 @@ def draws_of(plan: Plan, prepared: Prepared, rows: int) -> Draws:
             axes = {a: None for a in axes if a not in stage}
         same = not split and tuple(axes) == base
         along = tuple((a, tuple(range(plan.mesh.size(a)))) for a in axes) + split
-        sites.setdefault(site, []).append(None if same else along)
+        apart = None if same and not every else Apart(along, every)
+        sites.setdefault(site, []).append(apart)
     return Draws(base, {site: tuple(found) for site, found in sites.items()})
 
 
@@ -161,18 +174,19 @@ def _native(
 
     from schedlang.runtime.comm import world
     from schedlang.runtime.device import default_generators
-    from schedlang.runtime.rng.native import NativeDropout, install
+    from schedlang.runtime.rng.native import Fork, NativeDropout, install
 
     draws = draws_of(plan, prepared, asked.rows)
     if draws.why:
         return None, draws.why
     mesh, rank = plan.mesh, ranks.rank
 
-    def places(along: Along) -> Places:
-        return tuple((axis, first[mesh.index(rank, axis)]) for axis, first in along)
+    def fork(apart: Apart) -> Fork:
+        places = tuple((axis, first[mesh.index(rank, axis)]) for axis, first in apart.along)
+        return Fork(places, apart.every)
 
     at = {
-        site: tuple(None if along is None else places(along) for along in found)
+        site: tuple(None if apart is None else fork(apart) for apart in found)
         for site, found in draws.sites.items()
     }
     forks, plain, why = _forks(module, at, prepared.traced.entries)
@@ -188,7 +202,7 @@ def _native(
 
 
 def _forks(
-    module: nn.Module, sites: Mapping[str, Sequence[Places | None]], entries: Mapping[str, int]
+    module: nn.Module, sites: Mapping[str, Sequence[Fork | None]], entries: Mapping[str, int]
 ) -> tuple[dict[str, Forked], list[str], str]:
     """The modules to be changed, those inside of them that draw with the step, and what cannot be.
 
@@ -267,17 +281,20 @@ def _logical(
     slicing, slices = prepared.slicing, windows_of(plan, prepared, ranks)
     named_sites(module)
     if prepared.tokens is not None:
-        return LogicalDropout(seed, install.windows(prepared.tokens, slices))
-    return LogicalDropout(seed, windows(slicing, slices) if slicing else slices)
+        slices = install.windows(prepared.tokens, slices)
+    elif slicing:
+        slices = windows(slicing, slices)
+    return LogicalDropout(seed, slices, prepared.traced.unbatched)
 
 
 def windows_of(plan: Plan, prepared: Prepared, ranks: Ranks) -> Slices:
     """The part of a logical mask that shards of this rank hold."""
-    from schedlang.runtime.rng.logical_dropout import Window, of_evaluation
+    from schedlang.runtime.rng.logical_dropout import Window, is_unbatched, of_evaluation
     from schedlang.runtime.scope import current
 
     # not the plan itself: a program that keeps it keeps the original model with it
     mesh, masks, rank = plan.mesh, prepared.traced.masks, ranks.rank
+    unbatched = prepared.traced.unbatched
     split = bool(plan.boundaries) or any(plan.held(name).splits for name in plan.layouts)
 
     def slices(site: str, call: int, shape: tuple[int, ...]) -> Window | None:
@@ -287,10 +304,11 @@ def windows_of(plan: Plan, prepared: Prepared, ranks: Ranks) -> Slices:
             tags = of_evaluation(masks, site, len(shape), split)
         if not tags:
             return None
+        first = 0 if is_unbatched(unbatched, site, call) else 1  # else dim 0 holds the samples
         logical = list(shape)
         index: list[Any] = [None] * len(shape)
         for axis, tag in tags.items():
-            dim, parts = tag.dim - 1, mesh.size(axis)  # dim 0 holds the samples
+            dim, parts = tag.dim - first, mesh.size(axis)
             logical[dim] = tag.uneven.true(shape[dim], parts)
             place = mesh.index(rank, axis)
             index[dim] = tag.positions(logical[dim], parts, place)

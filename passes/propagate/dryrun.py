@@ -61,6 +61,7 @@ def record(
 ) -> Recording:
     """What the model as it is calls, in order, with the shapes of each call."""
     from schedlang.runtime.activation_memory.second_run import watch_again
+    from schedlang.runtime.propagation.many_rows import unbatched_draws
     from schedlang.runtime.propagation.reach import reached
     from schedlang.runtime.propagation.stand_ins import hollow_out
     from schedlang.runtime.propagation.trace import Recorder, Stack, watch_saved
@@ -82,7 +83,7 @@ def record(
     with on_meta(batch, inputs) as values, watched, Recorder(stack, inputs) as recorder:
         values.drew = watched.drew
         try:
-            output, value = call(model, inputs, _telling(loss) if loss is not None else None)
+            output, value = call(model, inputs, _telling(loss, model) if loss is not None else None)
         except Refusal:
             raise
         except Exception as error:
@@ -97,19 +98,25 @@ def record(
     recorder.recording.entries.update(stack.turns)
     recorder.recording.order.extend(stack.turns)
     recording: Recording = recorder.recording
+    if recording.sourceless:
+        recording.unbatched = unbatched_draws(plan.model.model, batch, loss, recording)
     return recording
 
 
-def _telling(loss: Loss) -> Loss:
+def _telling(loss: Loss, model: nn.Module) -> Loss:
     """The user's loss, whose errors are told at its own line (S865) and not as the model's."""
+    from schedlang.runtime.tracing.lossless import is_loss, not_a_loss
 
     def tried(output: Any, batch: Mapping[str, Any]) -> Any:
         try:
-            return loss(output, batch)
+            value = loss(output, batch)
         except Exception as error:
             if _for_values(error):
                 raise
             raise told(error, "loss", loss) from error
+        if not is_loss(value):
+            raise Refusal(not_a_loss(value, model, batch))
+        return value
 
     return tried
 

@@ -80,7 +80,8 @@ class Traced:
               None where they are not known; empty where nothing is sharded
     random    whether an operator draws random numbers
     drawn     (module, turn) of each mask -> its whole shape; (): it is not told
-    apart     those that cannot be drawn alike on several ranks -> the module that they run in
+    unbatched  (module, turn) of each mask -> it has no dim of samples; empty where all have one
+    apart     those that cannot be drawn alike on several ranks -> module and line of the model
     reached   parameters that the loss depends on, whatever the values are
     outside   modules that are called while a module around them does not run, and that one
     lossless  what is said where there is no loss to train by
@@ -106,7 +107,8 @@ class Traced:
     labels: tuple[LabelRule, ...] = ()
     random: bool = False
     drawn: Mapping[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
-    apart: Mapping[str, str] = field(default_factory=dict)
+    unbatched: Mapping[tuple[str, int], bool] = field(default_factory=dict)
+    apart: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     reached: frozenset[str] = frozenset()
     outside: frozenset[tuple[str, str]] = frozenset()
     lossless: Diagnostic | None = None
@@ -189,6 +191,7 @@ def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
         "labels": tuple(recording.labels),
         "random": recording.random,
         "drawn": dict(recording.drawn),
+        "unbatched": dict(recording.unbatched),
         "apart": dict(recording.apart),
         "reached": recording.reached,
         "outside": recording.outside,
@@ -220,7 +223,7 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
     fqn = failure.frame[0]
     action = _guilty(plan, failure)
     heads, asked = _heads(plan, failure)
-    line = f", at {failure.line}" if failure.line and not heads else ""
+    line = f", at {failure.line}" if failure.line else ""
     notes: tuple[str, ...] = (f"in the forward of `{fqn or plan.model.class_name}`{line}",)
     title = heads[0] if heads else failure.reason
     if not heads and failure.raw:
@@ -231,7 +234,7 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
     helps = (*heads[1:], *failure.helps) if heads else failure.helps or _fitting(plan, action, fqn)
     made = () if heads else tuple(_made(plan, failure))
     helps = (*(f"shard the other one, too: `{site}  {call}`" for site, call in made), *helps)
-    if line and failure.call in RESHAPES and failure.integers:
+    if line and not heads and failure.call in RESHAPES and failure.integers:
         helps = (
             f"write -1 in place of the number of heads, or of their size, at {failure.line}",
             *helps,

@@ -155,13 +155,15 @@ def account(
         return _without_batch(plan)
     from schedlang.passes.analyze import fewer_bits
     from schedlang.passes.analyze.prepare import prepare
+    from schedlang.passes.analyze.taking import at_the_forward
     from schedlang.passes.complete.complete import completed
     from schedlang.passes.lower.drawing import drawn_logically
     from schedlang.passes.partition.chains import told
     from schedlang.runtime.batch import even, rows_of, sample_of
 
     plan = completed(plan, batch, loss)
-    sample = sample_of(batch, plan.shares, plan.micro)
+    with at_the_forward(plan.model.model):
+        sample = sample_of(batch, plan.shares, plan.micro)
     prepared = prepare(plan, sample, loss, weight)
     notes = [_MOMENTS]
     if not even(batch, plan.shares, plan.micro):

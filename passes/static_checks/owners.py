@@ -137,18 +137,23 @@ def _parameters(
 
 
 def _buffers(plan: Plan, prepared: Prepared) -> Iterator[tuple[str, str]]:
-    """A buffer of a unit belongs to the unit's stage; others to the stages that read them."""
+    """A buffer of a unit belongs to the unit's stage; others to the stages that read them.
+
+    One that nothing reads needs no stage: a forward may take a view of it and drop that.
+    """
     staged = prepared.staged
     if staged.axis is None:
         return
     assigned = buffer_stages(staged)
+    graph = staged.cut.graph
+    read = frozenset().union(*(r.buffers for r in (*graph.reads, *graph.between, graph.final)))
     same = {names[0]: names for names in plan.model.shared_buffers}
     for name, _ in plan.model.model.named_buffers():
         inside = staged.places(*_units(prepared, same.get(name, (name,))))
         holders = assigned.get(name)
         if holders is not None and not holders:
             yield name, "a buffer is held by no stage"
-        elif holders is None and inside:
+        elif holders is None and inside and name in read:
             yield name, f"a buffer of units at {sorted(inside)} is assigned to no stage"
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.analyze.reductions import Booked, executed
+from schedlang.passes.analyze.taking import at_the_forward
 from schedlang.passes.static_checks.claim import Claim
 from schedlang.passes.static_checks.gradients import gradients, ledger, types
 from schedlang.passes.static_checks.matching import matching
@@ -61,7 +62,8 @@ def static(
             found, unseen=(*found.unseen, "compressed gradients: simulated as uncompressed sums")
         )
     micro = plan.micro
-    sample = sample_of(batch, plan.shares, micro)
+    with at_the_forward(plan.model.model):
+        sample = sample_of(batch, plan.shares, micro)
     step = Step(plan, prepare(plan, sample, loss, weight), sample, loss, weight)
     told = gradients(plan, step.prepared, sample, loss)
     assert told is not None, "a model without a loss is refused before"

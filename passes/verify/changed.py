@@ -31,7 +31,7 @@ def changed_rows(case: Case) -> Iterator[Row]:
     if not facts.changes:
         return
     yield _values(facts)
-    modes, _ = modes_of(case.seed)
+    modes, _ = modes_of(case)
     with ambient(*modes):
         loss, named = _of_names(case, facts.base.model, facts.model)
         own, grads = _of_parameters(case, facts.model)

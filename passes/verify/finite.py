@@ -102,7 +102,7 @@ def _looked(case: Case, batch: Batch) -> _Look:
     for name, child in module.named_modules():
         if name:
             child.register_forward_hook(_noting(look, name))
-    modes, _ = modes_of(case.seed)
+    modes, _ = modes_of(case)
     with ambient(*modes):
         subject = Sequential(module, loss=case.loss)
         look.loss = float(subject.derive(batch, range(rows(batch))))

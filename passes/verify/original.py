@@ -344,7 +344,7 @@ def together(
     def run(place: int) -> dict[str, Tensor | None]:
         part, share = parts[place], weights[place] / total
         try:
-            with ambient(*modes_of(case.seed)[0]), no_labels(share):
+            with ambient(*modes_of(case)[0]), no_labels(share):
                 module = twin(case)
                 gather_statistics(module, sums, meeting.at(place))
                 subject = Sequential(module, loss=case.loss, scale=share)

@@ -41,7 +41,7 @@ def generators(module: nn.Module) -> dict[str, Tensor]:
 def draws_in_words(noted: Draws) -> list[str]:
     """Each draw as a text: where, the how manyth, in which step, for which samples."""
     return [
-        f"`{site or 'model'}` call {call}, {_when(step)}, rows {_runs(sorted(samples))}"
+        f"`{site or 'model'}` call {call}, {_when(step)}, {_rows(sorted(samples))}"
         for (step, site, call), samples in noted.items()
     ]
 
@@ -63,7 +63,7 @@ def repeated(begun: Mapping[Stream, Begun]) -> list[str]:
 
 def _stream(stream: Stream) -> str:
     step, site, call, sample = stream
-    return f"`{site or 'model'}` call {call}, {_when(step)}, row {sample}"
+    return f"`{site or 'model'}` call {call}, {_when(step)}, {_rows([sample], 'row')}"
 
 
 def _when(moment: Moment) -> str:
@@ -80,6 +80,13 @@ def together(everyone: Sequence[Draws | None]) -> dict[tuple[Moment, str, int], 
         for key, samples in (noted or {}).items():
             out.setdefault(key, set()).update(samples)
     return out
+
+
+def _rows(samples: Sequence[int], word: str = "rows") -> str:
+    """Of which rows a draw is, in words."""
+    from schedlang.runtime.rng.logical_dropout import EVERY
+
+    return "all rows" if EVERY in samples else f"{word} {_runs(samples)}"
 
 
 def _runs(numbers: Sequence[int]) -> str:
@@ -148,7 +155,7 @@ def native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] | None
     trained = [moment for moment, _, _ in noticed if isinstance(moment, int)]
     if not any(world.gathered(bool(trained))):  # a stage may draw nothing, and trains with the rest
         return None
-    noting, first = Noting(native, logical.slices), program.step
+    noting, first = Noting(native, logical), program.step
     program.assembly, program.follow_inputs = replace(assembly, dropout=native), False
     try:
         for _ in range(STEPS):
@@ -212,6 +219,6 @@ def _streams(everyone: Sequence[Mine]) -> Iterator[str]:
 
 def _said(content: Content, rank: int) -> str:
     step, samples, site, call, held = content
-    rows = ",".join(map(str, samples))
+    rows = _rows(samples)
     part: Any = "" if held is None else ", a part"
-    return f"`{site or 'model'}` call {call}, step {step}, rows {rows}{part} (rank {rank})"
+    return f"`{site or 'model'}` call {call}, step {step}, {rows}{part} (rank {rank})"

@@ -116,7 +116,7 @@ def runs(case: Case, evaluate: bool = False) -> Runs:
     from schedlang.passes.verify.original import Sequential
     from schedlang.runtime.modes import ambient
 
-    modes, _ = modes_of(case.seed)
+    modes, _ = modes_of(case)
     with ambient(*modes):
         norm = Sequential(twin(case), loss=case.loss).norm(case.batches[0])
     seen = batches_of(case)
@@ -231,6 +231,7 @@ def check_parts(case: Case) -> Case:
                 f"on the original, split into {count} parts, {bad.place} differs by"
                 f" {bad.error:.1e}",
                 "statistics over the batch (batch norm, router losses) would differ by rank",
+                *_line_of(case),
             ),
             helps=(
                 "define `weight(batch)` in the model file: the weight of a part of the batch",
@@ -238,6 +239,21 @@ def check_parts(case: Case) -> Case:
             ),
         )
     )
+
+
+def _line_of(case: Case) -> tuple[str, ...]:
+    """Where the parts first compute something else than the whole; empty where nobody can tell."""
+    from schedlang.passes.propagate.batch_weights import part_weight
+    from schedlang.passes.verify.meeting_rows import line_where_rows_meet
+    from schedlang.runtime.batch import split
+
+    plan = case.plan
+    if case.prepared is not None and case.prepared.traced.statistics is not None:
+        return ()  # parts share some sums, and are not alike there
+    parts = [p for share in split(case.batches[0], plan.shares, plan.micro) for p in share]
+    weigh = part_weight(plan, parts[0].inputs, case.loss, case.weight, len(parts))
+    line = line_where_rows_meet(case, parts, [weigh(part.inputs) for part in parts])
+    return (f"rows of the batch meet in {line}",) if line else ()
 
 
 def _of_the_model(case: Case, bad: Row) -> None:
@@ -268,7 +284,7 @@ def _buffers(case: Case, batch: Batch) -> None:
     from schedlang.runtime.modes import ambient
 
     plan = case.plan
-    modes, _ = modes_of(case.seed)
+    modes, _ = modes_of(case)
     with ambient(*modes):
         subject = Sequential(twin(case), loss=case.loss)
         shares = split(batch, plan.shares, plan.micro)
@@ -291,7 +307,7 @@ def _parts(case: Case, batch: Batch, evaluate: bool = False) -> tuple[int, Row |
     if len(parts) == 1:
         return 1, None
     weigh = part_weight(plan, parts[0].inputs, case.loss, case.weight, len(parts))
-    modes, _ = modes_of(case.seed)
+    modes, _ = modes_of(case)
     with ambient(*modes):
         weights = [weigh(part.inputs) for part in parts]
         rows = parts_agree(
@@ -322,7 +338,7 @@ def _sound(case: Case, batch: Batch) -> bool:
     from schedlang.passes.verify.original import Sequential
     from schedlang.runtime.modes import ambient
 
-    modes, _ = modes_of(case.seed)
+    modes, _ = modes_of(case)
     try:
         with ambient(*modes):
             norm = Sequential(twin(case), loss=case.loss).norm(batch)

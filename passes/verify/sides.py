@@ -77,13 +77,15 @@ def prepared(case: Case) -> Case:
     A case that was prepared keeps its table of bits: what it is compared with has the same.
     """
     from schedlang.passes.analyze.prepare import prepare
+    from schedlang.passes.analyze.taking import at_the_forward
     from schedlang.passes.complete.complete import completed
     from schedlang.runtime.batch import split
 
     plan = completed(case.plan, case.batches[0], case.loss)
     case = replace(case, plan=plan)
     micro = plan.micro
-    sample = split(case.batches[0], plan.shares, micro)[0][0].inputs
+    with at_the_forward(plan.model.model):
+        sample = split(case.batches[0], plan.shares, micro)[0][0].inputs
     bits = case.prepared.bits if case.prepared is not None else None
     return replace(case, prepared=prepare(plan, sample, case.loss, case.weight, bits))
 
@@ -154,13 +156,22 @@ def _cast(case: Case, batch: Batch) -> dict[str, Any]:
     return out
 
 
-def modes_of(seed: int) -> Any:
+def modes_of(case: Case) -> Any:
     """The modes that both sides run under, and the dropout among them."""
     from schedlang.runtime.float64 import Float64
+
+    dropout = dropout_of(case)
+    return (Float64(), dropout), dropout
+
+
+def dropout_of(case: Case) -> LogicalDropout:
+    """What the original draws by, as the program does."""
     from schedlang.runtime.rng.logical_dropout import LogicalDropout
 
-    dropout = LogicalDropout(seed)
-    return (Float64(), dropout), dropout
+    known = case.prepared
+    return LogicalDropout(
+        case.seed, unbatched=known.traced.unbatched if known is not None else None
+    )
 
 
 def twin(case: Case) -> nn.Module:
@@ -172,7 +183,7 @@ def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:
     """What the original shows under each condition, and how many dropout masks it drew."""
     from schedlang.runtime.modes import ambient
 
-    modes, dropout = modes_of(case.seed)
+    modes, dropout = modes_of(case)
 
     def make(condition: Condition) -> Sequential:
         return sequential(condition.case or case, condition, dropout)

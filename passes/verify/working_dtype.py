@@ -14,7 +14,14 @@ from schedlang.passes.verify.asked import Curve, asked
 from schedlang.passes.verify.compare import is_left_out, unhidden
 from schedlang.passes.verify.observe import Batch, Condition, Key, Observation, conditions, observe
 from schedlang.passes.verify.pooled_draws import CHANCE, bound
-from schedlang.passes.verify.sides import Case, modes_of, original, sequential, twin
+from schedlang.passes.verify.sides import (
+    Case,
+    dropout_of,
+    modes_of,
+    original,
+    sequential,
+    twin,
+)
 from schedlang.report import Row
 
 if TYPE_CHECKING:
@@ -304,14 +311,13 @@ def _plain(working: Case, told: Sequence[Condition]) -> Observation:
     """The original in the working dtype, under the casts of the plan, and what it chose."""
     from schedlang.runtime.modes import ambient
     from schedlang.runtime.moe.choices import Choices
-    from schedlang.runtime.rng.logical_dropout import LogicalDropout
 
     def make(condition: Condition) -> Sequential:
         return sequential(working, condition, cast=True)
 
     first = [replace(condition, batches=working.batches) for condition in told[:1]]
     noted = Choices()
-    with ambient(LogicalDropout(working.seed), noted):
+    with ambient(dropout_of(working), noted):
         return replace(observe(make, first), choices=noted.found)
 
 
@@ -445,7 +451,7 @@ def chosen(case: Case, told: Iterable[Condition], *, wide: bool) -> Mapping[Any,
     from schedlang.runtime.modes import ambient
     from schedlang.runtime.moe.choices import Choices
 
-    (float64, dropout), _ = modes_of(case.seed)
+    (float64, dropout), _ = modes_of(case)
     noted = Choices()
     modes = (float64, dropout, noted) if wide else (dropout, noted)
     with ambient(*modes):
@@ -478,10 +484,9 @@ def curve_rows(working: Case, curves: Sequence[Curve], pool: Pool) -> list[Row]:
 def _original(working: Case, steps: int) -> list[float]:
     from schedlang.passes.verify.original import Sequential
     from schedlang.runtime.modes import ambient
-    from schedlang.runtime.rng.logical_dropout import LogicalDropout
 
     adamw = conditions(working.batches, 1.0)[1].optimizer
-    with ambient(LogicalDropout(working.seed)):
+    with ambient(dropout_of(working)):
         subject = Sequential(twin(working), adamw, loss=working.loss)
         return [float(subject.train_step(batch)) for batch in _cycled(working, steps)]
 

@@ -12,6 +12,10 @@ from typing import Any
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.diagnostics.source import NOWHERE, Source, Span, shown_path
 
+OURS = tuple(  # what a user has not written
+    str(Path(__file__).resolve().parents[2] / room) + os.sep
+    for room in ("schedlang", "passes", "primitives")
+)
 CODES = {"model": "S863", "batch": "S864", "loss": "S865", "weight": "S865"}
 HELPS = {
     "model": "it is called without arguments, and once more on the meta device: `model()`",
@@ -32,7 +36,11 @@ def told(error: Exception, name: str, function: Callable[..., Any]) -> Refusal:
     said = f"{type(error).__name__}: {error}".split("\n")[0].removesuffix(": ")
     deepest = frames[-1] if frames else None
     notes = []
-    if deepest is not None and deepest not in own[-1:]:
+    if (
+        deepest is not None
+        and deepest not in own[-1:]
+        and not os.path.realpath(deepest.filename).startswith(OURS)
+    ):
         notes.append(f"raised at {Path(deepest.filename).name}:{deepest.lineno}: {deepest.line}")
     label = Label(_span(own[-1]), "here") if own else Label()
     title = f"`{name}` of the model file raises {said}"

@@ -158,6 +158,12 @@ def closest(word: str, options: Iterable[str]) -> str | None:
     return low[hits[0]] if hits else None
 
 
+def kind_of(value: object) -> str:
+    """The class of a value, with its article: `an int`, `a Tensor`."""
+    name = type(value).__name__
+    return f"an {name}" if name[:1] in "AEIOaeio" else f"a {name}"
+
+
 def quoted(names: Iterable[str], most: int = 8) -> str:
     """`a`, `b`, `c`: names in code marks, cut after `most` of them."""
     every = list(names)

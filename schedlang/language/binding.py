@@ -255,8 +255,8 @@ class Binder:
         alone = argument.name and not isinstance(argument.value, tuple)
         before = f"{argument.name}=" if alone else ""
         helps = (f"did you mean `{before}{near}`?",) if near else ()
-        if not self.axes:
-            helps = (f"declare it: `mesh({name}=2)`",)
+        if not near:
+            helps = (f"declare it: `mesh({', '.join(filter(None, (mesh, f'{name}=2')))})`",)
         note = f"the mesh is {mesh}" if self.axes else "no mesh is declared above"
         title = f"the mesh has no axis `{name}`"
         facts = unknown(name, self.axes)

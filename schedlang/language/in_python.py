@@ -15,6 +15,7 @@ from schedlang.language.syntax import parse
 
 QUOTED = re.compile(r"`([^`]+)`")
 OPENED = re.compile(r'step ("[^"]*") relax\(([^)]*)\) \{')
+LOSS = re.compile(r"add to the model file:\n +def loss\(output, batch\):\n +return (.*)")
 RELAX = re.compile(r"relax\(([^)]*)\)")
 OPTION = re.compile(r"--(knob|mesh) (.+)")
 OWN = re.compile(r"\bsch\b|^with |^(\w+)=\1$")  # it is Python already
@@ -30,6 +31,8 @@ class _Unsayable(Exception):
 
 def spelled(text: str) -> str:
     """A help with each schedule in it as the call that says the same; the rest stays as it is."""
+    if given := LOSS.fullmatch(text):
+        return f"give one: `loss=lambda output, batch: {given[1]}`"
     return QUOTED.sub(lambda found: f"`{_spelled(found[1])}`", text)
 
 

@@ -15,7 +15,7 @@ from schedlang.runtime.comm import collectives
 from schedlang.runtime.comm.collectives import Group, listening
 from schedlang.runtime.grad_reduction import batch_statistics
 from schedlang.runtime.lazy_logits import vocab_parallel
-from schedlang.runtime.propagation.pending import Made, trouble
+from schedlang.runtime.propagation.pending import Made, note_mask, trouble
 from schedlang.runtime.propagation.trace import Stack
 from schedlang.runtime.sharding import grid, norms
 from schedlang.runtime.sharding.grid import InParts
@@ -137,6 +137,7 @@ class Typed(TorchFunctionMode):
             inputs = tensors_in((args, kwargs))
             axes = NONE.union(*(self.varies(t) for t in inputs))
             made = Made(name_of(func), tuple(inputs)) if axes else None
+            note_mask(name_of(func), inputs, outputs)
             for tensor in outputs:
                 written = any(tensor is given for given in inputs)
                 if not written or (name_of(func).endswith("_") and axes - self.varies(tensor)):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of
 from schedlang.ir import nests as pytree
 
 # ---- Which keys of a batch the forward of a model takes: what else is there is for the loss.
@@ -113,6 +113,17 @@ def moved(batch: Batch, device: torch.device) -> dict[str, Any]:
 
     out: dict[str, Any] = pytree.tree_map(leaf, dict(batch))
     return out
+
+
+def check_mapping(batch: object) -> None:
+    """Refuse (S619) a step that is given something else than a dict."""
+    if not isinstance(batch, Mapping):
+        help_ = "give the model's keyword arguments: `{'input_ids': ids}`"
+        if callable(batch):
+            help_ = "call it: `batch(0)`"
+        raise Refusal(
+            Diagnostic("S619", f"a batch is a dict, not {kind_of(batch)}", helps=(help_,))
+        )
 
 
 def rows_of(batch: Batch) -> int:

@@ -11,12 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, at_their_callers_lines
+from schedlang.diagnostics.diagnostic import (
+    Diagnostic,
+    Refusal,
+    at_their_callers_lines,
+    closest,
+)
 from schedlang.diagnostics.tables import number
 from schedlang.pipeline.timeline import Op
 from schedlang.runtime import whole
 from schedlang.runtime.assembly import Assembly
-from schedlang.runtime.batch import Batch, Part, followed, moved
+from schedlang.runtime.batch import Batch, Part, check_mapping, followed, moved
 from schedlang.runtime.checkpointing import archive, export
 from schedlang.runtime.comm import world
 from schedlang.runtime.context_parallel.install import At
@@ -213,6 +218,7 @@ class Program:
         what no rank has whole (`left_out` says what and why): a cache of keys and values of other
         stages, a count that differs between parts.
         """
+        check_mapping(batch)
         self._training.off()
         step, count = self.evaluated
         self.evaluated = self.step, count + 1 if step == self.step else 1
@@ -235,15 +241,18 @@ class Program:
 
     def _check_names(self, batch: Batch) -> None:
         """Refuse names that building has not seen: what a part weighs may hang on them."""
+        check_mapping(batch)
         known = self.assembly.inputs
         new = [name for name in batch if name not in known]
         if new and known:
+            near = closest(new[0], [name for name in known if name not in batch])
             raise Refusal(
                 Diagnostic(
                     "S619",
                     f"the key `{new[0]}` of the batch was not in the batch of `build`",
                     notes=(f"the program was built from a batch of {', '.join(sorted(known))}",),
                     helps=(
+                        *((f"did you mean `{near}`?",) if near else ()),
                         "build with a batch that has all keys of training:"
                         " `sch.build(batch=batch)`",
                     ),

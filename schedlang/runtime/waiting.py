@@ -9,7 +9,7 @@ from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, at_their_callers_lines
 from schedlang.diagnostics.source import python_span
-from schedlang.runtime.batch import Batch
+from schedlang.runtime.batch import Batch, check_mapping
 from schedlang.runtime.comm.ranks import Ranks
 from schedlang.runtime.program import Program
 
@@ -57,6 +57,7 @@ class Waiting:
 
     def _built(self, batch: Batch, local: bool) -> Program:
         if self._program is None:
+            check_mapping(batch)
             self._program = self._make(batch, local)
         return self._program
 

@@ -92,7 +92,7 @@ def step(case: Case, engine: Any, spent: Spent) -> bool:
 
     def alone() -> Observation:
         subject, batch = Sequential(twin(case), loss=case.loss), case.batches[0]
-        with ambient(*modes_of(case.seed)[0]):
+        with ambient(*modes_of(case)[0]):
             loss = subject.derive(batch, range(len(next(iter(batch.values())))))
         return _seen(loss, subject.gradients())
 

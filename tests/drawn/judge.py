@@ -67,7 +67,7 @@ def quick(case: Case, ranks: Any) -> Sequence[Row]:
     """Every comparison of float64 after one step of one optimizer, on one batch."""
     case = widened(prepared(replace(case, batches=case.batches[:1], dtype="none")))
     case = check_parts(case)
-    modes, _ = modes_of(case.seed)
+    modes, _ = modes_of(case)
     with ambient(*modes):
         norm = Sequential(twin(case), loss=case.loss).norm(case.batches[0])
     told = conditions(case.batches, norm)[:1]

@@ -79,7 +79,7 @@ def cheap(drawn: Drawn, engine: Engine) -> Sequence[Row]:
     case = prepared(case_of(drawn, 1))
     case = widened(case)
     check_parts(case)
-    modes, _ = modes_of(case.seed)
+    modes, _ = modes_of(case)
     with ambient(*modes):
         norm = Sequential(twin(case), loss=case.loss).norm(case.batches[0])
     told = conditions(case.batches, norm)[:1]

@@ -318,3 +318,118 @@ def test_who_imports_schedules_is_answered_in_python() -> None:
         "assert SPELLED\n"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# -- mistakes ---------------------------------------------------------------------------------
+
+
+class Labelled(nn.Module):
+    """Returns what a loss is made of, and the loss itself where it is given labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+
+    def forward(
+        self, x: torch.Tensor, targets: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out = self.head(x)
+        return out, None if targets is None else (out - targets).square().mean()
+
+
+def labelled(seed: int = 0) -> dict[str, torch.Tensor]:
+    return {**batch(seed), "targets": torch.ones(6, 4)}
+
+
+def second(output: Any, batch: Any) -> Any:
+    return output[1]
+
+
+def said(call: Any) -> str:
+    with pytest.raises(Refusal) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda output, batch: None, "returns None"),
+        (lambda output, batch: 1.0, "returns a float"),
+        (lambda output, batch: output[0], "returns a tensor of shape [6, 4]"),
+        (lambda output: output[0], "positional argument but 2 were given"),
+        ("mse", "`loss` is a str"),
+    ],
+)
+def test_a_loss_that_is_none(loss: Any, words: str) -> None:
+    """What a loss function gives in place of a number is said, by `verify` and by `build`."""
+    sch = schedlang.create_schedule(Labelled())
+    for call in (
+        lambda: sch.verify(batch=labelled(), loss=loss),
+        lambda: sch.build(batch=labelled(), loss=loss).train_step(labelled()),
+    ):
+        message = " ".join(said(call).split())
+        assert words in message and "dryrun" not in message and "the model returns" not in message
+
+
+def test_no_loss_is_said_in_python() -> None:
+    """The help is an argument of the call, and labels that the forward takes are missed."""
+    sch = schedlang.create_schedule(Labelled())
+    message = said(lambda: sch.verify(batch=labelled()))
+    assert "give one: `loss=lambda output, batch: output[1]`" in message
+    assert "model file" not in message
+    message = said(lambda: sch.verify(batch=batch()))
+    assert "its forward takes `targets`, which is not in the batch" in message
+
+
+def test_arguments_of_verify() -> None:
+    """By name, and by names that there are; a row's words are a row's."""
+    sch = schedlang.create_schedule(Net())
+    assert "`sch.verify(batch=batch, loss=loss)`" in said(lambda: sch.verify(batch))
+    assert "`sch.verify(batch=batch" in said(lambda: schedlang.verify(sch, batch))
+    assert "did you mean `dtype`?" in said(lambda: sch.verify(batch=batch, dtyp="none"))
+    assert 'sch.row("verify", "forward")' in said(lambda: sch.verify("forward"))
+    assert "needs a batch" in said(lambda: schedlang.verify(sch))
+
+
+def test_what_a_step_is_given() -> None:
+    """A batch is a dict with the keys of `build`; anything else is refused as that."""
+    program = schedlang.create_schedule(Labelled()).build(batch=labelled(), loss=second)
+    waiting = schedlang.create_schedule(Labelled()).build(loss=second)
+    for one in (program, waiting):
+        for call in (one.train_step, one.eval_step):
+            assert "a batch is a dict, not a Tensor" in said(lambda call=call: call(batch()["x"]))
+            assert "call it: `batch(0)`" in said(lambda call=call: call(batch))
+    renamed = {"x": batch()["x"], "target": torch.ones(6, 4)}
+    assert "did you mean `targets`?" in said(lambda: program.train_step(renamed))
+    message = said(lambda: program.train_step(batch()))
+    assert "returns None" in message and "its forward takes `targets`" in message
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda sch: sch[0], "not by an int"),
+        (lambda sch: sch[None], "not by a NoneType"),
+        (lambda sch: sch["blocks"][None], "not by a NoneType"),
+        (lambda sch: sch["blocks"][1.5], "not by a float"),
+        (lambda sch: sch.undo(-1), "not -1"),
+        (lambda sch: sch.undo(1.5), "not 1.5"),
+        (lambda sch: sch.diff(3), "not with an int"),
+        (lambda sch: sch.why(3), "no module or parameter `3`"),
+        (lambda sch: sch.step("a", relax=3).__enter__(), "not 3"),
+        (lambda sch: sch.step("a", relax=None).__enter__(), "not None"),
+        (lambda sch: sch.step("a", relax=["dtype", 2]).__enter__(), "not ['dtype', 2]"),
+        (lambda sch: sch.build(batch=batch), "call it: `batch=batch(0)`"),
+        (lambda sch: schedlang.create_schedule(Net), "for a class"),
+        (lambda sch: schedlang.create_schedule(batch), "for a function"),
+        (lambda sch: schedlang.create_schedule(3), "for an int"),
+        (lambda sch: sch.zero(stage=1, over="dp"), "declare it: `sch.mesh(tp=2, dp=2)`"),
+    ],
+)
+def test_no_raw_errors(sch: Schedule, call: Any, words: str) -> None:
+    """A value of another kind than is asked for is told as such, at the caller's line."""
+    before = sch.to_sched()
+    message = said(lambda: call(sch))
+    assert words in message and "test_in_python.py" in message
+    assert sch.to_sched() == before

@@ -78,7 +78,7 @@ def test_one_condition_gives_inputs_as_training_does() -> None:
         case = prepared(Case(plan, condition.batches))
         program = built(case, condition)
         asked.clear()
-        with ambient(*modes_of(0)[0]):
+        with ambient(*modes_of(case)[0]):
             sequential(case, condition).train_step(condition.batches[0])
         assert asked == {wanted}
         asked.clear()

@@ -21,7 +21,7 @@ from schedlang.runtime import program
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.pipeline import executor
 from schedlang.runtime.propagation import dry, follow
-from schedlang.runtime.sharding import shard
+from schedlang.runtime.sharding import leaf, shard
 from tests import layouts, models
 from tests.proofs import planned
 from tests.training.test_build import GPT2, LLAMA, LLAMA_ENDS
@@ -405,3 +405,58 @@ class Buffered(nn.Module):
         for block in self.blocks:
             x = block(x)
         return (x.sum(1) - y).square().mean()
+
+
+class Unread(Buffered):
+    """Whose layers take a view of one more buffer, and drop it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_buffer("unread", torch.arange(4), persistent=False)
+            block.register_forward_pre_hook(lambda module, given: (module.unread[:2], None)[1])
+
+
+def test_a_buffer_that_nothing_reads_needs_no_stage() -> None:
+    """A forward that takes a view of a buffer and drops it holds, under stages, too."""
+    plan = planned(Unread(), _pipe("blocks"), "pp=2")
+    assert not static(plan, models.points(4)).problems
+
+
+class Bags(nn.Module):
+    """Two tables whose rows are added up by bags: a sum, weighed or not, and a mean."""
+
+    def __init__(self, mode: str = "sum", weighed: bool = False) -> None:
+        super().__init__()
+        self.weighed = weighed
+        self.bags = nn.ModuleList(nn.EmbeddingBag(8, 4, mode=mode) for _ in range(2))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, ids: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        scales = torch.full(ids.shape, 0.5, device=ids.device) if self.weighed else None
+        x = sum(bag(ids, None, scales) for bag in self.bags)
+        return (self.head(x)[..., 0] - y).square().mean()
+
+
+BAGS = {"ids": torch.arange(12).reshape(4, 3) % 8, "y": torch.ones(4)}
+
+
+@pytest.mark.parametrize("style", ["vocab", "col"])
+@pytest.mark.parametrize(("mode", "weighed"), [("sum", False), ("sum", True), ("mean", False)])
+def test_bags_split_by_rows_or_columns_hold(mode: str, weighed: bool, style: str) -> None:
+    """Each rank adds up the rows that it holds, and the sum over the ranks has them all."""
+    plan = planned(Bags(mode, weighed), f"bags.*  shard({style}, output=R, over=tp)", "tp=2")
+    assert not static(plan, BAGS).problems
+
+
+def test_bags_without_their_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that adds up rows for ids that it does not hold is told, at the row."""
+    plain = leaf._looked_up
+
+    def unmasked(module: Any, ids: Any, weight: Any, offsets: Any, scales: Any, *how: Any) -> Any:
+        return plain(module, ids, weight, offsets, torch.ones(ids.shape, device="meta"), *how)
+
+    monkeypatch.setattr(leaf, "_looked_up", unmasked)
+    found = _found(static(planned(Bags(), "bags.*  shard(vocab, over=tp)", "tp=2"), BAGS), "S713")
+    assert found and "even for ids that it does not hold" in found[0].title
+    assert "shard(vocab" in _line(found[0])

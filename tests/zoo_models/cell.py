@@ -89,7 +89,7 @@ def compared(
     plan = Schedule(model, parse(Source("init.sched", text)), Settings()).plan()
     case = widened(prepared(Case(plan, tuple(batches), dtype="none")))
     case = check_parts(case)
-    modes, _ = modes_of(case.seed)
+    modes, _ = modes_of(case)
     with ambient(*modes):
         norm = Sequential(twin(case)).norm(case.batches[0])
     # clipped: one rank's norm in place of the whole one would show

@@ -16,14 +16,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.ir import nests as pytree
 from schedlang.runtime import scope
-from schedlang.runtime.batch import called, rows_of
+from schedlang.runtime.batch import called
 from schedlang.runtime.comm.collectives import Group, summed
+from schedlang.runtime.propagation.many_rows import at_many_rows
 from schedlang.runtime.propagation.pending import ADDS, LINEAR, PRODUCTS, TIMES
 from schedlang.runtime.propagation.trace import Stack
-from schedlang.runtime.tracing.constants import on_meta
-from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
 from schedlang.runtime.tracing.record import loss_of
 from schedlang.runtime.tracing.torch_calls import name_of, tensors_in
 
@@ -47,7 +45,6 @@ SUMS = {
 }
 MEANS = {"mean"}
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
-PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167)
 
 
 @dataclass(frozen=True)
@@ -88,41 +85,19 @@ def batch_sums(
     model: nn.Module, batch: Mapping[str, Any], loss: Callable[..., Any] | None
 ) -> Reaching | None:
     """The sums over rows that the loss is made of; None if the model cannot be followed so."""
-    sizes = {n for p in model.parameters() for n in p.shape}
-    sizes |= {n for t in tensors_in(dict(batch)) for n in t.shape[1:]}
-    rows = next((p for p in PRIMES if all(n % p for n in sizes)), None)
-    if rows is None:
-        return None
-    many = _repeated(batch, rows)
-    bare, stack = hollow_model(model, {}), Stack()
-    bare.train()
-    stack.watch(bare, lambda fqn: False)
-    inputs = hollow_batch(many)
-    try:
-        with on_meta(many, inputs), _Following(stack, rows) as following, torch.device("meta"):
+
+    def run(bare: nn.Module, inputs: dict[str, Any], stack: Stack, rows: int) -> Reaching | None:
+        with _Following(stack, rows) as following:
             output = called(bare, inputs)
             following.inside = False
             value = loss_of(output, inputs, loss)
-    except Exception:  # the model's own code, with another number of rows: then nothing is known
-        return None
-    if value is None:
-        return None
-    found = following.of(value)
-    sums = {at: linear for at, linear in found.items() if isinstance(at, BatchSum)}
-    return Reaching(sums, LABELS in found)
+        if value is None:
+            return None
+        found = following.of(value)
+        sums = {at: linear for at, linear in found.items() if isinstance(at, BatchSum)}
+        return Reaching(sums, LABELS in found)
 
-
-def _repeated(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """The batch with its rows again and again, until there are so many."""
-    count = rows_of(batch)
-    index = torch.arange(rows) % count
-
-    def repeat(value: Any) -> Any:
-        whole = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
-        return value[index.to(value.device)] if whole else value
-
-    found: dict[str, Any] = pytree.tree_map(repeat, dict(batch))
-    return found
+    return at_many_rows(model, batch, run)
 
 
 def own_line() -> str:

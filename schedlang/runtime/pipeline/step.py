@@ -22,7 +22,7 @@ from schedlang.runtime.pipeline.stage import Forwarded, Stage, enter, signature
 from schedlang.runtime.scope import noted, remember
 from schedlang.runtime.storage.own import Addresses
 from schedlang.runtime.tracing.graph import Token
-from schedlang.runtime.tracing.lossless import no_loss
+from schedlang.runtime.tracing.lossless import is_loss, no_loss, not_a_loss
 from schedlang.runtime.weights import Number, filled
 
 if TYPE_CHECKING:
@@ -130,8 +130,14 @@ class Step:
             layouts[target] = layout_of([done.made[t] for t in stage.awaited[target]])
             self.deliver(False, work.stage, target, work, values)
         if stage.last:
-            if self.train and done.loss is None:
-                raise Refusal(no_loss(stage.model, done.output, self.batches[work.microbatch]))
+            if self.train and (done.loss is None or not is_loss(done.loss)):
+                batch = self.batches[work.microbatch]
+                said = stage.loss is not None
+                raise Refusal(
+                    not_a_loss(done.loss, stage.model, batch)
+                    if said
+                    else no_loss(stage.model, done.output, batch)
+                )
             loss = None if done.loss is None else done.loss.detach()
             self.finish(work, loss, _detached(done.output, self.keep))
 

@@ -6,7 +6,7 @@ operations may stand (P of spmd_types goes through linear operations only).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,6 +97,18 @@ LINEAR = {
 }
 
 
+def is_masked(tensor: Tensor) -> bool:
+    """Whether a tensor is a product with a mask, as noted by `note_mask`."""
+    return "_schedlang_masked" in tensor.__dict__
+
+
+def note_mask(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """Note on what a call makes that a factor of it is a mask."""
+    if name in TIMES and any(t.dtype == torch.bool or is_masked(t) for t in inputs):
+        for tensor in outputs:
+            tensor.__dict__["_schedlang_masked"] = True
+
+
 def trouble(tensor: Tensor, axis: str, varies: Varies) -> str | None:
     """Why a tensor that varies along an axis is no pending sum over it; None if it is one."""
     open_, seen = [tensor], set()
@@ -138,6 +150,11 @@ def _step(made: Made, axis: str, varies: Varies) -> list[Tensor] | str:
         return [t for t in parts if t is not made.inputs[0] and t.is_floating_point()]
     if made.name in LINEAR:
         return parts
+    if made.name == "embedding_bag":  # entries of other ranks' rows must weigh nothing
+        floats = [t for t in made.inputs if t.is_floating_point()]
+        if len(floats) == 2 and is_masked(floats[1]):
+            return []
+        return f"each rank of `{axis}` adds up rows, even for ids that it does not hold"
     if made.name == "embedding":
         return f"each rank of `{axis}` looks up a row, even for ids that it does not hold"
     return f"`{made.name}` is not linear, and runs before the sum over `{axis}`"

@@ -73,8 +73,11 @@ class Recording:
     random: bool = False  # some operator drew random numbers
     # (module, turn) of each mask that is drawn -> its whole shape; () where it is not told
     drawn: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
-    # what drew them in a way that cannot be drawn alike elsewhere, and the module that it runs in
-    apart: Mapping[str, str] = field(default_factory=dict)
+    sourceless: set[tuple[str, int]] = field(default_factory=set)  # of no tensor of the batch
+    # draws that have no dim of samples, where some have none
+    unbatched: Mapping[tuple[str, int], bool] = field(default_factory=dict)
+    # what drew them in a way that cannot be drawn alike elsewhere: the module, and the line
+    apart: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     lossless: Diagnostic | None = None  # said where nothing gave a loss
     asked: bool = False  # the model asked for values, and may call other modules for others
     reached: frozenset[str] = frozenset()  # parameters that the loss depends on
@@ -175,6 +178,8 @@ class Recorder(TorchFunctionMode):
     def __init__(self, stack: Stack, inputs: Mapping[str, Any]) -> None:
         super().__init__()
         self.stack, self.recording = stack, Recording()
+        for value in named_tensors(inputs).values():
+            _mark(value)
         # a label is followed from an integer input to the loss: tensor id -> (tensor, input, steps)
         self.lineage: dict[int, tuple[Tensor, str, tuple[Any, ...]]] = {
             id(value): (value, name, ())
@@ -191,18 +196,25 @@ class Recorder(TorchFunctionMode):
             return False  # no values on the meta device; the same answer in every run
         if func is torch._is_all_true:  # by which distributions check what they are given
             return True
+        given = tensors_in((args, kwargs))
+        batched = any(map(_marked, given))  # before it may be written into
         out = func(*args, **kwargs)
         outputs = tensors_in(out)
+        written = given[:1] if func is Tensor.__setitem__ else []
+        for tensor in (*outputs, *written) if batched else ():
+            _mark(tensor)
         if outputs and not self.stack.muted:
-            shapes = tuple(tuple(t.shape) for t in tensors_in((args, kwargs)))
+            shapes = tuple(tuple(t.shape) for t in given)
             found = tuple(tuple(t.shape) for t in outputs)
             call = Call(name_of(func), shapes, found, integers_in((args, kwargs)))
             self.recording.frames.setdefault(self.stack.frames[-1], []).append(call)
-            self._note_draw(func, args, kwargs)
+            self._note_draw(func, args, kwargs, batched)
         self._follow_labels(func, args, kwargs, out)
         return out
 
-    def _note_draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note_draw(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batched: bool
+    ) -> None:
         """Of torch's function for multi-head attention it is seen that it drops, and no more."""
         rate = args[10] if len(args) > 10 else kwargs.get("dropout_p", 0.0)
         inside = func is F.multi_head_attention_forward and rate > 0
@@ -212,7 +224,10 @@ class Recorder(TorchFunctionMode):
             shapes = shapes_of(func, args, kwargs)[:1] if masks(func, args, kwargs) else []
         site, drawn = self.stack.frames[-1][0], self.recording.drawn
         for shape in shapes:
-            drawn[site, sum(known == site for known, _ in drawn)] = shape
+            at = site, sum(known == site for known, _ in drawn)
+            drawn[at] = shape
+            if not batched:
+                self.recording.sourceless.add(at)
 
     def _follow_labels(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -234,6 +249,15 @@ class Recorder(TorchFunctionMode):
         step = _replay(func, args[1:], kwargs)
         steps = (*known[2], step) if name_of(func) in ("__getitem__", "pad", "narrow") else known[2]
         self.lineage[id(out)] = (out, known[1], steps)
+
+
+def _mark(tensor: Tensor) -> None:
+    """Note on a tensor itself that it is made of tensors of the batch."""
+    tensor.__dict__["_schedlang_batched"] = True
+
+
+def _marked(tensor: Tensor) -> bool:
+    return "_schedlang_batched" in tensor.__dict__
 
 
 def _replay(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Tensor], Tensor]:

@@ -18,6 +18,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import scope
 from schedlang.runtime.modes import Ambient, ambient
 from schedlang.runtime.rng.draws import LOGICAL, Draw, active, illogical
+from schedlang.runtime.tracing.torch_calls import model_line
 
 # ---- Logical dropout: masks that depend on what is computed, not on where, when, or how often.
 # A mask is a function of (seed, step, site, call, sample, position in the sample's logical
@@ -73,11 +74,25 @@ class Begun(NamedTuple):
     """How a stream began, in which pass over the model it was drawn, and whether twice in one."""
 
     numbers: tuple[int, ...]
-    turn: int | None
+    turn: tuple[tuple[int, ...], int] | None  # of which rows, the how manyth
     twice: bool
 
 
 Slices = Callable[[str, int, tuple[int, ...]], Window | None]
+Unbatched = Mapping[tuple[str, int], bool]  # (site, call) of every draw of training
+
+EVERY = -1  # stands for all samples of a batch where they share one mask
+
+
+def is_unbatched(known: Unbatched, site: str, call: int) -> bool:
+    """Whether a draw has no dim of samples: all rows of a batch, wherever they are, share its mask.
+
+    Evaluation makes some draws only and counts them otherwise: there all of the site have to be so.
+    """
+    here = scope.current()
+    if known and here is not None and here.evaluation:
+        return all(known.get((site, call), False) for at, call in known if at == site)
+    return known.get((site, call), False)
 
 
 class LogicalDropout(Ambient):
@@ -86,13 +101,17 @@ class LogicalDropout(Ambient):
     `slices(site, call, shape)` says which part of the logical tensor a local tensor with per-sample
     shape `shape` is, None: all of it. Rows (dim 0) are the samples of the current scope; a tensor
     with a multiple of as many rows holds them sample by sample. Outside any scope nothing is
-    changed. `drawn` counts the masks; `noted`, where it is a dict, holds the samples of every draw
-    by (step, site, call), and `begun`, likewise, how the stream of each sample began.
+    changed. `unbatched` tells which draws have no rows: their masks are those of a step, one for
+    all samples. `drawn` counts the masks; `noted`, where it is a dict, holds the samples of every
+    draw by (step, site, call), and `begun`, likewise, how the stream of each sample began.
     """
 
-    def __init__(self, seed: int, slices: Slices | None = None) -> None:
+    def __init__(
+        self, seed: int, slices: Slices | None = None, unbatched: Unbatched | None = None
+    ) -> None:
         super().__init__()
         self.seed, self.slices, self.drawn = seed, slices, 0
+        self.unbatched = unbatched or {}
         self.noted: dict[tuple[scope.Moment, str, int], set[int]] | None = None
         self.begun: dict[Stream, Begun] | None = None
 
@@ -141,23 +160,32 @@ class LogicalDropout(Ambient):
         assert where is not None, "logical numbers are drawn inside a scope"
         site = scope.site()
         call = scope.next_call(site)
-        per_sample = _per_sample(tuple(shape), len(where.samples), site)
+        samples, per_sample = self.samples(site, call), tuple(shape)
+        if samples != (EVERY,):
+            per_sample = _per_sample(per_sample, len(samples), site)
         window = self.slices(site, call, per_sample) if self.slices else None
         self.drawn += 1
         if self.noted is not None:
-            self.noted.setdefault((where.moment, site, call), set()).update(where.samples)
-        keys = [_key(self.seed, where.moment, site, call, sample) for sample in where.samples]
+            self.noted.setdefault((where.moment, site, call), set()).update(samples)
+        keys = [_key(self.seed, where.moment, site, call, sample) for sample in samples]
         return keys, per_sample, window, call
+
+    def samples(self, site: str, call: int) -> tuple[int, ...]:
+        """Whose masks a call at a site draws: those of the scope's rows, or one of all rows."""
+        where = scope.current()
+        assert where is not None
+        return (EVERY,) if is_unbatched(self.unbatched, site, call) else where.samples
 
     def _told(self, call: int, first: Tensor) -> None:
         """The beginning of what each sample drew in this call."""
         where, site, turn = scope.current(), scope.site(), scope.turn()
         assert where is not None and self.begun is not None
-        for sample, numbers in zip(where.samples, first.tolist(), strict=True):
+        at = None if turn is None else (where.samples, turn)  # parts of a batch may share a mask
+        for sample, numbers in zip(self.samples(site, call), first.tolist(), strict=True):
             stream = where.moment, site, call, sample
             known = self.begun.get(stream)
-            twice = known is not None and turn is not None and known.turn == turn
-            self.begun[stream] = Begun(tuple(numbers), turn, twice or bool(known and known.twice))
+            twice = known is not None and at is not None and known.turn == at
+            self.begun[stream] = Begun(tuple(numbers), at, twice or bool(known and known.twice))
 
     def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
         """A boolean mask of `shape`, true with probability 1 - p."""
@@ -174,7 +202,7 @@ def _per_sample(shape: tuple[int, ...], samples: int, site: str) -> tuple[int, .
     """The shape of one sample in a tensor that holds the samples one after the other."""
     if not shape or shape[0] % samples:
         raise _refusal(
-            f"dropout in `{site}` on a tensor of shape {shape}, not rows of {samples} samples",
+            f"{here(site)} draws {shape} at {_line()}: not rows of {samples} samples",
         )
     return shape[1:] if shape[0] == samples else (shape[0] // samples, *shape[1:])
 
@@ -231,9 +259,10 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-def without_form(name: str, site: str) -> Refusal:
+def without_form(name: str, site: str, line: str = "") -> Refusal:
     """Of what draws in a way that cannot be drawn alike under every layout (S812)."""
-    return _refusal(f"`{name}` in {here(site)} cannot be reproduced on other ranks")
+    at = f", at {line}," if line else ""
+    return _refusal(f"`{name}` in {here(site)}{at} cannot be reproduced on other ranks")
 
 
 def _refusal(title: str) -> Refusal:
@@ -397,12 +426,13 @@ class Watched(Ambient):
     """Runs beside a forward; it opens the functions that LogicalDropout opens, and no others.
 
     random  some operator draws
-    apart   what draws as logical masks cannot, and the module that it runs in
+    apart   what draws as logical masks cannot, the module that it runs in, and the model's line
     """
 
     def __init__(self, site: Callable[[], str]) -> None:
         super().__init__()
-        self.site, self.random, self.apart = site, False, dict[str, str]()
+        self.site, self.random = site, False
+        self.apart: dict[str, tuple[str, str]] = {}
         self._inside = 0
 
     def __torch_function__(
@@ -430,4 +460,4 @@ class Watched(Ambient):
 
     def _note(self, drawing: str) -> None:
         self.random = True
-        self.apart.setdefault(drawing, self.site())
+        self.apart.setdefault(drawing, (self.site(), model_line()))

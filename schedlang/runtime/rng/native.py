@@ -28,21 +28,33 @@ from schedlang.runtime.device import States
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.modes import Ambient
 from schedlang.runtime.rng.draws import masks, shapes_of
+from schedlang.runtime.rng.logical_dropout import LogicalDropout
 
 _CALLS = "\0fork"  # behind a module's name: the count of its forks
 Places = tuple[tuple[str, int], ...]  # by axis
 
 
 @dataclass(frozen=True)
+class Fork:
+    """Where a draw stands that is not the step's own.
+
+    every   it is one for all rows of a batch, in all microbatches
+    """
+
+    places: Places
+    every: bool = False
+
+
+@dataclass(frozen=True)
 class Forked:
-    """A module that draws under forks: the places of each of its draws in one call, in order.
+    """A module that draws under forks: those of each of its draws in one call, in order.
 
     None in place of one: that draw is no fork, it goes on with the step's own numbers.  `whole`:
     all draws of the module and of those inside of it are alike; then one fork is around the call.
     """
 
     site: str
-    draws: tuple[Places | None, ...]
+    draws: tuple[Fork | None, ...]
     whole: bool
 
 
@@ -77,18 +89,20 @@ class NativeDropout:
             self._back(before)
 
     @contextmanager
-    def forked(self, site: str, places: Places, index: int = 0) -> Iterator[None]:
+    def forked(self, site: str, fork: Fork, index: int = 0) -> Iterator[None]:
         """Within, draws are those of a module's next call at some places."""
         call = scope.next_call(f"{site}{_CALLS}")
         where, part = scope.current(), scope.visit()
         if where is None:  # a loop of the user's own: one of its numbers, which all ranks have
             at: Any = int(torch.randint(2**62, ()))
+        elif fork.every:
+            at = where.moment
         else:
             # tokens of ranks differ by places; slices of one rank by their number
             piece = getattr(part, "span", None)
             at = (where.moment, where.microbatch, where.samples[:1], piece and piece.index)
         before = [one.get_state() for one in self.generators]
-        self._seed(forks_at(self.seed, at, site, call, index, places))
+        self._seed(forks_at(self.seed, at, site, call, index, fork.places))
         try:
             yield
         finally:
@@ -97,10 +111,10 @@ class NativeDropout:
     def attended(self, made: Any, shape: tuple[int, ...]) -> Any:
         """What `made()` draws for the weights of an attention whose ranks share them."""
         frame = self.frame
-        places = frame.next() if frame is not None else None
-        if frame is None or places is None:
+        fork = frame.next() if frame is not None else None
+        if frame is None or fork is None:
             return self._noted(made, shape)
-        with self.forked(frame.site, places, frame.index):
+        with self.forked(frame.site, fork, frame.index):
             return self._noted(made, shape)
 
     def _noted(self, made: Any, shape: tuple[int, ...]) -> Any:
@@ -157,11 +171,11 @@ class Frame:
     """A call of a module, and how many of its draws were made."""
 
     site: str
-    draws: tuple[Places | None, ...]
+    draws: tuple[Fork | None, ...]
     index: int = -1
 
-    def next(self) -> Places | None:
-        """The places of the next draw."""
+    def next(self) -> Fork | None:
+        """Where the next draw stands; None: with the step."""
         self.index += 1
         return self.draws[self.index % len(self.draws)]
 
@@ -187,11 +201,11 @@ class _Own(Ambient):
         frame = self.native.frame
         if frame is None or not masks(func, args, kwargs):
             return self.run(func, types, args, kwargs)
-        places = frame.next()
+        fork = frame.next()
         with self.native.framed(None):  # this mode may be on twice, for a module in another
-            if places is None:
+            if fork is None:
                 return func(*args, **kwargs)
-            with self.native.forked(frame.site, places, frame.index):
+            with self.native.forked(frame.site, fork, frame.index):
                 return func(*args, **kwargs)
 
 
@@ -224,9 +238,9 @@ class Drawing:
             frame = Frame(forked.site, forked.draws) if forked.draws else None
             with native.framed(frame):
                 return inner(*args, **kwargs)
-        (places,) = set(forked.draws)
-        assert places is not None, forked
-        with native.framed(None), native.forked(forked.site, places):
+        (fork,) = set(forked.draws)
+        assert fork is not None, forked
+        with native.framed(None), native.forked(forked.site, fork):
             return inner(*args, **kwargs)
 
 
@@ -246,13 +260,13 @@ class Noted:
 class Noting(Ambient):
     """Runs beside a step that draws natively, and notes each draw as logical masks count them.
 
-    `window(site, call, shape)` says which part of the logical tensor is drawn: what two ranks draw
-    of one part has to be one, and all else has to be apart.
+    `logical`, whose masks they stand for, says which part of a mask is drawn, and for which
+    samples: what two ranks draw of one part has to be one, and all else has to be apart.
     """
 
-    def __init__(self, native: NativeDropout, window: Any) -> None:
+    def __init__(self, native: NativeDropout, logical: LogicalDropout) -> None:
         super().__init__()
-        self.native, self.window, self.noted = native, window, Noted()
+        self.native, self.logical, self.noted = native, logical, Noted()
         self._inside = False
 
     @contextmanager
@@ -286,14 +300,17 @@ class Noting(Ambient):
         where, site = scope.current(), scope.site()
         assert where is not None
         call = scope.next_call(site)
-        count = len(where.samples)
-        each = tuple(shape[1:]) if shape[0] == count else (shape[0] // count, *shape[1:])
-        window = self.window(site, call, each) if self.window is not None else None
+        samples, each = self.logical.samples(site, call), tuple(shape)
+        if samples == where.samples:
+            count = len(samples)
+            each = each[1:] if each[0] == count else (each[0] // count, *each[1:])
+        slices = self.logical.slices
+        window = slices(site, call, each) if slices is not None else None
         held = None if window is None else (window.shape, tuple(map(_listed, window.index)))
-        content = (where.step, where.samples, site, call, held)
+        content = (where.step, samples, site, call, held)
         self.noted.begun.setdefault(content, set()).add(place + self._number())
         seen = self.noted.shapes.setdefault((where.step, site, call), set())
-        seen.update(where.samples)
+        seen.update(samples)
 
     def _number(self) -> float:
         """The number that would be drawn next; nothing is drawn."""

@@ -71,7 +71,7 @@ def _of_rows(
     out = _looked_up(module, local.clamp(0, width - 1), weight, offsets, scales)
     if module.mode == "sum":
         return out
-    one = weight.new_ones(1, 1)
+    one = torch.ones(1, 1, dtype=weight.dtype, device=weight.device)  # the same on every rank
     entries = _looked_up(module, torch.zeros_like(ids), one, offsets, counts)
     return out / entries.clamp(min=1)
 

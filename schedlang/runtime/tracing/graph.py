@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 import os
+import re
 import sys
 import traceback
 from collections import Counter
@@ -295,8 +296,17 @@ def calls_of(model: nn.Module, kwargs: Mapping[str, Any], meta: bool) -> Calls:
 
 def asks_for_values(error: Exception) -> Refusal:
     """The refusal of a model that reads values of tensors which, without data, have none."""
+    said = str(error).split("\n")[0]
+    lost = re.match(r"(\w+::\w+)[\w.]*: attempted to run this operator with Meta tensors", said)
+    if lost:
+        reason = f"calls `{lost[1]}`, whose shape torch does not know without data"
+        help_ = "register its shape in the model file: a kernel for the key `Meta`, by"
+        return refusal("S612", line_of(error), reason, f"{help_} `torch.library.impl`")
+    helps: tuple[str, ...] = ()
+    if "lengths" in said:  # of `pack_padded_sequence`
+        helps = ("pad instead of packing, and take the last state of each row by its length",)
     reason = "reads the value of a tensor while it is recorded without data"
-    return refusal("S612", line_of(error), reason, note=str(error).split("\n")[0])
+    return refusal("S612", line_of(error), reason, *helps, note=said)
 
 
 def line_of(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from schedlang.diagnostics.diagnostic import Diagnostic
+from schedlang.diagnostics.diagnostic import Diagnostic, kind_of
 from schedlang.ir import nests
 from schedlang.runtime.batch import named_arguments
 
@@ -20,7 +20,10 @@ def no_loss(model: Any, output: Any, batch: Mapping[str, Any]) -> Diagnostic:
     return Diagnostic(
         "S615",
         "the model returns no loss",
-        notes=(f"it returns {_article(type(output).__name__)}, and its file defines no `loss`",),
+        notes=(
+            f"it returns {kind_of(output)}, and there is no `loss(output, batch)`",
+            *_absent(model, batch),
+        ),
         helps=(
             "add to the model file:\n      def loss(output, batch):\n"
             f"          return {_loss(model, output, batch)}",
@@ -29,8 +32,35 @@ def no_loss(model: Any, output: Any, batch: Mapping[str, Any]) -> Diagnostic:
     )
 
 
-def _article(name: str) -> str:
-    return f"an {name}" if name[:1] in "AEIOaeio" else f"a {name}"
+def not_a_loss(value: Any, model: Any = None, batch: Mapping[str, Any] | None = None) -> Diagnostic:
+    """A loss function that returns something else than one number (S615)."""
+    if isinstance(value, Tensor):
+        said = f"a tensor of shape {list(value.shape)}"
+        help_ = "return one number: its mean, `value.mean()`"
+    else:
+        said = "None" if value is None else kind_of(value)
+        help_ = "return a tensor of one number"
+    return Diagnostic(
+        "S615",
+        f"`loss(output, batch)` returns {said}, not one number that has a gradient",
+        notes=tuple(_absent(model, batch)) if batch is not None else (),
+        helps=(help_,),
+    )
+
+
+def is_loss(value: Any) -> bool:
+    """Whether a loss function gave what a backward can begin from."""
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _absent(model: Any, batch: Mapping[str, Any]) -> list[str]:
+    """What looks like labels, is taken by the forward, and is not in the batch."""
+    names = named_arguments(model) if model is not None else None
+    return [
+        f"its forward takes `{name}`, which is not in the batch"
+        for name in LABELS
+        if name in (names or ()) and name not in batch
+    ]
 
 
 def _loss(model: Any, output: Any, batch: Mapping[str, Any]) -> str:

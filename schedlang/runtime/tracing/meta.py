@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from schedlang.ir import nests as pytree
 
-# ---- Shapes of grouped matrix products on the meta device, for any float type.
-# torch's own rule knows bfloat16 alone, so that no model of experts in another type could be
-# looked at without values.
+# ---- Shapes on the meta device that torch lacks: of grouped matrix products in any float type
+# (torch's own rule knows bfloat16 alone, so that no model of experts in another type could be
+# looked at without values), and of the loss of recognised speech.
 
 
 @cache
@@ -26,7 +26,25 @@ def install() -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered")
         library.impl("_grouped_mm", _shape, allow_override=True)
+    for name in ("_ctc_loss", "_ctc_loss.Tensor"):
+        library.impl(name, _ctc)
+    for name in ("_ctc_loss_backward", "_ctc_loss_backward.Tensor"):
+        library.impl(name, _ctc_backward)
     return library
+
+
+def _ctc(log_probs: Tensor, targets: Tensor, lengths: Any, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Of the connectionist temporal classification of [tokens, rows, classes], and its states.
+
+    There are as many states as the longest target has, which without values is as long as any.
+    """
+    tokens, rows = log_probs.shape[:2] if log_probs.ndim == 3 else (len(log_probs), 1)
+    states = 2 * targets.shape[-1] + 1
+    return log_probs.new_empty(rows), log_probs.new_empty((rows, tokens, states))
+
+
+def _ctc_backward(grad: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(log_probs)
 
 
 def _shape(

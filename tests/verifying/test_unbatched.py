@@ -1,0 +1,121 @@
+"""Tests of draws without rows: dropout on a table is one mask for all rows of a batch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from schedlang.passes.propagate.propagate import propagate
+from schedlang.runtime.batch import split
+from schedlang.runtime.launch.pool import Pool
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.rng.logical_dropout import LogicalDropout
+from schedlang.runtime.scope import Scope, entered
+from tests.proofs import planned, proven
+
+ROWS, LENGTH, WIDTH = 8, 5, 8
+
+
+class Attention(nn.Module):
+    """Adds to every token what a table of relative positions says, with dropout on the table."""
+
+    def __init__(self, positions: int, inside: bool) -> None:
+        super().__init__()
+        self.inside, self.positions = inside, positions
+        self.drop = nn.Dropout(0.4)
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        # by the function, which draws at one place for the table and for the rows, or by a module
+        table = F.dropout(table, 0.4, self.training) if self.inside else self.drop(table)
+        x = x + F.dropout(x, 0.2, self.training)
+        scores = x @ self.up(table).T
+        out = x + self.down(scores.softmax(-1) @ table)
+        return out
+
+
+class Relative(nn.Module):
+    """Blocks that share a table, its rows as many as twice the rows of a batch, or fewer."""
+
+    def __init__(self, positions: int = 2 * ROWS, inside: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(positions, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.blocks = nn.ModuleList(Attention(positions, inside) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        table = self.norm(self.table.weight)
+        for block in self.blocks:
+            x = block(x, table)
+        return F.mse_loss(self.head(x)[..., 0], y)
+
+
+def _batch(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(ROWS, LENGTH, WIDTH, generator=generator)
+    return {"x": x, "y": torch.randn(ROWS, LENGTH, generator=generator)}
+
+
+BATCHES = [_batch(0), _batch(1), _batch(2)]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("positions", [2 * ROWS, 2 * ROWS - 2])
+@pytest.mark.parametrize(
+    ("rows", "mesh"),
+    [
+        ("zero(stage=1, over=dp)", "dp=2"),
+        ('zero(stage=0, over=dp)\npipeline(order="GPipe", micro=2)', "dp=2"),
+        ('blocks  pipeline_split(over=pp)\npipeline(order="1F1B", micro=4)', "pp=2"),
+        ("blocks.*.up  shard(col, output=R, over=tp)\nzero(stage=1, over=dp)", "dp=2, tp=2"),
+    ],
+)
+def test_a_table_has_one_mask(
+    pool: Pool, rows: str, mesh: str, positions: int, inside: bool
+) -> None:
+    """However the batch is split, dropout on a table is as the original's, also in training."""
+    report = proven(pool, planned(Relative(positions, inside), rows, mesh), BATCHES)
+    native = [row for row in report.rows if row.kind == "native draws"]
+    assert native and all(row.ok for row in native)
+
+
+def test_parts_of_a_batch_share_the_mask() -> None:
+    """What is said to have no rows draws the same for some rows as for others, anew each step."""
+    table = torch.ones(6, 3)
+
+    def drawn(step: int, rows: tuple[int, ...]) -> Tensor:
+        mode = LogicalDropout(3, unbatched={("", 0): True})
+        with ambient(mode), entered(Scope(step, 0, rows)):
+            return F.dropout(table, 0.5)
+
+    assert torch.equal(drawn(0, (0, 1)), drawn(0, (2, 3, 4)))
+    assert not torch.equal(drawn(0, (0, 1)), drawn(1, (0, 1)))
+
+
+class Rows(nn.Module):
+    """Draws by rows, though of no tensor of the batch: a token for each row, and fresh numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.head = nn.Parameter(torch.randn(1, WIDTH)), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        token = F.dropout(self.token.expand(len(x), -1), 0.3, self.training)
+        x = x + token[:, None] + torch.rand(len(x), 1, 1, device=x.device)
+        return F.mse_loss(self.head(x)[..., 0], y)
+
+
+def test_rows_of_no_tensor_of_the_batch_are_rows(pool: Pool) -> None:
+    """What has as many rows as the batch is drawn row by row, whatever it is made of."""
+    plan = planned(Rows(), "zero(stage=0, over=dp)", "dp=2")
+    sample = split(BATCHES[0], 2, 1)[0][0].inputs
+    assert not propagate(plan, sample).unbatched
+    proven(pool, plan, BATCHES)
+
+
+def test_a_table_is_known(pool: Pool) -> None:
+    """Which draws have no rows is told of each, where one module draws of both kinds."""
+    plan = planned(Relative(inside=True), "zero(stage=0, over=dp)", "dp=2")
+    found = propagate(plan, split(BATCHES[0], 2, 1)[0][0].inputs).unbatched
+    assert found["blocks.1", 0] and not found["blocks.1", 1]
