@@ -360,35 +360,24 @@ def rope_turn(
     form = Form(pairs, paired, own, heads, early, keeps)
     kernel = runs_kernel(q, k, cos, sin, longest=None)
     count(kernel)
-    if kernel:
-        return _launch(q, k, cos, sin, width, form, back)
+    return (_launch if kernel else _by_torch)(q, k, cos, sin, width, form, back)
+
+
+@rope_turn.register_fake
+def _(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    width, *form, back = given
+    return _by_torch(q, k, cos, sin, width, Form(*form), back)
+
+
+def _by_torch(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, width: int, form: Form, back: bool
+) -> tuple[Tensor, Tensor]:
+    """Both in plain torch operations; each result lies in memory as its input does."""
     made = []
     for x in (q,) if k is None else (q, k):
         y = torch.empty_like(_dense(x), dtype=_result(x, cos, form))
         made.append(y.copy_(_turned(x, cos, sin, width, form, back)))
     return made[0], q.new_empty(0) if k is None else made[1]
-
-
-@rope_turn.register_fake
-def _(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    width: int,
-    pairs: bool,
-    paired: bool,
-    own: bool,
-    heads: int,
-    early: bool,
-    keeps: bool,
-    back: bool,
-) -> tuple[Tensor, Tensor]:
-    form = Form(pairs, paired, own, heads, early, keeps)
-    made = torch.empty_like(_dense(q), dtype=_result(q, cos, form))
-    if k is None:
-        return made, q.new_empty(0)
-    return made, torch.empty_like(_dense(k), dtype=_result(k, cos, form))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

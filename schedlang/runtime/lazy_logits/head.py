@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,16 +11,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.kernels.device import autocast_to
-from schedlang.kernels.held_cross_entropy import Case as HeldCase
 from schedlang.kernels.linear_cross_entropy import Case
 from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, relative, rows_of
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.forward import layers_of, the_input
 from schedlang.runtime.lazy_logits.lazy import LazyLogits, Part
 
-# ---- What torch.compile does not ask a stand-in by itself: a loss that is made as a module.
-# Its rule for `nn.CrossEntropyLoss()` writes the call into the graph as one of tensors, and fails
-# on anything else; the function asks its arguments, as it does outside of a graph.
+# ---- A loss that is made as a module: torch.compile's rule for `nn.CrossEntropyLoss()` writes the
+# call into the graph as one of tensors, and fails on a stand-in; the function asks its arguments,
+# as it does outside of a graph.
 
 
 _done: list[bool] = []
@@ -65,47 +64,37 @@ def _patched() -> bool:
 follow_losses._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-# ---- A head whose product waits for the loss: `lm_head` and cross-entropy in chunks, in any
-# model.
-# In training the head returns LazyLogits; the model's own forward goes on with them to its own
-# loss. Without gradients, and in eval mode, it computes logits as ever.
+# ---- The head: in training it returns LazyLogits, and the model's own forward goes on with them to
+# its own loss; without gradients, and in eval mode, it computes logits as ever.
 
 
 @dataclass(frozen=True)
 class Head:
-    """A linear layer: [..., width] to [..., classes]; `weight` and `bias` are its parameters."""
+    """A linear layer: [..., width] to [..., classes]; `weight` and `bias` are its parameters.
+
+    `held`: its logits are to be made once and overwritten by their gradient.
+    """
 
     weight: str
     bias: str | None
     width: int
     classes: int
+    held: bool = False
 
     def cases(self) -> list[Any]:
         """Runs of the kernel on as many classes, or fewer where there are very many."""
         shape, classes = (7, min(self.width, 128)), min(self.classes, 512)
+        runs = [("float32", 0.0), ("bfloat16", 0.0), ("float32", 0.1)]
         return [
-            Case(shape, dtype, classes, self.bias is not None, smoothing)
-            for dtype, smoothing in (("float32", 0.0), ("bfloat16", 0.0), ("float32", 0.1))
+            Case(shape, dtype, classes, self.bias is not None, smoothing, held=self.held)
+            for dtype, smoothing in runs
         ]
 
 
-@dataclass(frozen=True)
-class HeldHead(Head):
-    """The same, whose logits are to be made once and overwritten by their gradient."""
-
-    def cases(self) -> list[Any]:
-        """Runs of that kernel."""
-        shape, classes = (7, min(self.width, 128)), min(self.classes, 512)
-        return [
-            HeldCase(shape, dtype, classes, self.bias is not None, smoothing)
-            for dtype, smoothing in (("float32", 0.1), ("bfloat16", 0.0))
-        ]
-
-
-def probe_held(module: nn.Module) -> HeldHead | Mismatch:
+def probe_held(module: nn.Module) -> Head | Mismatch:
     """As `probe_head`, for logits in place."""
     found = probe_head(module)
-    return found if isinstance(found, Mismatch) else HeldHead(**vars(found))
+    return found if isinstance(found, Mismatch) else replace(found, held=True)
 
 
 def probe_head(module: nn.Module) -> Head | Mismatch:
@@ -157,8 +146,7 @@ class Waiting:
 
     def __init__(self, module: nn.Module, head: Head, budget: int = 0) -> None:
         self.module, self.head, self.budget = module, head, budget
-        self.held = isinstance(head, HeldHead)
-        self.kernel = "cross_entropy" if self.held else "linear_cross_entropy"
+        self.kernel = "cross_entropy" if head.held else "linear_cross_entropy"
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wait where there will be a gradient."""
@@ -181,7 +169,7 @@ class Waiting:
             bias = None if bias is None else bias.to(wanted)
         width = weight.shape[0]
         part = Part(0, width, width) if group is None else Part.of(group, width, classes)
-        return LazyLogits(x, weight, bias, part, self.budget, self.held, x.new_empty(0))
+        return LazyLogits(x, weight, bias, part, self.budget, self.head.held, x.new_empty(0))
 
 
 def waiting(module: nn.Module) -> Waiting | None:

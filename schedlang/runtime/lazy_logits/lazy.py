@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from schedlang.kernels.held_cross_entropy import held_statistics
 from schedlang.kernels.linear_cross_entropy import Form, statistics, weighed
 from schedlang.runtime.comm import collectives, world
 from schedlang.runtime.comm.collectives import Group
@@ -218,14 +217,13 @@ class LazyLogits(StandIn):
     def statistics(self, target: Tensor, form: Form) -> Three:
         """Those of whole rows; `target` are places among all classes, or negative."""
         rows, part = self.x.reshape(-1, self.x.shape[-1]), self.part
-        made = held_statistics if form.held else statistics
         if part.group is None:
-            return made(rows, self.weight, self.bias, target, form)
+            return statistics(rows, self.weight, self.bias, target, form)
         local = target - part.first
         local = torch.where((local >= 0) & (local < part.mine), local, -1)
         if part.mine:
             bias = None if self.bias is None else self.bias[: part.mine]
-            found = made(rows, self.weight[: part.mine], bias, local, form)
+            found = statistics(rows, self.weight[: part.mine], bias, local, form)
         else:  # padding alone: nothing of a sum of exponentials
             none = rows[:, 0] * 0.0
             found = (none - torch.inf, none.clone(), none.clone())
