@@ -12,11 +12,13 @@ from importlib import resources
 from itertools import product
 from typing import Any
 
+import numpy as np
+
 from schedlang.passes.lower.train import Measured
 from schedlang.pipeline.cost import UNIT_COST, Cost, Number
 from schedlang.pipeline.schedules import ORDERS, Order, OrderError, order
-from schedlang.pipeline.timeline import Kind, Timeline
-from schedlang.pipeline.timeline.packed import packed
+from schedlang.pipeline.timeline import Kind, Timeline, chain, peak
+from schedlang.pipeline.timeline.needs import barriers, dependencies
 from schedlang.pipeline.timeline.pictures import (
     FAINTEST,
     OTHER_SHAPE,
@@ -26,7 +28,7 @@ from schedlang.pipeline.timeline.pictures import (
     fill,
     word,
 )
-from schedlang.pipeline.timeline.simulation import weights
+from schedlang.pipeline.timeline.simulation import COPIES, weights
 from schedlang.viz.trace import trace
 
 # ---- Timelines as one self-contained page: orders, sizes and costs are chosen in the browser.
@@ -216,6 +218,58 @@ def _page(data: str, shown: Shown | None, unit: str) -> str:
         '</thead><tbody id="others"></tbody></table></div>\n'
         f'<script type="text/plain" id="data">{data}</script>\n<script>{script}</script>\n</html>\n'
     )
+
+
+# ---- A timeline as a few short strings, which the page's script reads.
+
+
+FIRST = 40  # the character of zero: printable, and no quote or ampersand is below it
+PACKED = {
+    "kind": 0,
+    "stage": 0,
+    "microbatch": 0,
+    "replica": 0,
+    "slice": 0,
+    "version": 0,
+    "peer": -1,
+}
+
+
+def packed(timeline: Timeline) -> dict[str, Any]:
+    """The compute rows of a timeline: one character a row and column.
+
+    Columns that say nothing are left out. `rows` counts those of each rank, `edges` is left out for
+    a chain of stages, `copies` are the kinds that run beside the computing of their rank, `peak`
+    what each rank holds at most, in microbatches of one rank's share. `extra` are the pairs (made,
+    used) that do not follow from the stages' edges, without a transfer: what a reader must be told.
+    """
+    t = timeline.compute()
+    found: dict[str, Any] = {"rows": np.diff(t.starts).tolist(), "stages": t.stages}
+    found["peak"] = [round(float(x), 6) for x in peak(timeline)]
+    for name, usual in PACKED.items():
+        column = getattr(t, name)
+        if (column != usual).any():
+            found[name] = "".join(map(chr, (column + (FIRST - usual)).tolist()))
+    if t.edges != chain(t.stages):
+        found["edges"] = t.edges
+    if np.isin(t.kind, COPIES).any():
+        found["copies"] = COPIES
+    if extra := _extra(t):
+        found["extra"] = extra
+    return found
+
+
+def _extra(t: Timeline) -> list[tuple[int, int]]:
+    """Pairs on one rank that its order does not imply, and those of barriers."""
+    made, used = dependencies(t)
+    copies = np.isin(t.kind, COPIES)
+    told = (t.rank[made] == t.rank[used]) & ((made > used) | copies[made])
+    pairs = [(made[told], used[told])]
+    if (t.kind == Kind.BARRIER).any():
+        before, waits, table = barriers(t, copies)
+        first = np.broadcast_to(table[0], table[1:].shape)
+        pairs += [(before, waits), (first.ravel(), table[1:].ravel())]
+    return [pair for a, b in pairs for pair in zip(a.tolist(), b.tolist())]
 
 
 # ---- A measured step beside its simulated one, as a picture, as a page and as a trace.

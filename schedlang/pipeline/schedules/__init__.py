@@ -6,42 +6,34 @@ from schedlang.diagnostics.diagnostic import closest
 from schedlang.diagnostics.other_systems import ORDERS as OTHER_ORDERS
 from schedlang.pipeline.cost import UNIT_COST, Cost
 from schedlang.pipeline.schedules import (
-    block,
-    breadth,
-    dualpipe,
-    flush,
-    gis,
+    bidirectional,
     heuristic,
-    interleaved,
-    opposite,
-    parked,
+    looped,
+    one_stage,
     search,
     sliced,
     stale,
-    varuna,
     vee,
-    wave,
-    zero_bubble,
 )
 from schedlang.pipeline.schedules.csv_table import read_table, table_order, write_table
 from schedlang.pipeline.schedules.registry import Order, OrderError, Size
 from schedlang.pipeline.timeline import Timeline
 
 KNOWN: tuple[Order, ...] = (
-    *flush.ORDERS,
-    *interleaved.ORDERS,
-    *breadth.ORDERS,
-    *zero_bubble.ORDERS,
+    *one_stage.FLUSHED,
+    *looped.INTERLEAVED,
+    *looped.BREADTH_FIRST,
+    *one_stage.ZERO_BUBBLE,
     *heuristic.ORDERS,
-    *vee.ORDERS,
-    *block.ORDERS,
-    *gis.ORDERS,
-    *opposite.ORDERS,
-    *dualpipe.ORDERS,
-    *wave.ORDERS,
+    *vee.PHASED,
+    *vee.REPEATED,
+    *looped.GROUPED,
+    *bidirectional.ALTERNATING,
+    *bidirectional.OVERLAPPED,
+    *looped.WAVES,
     *sliced.ORDERS,
-    *parked.ORDERS,
-    *varuna.ORDERS,
+    *one_stage.PARKED,
+    *one_stage.RECOMPUTED,
     *stale.ORDERS,
 )
 ORDERS: tuple[Order, ...] = (*KNOWN, search.search(KNOWN))

@@ -52,6 +52,11 @@ def times(size: Size) -> tuple[Fraction, Fraction, Fraction]:
     return Fraction(size.cost.f), Fraction(size.cost.i), Fraction(size.cost.w)
 
 
+def flushed(size: Size) -> Fraction:
+    """(p-1) (F + I + W)."""
+    return (size.ranks - 1) * sum(times(size), Fraction(0))
+
+
 @dataclass(frozen=True)
 class Order:
     """A named order.

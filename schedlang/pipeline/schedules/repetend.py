@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from schedlang.pipeline.schedules.chain import Chain, F, I, W
+from schedlang.pipeline.schedules.list_scheduling import Chain, F, I, W
 
 OPTIONS = 4  # places that are tried for each operation
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from schedlang.pipeline.timeline.memory import with_holds
 from schedlang.pipeline.timeline.needs import BACKWARD, Places, dependencies, describe
-from schedlang.pipeline.timeline.parking import with_holds
 from schedlang.pipeline.timeline.table import (
     AWAY,
     COLUMNS,
