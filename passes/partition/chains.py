@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.ir.plan import Action, Plan
 from schedlang.passes.partition.stages import Weight, in_flight
 from schedlang.passes.propagate.context import tokens_of
-from schedlang.remat.partition import Repeated
+from schedlang.remat.operators import Repeated
 from schedlang.remat.rotor import Cost
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.editors import words
 from schedlang.editors.outline import Outline
 from schedlang.editors.place import PATH, Declared, Place, declared, place
+from schedlang.editors.rules import verbs
 from schedlang.ir.primitive import load_all, registry
 from schedlang.language import manual
 from schedlang.language.binding import surface
@@ -71,7 +71,7 @@ def _keywords(here: Place) -> tuple[str, ...]:
 
 
 def _verbs(names: list[Declared]) -> Iterator[Offer]:
-    for name in words.verbs():
+    for name in verbs():
         kind = registry()[name]
         yield Offer(name, "verb", manual.signature(kind), manual.explain(kind))
     yield from _names(names, ("def",))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from schedlang.editors import words
+from schedlang.editors.rules import declarations, regex
 
 # ---- What stands around a cursor in a text that is still being written, and need not parse.
 
@@ -13,8 +13,8 @@ from schedlang.editors import words
 TOKEN = re.compile(
     "|".join(
         (
-            r"(?P<skip>" + "|".join(words.regex(t) for t in ("COMMENT", "STRING", "QUOTED")) + ")",
-            rf"(?P<glob>{words.regex('GLOB')})",
+            r"(?P<skip>" + "|".join(regex(t) for t in ("COMMENT", "STRING", "QUOTED")) + ")",
+            rf"(?P<glob>{regex('GLOB')})",
             r"(?P<open>[({\[])",
             r"(?P<close>[)}\]])",
             r"(?P<end>\n)",
@@ -73,7 +73,7 @@ class Place:
         """Whether selectors are complete and a verb comes next."""
         heads = rf"{PATH}(\s*,\s*{PATH})*(?<!,)\s+\w*"
         first = self.statement.split(maxsplit=1)[:1]
-        keyword = bool(first) and first[0] in words.declarations()
+        keyword = bool(first) and first[0] in declarations()
         whole = re.fullmatch(heads, self.statement) is not None
         return not self.call and whole and not keyword and not self.statement.endswith(",")
 

@@ -126,8 +126,7 @@ def _distance(module: nn.Module, formula: Formula, size: int, inputs: int = 1) -
         expected = formula(*given)
         for training in (True, False):
             module.training = training
-            error = relative(run_rows(module, *given), expected)
-            worst = max(worst, error) if error == error else float("inf")
+            worst = max(worst, relative(run_rows(module, *given), expected))
     return worst
 
 
@@ -210,8 +209,7 @@ def probe_norm(module: nn.Module) -> Norm | Mismatch:
         try:
             fits = [_fit(copied, params, size, centred) for centred in (False, True)]
         except Exception as raised:  # the module's own code: whatever it raises is a mismatch
-            said = f"{type(raised).__name__}: {str(raised)}".splitlines()[0]
-            return Mismatch(f"does not run on rows of {size} alone: {said}")
+            return Mismatch.raised(f"does not run on rows of {size} alone", raised)
         errors = [_distance(copied, fit.of(params), size) for fit in fits]
         best = errors.index(min(errors))
         fit, error = fits[best], errors[best]
@@ -316,8 +314,8 @@ def probe_gated_norm(module: nn.Module) -> GatedNorm | Mismatch:
             if isinstance(found, gated_norm.Form):
                 found = _rounded(module, found, size)
         except Exception as raised:  # the module's own code: whatever it raises is a mismatch
-            said = f"{type(raised).__name__}: {raised}".splitlines()[0]
-            return Mismatch(f"{what}, but does not run on rows of {size} with such a gate: {said}")
+            what += f", but does not run on rows of {size} with such a gate"
+            return Mismatch.raised(what, raised)
     if isinstance(found, Mismatch):
         return Mismatch(f"{what}, and {found.reason}", found.error)
     (weight,) = vectors_of(copied, size)

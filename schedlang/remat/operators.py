@@ -10,6 +10,7 @@ activation rematerialization and optimal hybrid parallelism (ATC 2024).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -169,3 +170,31 @@ def _undominated(points: list[tuple]) -> list[tuple]:  # type: ignore[type-arg]
     step = -(-(found[-1][0] - found[0][0]) // (POINTS - 1))  # the last of each step works least
     steps = {(point[0] - found[0][0]) // step: point for point in found}
     return [found[0], *(point for point in steps.values() if point is not found[0])]
+
+
+class Repeated:
+    """The least work again of runs of modules; runs of alike modules are looked at once."""
+
+    def __init__(self, chain: Sequence[Cost], memory: Sequence[int]) -> None:
+        numbers: dict[Cost, int] = {}
+        self._kinds = [numbers.setdefault(cost, len(numbers)) for cost in chain]
+        self._costs = list(numbers)
+        self.memory = tuple(memory)  # by stage, for one microbatch
+        self._known: dict[tuple[int, tuple[int, ...]], tuple[Fitted, ...]] = {}
+
+    def of(self, stage: int, low: int, high: int) -> float:
+        """Of the modules low to high - 1 on a stage; infinite where its memory holds no choice."""
+        found = self._fitted(self.memory[stage], tuple(self._kinds[low:high]))
+        return found[-1].again if found else math.inf
+
+    def _fitted(self, memory: int, kinds: tuple[int, ...]) -> tuple[Fitted, ...]:
+        if not kinds:
+            return START
+        known = next(
+            k for k in range(len(kinds), -1, -1) if k == 0 or (memory, kinds[:k]) in self._known
+        )
+        found = self._known[memory, kinds[:known]] if known else START
+        for end in range(known, len(kinds)):
+            found = extended(found, self._costs[kinds[end]], memory)
+            self._known[memory, kinds[: end + 1]] = found
+        return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from schedlang.kernels.probe import Mismatch, bare_copy
+from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, rising
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.left import leave
 from schedlang.runtime.modes import ambient
@@ -57,7 +58,6 @@ def with_tables(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
 # gradients when the mask is additive; calls with such rows are computed by plain products instead.
 
 
-TOLERANCE = 1e-9
 _SDPA = "schedlang_sdpa"
 _BLIND = "a query has no key (padding on the left): torch's kernel returns wrong gradients there"
 _FIELD = "_attn_implementation_internal"
@@ -206,8 +206,7 @@ def match_attention(module: nn.Module, call: Call | None = None) -> Attention | 
         try:
             return _probe_attention(module, tuple(attending), call)
         except Exception as raised:  # the module's own code: whatever it raises is a mismatch
-            said = f"{type(raised).__name__}: {raised}".splitlines()[0]
-            return Mismatch(f"does not run on random input: {said}")
+            return Mismatch.raised("does not run on random input", raised)
 
 
 def _probe_attention(
@@ -226,13 +225,22 @@ def _probe_attention(
         return Mismatch("does not call the attention function that its config names")
     if len(plain) != len(fused):
         return Mismatch("its gradients are of other parameters")
-    # the gradient of a key's bias is zero but for rounding: the largest tensor sets a floor
-    floor = 1e-3 * max(float(b.norm()) for b in plain)
-    pairs = zip(fused, plain, strict=True)
-    error = max(float((a - b).norm()) / (float(b.norm()) + floor) for a, b in pairs)
+    error = apart(fused, plain)
     if not error <= TOLERANCE:
         return Mismatch("differs from its eager form", error)
     return Attention(names, False, error)
+
+
+def apart(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """The largest relative difference of two runs' `results`; infinite where one has more.
+
+    The gradient of a key's bias is zero but for rounding: the largest tensor sets a floor.
+    """
+    if len(found) != len(exact):
+        return math.inf
+    floor = 1e-3 * max(float(b.norm()) for b in exact)
+    pairs = zip(found, exact, strict=True)
+    return max(float((a - b).norm()) / (float(b.norm()) + floor) for a, b in pairs)
 
 
 @contextmanager
@@ -259,8 +267,7 @@ def results(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     first = out if isinstance(out, Tensor) else out[0]
     leaves: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
     leaves += [t for t in [*args, *kwargs.values()] if isinstance(t, Tensor) and t.requires_grad]
-    weights = torch.linspace(-1, 1, first.numel(), dtype=first.dtype).view(first.shape)
-    grads = torch.autograd.grad((first * weights).sum(), leaves, allow_unused=True)
+    grads = torch.autograd.grad((first * rising(first)).sum(), leaves, allow_unused=True)
     return [first.detach(), *(grad for grad in grads if grad is not None)]
 
 

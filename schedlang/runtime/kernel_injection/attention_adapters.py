@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from schedlang.runtime.float64 import Float64
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.kernel_injection.attention import (
     Call,
+    apart,
     implementation,
     random_call,
     results,
@@ -294,7 +294,7 @@ def _probed(
         return Mismatch(
             "adds sinks or a bias to its scores, which `flash_attention` does not support"
         )
-    error = max(map(_distance, fused, plain))
+    error = max(map(apart, fused, plain))
     if not error <= TOLERANCE:
         return Mismatch("differs from its own attention", error)
     return Adapted(kernel, names, asked, error)
@@ -307,14 +307,6 @@ def _ran(module: nn.Module, calls: Iterator[Call]) -> Iterator[tuple[Call, list[
     for call in calls:
         with suppress(Exception):  # of the module's own code: it needs a mask, or of another kind
             yield call, results(module, *call)
-
-
-def _distance(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    if len(found) != len(exact):
-        return math.inf
-    floor = 1e-3 * max(float(b.norm()) for b in exact)
-    pairs = zip(found, exact, strict=True)
-    return max(float((a - b).norm()) / (float(b.norm()) + floor) for a, b in pairs)
 
 
 def _calls(module: nn.Module, names: tuple[str, ...], call: Call | None) -> Iterator[Call]:

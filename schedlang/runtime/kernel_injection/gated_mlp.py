@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.kernels.gated import ACTIVATIONS, Case, gated, packed, reference
-from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, one_input, relative
+from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, one_input, relative, rising
 from schedlang.runtime.device import undrawn
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.forward import the_input
@@ -117,8 +117,7 @@ def probe_gated(module: nn.Module) -> Gated | Mismatch:
                 ],
             )
         except Exception as raised:  # the module's own code: whatever it raises is a mismatch
-            said = f"{type(raised).__name__}: {raised}".splitlines()[0]
-            return Mismatch(f"does not run on rows alone: {said}")
+            return Mismatch.raised("does not run on rows alone", raised)
 
 
 def _shape(module: nn.Module) -> tuple[int, int] | None:
@@ -206,8 +205,9 @@ def _seeded(call: Callable[[Tensor], Any], x: Tensor) -> Any:
 
 
 def _farthest(results: _Results, exact: Mapping[bool, Tensor]) -> float:
-    found = [relative(y.detach(), exact[mode].detach()) for mode in results for y in results[mode]]
-    return math.inf if any(error != error for error in found) else max(found)
+    return max(
+        relative(y.detach(), exact[mode].detach()) for mode in results for y in results[mode]
+    )
 
 
 def _evaluated(module: nn.Module, form: Gated, x: Tensor, trained: Tensor) -> Tensor:
@@ -309,9 +309,9 @@ def _gradient_distance(module: nn.Module, form: Gated, own: _Ran, twin: _Ran) ->
         given = [[calls[n][0][0].detach() for n in order] for calls in called]
     else:
         leaves, given = [[run.leaf, *module.parameters()] for run in (own, twin)], [[], []]
-    grad = torch.linspace(-1, 1, own.made.numel(), dtype=own.made.dtype).view(own.made.shape)
     found, exact = (
-        torch.autograd.grad(y, some, grad, allow_unused=True) for y, some in zip(both, leaves)
+        torch.autograd.grad(y, some, rising(own.made), allow_unused=True)
+        for y, some in zip(both, leaves)
     )
     return max(
         math.inf

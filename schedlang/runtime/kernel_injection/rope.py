@@ -191,8 +191,7 @@ def _expected(given: Mapping[str, Tensor], order: tuple[str, ...], width: int, f
 
 def _distance(run: _Run, order: tuple[str, ...], width: int, form: Form) -> float:
     expected = _expected(run.given, order, width, form)
-    errors = [relative(y, right) for y, right in zip(run.made, expected, strict=True)]
-    return max(error if error == error else torch.inf for error in errors)
+    return max(relative(y, right) for y, right in zip(run.made, expected, strict=True))
 
 
 def _finished(function: Any, found: Rotation) -> Rotation | Mismatch:
@@ -208,8 +207,7 @@ def _finished(function: Any, found: Rotation) -> Rotation | Mismatch:
         found = replace(found, second=second, flat=flat)
         return _rounding(function, found, angles)
     except Exception as raised:  # the model's own code: whatever it raises is a mismatch
-        said = f"{type(raised).__name__}: {raised}".splitlines()[0]
-        return Mismatch(f"calls `{found.name}`, which does not run: {said}")
+        return Mismatch.raised(f"calls `{found.name}`, which does not run", raised)
 
 
 def _gradient_distance(function: Any, found: Rotation, angles: int) -> float:

@@ -12,7 +12,14 @@ from torch.nn import functional as F
 
 from schedlang.kernels.device import autocast_to
 from schedlang.kernels.linear_cross_entropy import Case
-from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, relative, rows_of
+from schedlang.kernels.probe import (
+    TOLERANCE,
+    Mismatch,
+    bare_copy,
+    gradients_apart,
+    relative,
+    rows_of,
+)
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.forward import layers_of, the_input
 from schedlang.runtime.lazy_logits.lazy import LazyLogits, Part
@@ -126,19 +133,12 @@ def _probed(module: nn.Module, found: Head) -> Head | Mismatch:
         copied.train(training)
         with torch.random.fork_rng(devices=[]):
             try:
-                y = copied(x)
-                plain = F.linear(x, weight, bias)
-                pairs = zip(_with_gradients(y, x, params), _with_gradients(plain, x, params))
-                worst = max([worst, *(relative(a, b) for a, b in pairs)])
+                y, plain = copied(x), F.linear(x, weight, bias)
+                apart = gradients_apart(y, plain, [x, *params.values()])
+                worst = max(worst, relative(y.detach(), plain.detach()), apart)
             except Exception as raised:  # the module's own code: whatever it raises is a mismatch
-                said = f"{type(raised).__name__}: {raised}".splitlines()[0]
-                return Mismatch(f"does not run on rows of {found.width} alone: {said}")
+                return Mismatch.raised(f"does not run on rows of {found.width} alone", raised)
     return found if worst <= TOLERANCE else Mismatch("differs from a linear layer", worst)
-
-
-def _with_gradients(y: Tensor, x: Tensor, params: dict[str, nn.Parameter]) -> list[Tensor]:
-    grad = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
-    return [y.detach(), *torch.autograd.grad(y, [x, *params.values()], grad)]
 
 
 class Waiting:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.ir.placement import EVEN, positions
+from schedlang.kernels.probe import TOLERANCE, first_line, relative
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.sharding.sizes import numbers_of, set_number
@@ -26,7 +27,6 @@ from schedlang.runtime.tracing.meta import copy_with
 # ranks.
 
 
-TOLERANCE = 1e-9
 TOKENS = 12  # of the trial; each goes to two experts
 LARGEST = 1 << 25  # elements of a trial's parameters
 
@@ -129,8 +129,8 @@ def _tried(
     try:
         trial = Trial(small, count, split)
     except Exception as raised:  # the module's own code: whatever it raises is a reason
-        said = f"{type(raised).__name__}: {raised}".splitlines()[0]
-        return NoExperts(f"it does not run with (tokens, expert indices, routing weights): {said}")
+        what = "it does not run with (tokens, expert indices, routing weights)"
+        return NoExperts(f"{what}: {first_line(raised)}")
     for reason, error in trial.faults():
         if not error <= TOLERANCE:
             return NoExperts(reason, error)
@@ -191,7 +191,7 @@ class Trial:
         self.x, self.index, self.weights = _routed(width, count, generator)
         self.whole = self.call(self.module, self.x, self.index, self.weights)
         again = self.call(self.module, self.x, self.index, self.weights)
-        self.drawn = gap(again, self.whole)
+        self.drawn = relative(again, self.whole)
         ones = torch.ones_like(self.weights[:, :1])
         self.alone = [
             self.call(self.module, self.x, self.index[:, k : k + 1], ones)
@@ -213,10 +213,10 @@ class Trial:
         yield "it draws random numbers", self.drawn
         summed = sum(w[:, None] * y for w, y in zip(self.weights.unbind(1), self.alone))
         assert isinstance(summed, Tensor)
-        yield "its output is not linear in the routing weights", gap(summed, self.whole)
+        yield "its output is not linear in the routing weights", relative(summed, self.whole)
         some = torch.tensor([5, 2, 9])
         few = self.call(self.module, self.x[some], self.index[some], self.weights[some])
-        yield "its output for a token depends on other tokens", gap(few, self.whole[some])
+        yield "its output for a token depends on other tokens", relative(few, self.whole[some])
 
     def with_some(self, numbers: tuple[str, ...]) -> float:
         """How far a copy that holds the second half of the experts differs for their tokens."""
@@ -229,7 +229,7 @@ class Trial:
             got = self.call(held, self.x[mine], self.index[mine, :1] - first, ones)
         except Exception:  # a number that counts something else was changed
             return math.inf
-        return gap(got, self.alone[0][mine])
+        return relative(got, self.alone[0][mine])
 
 
 def part_of(
@@ -269,12 +269,6 @@ def _routed(width: int, count: int, generator: torch.Generator) -> tuple[Tensor,
     index = torch.stack([first, (first + 1 + torch.arange(TOKENS) % (count - 1)) % count], 1)
     weights = torch.rand(TOKENS, 2, generator=generator, dtype=torch.float64) + 0.2
     return x, index, weights
-
-
-def gap(got: Tensor, expected: Tensor) -> float:
-    """The relative distance of two results; infinite where one is no number."""
-    far = float((got - expected).norm() / (expected.norm() + 1e-300))
-    return far if math.isfinite(far) else math.inf
 
 
 # ---- Tell by trying how every expert is cut along its inner dim, so that parts add up to the
@@ -383,7 +377,7 @@ def _gap(trial: Trial, cuts: dict[str, Cut], numbers: tuple[str, ...]) -> float:
             total += Trial.call(part, trial.x, trial.index, trial.weights)
         except Exception:  # what does not fit together was cut
             return float("inf")
-    return gap(total, trial.whole)
+    return relative(total, trial.whole)
 
 
 def _part(whole: torch.Tensor, cut: tuple[int, int], place: int) -> torch.Tensor:

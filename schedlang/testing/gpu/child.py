@@ -18,8 +18,7 @@ from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
 
-from schedlang.testing.gpu.case import Case, Found, Setup, Skipped, Wrong
-from schedlang.testing.gpu.parts import PARTS
+from schedlang.testing.gpu.case import PARTS, Case, Found, Setup, Skipped, Wrong
 
 LOST = 17  # the exit code where the device can no longer be used
 

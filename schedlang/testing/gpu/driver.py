@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from schedlang.testing.gpu.case import Found, Setup
-from schedlang.testing.gpu.parts import PARTS, Part
+from schedlang.testing.gpu.case import PARTS, Found, Part, Setup
 
 Say = Callable[[str], None]
 _TIME_IS_UP = "the time of its part was up before it was done"

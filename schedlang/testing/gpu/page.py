@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from schedlang.testing.gpu.case import OUTCOMES, Found, Setup
-from schedlang.testing.gpu.parts import PARTS
+from schedlang.testing.gpu.case import OUTCOMES, PARTS, Found, Setup
 
 _SHOWN = 160  # letters of a note in a table
 _WAYS = ("ours", "eager", "compile", "liger", "sdpa")
