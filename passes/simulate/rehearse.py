@@ -164,18 +164,7 @@ def rehearse(
     from schedlang.runtime import batch as parts
 
     sample = parts.sample(batch, plan.shares, plan.micro)
-    return _rehearsed(_Step(plan, sample, loss, prepared, works))
-
-
-def parked_bytes(
-    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, prepared: Prepared
-) -> Mapping[int, int]:
-    """What a microbatch's forward of a stage parks on a partner, by stage; raises as above."""
-    return _rehearsed(_Step(plan, sample, loss, prepared, False)).parked
-
-
-def _rehearsed(step: _Step) -> Rehearsal:
-    plan, prepared = step.plan, step.prepared
+    step = _Step(plan, sample, loss, prepared, works)
     kinds = places(plan, prepared)
     classes = rank_classes(plan, prepared.staged, prepared.holdings)
     played: dict[int | None, Played] = {}

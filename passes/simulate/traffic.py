@@ -66,6 +66,27 @@ class Collective:
         return {**asdict(self), "axes": list(self.axes), "places": places, "total": self.total}
 
 
+Words = tuple[str, str]  # a phase, and what is sent
+
+
+def there_and_back(
+    axis: str,
+    ends: tuple[int, int],
+    there: Words,
+    back: Words | None,
+    size: int,
+    row: int | None,
+    *,
+    fqn: str = "",
+    count: int = 1,
+) -> Iterator[Collective]:
+    """Yield what one place of the pipeline sends to another, and what comes back, if it does."""
+    for (source, target), said in ((ends, there), (ends[::-1], back)):
+        if said is not None:
+            at = frozenset({source})
+            yield Collective("send", (axis,), *said, fqn, count, size, at, row, target)
+
+
 @dataclass(frozen=True)
 class Context:
     """A plan, and what is known of it, as counting asks for them."""
@@ -404,22 +425,12 @@ def _sent(
     ends = [staged.homes[replica][stage] for stage in edge]
     leaf, fqn = staged.cut.graph.leaves[token], staged.cut.graph.units[token[0]]
     count = staged.microbatches(edge[0], ends[0], replica)
-    sent = Collective(
-        "send",
-        (staged.axis,),
-        "forward",
-        f"to stage {edge[1]}",
-        fqn,
-        count,
-        _bytes(local(leaf.shape), leaf.dtype),
-        frozenset(ends[:1]),
-        context.row("stage"),
-        ends[1],
+    there = "forward", f"to stage {edge[1]}"
+    back = ("backward", f"grad to stage {edge[0]}") if leaf.differentiable else None
+    size, row = _bytes(local(leaf.shape), leaf.dtype), context.row("stage")
+    yield from there_and_back(
+        staged.axis, (ends[0], ends[1]), there, back, size, row, fqn=fqn, count=count
     )
-    yield sent
-    if leaf.differentiable:
-        what = f"grad to stage {edge[0]}"
-        yield replace(sent, phase="backward", what=what, places=frozenset(ends[1:]), to=ends[0])
 
 
 def _bytes(shape: Iterable[int], dtype: str) -> int:
@@ -439,20 +450,8 @@ def _states(context: Context) -> Iterator[Collective]:
     for place in range(places):
         rank, after = plan.mesh.member(0, staged.axis, place), (place + 1) % places
         for size in state_rounds(plan, context.holdings, rank):
-            out = Collective(
-                "send",
-                (staged.axis,),
-                "step",
-                "state to a peer",
-                "",
-                1,
-                size * MOMENTS,
-                frozenset({place}),
-                row,
-                after,
-            )
-            yield out
-            yield replace(out, what="state to its owner", places=frozenset({after}), to=place)
+            there, back = ("step", "state to a peer"), ("step", "state to its owner")
+            yield from there_and_back(staged.axis, (place, after), there, back, size * MOMENTS, row)
 
 
 def _slices(context: Context) -> Iterator[Collective]:
@@ -477,17 +476,9 @@ def _slices(context: Context) -> Iterator[Collective]:
             size = gathered_bytes(plan, context.holdings, names, cast=True)
             grads = gathered_bytes(plan, context.holdings, trained)
             times = backwards if row.stage > 1 else 1
-            gather = Collective(
-                "all-gather",
-                axes,
-                "forward",
-                "parameters",
-                fqn,
-                forwards if row.stage == 3 else 1,
-                size,
-                places,
-                line,
-            )
+            often = forwards if row.stage == 3 else 1
+            words = "forward", "parameters", fqn
+            gather = Collective("all-gather", axes, *words, often, size, places, line)
             if names:
                 yield gather
             if names and row.stage == 3 and row.reshard and fqn:  # the root's stay anyway
