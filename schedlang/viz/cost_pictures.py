@@ -14,20 +14,12 @@ from typing import TYPE_CHECKING
 from schedlang.diagnostics.tables import size
 from schedlang.ir.memory import CLASSES, heaviest
 from schedlang.passes.simulate.pairs import Pairs, pairs
+from schedlang.viz.elements import key, say
 
 if TYPE_CHECKING:
     from schedlang.ir.memory import RankMemory
     from schedlang.passes.simulate.traffic import Collective
     from schedlang.viz.show import View
-
-# ---- A line of words in a picture.
-
-
-def say(x: float, y: float, words: str, kind: str = "") -> str:
-    """Words as SVG, beginning at a point; `kind` is their class in the picture's style."""
-    named = f' class="{kind}"' if kind else ""
-    return f'<text x="{x:.0f}" y="{y:.0f}"{named}>{html.escape(words)}</text>'
-
 
 # ---- Memory over a step as SVG: what ranks hold, stacked by class, operation by operation.
 
@@ -68,8 +60,7 @@ def over_time(found: Sequence[RankMemory], axis: str, y: int) -> tuple[list[str]
 def _legend(y: int) -> Iterator[str]:
     x = LEFT
     for name, fill in COLOURS.items():
-        yield f'<rect x="{x:.0f}" y="{y - 10}" width="12" height="12" fill="{fill}"/>'
-        yield say(x + 17, y, name)
+        yield key(x, y, f'fill="{fill}"', name)
         x += 128
 
 
@@ -215,9 +206,7 @@ def _traffic_legend(drawn: Matrix, y: int) -> Iterator[str]:
     x = 150.0
     for start, following in zip(drawn.starts, (*drawn.starts[1:], 1)):
         words = f"from {size(start)}" if start else f"below {size(following)}"
-        kind = f"h{drawn.shade(start + 0.5)}"
-        yield f'<rect class="{kind}" x="{x:.0f}" y="{y - 10}" width="12" height="12"/>'
-        yield say(x + 17, y, words)
+        yield key(x, y, f'class="h{drawn.shade(start + 0.5)}"', words)
         x += 34 + 6.6 * len(words)
 
 
@@ -274,8 +263,8 @@ def _sorts(view: View, found: Sequence[Collective], y: int) -> tuple[list[str], 
     """What one rank takes part in, at the place where that is most, as bars; their height."""
     places = sorted({one.place or 0 for one in view.account.classes or ()}) or [0]
     sums: dict[Sort, tuple[int, int]] = {}
-    for key in dict.fromkeys(_sort(one) for one in found):
-        sums[key] = max((_total(view.account.at(p), key) for p in places), key=lambda s: s[1])
+    for sort in dict.fromkeys(_sort(one) for one in found):
+        sums[sort] = max((_total(view.account.at(p), sort) for p in places), key=lambda s: s[1])
     shown = sorted(sums.items(), key=lambda item: -item[1][1])[:MOST_SORTS]
     most = max(total for _, (_, total) in shown) or 1
     parts = [say(LIST, y, "collectives of a rank", "t")]

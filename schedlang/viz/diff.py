@@ -13,6 +13,7 @@ from schedlang.ir.primitive import Primitive
 from schedlang.language.value import shown
 from schedlang.passes.elaborate.fold import folded
 from schedlang.passes.elaborate.state import arguments_text
+from schedlang.viz.elements import framed
 
 if TYPE_CHECKING:
     from schedlang.ir.plan import Action, Plan
@@ -187,20 +188,14 @@ def _cell(text: str) -> str:
 
 def page(names: Names, found: Difference, costs: Sequence[Cost]) -> str:
     """The same as one self-contained page."""
-    title = html.escape(f"{names[0]} → {names[1]}")
-    body = [f"<h1>{title}</h1>"]
+    title = f"{names[0]} → {names[1]}"
+    body = [f"<h1>{html.escape(title)}</h1>"]
     if found:
         body += [*_figures(costs), *_changes(found.changes)]
         body += [f"<p>{html.escape(fact)}</p>" for fact in found.facts]
     else:
         body.append("<p>No difference: both do the same, and cost the same.</p>")
-    return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
-        '<meta name="viewport" content="width=device-width">'
-        f'<meta name="color-scheme" content="light dark"><style>{STYLE}</style>\n'
-        + "\n".join(body)
-        + "\n"
-    )
+    return framed(title, STYLE, "\n".join(body) + "\n")
 
 
 def _figures(costs: Iterable[Cost]) -> Iterator[str]:

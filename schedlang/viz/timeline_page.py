@@ -29,6 +29,7 @@ from schedlang.pipeline.timeline.pictures import (
     word,
 )
 from schedlang.pipeline.timeline.simulation import COPIES, weights
+from schedlang.viz.elements import framed
 from schedlang.viz.trace import trace
 
 # ---- Timelines as one self-contained page: orders, sizes and costs are chosen in the browser.
@@ -176,7 +177,7 @@ def _entry(name: str, micro: int, variant: str, timeline: Timeline) -> dict[str,
 
 
 def _page(data: str, shown: Shown | None, unit: str) -> str:
-    title = escape(f"{shown.order}: timeline" if shown else "timelines")
+    title = f"{shown.order}: timeline" if shown else "timelines"
     script = resources.files("schedlang.pipeline.timeline").joinpath("page.js").read_text()
     selects = "".join(
         f'<label>{text} <select id="{name}"></select></label>'
@@ -200,11 +201,8 @@ def _page(data: str, shown: Shown | None, unit: str) -> str:
         f"<th>{text}</th>"
         for text in ("order", "form", "makespan", "bubble", "without barrier", "live at most")
     )
-    return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
-        '<meta name="viewport" content="width=device-width"><meta name="color-scheme" '
-        f'content="light dark"><style>{SHEET}{STYLE}</style>\n'
-        f'<h1>{title}</h1><form onsubmit="return false">{selects}{costs}'
+    body = (
+        f'<h1>{escape(title)}</h1><form onsubmit="return false">{selects}{costs}'
         '<label><input id="transfers" type="checkbox"> transfers</label></form>\n'
         '<p id="source"></p><p><b id="told"></b></p><p class="key">'
         f"{key}; later stages of a rank are fainter, a second replica is hatched</p>\n"
@@ -218,6 +216,7 @@ def _page(data: str, shown: Shown | None, unit: str) -> str:
         '</thead><tbody id="others"></tbody></table></div>\n'
         f'<script type="text/plain" id="data">{data}</script>\n<script>{script}</script>\n</html>\n'
     )
+    return framed(title, SHEET + STYLE, body)
 
 
 # ---- A timeline as a few short strings, which the page's script reads.
@@ -308,17 +307,15 @@ def measured_page(found: Measured, title: str, who: str = "rank ") -> str:
         f"<td>{one['seconds'] * 1e3:.3f} ms</td></tr>"
         for one in value["means"]
     )
-    said = escape(title)
-    return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{said}</title>\n'
-        '<meta name="viewport" content="width=device-width"><meta name="color-scheme" '
-        f'content="light dark"><style>{MEASURED_SHEET}</style>\n<h1>{said}</h1>\n'
+    body = (
+        f"<h1>{escape(title)}</h1>\n"
         f'<div id="frame">{measured_svg(found, title, who)}</div>\n'
         "<p>Planned: the same timeline, simulated with the mean time of each kind of operation at "
         f"each stage and {value['transfer'] * 1e3:.3f} ms for a transfer, all as measured.</p>\n"
         f"<table><tr><th></th><th>measured</th><th>simulated</th></tr>{rows}</table>\n"
         f"<table><tr><th>kind</th><th>stage</th><th>mean</th></tr>{means}</table>\n</html>\n"
     )
+    return framed(title, MEASURED_SHEET, body)
 
 
 def measured_trace(found: Measured) -> str:
