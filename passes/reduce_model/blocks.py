@@ -60,7 +60,7 @@ def spread(name: str) -> Iterator[str]:
 
 
 def _counts(part: str) -> bool:
-    """Is this part of a name a number as one counts, without leading zeros?"""
+    """Tell whether this part of a name is a number without leading zeros."""
     few = len(part) < _DIGITS and part.isascii() and part.isdigit()
     return few and str(int(part)) == part
 
@@ -120,7 +120,7 @@ CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
 
 
 def splits(facts: ModelFacts, fqn: str) -> bool:
-    """May a module be one of a pair that is split: one of LEAVES, or a convolution of one group?"""
+    """Tell whether a module may be sharded in a pair: a leaf, or an ungrouped convolution."""
     site = facts.sites[fqn]
     convolves = any(site.is_a(kind) for kind in CONVOLUTIONS)
     return bool(leaf_kind(site)) or convolves and _groups(facts, fqn) == 1
@@ -145,11 +145,11 @@ class Blocks:
         return ".".join(out)
 
     def inside(self, fqn: str) -> bool:
-        """Does the module stand in a block?"""
+        """Tell whether the module is inside a block."""
         return "*" in self.common(fqn).split(".")  # also for names that are common already
 
     def is_block(self, fqn: str) -> bool:
-        """Is the module a block itself?"""
+        """Tell whether the module is a block itself."""
         return bool(fqn) and self.common(fqn).endswith(".*")
 
     @cached_property

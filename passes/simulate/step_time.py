@@ -36,7 +36,7 @@ class Took:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a run measured of its pipeline, in seconds.
+    """Times of a pipeline that a run measured, in seconds.
 
     means   of each kind of operation at each stage
     rest    of a step beside its pipeline: sums of gradients, the update
@@ -113,7 +113,7 @@ def _unfit(plan: str, run: str) -> NoReturn:
 
 
 def measurement(made: Any) -> Measurement:
-    """What `run --timeline --json` printed, read; raises KeyError, TypeError, ValueError or
+    """Read what `run --timeline --json` printed; raise KeyError, TypeError, ValueError or
     IndexError for anything else."""
     ran = made["pipeline"]
     means = {(str(m["kind"]), int(m["stage"])): float(m["seconds"]) for m in ran["means"]}
@@ -217,7 +217,7 @@ def _ops(line: Timeline) -> Iterable[tuple[int, Op]]:
 def _times(
     clock: _Clock, place: int, played: Played, parked: Mapping[int, int]
 ) -> Mapping[Op, _Took]:
-    """What each operation of a place takes."""
+    """Time each operation of a place."""
     at = place if clock.staged.axis is not None else None
     known: dict[int, _Took] = {}
     found = {}
@@ -251,7 +251,7 @@ class _Clock:
         return _Took(computing, waits + max(0.0, beside - computing))
 
     def rest(self, played: Played) -> _Took:
-        """What comes after the last backward."""
+        """Time what comes after the last backward."""
         found = _NOTHING
         for run in played.rest:
             sent = sum(

@@ -96,7 +96,7 @@ class Context:
 
     @property
     def traced(self) -> Traced:
-        """What a forward showed."""
+        """The traced forward."""
         return self.prepared.traced
 
     @property
@@ -106,12 +106,12 @@ class Context:
 
     @property
     def holdings(self) -> Mapping[str, Holding]:
-        """Where the parts of every parameter lie."""
+        """The placement of every parameter."""
         return self.prepared.holdings
 
     @property
     def tokens(self) -> Tokens | None:
-        """How sequences are split over ranks, where they are."""
+        """The split of sequences over ranks, where there is one."""
         return self.prepared.tokens
 
     @property
@@ -125,7 +125,7 @@ class Context:
         return found[-1] if found else None
 
     def runs(self, fqn: str) -> list[tuple[frozenset[int] | None, int]]:
-        """Where along the pipeline a module runs, and for how many microbatches.
+        """Return the places along the pipeline where a module runs, with counts of microbatches.
 
         Code between units runs on several stages, which are not told apart.
         """
@@ -163,7 +163,7 @@ CODED = {  # by what is sent, as runtime/grad_reduction/compressed.py has it
 def messages(
     plan: Plan, staged: Staged, holdings: Mapping[str, Holding], one: Reduction, place: int | None
 ) -> Iterator[Message]:
-    """What is sent for one sum at a place of the pipeline; sizes whole, as they arrive."""
+    """Yield the messages of one sum at a place of the pipeline; sizes whole, as they arrive."""
     rank = 0
     if place is not None and staged.axis is not None:
         rank = plan.mesh.member(0, staged.axis, place)
@@ -262,7 +262,7 @@ def _row_of(plan: Plan, fqn: str) -> int | None:
 
 
 def _heard(context: Context, batch: Mapping[str, Any], loss: Loss | None) -> list[Exchange]:
-    """What a microbatch sends: the sharded model on meta, recomputed where rows ask for it."""
+    """Record what a microbatch sends: the sharded model on meta, with its recomputation."""
     from schedlang.passes.partition.staging import local_skeleton
     from schedlang.passes.propagate.context import about_its_row, seated
     from schedlang.runtime.comm.collectives import Group, listening
@@ -324,7 +324,7 @@ _ROUTED = {"all-to-all": "token", "all-gather": "expert", "reduce-scatter": "exp
 
 
 def _what(context: Context, one: Exchange) -> str:
-    """Which tensor of its module an exchange is of."""
+    """Name the tensor of its module that an exchange moves."""
     traced, plan = context.traced, context.plan
     if one.fqn in plan.contexts and set(plan.mesh.fold(one.axes)) <= set(plan.context_axes):
         return "keys and values"
@@ -391,7 +391,7 @@ def collectives(
 
 
 def _by_slice(one: Collective, staged: Staged) -> Collective:
-    """What a microbatch sends is sent slice by slice; of mean length, where they differ."""
+    """Split what a microbatch sends into slices, of mean length where they differ."""
     slices = staged.timeline.slices
     return replace(one, count=one.count * slices, bytes=one.bytes // slices)
 
@@ -400,7 +400,7 @@ def _by_slice(one: Collective, staged: Staged) -> Collective:
 
 
 def _transfers(context: Context, batch: Mapping[str, Any]) -> Iterator[Collective]:
-    """What stages send to each other, per value; only between stages of different ranks."""
+    """Yield what stages send to each other, per value, between stages of different ranks."""
     staged = context.staged
     local = context.tokens.sizes(batch) if context.tokens is not None else tuple
     if staged.axis is None:

@@ -48,7 +48,7 @@ class Offer:
 
 
 def offers(text: str, offset: int, outline: Outline | None = None) -> list[Offer]:
-    """What may stand at `offset`; modules where the model is known."""
+    """Return the completions at `offset`; modules where the model is known."""
     load_all()
     here, names = place(text, offset), declared(text)
     if here.call:
@@ -101,7 +101,7 @@ def _arguments(here: Place, names: list[Declared]) -> Iterator[Offer]:
 
 
 def _values(kind: Any, names: list[Declared]) -> Iterator[Offer]:
-    """What an argument of this type may be."""
+    """Yield completions for an argument of this type."""
     if kind is Axis or kind == Axes:
         yield from _names(names, ("axis", "view"))
         return

@@ -70,7 +70,7 @@ class Place:
 
     @property
     def selected(self) -> bool:
-        """Whether selectors are complete and a verb comes next."""
+        """True where selectors are complete and a verb comes next."""
         heads = rf"{PATH}(\s*,\s*{PATH})*(?<!,)\s+\w*"
         first = self.statement.split(maxsplit=1)[:1]
         keyword = bool(first) and first[0] in declarations()
@@ -79,7 +79,7 @@ class Place:
 
 
 def place(text: str, offset: int) -> Place:
-    """What stands around the character at `offset`."""
+    """Return the context of the character at `offset`."""
     around: list[Open] = []
     start = 0
     for token in TOKEN.finditer(text, 0, offset):

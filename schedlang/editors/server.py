@@ -30,7 +30,7 @@ from schedlang.passes.elaborate.lint import lint
 
 
 def findings(text: str, name: str) -> list[Diagnostic]:
-    """What `check` would say of a text; `name` is its file, beside which others are found."""
+    """Return the findings of `check` for a text; `name` is its file."""
     try:
         tree = parse(Source(name, text.replace("\r\n", "\n")))
         expand(tree, None)
@@ -46,7 +46,7 @@ def findings(text: str, name: str) -> list[Diagnostic]:
 
 @dataclass
 class Known:
-    """What is known of one open file beside its text: the model, its plan, and the question."""
+    """State of one open file beside its text: the model, its plan, and the question."""
 
     outline: Outline | None = None
     rows: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Server(LanguageServer):
         self.known: dict[str, Known] = {}
 
     def about(self, uri: str) -> Known:
-        """What is known of a file."""
+        """Return the state of a file."""
         return self.known.setdefault(uri, Known())
 
     def say(self, uri: str) -> None:
@@ -177,7 +177,7 @@ def closed(ls: Server, params: t.DidCloseTextDocumentParams) -> None:
 
 
 def complete(ls: Server, params: t.CompletionParams) -> t.CompletionList:
-    """What may stand at a place."""
+    """Return completions at a place."""
     document = ls.workspace.get_text_document(params.text_document.uri)
     offset = document.offset_at_position(params.position)
     found = offers(document.source, offset, ls.about(document.uri).outline)
@@ -191,7 +191,7 @@ def complete(ls: Server, params: t.CompletionParams) -> t.CompletionList:
 
 
 def hovered(ls: Server, params: t.HoverParams) -> t.Hover | None:
-    """What is known of a word."""
+    """Return the hover text of a word."""
     document = ls.workspace.get_text_document(params.text_document.uri)
     known = ls.about(document.uri)
     rows = known.rows.get(params.position.line + 1, [])
@@ -200,7 +200,7 @@ def hovered(ls: Server, params: t.HoverParams) -> t.Hover | None:
 
 
 def defined(ls: Server, params: t.DefinitionParams) -> t.Location | None:
-    """Where a name is declared."""
+    """Return the place where a name is declared."""
     document = ls.workspace.get_text_document(params.text_document.uri)
     offset = document.offset_at_position(params.position)
     found = definition(document.source, offset, Path(document.path))

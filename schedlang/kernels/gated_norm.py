@@ -32,7 +32,7 @@ LONGEST = 8192  # elements of a group; of twice as many some spill
 
 @dataclass(frozen=True)
 class Form:
-    """What is computed: the norm as in kernels/norm.py, and where which gate stands.
+    """The form of a norm with a gate: the norm as in kernels/norm.py, the gate and its place.
 
     `act` is one of gated.ACTIVATIONS; `first`: the gate comes before the norm, else after it.
     """
@@ -127,7 +127,7 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def scale_of(weight, column, size, offset, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-        """What a row is multiplied by."""
+        """The factors of a row's elements."""
         scale = load_vector(weight, column, size) + offset
         if EARLY:
             scale = rounded(scale, weight)
@@ -250,7 +250,7 @@ if triton is not None:
 
 
 def _runs(form: Form, *tensors: Tensor) -> bool:
-    """Whether the kernel takes these: their groups fit a program."""
+    """Tell whether the kernel takes these tensors: their groups fit a program."""
     return runs_kernel(*tensors, longest=LONGEST * form.groups)
 
 
@@ -374,7 +374,7 @@ class Case:
         return {"input": x, "gate": gate.to(kind).float(), "weight": weight.to(kind).float()}
 
     def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
-        """What the kernel gives, or its reference."""
+        """Run the kernel, or its reference."""
         x, gate, weight = given["input"], given["gate"], given["weight"]
         if self.other and x.dtype != torch.float64:
             gate, weight = (t.to(getattr(torch, self.other)) for t in (gate, weight))

@@ -59,7 +59,7 @@ def _reference_backward(
 
 
 def _fits(*tensors: Tensor) -> bool:
-    """Whether torch's product takes these: bfloat16, on a GPU that has it, sizes that align."""
+    """Tell whether torch's product takes these: bfloat16, on a GPU that has it, aligned sizes."""
     first = tensors[0]
     if on_gpu(first) and capability(first) < (8, 0):
         return False
@@ -150,14 +150,14 @@ class Case:
         return {"input": normal(*self.shape), "weight": weight}
 
     def ends(self) -> Tensor:
-        """Where groups end: the second has no rows."""
+        """Return the end of each group; the second group has no rows."""
         rows, generator = self.shape[0], torch.Generator().manual_seed(self.seed)
         cuts = torch.randint(0, rows + 1, (self.groups - 1,), generator=generator).sort().values
         cuts[1:2] = cuts[0:1]
         return torch.cat([cuts, torch.tensor([rows])]).int()
 
     def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
-        """What the product gives, or its reference."""
+        """Run the product, or its reference."""
         ends = self.ends().to(given["input"].device)
         call = grouped if kernel else reference
         return call(given["input"], given["weight"], ends, self.across)

@@ -38,7 +38,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, form: norms.Form) -> Te
 
 
 def runs_liger(x: Tensor, weight: Tensor) -> bool:
-    """Whether its kernels take these tensors: on a GPU, in float32 and below."""
+    """Tell whether its kernels take these tensors: on a GPU, in float32 or a narrower type."""
     kinds = (torch.float32, torch.bfloat16, torch.float16)
     return on_gpu(x) and triton is not None and x.dtype in kinds and weight.dtype in kinds
 

@@ -34,7 +34,7 @@ PARTS = 16  # and of how many chunks the logits are then
 
 @dataclass(frozen=True)
 class Form:
-    """What a model does with the product before the loss, and how large a chunk may be in bytes.
+    """Scale and cap of logits before the loss, and the bytes of logits that a chunk may have.
 
     The logits are cap * tanh(scale * z), or scale * z where `cap` is 0.  `held`: all of them are
     made at once, and kept for backward.
@@ -232,7 +232,7 @@ def _(x: Tensor, weight: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _fake_gradients(
     x: Tensor, weight: Tensor, bias: Tensor | None, inputs: bool, own: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `Sums.results` are like."""
+    """Return empty tensors of the shapes and types of `Sums.results`."""
     dbias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape if own else (0,))
     return (
         x.new_empty(x.shape if inputs else (0,)),
@@ -339,7 +339,7 @@ def _times(saved: Tensor, factor: Tensor) -> Tensor:
 
 
 def _last() -> bool:
-    """Whether the backward that runs now frees what it was saved; False outside of one."""
+    """Tell whether the backward that runs now frees its saved tensors; False outside of one."""
     if torch.compiler.is_compiling():
         return False
     return not torch._C._autograd._get_current_graph_task_keep_graph()
@@ -396,7 +396,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What the report of a GPU calls it."""
+        """The name of the kernel in the report of a GPU."""
         return "held_cross_entropy" if self.held else self.kernel
 
     def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
@@ -413,7 +413,7 @@ class Case:
         return target, (target >= 0) / len(x)
 
     def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
-        """What the kernel gives, or its reference."""
+        """Run the kernel, or its reference."""
         x, weight, bias = given["input"], given["weight"], given.get("bias")
         target, by = self.labels(x)
         form = Form(self.scale, self.cap, self.rows * self.classes * x.dtype.itemsize, self.held)

@@ -32,7 +32,7 @@ LONGEST_CENTRED = 8192  # elements of a row with a mean or a sum; of twice as ma
 
 @dataclass(frozen=True)
 class Form:
-    """Which norm: a LayerNorm where `centred`, else an RMSNorm; see the file for the rest.
+    """The form of a norm: a LayerNorm where `centred`, else an RMSNorm; see the file.
 
     `eps` None is the spacing of the type that is computed in, as of torch.nn.RMSNorm.
     """
@@ -77,7 +77,7 @@ def add_norm(
 
 
 def fits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have one shape, and their sum the type of one of them."""
+    """Tell whether two tensors have one shape, and their sum the type of one of them."""
     alike = a.dim() == b.dim() and all(n == m for n, m in zip(a.shape, b.shape))
     return alike and torch.promote_types(a.dtype, b.dtype) in (a.dtype, b.dtype)
 
@@ -453,7 +453,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What `replace_kernel` calls it."""
+        """The name of the kernel in `replace_kernel`."""
         kind = "layer_norm" if self.form.centred else "rms_norm"
         return "add_norm" if self.add else kind
 

@@ -38,7 +38,7 @@ Formula = Callable[..., Tensor]  # of the input, and of the gate where there is 
 
 @dataclass(frozen=True)
 class Norm:
-    """What a norm module computes: (x / sqrt(mean(x^2) + eps)) * (weight + offset) [+ bias].
+    """The formula of a norm module: (x / sqrt(mean(x^2) + eps)) * (weight + offset) [+ bias].
 
     `kind` is "rms_norm", or "layer_norm" where x is centred first.  `weight` and `bias` are names
     of the module's parameters, None where it has none (a weight is then one); `eps` and `rounding`
@@ -66,7 +66,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class GatedNorm:
-    """What a norm with a gate computes, of inputs that its forward names so.
+    """The formula of a norm with a gate; `inputs` are the names of its two arguments.
 
     `weight` is the name of a parameter, None where it has none (a weight is then one).
     """
@@ -101,7 +101,7 @@ def vectors_of(module: nn.Module, size: int) -> dict[str, Tensor]:
 
 
 def structure(module: nn.Module) -> Mismatch | None:
-    """Why a module cannot be a norm, by what it holds."""
+    """Return the reason why a module cannot be a norm, by its parameters, children and buffers."""
     params = dict(module.named_parameters(recurse=False))
     if next(module.children(), None) is not None:
         return Mismatch("has submodules: a norm has none")
@@ -163,7 +163,7 @@ def named_eps(module: nn.Module, eps: float) -> float | None:
 
 
 def follows_type(eps: float) -> bool:
-    """Whether an eps that was measured in float64 is the spacing of that type."""
+    """Tell whether an eps that was measured in float64 is the spacing of that type."""
     spacing = torch.finfo(torch.float64).eps
     return abs(eps - spacing) <= 1e-3 * spacing
 
@@ -272,7 +272,7 @@ def _named_eps(module: nn.Module, fit: _Fit, size: int) -> float | None:
 
 
 def _rounding(module: nn.Module, fit: _Fit, size: int) -> str | Mismatch:
-    """Where a bfloat16 copy rounds: the order whose results equal the module's bit by bit."""
+    """Find the rounding order whose results equal a bfloat16 copy's bit by bit."""
     copied = bare_copy(module, torch.bfloat16, seed=3)
     params = {name: p.bfloat16() for name, p in vectors_of(copied, size).items()}
     x = rows_of(size, seed=4, rows=64).bfloat16()
@@ -292,7 +292,7 @@ def _rounding(module: nn.Module, fit: _Fit, size: int) -> str | Mismatch:
 
 
 def takes_gate(module: nn.Module) -> bool:
-    """Whether the module's forward may be given one thing beside its input."""
+    """Tell whether the module's forward takes exactly one argument beside its input."""
     return len(inputs_of(module)) == 2
 
 

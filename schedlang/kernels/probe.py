@@ -33,7 +33,7 @@ _HOOKS = (
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Why a kernel does not fit, and by how much the module differs (relative) if it ran."""
+    """The reason why a kernel does not fit, and the relative difference if the module ran."""
 
     reason: str
     error: float | None = None
@@ -124,7 +124,7 @@ def inputs_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def one_input(module: nn.Module) -> Mismatch | None:
-    """Why not, if the module's forward may be given more than its input: that could change it."""
+    """Return a mismatch if the module's forward takes more than its input."""
     more = inputs_of(module)[1:]
     if more:
         return Mismatch(f"takes `{more[0]}` beside its input: the kernel does not")
@@ -145,7 +145,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def run_rows(module: nn.Module, x: Tensor, *more: Tensor) -> Tensor:
-    """What the module gives for rows; raises ValueError where that is not as many rows."""
+    """Run the module on rows; raise ValueError where it does not return as many rows."""
     y = module(x, *more)
     if not isinstance(y, Tensor) or y.shape != x.shape:
         shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__

@@ -24,7 +24,7 @@ if triton is not None:
 
 @dataclass(frozen=True)
 class Form:
-    """How a model writes its rotation.
+    """The layout of a rotation in a model.
 
     `pairs`: pair j is (2j, 2j + 1), else (j, j + width / 2); `paired`: the same of the result.
     `own`: each number has cosine and sine of its own place in the result, else pair j has the j-th.
@@ -85,7 +85,7 @@ def _joined(a: Tensor, b: Tensor, pairs: bool) -> Tensor:
 
 
 def _angles(table: Tensor, width: int, form: Form) -> tuple[Tensor, Tensor]:
-    """Those of both numbers of each pair, with a dim for heads."""
+    """Return the angles of both numbers of each pair, with a dim for heads."""
     table = table.unsqueeze(form.heads)
     if form.own:
         return _split(table[..., :width], form.paired)
@@ -419,7 +419,7 @@ class Case:
         return {n: normal(*s) * self.scale for n, s in zip(("query", "key"), shapes)}
 
     def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
-        """What the kernel gives, or its reference."""
+        """Run the kernel, or its reference."""
         width = self.width or self.shape[-1]
         rows, tokens = 1 if self.shared else self.shape[0], self.shape[1]
         generator = torch.Generator().manual_seed(self.seed + 1)

@@ -112,12 +112,12 @@ def _scales(one: RankMemory, y: int, most: int, places: Sequence[float]) -> Iter
 
 
 def _is_operation(what: str) -> bool:
-    """Whether a moment is one that computes: no message, and neither the first nor the last."""
+    """Tell whether a moment is an operation that computes, not a message or an end."""
     return re.fullmatch(r"\d+[FBIW]\d+", what) is not None
 
 
 def _thinned(levels: Sequence[tuple[int, ...]], run: int) -> list[tuple[int, ...]]:
-    """Of each run of so many neighbours that with the largest sum."""
+    """Keep the largest sum of each run of neighbours."""
     return [max(levels[k : k + run], key=sum) for k in range(0, len(levels), run)]
 
 
@@ -144,7 +144,7 @@ Sort = tuple[str, str]  # kind, axes
 
 @dataclass(frozen=True)
 class Matrix:
-    """Where the cells of a matrix lie, and how dark they are."""
+    """The geometry and the shades of a matrix."""
 
     sums: Pairs
     y: int
@@ -156,7 +156,7 @@ class Matrix:
 
     @property
     def left(self) -> float:
-        """Where the first column begins: right of the names."""
+        """The left end of the first column: right of the names."""
         return max(96.0, MARGIN + 36 + 7.0 * self._longest)
 
     @property
@@ -178,7 +178,7 @@ class Matrix:
         return lowest + sum(value >= start for start in self.starts[1:])
 
     def every(self, room: int) -> int:
-        """Of how many rows or columns one can be named that needs so many points."""
+        """Return the step between labels that need so many points."""
         return math.ceil(room / self.cell)
 
 
@@ -211,7 +211,7 @@ def _traffic_legend(drawn: Matrix, y: int) -> Iterator[str]:
 
 
 def _names(drawn: Matrix) -> Iterator[str]:
-    """What rows and columns are."""
+    """Label rows and columns."""
     sums, wide = drawn.sums, drawn.cell
     whose = "a rank" if sums.each == 1 else f"{sums.each} ranks"
     yield say(MARGIN, drawn.y - 22, f"each row is {whose} and what goes to each column", "s")
@@ -246,7 +246,7 @@ def _cells(drawn: Matrix) -> Iterator[str]:
 
 
 def _runs(drawn: Matrix) -> Iterator[str]:
-    """Of many ranks: neighbours of a shade as one piece, and all of a shade as one path."""
+    """Draw many ranks: neighbours of a shade as one piece, each shade as one path."""
     wide, paths = drawn.cell, [""] * len(LIGHT)
     for row, values in enumerate(drawn.sums.bytes.tolist()):
         shades = enumerate(drawn.shade(value) if value else -1 for value in values)
@@ -260,7 +260,7 @@ def _runs(drawn: Matrix) -> Iterator[str]:
 
 
 def _sorts(view: View, found: Sequence[Collective], y: int) -> tuple[list[str], int]:
-    """What one rank takes part in, at the place where that is most, as bars; their height."""
+    """Draw the collectives of the busiest rank as bars; return them and their height."""
     places = sorted({one.place or 0 for one in view.account.classes or ()}) or [0]
     sums: dict[Sort, tuple[int, int]] = {}
     for sort in dict.fromkeys(_sort(one) for one in found):

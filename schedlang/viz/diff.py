@@ -70,7 +70,7 @@ class Difference:
 
 
 def compare(old: Plan, new: Plan) -> Difference:
-    """What changes from `old` to `new`: rows by step and verb, then mesh, knobs and grade."""
+    """Compare two plans: rows by step and verb, then mesh, knobs and grade."""
     before, after = list(old.actions), list(new.actions)
     for action in old.actions:
         same = next((a for a in after if _key(a) == _key(action)), None)

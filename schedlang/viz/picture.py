@@ -45,7 +45,7 @@ STYLE = (
 
 @dataclass(frozen=True)
 class Mark:
-    """What the plan does at one module; equal for modules that may be folded."""
+    """The effect of the plan at one module; equal for modules that may be folded."""
 
     stages: tuple[int, ...]
     layouts: tuple[str, ...]
@@ -185,7 +185,7 @@ def _done(node: Node) -> bool:
 
 
 def _inside(node: Node) -> object:
-    """What is done below a module, stages apart."""
+    """Return what is done below a module, stages left out."""
     own = node.note
     assert isinstance(own, Mark)
     below = tuple((child.name, _inside(child)) for child in node.children)

@@ -119,7 +119,7 @@ def rounded(value: Number) -> float:
 
 
 def _shares(t: Timeline, cost: Cost) -> dict[str, list[float]]:
-    """What stages and slices weigh, where they are not all alike."""
+    """Return the weights of stages and slices, where they are not all alike."""
     given = {"shares": (cost.shares, t.stages), "parts": (cost.slices, t.slices)}
     return {
         name: [float(x) for x in weights(values, count, name)]
@@ -142,7 +142,7 @@ def variants(known: Order) -> Iterator[tuple[int, int, str]]:
 
 
 def _form(name: str, chunks: int, slices: int) -> str:
-    """What tells a timeline from others of its order and sizes, in words."""
+    """Describe what distinguishes a timeline from others of its order and sizes."""
     known = next((one for one in ORDERS if one.name == name), None)
     fixed = known is not None and known.chunks is not None and len(known.chunks) == 1
     words = [f"{chunks} stages a rank"] if chunks > 1 and not fixed else []

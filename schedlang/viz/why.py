@@ -146,7 +146,7 @@ def listed(account: Account) -> str:
 
 
 def why_collective(plan: Plan, file: n.File, account: Account, number: int) -> str:
-    """What the collective of a number is, the row that asks for it, and why it is needed.
+    """Explain the collective of a number: its row, and why it is needed.
 
     Raises Refusal S866 for a number that none has.
     """

@@ -128,7 +128,7 @@ def sized(
 
 
 def chunks_of(name: str) -> int:
-    """How many stages an order puts on each rank unless it is told."""
+    """Return the number of stages that an order puts on each rank by default."""
     found = find(name)
     return found.default_chunks if found.chunks is None else found.chunks[0]
 
@@ -151,7 +151,7 @@ def meant(name: str) -> str | None:
 
 
 def _legal(name: str) -> str:
-    """What to write for an order that nobody knows."""
+    """Say what to write in place of an unknown order."""
     found = meant(name)
     return f'write `order="{found}"`' if found else "orders: " + ", ".join(o.name for o in ORDERS)
 

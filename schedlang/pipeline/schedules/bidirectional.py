@@ -53,7 +53,7 @@ def _rank(ranks: int, stage: np.ndarray, replica: np.ndarray) -> np.ndarray:
 
 
 def even(size: Size, least: Callable[[int], int]) -> Problem | None:
-    """Why two directions cannot share the ranks and the microbatches equally, and what can be.
+    """Say why two directions cannot share ranks and microbatches equally, and which sizes can.
 
     `least`: the fewest microbatches for a number of ranks.
     """

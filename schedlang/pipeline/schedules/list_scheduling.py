@@ -131,7 +131,7 @@ class Chain:
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.homes)
 
     def listed(
@@ -236,7 +236,7 @@ class _Filling:
         return self.chain.timeline(self.rows, self.micro)
 
     def _ready(self, rank: int, unit: Unit) -> Number:
-        """When the input of an operation is there; -1: not known yet."""
+        """Return the arrival time of an operation's input; -1: not known yet."""
         kind, stage, microbatch = unit
         before = stage - 1 if kind == F else stage + 1
         if not 0 <= before < self.chain.stages:

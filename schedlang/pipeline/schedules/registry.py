@@ -20,7 +20,7 @@ class OrderError(ValueError):
 
 @dataclass(frozen=True)
 class Size:
-    """What an order is made for.
+    """The sizes that an order is made for.
 
     ranks    of the pipeline (p)
     micro    microbatches (m)

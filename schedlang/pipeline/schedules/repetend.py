@@ -25,7 +25,7 @@ class Repetend:
     starts: tuple[tuple[int, ...], ...]
 
     def start(self, kind: int, stage: int, microbatch: int) -> int:
-        """When an operation starts, if every microbatch follows one period later."""
+        """Return the start of an operation, if every microbatch follows one period later."""
         return self.starts[kind][stage] + microbatch * self.period
 
     def rows(self, chain: Chain, micro: int) -> list[list[int]]:

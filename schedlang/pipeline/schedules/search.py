@@ -180,12 +180,12 @@ class Best:
 
     @property
     def proven(self) -> bool:
-        """Whether nothing is faster."""
+        """True where no order is faster."""
         return self.time is not None and self.time <= self.bound
 
     @property
     def done(self) -> bool:
-        """Whether nothing better can or may be found."""
+        """True where the search ends: nothing is faster, or its effort is spent."""
         return self.left < 0 or self.proven
 
     def offer(self, t: Timeline | None) -> None:
@@ -254,7 +254,7 @@ class _Search:
                 self.offer(made)
 
     def patterns(self, chain: Chain, effort: int) -> None:
-        """What follows from repetends, of the shortest period first."""
+        """Offer orders made of repetends, the shortest period first."""
         size, stop = self.size, self.best.left - effort
         small, tick = in_ticks(chain)
         width = min(WIDEST, max(2, 4096 // chain.stages**2))

@@ -94,7 +94,7 @@ def _rank(rank: int, size: Size, warmup: int, read: Read, every: int) -> dict[st
 
 
 def _together(size: Size) -> int:
-    """How many microbatches an update sums: the fewest from p on that divide m, or all."""
+    """Return the microbatches of an update: the fewest from p on that divide m, or all."""
     if size.every is not None:
         return size.every
     return next(

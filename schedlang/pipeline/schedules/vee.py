@@ -148,7 +148,7 @@ class _Squeeze:
         self.queue = np.zeros((2 * micro, ranks), dtype=np.int64)  # the chunks of I, in order
 
     def rows(self) -> list[Ints]:
-        """What each rank does, numbered as in pipeline/schedules/vee.py."""
+        """Return the steps of each rank, as numbers F0 to B1."""
         slots: list[Ints] = []
         seen: dict[bytes, tuple[int, int]] = {}
         skipped = False
@@ -166,7 +166,7 @@ class _Squeeze:
         return [column[column >= 0] for column in np.array(slots).T]
 
     def _state(self) -> bytes:
-        """What the next slots depend on while microbatches last, relative to the last begun."""
+        """Return the state that the next slots depend on, relative to the last microbatch begun."""
         begun = int(self.done[0, 0])
         freed = self.freed.sum(0)
         waiting = freed + np.arange(self.block.limit)[:, None]
@@ -195,7 +195,7 @@ class _Squeeze:
         return np.where(run, PARTS[part], np.where(weigh, W0 + chunk, -1))
 
     def _received(self) -> Ints:
-        """How many inputs of every kind each rank has."""
+        """Count the inputs of every kind that each rank has."""
         done, inputs = self.done, self.inputs
         inputs[0, 0] = self.micro
         inputs[0, 1:], inputs[1, :-1], inputs[1, -1] = done[0, :-1], done[1, 1:], done[0, -1]

@@ -45,7 +45,7 @@ def peak_live(timeline: Timeline) -> NDArray[np.int64]:
 
 
 def held(timeline: Timeline, cost: Cost = UNIT_COST) -> tuple[Timeline, Ticks, Fraction | None]:
-    """What each rank holds after each row, in ticks; the timeline with what is parked."""
+    """Return what each rank holds after each row, in ticks; the timeline includes parking."""
     t = parked(timeline)
     steps, tick = _steps(t, cost)
     total = np.cumsum(steps)

@@ -59,7 +59,7 @@ def with_transfers(timeline: Timeline, lookahead: int = 1) -> Timeline:
 
 
 def _latest_post(t: Timeline, made: Rows, used: Rows) -> Rows:
-    """Where each receive must be posted: no later than any later receive of its pair of ranks."""
+    """Return where each receive must be posted: not after a later receive of its rank pair."""
     pair = t.rank[made].astype(np.int64) * t.ranks + t.rank[used]
     post = used.copy()
     order = np.argsort(pair, kind="stable")  # made is ascending: within a pair, the sending order
@@ -282,7 +282,7 @@ class _Run:
                 raise TimelineError(self._stuck(rank))
 
     def _row(self, rank: int, row: int) -> bool:
-        """Do one row; False if it waits for a message."""
+        """Run one row; False if it waits for a message."""
         if not self.posted[rank]:
             self.posted[rank] = True
             for message, lane in self.posts.get(row, ()):

@@ -82,7 +82,7 @@ def shaded(kind: Kind, level: int, most: int) -> str:
 
 
 def label(microbatch: int, part: int, slices: int) -> str:
-    """What stands on a block: the microbatch, and the slice where it has several."""
+    """Return the label of a block: the microbatch, and the slice where it has several."""
     return f"{microbatch}.{part}" if slices > 1 else str(microbatch)
 
 

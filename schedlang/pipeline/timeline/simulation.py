@@ -403,7 +403,7 @@ class Timing:
 
 
 def timing(timeline: Timeline, cost: Costs = UNIT, transfer: Number = 0.0) -> Timing:
-    """When every compute operation runs, each rank in its order, as early as its inputs are there.
+    """Time every compute operation: each rank in its order, as early as its inputs arrive.
 
     `cost`: a `Cost`, whose chunks and slices take their parts of it; or time per kind, the same
     for every stage, or one time per compute row, both with `transfer` between ranks. Raises

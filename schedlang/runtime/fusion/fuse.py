@@ -49,7 +49,7 @@ LIMIT = 16  # graphs of one forward; beyond, compiling costs more than it can gi
 
 
 def unavailable(device: str = "cpu") -> str | None:
-    """Why inductor cannot compile for a device here; None if it can."""
+    """Say why inductor cannot compile for a device here; None if it can."""
     if device != "cpu":
         from torch.utils._triton import has_triton
 
@@ -88,7 +88,7 @@ def fuse(module: nn.Module, *, split_backward: bool = False, rounding: str = "fp
 
 
 def graphs(module: nn.Module) -> int:
-    """How many graphs were compiled for this module's own forward; equal modules share theirs."""
+    """Count the graphs that were compiled for a module's own forward; equal modules share them."""
     layers = layers_of(module)
     layer = layers.kinds.get("fuse") if layers is not None else None
     return layer.graphs if isinstance(layer, Fuse) else 0

@@ -80,7 +80,7 @@ def probe_sums(module: nn.Module) -> Sums | Mismatch:
 
 
 def _before(graph: fx.Graph, module: nn.Module, norms: Mapping[str, Norm]) -> str:
-    """What stands before each norm, in words."""
+    """Describe the node before each norm."""
     said = []
     for node in graph.nodes:
         if node.op == "call_module" and node.target in norms:
@@ -108,7 +108,7 @@ def flow_of(module: nn.Module, given: Given) -> fx.Graph:
 
 
 def places(graph: fx.Graph, module: nn.Module, norms: Mapping[str, Norm]) -> list[Place]:
-    """Where a norm is called on a sum of two tensors, and nothing is written in between."""
+    """Find norms that are called on a sum of two tensors, with no write in between."""
     found, order = [], list(graph.nodes)
     for norm in order:
         if norm.op != "call_module" or norm.target not in norms or norm.kwargs:
@@ -315,7 +315,7 @@ def _function(graph: fx.Graph) -> Callable[..., Any]:
 
 
 def _apart(name: str, norm: nn.Module) -> str:
-    """Why a norm that was found right after a sum is called apart from it."""
+    """Say why a norm that was found right after a sum is called apart from it."""
     if touched(norm):
         return f"`{name}` has hooks, a placement or a row of its own, and is called by itself"
     return f"in this call there is no addition right before `{name}`"

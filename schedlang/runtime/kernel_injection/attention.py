@@ -140,7 +140,7 @@ def _may_blind(mask: Tensor) -> bool:
 
 
 def _blind_rows(mask: Tensor) -> Tensor:
-    """Whether some query sees no key: transformers masks with the lowest number of the type."""
+    """Tell whether some query sees no key: transformers masks with the type's lowest number."""
     return (mask <= torch.finfo(mask.dtype).min / 2).all(-1).any()
 
 
@@ -185,7 +185,7 @@ def switch(module: nn.Module, name: str) -> None:
 
 
 def match_attention(module: nn.Module, call: Call | None = None) -> Attention | Mismatch:
-    """Whether torch's fused attention computes the attention of `module`, or why not."""
+    """Match torch's fused attention against the attention of `module`, or say why it differs."""
     attending = {n: m for n, m in module.named_modules() if implementation(m) is not None}
     if not attending:
         kind = type(module).__name__
@@ -351,5 +351,5 @@ def replace_attention(module: nn.Module, found: Attention) -> None:
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether `replace_attention` was here."""
+    """Tell whether `replace_attention` has changed this module."""
     return implementation(module) == _SDPA

@@ -69,7 +69,7 @@ class Asked:
 
 
 class Ear:
-    """What the copy of a probe asks for."""
+    """The forms of attention that the copy of a probe calls."""
 
     def __init__(self) -> None:
         self.asked: list[Asked] = []
@@ -140,7 +140,7 @@ class Query:
 def by_name(
     kernel: str, lines: tuple[Tensor, Tensor, Tensor], mask: Any, causal: bool, more: dict[str, Any]
 ) -> Query:
-    """What a module of transformers asks for; raises Refusal S877 for what no kernel knows."""
+    """Read a call of transformers as a query; refuse (S877) arguments that no kernel knows."""
     rule = Rule(more.pop("scaling", None), more.pop("softcap", None) or 0.0, causal)
     sinks, bias = more.pop("s_aux", None), more.pop("position_bias", None)
     dropout = more.pop("dropout", 0.0)
@@ -160,7 +160,7 @@ def _foreign(kernel: str, what: str) -> Refusal:
 
 
 def attended(module: nn.Module, kernel: str, query: Query, ear: Ear | None = None) -> Tensor:
-    """What the kernel gives; raises Refusal S877 where weights would be dropped.
+    """Run the kernel for a query; refuse (S877) dropout of attention weights.
 
     What it leaves to plain products is noted at `module`.
     """
@@ -223,7 +223,7 @@ class _Calls(TorchFunctionMode):
 
 
 def kernel_in(module: nn.Module) -> str | None:
-    """Which of ATTENTIONS a module looks up in its config, if any."""
+    """Return the one of ATTENTIONS that a module's config names, if any."""
     now = (implementation(module) or "").removeprefix("schedlang_").removesuffix("_eager")
     return now if now in ATTENTIONS else None
 
@@ -257,7 +257,7 @@ class Adapted:
 
 
 def match_adapter(module: nn.Module, kernel: str, call: Call | None = None) -> Adapted | Mismatch:
-    """Whether `kernel` (of ATTENTIONS) computes the attention of `module`, or why not."""
+    """Match `kernel` (of ATTENTIONS) against the attention of `module`, or say why it differs."""
     if any("forward" in vars(part) for part in module.modules()):
         return Mismatch("has a replaced forward already")
     if any(buffer.is_meta for buffer in module.buffers()):

@@ -43,7 +43,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Middle:
-    """What stands between the products: `act` of ACTIVATIONS or PLAIN, or the module's own.
+    """The activation between the products: `act` of ACTIVATIONS or PLAIN, or the module's own.
 
     `lie` is how gate and up lie: "gate first", "up first" or "in turn" in one tensor, "apart" in
     two; "" where there is no gate.
@@ -168,7 +168,7 @@ def _fit(matrix: Matrix, shapes: Mapping[str, tuple[int, ...]], width: int) -> b
 
 
 def _middles(module: nn.Module, products: int) -> Iterator[Middle]:
-    """What may stand in the middle; the module's own gate and activation come last."""
+    """Yield every possible middle; the module's own gate and activation come last."""
     lies = ("apart",) if products == 2 else ("gate first", "up first", "in turn", "")
     own = [name for name, child in module.named_children() if not list(child.parameters())]
     acts = [*((act, False) for act in gated.ACTIVATIONS), *((name, True) for name in own)]
@@ -184,7 +184,7 @@ def _middles(module: nn.Module, products: int) -> Iterator[Middle]:
 def computed(
     module: nn.Module, form: GroupedForm, x: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
-    """What the experts give for tokens: rows sorted by expert, two or three products, and back."""
+    """Compute the experts: sort rows by expert, two or three products, sort back and sum."""
     choices = index.shape[1]
     chosen = index.flatten()
     order = chosen.argsort(stable=True)

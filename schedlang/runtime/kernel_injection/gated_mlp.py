@@ -199,7 +199,7 @@ _Results = Mapping[bool, Sequence[Tensor]]  # what a module gave in training, an
 
 
 def _seeded(call: Callable[[Tensor], Any], x: Tensor) -> Any:
-    """What is given for x, with the same random numbers each time."""
+    """Call with x, with the same random numbers each time."""
     torch.manual_seed(0)
     return call(x)
 
@@ -223,7 +223,7 @@ def _evaluated(module: nn.Module, form: Gated, x: Tensor, trained: Tensor) -> Te
 def _errors(
     module: nn.Module, forms: list[Gated], x: Tensor, results: _Results
 ) -> dict[Gated, float]:
-    """How far each form is from what the module gave, in training and in evaluation."""
+    """Return each form's distance from the module's results, in training and in evaluation."""
     made: dict[bool, dict[Gated, Tensor]] = {}
     with torch.no_grad():
         for mode in (False, True):
@@ -291,7 +291,7 @@ def _ran(module: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> _Ran:
 
 
 def _gradient_distance(module: nn.Module, form: Gated, own: _Ran, twin: _Ran) -> float:
-    """How far gradients differ: of the input, and of all parameters, or of what decides of them.
+    """Return the largest relative difference of a gradient: of the input and the parameters.
 
     Where both call each projection once, the gradient of its weight is that of what it gave times
     what it was given: of wide MLPs, whose weights take seconds, these are compared.

@@ -70,7 +70,7 @@ NAMED = ("liger.rms_norm", "liger.layer_norm")
 
 
 def probe_named(module: nn.Module, kernel: str) -> Named | Mismatch:
-    """Whether the library's kernel computes what `module` does, or why not."""
+    """Match the library's kernel against `module`, or say why it differs."""
     found = probe_norm(module)
     wanted = kernel.rpartition(".")[2]
     if isinstance(found, Mismatch):
@@ -131,7 +131,7 @@ class GatedNormed:
 
 
 def _given(names: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """What a call gives for the two names; None where it gives nothing, or more."""
+    """Return the two arguments of a call by name; None where one is missing, or more are given."""
     given = dict(zip(names, args)) | kwargs
     known = len(args) <= len(names) and given.keys() <= set(names)
     return [given.get(name) if known else None for name in names]
@@ -179,7 +179,7 @@ KERNELS: Mapping[str, Callable[[nn.Module, Call | None], Found | Mismatch]] = {
 
 
 def match(module: nn.Module, kernel: str, call: Call | None = None) -> Found | Mismatch:
-    """Whether `kernel` (of KERNELS) computes what `module` does, or the measured reason why not.
+    """Match `kernel` (of KERNELS) against `module`, or return the measured reason why it differs.
 
     `call` is one example of the module's arguments, of any device or dtype; only shapes and integer
     values are used.  Without it an attention is called by the common names of its parameters.  The
@@ -245,7 +245,7 @@ LAYERS: Mapping[type, Callable[[nn.Module, Any], Layer]] = {
 
 
 def kernels_of(module: nn.Module) -> tuple[str, ...]:
-    """Which of KERNELS `replace` gave to this module itself."""
+    """Return the KERNELS that `replace` gave to this module itself."""
     layers = layers_of(module)
     put = layers.kinds if layers is not None else {}
     found = [getattr(put[kind], "kernel", None) for kind in ("kernel", "attend") if kind in put]

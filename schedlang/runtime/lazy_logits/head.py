@@ -105,7 +105,7 @@ def probe_held(module: nn.Module) -> Head | Mismatch:
 
 
 def probe_head(module: nn.Module) -> Head | Mismatch:
-    """Whether a module is a linear layer, or the measured reason why it is none."""
+    """Match a linear layer against a module, or return the measured reason why it is none."""
     params = dict(module.named_parameters())
     weights = [name for name, p in params.items() if p.ndim == 2]
     others = [name for name in params if name not in weights]
@@ -154,7 +154,7 @@ class Waiting:
         return self.lazy(x) if self.waits() else inner(x)
 
     def waits(self) -> bool:
-        """Whether the logits that are asked for now are for a loss."""
+        """Tell whether logits of this call are for a loss: in training, with gradients."""
         return self.module.training and torch.is_grad_enabled()
 
     def lazy(self, x: Tensor, group: Group | None = None, classes: int = 0) -> LazyLogits:

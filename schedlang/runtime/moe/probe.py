@@ -33,7 +33,7 @@ LARGEST = 1 << 25  # elements of a trial's parameters
 
 @dataclass(frozen=True)
 class Experts:
-    """What a module of experts is: how many, what they own, and how it counts them.
+    """A module of experts: their number, their parameters, and the attributes that count them.
 
     split    its parameters, whose first dim are the experts
     numbers  attributes that hold the number of experts, to be set where fewer are held
@@ -46,7 +46,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class NoExperts:
-    """Why a module is not a module of experts, and by how much it differs (relative) if it ran.
+    """The reason why a module holds no experts, and the relative difference if it ran.
 
     helps   what can be done with what it is
     """
@@ -143,7 +143,7 @@ def _tried(
 
 
 def _countings(module: nn.Module, count: int) -> Iterator[tuple[str, ...]]:
-    """Which attributes may say how many experts there are: none, all that could, or some."""
+    """Yield sets of attributes that may be the number of experts: none, all, or some."""
     own = [path for path, value in numbers_of(module) if value == count]
     named = [path for path in own if "expert" in path.lower()]
     direct = [path for path in own if "." not in path]
@@ -200,7 +200,7 @@ class Trial:
 
     @staticmethod
     def call(module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """What a copy gives, which has to be a row for each token."""
+        """Call a copy; raise TypeError unless it returns a row for each token."""
         with torch.no_grad():
             out = module(x.clone(), index.clone(), weights.clone())
         if not isinstance(out, Tensor) or out.shape != x.shape:
@@ -209,7 +209,7 @@ class Trial:
         return out
 
     def faults(self) -> Iterator[tuple[str, float]]:
-        """What a module of experts does not do, each with how far this one does."""
+        """Yield what a module of experts must not do, each with the measured difference."""
         yield "it draws random numbers", self.drawn
         summed = sum(w[:, None] * y for w, y in zip(self.weights.unbind(1), self.alone))
         assert isinstance(summed, Tensor)
@@ -219,7 +219,7 @@ class Trial:
         yield "its output for a token depends on other tokens", relative(few, self.whole[some])
 
     def with_some(self, numbers: tuple[str, ...]) -> float:
-        """How far a copy that holds the second half of the experts differs for their tokens."""
+        """Return the difference of a copy with the second half of the experts, for their tokens."""
         first = self.count // 2
         part = copy.deepcopy(self.module)
         held = part_of(part, self.split, slice(first, None), numbers, self.count - first)
@@ -284,7 +284,7 @@ Cut = tuple[int, int] | None  # a dim and its blocks; None: whole on every rank
 
 @dataclass(frozen=True)
 class Inner:
-    """How experts are cut along their inner dim.
+    """The way to shard experts along their inner dim.
 
     cuts     parameter -> dim and blocks; `whole` are those of which every rank adds a share
     numbers  attributes that hold the inner size, to be divided by the ranks
@@ -296,7 +296,7 @@ class Inner:
 
 
 def probe_inner(module: nn.Module, experts: Experts) -> Inner | None:
-    """How the experts of a module are cut; None where no way of cutting them gives the same."""
+    """Find a way to shard the experts of a module along their inner dim; None if none is right."""
     shapes = [tuple(module.get_parameter(name).shape) for name in experts.split]
     with torch.random.fork_rng(devices=[]), ambient(Float64()):
         for scale in scales(shapes):
@@ -341,7 +341,7 @@ def _cuts(trial: Trial, name: str) -> Iterator[Cut]:
 
 
 def _numbers(trial: Trial, cuts: dict[str, Cut]) -> Iterator[tuple[str, ...]]:
-    """Which attributes may say how large the inner dim is: none, all that could, or one.
+    """Yield sets of attributes that may be the inner size: none, all, or one.
 
     First those that cannot be the size of a token.
     """
@@ -361,7 +361,7 @@ def _numbers(trial: Trial, cuts: dict[str, Cut]) -> Iterator[tuple[str, ...]]:
 
 
 def _gap(trial: Trial, cuts: dict[str, Cut], numbers: tuple[str, ...]) -> float:
-    """How far the sum of the parts is from the whole."""
+    """Return the relative difference of the summed parts from the whole."""
     total = torch.zeros_like(trial.whole)
     for place in range(PARTS):
         part = copy.deepcopy(trial.module)

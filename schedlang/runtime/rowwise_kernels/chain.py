@@ -21,7 +21,7 @@ Roles: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class NotRowwise(Exception):
-    """What a chain has that rows by themselves cannot be computed with."""
+    """Raised for a graph that cannot be computed row by row; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class From:
-    """Where an output of the graph comes from: `given`, `stored` or `tail` number `place`."""
+    """The source of an output of the graph: `given`, `stored` or `tail`, number `place`."""
 
     where: Literal["given", "stored", "tail", "none"]
     place: int = 0

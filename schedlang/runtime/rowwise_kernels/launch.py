@@ -137,7 +137,7 @@ Launch = Callable[["Kernel", list[Any], "Shape"], None]
 
 @dataclass(frozen=True)
 class Shape:
-    """How a kernel is started: its grid and its constants."""
+    """The grid and the constants of a launch."""
 
     programs: int
     tiles: int
@@ -161,12 +161,12 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """What the text is known by."""
+        """The name of the text."""
         return f"rowwise_{sha256(self.text.encode()).hexdigest()[:12]}"
 
     @cached_property
     def order(self) -> tuple[From, ...]:
-        """Where what it gives comes from; each once."""
+        """The sources of its outputs, each once."""
         made = (o for o in self.chain.outputs if o.where in ("stored", "tail"))
         return tuple(dict.fromkeys(made))
 
@@ -180,7 +180,7 @@ class Kernel:
 
     @property
     def looped(self) -> bool:
-        """Whether a row is read block by block."""
+        """True where a row is read block by block."""
         return self.chain.grid.size > LONGEST
 
 
@@ -219,7 +219,7 @@ def run(made: Kernel, given: Sequence[Tensor]) -> list[Tensor]:
 
 
 def shape_of(made: Kernel, like: Tensor) -> Shape:
-    """How many programs take how many tiles of rows."""
+    """Return the grid of a kernel: programs, and tiles of rows for each."""
     grid = made.chain.grid
     if made.looped:
         rows, block, warps = 1, _BLOCK, 8
@@ -231,7 +231,7 @@ def shape_of(made: Kernel, like: Tensor) -> Shape:
 
 
 def _launched(made: Kernel, used: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """What the kernel stores, and the sums over rows: those of its programs, added."""
+    """Launch a kernel; return what it stores, and its sums over rows added over programs."""
     chain, like = made.chain, used[0]
     shape = shape_of(made, like)
     loaded = [

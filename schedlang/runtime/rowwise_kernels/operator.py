@@ -30,7 +30,7 @@ _lock = RLock()  # tracing changes state of the whole process while it lasts
 
 @dataclass(frozen=True)
 class Sort:
-    """What a kernel is made for: shape and type of one tensor, and whether it is differentiated."""
+    """Shape and type of one tensor that a kernel is made for, and whether it needs a gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -54,7 +54,7 @@ class Graphs:
 
 
 def sorts_of(given: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[Sort, ...]:
-    """What tensors are, as a key."""
+    """Return shapes and types of tensors, as a key."""
     return tuple(
         Sort(tuple(int(n) for n in t.shape), t.dtype, t.device.type, asked)
         for t, asked in zip(given, wanted, strict=True)

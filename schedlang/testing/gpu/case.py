@@ -10,7 +10,7 @@ OUTCOMES = ("ok", "wrong", "failed", "skipped")
 
 
 class Wrong(Exception):
-    """What was computed is not what it should be."""
+    """Raised where a result is not what it should be."""
 
 
 class Skipped(Exception):
@@ -19,24 +19,24 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Setup:
-    """Where a part runs, and how large things are there: `full`, `quick`, or `tiny`."""
+    """The device of a part, and the size of its shapes: `full`, `quick`, or `tiny`."""
 
     device: str
     size: str = "full"
 
     @property
     def timed(self) -> bool:
-        """Whether times mean anything; elsewhere things are run, and that is all."""
+        """True where times mean anything; elsewhere cases only run."""
         return self.device == "cuda"
 
     def pick(self, full: Any, quick: Any, tiny: Any) -> Any:
-        """What belongs to the size."""
+        """Choose the value for the size."""
         return {"full": full, "quick": quick, "tiny": tiny}[self.size]
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a case that went well has to tell: a few words, and numbers by name."""
+    """The result of a case that went well: a few words, and numbers by name."""
 
     note: str = ""
     numbers: Mapping[str, Any] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """What came of a case.
+    """The outcome of a case.
 
     ok        it ran, and equals what it is compared with
     wrong     it ran, and does not
@@ -69,7 +69,7 @@ class Found:
 
     @property
     def bad(self) -> bool:
-        """Whether something has to be mended."""
+        """True where something has to be mended."""
         return self.outcome in ("wrong", "failed")
 
     def plain(self) -> dict[str, Any]:

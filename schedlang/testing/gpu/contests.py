@@ -34,7 +34,7 @@ Function = Callable[..., Any]  # of leaves, to a tensor or several
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large things are, where they lie, and what compiles them."""
+    """Shapes, their device, and the backend that compiles."""
 
     device: str
     rows: int
@@ -54,7 +54,7 @@ TINY = Sizes("cpu", 16, 64, 96, 200, (4, 2), 16, 16, 3, "eager")
 
 
 def sizes_of(setup: Setup) -> Sizes:
-    """Those of a setup, on its device."""
+    """Return the sizes of a setup, on its device."""
     sizes: Sizes = setup.pick(FULL, QUICK, TINY)
     return replace(sizes, device=setup.device)
 
