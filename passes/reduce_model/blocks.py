@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     from schedlang.ir.model import ModelFacts, Site
 
-# ---- Names that differ in their numbers only as one name, `h.0..3.mlp`, and back; nothing is
-# lost.
+# -- names with ranges: `h.0..3.mlp`, and back -----------------------------------------------------
 
 
 _MOST, _DIGITS = 1_000_000, 19  # names that one stands for; digits of a number that counts
@@ -98,8 +97,7 @@ def _written(shape: str, box: tuple[Range, ...]) -> str:
     return ".".join(parts)
 
 
-# ---- The repeated blocks of a model, names that are equal in all of them, and fewer that show
-# all.
+# -- repeated blocks -------------------------------------------------------------------------------
 
 
 PROJECTIONS = ("Linear", "Conv1D")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from schedlang.passes.reduce_model.recipe import Recipe
 
-# ---- What a model counts, dims of tensors and numbers of modules, as functions of its sizes.
+# -- dims and numbers as functions of sizes --------------------------------------------------------
 
 
 FACTORS = (Fraction(2), Fraction(4), Fraction(1, 2), Fraction(1, 4), Fraction(3))
@@ -168,7 +168,7 @@ def limits(quantities: Sequence[Quantity]) -> set[str]:
     }
 
 
-# ---- The smallest sizes that keep what matters of a model: what divides what, order, ratios.
+# -- the search for the smallest sizes -------------------------------------------------------------
 
 
 KEPT = 4  # numbers up to this say what kind of thing it is (top-k, channels), not how large

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from schedlang.passes.propagate.dryrun import Loss
     from schedlang.pipeline.timeline import Timeline
 
-# ---- Activations that lie on the next rank of the pipeline: what is sent for them in a step.
+# -- activations on the next rank of the pipeline --------------------------------------------------
 
 
 def lodgings(
@@ -59,7 +59,7 @@ def _row(plan: Plan) -> int | None:
     return rows[0].row if rows else None
 
 
-# ---- What a plan costs, counted, not guessed: bytes per rank, collectives, the timeline.
+# -- the account -----------------------------------------------------------------------------------
 
 
 T = TypeVar("T")
@@ -221,7 +221,7 @@ def _stages(staged: Staged) -> dict[str, int]:
     return dict(zip(staged.cut.graph.units, staged.cut.stage_of))
 
 
-# ---- What changes in cost from one plan to another.
+# -- differences of two accounts -------------------------------------------------------------------
 
 
 PEAK = "peak of the fullest rank"

@@ -21,7 +21,7 @@ from schedlang.report import Bound
 if TYPE_CHECKING:
     from schedlang.passes.simulate.step_time import Took
 
-# ---- `expect time(step)`: held against what a step was simulated, or measured, to take.
+# -- times -----------------------------------------------------------------------------------------
 
 
 LEFT = (
@@ -46,7 +46,7 @@ def late(plan: Plan, took: Took) -> Iterator[Diagnostic]:
             yield Diagnostic("S860", title, label, notes=took.how, helps=(FASTER,))
 
 
-# ---- What `expect` statements bound, held against what is counted of a plan.
+# -- counted costs ---------------------------------------------------------------------------------
 
 
 UNTOLD = "S862"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.program import Program
     from schedlang.runtime.storage.footprint import Footprint, Levels, Work
 
-# ---- What was played of a step on each kind of rank, laid along the order of a whole step.
+# -- what was played -------------------------------------------------------------------------------
 
 
 LODGES = {Kind.HOLD: 1, Kind.GIVE: -1}  # what a partner does
@@ -139,7 +139,7 @@ def _turn(turn: int, often: int, played: int) -> int:
     return played - 1 if turn == often - 1 else min(turn, max(1, played - 2))
 
 
-# ---- A step of each kind of rank, played on the meta device: what its operations hold, and do.
+# -- playing a step on the meta device -------------------------------------------------------------
 # Of a pipeline a few microbatches are played; `Rehearsal` tells which of them stands for one of a
 # whole step.
 
@@ -306,7 +306,7 @@ def _table(
     return Played(of, ran[0].end, ops, rest, footprint.host, left, parked)
 
 
-# ---- Memory of each kind of rank over a step, by class, without a GPU and without values.
+# -- memory over a step ----------------------------------------------------------------------------
 # A step of the very program that would run is played on the meta device, and every storage in it
 # is watched.  Of a pipeline a few microbatches are played, and what their operations hold, free
 # and need for a while is laid along the whole order.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from schedlang.pipeline.timeline import Op, Timeline
     from schedlang.runtime.storage.footprint import Message, Work
 
-# ---- What a step takes: simulated with times that are given, or with what a run measured.
+# -- times that are given or measured --------------------------------------------------------------
 
 
 MEASURE = "measure again: `schedlang run FILE --timeline t.html --json > measured.json`"
@@ -124,8 +124,7 @@ def measurement(made: Any) -> Measurement:
     )
 
 
-# ---- What a step takes on a cluster: the work of the very program, timed along the plan's
-# timeline.
+# -- times on a cluster ----------------------------------------------------------------------------
 
 
 SUMS = ("all_reduce", "all_gather", "reduce_scatter")  # what data parallelism sends

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.context_parallel.local_tokens import Tokens
     from schedlang.runtime.sharding.shard import Edge
 
-# ---- One collective of a step as a value, and the plan as counting them asks for it.
+# -- collectives as values -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Context:
         return [(frozenset(places), count) for count, places in found.items()]
 
 
-# ---- The messages of one sum of gradients: buckets of whole ones, codes of compressed ones.
+# -- sums of gradients: buckets, and codes of compressed ones --------------------------------------
 
 
 Message = tuple[str, str, int, str]  # kind, what it says ("": gradients), bytes, module
@@ -217,7 +217,7 @@ def _common(owners: list[str]) -> str:
     return ".".join(shared)
 
 
-# ---- What a microbatch sends inside its forward and backward, heard on the meta device.
+# -- inside the forward and backward of a microbatch -----------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -360,8 +360,7 @@ def _ends(edge: Edge) -> tuple[tuple[str, str], tuple[str, str]]:
     return enters, kinds(_EXIT, edge.computes, edge.leaves)
 
 
-# ---- The collectives of one training step: kind, axes, how often, how many bytes, and at whose
-# row.
+# -- all of a step ---------------------------------------------------------------------------------
 
 
 def collectives(

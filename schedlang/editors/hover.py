@@ -17,7 +17,7 @@ from schedlang.editors.place import PATH, Place, declared, place, used_file
 from schedlang.ir.primitive import load_all, registry
 from schedlang.language import manual
 
-# ---- Definition: where the name at a cursor is declared, also in a file that the schedule uses.
+# -- definition ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def _in_file(path: Path, name: str) -> Target | None:
     return Target(path, found.offset, text) if found else None
 
 
-# ---- Hover: a verb's manual, a declaration's line, the modules of a selector and how they lie.
+# -- hover -----------------------------------------------------------------------------------------
 
 
 MOST = 6  # modules that are listed one by one

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from schedlang.editors.rules import declarations, regex
 
-# ---- What stands around a cursor in a text that is still being written, and need not parse.
+# -- the context of a cursor, in a text that need not parse ----------------------------------------
 
 
 TOKEN = re.compile(
@@ -95,7 +95,7 @@ def place(text: str, offset: int) -> Place:
     return Place(tuple(around), text[start:offset].lstrip())
 
 
-# ---- What a text declares, found also where the rest of it does not parse.
+# -- declarations, in a text that need not parse ---------------------------------------------------
 
 
 DECLARATION = re.compile(

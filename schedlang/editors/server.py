@@ -26,7 +26,7 @@ from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.elaborate.lint import lint
 
-# ---- Findings: every message about a text as it is being written, without torch or the model.
+# -- findings, without torch or the model ----------------------------------------------------------
 
 
 def findings(text: str, name: str) -> list[Diagnostic]:
@@ -39,7 +39,7 @@ def findings(text: str, name: str) -> list[Diagnostic]:
         return list(refusal.diagnostics)
 
 
-# ---- The language server's state: open files, what is known of each, and what is said of them.
+# -- state -----------------------------------------------------------------------------------------
 # While one writes, only what needs neither torch nor the model is said; what only the model can
 # tell is asked of the command line, in processes of their own, when a file is opened or saved.
 
@@ -128,7 +128,7 @@ def _range(document: TextDocument, at: Mapping[str, Any]) -> t.Range:
     )
 
 
-# ---- What the language server does when an editor tells or asks it something.
+# -- requests --------------------------------------------------------------------------------------
 
 
 KINDS = {

@@ -83,7 +83,7 @@ class GatedNorm:
         return [gated_norm.Case((rows, self.size), dtype, self.form) for dtype, rows in RUNS]
 
 
-# ---- What both kinds of norm are judged by.
+# -- what both kinds are judged by -----------------------------------------------------------------
 
 
 def size_of(module: nn.Module) -> int:
@@ -176,7 +176,7 @@ def _best_rounding(same: dict[str, float]) -> str | Mismatch:
     return best
 
 
-# ---- Norms of one input.
+# -- norms of one input ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ def _rounding(module: nn.Module, fit: _Fit, size: int) -> str | Mismatch:
     return _best_rounding(same)
 
 
-# ---- Norms that are called with a gate.
+# -- norms with a gate -----------------------------------------------------------------------------
 
 
 def takes_gate(module: nn.Module) -> bool:

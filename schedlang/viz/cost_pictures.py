@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from schedlang.passes.simulate.traffic import Collective
     from schedlang.viz.show import View
 
-# ---- Memory over a step as SVG: what ranks hold, stacked by class, operation by operation.
+# -- memory over a step ----------------------------------------------------------------------------
 
 
 # Okabe and Ito's colours; areas lie in the order of the legend, so that nobody needs to tell them
@@ -121,7 +121,7 @@ def _thinned(levels: Sequence[tuple[int, ...]], run: int) -> list[tuple[int, ...
     return [max(levels[k : k + run], key=sum) for k in range(0, len(levels), run)]
 
 
-# ---- Communication of a step as SVG: bytes from rank to rank, and what sends them.
+# -- communication of a step -----------------------------------------------------------------------
 
 
 # one hue, from the ground's lightness away: told apart by lightness alone

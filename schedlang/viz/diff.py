@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from schedlang.ir.plan import Action, Plan
     from schedlang.passes.simulate.account import Cost
 
-# ---- Two plans compared action by action, not line by line.
+# -- two plans, compared action by action ----------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,7 @@ def _facts(old: Plan, new: Plan) -> Iterator[str]:
         yield f"gives up {grades[0]} -> {grades[1]}"
 
 
-# ---- A difference of two plans, with what it costs, as Markdown for a pull request and as a
-# page.
+# -- as Markdown for a pull request, and as a page -------------------------------------------------
 
 
 Names = tuple[str, str]

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from schedlang.passes.simulate.memory import RankClass
     from schedlang.viz.show import View
 
-# ---- A plan as one self-contained picture: placements on the model's tree, memory, traffic,
-# time.
+# -- the picture -----------------------------------------------------------------------------------
 
 
 WIDTH, ROW, MARGIN = 1120, 22, 24
@@ -325,7 +324,7 @@ def _timeline(view: View, y: int) -> Drawn:
     return [inner.strip()], int(height) + 8
 
 
-# ---- How a plan is printed from Python: as the verb `plan` shows it, or as its picture.
+# -- printing from Python --------------------------------------------------------------------------
 
 
 class _Printed:

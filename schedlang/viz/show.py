@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from schedlang.ir.model import ParameterFact
     from schedlang.passes.simulate.memory import RankClass
 
-# ---- A plan as a value to print: its rows folded over equal modules, with what each one costs.
+# -- a plan as a value to print --------------------------------------------------------------------
 
 
 LAYOUTS, SHAPES = "placement", "shape"
@@ -261,7 +261,7 @@ def _type(plan: Plan, name: str, padding: bool = False) -> str:
     return f"{dtype}[{', '.join(str(a) if a == b else f'{a} -> {b}' for a, b in pairs)}]"
 
 
-# ---- The text of a printed plan.
+# -- its text --------------------------------------------------------------------------------------
 
 
 WIDTH = 100

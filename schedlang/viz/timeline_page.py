@@ -32,7 +32,7 @@ from schedlang.pipeline.timeline.simulation import COPIES, weights
 from schedlang.viz.elements import framed
 from schedlang.viz.trace import trace
 
-# ---- Timelines as one self-contained page: orders, sizes and costs are chosen in the browser.
+# -- orders, sizes and costs that are chosen in the browser ----------------------------------------
 
 
 RANKS, MICRO, CHUNKS, SLICES = (2, 4, 8), (4, 8, 16), (2, 4), (2, 4)
@@ -219,7 +219,7 @@ def _page(data: str, shown: Shown | None, unit: str) -> str:
     return framed(title, SHEET + STYLE, body)
 
 
-# ---- A timeline as a few short strings, which the page's script reads.
+# -- a timeline as a few short strings, which the page's script reads ------------------------------
 
 
 FIRST = 40  # the character of zero: printable, and no quote or ampersand is below it
@@ -271,7 +271,7 @@ def _extra(t: Timeline) -> list[tuple[int, int]]:
     return [pair for a, b in pairs for pair in zip(a.tolist(), b.tolist())]
 
 
-# ---- A measured step beside its simulated one, as a picture, as a page and as a trace.
+# -- a measured step beside its simulated one ------------------------------------------------------
 
 
 MICROSECONDS = 1e6  # of a second

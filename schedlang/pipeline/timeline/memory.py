@@ -109,7 +109,7 @@ def _tops(t: Timeline, steps: Ticks) -> Ticks:
     return tops.clip(0)
 
 
-# ---- Parking: where a rank takes in activations of another, and gives them back.
+# -- parking ---------------------------------------------------------------------------------------
 
 
 ANSWER = {Kind.EVICT: Kind.HOLD, Kind.LOAD: Kind.GIVE}

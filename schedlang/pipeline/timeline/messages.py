@@ -20,7 +20,7 @@ from schedlang.pipeline.timeline.table import (
     TimelineError,
 )
 
-# ---- The sends and receives of a timeline: where they stand.
+# -- where sends and receives stand ----------------------------------------------------------------
 
 
 # where a row stands at its place: receives, the operation itself, its sends
@@ -70,7 +70,7 @@ def _latest_post(t: Timeline, made: Rows, used: Rows) -> Rows:
     return post
 
 
-# ---- The messages of a timeline: each is sent once, received once, in time and in one order.
+# -- each message is sent once, received once, in time and in order --------------------------------
 
 
 SENDS, RECEIVES = (Kind.SEND_F, Kind.SEND_B), (Kind.RECV_F, Kind.RECV_B)
@@ -217,8 +217,7 @@ def _in_turn(t: Timeline, send: Rows, receive: Rows) -> None:
         )
 
 
-# ---- Proof that messages do not block each other where those of two ranks run one after the
-# other.
+# -- messages of two ranks do not block each other -------------------------------------------------
 # So it is with NCCL and its kin: sends and receives of two ranks in one communicator stand in one
 # queue at each end, in the order in which they are posted, and each runs until both ends have come
 # to it.  A receive that is posted early then holds up all that its rank posts after it.

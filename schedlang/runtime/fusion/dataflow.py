@@ -27,8 +27,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.language.patterns import FUNCTIONS
 from schedlang.runtime.forward import layers_of
 
-# ---- The arguments of a call by their names: a function with the parameters of another gives
-# them.
+# -- arguments by name -----------------------------------------------------------------------------
 
 
 @functools.cache
@@ -61,7 +60,7 @@ def _written(parameters: list[inspect.Parameter]) -> str:
     return str(inspect.Signature(bare))[1:-1]
 
 
-# ---- Which function of torch a node of a data flow computes, whatever it was written as.
+# -- the function of a node ------------------------------------------------------------------------
 
 
 # torch's own order of arguments, where it is not that of a pattern
@@ -229,8 +228,7 @@ def kernels(graph: fx.Graph, root: nn.Module) -> int:
     return count
 
 
-# ---- Questions that a trace cannot answer: whether what a child gives, or an argument holds, is
-# None.
+# -- questions that a trace cannot answer ----------------------------------------------------------
 # While a forward is followed every value is a stand-in, which is never None; a forward that asks
 # would be followed along the branch of a value, whatever the child gives in truth.  Python does
 # not tell anyone of `is`, so the instructions of the forward are watched as they run.  Of an
@@ -334,7 +332,7 @@ def _child(node: fx.Node, module: nn.Module) -> str | None:
     return None if tensor and not isinstance(child, nn.MultiheadAttention) else str(node.target)
 
 
-# ---- The data flow of one module's forward: torch.fx's trace of it, small children looked into.
+# -- the trace -------------------------------------------------------------------------------------
 # Values that are no tensors (None, flags, numbers) are constants of one flow; a module has a flow
 # for each set of them, and for training and evaluation.  What a flow cannot hold, such as a choice
 # that depends on a tensor, is refused with the line.  This is the one file that knows how fx

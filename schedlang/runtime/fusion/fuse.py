@@ -31,7 +31,7 @@ from schedlang.runtime.fusion.rewrite import (
 from schedlang.runtime.left import leave
 from schedlang.runtime.modes import Ambient
 
-# ---- Compile one module's forward and backward with inductor, as one graph or not at all.
+# -- whole modules ---------------------------------------------------------------------------------
 # The compiled function takes the place of the forward of one instance; equal modules share graphs.
 # A graph break or too many recompilations, which torch would answer by running parts eagerly with
 # a line in a log, is a refusal here.  Random numbers are drawn as eager torch draws them, so that
@@ -246,7 +246,7 @@ def _refusing(name: str) -> Iterator[None]:
         ) from error
 
 
-# ---- Fuse what a pattern matches in one module: the layer that runs its rewritten forward.
+# -- regions that a pattern matches ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)

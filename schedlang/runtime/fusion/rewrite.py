@@ -26,7 +26,7 @@ from schedlang.runtime.modes import Ambient
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.runtime.rowwise_kernels.operator import Generated, refusal
 
-# ---- Inductor for one region: a function of tensors, one graph for each set of shapes.
+# -- inductor for one region -----------------------------------------------------------------------
 
 
 LIMIT = 16  # sets of shapes of one region; those beyond are compiled for any shape, or refused
@@ -50,7 +50,7 @@ def compiled(plain: Callable[..., Any], count: Callable[[], None], rounding: str
     return torch.compile(plain, fullgraph=True, backend=backend)
 
 
-# ---- Where a pattern stands in a data flow: along the edges between calls, never by their order.
+# -- matches, along the edges between calls --------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def _apart(nodes: tuple[fx.Node, ...], graph: fx.Graph, root: nn.Module) -> str:
     return ""
 
 
-# ---- A module's whole data flow as one match, where all of it may be row-wise.
+# -- a whole module as one match -------------------------------------------------------------------
 
 
 # functions that no row can be computed with by itself, by torch's names; what is not known here is
@@ -271,8 +271,7 @@ def _wrong(node: fx.Node, root: nn.Module) -> str:
     return f"{shown(node, root)} is not a row-wise operator" if name in ACROSS else ""
 
 
-# ---- A data flow with what a pattern matched taken out: each place is one call of a compiled
-# region.
+# -- the rewritten flow ----------------------------------------------------------------------------
 # The rest runs as it did, in the module's own place: children are called with their hooks and
 # layers, parameters are read when they are needed.  Masks of dropout are drawn outside of the
 # region, by the very calls that drew them, of ones: so they are the same, whoever draws them.

@@ -32,7 +32,8 @@ from schedlang.runtime.fusion.dataflow import (
 from schedlang.runtime.kernel_injection.probe_cache import seen
 from schedlang.runtime.left import leave
 
-# ---- Find sums with a norm: the module's own forward is followed, its children left whole.  What a
+# -- the probe -------------------------------------------------------------------------------------
+# Find sums with a norm: the module's own forward is followed, its children left whole.  What a
 # norm is told by is what it computes (kernels/norm_probes.py); a norm to which something else is
 # done (a hook, a layout, a kernel of its own) is none of those that are found.
 
@@ -133,7 +134,7 @@ def _is_sum(node: fx.Node, module: nn.Module) -> bool:
     )
 
 
-# ---- Sums with norms by one kernel, at work in the forward of chosen modules only.
+# -- the layer -------------------------------------------------------------------------------------
 # The module's forward is rewritten once for each set of constants that it is called with: wherever
 # the result of a sum goes into a child that is a norm, both are computed at once.  The rest runs
 # as it did.

@@ -21,7 +21,7 @@ from schedlang.runtime.float64 import Float64
 from schedlang.runtime.left import leave
 from schedlang.runtime.modes import ambient
 
-# ---- Places of tokens in the form that an attention takes: found by calling it.
+# -- positions, in the form that a module takes ----------------------------------------------------
 
 
 def with_tables(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def with_tables(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
-# ---- Attention of transformers by torch's fused kernel, for one module at a time.
+# -- the fused kernel ------------------------------------------------------------------------------
 # Its modules look up their attention function by name in their config at each call: the one module
 # gets a config of its own, whose function takes masks as eager attention makes them.
 #

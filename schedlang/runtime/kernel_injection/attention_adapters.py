@@ -31,7 +31,7 @@ from schedlang.runtime.kernel_injection.attention import (
 from schedlang.runtime.left import leave
 from schedlang.runtime.modes import ambient
 
-# ---- Attention by another kernel, at work: what a module asks for, as one call of the kernel.
+# -- the call --------------------------------------------------------------------------------------
 # Modules of transformers look up their attention function in their config at each call; others
 # call torch's scaled_dot_product_attention, and a mode around their forward hears it.
 
@@ -228,7 +228,7 @@ def kernel_in(module: nn.Module) -> str | None:
     return now if now in ATTENTIONS else None
 
 
-# ---- Which attentions FlexAttention or flash_attn can take over: told by running a copy.
+# -- the probe -------------------------------------------------------------------------------------
 # What a module asks for, with all that it adds to scores, is heard; it is replaced
 # where the same attention by our rule gives the same result and gradients in float64.
 

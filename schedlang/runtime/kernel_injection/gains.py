@@ -17,7 +17,7 @@ from schedlang.runtime.rowwise_kernels.launch import Kernel, shape_of
 from schedlang.runtime.rowwise_kernels.operator import Graphs, Pair, as_function, graphs, pair_for
 from schedlang.runtime.rowwise_kernels.source import passes
 
-# ---- Kernels and bytes of a function of tensors, forward and backward: as it stands, and fused.
+# -- kernels and bytes of a function ---------------------------------------------------------------
 # Eager torch runs one kernel for each operator that is no view, and each reads what it is given
 # and writes what it gives.  A generated kernel reads what it loads and writes what it stores; what
 # inductor would launch its own scheduler says, which runs without compiling anything.
@@ -147,7 +147,7 @@ def _lowered(graph: fx.Graph, inference: bool, backward: bool) -> tuple[int, int
         return len(made.scheduler.nodes), int(size)
 
 
-# ---- What fusing a module gains: its kernels and bytes as they are, and fused, for one call.
+# -- the gain of a module, for one call ------------------------------------------------------------
 
 
 _NONE = Count(0, 0, 0)

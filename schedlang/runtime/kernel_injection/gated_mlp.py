@@ -20,8 +20,7 @@ from schedlang.runtime.float64 import Float64
 from schedlang.runtime.forward import the_input
 from schedlang.runtime.modes import ambient
 
-# ---- A gated MLP whose middle is one kernel: its projections stay modules and are called as
-# ever.
+# -- the form and its layer: projections stay modules ----------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class GatedMlp:
         return computed(self.module, self.form, the_input(self.module, args, kwargs), kernel=True)
 
 
-# ---- Which gated MLP a module is, if it is one.
+# -- the probe -------------------------------------------------------------------------------------
 # Which child is what, and which activation stands between them, is found by running a bare float64
 # copy; so it works for modules of any class, and sharded or quantised projections stay theirs.
 

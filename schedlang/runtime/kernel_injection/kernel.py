@@ -49,7 +49,7 @@ from schedlang.runtime.lazy_logits.head import Head, Waiting, probe_head, probe_
 from schedlang.runtime.left import leave
 from schedlang.runtime.modes import outside
 
-# ---- Norms by a kernel that an installed library names; probed as for our own.
+# -- norms by the kernel of an installed library ---------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class NamedNorm:
         return liger.norm(x, weight, bias, found.form)
 
 
-# ---- A norm that is called with a gate: both by one kernel, from the module's own weight.
+# -- norms with a gate -----------------------------------------------------------------------------
 
 
 class GatedNormed:
@@ -137,7 +137,7 @@ def _given(names: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, Any]
     return [given.get(name) if known else None for name in names]
 
 
-# ---- Replace what a module computes between its parameters; parameters, names and hooks stay.
+# -- match and replace -----------------------------------------------------------------------------
 # `match` judges a module by running a bare float64 copy of it and touches nothing; `replace` acts
 # on a built module.
 

@@ -20,7 +20,7 @@ from schedlang.runtime.forward import decorated, other_names
 from schedlang.runtime.left import leave
 from schedlang.runtime.modes import ambient
 
-# ---- Which functions of a module's file turn queries and keys, and how: told by running them.
+# -- the probe -------------------------------------------------------------------------------------
 # A module's forward calls a function of its own file that turns queries and keys.  Which function
 # that is, and how it turns, is found by running the functions that the forward names; `_turning`
 # lets the kernel take its place.
@@ -274,7 +274,7 @@ def _rounding(function: Any, found: Rotation, angles: int) -> Rotation | Mismatc
     return replace(found, form=best)
 
 
-# ---- Rotary embeddings by one kernel, at work in the attention of chosen modules only.
+# -- the layer -------------------------------------------------------------------------------------
 # A module runs its own forward with another function under the name of the one that turns: the
 # file, and all other modules, are left as they are.
 

@@ -24,9 +24,9 @@ from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.forward import layers_of, the_input
 from schedlang.runtime.lazy_logits.lazy import LazyLogits, Part
 
-# ---- A loss that is made as a module: torch.compile's rule for `nn.CrossEntropyLoss()` writes the
-# call into the graph as one of tensors, and fails on a stand-in; the function asks its arguments,
-# as it does outside of a graph.
+# -- losses that are modules -----------------------------------------------------------------------
+# torch.compile's rule for `nn.CrossEntropyLoss()` writes the call into the graph as one of tensors,
+# and fails on a stand-in; the function asks its arguments, as it does outside of a graph.
 
 
 _done: list[bool] = []
@@ -71,8 +71,9 @@ def _patched() -> bool:
 follow_losses._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-# ---- The head: in training it returns LazyLogits, and the model's own forward goes on with them to
-# its own loss; without gradients, and in eval mode, it computes logits as ever.
+# -- the head --------------------------------------------------------------------------------------
+# In training the head returns LazyLogits, and the model's own forward goes on with them to its own
+# loss; without gradients, and in eval mode, it computes logits as ever.
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from schedlang.runtime.sharding.sizes import number_at, set_number
 if TYPE_CHECKING:
     from schedlang.runtime.sharding.leaf import Sharded
 
-# ---- The capacity of experts: of the tokens that choose an expert, so many are taken, in their
-# order.
+# -- capacity --------------------------------------------------------------------------------------
 # GShard (Lepikhin et al. 2020), Switch Transformers (Fedus et al. 2021).  The order is that of the
 # rows of the batch, on however many ranks they are, so that the rule does not know of ranks.
 
@@ -96,7 +95,7 @@ def limit_experts(model: nn.Module, rules: dict[str, tuple[int, float]]) -> None
         module.forward = with_capacity(module.forward, count, capacity)
 
 
-# ---- Experts on several ranks: tokens go to the ranks that hold their experts, and come back.
+# -- experts over ranks ----------------------------------------------------------------------------
 # A rank holds some experts, and computes them by their module's own forward.  Along an axis whose
 # ranks see different tokens (it splits the batch) rows are sent by all-to-all, or tokens gathered,
 # or experts fetched; along one whose ranks see the same tokens each rank takes those of its own

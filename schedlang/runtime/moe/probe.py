@@ -18,8 +18,7 @@ from schedlang.runtime.modes import ambient
 from schedlang.runtime.sharding.sizes import numbers_of, set_number
 from schedlang.runtime.tracing.meta import copy_with
 
-# ---- Tell by trying whether a module holds experts, each used by the tokens that are routed to
-# it.
+# -- experts ---------------------------------------------------------------------------------------
 # A small copy with random float64 values and the module's own forward is called with tokens, the
 # experts of each and their weights.  What it gives has to be the sum over a token's experts of
 # weight times what that expert alone gives for that token alone; and a copy that holds some of the
@@ -271,8 +270,7 @@ def _routed(width: int, count: int, generator: torch.Generator) -> tuple[Tensor,
     return x, index, weights
 
 
-# ---- Tell by trying how every expert is cut along its inner dim, so that parts add up to the
-# whole.
+# -- the inner dim of experts ----------------------------------------------------------------------
 # Megatron-LM's pair of a column and a row (Shoeybi et al. 2019), of weights that hold all experts:
 # which dims of which parameters, and in how many blocks, is found on a small copy.  A bias that is
 # added behind the sum is whole on every rank, and each adds its share of it.

@@ -18,8 +18,7 @@ from schedlang.runtime.rowwise_kernels.chain import Chain, From, Stored, Value
 from schedlang.runtime.rowwise_kernels.lower import lowered
 from schedlang.runtime.rowwise_kernels.source import source
 
-# ---- A chain computed by torch, from the very values and expressions that its kernel is written
-# from.
+# -- a chain computed by torch ---------------------------------------------------------------------
 # It stands in for a kernel where none can run, and in float64 it is what a proof compares: then
 # the roles of rows and columns, the order of reductions and the sums are proven, and what is left
 # to the kernel's own check is its text.
@@ -125,8 +124,7 @@ class _Run:
         return made if made.dtype is torch.bool else made.to(self.wide)
 
 
-# ---- A chain made runnable: its Triton text compiled, launched, or computed by torch in its
-# place.
+# -- kernels ---------------------------------------------------------------------------------------
 
 
 LONGEST = 8192  # elements of a row that one program holds at a time
