@@ -16,12 +16,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from schedlang.kernels import (
-    add_norm,
     cross_entropy,
     gated,
     gated_norm,
-    layer_norm,
-    rms_norm,
+    norm,
     rope,
 )
 from schedlang.kernels.device import LONGEST, tile
@@ -110,32 +108,41 @@ def _options(size: int) -> dict[str, Any]:
     return {"ROWS": rows, "BLOCK": block, "num_warps": warps, "grid": (1,)}
 
 
+def _norm_kernels(size: int, dtype: torch.dtype, add: bool, centred: bool, early: bool) -> Made:
+    """Both kernels of a norm of rows of `size`; a LayerNorm has a bias."""
+    x, weight = torch.zeros(16, size, dtype=dtype), torch.zeros(size, dtype=dtype)
+    row, partial = torch.zeros(16), torch.zeros(16, 2 if centred else 1, size)
+    options = {"ADD": add, "CENTRED": centred, "EARLY": early, **_options(size)}
+    named = {"size": size, "dtype": str(dtype), "centred": centred, "early": early}
+    forward = (x, x, weight, weight, x, x, row, row, 16, size, size, size, 1e-6, 0.0)
+    made = norm.forward_kernel.warmup(*forward, BIAS=centred, **options)
+    yield {"kernel": "forward"} | named, made
+    if add and dtype == torch.float32:  # as under a cast: what is added is bfloat16
+        mixed = (x, x.bfloat16(), *forward[2:])
+        made = norm.forward_kernel.warmup(*mixed, BIAS=centred, **options)
+        yield {"kernel": "forward, two types"} | named, made
+    back = (x, x, x, weight, row, row, x, partial, 16, size, *[size] * 3, 1, 0.0)
+    yield {"kernel": "backward"} | named, norm.backward_kernel.warmup(*back, **options)
+
+
 def rms_norm_kernels() -> Made:
     """Both kernels, from short rows to the longest."""
     for size, dtype in SIZES:
-        x, weight = torch.zeros(16, size, dtype=dtype), torch.zeros(size, dtype=dtype)
-        rstd, partial = torch.zeros(16), torch.zeros(16, size)
         for early in (False, True):
-            options = {"EARLY": early, **_options(size)}
-            named = {"size": size, "dtype": str(dtype), "early": early}
-            forward = (x, weight, x, rstd, 16, size, size, 1e-6, 0.0)
-            yield {"kernel": "forward"} | named, rms_norm.forward_kernel.warmup(*forward, **options)
-            back = (x, x, weight, rstd, x, partial, 16, size, size, size, 1, 0.0)
-            yield {"kernel": "backward"} | named, rms_norm.backward_kernel.warmup(*back, **options)
+            yield from _norm_kernels(size, dtype, False, False, early)
 
 
 def layer_norm_kernels() -> Made:
     """Both kernels, with a bias, from short rows to the longest."""
-    for size, dtype in ((min(size, layer_norm.LONGEST), dtype) for size, dtype in SIZES):
-        x, weight = torch.zeros(16, size, dtype=dtype), torch.zeros(size, dtype=dtype)
-        row, partial = torch.zeros(16), torch.zeros(16, 2, size)
-        options = {"EARLY": False, **_options(size)}
-        named = {"size": size, "dtype": str(dtype)}
-        forward = (x, weight, weight, x, row, row, 16, size, size, 1e-6, 0.0)
-        made = layer_norm.forward_kernel.warmup(*forward, BIAS=True, **options)
-        yield {"kernel": "forward"} | named, made
-        back = (x, x, weight, row, row, x, partial, 16, size, size, size, 1, 0.0)
-        yield {"kernel": "backward"} | named, layer_norm.backward_kernel.warmup(*back, **options)
+    for size, dtype in SIZES:
+        yield from _norm_kernels(min(size, norm.LONGEST_CENTRED), dtype, False, True, False)
+
+
+def add_norm_kernels() -> Made:
+    """Both kernels of both norms, from short rows to the longest."""
+    for size, dtype in SIZES:
+        for centred in (False, True):
+            yield from _norm_kernels(min(size, norm.LONGEST_CENTRED), dtype, True, centred, True)
 
 
 def gated_kernels() -> Made:
@@ -177,25 +184,6 @@ def cross_entropy_kernels() -> Made:
             back = (z, target, row, row, row, row, 32000, 32000, 0.5, 3.0)
             made = cross_entropy.gradient_kernel.warmup(*back, **options)
             yield {"kernel": "gradient"} | named, made
-
-
-def add_norm_kernels() -> Made:
-    """Both kernels of both norms, from short rows to the longest."""
-    for size, dtype in ((min(size, add_norm.LONGEST), dtype) for size, dtype in SIZES):
-        x, weight = torch.zeros(16, size, dtype=dtype), torch.zeros(size, dtype=dtype)
-        row, partial = torch.zeros(16), torch.zeros(16, 2, size)
-        for centred in (False, True):
-            options = {"CENTRED": centred, "EARLY": True, **_options(size)}
-            named = {"size": size, "dtype": str(dtype), "centred": centred}
-            forward = (x, x, weight, weight, x, x, row, row, 16, size, size, size, 1e-6, 0.0)
-            made = add_norm.forward_kernel.warmup(*forward, BIAS=centred, **options)
-            yield {"kernel": "forward"} | named, made
-            if dtype == torch.float32:  # as under a cast: what is added is bfloat16
-                mixed = (x, x.bfloat16(), *forward[2:])
-                made = add_norm.forward_kernel.warmup(*mixed, BIAS=centred, **options)
-                yield {"kernel": "forward, two types"} | named, made
-            back = (x, x, x, weight, row, row, x, partial, 16, size, *[size] * 3, 1, 0.0)
-            yield {"kernel": "backward"} | named, add_norm.backward_kernel.warmup(*back, **options)
 
 
 def gated_norm_kernels() -> Made:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.ir.facets import Cast
 from schedlang.ir.model import inside
-from schedlang.ir.plan import Action, Plan
+from schedlang.ir.plan import Plan
 from schedlang.passes.elaborate.fold import pattern, shape_of
 from schedlang.passes.propagate.casts import cast_loss, cast_modules
 
@@ -51,7 +51,7 @@ def _refusal(plan: Plan, failure: Failure, ways: tuple[str, ...]) -> Refusal:
 
     error, site = failure.error, failure.site
     cast = _around(tuple(plan.casts), site or "")
-    row = _row_of(plan, cast)
+    row = plan.origin(cast)
     line, said = line_of(error), f"{type(error).__name__}: {error}".split("\n")[0]
     what = "the loss" if site is None else f"`{site}`" if site else "the model"
     label = Label(row.span) if row is not None and row.span is not None else Label()
@@ -115,7 +115,7 @@ def _ways(plan: Plan, failure: Failure, run: Run) -> Iterator[str]:
         now = found
     cast = _around(casts, failure.site or "")
     other = replace(cast, params=not cast.params)
-    row = _row_of(plan, cast)
+    row = plan.origin(cast)
     sites = row.sites if row is not None else (cast.fqn,)
     flipped = [replace(one, params=other.params) if one.fqn in sites else one for one in casts]
     if cast.dtype != "fp32" and run(flipped) is None:
@@ -150,11 +150,6 @@ def _around(casts: Sequence[Cast], site: str) -> Cast:
     """The innermost cast around a module; the first where none is."""
     found = [one for one in casts if inside(site, one.fqn)]
     return max(found, key=lambda one: len(one.fqn), default=casts[0])
-
-
-def _row_of(plan: Plan, cast: Cast) -> Action | None:
-    casting = (a for a in plan.actions if "dtype" in a.primitive.writes)
-    return next((a for a in casting if cast.fqn in a.sites), None)
 
 
 def _spelt(cast: Cast) -> str:

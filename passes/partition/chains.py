@@ -13,7 +13,7 @@ from schedlang.ir.features import Recomputing
 from schedlang.ir.plan import Action, Plan
 from schedlang.passes.partition.stages import Weight, in_flight
 from schedlang.passes.propagate.context import tokens_of
-from schedlang.remat.partition import Repeated
+from schedlang.remat.operators import Repeated
 from schedlang.remat.rotor import Cost
 
 if TYPE_CHECKING:

@@ -26,9 +26,7 @@ def check_options(
     args: Sequence[object], others: Mapping[str, object], given: Mapping[str, Any]
 ) -> None:
     """Refuse positions, names that `build` does not have, and values of the wrong kind."""
-    _named(
-        "build", args, others, NAMES, "write `sch.build(batch=batch, loss=loss, optimizer=...)`"
-    )
+    _named("build", args, others, NAMES, "write `sch.build(batch=batch, loss=loss, optimizer=...)`")
     _batch(given["batch"])
     _functions(given)
     _optimizer(given["optimizer"])

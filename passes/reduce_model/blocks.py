@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     from schedlang.ir.model import ModelFacts, Site
 
-# ---- Names that differ in their numbers only as one name, `h.0..3.mlp`, and back; nothing is
-# lost.
+# -- names with ranges: `h.0..3.mlp`, and back -----------------------------------------------------
 
 
 _MOST, _DIGITS = 1_000_000, 19  # names that one stands for; digits of a number that counts
@@ -60,7 +59,7 @@ def spread(name: str) -> Iterator[str]:
 
 
 def _counts(part: str) -> bool:
-    """Is this part of a name a number as one counts, without leading zeros?"""
+    """Tell whether this part of a name is a number without leading zeros."""
     few = len(part) < _DIGITS and part.isascii() and part.isdigit()
     return few and str(int(part)) == part
 
@@ -98,8 +97,7 @@ def _written(shape: str, box: tuple[Range, ...]) -> str:
     return ".".join(parts)
 
 
-# ---- The repeated blocks of a model, names that are equal in all of them, and fewer that show
-# all.
+# -- repeated blocks -------------------------------------------------------------------------------
 
 
 PROJECTIONS = ("Linear", "Conv1D")
@@ -120,7 +118,7 @@ CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
 
 
 def splits(facts: ModelFacts, fqn: str) -> bool:
-    """May a module be one of a pair that is split: one of LEAVES, or a convolution of one group?"""
+    """Tell whether a module may be sharded in a pair: a leaf, or an ungrouped convolution."""
     site = facts.sites[fqn]
     convolves = any(site.is_a(kind) for kind in CONVOLUTIONS)
     return bool(leaf_kind(site)) or convolves and _groups(facts, fqn) == 1
@@ -145,11 +143,11 @@ class Blocks:
         return ".".join(out)
 
     def inside(self, fqn: str) -> bool:
-        """Does the module stand in a block?"""
+        """Tell whether the module is inside a block."""
         return "*" in self.common(fqn).split(".")  # also for names that are common already
 
     def is_block(self, fqn: str) -> bool:
-        """Is the module a block itself?"""
+        """Tell whether the module is a block itself."""
         return bool(fqn) and self.common(fqn).endswith(".*")
 
     @cached_property

@@ -54,7 +54,7 @@ def deep_sizes(recipe: Recipe, facts: ModelFacts) -> list[Deep]:
 
 
 def kinds(plan: Plan, trunk: str) -> list[Kind]:
-    """What each child of a list is, and what the rows of the plan do to it and inside it."""
+    """Return the kind of each child of a list, by its modules and the rows that act on them."""
     facts = plan.model
     cuts = [fqn for cut in plan.cuts for fqn in cut.before]
     out: list[Kind] = []
@@ -86,13 +86,13 @@ def _place(span: object) -> object:
 
 
 def neighbours(sequence: Sequence[Kind]) -> set[tuple[Kind, Kind]]:
-    """Which kind stands next to which, the two ends included."""
+    """Return the pairs of adjacent kinds, the two ends included."""
     ends: list[Kind] = ["first", *sequence, "last"]
     return set(zip(ends, ends[1:]))
 
 
 def shows_all(old: Plan, new: Plan, lists: Sequence[str]) -> bool:
-    """Does the shorter model have all kinds of layers, in all neighbourhoods and all stages?"""
+    """Tell whether the shorter model has all kinds of layers, adjacent pairs and stages."""
     for trunk in lists:
         before, after = kinds(old, trunk), kinds(new, trunk)
         if neighbours(before) != neighbours(after):
@@ -111,7 +111,7 @@ def shows_all(old: Plan, new: Plan, lists: Sequence[str]) -> bool:
 
 
 def _stages(plan: Plan, trunk: str) -> int:
-    """How many stages a list is cut into by a row about the list itself."""
+    """Count the stages that a row about the list itself splits it into."""
     cut = [cut for cut in plan.cuts if trunk in cut.trunks]
     return plan.stages(cut[0].axis) if cut else 1
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from schedlang.passes.reduce_model.recipe import Recipe
 
-# ---- What a model counts, dims of tensors and numbers of modules, as functions of its sizes.
+# -- dims and numbers as functions of sizes --------------------------------------------------------
 
 
 FACTORS = (Fraction(2), Fraction(4), Fraction(1, 2), Fraction(1, 4), Fraction(3))
@@ -30,7 +30,7 @@ class Key(NamedTuple):
 
     @property
     def is_dim(self) -> bool:
-        """Is it a dim of a parameter?"""
+        """True for a dim of a parameter."""
         return self.dim >= 0
 
 
@@ -168,7 +168,7 @@ def limits(quantities: Sequence[Quantity]) -> set[str]:
     }
 
 
-# ---- The smallest sizes that keep what matters of a model: what divides what, order, ratios.
+# -- the search for the smallest sizes -------------------------------------------------------------
 
 
 KEPT = 4  # numbers up to this say what kind of thing it is (top-k, channels), not how large
@@ -188,7 +188,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Rules:
-    """What reduced numbers must keep.
+    """Constraints on reduced sizes.
 
     `pads` are the multiples that dims are padded to, by the value of the dim.
     """
@@ -198,7 +198,7 @@ class Rules:
     tables: frozenset[Key] = frozenset()  # rows of embeddings
 
     def allow(self, q: Quantity, new: int) -> bool:
-        """May a quantity become `new`?"""
+        """Tell whether a quantity may become `new`."""
         old = q.value
         if not 0 < new <= old:
             return False
@@ -221,7 +221,7 @@ class Rules:
         return new >= min(old, least) and (q.key not in self.tables or self._padded(old, new))
 
     def _padded(self, old: int, new: int) -> bool:
-        """Is a padded dim still padded, or still full, and the last rank's part not all padding?"""
+        """Tell whether a dim is padded as before, with the last rank's shard not all padding."""
         for value, multiple in self.pads:
             if value == old:
                 whole = -(-new // multiple) * multiple
@@ -275,7 +275,7 @@ class Search:
 
     @cached_property
     def values(self) -> dict[str, list[int]]:
-        """What each size may be for its own sake."""
+        """The values that satisfy the rules about each size alone."""
         out = {}
         for place, name in enumerate(self.names):
             alone = [(f, q) for f, q in self.decided[place] if len(f.powers) == 1]
@@ -292,7 +292,7 @@ class Search:
         return True
 
     def _fitting(self, chosen: Mapping[str, int], dims: dict[int, int]) -> dict[int, int] | None:
-        """What dims become, by their old size, if all that is decided now is as it should be."""
+        """Return dims by their old size, if every quantity decided so far is allowed; else None."""
         known = self.decided[len(chosen) - 1]
         if not self._allowed(known, chosen):
             return None
@@ -305,13 +305,13 @@ class Search:
 
 
 def in_order(dims: Mapping[int, int]) -> bool:
-    """Do larger dims stay larger, and different ones different?"""
+    """Tell whether the order of dims is strictly kept."""
     new = [dims[old] for old in sorted(dims)]
     return all(a < b for a, b in zip(new, new[1:]))
 
 
 def keeps(quantities: Sequence[Quantity], now: Mapping[Key, int], rules: Rules) -> bool:
-    """Do the numbers of a reduced model, as it was made, keep all rules?"""
+    """Tell whether the sizes of a reduced model, as it was made, satisfy all rules."""
     dims: dict[int, int] = {}
     for q in quantities:
         new = now.get(q.key)

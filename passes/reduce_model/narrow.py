@@ -35,7 +35,7 @@ MADE, PLANNED = 200, 12  # choices of sizes that are made, and planned, before g
 
 @dataclass(frozen=True)
 class Data:
-    """What the model is run on: batches, loss and the seed of its values."""
+    """Batches, loss and the seed of the model's values."""
 
     batches: Sequence[Batch]
     loss: Any
@@ -136,7 +136,7 @@ def _layers(
 
 
 def _rules(plan: Plan, model: nn.Module, mesh: Mapping[str, int]) -> Rules:
-    """What the rows of the schedule ask of sizes."""
+    """Collect what the rows of the schedule require of sizes."""
     named = [name for layout in plan.layouts.values() for name in layout.axes]
     named += [b.axis for boundaries in plan.boundaries.values() for b in boundaries]
     over = {axis for name in named for axis in plan.mesh.fold(name)}
@@ -187,7 +187,7 @@ def _filled(
 
 
 def _flags(old: ModelFacts, made: nn.Module) -> None:
-    """What is frozen, of which dtype and in training, as in the whole model."""
+    """Copy requires_grad, dtype and training mode from the whole model."""
     sites = _facts(made).sites
     lists = {
         fqn: (len(site.children), len(old.children(fqn)))

@@ -25,7 +25,7 @@ TITLES = {
 
 
 def refused(code: str, reason: str, *helps: str) -> Refusal:
-    """Why a model is not reduced, and what to offer instead."""
+    """Make the refusal of a reduction, with what to write instead."""
     offer = "define `small()` in the model file: it returns the model to verify"
     return Refusal(Diagnostic(code, TITLES[code], notes=(reason,), helps=(offer, *helps)))
 
@@ -53,7 +53,7 @@ class Recipe:
 
 
 def recipes(model: nn.Module, function: Callable[..., nn.Module] | None = None) -> Iterator[Recipe]:
-    """How a model can be made anew: by its class from its `config`, or by a function from numbers.
+    """Yield ways to make a model anew: by its class from its `config`, or by a function of sizes.
 
     A config is one of transformers' kind, with `to_dict`; the numbers of a function are those of
     its parameters whose defaults are whole.
@@ -133,7 +133,7 @@ def _tokens_inside(config: Any, above: int | None) -> None:
 
 
 def special_ids(ids: tuple[int, ...], size: int) -> dict[int, int]:
-    """Where each special id goes in a vocabulary of `size`: it stays, or is among the last."""
+    """Map special ids into a vocabulary of `size`: an id stays, or becomes one of the last."""
     ids = tuple(sorted({v for v in ids if v >= 0}))
     high = [v for v in ids if v >= size - len(ids)]
     return {v: v for v in ids} | {v: size - len(high) + k for k, v in enumerate(high)}

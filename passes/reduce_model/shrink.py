@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shrunk:
-    """What is verified in place of the whole: a plan with values, batches, and what was done.
+    """A reduced model: its plan with values, its batches, and what was reduced.
 
     `whole` is the plan in full size.
     """
@@ -114,7 +114,7 @@ def _first(full: Whole, at: Callable[[Mapping[str, int], bool], Shrunk]) -> Shru
 
 
 def _recipe(model: nn.Module, make: Callable[..., nn.Module] | None) -> Recipe:
-    """How to make the model anew, tried: in full size it must come out as it is (S751)."""
+    """Find a recipe that remakes the model in full size; refuse (S751) if none does."""
     wrong: list[Refusal] = []
     for recipe in recipes(model, make):
         try:
@@ -191,7 +191,7 @@ def remarked(report: Report, small: Shrunk | None) -> Report:
 
 
 def lies_on_meta(model: nn.Module) -> bool:
-    """Has the model shapes but no values?"""
+    """Tell whether the model lies on the meta device."""
     return any(p.is_meta for p in model.parameters())
 
 

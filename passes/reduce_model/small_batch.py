@@ -18,7 +18,7 @@ IGNORED = -100  # the label that torch's losses leave out
 
 @dataclass(frozen=True)
 class Cutting:
-    """How batches change: dims by their old size, vocabularies (old and new rows), special ids.
+    """Changes of batches: dims by their old size, vocabularies (old and new rows), special ids.
 
     `parts` are the parts that a batch is cut into, before and after the reduction.
     """

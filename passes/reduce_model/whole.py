@@ -18,7 +18,7 @@ from schedlang.passes.reduce_model.small_batch import Batch
 if TYPE_CHECKING:
     from torch import nn
 
-# ---- Meshes that one machine runs, in place of one that it does not.
+# -- meshes that one machine runs ------------------------------------------------------------------
 
 
 MOST = 8
@@ -48,8 +48,7 @@ def _cost(mesh: Mapping[str, int], axes: Mapping[str, int]) -> tuple[int, int, i
     return left_out, len(sizes) - len(set(sizes)), math.prod(sizes)
 
 
-# ---- The schedule at full size: planned, traced in full width, and planned again for other
-# models.
+# -- the schedule at full size ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from schedlang.diagnostics.diagnostic import Refusal
@@ -12,8 +14,8 @@ from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.simulate.gains import Gained, gains
 from schedlang.passes.simulate.memory import RankClass, rank_classes
-from schedlang.passes.simulate.rehearse import parked_bytes
-from schedlang.passes.simulate.traffic import Collective, collectives
+from schedlang.passes.simulate.rehearse import Rehearsal, held, rehearse
+from schedlang.passes.simulate.traffic import Collective, collectives, there_and_back
 
 if TYPE_CHECKING:
     from schedlang.ir.memory import RankMemory
@@ -23,16 +25,15 @@ if TYPE_CHECKING:
     from schedlang.passes.propagate.dryrun import Loss
     from schedlang.pipeline.timeline import Timeline
 
-# ---- Activations that lie on the next rank of the pipeline: what is sent for them in a step.
+# -- activations on the next rank of the pipeline --------------------------------------------------
 
 
 def lodgings(
-    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, prepared: Prepared
+    plan: Plan, prepared: Prepared, played: Callable[[], Rehearsal]
 ) -> Iterator[Collective]:
     """Once out and once home for each microbatch that leaves; what tells sizes is not counted.
 
-    `sample` is one microbatch.  A step is played to see what forwards save, so this raises what the
-    model raises where it cannot be played.
+    What forwards save is seen in a step that is `played` only where something leaves.
     """
     from schedlang.pipeline.timeline import Kind
 
@@ -40,33 +41,13 @@ def lodgings(
     away = t.pick(t.kind == Kind.EVICT)
     if axis is None or not len(away):
         return
-    sizes = parked_bytes(plan, sample, loss, prepared)
-    row = _row(plan)
-    ends = zip(away.stage.tolist(), away.rank.tolist(), away.peer.tolist())
-    counts: dict[tuple[int, int, int], int] = {}
-    for end in ends:
-        counts[end] = counts.get(end, 0) + 1
-    for (stage, place, to), count in sorted(counts.items()):
-        out = Collective(
-            "send",
-            (axis,),
-            "forward",
-            "activations to a peer",
-            "",
-            count,
-            sizes[stage],
-            frozenset({place}),
-            row,
-            to,
-        )
-        yield out
-        yield replace(
-            out,
-            phase="backward",
-            what="activations to their owner",
-            places=frozenset({to}),
-            to=place,
-        )
+    parked, row = played().parked, _row(plan)
+    counts = Counter(zip(away.stage.tolist(), away.rank.tolist(), away.peer.tolist()))
+    there = "forward", "activations to a peer"
+    back = "backward", "activations to their owner"
+    for (stage, *ends), count in sorted(counts.items()):
+        size = parked[stage]
+        yield from there_and_back(axis, (ends[0], ends[1]), there, back, size, row, count=count)
 
 
 def _row(plan: Plan) -> int | None:
@@ -77,7 +58,7 @@ def _row(plan: Plan) -> int | None:
     return rows[0].row if rows else None
 
 
-# ---- What a plan costs, counted, not guessed: bytes per rank, collectives, the timeline.
+# -- the account -----------------------------------------------------------------------------------
 
 
 T = TypeVar("T")
@@ -170,19 +151,20 @@ def account(
         notes.append("microbatches differ in rows; bytes are those of the largest")
     if why := drawn_logically(plan, prepared, rows_of(sample)):
         notes.append(f"dropout is drawn logically in training, too: {why}")
+    played = cache(lambda: rehearse(plan, batch, loss, prepared))  # once, for all that ask
     sent = collectives(plan, prepared, sample, loss)
-    lodged, why = _lodgings(plan, sample, loss, prepared)
-    sent, notes = (*sent, *lodged), [*notes, *([why] if why else [])]
+    lodged, why = _told(lambda: [*lodgings(plan, prepared, played)], _UNSENT)
+    sent, notes = (*sent, *(lodged or ())), [*notes, *([why] if why else [])]
     if any(one.what == "tokens" for one in sent):
         notes.append("tokens are counted as if all experts were chosen equally often")
-    held: tuple[RankMemory, ...] | None = None
+    memories: tuple[RankMemory, ...] | None = None
     gained: tuple[Gained, ...] = ()
     if memory:
         notes += [*told(plan, prepared.chains), *fewer_bits.told(plan, prepared.bits)]
         gained = gains(plan, sample)
-        held, why = _memory(plan, batch, loss, prepared)
+        memories, why = _told(lambda: held(plan, prepared, played()), _UNTOLD)
         notes += [why] if why else []
-        notes += dict.fromkeys(f"W703: {said}" for one in held or () for said in one.left)
+        notes += dict.fromkeys(f"W703: {said}" for one in memories or () for said in one.left)
     staged = prepared.staged
     return Account(
         rank_classes(plan, staged, prepared.holdings),
@@ -191,49 +173,28 @@ def account(
         _stages(staged),
         staged.ranks,
         tuple(notes),
-        held,
+        memories,
         gained,
     )
 
 
-def _lodgings(
-    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, prepared: Prepared
-) -> tuple[tuple[Collective, ...], str]:
-    """What activations on a peer send; or nothing and why it cannot be told."""
-
-    return _told(
-        lambda: tuple(lodgings(plan, sample, loss, prepared)),
-        (),
-        "what is sent to keep activations on a peer is not counted",
-    )
-
-
-def _memory(
-    plan: Plan, batch: Mapping[str, Any], loss: Loss | None, prepared: Prepared
-) -> tuple[tuple[RankMemory, ...] | None, str]:
-    """Bytes over a step by class; or None and why they cannot be told."""
-    from schedlang.passes.simulate.rehearse import estimate
-
-    none: tuple[RankMemory, ...] | None = None
-    return _told(lambda: estimate(plan, batch, loss, prepared), none, _UNTOLD)
-
-
-def _told(play: Callable[[], T], otherwise: T, said: str) -> tuple[T, str]:
-    """What a played step shows; or something else, and why it cannot be played."""
+def _told(play: Callable[[], T], said: str) -> tuple[T | None, str]:
+    """Return what a played step shows; or None, and why it cannot be played."""
     from schedlang.runtime.comm.tap import free
 
     if not free():
-        return otherwise, f"{said}: this process is a rank of a job, and cannot simulate others"
+        return None, f"{said}: this process is a rank of a job, and cannot simulate others"
     try:
         return play(), ""
     except Refusal as refusal:
-        return otherwise, f"{said}: {refusal.diagnostics[0].title}"
+        return None, f"{said}: {refusal.diagnostics[0].title}"
     except Exception as error:  # a model may ask for what only values tell, a kernel for a device
-        first = str(error).split("\n")[0]
-        return otherwise, f"{said}: {type(error).__name__}: {first}"
+        first = f"{type(error).__name__}: {error}".split("\n")[0]
+        return None, f"{said}: {first}"
 
 
 _UNTOLD = "memory over the step is not estimated"
+_UNSENT = "what is sent to keep activations on a peer is not counted"
 _MOMENTS = "optimizer state: two moments of AdamW in the parameter's dtype"
 _NO_BATCH = "collectives are not counted: there is no batch to count them with"
 _NO_STAGES = "what each stage holds is not known: there is no batch to cut the model with"
@@ -261,7 +222,7 @@ def _stages(staged: Staged) -> dict[str, int]:
     return dict(zip(staged.cut.graph.units, staged.cut.stage_of))
 
 
-# ---- What changes in cost from one plan to another.
+# -- differences of two accounts -------------------------------------------------------------------
 
 
 PEAK = "peak of the fullest rank"

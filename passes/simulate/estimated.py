@@ -20,7 +20,7 @@ MS = 1000.0
 
 @dataclass(frozen=True)
 class Machine:
-    """What a rank computes and a link carries in a second: floating-point operations, bytes."""
+    """Rates of a rank and a link: floating-point operations and bytes a second."""
 
     speed: float
     bandwidth: float

@@ -21,7 +21,7 @@ from schedlang.report import Bound
 if TYPE_CHECKING:
     from schedlang.passes.simulate.step_time import Took
 
-# ---- `expect time(step)`: held against what a step was simulated, or measured, to take.
+# -- times -----------------------------------------------------------------------------------------
 
 
 LEFT = (
@@ -33,12 +33,12 @@ FASTER = "`schedlang simulate FILE` shows where ranks wait; docs/pipelines.md li
 
 
 def timed(plan: Plan) -> tuple[Expectation, ...]:
-    """What the plan expects of times, as far as it is about the plan's machine."""
+    """Return the plan's expectations of times that are about its machine."""
     return tuple(one for one in plan.expected if one.measure == TIME and one.applies(plan.mesh))
 
 
 def late(plan: Plan, took: Took) -> Iterator[Diagnostic]:
-    """What a step of this length does not hold (S860)."""
+    """Yield a diagnostic (S860) for each expectation that a step of this length breaks."""
     for one in timed(plan):
         if not one.holds(took.seconds):
             label = Label(one.span) if one.span is not None else Label()
@@ -46,7 +46,7 @@ def late(plan: Plan, took: Took) -> Iterator[Diagnostic]:
             yield Diagnostic("S860", title, label, notes=took.how, helps=(FASTER,))
 
 
-# ---- What `expect` statements bound, held against what is counted of a plan.
+# -- counted costs ---------------------------------------------------------------------------------
 
 
 UNTOLD = "S862"
@@ -68,7 +68,7 @@ LOWER: Mapping[str, tuple[Help, ...]] = {
 
 
 def unmet(plan: Plan, account: Account) -> tuple[Diagnostic, ...]:
-    """What does not hold (S860), or cannot be told (S862), with what was found and would help.
+    """Return diagnostics of expectations that do not hold (S860), or are not known (S862).
 
     Times are no costs that can be counted: `expected_time` holds them.
     """
@@ -102,7 +102,7 @@ def bounds(
 def counted(
     plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None, weight: Weight | None = None
 ) -> Account:
-    """What the plan costs, as far as its expectations ask for it."""
+    """Account for the plan, as far as its expectations need it."""
     memory = any(one.measure == "peak_memory" for one in counting(plan))
     return account(plan, batch, loss, weight=weight, memory=memory)
 
@@ -164,7 +164,7 @@ def _sent(plan: Plan, account: Account, one: Expectation) -> dict[int | None, in
 
 
 def _why(plan: Plan, account: Account, one: Expectation) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Where it is most, of what, and what would lower it."""
+    """Say where a cost is largest, of what, and what would lower it."""
     if one.measure == "peak_memory":
         top = heaviest(account.memory or ())
         parts = sorted(top.classes.items(), key=lambda item: -item[1])
@@ -185,7 +185,7 @@ def _why(plan: Plan, account: Account, one: Expectation) -> tuple[tuple[str, ...
 
 
 def _helps(plan: Plan, what: str) -> tuple[str, ...]:
-    """What would lower bytes of a class, on the mesh of the plan."""
+    """Return help that lowers bytes of a class, on the mesh of the plan."""
     axes = plan.mesh.names
     return tuple(
         one if isinstance(one, str) else one[0] + offered(one[1], axes, "replicas")

@@ -47,7 +47,7 @@ def _json(count: Count) -> dict[str, int]:
 
 
 def gains(plan: Plan, batch: Mapping[str, Any]) -> tuple[Gained, ...]:
-    """Of each row and each kind of module; raises Refusal S888 for a row that gains nothing."""
+    """Count gains of each row and kind of module; refuse (S888) a row that gains nothing."""
     groups: dict[tuple[int, Any], tuple[Action, list[str]]] = {}
     rows = {action.row: row for action, row in plan.rows_with(Gaining)}
     for action, _ in plan.rows_with(Gaining):

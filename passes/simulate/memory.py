@@ -76,7 +76,7 @@ class _Kind:
 def rank_classes(
     plan: Plan, staged: Staged, holdings: Mapping[str, Holding], moments: int = MOMENTS
 ) -> tuple[RankClass, ...]:
-    """What ranks hold, one entry for each distinct kind of rank, in the order of their first rank.
+    """Return the bytes of each distinct kind of rank, in the order of their first rank.
 
     `moments` are tensors of optimizer state per trained parameter, of its shape and dtype.  The
     cost grows with distinct shapes, stages and slices, not with ranks.
@@ -159,7 +159,7 @@ def _held(
 
 
 def _others(staged: Staged, place: int) -> int:
-    """How many versions of the weights a place keeps, at most, beside those that it trains."""
+    """Return the most versions of the weights that a place keeps beside those it trains."""
     from schedlang.pipeline.timeline.versions import weight_copies
 
     copies = weight_copies(staged.timeline)
@@ -173,7 +173,7 @@ def _first(plan: Plan, staged: Staged, axes: tuple[str, ...], place: int, cut: i
 
 
 def _together(plan: Plan) -> int:
-    """How many modules are recomputed as one, at most; of those that a limit groups all may be."""
+    """Return the most modules that are recomputed as one; those under a limit all may be."""
     rows = plan.rows_changing(Facet.RECOMPUTE)
     sizes = [len(region) for action in rows for region in action.together]
     limited = (a for a, row in plan.rows_with(Recomputing) if row.limit is not None)

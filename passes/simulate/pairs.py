@@ -118,14 +118,14 @@ def _at_place(mesh: Mesh, line: str, ranks: Ranks, to: int) -> Ranks:
 
 
 def _counted(source: Ranks, target: Ranks, blocks: int) -> Bytes:
-    """How many messages go from each block to each."""
+    """Count the messages from each block to each."""
     found = np.zeros((blocks, blocks))
     np.add.at(found, (source, target), 1.0)
     return found
 
 
 def _everyone(groups: Ranks, blocks: int) -> Bytes:
-    """How many ordered pairs of different members of a group lie in each two blocks."""
+    """Count the ordered pairs of different group members for each two blocks."""
     members = np.zeros((len(groups), blocks))
     np.add.at(members, (np.arange(len(groups))[:, None], groups), 1.0)
     found: Bytes = members.T @ members - np.diag(members.sum(axis=0))

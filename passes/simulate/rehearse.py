@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.program import Program
     from schedlang.runtime.storage.footprint import Footprint, Levels, Work
 
-# ---- What was played of a step on each kind of rank, laid along the order of a whole step.
+# -- what was played -------------------------------------------------------------------------------
 
 
 LODGES = {Kind.HOLD: 1, Kind.GIVE: -1}  # what a partner does
@@ -34,7 +34,7 @@ LODGES = {Kind.HOLD: 1, Kind.GIVE: -1}  # what a partner does
 
 @dataclass(frozen=True)
 class Played:
-    """What the operations of a few microbatches did on one rank, in the order in which they ran.
+    """The effects of a few microbatches' operations on one rank, in the order of their runs.
 
     ops   by what tells them apart but for the microbatch: what was held before, at most, and after
     rest  what ran after them, likewise
@@ -122,7 +122,7 @@ def _lodged(size: int, before: Levels) -> Run:
 
 
 def _rows(plan: Plan, staged: Staged, place: int | None) -> list[Op]:
-    """What a place runs in a whole step, with what it sends and gathers."""
+    """Return the operations of a place in a whole step, with sends and gathers."""
     from schedlang.passes.analyze.holdings import gathers_by_rows
     from schedlang.pipeline.timeline import with_gathers, with_transfers
 
@@ -133,13 +133,13 @@ def _rows(plan: Plan, staged: Staged, place: int | None) -> list[Op]:
 
 
 def _turn(turn: int, often: int, played: int) -> int:
-    """Which of the played ones stands for one of many: the first, the last, or one between."""
+    """Return the played run that stands for one of many: the first, the last, or one between."""
     if turn == 0 or played == 1:
         return 0
     return played - 1 if turn == often - 1 else min(turn, max(1, played - 2))
 
 
-# ---- A step of each kind of rank, played on the meta device: what its operations hold, and do.
+# -- playing a step on the meta device -------------------------------------------------------------
 # Of a pipeline a few microbatches are played; `Rehearsal` tells which of them stands for one of a
 # whole step.
 
@@ -164,18 +164,7 @@ def rehearse(
     from schedlang.runtime.batch import sample_of
 
     sample = sample_of(batch, plan.shares, plan.micro)
-    return _rehearsed(_Step(plan, sample, loss, prepared, works))
-
-
-def parked_bytes(
-    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, prepared: Prepared
-) -> Mapping[int, int]:
-    """What a microbatch's forward of a stage parks on a partner, by stage; raises as above."""
-    return _rehearsed(_Step(plan, sample, loss, prepared, False)).parked
-
-
-def _rehearsed(step: _Step) -> Rehearsal:
-    plan, prepared = step.plan, step.prepared
+    step = _Step(plan, sample, loss, prepared, works)
     kinds = places(plan, prepared)
     classes = rank_classes(plan, prepared.staged, prepared.holdings)
     played: dict[int | None, Played] = {}
@@ -206,7 +195,7 @@ def _parked(
 
 @dataclass(frozen=True)
 class _Step:
-    """What is played, with one microbatch of it, and whether its work is counted."""
+    """The plan to play, with one microbatch, and whether work is counted."""
 
     plan: Plan
     sample: Mapping[str, Any]
@@ -276,7 +265,7 @@ def _adamw(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 def _start(program: Program, footprint: Footprint, away: Collection[str]) -> None:
-    """What lies there before a step, but for the first: parameters, buffers, moments.
+    """Record what is held before any step but the first: parameters, buffers, moments.
 
     `away` are parameters whose moments lie elsewhere.
     """
@@ -317,7 +306,7 @@ def _table(
     return Played(of, ran[0].end, ops, rest, footprint.host, left, parked)
 
 
-# ---- Memory of each kind of rank over a step, by class, without a GPU and without values.
+# -- memory over a step ----------------------------------------------------------------------------
 # A step of the very program that would run is played on the meta device, and every storage in it
 # is watched.  Of a pipeline a few microbatches are played, and what their operations hold, free
 # and need for a while is laid along the whole order.
@@ -329,7 +318,7 @@ BEFORE, AFTER = "before", "sums and update"
 def estimate(
     plan: Plan, batch: Mapping[str, Any], loss: Loss | None, prepared: Prepared
 ) -> tuple[RankMemory, ...]:
-    """What each kind of rank holds, in the order of their first rank; optimizer: AdamW's moments.
+    """Estimate the memory of each kind of rank, in the order of their first rank, with AdamW.
 
     `batch` is that of a whole step, `prepared` what is known of the plan.  Microbatches count as
     if all were as large as the first.  Raises what the model raises where it cannot be played.
@@ -374,7 +363,7 @@ def _memory(plan: Plan, prepared: Prepared, one: RankClass, rehearsal: Rehearsal
 
 
 def _lodging(one: RankClass) -> Levels:
-    """What a rank holds of another one's state, all the time."""
+    """Return the bytes of another rank's state that a rank always holds."""
     import numpy as np
 
     found: Levels = np.zeros(len(CLASSES), dtype=np.int64)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from schedlang.pipeline.timeline import Op, Timeline
     from schedlang.runtime.storage.footprint import Message, Work
 
-# ---- What a step takes: simulated with times that are given, or with what a run measured.
+# -- times that are given or measured --------------------------------------------------------------
 
 
 MEASURE = "measure again: `schedlang run FILE --timeline t.html --json > measured.json`"
@@ -36,7 +36,7 @@ class Took:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a run measured of its pipeline, in seconds.
+    """Times of a pipeline that a run measured, in seconds.
 
     means   of each kind of operation at each stage
     rest    of a step beside its pipeline: sums of gradients, the update
@@ -113,7 +113,7 @@ def _unfit(plan: str, run: str) -> NoReturn:
 
 
 def measurement(made: Any) -> Measurement:
-    """What `run --timeline --json` printed, read; raises KeyError, TypeError, ValueError or
+    """Read what `run --timeline --json` printed; raise KeyError, TypeError, ValueError or
     IndexError for anything else."""
     ran = made["pipeline"]
     means = {(str(m["kind"]), int(m["stage"])): float(m["seconds"]) for m in ran["means"]}
@@ -124,8 +124,7 @@ def measurement(made: Any) -> Measurement:
     )
 
 
-# ---- What a step takes on a cluster: the work of the very program, timed along the plan's
-# timeline.
+# -- times on a cluster ----------------------------------------------------------------------------
 
 
 SUMS = ("all_reduce", "all_gather", "reduce_scatter")  # what data parallelism sends
@@ -217,7 +216,7 @@ def _ops(line: Timeline) -> Iterable[tuple[int, Op]]:
 def _times(
     clock: _Clock, place: int, played: Played, parked: Mapping[int, int]
 ) -> Mapping[Op, _Took]:
-    """What each operation of a place takes."""
+    """Time each operation of a place."""
     at = place if clock.staged.axis is not None else None
     known: dict[int, _Took] = {}
     found = {}
@@ -251,7 +250,7 @@ class _Clock:
         return _Took(computing, waits + max(0.0, beside - computing))
 
     def rest(self, played: Played) -> _Took:
-        """What comes after the last backward."""
+        """Time what comes after the last backward."""
         found = _NOTHING
         for run in played.rest:
             sent = sum(

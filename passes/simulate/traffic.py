@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.context_parallel.local_tokens import Tokens
     from schedlang.runtime.sharding.shard import Edge
 
-# ---- One collective of a step as a value, and the plan as counting them asks for it.
+# -- collectives as values -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,27 @@ class Collective:
         return {**asdict(self), "axes": list(self.axes), "places": places, "total": self.total}
 
 
+Words = tuple[str, str]  # a phase, and what is sent
+
+
+def there_and_back(
+    axis: str,
+    ends: tuple[int, int],
+    there: Words,
+    back: Words | None,
+    size: int,
+    row: int | None,
+    *,
+    fqn: str = "",
+    count: int = 1,
+) -> Iterator[Collective]:
+    """Yield what one place of the pipeline sends to another, and what comes back, if it does."""
+    for (source, target), said in ((ends, there), (ends[::-1], back)):
+        if said is not None:
+            at = frozenset({source})
+            yield Collective("send", (axis,), *said, fqn, count, size, at, row, target)
+
+
 @dataclass(frozen=True)
 class Context:
     """A plan, and what is known of it, as counting asks for them."""
@@ -78,7 +99,7 @@ class Context:
 
     @property
     def traced(self) -> Traced:
-        """What a forward showed."""
+        """The traced forward."""
         return self.prepared.traced
 
     @property
@@ -88,12 +109,12 @@ class Context:
 
     @property
     def holdings(self) -> Mapping[str, Holding]:
-        """Where the parts of every parameter lie."""
+        """The placement of every parameter."""
         return self.prepared.holdings
 
     @property
     def tokens(self) -> Tokens | None:
-        """How sequences are split over ranks, where they are."""
+        """The split of sequences over ranks, where there is one."""
         return self.prepared.tokens
 
     @property
@@ -107,7 +128,7 @@ class Context:
         return found[-1] if found else None
 
     def runs(self, fqn: str) -> list[tuple[frozenset[int] | None, int]]:
-        """Where along the pipeline a module runs, and for how many microbatches.
+        """Return the places along the pipeline where a module runs, with counts of microbatches.
 
         Code between units runs on several stages, which are not told apart.
         """
@@ -127,7 +148,7 @@ class Context:
         return [(frozenset(places), count) for count, places in found.items()]
 
 
-# ---- The messages of one sum of gradients: buckets of whole ones, codes of compressed ones.
+# -- sums of gradients: buckets, and codes of compressed ones --------------------------------------
 
 
 Message = tuple[str, str, int, str]  # kind, what it says ("": gradients), bytes, module
@@ -145,7 +166,7 @@ CODED = {  # by what is sent, as runtime/grad_reduction/compressed.py has it
 def messages(
     plan: Plan, staged: Staged, holdings: Mapping[str, Holding], one: Reduction, place: int | None
 ) -> Iterator[Message]:
-    """What is sent for one sum at a place of the pipeline; sizes whole, as they arrive."""
+    """Yield the messages of one sum at a place of the pipeline; sizes whole, as they arrive."""
     rank = 0
     if place is not None and staged.axis is not None:
         rank = plan.mesh.member(0, staged.axis, place)
@@ -199,7 +220,7 @@ def _common(owners: list[str]) -> str:
     return ".".join(shared)
 
 
-# ---- What a microbatch sends inside its forward and backward, heard on the meta device.
+# -- inside the forward and backward of a microbatch -----------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -244,7 +265,7 @@ def _row_of(plan: Plan, fqn: str) -> int | None:
 
 
 def _heard(context: Context, batch: Mapping[str, Any], loss: Loss | None) -> list[Exchange]:
-    """What a microbatch sends: the sharded model on meta, recomputed where rows ask for it."""
+    """Record what a microbatch sends: the sharded model on meta, with its recomputation."""
     from schedlang.passes.partition.staging import local_skeleton
     from schedlang.passes.propagate.context import about_its_row, seated
     from schedlang.runtime.comm.collectives import Group, listening
@@ -308,7 +329,7 @@ _ROUTED = {"all-to-all": "token", "all-gather": "expert", "reduce-scatter": "exp
 
 
 def _what(context: Context, one: Exchange) -> str:
-    """Which tensor of its module an exchange is of."""
+    """Name the tensor of its module that an exchange moves."""
     traced, plan = context.traced, context.plan
     if one.fqn in plan.contexts and set(plan.mesh.fold(one.axes)) <= set(plan.context_axes):
         return "keys and values"
@@ -344,8 +365,7 @@ def _ends(edge: Edge) -> tuple[tuple[str, str], tuple[str, str]]:
     return enters, kinds(_EXIT, edge.computes, edge.leaves)
 
 
-# ---- The collectives of one training step: kind, axes, how often, how many bytes, and at whose
-# row.
+# -- all of a step ---------------------------------------------------------------------------------
 
 
 def collectives(
@@ -375,7 +395,7 @@ def collectives(
 
 
 def _by_slice(one: Collective, staged: Staged) -> Collective:
-    """What a microbatch sends is sent slice by slice; of mean length, where they differ."""
+    """Split what a microbatch sends into slices, of mean length where they differ."""
     slices = staged.timeline.slices
     return replace(one, count=one.count * slices, bytes=one.bytes // slices)
 
@@ -384,7 +404,7 @@ def _by_slice(one: Collective, staged: Staged) -> Collective:
 
 
 def _transfers(context: Context, batch: Mapping[str, Any]) -> Iterator[Collective]:
-    """What stages send to each other, per value; only between stages of different ranks."""
+    """Yield what stages send to each other, per value, between stages of different ranks."""
     staged = context.staged
     local = context.tokens.sizes(batch) if context.tokens is not None else tuple
     if staged.axis is None:
@@ -409,22 +429,12 @@ def _sent(
     ends = [staged.homes[replica][stage] for stage in edge]
     leaf, fqn = staged.cut.graph.leaves[token], staged.cut.graph.units[token[0]]
     count = staged.microbatches(edge[0], ends[0], replica)
-    sent = Collective(
-        "send",
-        (staged.axis,),
-        "forward",
-        f"to stage {edge[1]}",
-        fqn,
-        count,
-        _bytes(local(leaf.shape), leaf.dtype),
-        frozenset(ends[:1]),
-        context.row(Facet.STAGE),
-        ends[1],
+    there = "forward", f"to stage {edge[1]}"
+    back = ("backward", f"grad to stage {edge[0]}") if leaf.differentiable else None
+    size, row = _bytes(local(leaf.shape), leaf.dtype), context.row(Facet.STAGE)
+    yield from there_and_back(
+        staged.axis, (ends[0], ends[1]), there, back, size, row, fqn=fqn, count=count
     )
-    yield sent
-    if leaf.differentiable:
-        what = f"grad to stage {edge[0]}"
-        yield replace(sent, phase="backward", what=what, places=frozenset(ends[1:]), to=ends[0])
 
 
 def _bytes(shape: Iterable[int], dtype: str) -> int:
@@ -444,20 +454,8 @@ def _states(context: Context) -> Iterator[Collective]:
     for place in range(places):
         rank, after = plan.mesh.member(0, staged.axis, place), (place + 1) % places
         for size in state_rounds(plan, context.holdings, rank):
-            out = Collective(
-                "send",
-                (staged.axis,),
-                "step",
-                "state to a peer",
-                "",
-                1,
-                size * MOMENTS,
-                frozenset({place}),
-                row,
-                after,
-            )
-            yield out
-            yield replace(out, what="state to its owner", places=frozenset({after}), to=place)
+            there, back = ("step", "state to a peer"), ("step", "state to its owner")
+            yield from there_and_back(staged.axis, (place, after), there, back, size * MOMENTS, row)
 
 
 def _slices(context: Context) -> Iterator[Collective]:
@@ -482,17 +480,9 @@ def _slices(context: Context) -> Iterator[Collective]:
             size = gathered_bytes(plan, context.holdings, names, cast=True)
             grads = gathered_bytes(plan, context.holdings, trained)
             times = backwards if row.stage > 1 else 1
-            gather = Collective(
-                "all-gather",
-                axes,
-                "forward",
-                "parameters",
-                fqn,
-                forwards if row.stage == 3 else 1,
-                size,
-                places,
-                line,
-            )
+            often = forwards if row.stage == 3 else 1
+            words = "forward", "parameters", fqn
+            gather = Collective("all-gather", axes, *words, often, size, places, line)
             if names:
                 yield gather
             if names and row.stage == 3 and row.reshard and fqn:  # the root's stay anyway

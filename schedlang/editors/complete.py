@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.editors import words
 from schedlang.editors.outline import Outline
 from schedlang.editors.place import PATH, Declared, Place, declared, place
+from schedlang.editors.rules import verbs
 from schedlang.ir.primitive import load_all, registry
 from schedlang.language import manual
 from schedlang.language.binding import surface
@@ -48,7 +48,7 @@ class Offer:
 
 
 def offers(text: str, offset: int, outline: Outline | None = None) -> list[Offer]:
-    """What may stand at `offset`; modules where the model is known."""
+    """Return the completions at `offset`; modules where the model is known."""
     load_all()
     here, names = place(text, offset), declared(text)
     if here.call:
@@ -71,7 +71,7 @@ def _keywords(here: Place) -> tuple[str, ...]:
 
 
 def _verbs(names: list[Declared]) -> Iterator[Offer]:
-    for name in words.verbs():
+    for name in verbs():
         kind = registry()[name]
         yield Offer(name, "verb", manual.signature(kind), manual.explain(kind))
     yield from _names(names, ("def",))
@@ -101,7 +101,7 @@ def _arguments(here: Place, names: list[Declared]) -> Iterator[Offer]:
 
 
 def _values(kind: Any, names: list[Declared]) -> Iterator[Offer]:
-    """What an argument of this type may be."""
+    """Yield completions for an argument of this type."""
     if kind is Axis or kind == Axes:
         yield from _names(names, ("axis", "view"))
         return

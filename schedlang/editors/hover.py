@@ -17,7 +17,7 @@ from schedlang.editors.place import PATH, Place, declared, place, used_file
 from schedlang.ir.primitive import load_all, registry
 from schedlang.language import manual
 
-# ---- Definition: where the name at a cursor is declared, also in a file that the schedule uses.
+# -- definition ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Target:
 
 
 def definition(text: str, offset: int, file: Path) -> Target | None:
-    """Where what stands at `offset` of `file` is declared; None if nowhere."""
+    """Find the declaration of the name at `offset` of `file`; None if there is none."""
     line = text[text.rfind("\n", 0, offset) + 1 :].split("\n", 1)[0]
     used = re.match(r'\s*use\s+"([^"]*)"', line)
     if used:
@@ -60,7 +60,7 @@ def _in_file(path: Path, name: str) -> Target | None:
     return Target(path, found.offset, text) if found else None
 
 
-# ---- Hover: a verb's manual, a declaration's line, the modules of a selector and how they lie.
+# -- hover -----------------------------------------------------------------------------------------
 
 
 MOST = 6  # modules that are listed one by one
@@ -68,7 +68,7 @@ Rows = Sequence[Mapping[str, Any]]  # the lines of `plan --json` that stand on t
 
 
 def hover(text: str, offset: int, outline: Outline | None = None, rows: Rows = ()) -> str:
-    """What is known of the word at `offset`, as Markdown; empty where nothing is."""
+    """Describe the word at `offset`, as Markdown; empty where nothing is known."""
     load_all()
     start, end = _around(text, offset, PATH.removesuffix("*"))
     word = text[start:end]
@@ -100,12 +100,12 @@ def _around(text: str, offset: int, chars: str) -> tuple[int, int]:
 
 
 def _selects(here: Place) -> bool:
-    """Whether a selector may begin where a place is."""
+    """Tell whether a selector may begin at a place."""
     return here.statement == "" or re.search(r"(?:,|\bat|\bexcept)\s*$", here.statement) is not None
 
 
 def _modules(word: str, here: Place, outline: Outline) -> str:
-    """What a selector names."""
+    """Describe the modules of a selector."""
     try:
         found = outline.select(word.strip(","), roots_of(here, outline))
     except Refusal:
@@ -117,7 +117,7 @@ def _modules(word: str, here: Place, outline: Outline) -> str:
 
 
 def _placed(rows: Rows) -> str:
-    """How the plan lays out what a row names, and what it sends."""
+    """Describe layouts and collectives of rows in the plan."""
     said = []
     for row in rows:
         sent = [

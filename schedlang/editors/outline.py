@@ -17,7 +17,7 @@ from schedlang.language.selector import Selector
 from schedlang.language.syntax import parse_path
 from schedlang.language.value import Names
 
-# ---- What only the model can tell of a saved schedule, asked of the command line in a process.
+# -- asking the command line in a process ----------------------------------------------------------
 
 
 async def ask(verb: str, file: Path, *options: str) -> Mapping[str, Any] | None:
@@ -55,7 +55,7 @@ def rows(told: Mapping[str, Any] | None) -> dict[int, list[Mapping[str, Any]]]:
     return found
 
 
-# ---- A model as `tree --each --json` tells it: what selectors ask, without importing the model.
+# -- the model, without importing it ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)

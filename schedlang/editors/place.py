@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from schedlang.editors import words
+from schedlang.editors.rules import declarations, regex
 
-# ---- What stands around a cursor in a text that is still being written, and need not parse.
+# -- the context of a cursor, in a text that need not parse ----------------------------------------
 
 
 TOKEN = re.compile(
     "|".join(
         (
-            r"(?P<skip>" + "|".join(words.regex(t) for t in ("COMMENT", "STRING", "QUOTED")) + ")",
-            rf"(?P<glob>{words.regex('GLOB')})",
+            r"(?P<skip>" + "|".join(regex(t) for t in ("COMMENT", "STRING", "QUOTED")) + ")",
+            rf"(?P<glob>{regex('GLOB')})",
             r"(?P<open>[({\[])",
             r"(?P<close>[)}\]])",
             r"(?P<end>\n)",
@@ -70,16 +70,16 @@ class Place:
 
     @property
     def selected(self) -> bool:
-        """Whether selectors are complete and a verb comes next."""
+        """True where selectors are complete and a verb comes next."""
         heads = rf"{PATH}(\s*,\s*{PATH})*(?<!,)\s+\w*"
         first = self.statement.split(maxsplit=1)[:1]
-        keyword = bool(first) and first[0] in words.declarations()
+        keyword = bool(first) and first[0] in declarations()
         whole = re.fullmatch(heads, self.statement) is not None
         return not self.call and whole and not keyword and not self.statement.endswith(",")
 
 
 def place(text: str, offset: int) -> Place:
-    """What stands around the character at `offset`."""
+    """Return the context of the character at `offset`."""
     around: list[Open] = []
     start = 0
     for token in TOKEN.finditer(text, 0, offset):
@@ -95,7 +95,7 @@ def place(text: str, offset: int) -> Place:
     return Place(tuple(around), text[start:offset].lstrip())
 
 
-# ---- What a text declares, found also where the rest of it does not parse.
+# -- declarations, in a text that need not parse ---------------------------------------------------
 
 
 DECLARATION = re.compile(

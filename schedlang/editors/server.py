@@ -25,11 +25,11 @@ from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.elaborate.lint import lint
 
-# ---- Findings: every message about a text as it is being written, without torch or the model.
+# -- findings, without torch or the model ----------------------------------------------------------
 
 
 def findings(text: str, name: str) -> list[Diagnostic]:
-    """What `check` would say of a text; `name` is its file, beside which others are found."""
+    """Return the findings of `check` for a text; `name` is its file."""
     try:
         tree = parse(Source(name, text.replace("\r\n", "\n")))
         expand(tree, None)
@@ -38,14 +38,14 @@ def findings(text: str, name: str) -> list[Diagnostic]:
         return list(refusal.diagnostics)
 
 
-# ---- The language server's state: open files, what is known of each, and what is said of them.
+# -- state -----------------------------------------------------------------------------------------
 # While one writes, only what needs neither torch nor the model is said; what only the model can
 # tell is asked of the command line, in processes of their own, when a file is opened or saved.
 
 
 @dataclass
 class Known:
-    """What is known of one open file beside its text: the model, its plan, and the question."""
+    """State of one open file beside its text: the model, its plan, and the question."""
 
     outline: Outline | None = None
     rows: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Server(LanguageServer):
         self.known: dict[str, Known] = {}
 
     def about(self, uri: str) -> Known:
-        """What is known of a file."""
+        """Return the state of a file."""
         return self.known.setdefault(uri, Known())
 
     def say(self, uri: str) -> None:
@@ -129,7 +129,7 @@ def _range(document: TextDocument, at: Mapping[str, Any]) -> t.Range:
     )
 
 
-# ---- What the language server does when an editor tells or asks it something.
+# -- requests --------------------------------------------------------------------------------------
 
 
 KINDS = {
@@ -177,7 +177,7 @@ def closed(ls: Server, params: t.DidCloseTextDocumentParams) -> None:
 
 
 def complete(ls: Server, params: t.CompletionParams) -> t.CompletionList:
-    """What may stand at a place."""
+    """Return completions at a place."""
     document = ls.workspace.get_text_document(params.text_document.uri)
     offset = document.offset_at_position(params.position)
     found = offers(document.source, offset, ls.about(document.uri).outline)
@@ -191,7 +191,7 @@ def complete(ls: Server, params: t.CompletionParams) -> t.CompletionList:
 
 
 def hovered(ls: Server, params: t.HoverParams) -> t.Hover | None:
-    """What is known of a word."""
+    """Return the hover text of a word."""
     document = ls.workspace.get_text_document(params.text_document.uri)
     known = ls.about(document.uri)
     rows = known.rows.get(params.position.line + 1, [])
@@ -200,7 +200,7 @@ def hovered(ls: Server, params: t.HoverParams) -> t.Hover | None:
 
 
 def defined(ls: Server, params: t.DefinitionParams) -> t.Location | None:
-    """Where a name is declared."""
+    """Return the place where a name is declared."""
     document = ls.workspace.get_text_document(params.text_document.uri)
     offset = document.offset_at_position(params.position)
     found = definition(document.source, offset, Path(document.path))

@@ -30,7 +30,7 @@ _PEAK = 4.0  # largest element against eager's largest element
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far one tensor of a kernel lies from float64, relative to its norm, and how far it may.
+    """The distance of one tensor of a kernel from float64, relative to its norm, and the bound.
 
     `peak` is the largest single difference over the largest element of the reference.
     """
@@ -58,22 +58,22 @@ class Case(Protocol):
 
     @property
     def seed(self) -> int:
-        """What they are drawn from."""
+        """The seed of the tensors."""
 
     @property
     def strided(self) -> bool:
-        """Whether the elements of a row do not lie side by side."""
+        """True where the elements of a row are not adjacent in memory."""
 
     def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
         """The tensors that it is differentiated by, in float32; `normal(*shape)` draws."""
 
     def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
-        """What the kernel gives for them in their own type, or its reference."""
+        """Run the kernel, or its reference, on them in their own type."""
 
 
 @dataclass(frozen=True)
 class KernelCheck:
-    """What came of a case: `backend` is "triton", "interpreter" or "reference" (kernel not run)."""
+    """The result of a case; `backend` "reference" means that the kernel itself did not run."""
 
     case: Case
     backend: str

@@ -52,22 +52,22 @@ _runs: Counter[str] = Counter()
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether a tensor lies where kernels are compiled for; other accelerators have none."""
+    """Tell whether kernels are compiled for the device of a tensor: an NVIDIA GPU."""
     return x.is_cuda
 
 
 def gpu_here() -> bool:
-    """Whether this machine has a device that kernels are compiled for."""
+    """Tell whether this machine has a device that kernels are compiled for."""
     return torch.cuda.is_available()
 
 
 def capability(x: Tensor) -> tuple[int, int]:
-    """What the instruction set of a tensor's GPU is called."""
+    """Return the compute capability of a tensor's GPU."""
     return torch.cuda.get_device_capability(x.device)
 
 
 def runs() -> dict[str, int]:
-    """How often each backend ran in this process: "triton", "interpreter", "torch", "reference".
+    """Count the runs of each backend here: "triton", "interpreter", "torch", "reference".
 
     Forward and backward count one each.
     """
@@ -85,7 +85,7 @@ def note(backend: str) -> None:
 
 
 def runs_kernel(x: Tensor, *others: Tensor | None, longest: int | None = LONGEST) -> bool:
-    """Whether a kernel can take these tensors here; rows are those of `x`."""
+    """Tell whether a kernel can take these tensors here; rows are those of `x`."""
     given = (x, *(t for t in others if t is not None))
     return (
         triton is not None

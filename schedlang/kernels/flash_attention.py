@@ -54,7 +54,7 @@ def flash_attention(
 
 
 def runs_flash(q: Tensor) -> bool:
-    """Whether the package has a kernel for tensors like this one."""
+    """Tell whether the package has a kernel for tensors like this one."""
     return on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= _LARGEST
 
 
@@ -66,7 +66,7 @@ def unfit(
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> str:
-    """Why the package would not compute this attention on a GPU; empty where it would.
+    """Say why the package would not compute this attention on a GPU; empty where it would.
 
     A mask without values (of a graph, of the meta device) is taken for a window.
     """
@@ -87,7 +87,7 @@ def unfit(
 
 
 def window_of(q: Tensor, k: Tensor, rule: Rule, mask: Tensor | None) -> Window:
-    """What a mask hides, as a window around each query's own place; None where it is no window."""
+    """Read a mask as a window around each query's own place; None where it is no window."""
     square = q.shape[2] == k.shape[2]
     if mask is None:
         return None if rule.causal and not square else (-1, 0) if rule.causal else (-1, -1)
@@ -129,7 +129,7 @@ class Case(Attending):
     kernel = "flash_attention"
 
     def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
-        """What the kernel gives, or its reference."""
+        """Run the kernel, or its reference."""
         call = flash_attention if kernel else reference
         q = given["query"]
         return call(q, given["key"], given["value"], Rule(cap=self.cap, causal=True))

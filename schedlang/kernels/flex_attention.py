@@ -21,7 +21,7 @@ from schedlang.kernels.device import note, on_gpu, triton
 
 @dataclass(frozen=True)
 class Rule:
-    """What is done to scores: times `scale` (None: one over the root of a head's size), capped.
+    """Transformations of scores: times `scale` (None: 1 / sqrt(head size)), capped, masked.
 
     cap * tanh(score / cap) where `cap` is not 0; `causal` counts from the first key and query.
     """
@@ -54,7 +54,7 @@ def flex_attention(
 
 
 def runs_flex(q: Tensor) -> bool:
-    """Whether FlexAttention has a kernel, forward and backward, for tensors like this one here."""
+    """Tell whether FlexAttention has a kernel, forward and backward, for such a tensor here."""
     kinds = (torch.float32, torch.bfloat16, torch.float16)
     return on_gpu(q) and triton is not None and q.dtype in kinds
 
@@ -147,7 +147,7 @@ def compiled() -> Callable[..., Any]:
 
 
 def _blocks(q: Tensor, k: Tensor, rule: Rule, mask: Tensor | None) -> Any:
-    """Which blocks of scores are computed at all: those in which some query sees a key."""
+    """Return the blocks of scores that are computed: those in which some query sees a key."""
     lengths = (q.shape[2], k.shape[2])
     if mask is None:
         return _causal_blocks(lengths, q.device) if rule.causal else None
@@ -211,7 +211,7 @@ class Case:
         return found | ({"sinks": normal(self.shape[1])} if self.sinks else {})
 
     def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
-        """What the kernel gives, or its reference."""
+        """Run the kernel, or its reference."""
         q, length = given["query"], self.shape[2]
         mask = None
         if self.padded:

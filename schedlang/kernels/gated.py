@@ -288,7 +288,7 @@ class Case:
         return {"gate": normal(*self.shape) * self.scale, "up": normal(*self.shape)}
 
     def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
-        """What the kernel gives, or its reference."""
+        """Run the kernel, or its reference."""
         first = self.pack == "gate first"
         if self.pack and kernel:
             return packed(given["input"], self.act, first)

@@ -2,7 +2,7 @@
 
 y = norm(x * act(gate)), as Mamba-2 has it (Dao and Gu, "Transformers are SSMs", 2024), or
 y = norm(x) * act(gate), as gated linear attention does (Yang et al., 2023); the norm is that of
-kernels/rms_norm.py, over the whole row or over each of `groups` parts of it.  The gate's activation
+kernels/norm.py, over the whole row or over each of `groups` parts of it.  The gate's activation
 is one of kernels/gated.py, never rounded.  Rounding "early" rounds the normalised value to the type
 of the input, and its product with the weight before a gate that comes after.  Only the input, the
 gate and a number for each group are kept for backward.
@@ -17,14 +17,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from schedlang.kernels import rms_norm
+from schedlang.kernels import norm
 from schedlang.kernels.device import count, runs_kernel, tl, triton, wide
 from schedlang.kernels.gated import ACTIVATIONS, BACKWARD
 from schedlang.kernels.rows import backward, forward
 
 if triton is not None:
     from schedlang.kernels.gated import activation
-    from schedlang.kernels.rms_norm import normal_of, through
+    from schedlang.kernels.norm import normal_of, through
     from schedlang.kernels.rows import load_rows, load_vector, rounded, store_rows, tile_of
 
 LONGEST = 8192  # elements of a group; of twice as many some spill
@@ -32,7 +32,7 @@ LONGEST = 8192  # elements of a group; of twice as many some spill
 
 @dataclass(frozen=True)
 class Form:
-    """What is computed: the norm as in kernels/rms_norm.py, and where which gate stands.
+    """The form of a norm with a gate: the norm as in kernels/norm.py, the gate and its place.
 
     `act` is one of gated.ACTIVATIONS; `first`: the gate comes before the norm, else after it.
     """
@@ -63,7 +63,7 @@ def reference(x: Tensor, gate: Tensor, weight: Tensor, form: Form) -> Tensor:
 
 def result_of(x: Tensor, weight: Tensor, form: Form) -> torch.dtype:
     """A gate after the norm gives back the type of the input."""
-    return rms_norm.result_of(x, weight, form.rounding) if form.first else x.dtype
+    return norm.result_of(x, weight, None, form.rounding) if form.first else x.dtype
 
 
 def forward_of(x: Tensor, gate: Tensor, weight: Tensor, form: Form) -> tuple[Tensor, Tensor]:
@@ -89,7 +89,7 @@ def _normal(value: Tensor, rstd: Tensor) -> Tensor:
 def _scaled(value: Tensor, kind: torch.dtype, weight: Tensor, rstd: Tensor, form: Form) -> Tensor:
     """The norm of a value that comes from an input of type `kind`."""
     normal = _normal(value, rstd)
-    return rms_norm.scaled(normal, kind, weight, form.offset, form.rounding)
+    return norm.scaled(normal, kind, weight, form.offset, form.rounding)
 
 
 def backward_of(
@@ -127,7 +127,7 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def scale_of(weight, column, size, offset, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-        """What a row is multiplied by."""
+        """The factors of a row's elements."""
         scale = load_vector(weight, column, size) + offset
         if EARLY:
             scale = rounded(scale, weight)
@@ -162,7 +162,7 @@ if triton is not None:
         lever, _ = activation(load_rows(gate + start, row, column, gate_stride, inside), ACT)
         if FIRST:
             value = value * lever
-        normal, inverse = normal_of(value, size, eps)
+        normal, _, inverse = normal_of(value, inside, size, eps, False)
         tl.store(rstd + row * groups + group, inverse, mask=row < rows)
         scale = scale_of(weight + start, column, size, offset, EARLY)
         if EARLY:
@@ -243,14 +243,14 @@ if triton is not None:
                 store_rows(dgate + start, row, column, size * groups, inside, by_gate)
                 result = result * lever
             else:
-                result = through(scaled, normal, inverse, size)
+                result = through(scaled, normal, inverse, size, False)
             store_rows(dx + start, row, column, size * groups, inside, result)
         place = partial + program * size * groups + start + columns
         tl.store(place, total, mask=columns < size)
 
 
 def _runs(form: Form, *tensors: Tensor) -> bool:
-    """Whether the kernel takes these: their groups fit a program."""
+    """Tell whether the kernel takes these tensors: their groups fit a program."""
     return runs_kernel(*tensors, longest=LONGEST * form.groups)
 
 
@@ -328,35 +328,13 @@ def gated_norm_backward(
 
 
 @gated_norm_forward.register_fake
-def _(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    rounding: str,
-    act: str,
-    first: bool,
-    groups: int,
-) -> tuple[Tensor, Tensor]:
-    form = Form(eps, offset, rounding, act, first, groups)
-    y = x.new_empty(x.shape, dtype=result_of(x, weight, form))
-    return y, x.new_empty((*x.shape[:-1], groups), dtype=wide(x, gate, weight))
+def _(x: Tensor, gate: Tensor, weight: Tensor, *form: Any) -> tuple[Tensor, Tensor]:
+    y, rstd = forward_of(x, gate, weight, Form(*form))
+    return y.contiguous(), rstd.contiguous()
 
 
 @gated_norm_backward.register_fake
-def _(
-    dy: Tensor,
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    offset: float,
-    rounding: str,
-    act: str,
-    first: bool,
-    groups: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, *given: Any) -> tuple[Tensor, ...]:
     return x.new_empty(x.shape), gate.new_empty(gate.shape), weight.new_empty(weight.shape)
 
 
@@ -374,7 +352,7 @@ gated_norm_forward.register_autograd(_differentiate, setup_context=_save)
 
 @dataclass(frozen=True)
 class Case:
-    """One norm with a gate; the other fields are those of an RMSNorm's case (kernels/rms_norm.py).
+    """One norm with a gate; the other fields are those of an RMSNorm's case (kernels/norm.py).
 
     `other` is the type of the gate and of the weight, if another.
     """
@@ -396,7 +374,7 @@ class Case:
         return {"input": x, "gate": gate.to(kind).float(), "weight": weight.to(kind).float()}
 
     def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
-        """What the kernel gives, or its reference."""
+        """Run the kernel, or its reference."""
         x, gate, weight = given["input"], given["gate"], given["weight"]
         if self.other and x.dtype != torch.float64:
             gate, weight = (t.to(getattr(torch, self.other)) for t in (gate, weight))

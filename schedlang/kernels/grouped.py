@@ -26,7 +26,7 @@ def grouped(x: Tensor, weight: Tensor, ends: Tensor, across: bool = False) -> Te
     `ends` are int32, one for each group, the last the number of rows.  `across`: the weight lies
     as [groups, out, in], as those of linear layers do.
     """
-    y: Tensor = grouped_forward(x, weight, ends, across)
+    y: Tensor = grouped_forward(x, weight, ends, int(across))
     return y
 
 
@@ -59,7 +59,7 @@ def _reference_backward(
 
 
 def _fits(*tensors: Tensor) -> bool:
-    """Whether torch's product takes these: bfloat16, on a GPU that has it, sizes that align."""
+    """Tell whether torch's product takes these: bfloat16, on a GPU that has it, aligned sizes."""
     first = tensors[0]
     if on_gpu(first) and capability(first) < (8, 0):
         return False
@@ -70,25 +70,25 @@ def _fits(*tensors: Tensor) -> bool:
 
 
 @torch.library.custom_op("schedlang::grouped_forward", mutates_args=())
-def grouped_forward(x: Tensor, weight: Tensor, ends: Tensor, across: bool) -> Tensor:
+def grouped_forward(x: Tensor, weight: Tensor, ends: Tensor, across: int) -> Tensor:
     """The products, [rows, out]."""
     x, weight = x.contiguous(), weight.contiguous()
     if not _fits(x, weight):
         note("reference")
-        return reference(x, weight, ends, across)
+        return reference(x, weight, ends, bool(across))
     note("torch")
     return torch._grouped_mm(x, weight.mT if across else weight, ends).contiguous()
 
 
 @torch.library.custom_op("schedlang::grouped_backward", mutates_args=())
 def grouped_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, ends: Tensor, across: bool
+    dy: Tensor, x: Tensor, weight: Tensor, ends: Tensor, across: int
 ) -> tuple[Tensor, Tensor]:
     """(gradient of x, gradient of weight), contiguous."""
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     if not _fits(dy, x, weight):
         note("reference")
-        return _reference_backward(dy, x, weight, ends, across)
+        return _reference_backward(dy, x, weight, ends, bool(across))
     note("torch")
     dx = torch._grouped_mm(dy, weight if across else weight.mT, ends)
     left, right = (dy, x) if across else (x, dy)
@@ -96,12 +96,12 @@ def grouped_backward(
 
 
 @grouped_forward.register_fake
-def _(x: Tensor, weight: Tensor, ends: Tensor, across: bool) -> Tensor:
+def _(x: Tensor, weight: Tensor, ends: Tensor, across: int) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1 if across else 2])
 
 
 @grouped_backward.register_fake
-def _(dy: Tensor, x: Tensor, weight: Tensor, ends: Tensor, across: bool) -> tuple[Tensor, Tensor]:
+def _(dy: Tensor, x: Tensor, weight: Tensor, ends: Tensor, across: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
@@ -150,14 +150,14 @@ class Case:
         return {"input": normal(*self.shape), "weight": weight}
 
     def ends(self) -> Tensor:
-        """Where groups end: the second has no rows."""
+        """Return the end of each group; the second group has no rows."""
         rows, generator = self.shape[0], torch.Generator().manual_seed(self.seed)
         cuts = torch.randint(0, rows + 1, (self.groups - 1,), generator=generator).sort().values
         cuts[1:2] = cuts[0:1]
         return torch.cat([cuts, torch.tensor([rows])]).int()
 
     def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
-        """What the product gives, or its reference."""
+        """Run the product, or its reference."""
         ends = self.ends().to(given["input"].device)
         call = grouped if kernel else reference
         return call(given["input"], given["weight"], ends, self.across)

@@ -1,17 +1,22 @@
-"""A linear layer and the cross-entropy of its results, chunk by chunk: no full logits, ever.
+"""A linear layer and the cross-entropy of its results, without eager's three tensors of logits.
 
-The rows of logits exist for one chunk of tokens at a time, twice: in forward for their statistics
-(kernels/cross_entropy.py), in backward again, to be overwritten by their own gradient.  After
-Wijmans et al., "Cut your losses in large-vocabulary language models" (2025), without their
-filtering: nothing is left out.  Where the loss is a sum over tokens whose weights are known,
-`weighed` makes the gradients in forward (Hsu et al., "Liger kernel", 2024) and each logit once.
+Chunk by chunk: the rows of logits exist for one chunk of tokens at a time, twice: in forward for
+their statistics (kernels/cross_entropy.py), in backward again, to be overwritten by their own
+gradient.  After Wijmans et al., "Cut your losses in large-vocabulary language models" (2025),
+without their filtering: nothing is left out.  Where the loss is a sum over tokens whose weights are
+known, `weighed` makes the gradients in forward (Hsu et al., "Liger kernel", 2024) and each logit
+once.
+
+Held: the logits are made once and kept for backward, which writes their gradient over them.  Every
+product is whole: faster than chunks where there is room.  The tensor belongs to the two operators
+alone, and a second backward is an error of autograd, since its version has changed.
 
 The gradient of the weight adds up in float32 at least.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,7 +27,6 @@ from torch import Tensor
 from schedlang.kernels.cross_entropy import gradient_
 from schedlang.kernels.cross_entropy import statistics as row_statistics
 from schedlang.kernels.device import count, runs_kernel, wide
-from schedlang.kernels.once import multiplied
 
 LARGEST = 256 * 2**20  # bytes of a chunk of logits, where nothing else is said
 PARTS = 16  # and of how many chunks the logits are then
@@ -30,10 +34,10 @@ PARTS = 16  # and of how many chunks the logits are then
 
 @dataclass(frozen=True)
 class Form:
-    """What a model does with the product before the loss, and how large a chunk may be in bytes.
+    """Scale and cap of logits before the loss, and the bytes of logits that a chunk may have.
 
-    The logits are cap * tanh(scale * z), or scale * z where `cap` is 0.  `held`: they are made at
-    once, and kept for backward (kernels/held_cross_entropy.py).
+    The logits are cap * tanh(scale * z), or scale * z where `cap` is 0.  `held`: all of them are
+    made at once, and kept for backward.
     """
 
     scale: float = 1.0
@@ -41,26 +45,30 @@ class Form:
     budget: int = 0
     held: bool = False
 
-    def rows(self, tokens: int, classes: int, dtype: torch.dtype) -> int:
-        """Tokens of a chunk: a sixteenth of all, at most 256 MiB, if no budget is given."""
-        size = max(classes, 1) * dtype.itemsize
+    def chunks(self, x: Tensor, weight: Tensor) -> tuple[float, float, int]:
+        """Return (scale, cap, tokens of a chunk) for operators.
+
+        A chunk is a sixteenth of all tokens, at most 256 MiB of logits, if no budget is given.
+        """
+        tokens, size = x.shape[0], max(weight.shape[0], 1) * x.dtype.itemsize
         budget = self.budget or min(LARGEST, size * -(-tokens // PARTS))
-        return max(1, min(tokens, budget // size))
+        return self.scale, self.cap, max(1, min(tokens, budget // size))
 
 
 def statistics(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, form: Form
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-sum-exp, the target's logit, the sum) of the logits of each row of `x` [tokens, in].
+    """Return (log-sum-exp, the target's logit, the sum) of each row of logits of `x` [tokens, in].
 
     In float32 at least; no target where `target` is negative.  Differentiable once, in `x`,
     `weight` and `bias`.
     """
-    rows = form.rows(x.shape[0], weight.shape[0], x.dtype)
-    found: tuple[Tensor, Tensor, Tensor] = linear_statistics_forward(
-        x, weight, bias, target, form.scale, form.cap, rows
-    )
-    return found
+    if form.held:
+        found = held_forward(x, weight, bias, target, form.scale, form.cap)[:3]
+    else:
+        found = linear_statistics_forward(x, weight, bias, target, *form.chunks(x, weight))
+    lse, picked, total = found
+    return lse, picked, total
 
 
 def weighed(
@@ -72,26 +80,14 @@ def weighed(
     smoothing: float,
     form: Form,
 ) -> Tensor:
-    """The sum over tokens of `by` times their cross-entropy, with labels smoothed; a scalar.
+    """Sum over tokens of `by` times their cross-entropy, with labels smoothed, in chunks; a scalar.
 
     `by` [tokens] is a constant.  Differentiable once, in `x`, `weight` and `bias`, by a gradient
     that is known up to one factor: it is made in forward.
     """
-    rows = form.rows(x.shape[0], weight.shape[0], x.dtype)
     asked = [t is not None and t.requires_grad for t in (x, weight, bias)]
-    loss: Tensor = linear_weighed(
-        x,
-        weight,
-        bias,
-        target,
-        by,
-        smoothing,
-        form.scale,
-        form.cap,
-        rows,
-        asked[0],
-        asked[1] or asked[2],
-    )[0]
+    more = (*form.chunks(x, weight), asked[0], asked[1] or asked[2])
+    loss: Tensor = linear_weighed(x, weight, bias, target, by, smoothing, *more)[0]
     return loss
 
 
@@ -114,11 +110,6 @@ def reference(
 
 def _chunks(tokens: int, rows: int) -> Iterator[slice]:
     return (slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows))
-
-
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Of one chunk; in the precision in which the row kernels are to write gradients over them."""
-    return F.linear(x, weight, bias)
 
 
 class Sums:
@@ -166,7 +157,7 @@ def linear_statistics_forward(
     lse, picked, total = (torch.empty(len(x), dtype=kind, device=x.device) for _ in range(3))
     count(runs_kernel(x, weight, longest=None))
     for part in _chunks(len(x), rows):
-        z = _logits(x[part], weight, bias)
+        z = F.linear(x[part], weight, bias)
         lse[part], picked[part], total[part] = row_statistics(z, target[part], scale, cap)
         del z  # before the next chunk is made
     return lse, picked, total
@@ -192,7 +183,7 @@ def linear_statistics_backward(
     sums = Sums(x, weight, bias, inputs, own)
     count(runs_kernel(x, weight, longest=None))
     for part in _chunks(len(x), rows):
-        z = _logits(x[part], weight, bias)
+        z = F.linear(x[part], weight, bias)
         by = by_lse[part], by_picked[part], by_total[part]
         sums.add(part, gradient_(z, target[part], lse[part], by, scale, cap))
         del z  # before the next chunk is made
@@ -220,7 +211,7 @@ def linear_weighed(
     loss = torch.zeros((), dtype=kind, device=x.device)
     count(runs_kernel(x, weight, longest=None))
     for part in _chunks(len(x), rows):
-        z = _logits(x[part], weight, bias)
+        z = F.linear(x[part], weight, bias)
         lse, picked, total = row_statistics(z, target[part], scale, cap)
         factor = by[part].to(kind)
         each = lse - (1 - smoothing) * picked - smoothing / classes * total
@@ -233,23 +224,15 @@ def linear_weighed(
 
 
 @linear_statistics_forward.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    scale: float,
-    cap: float,
-    rows: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
     found = x.new_empty(x.shape[:1], dtype=wide(x, weight))
     return found, torch.empty_like(found), torch.empty_like(found)
 
 
-def fake_gradients(
+def _fake_gradients(
     x: Tensor, weight: Tensor, bias: Tensor | None, inputs: bool, own: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `Sums.results` are like."""
+    """Return empty tensors of the shapes and types of `Sums.results`."""
     dbias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape if own else (0,))
     return (
         x.new_empty(x.shape if inputs else (0,)),
@@ -259,7 +242,31 @@ def fake_gradients(
 
 
 @linear_statistics_backward.register_fake
-def _(
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
+    return _fake_gradients(x, weight, bias, *given[-2:])
+
+
+@linear_weighed.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
+    loss = x.new_empty((), dtype=wide(x, weight))
+    return loss, *_fake_gradients(x, weight, bias, *given[-2:])
+
+
+@torch.library.custom_op("schedlang::held_cross_entropy_forward", mutates_args=())
+def held_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: float, cap: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The three statistics of each row, and the logits, for backward alone."""
+    count(runs_kernel(x, weight, longest=None))
+    z = F.linear(x, weight, bias)
+    found = row_statistics(z, target, scale, cap)
+    lse, picked, total = (each.clone() for each in found)  # no views of one tensor
+    return lse, picked, total, z
+
+
+@torch.library.custom_op("schedlang::held_cross_entropy_backward", mutates_args=("z",))
+def held_backward(
+    z: Tensor,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -270,29 +277,27 @@ def _(
     by_total: Tensor,
     scale: float,
     cap: float,
-    rows: int,
     inputs: bool,
     own: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return fake_gradients(x, weight, bias, inputs, own)
+    """(gradient of x, of weight, of bias), empty where not asked for; `z` becomes its gradient."""
+    count(runs_kernel(x, weight, longest=None))
+    sums = Sums(x, weight, bias, inputs, own)
+    by = by_lse, by_picked, by_total
+    sums.add(slice(None), gradient_(z, target, lse, by, scale, cap))
+    return sums.results(bias)
 
 
-@linear_weighed.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    by: Tensor,
-    smoothing: float,
-    scale: float,
-    cap: float,
-    rows: int,
-    inputs: bool,
-    own: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    loss = x.new_empty((), dtype=wide(x, weight))
-    return loss, *fake_gradients(x, weight, bias, inputs, own)
+@held_forward.register_fake
+def _(x: Tensor, weight: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    lse = x.new_empty(x.shape[:1], dtype=wide(x, weight))
+    z = x.new_empty((x.shape[0], weight.shape[0]))
+    return lse, torch.empty_like(lse), torch.empty_like(lse), z
+
+
+@held_backward.register_fake
+def _(z: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
+    return _fake_gradients(x, weight, bias, *given[-2:])
 
 
 def _save_statistics(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -306,7 +311,7 @@ def _through_statistics(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     found = linear_statistics_backward(
         x, weight, bias, target, lse, *grads, *ctx.form, asked[0], asked[1] or asked[2]
     )
-    return *asked_for(asked, found, bias), None, None, None, None
+    return *_asked_for(asked, found, bias), None, None, None, None
 
 
 def _save_weighed(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -316,28 +321,64 @@ def _save_weighed(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 
 def _through_weighed(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    found = multiplied(ctx.saved_tensors, grad)
-    return *asked_for(ctx.needs_input_grad, found, ctx.bias or None), *(None,) * 8
+    found = [_times(one, grad) for one in ctx.saved_tensors]
+    return *_asked_for(ctx.needs_input_grad, found, ctx.bias or None), *(None,) * 8
 
 
-def asked_for(
-    asked: Any, found: Any, bias: Any
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of those inputs that need one."""
-    return (
-        found[0] if asked[0] else None,
-        found[1] if asked[1] else None,
-        found[2] if asked[2] and bias is not None else None,
+def _times(saved: Tensor, factor: Tensor) -> Tensor:
+    """Multiply a gradient that forward has made by a scalar, in its own place if it may be.
+
+    A backward that does not keep the graph is the last one, and nobody asks for what was saved
+    again.  Whoever is asked while the graph is kept (`retain_graph`, `create_graph`), compiled, or
+    on DTensors, whose layout the factor may change, gets a new tensor.
+    """
+    if _last() and type(saved) is Tensor and type(factor) is Tensor:
+        return saved.detach().mul_(factor)  # what is unpacked belongs to the graph
+    # the factor in its own precision: in that of a gradient it would be rounded once more
+    return (saved * factor).to(saved.dtype)
+
+
+def _last() -> bool:
+    """Tell whether the backward that runs now frees its saved tensors; False outside of one."""
+    if torch.compiler.is_compiling():
+        return False
+    return not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def _save_held(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, target, *ctx.form = inputs
+    ctx.set_materialize_grads(False)  # zeros for the logits would be a second tensor of their size
+    ctx.save_for_backward(x, weight, bias, target, output[0], output[3])
+
+
+def _through_held(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, weight, bias, target, lse, z = ctx.saved_tensors
+    assert grads[3] is None, "the logits are used by nobody else"
+    by = (torch.zeros_like(lse) if each is None else each for each in grads[:3])
+    asked = ctx.needs_input_grad
+    found = held_backward(
+        z, x, weight, bias, target, lse, *by, *ctx.form, asked[0], asked[1] or asked[2]
     )
+    return *_asked_for(asked, found, bias), None, None, None
+
+
+def _asked_for(asked: Sequence[bool], found: Sequence[Tensor], bias: Any) -> list[Tensor | None]:
+    """The gradients of those of (x, weight, bias) that need one."""
+    needed = asked[0], asked[1], asked[2] and bias is not None
+    return [grad if need else None for grad, need in zip(found, needed)]
 
 
 linear_statistics_forward.register_autograd(_through_statistics, setup_context=_save_statistics)
 linear_weighed.register_autograd(_through_weighed, setup_context=_save_weighed)
+held_forward.register_autograd(_through_held, setup_context=_save_held)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One head to run: `shape` is [tokens, in]; every seventh label is ignored."""
+    """One head to run: `shape` is [tokens, in]; every seventh label is ignored.
+
+    In chunks of `rows` tokens, or with its logits `held`.
+    """
 
     kernel: ClassVar[str] = "linear_cross_entropy"
     shape: tuple[int, ...]
@@ -351,6 +392,12 @@ class Case:
     spread: float = 1.0  # of the logits
     seed: int = 0
     strided: bool = False
+    held: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the kernel in the report of a GPU."""
+        return "held_cross_entropy" if self.held else self.kernel
 
     def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
         """The tensors that it is differentiated by, in float32."""
@@ -366,9 +413,13 @@ class Case:
         return target, (target >= 0) / len(x)
 
     def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
-        """What the kernel gives, or its reference."""
+        """Run the kernel, or its reference."""
         x, weight, bias = given["input"], given["weight"], given.get("bias")
         target, by = self.labels(x)
-        form = Form(self.scale, self.cap, self.rows * self.classes * x.dtype.itemsize)
+        form = Form(self.scale, self.cap, self.rows * self.classes * x.dtype.itemsize, self.held)
+        if self.held and kernel:
+            lse, picked, total = statistics(x, weight, bias, target, form)
+            each = lse - (1 - self.smoothing) * picked - self.smoothing / self.classes * total
+            return (each * by).sum()
         call = weighed if kernel else reference
         return call(x, weight, bias, target, by, self.smoothing, form)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +33,20 @@ _HOOKS = (
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Why a kernel does not fit, and by how much the module differs (relative) if it ran."""
+    """The reason why a kernel does not fit, and the relative difference if the module ran."""
 
     reason: str
     error: float | None = None
+
+    @classmethod
+    def raised(cls, what: str, error: Exception) -> Mismatch:
+        """`what`, and the first line of what the module's own code raised."""
+        return cls(f"{what}: {first_line(error)}")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the class of an error and the first line of its text."""
+    return f"{type(error).__name__}: {error}".split("\n")[0]
 
 
 def bare_copy(
@@ -114,7 +124,7 @@ def inputs_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def one_input(module: nn.Module) -> Mismatch | None:
-    """Why not, if the module's forward may be given more than its input: that could change it."""
+    """Return a mismatch if the module's forward takes more than its input."""
     more = inputs_of(module)[1:]
     if more:
         return Mismatch(f"takes `{more[0]}` beside its input: the kernel does not")
@@ -129,12 +139,13 @@ def rows_of(size: int, seed: int = 1, rows: int = 16) -> Tensor:
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """The norm of the difference over that of `b`."""
-    return float((a.double() - b).norm() / b.norm().clamp_min(1e-300))
+    """The norm of the difference over that of `b`; infinite where it is no number."""
+    far = float((a.double() - b).norm() / b.norm().clamp_min(1e-300))
+    return far if math.isfinite(far) else math.inf
 
 
 def run_rows(module: nn.Module, x: Tensor, *more: Tensor) -> Tensor:
-    """What the module gives for rows; raises ValueError where that is not as many rows."""
+    """Run the module on rows; raise ValueError where it does not return as many rows."""
     y = module(x, *more)
     if not isinstance(y, Tensor) or y.shape != x.shape:
         shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
@@ -142,13 +153,22 @@ def run_rows(module: nn.Module, x: Tensor, *more: Tensor) -> Tensor:
     return y
 
 
-def gradients_apart(y: Tensor, expected: Tensor, leaves: list[Tensor]) -> float:
-    """The largest relative difference of a gradient of two results of the same leaves."""
+def gradients_apart(y: Tensor, expected: Tensor, leaves: Sequence[Tensor]) -> float:
+    """The largest relative difference of a gradient of two results of the same leaves.
+
+    Infinite where one of the results does not depend on one of them.
+    """
     if not y.requires_grad:
         return float("inf")
-    grad = rows_of(y.shape[-1], seed=21)
-    found = torch.autograd.grad(y, leaves, grad.to(y.dtype), allow_unused=True)
-    exact = torch.autograd.grad(expected, leaves, grad)
+    grad = rising(y)
+    found = torch.autograd.grad(y, leaves, grad, allow_unused=True)
+    exact = torch.autograd.grad(expected, leaves, grad.to(expected.dtype), allow_unused=True)
     return max(
-        float("inf") if a is None else relative(a, b) for a, b in zip(found, exact, strict=True)
+        math.inf if a is None or b is None else relative(a, b)
+        for a, b in zip(found, exact, strict=True)
     )
+
+
+def rising(y: Tensor) -> Tensor:
+    """A gradient for a result in which every element counts differently, from -1 to 1."""
+    return torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view(y.shape)

@@ -24,7 +24,7 @@ if triton is not None:
 
 @dataclass(frozen=True)
 class Form:
-    """How a model writes its rotation.
+    """The layout of a rotation in a model.
 
     `pairs`: pair j is (2j, 2j + 1), else (j, j + width / 2); `paired`: the same of the result.
     `own`: each number has cosine and sine of its own place in the result, else pair j has the j-th.
@@ -85,7 +85,7 @@ def _joined(a: Tensor, b: Tensor, pairs: bool) -> Tensor:
 
 
 def _angles(table: Tensor, width: int, form: Form) -> tuple[Tensor, Tensor]:
-    """Those of both numbers of each pair, with a dim for heads."""
+    """Return the angles of both numbers of each pair, with a dim for heads."""
     table = table.unsqueeze(form.heads)
     if form.own:
         return _split(table[..., :width], form.paired)
@@ -360,35 +360,24 @@ def rope_turn(
     form = Form(pairs, paired, own, heads, early, keeps)
     kernel = runs_kernel(q, k, cos, sin, longest=None)
     count(kernel)
-    if kernel:
-        return _launch(q, k, cos, sin, width, form, back)
+    return (_launch if kernel else _by_torch)(q, k, cos, sin, width, form, back)
+
+
+@rope_turn.register_fake
+def _(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    width, *form, back = given
+    return _by_torch(q, k, cos, sin, width, Form(*form), back)
+
+
+def _by_torch(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, width: int, form: Form, back: bool
+) -> tuple[Tensor, Tensor]:
+    """Both in plain torch operations; each result lies in memory as its input does."""
     made = []
     for x in (q,) if k is None else (q, k):
         y = torch.empty_like(_dense(x), dtype=_result(x, cos, form))
         made.append(y.copy_(_turned(x, cos, sin, width, form, back)))
     return made[0], q.new_empty(0) if k is None else made[1]
-
-
-@rope_turn.register_fake
-def _(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    width: int,
-    pairs: bool,
-    paired: bool,
-    own: bool,
-    heads: int,
-    early: bool,
-    keeps: bool,
-    back: bool,
-) -> tuple[Tensor, Tensor]:
-    form = Form(pairs, paired, own, heads, early, keeps)
-    made = torch.empty_like(_dense(q), dtype=_result(q, cos, form))
-    if k is None:
-        return made, q.new_empty(0)
-    return made, torch.empty_like(_dense(k), dtype=_result(k, cos, form))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -430,7 +419,7 @@ class Case:
         return {n: normal(*s) * self.scale for n, s in zip(("query", "key"), shapes)}
 
     def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
-        """What the kernel gives, or its reference."""
+        """Run the kernel, or its reference."""
         width = self.width or self.shape[-1]
         rows, tokens = 1 if self.shared else self.shape[0], self.shape[1]
         generator = torch.Generator().manual_seed(self.seed + 1)

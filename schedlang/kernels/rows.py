@@ -130,7 +130,7 @@ if triton is not None:
 
     @triton.jit
     def load_vector(vector, column, size):  # type: ignore[no-untyped-def]
-        """What all rows share, in float32."""
+        """Load a vector that all rows share, in float32."""
         return tl.load(vector + column, mask=column < size, other=0.0).to(tl.float32)
 
     @triton.jit

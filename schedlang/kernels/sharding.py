@@ -3,6 +3,10 @@
 Rows of a norm, a gate or a loss are independent of each other: any dim of them may be split, and
 the gradients of weights are then parts of a sum.  Without a rule DTensor refuses an operator of
 ours; with one of these it never gathers a sequence to normalise it.
+
+DTensor remembers how the results of a call lie by its tensors and by what comes from its first
+integer on.  So an operator's first argument that its rule or its results' shapes and types depend
+on is declared an integer, although it may be a flag.
 """
 
 from __future__ import annotations
@@ -17,28 +21,27 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
 from schedlang.kernels import (
-    add_norm,
     gated,
     gated_norm,
     grouped,
-    layer_norm,
     linear_cross_entropy,
-    rms_norm,
+    norm,
     rope,
 )
 
 # one way to split: how the results lie, and how each argument does (None: it is no tensor)
 Way = tuple[list[Placement], list[Placement | None]]
 Rule = Callable[..., list[Way]]
-# who define the operators; held_cross_entropy writes into an argument, which DTensor cannot split
-MODULES = (add_norm, gated, gated_norm, grouped, layer_norm, linear_cross_entropy, rms_norm, rope)
+# who define the operators; held_backward writes into an argument, which DTensor cannot split
+MODULES = (gated, gated_norm, grouped, linear_cross_entropy, norm, rope)
 
 
 def _rows(results: Sequence[str], arguments: str, last: bool = False) -> Rule:
     """A rule for operators on rows: split along any dim of the first argument but its last.
 
     Letters say what each result and argument is: "x" rows, split along; "w" the same for all rows,
-    "p" a sum over rows, "-" no tensor.  `last`: the last dim may be split as well.
+    "p" a sum over rows, "-" no tensor; "o" rows where the second argument is a tensor, else empty.
+    `last`: the last dim may be split as well.
     """
 
     def rule(first: Any, *others: Any) -> list[Way]:
@@ -48,6 +51,7 @@ def _rows(results: Sequence[str], arguments: str, last: bool = False) -> Rule:
         def lie(letters: Sequence[str], along: Placement | None) -> list[Placement]:
             summed = Partial() if along else Replicate()
             kinds: dict[str, Placement] = {"x": along or Replicate(), "w": Replicate(), "p": summed}
+            kinds["o"] = kinds["w"] if none[1] else kinds["x"]
             return [kinds[letter] for letter in letters]
 
         ways: list[Way] = []
@@ -103,13 +107,9 @@ def _turned(q: Any, k: Any, cos: Any, sin: Any, *form: Any) -> list[Way]:
 
 
 RULES: dict[str, Rule] = {
-    "add_norm_forward": _rows("xxxx", "xxww----"),
-    "add_norm_backward": _rows("xpp", "xxxwxx---"),
+    "norm_forward": _rows("oxxx", "xxww----"),
+    "norm_backward": _rows("xpp", "xxxwxx---"),
     "rope_turn": _turned,
-    "rms_norm_forward": _rows("xx", "xw---"),
-    "rms_norm_backward": _rows("xp", "xxwx--"),
-    "layer_norm_forward": _rows("xxx", "xww---"),
-    "layer_norm_backward": _rows("xpp", "xxwxx--"),
     "gated_norm_forward": _rows("xx", "xxw------"),
     "gated_norm_backward": _rows("xxp", "xxxwx-----"),
     "gated_forward": _rows("x", "xx-", last=True),

@@ -25,5 +25,5 @@ class Again:
 
     @property
     def results(self) -> bool:
-        """Whether anything but what enters is kept."""
+        """True where more than the inputs is kept."""
         return bool(self.save or self.chosen)

@@ -10,6 +10,7 @@ activation rematerialization and optimal hybrid parallelism (ATC 2024).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is done with one module.
+    """The treatment of one module.
 
     kept    the operators whose results are kept; None: the module is not recomputed at all
     held    bytes between forward and backward
@@ -68,7 +69,7 @@ def frontier(operators: Sequence[Operator]) -> list[tuple[int, float, tuple[int,
 
 @cache
 def choices(cost: Cost) -> tuple[Choice, ...]:
-    """What can be done with a module, by the bytes that it then holds: the frontier, and all."""
+    """Return the choices for a module in the order of the bytes held: the frontier, and all."""
     found = [Choice(None, cost.saved, 0, 0.0)]
     for size, work, kept in frontier(cost.operators):
         inside = sum(cost.operators[place].saved for place in kept)
@@ -114,7 +115,7 @@ def extended(before: Iterable[Fitted], cost: Cost, memory: int) -> tuple[Fitted,
 
 
 def pareto(chain: Sequence[Cost], memory: int) -> tuple[Choice, ...] | None:
-    """What to keep of each module so that least is repeated, within memory; None: nothing fits."""
+    """Choose what each module keeps so that least is recomputed in memory; None: nothing fits."""
     found = START
     for cost in chain:
         found = extended(found, cost, memory)
@@ -122,7 +123,7 @@ def pareto(chain: Sequence[Cost], memory: int) -> tuple[Choice, ...] | None:
 
 
 def words(chosen: Sequence[Choice]) -> str:
-    """What is kept of how many modules, and what they repeat."""
+    """Describe what is kept of how many modules, and what they recompute."""
     found = []
     for one, count in Counter(chosen).items():
         if one.kept is None:
@@ -147,7 +148,7 @@ def needed(chain: Sequence[Cost]) -> int:
 
 
 def _fits(chain: Sequence[Cost], memory: int) -> bool:
-    """Whether there is any choice: to hold as little as fits is never worse for what follows."""
+    """Tell whether any choice fits: to hold as little as possible is never worse later."""
     before = 0
     for cost in chain:
         fitting = (c for c in choices(cost) if before + c.held + c.during <= memory)
@@ -159,7 +160,7 @@ def _fits(chain: Sequence[Cost], memory: int) -> bool:
 
 
 def _undominated(points: list[tuple]) -> list[tuple]:  # type: ignore[type-arg]
-    """Of tuples that begin with bytes and work, those that are not beaten in both."""
+    """Return the tuples (bytes, work, ...) that no other beats in both."""
     found: list[tuple] = []  # type: ignore[type-arg]
     for point in sorted(points, key=lambda one: one[:2]):
         if not found or point[1] < found[-1][1]:
@@ -169,3 +170,31 @@ def _undominated(points: list[tuple]) -> list[tuple]:  # type: ignore[type-arg]
     step = -(-(found[-1][0] - found[0][0]) // (POINTS - 1))  # the last of each step works least
     steps = {(point[0] - found[0][0]) // step: point for point in found}
     return [found[0], *(point for point in steps.values() if point is not found[0])]
+
+
+class Repeated:
+    """The least work again of runs of modules; runs of alike modules are looked at once."""
+
+    def __init__(self, chain: Sequence[Cost], memory: Sequence[int]) -> None:
+        numbers: dict[Cost, int] = {}
+        self._kinds = [numbers.setdefault(cost, len(numbers)) for cost in chain]
+        self._costs = list(numbers)
+        self.memory = tuple(memory)  # by stage, for one microbatch
+        self._known: dict[tuple[int, tuple[int, ...]], tuple[Fitted, ...]] = {}
+
+    def of(self, stage: int, low: int, high: int) -> float:
+        """Return the least work again of modules low to high - 1 on a stage; inf: nothing fits."""
+        found = self._fitted(self.memory[stage], tuple(self._kinds[low:high]))
+        return found[-1].again if found else math.inf
+
+    def _fitted(self, memory: int, kinds: tuple[int, ...]) -> tuple[Fitted, ...]:
+        if not kinds:
+            return START
+        known = next(
+            k for k in range(len(kinds), -1, -1) if k == 0 or (memory, kinds[:k]) in self._known
+        )
+        found = self._known[memory, kinds[:known]] if known else START
+        for end in range(known, len(kinds)):
+            found = extended(found, self._costs[kinds[end]], memory)
+            self._known[memory, kinds[: end + 1]] = found
+        return found

@@ -31,7 +31,7 @@ POINTS = 4096  # partial plans that are told apart; of more, bytes are told apar
 
 @dataclass(frozen=True)
 class Mixed:
-    """What is done with each module; operations that run again, and that are waited for copies."""
+    """The treatment of each module; operations that run again, and the wait for copies."""
 
     ways: tuple[Way, ...]
     again: float
@@ -39,7 +39,7 @@ class Mixed:
 
     @property
     def time(self) -> float:
-        """What the plan takes beside a forward and a backward."""
+        """The time of the plan beside a forward and a backward."""
         return self.again + self.waited
 
 
@@ -77,18 +77,18 @@ class _Part:
         return _Part(held, self.done, again, self.moved, self.flight, behind, way, self)
 
     def waits(self, behind: float, ratio: float, last: bool) -> float:
-        """What the last moved one's copies take longer than the work behind it, out and back."""
+        """Return how much longer the last moved one's copies take than the work behind it."""
         copied = self.flight * ratio
         back = copied if last else max(0.0, copied - 2 * behind - self.again)
         return max(0.0, copied - behind) + back
 
     def time(self, ratio: float) -> float:
-        """Of the whole chain, where this is all of it."""
+        """Return the time of the whole chain, where this is all of it."""
         return self.done + self.again + self.waits(self.behind, ratio, last=True)
 
     @property
     def ways(self) -> tuple[Way, ...]:
-        """What is done with each module, in order."""
+        """Return the treatment of each module, in order."""
         found: list[Way] = []
         at: _Part | None = self
         while at is not None and at.last is not None:
@@ -103,7 +103,7 @@ def _moved(cost: Cost) -> int:
 
 
 def _fits(part: _Part, way: Way, cost: Cost, memory: int) -> bool:
-    """Whether a module has room behind these, in its forward and in its backward."""
+    """Tell whether a module fits behind these, in its forward and in its backward."""
     own = cost.saved + (cost.input if way == "recompute" else 0)
     return part.held + part.flight + own <= memory
 
@@ -136,7 +136,7 @@ def pofo(
 
 
 def _measured(chain: Sequence[Cost], ways: Sequence[Way], ratio: float) -> Mixed:
-    """What a choice for each module takes."""
+    """Measure a choice for each module."""
     part = _Part()
     for place, (cost, way) in enumerate(zip(chain, ways, strict=True)):
         part = part.with_(way, cost, place, ratio)
@@ -145,7 +145,7 @@ def _measured(chain: Sequence[Cost], ways: Sequence[Way], ratio: float) -> Mixed
 
 
 def _worth(parts: Iterable[_Part]) -> tuple[list[_Part], bool]:
-    """Of each place of the last moved one those that are not beaten, and whether some are gone."""
+    """Keep the unbeaten parts for each place of the last moved module; tell if some are gone."""
     ordered = sorted(parts, key=lambda one: (one.moved, *one.order))
     fronts = [_unbeaten(group) for _, group in groupby(ordered, key=lambda one: one.moved)]
     room = POINTS // max(1, len(fronts))
@@ -154,7 +154,7 @@ def _worth(parts: Iterable[_Part]) -> tuple[list[_Part], bool]:
 
 
 def _unbeaten(ordered: Iterable[_Part]) -> list[_Part]:
-    """Of parts in their order, those of which no other has less of all."""
+    """Return the parts, in order, that no other beats in every number."""
     found: list[_Part] = []
     totals: list[float] = []  # rising, and with each `dones` falls
     dones: list[float] = []
@@ -195,7 +195,7 @@ def needed(chain: Sequence[Cost]) -> int:
 
 
 def _possible(chain: Sequence[Cost], memory: int) -> bool:
-    """Whether anything fits: of each place of the last moved one, what holds least is enough."""
+    """Tell whether anything fits: for each place of the last moved one the least is enough."""
     parts: list[_Part] = [_Part()]
     for place, cost in enumerate(chain):
         least: dict[int, _Part] = {}
@@ -210,7 +210,7 @@ def _possible(chain: Sequence[Cost], memory: int) -> bool:
 
 
 def words(found: Mixed) -> str:
-    """How many modules are kept, recomputed and moved, and what that takes."""
+    """Describe how many modules are kept, recomputed and moved, and the cost."""
     count = Counter(found.ways)
     return (
         f"{count['keep']} kept whole, {count['recompute']} recomputed, {count['offload']} moved to"

@@ -47,7 +47,7 @@ class Simulated:
         if self.order != "Interleaved1F1B":
             return None
         from schedlang.pipeline.schedules import Size
-        from schedlang.pipeline.schedules.interleaved import accounted
+        from schedlang.pipeline.schedules.looped import accounted
 
         size = Size(self.timeline.ranks, self.micro, self.chunks, cost=self.cost)
         span = float(accounted(self.times.rank_span, size))

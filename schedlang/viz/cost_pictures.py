@@ -14,22 +14,14 @@ from typing import TYPE_CHECKING
 from schedlang.diagnostics.tables import size
 from schedlang.ir.memory import CLASSES, heaviest
 from schedlang.passes.simulate.pairs import Pairs, pairs
+from schedlang.viz.elements import key, say
 
 if TYPE_CHECKING:
     from schedlang.ir.memory import RankMemory
     from schedlang.passes.simulate.traffic import Collective
     from schedlang.viz.show import View
 
-# ---- A line of words in a picture.
-
-
-def say(x: float, y: float, words: str, kind: str = "") -> str:
-    """Words as SVG, beginning at a point; `kind` is their class in the picture's style."""
-    named = f' class="{kind}"' if kind else ""
-    return f'<text x="{x:.0f}" y="{y:.0f}"{named}>{html.escape(words)}</text>'
-
-
-# ---- Memory over a step as SVG: what ranks hold, stacked by class, operation by operation.
+# -- memory over a step ----------------------------------------------------------------------------
 
 
 # Okabe and Ito's colours; areas lie in the order of the legend, so that nobody needs to tell them
@@ -68,8 +60,7 @@ def over_time(found: Sequence[RankMemory], axis: str, y: int) -> tuple[list[str]
 def _legend(y: int) -> Iterator[str]:
     x = LEFT
     for name, fill in COLOURS.items():
-        yield f'<rect x="{x:.0f}" y="{y - 10}" width="12" height="12" fill="{fill}"/>'
-        yield say(x + 17, y, name)
+        yield key(x, y, f'fill="{fill}"', name)
         x += 128
 
 
@@ -121,16 +112,16 @@ def _scales(one: RankMemory, y: int, most: int, places: Sequence[float]) -> Iter
 
 
 def _is_operation(what: str) -> bool:
-    """Whether a moment is one that computes: no message, and neither the first nor the last."""
+    """Tell whether a moment is an operation that computes, not a message or an end."""
     return re.fullmatch(r"\d+[FBIW]\d+", what) is not None
 
 
 def _thinned(levels: Sequence[tuple[int, ...]], run: int) -> list[tuple[int, ...]]:
-    """Of each run of so many neighbours that with the largest sum."""
+    """Keep the largest sum of each run of neighbours."""
     return [max(levels[k : k + run], key=sum) for k in range(0, len(levels), run)]
 
 
-# ---- Communication of a step as SVG: bytes from rank to rank, and what sends them.
+# -- communication of a step -----------------------------------------------------------------------
 
 
 # one hue, from the ground's lightness away: told apart by lightness alone
@@ -153,7 +144,7 @@ Sort = tuple[str, str]  # kind, axes
 
 @dataclass(frozen=True)
 class Matrix:
-    """Where the cells of a matrix lie, and how dark they are."""
+    """The geometry and the shades of a matrix."""
 
     sums: Pairs
     y: int
@@ -165,7 +156,7 @@ class Matrix:
 
     @property
     def left(self) -> float:
-        """Where the first column begins: right of the names."""
+        """The left end of the first column: right of the names."""
         return max(96.0, MARGIN + 36 + 7.0 * self._longest)
 
     @property
@@ -187,7 +178,7 @@ class Matrix:
         return lowest + sum(value >= start for start in self.starts[1:])
 
     def every(self, room: int) -> int:
-        """Of how many rows or columns one can be named that needs so many points."""
+        """Return the step between labels that need so many points."""
         return math.ceil(room / self.cell)
 
 
@@ -215,14 +206,12 @@ def _traffic_legend(drawn: Matrix, y: int) -> Iterator[str]:
     x = 150.0
     for start, following in zip(drawn.starts, (*drawn.starts[1:], 1)):
         words = f"from {size(start)}" if start else f"below {size(following)}"
-        kind = f"h{drawn.shade(start + 0.5)}"
-        yield f'<rect class="{kind}" x="{x:.0f}" y="{y - 10}" width="12" height="12"/>'
-        yield say(x + 17, y, words)
+        yield key(x, y, f'class="h{drawn.shade(start + 0.5)}"', words)
         x += 34 + 6.6 * len(words)
 
 
 def _names(drawn: Matrix) -> Iterator[str]:
-    """What rows and columns are."""
+    """Label rows and columns."""
     sums, wide = drawn.sums, drawn.cell
     whose = "a rank" if sums.each == 1 else f"{sums.each} ranks"
     yield say(MARGIN, drawn.y - 22, f"each row is {whose} and what goes to each column", "s")
@@ -257,7 +246,7 @@ def _cells(drawn: Matrix) -> Iterator[str]:
 
 
 def _runs(drawn: Matrix) -> Iterator[str]:
-    """Of many ranks: neighbours of a shade as one piece, and all of a shade as one path."""
+    """Draw many ranks: neighbours of a shade as one piece, each shade as one path."""
     wide, paths = drawn.cell, [""] * len(LIGHT)
     for row, values in enumerate(drawn.sums.bytes.tolist()):
         shades = enumerate(drawn.shade(value) if value else -1 for value in values)
@@ -271,11 +260,11 @@ def _runs(drawn: Matrix) -> Iterator[str]:
 
 
 def _sorts(view: View, found: Sequence[Collective], y: int) -> tuple[list[str], int]:
-    """What one rank takes part in, at the place where that is most, as bars; their height."""
+    """Draw the collectives of the busiest rank as bars; return them and their height."""
     places = sorted({one.place or 0 for one in view.account.classes or ()}) or [0]
     sums: dict[Sort, tuple[int, int]] = {}
-    for key in dict.fromkeys(_sort(one) for one in found):
-        sums[key] = max((_total(view.account.at(p), key) for p in places), key=lambda s: s[1])
+    for sort in dict.fromkeys(_sort(one) for one in found):
+        sums[sort] = max((_total(view.account.at(p), sort) for p in places), key=lambda s: s[1])
     shown = sorted(sums.items(), key=lambda item: -item[1][1])[:MOST_SORTS]
     most = max(total for _, (_, total) in shown) or 1
     parts = [say(LIST, y, "collectives of a rank", "t")]

@@ -13,12 +13,13 @@ from schedlang.ir.primitive import Primitive
 from schedlang.language.value import shown
 from schedlang.passes.elaborate.fold import folded
 from schedlang.passes.elaborate.state import arguments_text
+from schedlang.viz.elements import framed
 
 if TYPE_CHECKING:
     from schedlang.ir.plan import Action, Plan
     from schedlang.passes.simulate.account import Cost
 
-# ---- Two plans compared action by action, not line by line.
+# -- two plans, compared action by action ----------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Difference:
 
 
 def compare(old: Plan, new: Plan) -> Difference:
-    """What changes from `old` to `new`: rows by step and verb, then mesh, knobs and grade."""
+    """Compare two plans: rows by step and verb, then mesh, knobs and grade."""
     before, after = list(old.actions), list(new.actions)
     for action in old.actions:
         same = next((a for a in after if _key(a) == _key(action)), None)
@@ -132,8 +133,7 @@ def _facts(old: Plan, new: Plan) -> Iterator[str]:
         yield f"gives up {grades[0]} -> {grades[1]}"
 
 
-# ---- A difference of two plans, with what it costs, as Markdown for a pull request and as a
-# page.
+# -- as Markdown for a pull request, and as a page -------------------------------------------------
 
 
 Names = tuple[str, str]
@@ -187,20 +187,14 @@ def _cell(text: str) -> str:
 
 def page(names: Names, found: Difference, costs: Sequence[Cost]) -> str:
     """The same as one self-contained page."""
-    title = html.escape(f"{names[0]} → {names[1]}")
-    body = [f"<h1>{title}</h1>"]
+    title = f"{names[0]} → {names[1]}"
+    body = [f"<h1>{html.escape(title)}</h1>"]
     if found:
         body += [*_figures(costs), *_changes(found.changes)]
         body += [f"<p>{html.escape(fact)}</p>" for fact in found.facts]
     else:
         body.append("<p>No difference: both do the same, and cost the same.</p>")
-    return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
-        '<meta name="viewport" content="width=device-width">'
-        f'<meta name="color-scheme" content="light dark"><style>{STYLE}</style>\n'
-        + "\n".join(body)
-        + "\n"
-    )
+    return framed(title, STYLE, "\n".join(body) + "\n")
 
 
 def _figures(costs: Iterable[Cost]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from schedlang.diagnostics.tables import columns, number, size
 from schedlang.ir.plan import PRINTED, Plan
 from schedlang.passes.elaborate.state import arguments_text, short
 from schedlang.viz import cost_pictures
-from schedlang.viz.cost_pictures import say
+from schedlang.viz.elements import framed, key, say
 from schedlang.viz.show import result, text
 from schedlang.viz.tree import Node, tree
 
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from schedlang.passes.simulate.memory import RankClass
     from schedlang.viz.show import View
 
-# ---- A plan as one self-contained picture: placements on the model's tree, memory, traffic,
-# time.
+# -- the picture -----------------------------------------------------------------------------------
 
 
 WIDTH, ROW, MARGIN = 1120, 22, 24
@@ -45,7 +44,7 @@ STYLE = (
 
 @dataclass(frozen=True)
 class Mark:
-    """What the plan does at one module; equal for modules that may be folded."""
+    """The effect of the plan at one module; equal for modules that may be folded."""
 
     stages: tuple[int, ...]
     layouts: tuple[str, ...]
@@ -76,19 +75,15 @@ def picture(view: View) -> str:
 
 def page(view: View) -> str:
     """The picture as a page, with the plan's text below it."""
-    title = html.escape(view.title or view.plan.model.class_name)
     style = (
         "body{margin:2em auto;max-width:1120px;font:14px system-ui,sans-serif;background:#fff;"
         "color:#1f2328;padding:0 1em}.wide{overflow:auto}"
         ".wide svg{width:100%;min-width:960px;height:auto}pre{overflow:auto;font-size:12px}"
         "@media(prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}}"
     )
-    return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
-        f'<meta name="viewport" content="width=device-width"><meta name="color-scheme" '
-        f'content="light dark"><style>{style}</style>\n<div class="wide">{picture(view)}</div>'
-        f"<details><summary>as text</summary><pre>{html.escape(text(view))}</pre></details>\n"
-    )
+    shown = f'<div class="wide">{picture(view)}</div>'
+    words = f"<details><summary>as text</summary><pre>{html.escape(text(view))}</pre></details>\n"
+    return framed(view.title or view.plan.model.class_name, style, shown + words)
 
 
 Drawn = tuple[list[str], int]
@@ -189,7 +184,7 @@ def _done(node: Node) -> bool:
 
 
 def _inside(node: Node) -> object:
-    """What is done below a module, stages apart."""
+    """Return what is done below a module, stages left out."""
     own = node.note
     assert isinstance(own, Mark)
     below = tuple((child.name, _inside(child)) for child in node.children)
@@ -271,8 +266,7 @@ def _memory(view: View, y: int) -> Drawn:
     parts = [say(MARGIN, y, "bytes per rank", "t")]
     x = 150.0
     for name, fill in BARS:
-        parts.append(f'<rect x="{x:.0f}" y="{y - 10}" width="12" height="12" fill="{fill}"/>')
-        parts.append(say(x + 17, y, name))
+        parts.append(key(x, y, f'fill="{fill}"', name))
         x += 110
     if not view.account.memory:
         parts.append(say(x, y, "activations not estimated", "s"))
@@ -330,7 +324,7 @@ def _timeline(view: View, y: int) -> Drawn:
     return [inner.strip()], int(height) + 8
 
 
-# ---- How a plan is printed from Python: as the verb `plan` shows it, or as its picture.
+# -- printing from Python --------------------------------------------------------------------------
 
 
 class _Printed:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from schedlang.ir.model import ParameterFact
     from schedlang.passes.simulate.memory import RankClass
 
-# ---- A plan as a value to print: its rows folded over equal modules, with what each one costs.
+# -- a plan as a value to print --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class View:
 
     @property
     def grade(self) -> str:
-        """How equal the result is: exact, rounding, or what else the plan gives up."""
+        """The grade of equality: exact, rounding, or what else the plan gives up."""
         return ", ".join(sorted(self.plan.gives_up)) or "exact"
 
     def to_json(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def _lines_of(
 
 
 def _belongs(one: Collective, sites: Sequence[str]) -> bool:
-    """Does a collective happen at these modules, below one, or where they are gathered for?"""
+    """Tell whether a collective happens at these modules, below or above one."""
     return any(
         one.fqn == site
         or not site
@@ -227,7 +227,7 @@ def _tied_to(plan: Plan, site: str) -> str:
 
 
 def _said(plan: Plan, action: Action, site: str) -> str:
-    """What a row makes of a module: a type where it changes a layout, else its arguments."""
+    """Describe a row at a module: a type where it changes a layout, else its arguments."""
     facts, shapes = plan.model.sites[site].parameters, action.changes(Facet.SHAPE)
     if shapes or action.changes(Facet.PLACEMENT):
         tied = _tied_to(plan, site)
@@ -259,7 +259,7 @@ def _type(plan: Plan, name: str, padding: bool = False) -> str:
     return f"{dtype}[{', '.join(str(a) if a == b else f'{a} -> {b}' for a, b in pairs)}]"
 
 
-# ---- The text of a printed plan.
+# -- its text --------------------------------------------------------------------------------------
 
 
 WIDTH = 100
@@ -293,7 +293,7 @@ def text(view: View, *, each: bool = False, width: int | None = None) -> str:
 
 
 def _layout(lines: Sequence[list[Row]], width: int | None) -> Callable[[list[Row]], list[str]]:
-    """How lines of rows are set: all in columns, else collectives below, else arguments below."""
+    """Choose a layout of lines: all in columns, else collectives below, else arguments below."""
     wide = widths([row for line in lines for row in line])
     if width is None or sum(w + 2 for w in wide if w) <= width:
         return lambda line: [joined(row, wide) for row in line]
@@ -412,7 +412,7 @@ def _ranks(view: View, each: bool, width: int | None) -> Iterator[str]:
 
 
 def _peaks(view: View, each: bool, width: int | None) -> Iterator[str]:
-    """Where each kind of rank holds most, and what for."""
+    """List the peak of each kind of rank, and what holds it."""
     memory = view.account.memory
     if memory is None:
         return
@@ -442,7 +442,7 @@ def _rank(view: View, one: RankClass, away: Sequence[str]) -> Row:
 
 
 def _activations(view: View, one: RankClass) -> str:
-    """What forwards leave for backwards on these ranks, at most."""
+    """Return the most activations on these ranks."""
     found = [m for m in view.account.memory or () if m.first == one.first]
     return size(found[0].activations) if found else ACTIVATIONS
 
@@ -497,7 +497,7 @@ def _foot(view: View, width: int | None) -> Iterator[str]:
 
 
 def result(plan: Plan) -> str:
-    """How far the result may be from the original's, in words."""
+    """Describe how far the result may be from the original's."""
     gives_up = sorted(plan.gives_up)
     if gives_up in ([], ["rounding"]):
         return f"equal to the original {equal('algebraic' if gives_up else 'exact')}"

@@ -12,11 +12,13 @@ from importlib import resources
 from itertools import product
 from typing import Any
 
+import numpy as np
+
 from schedlang.passes.lower.train import Measured
 from schedlang.pipeline.cost import UNIT_COST, Cost, Number
 from schedlang.pipeline.schedules import ORDERS, Order, OrderError, order
-from schedlang.pipeline.timeline import Kind, Timeline
-from schedlang.pipeline.timeline.packed import packed
+from schedlang.pipeline.timeline import Kind, Timeline, chain, peak
+from schedlang.pipeline.timeline.needs import barriers, dependencies
 from schedlang.pipeline.timeline.pictures import (
     FAINTEST,
     OTHER_SHAPE,
@@ -26,10 +28,11 @@ from schedlang.pipeline.timeline.pictures import (
     fill,
     word,
 )
-from schedlang.pipeline.timeline.simulation import weights
+from schedlang.pipeline.timeline.simulation import COPIES, weights
+from schedlang.viz.elements import framed
 from schedlang.viz.trace import trace
 
-# ---- Timelines as one self-contained page: orders, sizes and costs are chosen in the browser.
+# -- orders, sizes and costs that are chosen in the browser ----------------------------------------
 
 
 RANKS, MICRO, CHUNKS, SLICES = (2, 4, 8), (4, 8, 16), (2, 4), (2, 4)
@@ -117,7 +120,7 @@ def rounded(value: Number) -> float:
 
 
 def _shares(t: Timeline, cost: Cost) -> dict[str, list[float]]:
-    """What stages and slices weigh, where they are not all alike."""
+    """Return the weights of stages and slices, where they are not all alike."""
     given = {"shares": (cost.shares, t.stages), "parts": (cost.slices, t.slices)}
     return {
         name: [float(x) for x in weights(values, count, name)]
@@ -140,7 +143,7 @@ def variants(known: Order) -> Iterator[tuple[int, int, str]]:
 
 
 def _form(name: str, chunks: int, slices: int) -> str:
-    """What tells a timeline from others of its order and sizes, in words."""
+    """Describe what distinguishes a timeline from others of its order and sizes."""
     known = next((one for one in ORDERS if one.name == name), None)
     fixed = known is not None and known.chunks is not None and len(known.chunks) == 1
     words = [f"{chunks} stages a rank"] if chunks > 1 and not fixed else []
@@ -175,7 +178,7 @@ def _entry(name: str, micro: int, variant: str, timeline: Timeline) -> dict[str,
 
 
 def _page(data: str, shown: Shown | None, unit: str) -> str:
-    title = escape(f"{shown.order}: timeline" if shown else "timelines")
+    title = f"{shown.order}: timeline" if shown else "timelines"
     script = resources.files("schedlang.pipeline.timeline").joinpath("page.js").read_text()
     selects = "".join(
         f'<label>{text} <select id="{name}"></select></label>'
@@ -199,11 +202,8 @@ def _page(data: str, shown: Shown | None, unit: str) -> str:
         f"<th>{text}</th>"
         for text in ("order", "form", "makespan", "bubble", "without barrier", "live at most")
     )
-    return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
-        '<meta name="viewport" content="width=device-width"><meta name="color-scheme" '
-        f'content="light dark"><style>{SHEET}{STYLE}</style>\n'
-        f'<h1>{title}</h1><form onsubmit="return false">{selects}{costs}'
+    body = (
+        f'<h1>{escape(title)}</h1><form onsubmit="return false">{selects}{costs}'
         '<label><input id="transfers" type="checkbox"> transfers</label></form>\n'
         '<p id="source"></p><p><b id="told"></b></p><p class="key">'
         f"{key}; later stages of a rank are fainter, a second replica is hatched</p>\n"
@@ -217,9 +217,62 @@ def _page(data: str, shown: Shown | None, unit: str) -> str:
         '</thead><tbody id="others"></tbody></table></div>\n'
         f'<script type="text/plain" id="data">{data}</script>\n<script>{script}</script>\n</html>\n'
     )
+    return framed(title, SHEET + STYLE, body)
 
 
-# ---- A measured step beside its simulated one, as a picture, as a page and as a trace.
+# -- a timeline as a few short strings, which the page's script reads ------------------------------
+
+
+FIRST = 40  # the character of zero: printable, and no quote or ampersand is below it
+PACKED = {
+    "kind": 0,
+    "stage": 0,
+    "microbatch": 0,
+    "replica": 0,
+    "slice": 0,
+    "version": 0,
+    "peer": -1,
+}
+
+
+def packed(timeline: Timeline) -> dict[str, Any]:
+    """The compute rows of a timeline: one character a row and column.
+
+    Columns that say nothing are left out. `rows` counts those of each rank, `edges` is left out for
+    a chain of stages, `copies` are the kinds that run beside the computing of their rank, `peak`
+    what each rank holds at most, in microbatches of one rank's share. `extra` are the pairs (made,
+    used) that do not follow from the stages' edges, without a transfer: what a reader must be told.
+    """
+    t = timeline.compute()
+    found: dict[str, Any] = {"rows": np.diff(t.starts).tolist(), "stages": t.stages}
+    found["peak"] = [round(float(x), 6) for x in peak(timeline)]
+    for name, usual in PACKED.items():
+        column = getattr(t, name)
+        if (column != usual).any():
+            found[name] = "".join(map(chr, (column + (FIRST - usual)).tolist()))
+    if t.edges != chain(t.stages):
+        found["edges"] = t.edges
+    if np.isin(t.kind, COPIES).any():
+        found["copies"] = COPIES
+    if extra := _extra(t):
+        found["extra"] = extra
+    return found
+
+
+def _extra(t: Timeline) -> list[tuple[int, int]]:
+    """Pairs on one rank that its order does not imply, and those of barriers."""
+    made, used = dependencies(t)
+    copies = np.isin(t.kind, COPIES)
+    told = (t.rank[made] == t.rank[used]) & ((made > used) | copies[made])
+    pairs = [(made[told], used[told])]
+    if (t.kind == Kind.BARRIER).any():
+        before, waits, table = barriers(t, copies)
+        first = np.broadcast_to(table[0], table[1:].shape)
+        pairs += [(before, waits), (first.ravel(), table[1:].ravel())]
+    return [pair for a, b in pairs for pair in zip(a.tolist(), b.tolist())]
+
+
+# -- a measured step beside its simulated one ------------------------------------------------------
 
 
 MICROSECONDS = 1e6  # of a second
@@ -255,17 +308,15 @@ def measured_page(found: Measured, title: str, who: str = "rank ") -> str:
         f"<td>{one['seconds'] * 1e3:.3f} ms</td></tr>"
         for one in value["means"]
     )
-    said = escape(title)
-    return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{said}</title>\n'
-        '<meta name="viewport" content="width=device-width"><meta name="color-scheme" '
-        f'content="light dark"><style>{MEASURED_SHEET}</style>\n<h1>{said}</h1>\n'
+    body = (
+        f"<h1>{escape(title)}</h1>\n"
         f'<div id="frame">{measured_svg(found, title, who)}</div>\n'
         "<p>Planned: the same timeline, simulated with the mean time of each kind of operation at "
         f"each stage and {value['transfer'] * 1e3:.3f} ms for a transfer, all as measured.</p>\n"
         f"<table><tr><th></th><th>measured</th><th>simulated</th></tr>{rows}</table>\n"
         f"<table><tr><th>kind</th><th>stage</th><th>mean</th></tr>{means}</table>\n</html>\n"
     )
+    return framed(title, MEASURED_SHEET, body)
 
 
 def measured_trace(found: Measured) -> str:

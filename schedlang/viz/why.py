@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from schedlang.passes.simulate.account import Account
     from schedlang.passes.simulate.traffic import Collective
 
-# ---- Which rows act on a module or a parameter, where they are written, and by which selectors.
+# -- rows at a module or a parameter ---------------------------------------------------------------
 
 
 def why(plan: Plan, file: n.File, fqn: str) -> str:
@@ -76,7 +76,7 @@ def _trails(node: object, span: Span, above: tuple[str, ...]) -> Iterator[tuple[
         yield from _trails(node.block.body, span, above)
 
 
-# ---- Why ranks send something to each other: one kind of collective, its row, and the reason.
+# -- collectives -----------------------------------------------------------------------------------
 
 
 # why a kind of collective is needed at all
@@ -146,7 +146,7 @@ def listed(account: Account) -> str:
 
 
 def why_collective(plan: Plan, file: n.File, account: Account, number: int) -> str:
-    """What the collective of a number is, the row that asks for it, and why it is needed.
+    """Explain the collective of a number: its row, and why it is needed.
 
     Raises Refusal S866 for a number that none has.
     """

@@ -15,8 +15,7 @@ import torch
 from schedlang.testing.accelerator import unavailable
 from schedlang.testing.gpu import driver, page
 from schedlang.testing.gpu.__main__ import main
-from schedlang.testing.gpu.case import Found, Setup
-from schedlang.testing.gpu.parts import PARTS, Part
+from schedlang.testing.gpu.case import PARTS, Found, Part, Setup
 from schedlang.testing.gpu.programs import ONE
 from schedlang.testing.gpu.ranks import SEVERAL
 
@@ -135,10 +134,10 @@ def test_the_whole_rehearsal(device: str, tmp_path: Path) -> None:
 
 
 MUTATED = '''"""A kernel that is a little wrong, in each process that this folder is shown to."""
-import schedlang.kernels.rms_norm as home
+import schedlang.kernels.norm as home
 
-right = home.rms_norm
-home.rms_norm = lambda x, *more: right(x, *more) * 1.01
+right = home.norm
+home.norm = lambda x, *more: right(x, *more) * 1.01
 '''
 
 
@@ -161,7 +160,7 @@ import os
 import sys
 import time
 import types
-import schedlang.testing.gpu.parts as parts
+import schedlang.testing.gpu.case as parts
 from schedlang.testing.gpu.case import Case, Skipped, Told, Wrong
 
 def fine():

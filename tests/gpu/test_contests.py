@@ -76,7 +76,7 @@ def test_every_kernel_is_examined() -> None:
     }
     cases = correctness.checks(replace(TINY, device="cuda"))
     assert {case.kernel for case in cases} == kernels
-    for kernel in ("rms_norm", "add_norm", "gated", "rope", "linear_cross_entropy"):
+    for kernel in ("norm", "gated", "rope", "linear_cross_entropy"):
         own = [case for case in cases if case.kernel == kernel]
         assert {case.dtype for case in own} == set(correctness.TYPES)
         assert any(size % 2 for case in own for size in case.shape)
@@ -88,13 +88,13 @@ def test_a_reference_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch's reference ran in place of a kernel nothing was shown, however equal it is."""
     monkeypatch.setattr(correctness, "_can_run", lambda setup: None)
     first = correctness.checks(TINY)[0]
-    monkeypatch.setattr("schedlang.kernels.rms_norm.rms_norm", _by_reference)
+    monkeypatch.setattr("schedlang.kernels.norm.norm", _by_reference)
     found = found_of("kernels", Case("norm", lambda: correctness._checked(first, CPU)))
     assert found.outcome == "wrong" and "did not run" in found.note
 
 
 def _by_reference(x: Tensor, weight: Tensor, *more: object) -> Tensor:
-    from schedlang.kernels.rms_norm import reference
+    from schedlang.kernels.norm import reference
 
     return reference(x, weight, *more)  # type: ignore[arg-type]
 

@@ -25,7 +25,7 @@ from schedlang.kernels.gated_norm import (
     gated_norm_forward,
     reference,
 )
-from schedlang.kernels.gated_norms import GatedNorm
+from schedlang.kernels.norm_probes import GatedNorm
 from schedlang.kernels.probe import Mismatch
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.kernel_injection.kernel import match, replace

@@ -10,7 +10,7 @@ from torch import nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.kernels.device import runs
-from schedlang.kernels.norms import Norm
+from schedlang.kernels.norm_probes import Norm
 from schedlang.kernels.probe import Mismatch
 from schedlang.runtime.activation_memory.recompute import checkpoint
 from schedlang.runtime.float64 import Float64

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from schedlang.kernels.norms import Norm, probe_norm
+from schedlang.kernels.norm_probes import Norm, probe_norm
 from schedlang.kernels.probe import Mismatch, bare_copy
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.kernel_injection.kernel import match

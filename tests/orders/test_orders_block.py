@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from schedlang.pipeline.cost import Cost
-from schedlang.pipeline.schedules import block, order
+from schedlang.pipeline.schedules import order, vee
 from schedlang.pipeline.timeline import Timeline, check, peak, timing, with_transfers
 
 P = [2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 24]
@@ -69,14 +69,14 @@ def test_repetition_is_what_would_run(name: str, monkeypatch: pytest.MonkeyPatch
     sizes = [(p, m) for p in (1, 2, 3, 4, 6, 7, 10) for m in (1, 2, p + 1, 5 * p, 7 * p + 3)]
     skipped = [order(name, p, m) for p, m in sizes]
     counter = iter(range(10**9))
-    monkeypatch.setattr(block._Squeeze, "_state", lambda self: str(next(counter)).encode())
+    monkeypatch.setattr(vee._Squeeze, "_state", lambda self: str(next(counter)).encode())
     assert skipped == [order(name, p, m) for p, m in sizes]
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 6, 7, 12])
 def test_unsplit_block_repeats(p: int) -> None:
     """1F1B-V's block has no two operations of a rank in one slot, however often it is repeated."""
-    offsets = block._unsplit(p)
-    used = np.concatenate([offsets, offsets[2:] + 1]) % block.INTERVAL
-    assert (np.sort(used, axis=0) == np.arange(block.INTERVAL)[:, None]).all()
+    offsets = vee._unsplit(p)
+    used = np.concatenate([offsets, offsets[2:] + 1]) % vee.INTERVAL
+    assert (np.sort(used, axis=0) == np.arange(vee.INTERVAL)[:, None]).all()
     assert slots(order("1F1B-V", p, 3 * p), 3 * p) == 6 * (p - 1) + (p - 1) % 3

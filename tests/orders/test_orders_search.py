@@ -8,11 +8,9 @@ import pytest
 
 from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import ORDERS, OrderError, Size, find, order
-from schedlang.pipeline.schedules.candidates import chains_of, warmups
-from schedlang.pipeline.schedules.chain import Chain
-from schedlang.pipeline.schedules.fill import filled
+from schedlang.pipeline.schedules.list_scheduling import Chain, filled
 from schedlang.pipeline.schedules.repetend import repetends
-from schedlang.pipeline.schedules.search import searched
+from schedlang.pipeline.schedules.search import chains_of, searched, warmups
 from schedlang.pipeline.timeline import (
     Kind,
     Timeline,

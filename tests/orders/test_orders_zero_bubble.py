@@ -14,7 +14,7 @@ import pytest
 from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import find, order, sized
 from schedlang.pipeline.schedules.heuristic import KEPT, Knobs, draft
-from schedlang.pipeline.schedules.interleaved import accounted
+from schedlang.pipeline.schedules.looped import accounted
 from schedlang.pipeline.timeline import check, peak, timing, with_transfers
 
 # Qi et al., Zero Bubble, 2023: the bubbles of Table 5, and the times of Table 9 in milliseconds

@@ -10,7 +10,7 @@ import pytest
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.partition.stages import Unit, balanced
-from schedlang.remat.partition import Repeated
+from schedlang.remat.operators import Repeated
 from tests import models
 from tests.engine import Threads
 from tests.memory.test_chosen import drawn, ways

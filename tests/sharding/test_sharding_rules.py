@@ -11,15 +11,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from schedlang.kernels import sharding
-from schedlang.kernels.add_norm import Form as Sum
-from schedlang.kernels.add_norm import add_norm
 from schedlang.kernels.gated import gated, packed
 from schedlang.kernels.gated_norm import Form as Gate
 from schedlang.kernels.gated_norm import gated_norm
 from schedlang.kernels.grouped import grouped
-from schedlang.kernels.layer_norm import layer_norm
 from schedlang.kernels.linear_cross_entropy import Form, statistics, weighed
-from schedlang.kernels.rms_norm import rms_norm
+from schedlang.kernels.norm import Form as Norm
+from schedlang.kernels.norm import add_norm, norm
 from schedlang.kernels.rope import Form as Turn
 from schedlang.kernels.rope import rope
 
@@ -64,9 +62,9 @@ CASES: dict[str, Any] = {
         )
         for split in (S(0), S(1))
         for name, call, more in [
-            ("rms_norm", lambda x, w: rms_norm(x, w, 1e-6, 1.0, "early"), [W]),
-            ("layer_norm", lambda x, w, b: layer_norm(x, w, b, 1e-6), [W, W + 1]),
-            ("layer_norm without bias", lambda x, w: layer_norm(x, w, None, 1e-6), [W]),
+            ("rms_norm", lambda x, w: norm(x, w, None, Norm(offset=1.0, rounding="early")), [W]),
+            ("layer_norm", lambda x, w, b: norm(x, w, b, Norm(True)), [W, W + 1]),
+            ("layer_norm without bias", lambda x, w: norm(x, w, None, Norm(True)), [W]),
             ("packed", lambda x: packed(x, "silu", False), []),
         ]
     },
@@ -78,7 +76,7 @@ CASES: dict[str, Any] = {
             split,
             [split, split, *[Partial()] * len(more)],
         )
-        for split, form, more in [(S(0), Sum(True), [W, W + 1]), (S(1), Sum(False), [W])]
+        for split, form, more in [(S(0), Norm(True), [W, W + 1]), (S(1), Norm(False), [W])]
     },
     **{
         f"a norm with a gate by {split}": (
@@ -91,14 +89,14 @@ CASES: dict[str, Any] = {
         for split, form in [(S(0), Gate(first=True, groups=2)), (S(1), Gate(rounding="early"))]
     },
     "a sum and its norm": (
-        lambda a, b, w: torch.stack(add_norm(a, b, w, None, Sum(rounding="early"))),
+        lambda a, b, w: torch.stack(add_norm(a, b, w, None, Norm(rounding="early"))),
         [X, X + 1, W],
         [S(1), S(1), R],
         S(2),
         [S(1), S(1), Partial()],
     ),
     "heads that turn": (turned, [drawn(2, 4, 3, 8)], [S(1)], S(1), [S(1)]),
-    "whole": (lambda x, w: rms_norm(x, w, 1e-6), [X, W], [R, R], R, [R, R]),
+    "whole": (lambda x, w: norm(x, w, None, Norm()), [X, W], [R, R], R, [R, R]),
     "columns of a gate": (
         lambda a, b: gated(a, b, "gelu"),
         [X, X + 1],
@@ -119,6 +117,20 @@ CASES: dict[str, Any] = {
         [S(1), S(2)],
         Partial(),
         [S(1), S(2)],
+    ),
+    "rows of square matrices": (
+        multiplied,
+        [drawn(4, 6), drawn(3, 6, 6)],
+        [S(1), S(1)],
+        Partial(),
+        [S(1), S(1)],
+    ),
+    "the same matrices, the other way round": (
+        lambda x, w: multiplied(x, w, True),
+        [drawn(4, 6), drawn(3, 6, 6)],
+        [S(1), S(1)],
+        S(1),
+        [Partial(), S(1)],
     ),
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pygments.token import Error
 
-from schedlang.editors import textmate, words
+from schedlang.editors import rules as colours
 from schedlang.editors.complete import offers
 from schedlang.editors.hover import definition, hover
 from schedlang.editors.lexer import SchedLexer
@@ -65,12 +65,12 @@ def test_what_may_stand_here(text: str, wanted: list[str]) -> None:
     """Exactly the names that have a meaning at the place stand first."""
     assert offered(text)[: len(wanted)] == wanted
     if not text.endswith(("{ |", "(|", "require |")):
-        assert [one for one in offered(text) if one not in words.verbs()] == wanted
+        assert [one for one in offered(text) if one not in colours.verbs()] == wanted
 
 
 def test_verbs_follow_a_selector() -> None:
     """After a selector come the verbs, and no modules; inside a call they do not."""
-    assert offered(STEP + "  h.*.mlp  |") == list(words.verbs())
+    assert offered(STEP + "  h.*.mlp  |") == list(colours.verbs())
     assert "shard" not in offered(STEP + "  wte  shard(|")
     assert {"col", "row", "over=", "blocks="} <= set(offered(STEP + "  wte  shard(|"))
     assert "over=" not in offered(STEP + "  wte  shard(over=tp, |")
@@ -157,10 +157,8 @@ def test_words_are_what_they_stand_for() -> None:
 def test_the_grammar_of_editors_is_the_language() -> None:
     """The extension's TextMate grammar is the one made from the language's own grammar."""
     kept = ROOT / "editors" / "vscode" / "syntaxes" / "sched.tmLanguage.json"
-    assert kept.read_text() == textmate.text(), "python -m schedlang.editors.textmate > " + str(
-        kept
-    )
-    assert {kind for _, kind in rules()} == set(textmate.SCOPES)
+    assert kept.read_text() == colours.text(), "python -m schedlang.editors.rules > " + str(kept)
+    assert {kind for _, kind in rules()} == set(colours.SCOPES)
     package = json.loads((ROOT / "editors" / "vscode" / "package.json").read_text())
     named = [package["main"], *(g["path"] for g in package["contributes"]["grammars"])]
     named += [one["configuration"] for one in package["contributes"]["languages"]]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from schedlang.editors.lexer import SchedLexer
-from schedlang.editors.textmate import SCOPES
+from schedlang.editors.rules import SCOPES
 from tests.samples import SAMPLES
 
 ROOT = Path(__file__).parents[2]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from schedlang.kernels import rms_norm as norms
+from schedlang.kernels import norm as norms
 from schedlang.runtime.fusion.fuse import Fuse
 from schedlang.runtime.kernel_injection import attention, kernel
 from schedlang.runtime.lazy_logits import vocab_parallel
@@ -83,16 +84,18 @@ def mask_instead_of_causal(patch: Patch, site: Site) -> None:
 @bug("F06", "replace_kernel", Operator.CONSTANT, "normed by kernel")
 def default_epsilon(patch: Patch, site: Site) -> None:
     """The kernel of a norm uses its own epsilon."""
-    plain = kernel.rms_norm
-    patch.setattr(kernel, "rms_norm", lambda x, weight, eps, *rest: plain(x, weight, 1e-5, *rest))
+    plain = kernel.norm
+    patch.setattr(
+        kernel, "norm", lambda x, w, bias, form: plain(x, w, bias, replace(form, eps=1e-5))
+    )
 
 
 @bug("F07", "replace_kernel", Operator.CONSTANT, "normed beside", credit="Liger-Kernel#74, #92")
 def weight_instead_of_one_more(patch: Patch, site: Site) -> None:
     """The kernel multiplies by w where the norm multiplies by 1 + w."""
-    plain = kernel.rms_norm
+    plain = kernel.norm
     patch.setattr(
-        kernel, "rms_norm", lambda x, weight, eps, offset, how: plain(x, weight, eps, 0.0, how)
+        kernel, "norm", lambda x, w, bias, form: plain(x, w, bias, replace(form, offset=0.0))
     )
 
 
@@ -128,27 +131,27 @@ def other_activation(patch: Patch, site: Site) -> None:
 )
 def gradient_written_over(patch: Patch, site: Site) -> None:
     """The kernel's backward writes its result into the gradient that it was given."""
-    plain = norms.rms_norm_backward
+    plain = norms.norm_backward
 
-    def backward(dy: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-        dx, dweight = plain(dy, *args)
-        dy.copy_(dx)
-        return dx, dweight
+    def backward(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        made: tuple[Tensor, ...] = plain(dy, *args)
+        dy.copy_(made[0])
+        return made
 
-    patch.setattr(norms, "rms_norm_backward", backward)
+    patch.setattr(norms, "norm_backward", backward)
 
 
 @bug("F10", "replace_kernel", Operator.ALIAS, "normed middle", credit="Liger-Kernel#254, #272")
 def input_written_over(patch: Patch, site: Site) -> None:
     """The kernel writes into its input, which the module before it has saved."""
-    plain = norms.rms_norm_backward
+    plain = norms.norm_backward
 
-    def backward(dy: Tensor, x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-        dx, dweight = plain(dy, x, *args)
-        x.data.copy_(dx)
-        return dx, dweight
+    def backward(dy: Tensor, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        made: tuple[Tensor, ...] = plain(dy, x, *args)
+        x.data.copy_(made[0])
+        return made
 
-    patch.setattr(norms, "rms_norm_backward", backward)
+    patch.setattr(norms, "norm_backward", backward)
 
 
 @bug(
@@ -204,11 +207,11 @@ def weight_of_the_last_block(patch: Patch, site: Site) -> None:
     """The gradient of a norm's weight is that of the last block of rows."""
     plain = norms.backward_of
 
-    def backward(dy: Tensor, x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-        dx, _ = plain(dy, x, *args)
+    def backward(dy: Tensor, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        dx, _, dbias = plain(dy, x, *args)
         rows = math.prod(x.shape[:-1])
         last = dy.clone().reshape(rows, -1)
         last[: rows // 2] = 0.0
-        return dx, plain(last.reshape(dy.shape), x, *args)[1]
+        return dx, plain(last.reshape(dy.shape), x, *args)[1], dbias
 
     patch.setattr(norms, "backward_of", backward)

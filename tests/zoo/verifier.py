@@ -247,7 +247,7 @@ def reference_was_transformed(patch: Patch) -> None:
     known = {}
     for name, module in case("normed by kernel").plan.model.model.named_modules():
         if name.endswith("norm"):
-            with mock.patch("schedlang.runtime.kernel_injection.kernel.rms_norm"):
+            with mock.patch("schedlang.runtime.kernel_injection.kernel.norm"):
                 known[name] = match(module, "rms_norm")
 
     def transformed(given: Any) -> Any:

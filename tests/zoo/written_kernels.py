@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from schedlang.kernels import add_norm, gated, held_cross_entropy, layer_norm, rope
+from schedlang.kernels import gated, linear_cross_entropy, norm, rope
 from schedlang.kernels.linear_cross_entropy import Sums
 from schedlang.runtime.lazy_logits import lazy
 from tests.zoo.bug import Operator, Patch, Site, bug
@@ -26,13 +26,13 @@ def gradient_of_up_without_activation(patch: Patch, site: Site) -> None:
 @bug("F24", "replace_kernel", Operator.SKIP, "by other kernels")
 def bias_of_the_last_row(patch: Patch, site: Site) -> None:
     """The gradient of a LayerNorm's bias is that of the last row."""
-    plain = layer_norm.layer_norm_backward
+    plain = norm.norm_backward
 
     def backward(dy: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
         dx, dweight, _ = plain(dy, *given)
         return dx, dweight, dy.reshape(-1, dy.shape[-1])[-1].clone()
 
-    patch.setattr(layer_norm, "layer_norm_backward", backward)
+    patch.setattr(norm, "norm_backward", backward)
 
 
 @bug("F25", "replace_kernel", Operator.CONSTANT, "by kernels", credit="Liger-Kernel#802 class")
@@ -68,16 +68,20 @@ def turned_on_instead_of_back(patch: Patch, site: Site) -> None:
 @bug("F28", "replace_kernel", Operator.DETACH, "by kernels", credit="Liger-Kernel#370 class")
 def residual_without_gradient(patch: Patch, site: Site) -> None:
     """Of a sum and its norm only the norm gives a gradient."""
-    plain = add_norm.add_norm_backward
-    patch.setattr(add_norm, "add_norm_backward", lambda first, *given: plain(first * 0, *given))
+    plain = norm.norm_backward
+
+    def backward(dy: Tensor, x: Tensor, dtotal: Tensor | None, *given: Any) -> Any:
+        return plain(dy, x, None if dtotal is None else dtotal * 0, *given)
+
+    patch.setattr(norm, "norm_backward", backward)
 
 
 @bug("F29", "replace_kernel", Operator.SKIP, "by other kernels")
 def target_left_out(patch: Patch, site: Site) -> None:
     """The gradient that is written over the logits lacks the target's part."""
-    plain = held_cross_entropy.gradient_
+    plain = linear_cross_entropy.gradient_
 
     def gradient(z: Tensor, target: Tensor, lse: Tensor, by: Any, *given: Any) -> Tensor:
         return plain(z, target, lse, (by[0], by[1] * 0, by[2]), *given)
 
-    patch.setattr(held_cross_entropy, "gradient_", gradient)
+    patch.setattr(linear_cross_entropy, "gradient_", gradient)

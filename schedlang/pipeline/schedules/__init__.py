@@ -2,46 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from fractions import Fraction
+from typing import TypedDict, Unpack
+
 from schedlang.diagnostics.diagnostic import closest
 from schedlang.diagnostics.other_systems import ORDERS as OTHER_ORDERS
-from schedlang.pipeline.cost import UNIT_COST, Cost
+from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import (
-    block,
-    breadth,
-    dualpipe,
-    flush,
-    gis,
+    bidirectional,
     heuristic,
-    interleaved,
-    opposite,
-    parked,
+    looped,
+    one_stage,
     search,
     sliced,
     stale,
-    varuna,
     vee,
-    wave,
-    zero_bubble,
 )
 from schedlang.pipeline.schedules.csv_table import read_table, table_order, write_table
 from schedlang.pipeline.schedules.registry import Order, OrderError, Size
 from schedlang.pipeline.timeline import Timeline
 
 KNOWN: tuple[Order, ...] = (
-    *flush.ORDERS,
-    *interleaved.ORDERS,
-    *breadth.ORDERS,
-    *zero_bubble.ORDERS,
+    *one_stage.FLUSHED,
+    *looped.INTERLEAVED,
+    *looped.BREADTH_FIRST,
+    *one_stage.ZERO_BUBBLE,
     *heuristic.ORDERS,
-    *vee.ORDERS,
-    *block.ORDERS,
-    *gis.ORDERS,
-    *opposite.ORDERS,
-    *dualpipe.ORDERS,
-    *wave.ORDERS,
+    *vee.PHASED,
+    *vee.REPEATED,
+    *looped.GROUPED,
+    *bidirectional.ALTERNATING,
+    *bidirectional.OVERLAPPED,
+    *looped.WAVES,
     *sliced.ORDERS,
-    *parked.ORDERS,
-    *varuna.ORDERS,
+    *one_stage.PARKED,
+    *one_stage.RECOMPUTED,
     *stale.ORDERS,
 )
 ORDERS: tuple[Order, ...] = (*KNOWN, search.search(KNOWN))
@@ -61,56 +57,37 @@ __all__ = [
 ]
 
 
+class Settings(TypedDict, total=False):
+    """What an order is made for beside ranks, microbatches and chunks; see `Size`."""
+
+    slices: int
+    cost: Cost
+    memory: float | None
+    every: int | None
+    barrier: bool
+
+
 def order(
-    name: str,
-    ranks: int,
-    micro: int,
-    chunks: int | None = None,
-    *,
-    slices: int = 1,
-    cost: Cost = UNIT_COST,
-    memory: float | None = None,
-    every: int | None = None,
-    barrier: bool = True,
+    name: str, ranks: int, micro: int, chunks: int | None = None, **given: Unpack[Settings]
 ) -> Timeline:
     """The compute operations of every rank under a named order.
 
     `name` in any case, torch's class names included; `micro` microbatches; `chunks` stages per
-    rank, None: the order's own number; see `Size` for the rest. Raises OrderError for sizes that
-    the order does not have.
+    rank, None: the order's own number. Raises OrderError for sizes that the order does not have.
     """
     found = find(name)
-    size = sized(
-        found,
-        ranks,
-        micro,
-        chunks,
-        slices=slices,
-        cost=cost,
-        memory=memory,
-        every=every,
-        barrier=barrier,
-    )
-    return found.make(size)
+    return found.make(sized(found, ranks, micro, chunks, **given))
 
 
 def sized(
-    found: Order,
-    ranks: int,
-    micro: int,
-    chunks: int | None = None,
-    *,
-    slices: int = 1,
-    cost: Cost = UNIT_COST,
-    memory: float | None = None,
-    every: int | None = None,
-    barrier: bool = True,
+    found: Order, ranks: int, micro: int, chunks: int | None = None, **given: Unpack[Settings]
 ) -> Size:
     """The sizes of an order, checked; `chunks` None is its own number. Raises OrderError."""
-    from fractions import Fraction
-
+    memory = given.pop("memory", None)
     chunks = chunks_of(name=found.name) if chunks is None else chunks
-    if min(ranks, micro, chunks, slices) < 1:
+    size = Size(ranks, micro, chunks, **given)  # type: ignore[arg-type]
+    size = replace(size, memory=None if memory is None else Fraction(memory))
+    if min(ranks, micro, chunks, size.slices) < 1:
         raise OrderError(
             f"a pipeline of {ranks} ranks, {micro} microbatches and {chunks} chunks is empty",
             "each of them is at least 1",
@@ -122,13 +99,11 @@ def sized(
             f"{found.name} needs several stages per rank",
             f'chunks={found.default_chunks}, or order="1F1B"',
         )
-    if slices > 1 and not found.sliced:
+    if size.slices > 1 and not found.sliced:
         able = ", ".join(o.name for o in ORDERS if o.sliced)
         raise OrderError(f"{found.name} does not cut sequences", f"slices=1, or one of {able}")
-    if every is not None:
-        _check_every(found, micro, every)
-    limit = None if memory is None else Fraction(memory)
-    size = Size(ranks, micro, chunks, slices, cost, limit, every, barrier)
+    if size.every is not None:
+        _check_every(found, micro, size.every)
     problem = found.problem(size)
     if problem is not None:
         raise OrderError(*problem)
@@ -136,7 +111,7 @@ def sized(
 
 
 def chunks_of(name: str) -> int:
-    """How many stages an order puts on each rank unless it is told."""
+    """Return the number of stages that an order puts on each rank by default."""
     found = find(name)
     return found.default_chunks if found.chunks is None else found.chunks[0]
 
@@ -159,7 +134,7 @@ def meant(name: str) -> str | None:
 
 
 def _legal(name: str) -> str:
-    """What to write for an order that nobody knows."""
+    """Say what to write in place of an unknown order."""
     found = meant(name)
     return f'write `order="{found}"`' if found else "orders: " + ", ".join(o.name for o in ORDERS)
 

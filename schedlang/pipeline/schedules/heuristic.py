@@ -58,7 +58,7 @@ class Draft:
         self.rows: list[list[int]] = [[] for _ in range(ranks)]
 
     def arrival(self, rank: int, kind: int) -> Number:
-        """When the input of the rank's next F or I is there, as far as it comes from another."""
+        """Return the arrival time of the input of a rank's next F or I from another rank."""
         other = rank - 1 if kind == F else rank + 1
         if not 0 <= other < self.ranks:
             return 0
@@ -97,7 +97,7 @@ class Draft:
         return laid(rows, self.micro)
 
     def waiting(self, rank: int) -> int:
-        """How many weight gradients the rank could run."""
+        """Count the weight gradients that a rank could run."""
         return self.done[I][rank] - self.done[W][rank]
 
     def fill(self, rank: int, kind: int) -> None:
@@ -113,7 +113,7 @@ class Draft:
             self.put(rank, W)
 
     def behind(self, rank: int) -> Number:
-        """How much longer than this rank the one that was idle longest has been."""
+        """Return how much longer than this rank the most idle one has been idle."""
         return max(self.idle) - self.idle[rank]
 
 
@@ -153,7 +153,7 @@ def draft(size: Size, limit: Fraction, knobs: Knobs) -> Draft:
 
 
 def _warmup(draft: Draft) -> list[int]:
-    """How many forwards more each rank runs before its first backward, within its memory."""
+    """Return how many more forwards each rank runs before its first backward, within memory."""
     extra = [0] * draft.ranks
     ready = draft.free[-1] + draft.cost[-1][I]  # the end of the first I of the rank after
     for rank in reversed(range(draft.ranks - 1)):

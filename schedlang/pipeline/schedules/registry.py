@@ -20,7 +20,7 @@ class OrderError(ValueError):
 
 @dataclass(frozen=True)
 class Size:
-    """What an order is made for.
+    """The sizes that an order is made for.
 
     ranks    of the pipeline (p)
     micro    microbatches (m)
@@ -50,6 +50,11 @@ Problem = tuple[str, str]  # why a size is not legal, and sizes that are
 def times(size: Size) -> tuple[Fraction, Fraction, Fraction]:
     """F, I and W of one microbatch on one rank, exact."""
     return Fraction(size.cost.f), Fraction(size.cost.i), Fraction(size.cost.w)
+
+
+def flushed(size: Size) -> Fraction:
+    """(p-1) (F + I + W)."""
+    return (size.ranks - 1) * sum(times(size), Fraction(0))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from schedlang.pipeline.schedules.chain import Chain, F, I, W
+from schedlang.pipeline.schedules.list_scheduling import Chain, F, I, W
 
 OPTIONS = 4  # places that are tried for each operation
 
@@ -25,7 +25,7 @@ class Repetend:
     starts: tuple[tuple[int, ...], ...]
 
     def start(self, kind: int, stage: int, microbatch: int) -> int:
-        """When an operation starts, if every microbatch follows one period later."""
+        """Return the start of an operation, if every microbatch follows one period later."""
         return self.starts[kind][stage] + microbatch * self.period
 
     def rows(self, chain: Chain, micro: int) -> list[list[int]]:

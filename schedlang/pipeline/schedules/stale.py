@@ -13,7 +13,7 @@ from fractions import Fraction
 import numpy as np
 
 from schedlang.pipeline.schedules.lay import Ints, merge
-from schedlang.pipeline.schedules.registry import Order, Problem, Size
+from schedlang.pipeline.schedules.registry import Order, Problem, Size, flushed
 from schedlang.pipeline.timeline import COLUMNS, Column, Kind, Timeline, chain
 
 STALENESS = frozenset({"staleness"})
@@ -94,7 +94,7 @@ def _rank(rank: int, size: Size, warmup: int, read: Read, every: int) -> dict[st
 
 
 def _together(size: Size) -> int:
-    """How many microbatches an update sums: the fewest from p on that divide m, or all."""
+    """Return the microbatches of an update: the fewest from p on that divide m, or all."""
     if size.every is not None:
         return size.every
     return next(
@@ -136,8 +136,7 @@ def _pipelined(size: Size) -> Timeline:
 
 def _idle(size: Size) -> Fraction:
     """(p-1) (F + I + W): filled and drained once a step, however many updates it holds."""
-    cost = size.cost
-    return (size.ranks - 1) * (Fraction(cost.f) + Fraction(cost.i) + Fraction(cost.w))
+    return flushed(size)
 
 
 ORDERS = (

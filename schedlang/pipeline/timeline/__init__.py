@@ -1,9 +1,7 @@
 """The timeline of a pipeline: one table of operations that is proven, timed, drawn and run."""
 
-from schedlang.pipeline.timeline.halves import halved
-from schedlang.pipeline.timeline.memory import peak, peak_live
+from schedlang.pipeline.timeline.memory import peak, peak_live, with_holds, with_parks
 from schedlang.pipeline.timeline.messages import check_queues, with_transfers
-from schedlang.pipeline.timeline.parking import with_holds, with_parks
 from schedlang.pipeline.timeline.proof import check
 from schedlang.pipeline.timeline.sharded_weights import runs, with_gathers
 from schedlang.pipeline.timeline.simulation import Timing, timing
@@ -19,6 +17,7 @@ from schedlang.pipeline.timeline.table import (
     Timeline,
     TimelineError,
     chain,
+    halved,
     timeline,
 )
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from schedlang.pipeline.timeline.memory import with_holds
 from schedlang.pipeline.timeline.needs import BACKWARD, Places, dependencies, describe
-from schedlang.pipeline.timeline.parking import with_holds
 from schedlang.pipeline.timeline.table import (
     AWAY,
     COLUMNS,
@@ -20,7 +20,7 @@ from schedlang.pipeline.timeline.table import (
     TimelineError,
 )
 
-# ---- The sends and receives of a timeline: where they stand.
+# -- where sends and receives stand ----------------------------------------------------------------
 
 
 # where a row stands at its place: receives, the operation itself, its sends
@@ -59,7 +59,7 @@ def with_transfers(timeline: Timeline, lookahead: int = 1) -> Timeline:
 
 
 def _latest_post(t: Timeline, made: Rows, used: Rows) -> Rows:
-    """Where each receive must be posted: no later than any later receive of its pair of ranks."""
+    """Return where each receive must be posted: not after a later receive of its rank pair."""
     pair = t.rank[made].astype(np.int64) * t.ranks + t.rank[used]
     post = used.copy()
     order = np.argsort(pair, kind="stable")  # made is ascending: within a pair, the sending order
@@ -70,7 +70,7 @@ def _latest_post(t: Timeline, made: Rows, used: Rows) -> Rows:
     return post
 
 
-# ---- The messages of a timeline: each is sent once, received once, in time and in one order.
+# -- each message is sent once, received once, in time and in order --------------------------------
 
 
 SENDS, RECEIVES = (Kind.SEND_F, Kind.SEND_B), (Kind.RECV_F, Kind.RECV_B)
@@ -217,8 +217,7 @@ def _in_turn(t: Timeline, send: Rows, receive: Rows) -> None:
         )
 
 
-# ---- Proof that messages do not block each other where those of two ranks run one after the
-# other.
+# -- messages of two ranks do not block each other -------------------------------------------------
 # So it is with NCCL and its kin: sends and receives of two ranks in one communicator stand in one
 # queue at each end, in the order in which they are posted, and each runs until both ends have come
 # to it.  A receive that is posted early then holds up all that its rank posts after it.
@@ -282,7 +281,7 @@ class _Run:
                 raise TimelineError(self._stuck(rank))
 
     def _row(self, rank: int, row: int) -> bool:
-        """Do one row; False if it waits for a message."""
+        """Run one row; False if it waits for a message."""
         if not self.posted[rank]:
             self.posted[rank] = True
             for message, lane in self.posts.get(row, ()):

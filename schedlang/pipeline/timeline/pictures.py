@@ -13,7 +13,7 @@ from schedlang.pipeline.timeline.needs import dependencies
 from schedlang.pipeline.timeline.simulation import COPIES, Costs, Timing, timing
 from schedlang.pipeline.timeline.table import UNIT, Kind, Timeline
 
-# ---- How operations look in every picture: colours, words, shades and labels.
+# -- colours, words, shades and labels -------------------------------------------------------------
 
 
 # Okabe and Ito's palette; F, B, I and W are apart in lightness or hue for every kind of sight
@@ -82,7 +82,7 @@ def shaded(kind: Kind, level: int, most: int) -> str:
 
 
 def label(microbatch: int, part: int, slices: int) -> str:
-    """What stands on a block: the microbatch, and the slice where it has several."""
+    """Return the label of a block: the microbatch, and the slice where it has several."""
     return f"{microbatch}.{part}" if slices > 1 else str(microbatch)
 
 
@@ -105,7 +105,7 @@ def named(
     return text + (f", version {version}" if version else "")
 
 
-# ---- A timeline in the terminal: one bar for each rank, to scale, as wide as asked.
+# -- in the terminal: one bar for each rank, to scale ----------------------------------------------
 
 
 IDLE = "\N{MIDDLE DOT}"
@@ -178,7 +178,7 @@ def _legend_line(t: Timeline, times: Timing, head: int, colour: bool) -> str:
     return " " * head + "   ".join([*words, f"{IDLE} idle"])
 
 
-# ---- A picture of a timeline: one self-contained SVG, light and dark, safe for colour blindness.
+# -- as SVG: light and dark, safe for colour blindness ---------------------------------------------
 
 
 ROW, BLOCK, UNIT_WIDTH, LEFT, TOP = 26, 22, 24.0, 58, 30

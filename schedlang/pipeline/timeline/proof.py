@@ -101,7 +101,7 @@ def _complete(table: Places, forward: Rows, backward: Rows, weight: Rows, comple
 
 
 def _in_order(table: Places, forward: Rows, backward: Rows, weight: Rows) -> None:
-    """What a rank needs of itself stands before what needs it."""
+    """Check that a rank's own inputs come before the rows that need them."""
     _stand(table, forward, backward, "F before B")
     _stand(table, backward, weight, "I before W")
     _stand(table, forward[..., :-1], forward[..., 1:], "slices forward in order")
@@ -127,7 +127,7 @@ def _in_order(table: Places, forward: Rows, backward: Rows, weight: Rows) -> Non
 
 
 def _stand(table: Places, first: Rows, then: Rows, what: str) -> None:
-    """Where both are there, the first stands before the other."""
+    """Check that, where both exist, the first comes before the second."""
     wrong = (first >= 0) & (then >= 0) & (first > then)
     if wrong.any():
         k = int(np.argmax(wrong))
@@ -136,7 +136,7 @@ def _stand(table: Places, first: Rows, then: Rows, what: str) -> None:
 
 
 def _together(table: Places, gone: Rows, back: Rows, first: Kind, then: Kind) -> None:
-    """What goes comes back, later, from the same partner."""
+    """Check that what leaves returns later from the same partner."""
     t = table.t
     lone = (gone >= 0) != (back >= 0)
     if lone.any():

@@ -9,7 +9,7 @@ import numpy as np
 from schedlang.pipeline.timeline.needs import describe, latest_before
 from schedlang.pipeline.timeline.table import COLUMNS, Kind, Rows, Timeline, TimelineError
 
-# ---- Gathers of sliced weights along a timeline: once for a run of operations of one stage.
+# -- gathers ---------------------------------------------------------------------------------------
 # Lamy-Poirier, Breadth-First Pipeline Parallelism (2022, 2211.05953): a rank that runs all
 # microbatches of a stage one after the other gathers its weights once for all of them.
 
@@ -71,7 +71,7 @@ def with_gathers(t: Timeline) -> Timeline:
     return replace(t, **columns)
 
 
-# ---- Sharded weights along a timeline: gathered where they are used, their gradients reduced.
+# -- checks ----------------------------------------------------------------------------------------
 
 
 USERS = (Kind.F, Kind.B, Kind.I, Kind.RECOMPUTE)  # these compute with the weights

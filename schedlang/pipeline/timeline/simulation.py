@@ -16,8 +16,7 @@ from schedlang.pipeline.cost import Cost, Number
 from schedlang.pipeline.timeline.needs import barriers, dependencies, describe
 from schedlang.pipeline.timeline.table import UNIT, Kind, Rows, Timeline, TimelineError
 
-# ---- The clock of a timeline: every rank runs its rows in order, each as soon as its needs
-# ended.
+# -- the clock -------------------------------------------------------------------------------------
 
 
 Ticks = NDArray[Any]  # float64, int64, or objects where whole numbers are too large for int64
@@ -164,7 +163,7 @@ class Clock:
         self.at, self.cursor = np.array(at), np.array(cursor)
 
 
-# ---- What each row of a timeline costs, in ticks: whole numbers where the costs are exact.
+# -- costs of rows, in ticks: whole numbers where costs are exact ----------------------------------
 
 
 Costs = Cost | Mapping[Kind, Number] | NDArray[Any] | Sequence[Number]
@@ -292,7 +291,7 @@ def exact_ticks(table: NDArray[Any], count: int) -> tuple[Ticks, Fraction | None
     return whole.astype(np.int64 if largest * (count + 1) < LARGEST else object), Fraction(1, scale)
 
 
-# ---- When every operation of a timeline runs, under given costs.
+# -- timings ---------------------------------------------------------------------------------------
 
 
 Floats = NDArray[np.float64]
@@ -403,7 +402,7 @@ class Timing:
 
 
 def timing(timeline: Timeline, cost: Costs = UNIT, transfer: Number = 0.0) -> Timing:
-    """When every compute operation runs, each rank in its order, as early as its inputs are there.
+    """Time every compute operation: each rank in its order, as early as its inputs arrive.
 
     `cost`: a `Cost`, whose chunks and slices take their parts of it; or time per kind, the same
     for every stage, or one time per compute row, both with `transfer` between ranks. Raises

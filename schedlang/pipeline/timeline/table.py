@@ -17,7 +17,7 @@ Edge = tuple[int, int]
 
 
 class Kind(IntEnum):
-    """What an operation does; B is the whole backward, I and W are its two halves.
+    """The kind of an operation; B is the whole backward, I and W are its two halves.
 
     EVICT sends the activations of a microbatch to another rank, where HOLD takes them in; GIVE
     sends them back and LOAD takes them home. STEP makes a version of a stage's weights.
@@ -124,22 +124,22 @@ class Timeline:
 
     @cached_property
     def stages(self) -> int:
-        """How many stages there are, over all ranks."""
+        """The number of stages over all ranks."""
         return int(self.stage.max()) + 1 if len(self) else 0
 
     @cached_property
     def microbatches(self) -> int:
-        """How many microbatches there are."""
+        """The number of microbatches."""
         return int(self.microbatch.max()) + 1 if len(self) else 0
 
     @cached_property
     def starts(self) -> Rows:
-        """Where each rank's rows begin; one more entry than ranks."""
+        """The first row of each rank; one more entry than ranks."""
         return np.searchsorted(self.rank, np.arange(self.ranks + 1)).astype(np.int64)
 
     @cached_property
     def replicas(self) -> int:
-        """How many copies of the stages there are; each microbatch goes through one of them."""
+        """The number of copies of the stages; each microbatch goes through one of them."""
         return int(self.replica.max()) + 1 if len(self) else 0
 
     @cached_property
@@ -251,3 +251,15 @@ def timeline(rows: Sequence[Sequence[Op]], edges: Iterable[Edge] | None = None) 
         ranks=len(rows),
         edges=chain(stages) if edges is None else tuple(sorted(set(edges))),
     )
+
+
+def halved(timeline: Timeline) -> Timeline:
+    """The same order with I and W in place of every B; what is sent back follows the I."""
+    whole = timeline.kind == Kind.B
+    rows = np.repeat(np.arange(len(timeline)), np.where(whole, 2, 1))
+    columns = {name: getattr(timeline, name)[rows] for name in COLUMNS}
+    second = np.diff(rows, prepend=-1) == 0
+    kind = columns["kind"].copy()
+    kind[whole[rows]] = Kind.I
+    kind[second] = Kind.W
+    return replace(timeline, **{**columns, "kind": kind})

@@ -15,7 +15,7 @@ _READS = (Kind.F, *BACKWARD)
 
 
 def is_stale(timeline: Timeline) -> bool:
-    """Whether weights are updated inside the step."""
+    """Tell whether weights are updated inside the step."""
     return bool((timeline.kind == Kind.STEP).any() or timeline.version.any())
 
 

@@ -60,7 +60,7 @@ def check_fused(
 
 
 def draws(module: nn.Module, call: Call) -> bool:
-    """Whether the module draws random numbers in training, as it stands, from any generator."""
+    """Tell whether the module draws random numbers in training, from any generator."""
     twin = copy.deepcopy(module).train()
     with undrawn(), torch.no_grad():
         before = _states(_device(module, call))

@@ -27,8 +27,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.language.patterns import FUNCTIONS
 from schedlang.runtime.forward import layers_of
 
-# ---- The arguments of a call by their names: a function with the parameters of another gives
-# them.
+# -- arguments by name -----------------------------------------------------------------------------
 
 
 @functools.cache
@@ -61,7 +60,7 @@ def _written(parameters: list[inspect.Parameter]) -> str:
     return str(inspect.Signature(bare))[1:-1]
 
 
-# ---- Which function of torch a node of a data flow computes, whatever it was written as.
+# -- the function of a node ------------------------------------------------------------------------
 
 
 # torch's own order of arguments, where it is not that of a pattern
@@ -178,7 +177,7 @@ def name_of(node: fx.Node, root: nn.Module) -> str | None:
 
 
 def is_dropout(module: nn.Module) -> bool:
-    """Does a module drop single elements, and nothing else?"""
+    """Tell whether a module drops single elements, and does nothing else."""
     return type(module) is nn.Dropout
 
 
@@ -187,7 +186,7 @@ def _module(node: fx.Node, root: nn.Module) -> Any:
 
 
 def shown(node: fx.Node, root: nn.Module) -> str:
-    """What a node computes, in words for a message."""
+    """Describe a node for a message."""
     if node.op == "call_module":
         return f"{type(_module(node, root)).__name__} (`{node.target}`)"
     if node.op == "get_attr":
@@ -200,7 +199,7 @@ def shown(node: fx.Node, root: nn.Module) -> str:
 
 
 def writes(node: fx.Node) -> bool:
-    """Does a node change a tensor in place?"""
+    """Tell whether a node changes a tensor in place."""
     target: Callable[..., Any] | str = node.target
     said = target if isinstance(target, str) else getattr(target, "__name__", "")
     if node.op not in ("call_function", "call_method"):
@@ -217,7 +216,7 @@ _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ipow", "__iadd__", "__imul__",
 
 
 def kernels(graph: fx.Graph, root: nn.Module) -> int:
-    """How many kernels a data flow is at least, run as it stands; a module left whole is many."""
+    """Count the kernels that a data flow runs at least; a module left whole counts as two."""
     count = 0
     for node in graph.nodes:
         if node.op == "call_module":
@@ -229,8 +228,7 @@ def kernels(graph: fx.Graph, root: nn.Module) -> int:
     return count
 
 
-# ---- Questions that a trace cannot answer: whether what a child gives, or an argument holds, is
-# None.
+# -- questions that a trace cannot answer ----------------------------------------------------------
 # While a forward is followed every value is a stand-in, which is never None; a forward that asks
 # would be followed along the branch of a value, whatever the child gives in truth.  Python does
 # not tell anyone of `is`, so the instructions of the forward are watched as they run.  Of an
@@ -299,7 +297,7 @@ def _tests(code: CodeType) -> dict[int, tuple[tuple[str, bool], ...]]:
 
 
 def _within(node: fx.Node, given: Mapping[str, Any]) -> Any:
-    """What an argument, or a part of one, is in this call; None where that is not known."""
+    """Return the value of an argument, or a part of one, in this call; None where unknown."""
     if node.op == "placeholder":
         return given.get(str(node.target), 0)
     if node.op != "call_function" or node.target is not operator.getitem:
@@ -313,7 +311,7 @@ def _within(node: fx.Node, given: Mapping[str, Any]) -> Any:
 
 
 def _is_none(value: Any, itself: bool) -> bool:
-    """Is it None, or does it, where something that it holds may be meant, hold one?"""
+    """Tell whether a value is None, or, unless `itself` is meant, holds a None."""
     if itself or value is None or not isinstance(value, Mapping | tuple | list):
         return value is None
     inside = value.values() if isinstance(value, Mapping) else value
@@ -334,7 +332,7 @@ def _child(node: fx.Node, module: nn.Module) -> str | None:
     return None if tensor and not isinstance(child, nn.MultiheadAttention) else str(node.target)
 
 
-# ---- The data flow of one module's forward: torch.fx's trace of it, small children looked into.
+# -- the trace -------------------------------------------------------------------------------------
 # Values that are no tensors (None, flags, numbers) are constants of one flow; a module has a flow
 # for each set of them, and for training and evaluation.  What a flow cannot hold, such as a choice
 # that depends on a tensor, is refused with the line.  This is the one file that knows how fx
@@ -347,7 +345,7 @@ _lock = threading.Lock()  # a trace changes torch's module class while it lasts
 
 @dataclass(frozen=True)
 class Looked:
-    """How far a flow looks: what stays a call though it need not, and whose bias stands apart."""
+    """The depth of a flow: modules that stay calls, and projections whose bias is separate."""
 
     whole: frozenset[str] = frozenset()
     decomposed: frozenset[str] = frozenset()
@@ -370,7 +368,7 @@ class Given:
 
 
 def inside_of(value: Any) -> Any:
-    """What a trace may ask of an argument that holds tensors: a dict's keys, a list's length, and
+    """The structure of an argument that a trace may ask for: a dict's keys, a list's length, and
     what in it is None."""
     if isinstance(value, dict):
         return "dict", *((key, inside_of(one)) for key, one in value.items())
@@ -389,14 +387,14 @@ def like(inside: Any) -> Any:
 
 
 def given_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Given:
-    """What a call gives to a module's own forward."""
+    """Sort the arguments of a call of a module's own forward into tensors and constants."""
     named = arguments_of(type(module).forward)(module, *args, **kwargs)
     parts = {n: v for n, v in named.items() if _holds(v)}
     return Given(parts, {n: v for n, v in named.items() if n not in parts})
 
 
 def imagined(module: nn.Module) -> Given:
-    """Of a call that gives tensors wherever it must, and nothing else."""
+    """Imagine a call with a tensor for each required argument, and defaults for the others."""
     found = list(inspect.signature(type(module).forward).parameters.values())[1:]
     free: dict[Any, Any] = {inspect.Parameter.VAR_POSITIONAL: (), inspect.Parameter.VAR_KEYWORD: {}}
     needed = {p.name: torch.empty(0) for p in found if p.default is p.empty and p.kind not in free}
@@ -531,12 +529,12 @@ class Tracer(fx.Tracer):
         return self.create_proxy("placeholder", bare, (), {})
 
     def keys(self, obj: fx.Proxy) -> Any:
-        """Of an argument that is a dict those of this call."""
+        """Return the keys of an argument that is a dict, as in this call."""
         value = self.given.tensors.get(str(obj.node.target))
         return iter(value) if isinstance(value, Mapping) else super().keys(obj)
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        """Of an argument that is a list as many as in this call."""
+        """Return as many parts of an argument that is a list as in this call."""
         value = self.given.tensors.get(str(obj.node.target))
         if obj.node.op == "placeholder" and isinstance(value, tuple | list):
             several: Any = obj
@@ -545,7 +543,7 @@ class Tracer(fx.Tracer):
 
 
 def touched(module: nn.Module) -> bool:
-    """Is there more to a call of this module than its class's forward?"""
+    """Tell whether hooks or a replaced forward change a call of this module."""
     hooks = (
         module._forward_hooks,
         module._forward_pre_hooks,
@@ -557,7 +555,7 @@ def touched(module: nn.Module) -> bool:
 
 
 def _ours(hook: Any) -> bool:
-    """Does a hook only say which module runs?"""
+    """Tell whether a hook is one of schedlang's scope, which only tracks the running module."""
     return getattr(hook, "__module__", "") == "schedlang.runtime.scope"
 
 
@@ -578,7 +576,7 @@ def plain_torch() -> Iterator[None]:
 
 
 def owned(module: nn.Module) -> bool:
-    """Has the module's own forward something else in its place?"""
+    """Tell whether the module's own forward was replaced."""
     layers = layers_of(module)
     return layers is not None and (
         layers.original is not None or bool({"kernel", "attend", "context"} & set(layers.kinds))

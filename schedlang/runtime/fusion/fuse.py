@@ -31,7 +31,7 @@ from schedlang.runtime.fusion.rewrite import (
 from schedlang.runtime.left import leave
 from schedlang.runtime.modes import Ambient
 
-# ---- Compile one module's forward and backward with inductor, as one graph or not at all.
+# -- whole modules ---------------------------------------------------------------------------------
 # The compiled function takes the place of the forward of one instance; equal modules share graphs.
 # A graph break or too many recompilations, which torch would answer by running parts eagerly with
 # a line in a log, is a refusal here.  Random numbers are drawn as eager torch draws them, so that
@@ -49,7 +49,7 @@ LIMIT = 16  # graphs of one forward; beyond, compiling costs more than it can gi
 
 
 def unavailable(device: str = "cpu") -> str | None:
-    """Why inductor cannot compile for a device here; None if it can."""
+    """Say why inductor cannot compile for a device here; None if it can."""
     if device != "cpu":
         from torch.utils._triton import has_triton
 
@@ -88,7 +88,7 @@ def fuse(module: nn.Module, *, split_backward: bool = False, rounding: str = "fp
 
 
 def graphs(module: nn.Module) -> int:
-    """How many graphs were compiled for this module's own forward; equal modules share theirs."""
+    """Count the graphs that were compiled for a module's own forward; equal modules share them."""
     layers = layers_of(module)
     layer = layers.kinds.get("fuse") if layers is not None else None
     return layer.graphs if isinstance(layer, Fuse) else 0
@@ -246,7 +246,7 @@ def _refusing(name: str) -> Iterator[None]:
         ) from error
 
 
-# ---- Fuse what a pattern matches in one module: the layer that runs its rewritten forward.
+# -- regions that a pattern matches ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from schedlang.runtime.modes import Ambient
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.runtime.rowwise_kernels.operator import Generated, refusal
 
-# ---- Inductor for one region: a function of tensors, one graph for each set of shapes.
+# -- inductor for one region -----------------------------------------------------------------------
 
 
 LIMIT = 16  # sets of shapes of one region; those beyond are compiled for any shape, or refused
@@ -50,7 +50,7 @@ def compiled(plain: Callable[..., Any], count: Callable[[], None], rounding: str
     return torch.compile(plain, fullgraph=True, backend=backend)
 
 
-# ---- Where a pattern stands in a data flow: along the edges between calls, never by their order.
+# -- matches, along the edges between calls --------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class _Try:
     bound: dict[str, Any] = field(default_factory=dict)
 
     def fits(self, term: Term, value: Any) -> bool:
-        """Whether a value of the flow is what a piece of the pattern says."""
+        """Tell whether a value of the flow matches a piece of the pattern."""
         match term:
             case Var(name):
                 if name in self.bound and self.bound[name] is not value:
@@ -182,7 +182,7 @@ def matches(pattern: Pattern, graph: fx.Graph, root: nn.Module) -> tuple[list[Ma
 
 
 def _apart(nodes: tuple[fx.Node, ...], graph: fx.Graph, root: nn.Module) -> str:
-    """Why these calls cannot run as one: others need what is inside, or write what goes in."""
+    """Say why these calls cannot run as one region: others read inside it, or write its inputs."""
     inside = set(nodes)
     for node in nodes[:-1]:
         other = next((user for user in node.users if user not in inside), None)
@@ -198,7 +198,7 @@ def _apart(nodes: tuple[fx.Node, ...], graph: fx.Graph, root: nn.Module) -> str:
     return ""
 
 
-# ---- A module's whole data flow as one match, where all of it may be row-wise.
+# -- a whole module as one match -------------------------------------------------------------------
 
 
 # functions that no row can be computed with by itself, by torch's names; what is not known here is
@@ -260,7 +260,7 @@ def whole(graph: fx.Graph, root: nn.Module) -> Match:
 
 
 def _wrong(node: fx.Node, root: nn.Module) -> str:
-    """Why a call cannot be part of a kernel; "" if it may be."""
+    """Say why a call cannot be part of a kernel; "" if it can."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         return "" if is_dropout(module) else f"{shown(node, root)} is not a row-wise operator"
@@ -271,8 +271,7 @@ def _wrong(node: fx.Node, root: nn.Module) -> str:
     return f"{shown(node, root)} is not a row-wise operator" if name in ACROSS else ""
 
 
-# ---- A data flow with what a pattern matched taken out: each place is one call of a compiled
-# region.
+# -- the rewritten flow ----------------------------------------------------------------------------
 # The rest runs as it did, in the module's own place: children are called with their hooks and
 # layers, parameters are read when they are needed.  Masks of dropout are drawn outside of the
 # region, by the very calls that drew them, of ones: so they are the same, whoever draws them.
@@ -283,7 +282,7 @@ _regions: dict[tuple[str, str, str], Region] = {}
 
 @dataclass(frozen=True)
 class How:
-    """How regions are compiled: by inductor, or as generated kernels; and what is rounded."""
+    """The way to compile regions: by inductor or as generated kernels; and the rounding."""
 
     rounding: str = "fp32"
     backend: str = "inductor"
@@ -345,7 +344,7 @@ def watched() -> Iterator[list[tuple[Region, tuple[Any, ...]]]]:
 
 
 def _widened() -> bool:
-    """Does a mode hold that changes more than how masks are drawn?"""
+    """Tell whether a mode is active that changes more than how masks are drawn."""
     from torch.overrides import _get_current_function_mode_stack
 
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
@@ -354,7 +353,7 @@ def _widened() -> bool:
 
 
 def _float64() -> bool:
-    """Does exactly the mode hold under which a program is proven, and real numbers run?"""
+    """Tell whether exactly the mode of proofs is active, with real numbers."""
     from torch.overrides import _get_current_function_mode_stack
 
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
@@ -364,7 +363,7 @@ def _float64() -> bool:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """What runs instead of a module's forward, and the regions in it."""
+    """The function that runs in place of a module's forward, and its regions."""
 
     run: Callable[..., Any]
     names: tuple[str, ...]
@@ -417,7 +416,7 @@ def _taken_out(graph: fx.Graph, match: Match, root: nn.Module, how: How) -> Regi
 
 
 def _used_instead(graph: fx.Graph, results: tuple[fx.Node, ...], call: fx.Node) -> None:
-    """What used a result of the match uses that of the region."""
+    """Let users of the match's results use those of the region."""
     if len(results) == 1:
         results[0].replace_all_uses_with(call)
         return
@@ -499,5 +498,5 @@ def region_of(graph: fx.Graph, how: How) -> Region:
 
 
 def bound(names: Mapping[str, Any]) -> str:
-    """What the parameters of a pattern are, in words."""
+    """Describe the values of a pattern's parameters."""
     return ", ".join(f"{name} = {value}" for name, value in names.items())

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.kernels.add_norm import LONGEST, Case, Form, add_norm, fits
-from schedlang.kernels.device import wide
-from schedlang.kernels.norms import Norm, probe_norm
+from schedlang.kernels.norm import LONGEST_CENTRED, Case, add_norm, fits
+from schedlang.kernels.norm_probes import Norm, probe_norm
 from schedlang.kernels.probe import Mismatch
 from schedlang.runtime.forward import decorated
 from schedlang.runtime.fusion.dataflow import (
@@ -33,11 +32,10 @@ from schedlang.runtime.fusion.dataflow import (
 from schedlang.runtime.kernel_injection.probe_cache import seen
 from schedlang.runtime.left import leave
 
-# ---- A residual sum and the norm after it, where a module's data flow shows them: found by a
-# trace.
-# The module's own forward is followed, its children left whole.  What a norm is told by is what it
-# computes (kernels/norms.py); a norm to which something else is done (a hook, a layout, a kernel
-# of its own) is none of those that are found.
+# -- the probe -------------------------------------------------------------------------------------
+# Find sums with a norm: the module's own forward is followed, its children left whole.  What a
+# norm is told by is what it computes (kernels/norm_probes.py); a norm to which something else is
+# done (a hook, a layout, a kernel of its own) is none of those that are found.
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Sums:
     def cases(self) -> list[Case]:
         """Runs of the kernel in the forms that were found."""
         return [
-            Case((7, min(norm.size, 4096)), dtype, form_of(norm, torch.float32), bool(norm.bias))
+            Case((7, min(norm.size, 4096)), dtype, norm.form, bool(norm.bias), add=True)
             for norm in self.norms.values()
             for dtype in ("float32", "bfloat16")
         ]
@@ -82,14 +80,8 @@ def probe_sums(module: nn.Module) -> Sums | Mismatch:
     return Mismatch(f"has no addition right before a norm: {_before(graph, module, norms)}")
 
 
-def form_of(norm: Norm, kind: torch.dtype) -> Form:
-    """The norm as the kernel knows it, where it computes in this type."""
-    eps = torch.finfo(kind).eps if norm.eps is None else norm.eps
-    return Form(norm.kind == "layer_norm", eps, norm.offset, norm.rounding)
-
-
 def _before(graph: fx.Graph, module: nn.Module, norms: Mapping[str, Norm]) -> str:
-    """What stands before each norm, in words."""
+    """Describe the node before each norm."""
     said = []
     for node in graph.nodes:
         if node.op == "call_module" and node.target in norms:
@@ -117,7 +109,7 @@ def flow_of(module: nn.Module, given: Given) -> fx.Graph:
 
 
 def places(graph: fx.Graph, module: nn.Module, norms: Mapping[str, Norm]) -> list[Place]:
-    """Where a norm is called on a sum of two tensors, and nothing is written in between."""
+    """Find norms that are called on a sum of two tensors, with no write in between."""
     found, order = [], list(graph.nodes)
     for norm in order:
         if norm.op != "call_module" or norm.target not in norms or norm.kwargs:
@@ -142,7 +134,7 @@ def _is_sum(node: fx.Node, module: nn.Module) -> bool:
     )
 
 
-# ---- Sums with norms by one kernel, at work in the forward of chosen modules only.
+# -- the layer -------------------------------------------------------------------------------------
 # The module's forward is rewritten once for each set of constants that it is called with: wherever
 # the result of a sum goes into a child that is a norm, both are computed at once.  The rest runs
 # as it did.
@@ -235,12 +227,13 @@ class Summing:
             leave(self.module, "add_norm", "it adds two tensors of the same shape", a=a, b=b)
             total = a + b
             return total, owner(total)
-        if a.shape[-1] > LONGEST:
-            leave(self.module, "add_norm", f"its rows have at most {LONGEST} elements", a=a)
+        if a.shape[-1] > LONGEST_CENTRED:
+            said = f"its rows have at most {LONGEST_CENTRED} elements"
+            leave(self.module, "add_norm", said, a=a)
         norm = self.found.norms[name]
         weight = a.new_ones(a.shape[-1]) if norm.weight is None else getattr(owner, norm.weight)
         bias = getattr(owner, norm.bias) if norm.bias is not None else None
-        return add_norm(a, b, weight, bias, form_of(norm, wide(a, weight)))
+        return add_norm(a, b, weight, bias, norm.form)
 
 
 def _rewrite_all(kind: type, inside: Inside, constants: Constants) -> bool:
@@ -323,7 +316,7 @@ def _function(graph: fx.Graph) -> Callable[..., Any]:
 
 
 def _apart(name: str, norm: nn.Module) -> str:
-    """Why a norm that was found right after a sum is called apart from it."""
+    """Say why a norm that was found right after a sum is called apart from it."""
     if touched(norm):
         return f"`{name}` has hooks, a placement or a row of its own, and is called by itself"
     return f"in this call there is no addition right before `{name}`"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from schedlang.kernels.probe import Mismatch, bare_copy
+from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, rising
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.left import leave
 from schedlang.runtime.modes import ambient
 
-# ---- Places of tokens in the form that an attention takes: found by calling it.
+# -- positions, in the form that a module takes ----------------------------------------------------
 
 
 def with_tables(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def with_tables(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
-# ---- Attention of transformers by torch's fused kernel, for one module at a time.
+# -- the fused kernel ------------------------------------------------------------------------------
 # Its modules look up their attention function by name in their config at each call: the one module
 # gets a config of its own, whose function takes masks as eager attention makes them.
 #
@@ -57,7 +58,6 @@ def with_tables(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
 # gradients when the mask is additive; calls with such rows are computed by plain products instead.
 
 
-TOLERANCE = 1e-9
 _SDPA = "schedlang_sdpa"
 _BLIND = "a query has no key (padding on the left): torch's kernel returns wrong gradients there"
 _FIELD = "_attn_implementation_internal"
@@ -140,7 +140,7 @@ def _may_blind(mask: Tensor) -> bool:
 
 
 def _blind_rows(mask: Tensor) -> Tensor:
-    """Whether some query sees no key: transformers masks with the lowest number of the type."""
+    """Tell whether some query sees no key: transformers masks with the type's lowest number."""
     return (mask <= torch.finfo(mask.dtype).min / 2).all(-1).any()
 
 
@@ -185,7 +185,7 @@ def switch(module: nn.Module, name: str) -> None:
 
 
 def match_attention(module: nn.Module, call: Call | None = None) -> Attention | Mismatch:
-    """Whether torch's fused attention computes the attention of `module`, or why not."""
+    """Match torch's fused attention against the attention of `module`, or say why it differs."""
     attending = {n: m for n, m in module.named_modules() if implementation(m) is not None}
     if not attending:
         kind = type(module).__name__
@@ -206,8 +206,7 @@ def match_attention(module: nn.Module, call: Call | None = None) -> Attention | 
         try:
             return _probe_attention(module, tuple(attending), call)
         except Exception as raised:  # the module's own code: whatever it raises is a mismatch
-            said = f"{type(raised).__name__}: {raised}".splitlines()[0]
-            return Mismatch(f"does not run on random input: {said}")
+            return Mismatch.raised("does not run on random input", raised)
 
 
 def _probe_attention(
@@ -226,13 +225,22 @@ def _probe_attention(
         return Mismatch("does not call the attention function that its config names")
     if len(plain) != len(fused):
         return Mismatch("its gradients are of other parameters")
-    # the gradient of a key's bias is zero but for rounding: the largest tensor sets a floor
-    floor = 1e-3 * max(float(b.norm()) for b in plain)
-    pairs = zip(fused, plain, strict=True)
-    error = max(float((a - b).norm()) / (float(b.norm()) + floor) for a, b in pairs)
+    error = apart(fused, plain)
     if not error <= TOLERANCE:
         return Mismatch("differs from its eager form", error)
     return Attention(names, False, error)
+
+
+def apart(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """The largest relative difference of two runs' `results`; infinite where one has more.
+
+    The gradient of a key's bias is zero but for rounding: the largest tensor sets a floor.
+    """
+    if len(found) != len(exact):
+        return math.inf
+    floor = 1e-3 * max(float(b.norm()) for b in exact)
+    pairs = zip(found, exact, strict=True)
+    return max(float((a - b).norm()) / (float(b.norm()) + floor) for a, b in pairs)
 
 
 @contextmanager
@@ -259,8 +267,7 @@ def results(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     first = out if isinstance(out, Tensor) else out[0]
     leaves: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
     leaves += [t for t in [*args, *kwargs.values()] if isinstance(t, Tensor) and t.requires_grad]
-    weights = torch.linspace(-1, 1, first.numel(), dtype=first.dtype).view(first.shape)
-    grads = torch.autograd.grad((first * weights).sum(), leaves, allow_unused=True)
+    grads = torch.autograd.grad((first * rising(first)).sum(), leaves, allow_unused=True)
     return [first.detach(), *(grad for grad in grads if grad is not None)]
 
 
@@ -344,5 +351,5 @@ def replace_attention(module: nn.Module, found: Attention) -> None:
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether `replace_attention` was here."""
+    """Tell whether `replace_attention` has changed this module."""
     return implementation(module) == _SDPA

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from schedlang.runtime.float64 import Float64
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.kernel_injection.attention import (
     Call,
+    apart,
     implementation,
     random_call,
     results,
@@ -31,7 +31,7 @@ from schedlang.runtime.kernel_injection.attention import (
 from schedlang.runtime.left import leave
 from schedlang.runtime.modes import ambient
 
-# ---- Attention by another kernel, at work: what a module asks for, as one call of the kernel.
+# -- the call --------------------------------------------------------------------------------------
 # Modules of transformers look up their attention function in their config at each call; others
 # call torch's scaled_dot_product_attention, and a mode around their forward hears it.
 
@@ -69,7 +69,7 @@ class Asked:
 
 
 class Ear:
-    """What the copy of a probe asks for."""
+    """The forms of attention that the copy of a probe calls."""
 
     def __init__(self) -> None:
         self.asked: list[Asked] = []
@@ -140,7 +140,7 @@ class Query:
 def by_name(
     kernel: str, lines: tuple[Tensor, Tensor, Tensor], mask: Any, causal: bool, more: dict[str, Any]
 ) -> Query:
-    """What a module of transformers asks for; raises Refusal S877 for what no kernel knows."""
+    """Read a call of transformers as a query; refuse (S877) arguments that no kernel knows."""
     rule = Rule(more.pop("scaling", None), more.pop("softcap", None) or 0.0, causal)
     sinks, bias = more.pop("s_aux", None), more.pop("position_bias", None)
     dropout = more.pop("dropout", 0.0)
@@ -160,7 +160,7 @@ def _foreign(kernel: str, what: str) -> Refusal:
 
 
 def attended(module: nn.Module, kernel: str, query: Query, ear: Ear | None = None) -> Tensor:
-    """What the kernel gives; raises Refusal S877 where weights would be dropped.
+    """Run the kernel for a query; refuse (S877) dropout of attention weights.
 
     What it leaves to plain products is noted at `module`.
     """
@@ -223,12 +223,12 @@ class _Calls(TorchFunctionMode):
 
 
 def kernel_in(module: nn.Module) -> str | None:
-    """Which of ATTENTIONS a module looks up in its config, if any."""
+    """Return the one of ATTENTIONS that a module's config names, if any."""
     now = (implementation(module) or "").removeprefix("schedlang_").removesuffix("_eager")
     return now if now in ATTENTIONS else None
 
 
-# ---- Which attentions FlexAttention or flash_attn can take over: told by running a copy.
+# -- the probe -------------------------------------------------------------------------------------
 # What a module asks for, with all that it adds to scores, is heard; it is replaced
 # where the same attention by our rule gives the same result and gradients in float64.
 
@@ -260,7 +260,7 @@ OTHERS = ("encoder_hidden_states", "key_value_states", "context")  # what is att
 
 
 def match_adapter(module: nn.Module, kernel: str, call: Call | None = None) -> Adapted | Mismatch:
-    """Whether `kernel` (of ATTENTIONS) computes the attention of `module`, or why not."""
+    """Match `kernel` (of ATTENTIONS) against the attention of `module`, or say why it differs."""
     if any("forward" in vars(part) for part in module.modules()):
         return Mismatch("has a replaced forward already")
     if any(buffer.is_meta for buffer in module.buffers()):
@@ -298,7 +298,7 @@ def _probed(
         return Mismatch(
             "adds sinks or a bias to its scores, which `flash_attention` does not support"
         )
-    error = max(map(_distance, fused, plain))
+    error = max(map(apart, fused, plain))
     if not error <= TOLERANCE:
         return Mismatch("differs from its own attention", error)
     return Adapted(kernel, names, asked, error)
@@ -311,14 +311,6 @@ def _ran(module: nn.Module, calls: Iterator[Call]) -> Iterator[tuple[Call, list[
     for call in calls:
         with suppress(Exception):  # of the module's own code: it needs a mask, or of another kind
             yield call, results(module, *call)
-
-
-def _distance(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    if len(found) != len(exact):
-        return math.inf
-    floor = 1e-3 * max(float(b.norm()) for b in exact)
-    pairs = zip(found, exact, strict=True)
-    return max(float((a - b).norm()) / (float(b.norm()) + floor) for a, b in pairs)
 
 
 def _calls(module: nn.Module, names: tuple[str, ...], call: Call | None) -> Iterator[Call]:

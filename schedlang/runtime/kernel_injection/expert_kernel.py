@@ -20,7 +20,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.kernels import gated
 from schedlang.kernels.device import autocast_to
 from schedlang.kernels.grouped import Case, grouped
-from schedlang.kernels.probe import TOLERANCE, Mismatch, relative
+from schedlang.kernels.probe import TOLERANCE, Mismatch, gradients_apart, relative
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.moe.probe import NoExperts, Trial, probe_experts, scales, small_copy
@@ -43,7 +43,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Middle:
-    """What stands between the products: `act` of ACTIVATIONS or PLAIN, or the module's own.
+    """The activation between the products: `act` of ACTIVATIONS or PLAIN, or the module's own.
 
     `lie` is how gate and up lie: "gate first", "up first" or "in turn" in one tensor, "apart" in
     two; "" where there is no gate.
@@ -93,8 +93,7 @@ def probe_grouped(module: nn.Module) -> GroupedForm | Mismatch:
             try:
                 form = _nearest(small, Trial(small, found.count, found.split))
             except Exception as raised:  # the module's own code: whatever it raises is a mismatch
-                said = f"{type(raised).__name__}: {raised}".splitlines()[0]
-                form = Mismatch(f"does not run on a small copy: {said}")
+                form = Mismatch.raised("does not run on a small copy", raised)
             if isinstance(form, GroupedForm):
                 return _sized(form, module)
             nearest = form
@@ -133,13 +132,8 @@ def _nearest(module: nn.Module, trial: Trial) -> GroupedForm | Mismatch:
 def _gradient_distance(module: nn.Module, form: GroupedForm, trial: Trial) -> float:
     x, weights = (t.detach().clone().requires_grad_() for t in (trial.x, trial.weights))
     leaves = [x, weights, *module.parameters()]
-    both = [module(x, trial.index, weights), computed(module, form, x, trial.index, weights)]
-    grad = torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape)
-    found, exact = (torch.autograd.grad(y, leaves, grad, allow_unused=True) for y in both)
-    return max(
-        float("inf") if a is None or b is None else relative(b, a)
-        for a, b in zip(found, exact, strict=True)
-    )
+    made = module(x, trial.index, weights)
+    return gradients_apart(computed(module, form, x, trial.index, weights), made, leaves)
 
 
 def _forms(module: nn.Module, width: int) -> Iterator[GroupedForm]:
@@ -174,7 +168,7 @@ def _fit(matrix: Matrix, shapes: Mapping[str, tuple[int, ...]], width: int) -> b
 
 
 def _middles(module: nn.Module, products: int) -> Iterator[Middle]:
-    """What may stand in the middle; the module's own gate and activation come last."""
+    """Yield every possible middle; the module's own gate and activation come last."""
     lies = ("apart",) if products == 2 else ("gate first", "up first", "in turn", "")
     own = [name for name, child in module.named_children() if not list(child.parameters())]
     acts = [*((act, False) for act in gated.ACTIVATIONS), *((name, True) for name in own)]
@@ -190,7 +184,7 @@ def _middles(module: nn.Module, products: int) -> Iterator[Middle]:
 def computed(
     module: nn.Module, form: GroupedForm, x: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
-    """What the experts give for tokens: rows sorted by expert, two or three products, and back."""
+    """Compute the experts: sort rows by expert, two or three products, sort back and sum."""
     choices = index.shape[1]
     chosen = index.flatten()
     order = chosen.argsort(stable=True)

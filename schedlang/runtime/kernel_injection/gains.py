@@ -17,7 +17,7 @@ from schedlang.runtime.rowwise_kernels.launch import Kernel, shape_of
 from schedlang.runtime.rowwise_kernels.operator import Graphs, Pair, as_function, graphs, pair_for
 from schedlang.runtime.rowwise_kernels.source import passes
 
-# ---- Kernels and bytes of a function of tensors, forward and backward: as it stands, and fused.
+# -- kernels and bytes of a function ---------------------------------------------------------------
 # Eager torch runs one kernel for each operator that is no view, and each reads what it is given
 # and writes what it gives.  A generated kernel reads what it loads and writes what it stores; what
 # inductor would launch its own scheduler says, which runs without compiling anything.
@@ -48,7 +48,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def launches(func: Any) -> bool:
-    """Whether an operator computes: a view does not."""
+    """Tell whether an operator launches a kernel: a view does not."""
     name = func._schema.name.split("::")[1]
     views = any(
         r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
@@ -70,7 +70,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def eager(function: Callable[..., Any], given: Sequence[Any], leaves: Sequence[Tensor]) -> Count:
-    """Of a function as it stands, on the meta device; `leaves` are what is differentiated."""
+    """Count kernels and bytes of a function on the meta device; `leaves` are differentiated."""
     with _Counting() as forward:
         out = function(*given)
     made = [t for t in _tensors(out) if t.requires_grad]
@@ -83,7 +83,7 @@ def eager(function: Callable[..., Any], given: Sequence[Any], leaves: Sequence[T
 
 
 def generated(pair: Pair) -> Count:
-    """Of the kernels made for a chain, with the sums that follow them."""
+    """Count the generated kernels of a chain, and the sums that follow them."""
     found = [_generated(kernel) for kernel in pair.kernels]
     backward = found[1][0] if len(found) > 1 else 0
     return Count(found[0][0], backward, sum(size for _, size in found))
@@ -118,7 +118,7 @@ def _generated(made: Kernel) -> tuple[int, int]:
 
 
 def scheduled(found: Graphs) -> Count:
-    """Of what inductor makes of a function, as its scheduler says; nothing is compiled."""
+    """Count kernels and bytes by inductor's scheduler; nothing is compiled."""
     forward = _lowered(found.forward, found.backward is None, False)
     backward = _lowered(found.backward, False, True) if found.backward is not None else (0, 0)
     return Count(forward[0], backward[0], forward[1] + backward[1])
@@ -147,7 +147,7 @@ def _lowered(graph: fx.Graph, inference: bool, backward: bool) -> tuple[int, int
         return len(made.scheduler.nodes), int(size)
 
 
-# ---- What fusing a module gains: its kernels and bytes as they are, and fused, for one call.
+# -- the gain of a module, for one call ------------------------------------------------------------
 
 
 _NONE = Count(0, 0, 0)
@@ -156,7 +156,7 @@ _NONE = Count(0, 0, 0)
 def of_regions(
     module: nn.Module, told: Told, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Gain:
-    """Of all regions that one call of a hollow module runs."""
+    """Return the gain of all regions that one call of a module on the meta device runs."""
     fuse_pattern(module, told)
     with torch.device("meta"), watched() as called:
         module.train()(*_leaves(args), **_leaves(kwargs))
@@ -175,7 +175,7 @@ def of_regions(
 
 
 def of_module(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gain:
-    """Of a hollow module that inductor compiles as a whole."""
+    """Return the gain of a module on the meta device that inductor compiles as a whole."""
     module.train()
     names = [name for name, _ in module.named_parameters()]
     given = [_leaves(args), _leaves(kwargs), [p for _, p in module.named_parameters()]]

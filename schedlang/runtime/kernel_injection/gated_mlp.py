@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.kernels.gated import ACTIVATIONS, Case, gated, packed, reference
-from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, one_input, relative
+from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, one_input, relative, rising
 from schedlang.runtime.device import undrawn
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.forward import the_input
 from schedlang.runtime.modes import ambient
 
-# ---- A gated MLP whose middle is one kernel: its projections stay modules and are called as
-# ever.
+# -- the form and its layer: projections stay modules ----------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class GatedMlp:
         return computed(self.module, self.form, the_input(self.module, args, kwargs), kernel=True)
 
 
-# ---- Which gated MLP a module is, if it is one.
+# -- the probe -------------------------------------------------------------------------------------
 # Which child is what, and which activation stands between them, is found by running a bare float64
 # copy; so it works for modules of any class, and sharded or quantised projections stay theirs.
 
@@ -117,8 +116,7 @@ def probe_gated(module: nn.Module) -> Gated | Mismatch:
                 ],
             )
         except Exception as raised:  # the module's own code: whatever it raises is a mismatch
-            said = f"{type(raised).__name__}: {raised}".splitlines()[0]
-            return Mismatch(f"does not run on rows alone: {said}")
+            return Mismatch.raised("does not run on rows alone", raised)
 
 
 def _shape(module: nn.Module) -> tuple[int, int] | None:
@@ -200,14 +198,15 @@ _Results = Mapping[bool, Sequence[Tensor]]  # what a module gave in training, an
 
 
 def _seeded(call: Callable[[Tensor], Any], x: Tensor) -> Any:
-    """What is given for x, with the same random numbers each time."""
+    """Call with x, with the same random numbers each time."""
     torch.manual_seed(0)
     return call(x)
 
 
 def _farthest(results: _Results, exact: Mapping[bool, Tensor]) -> float:
-    found = [relative(y.detach(), exact[mode].detach()) for mode in results for y in results[mode]]
-    return math.inf if any(error != error for error in found) else max(found)
+    return max(
+        relative(y.detach(), exact[mode].detach()) for mode in results for y in results[mode]
+    )
 
 
 def _evaluated(module: nn.Module, form: Gated, x: Tensor, trained: Tensor) -> Tensor:
@@ -223,7 +222,7 @@ def _evaluated(module: nn.Module, form: Gated, x: Tensor, trained: Tensor) -> Te
 def _errors(
     module: nn.Module, forms: list[Gated], x: Tensor, results: _Results
 ) -> dict[Gated, float]:
-    """How far each form is from what the module gave, in training and in evaluation."""
+    """Return each form's distance from the module's results, in training and in evaluation."""
     made: dict[bool, dict[Gated, Tensor]] = {}
     with torch.no_grad():
         for mode in (False, True):
@@ -291,7 +290,7 @@ def _ran(module: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> _Ran:
 
 
 def _gradient_distance(module: nn.Module, form: Gated, own: _Ran, twin: _Ran) -> float:
-    """How far gradients differ: of the input, and of all parameters, or of what decides of them.
+    """Return the largest relative difference of a gradient: of the input and the parameters.
 
     Where both call each projection once, the gradient of its weight is that of what it gave times
     what it was given: of wide MLPs, whose weights take seconds, these are compared.
@@ -309,9 +308,9 @@ def _gradient_distance(module: nn.Module, form: Gated, own: _Ran, twin: _Ran) ->
         given = [[calls[n][0][0].detach() for n in order] for calls in called]
     else:
         leaves, given = [[run.leaf, *module.parameters()] for run in (own, twin)], [[], []]
-    grad = torch.linspace(-1, 1, own.made.numel(), dtype=own.made.dtype).view(own.made.shape)
     found, exact = (
-        torch.autograd.grad(y, some, grad, allow_unused=True) for y, some in zip(both, leaves)
+        torch.autograd.grad(y, some, rising(own.made), allow_unused=True)
+        for y, some in zip(both, leaves)
     )
     return max(
         math.inf

@@ -6,20 +6,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from schedlang.kernels import liger
 from schedlang.kernels.check import Case
-from schedlang.kernels.device import LONGEST, wide
 from schedlang.kernels.gated_norm import LONGEST as LONGEST_GATED
 from schedlang.kernels.gated_norm import gated_norm
-from schedlang.kernels.gated_norms import GatedNorm, probe_gated_norm, takes_gate
-from schedlang.kernels.layer_norm import LONGEST as LONGEST_CENTRED
-from schedlang.kernels.layer_norm import layer_norm
-from schedlang.kernels.norms import Norm, probe_norm
+from schedlang.kernels.norm import norm
+from schedlang.kernels.norm_probes import (
+    GatedNorm,
+    Norm,
+    probe_gated_norm,
+    probe_norm,
+    takes_gate,
+)
 from schedlang.kernels.probe import Mismatch
-from schedlang.kernels.rms_norm import rms_norm
 from schedlang.kernels.sharding import install
 from schedlang.runtime.forward import Layer, layers_of, the_input, wrap
 from schedlang.runtime.kernel_injection.add_norm import Summing, Sums, probe_sums
@@ -48,7 +49,7 @@ from schedlang.runtime.lazy_logits.head import Head, Waiting, probe_head, probe_
 from schedlang.runtime.left import leave
 from schedlang.runtime.modes import outside
 
-# ---- Norms by a kernel that an installed library names; probed as for our own.
+# -- norms by the kernel of an installed library ---------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -60,18 +61,16 @@ class Named:
 
     def cases(self) -> list[Case]:
         """Runs of the library's kernel in the form that was found."""
-        runs = [("float32", 7), ("bfloat16", 7)]
-        norm = self.norm
-        fields: dict[str, Any] = {"eps": norm.eps or 1e-6, "rounding": norm.rounding}
-        fields |= {"offset": norm.offset} if norm.kind == "rms_norm" else {"bias": True}
-        return [liger.Case(shape=(rows, norm.size), dtype=dtype, **fields) for dtype, rows in runs]
+        kinds = ("float32", "bfloat16")
+        shape, bias = (7, self.norm.size), self.norm.bias is not None
+        return [liger.Case(shape, kind, self.norm.form, bias) for kind in kinds]
 
 
 NAMED = ("liger.rms_norm", "liger.layer_norm")
 
 
 def probe_named(module: nn.Module, kernel: str) -> Named | Mismatch:
-    """Whether the library's kernel computes what `module` does, or why not."""
+    """Match the library's kernel against `module`, or say why it differs."""
     found = probe_norm(module)
     wanted = kernel.rpartition(".")[2]
     if isinstance(found, Mismatch):
@@ -95,16 +94,14 @@ class NamedNorm:
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         """Normalise the one input; `inner` is not called."""
-        x, norm = the_input(self.module, args, kwargs), self.norm
-        assert norm.weight is not None
-        weight: Tensor = getattr(self.module, norm.weight)
-        eps = torch.finfo(wide(x, weight)).eps if norm.eps is None else norm.eps
-        if norm.bias is None:
-            return liger.rms_norm(x, weight, eps, norm.offset, norm.rounding)
-        return liger.layer_norm(x, weight, getattr(self.module, norm.bias), eps)
+        x, found = the_input(self.module, args, kwargs), self.norm
+        assert found.weight is not None
+        weight: Tensor = getattr(self.module, found.weight)
+        bias = None if found.bias is None else getattr(self.module, found.bias)
+        return liger.norm(x, weight, bias, found.form)
 
 
-# ---- A norm that is called with a gate: both by one kernel, from the module's own weight.
+# -- norms with a gate -----------------------------------------------------------------------------
 
 
 class GatedNormed:
@@ -134,13 +131,13 @@ class GatedNormed:
 
 
 def _given(names: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """What a call gives for the two names; None where it gives nothing, or more."""
+    """Return the two arguments of a call by name; None where one is missing, or more are given."""
     given = dict(zip(names, args)) | kwargs
     known = len(args) <= len(names) and given.keys() <= set(names)
     return [given.get(name) if known else None for name in names]
 
 
-# ---- Replace what a module computes between its parameters; parameters, names and hooks stay.
+# -- match and replace -----------------------------------------------------------------------------
 # `match` judges a module by running a bare float64 copy of it and touches nothing; `replace` acts
 # on a built module.
 
@@ -182,7 +179,7 @@ KERNELS: Mapping[str, Callable[[nn.Module, Call | None], Found | Mismatch]] = {
 
 
 def match(module: nn.Module, kernel: str, call: Call | None = None) -> Found | Mismatch:
-    """Whether `kernel` (of KERNELS) computes what `module` does, or the measured reason why not.
+    """Match `kernel` (of KERNELS) against `module`, or return the measured reason why it differs.
 
     `call` is one example of the module's arguments, of any device or dtype; only shapes and integer
     values are used.  Without it an attention is called by the common names of its parameters.  The
@@ -225,19 +222,15 @@ class Normed:
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         """Normalise the one input; `inner` is not called."""
         x = the_input(self.module, args, kwargs)
-        norm = self.norm
-        longest = LONGEST if norm.kind == "rms_norm" else LONGEST_CENTRED
-        if x.shape[-1] > longest:
-            leave(self.module, norm.kind, f"its rows have at most {longest} elements", x=x)
-        if norm.weight is None:
+        found, form = self.norm, self.norm.form
+        if x.shape[-1] > form.longest:
+            leave(self.module, found.kind, f"its rows have at most {form.longest} elements", x=x)
+        if found.weight is None:
             weight = x.new_ones(x.shape[-1])  # its gradient is made as well, and left
         else:
-            weight = getattr(self.module, norm.weight)
-        if norm.kind == "rms_norm":
-            return rms_norm(x, weight, norm.eps, norm.offset, norm.rounding)
-        bias = getattr(self.module, norm.bias) if norm.bias is not None else None
-        eps = torch.finfo(wide(x, weight)).eps if norm.eps is None else norm.eps
-        return layer_norm(x, weight, bias, eps, norm.offset, norm.rounding)
+            weight = getattr(self.module, found.weight)
+        bias = None if found.bias is None else getattr(self.module, found.bias)
+        return norm(x, weight, bias, form)
 
 
 LAYERS: Mapping[type, Callable[[nn.Module, Any], Layer]] = {
@@ -252,7 +245,7 @@ LAYERS: Mapping[type, Callable[[nn.Module, Any], Layer]] = {
 
 
 def kernels_of(module: nn.Module) -> tuple[str, ...]:
-    """Which of KERNELS `replace` gave to this module itself."""
+    """Return the KERNELS that `replace` gave to this module itself."""
     layers = layers_of(module)
     put = layers.kinds if layers is not None else {}
     found = [getattr(put[kind], "kernel", None) for kind in ("kernel", "attend") if kind in put]

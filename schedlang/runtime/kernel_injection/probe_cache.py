@@ -30,7 +30,7 @@ def judged(
     known: MutableMapping[Any, Any],
     about: Hashable,
 ) -> Found | Mismatch:
-    """What `probe` says of a module, asked once for all that are equal.
+    """Return what `probe` finds of a module; equal modules are probed once.
 
     `known` keeps the answers, `about` is what they are about.  A mismatch is always the module's
     own.
@@ -55,7 +55,7 @@ def seen(module: nn.Module, but: frozenset[str] = frozenset()) -> Hashable:
 
 
 def _shared(module: nn.Module) -> tuple[tuple[int, ...], ...]:
-    """Which of its parameters, buffers and parts are one, by the first place of each.
+    """Return which parameters, buffers and parts are shared, by the first place of each.
 
     What is tied may be told in several ways, of which one holds for what is not.
     """

@@ -94,7 +94,7 @@ def _on_storage(old: nn.Parameter) -> nn.Parameter:
 
 
 def fitted(fqn: str, old: nn.Module, name: str, make: Any) -> nn.Module:
-    """What takes the place of a module, with its parameters; S881 where they do not fit."""
+    """Make the replacement of a module, with its parameters; refuse (S881) a misfit."""
     new, names = _made(fqn, old, name, make)
     _same_call(fqn, old, new, name)
     _adapted(new, old)
@@ -193,7 +193,7 @@ def _joined_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _buffers(fqn: str, name: str, old: nn.Module, new: nn.Module) -> None:
-    """What the state dict holds is the replaced module's; other buffers are the replacement's."""
+    """Move buffers of the state dict to the replacement; its other buffers stay its own."""
     keys = [set(module.state_dict()) for module in (old, new)]
     have = [_shapes(module.named_buffers) for module in (old, new)]
     kept = [{k: v for k, v in b.items() if k in s} for b, s in zip(have, keys)]

@@ -20,7 +20,7 @@ from schedlang.runtime.forward import decorated, other_names
 from schedlang.runtime.left import leave
 from schedlang.runtime.modes import ambient
 
-# ---- Which functions of a module's file turn queries and keys, and how: told by running them.
+# -- the probe -------------------------------------------------------------------------------------
 # A module's forward calls a function of its own file that turns queries and keys.  Which function
 # that is, and how it turns, is found by running the functions that the forward names; `_turning`
 # lets the kernel take its place.
@@ -101,7 +101,7 @@ def _named(code: CodeType) -> Iterator[str]:
 
 
 def _judged(name: str, function: Any) -> Rotation | Mismatch | None:
-    """How a function turns; None if it is not one of tensors like these at all."""
+    """Find how a function rotates; None if it does not take tensors like these at all."""
     try:
         params = [*inspect.signature(function).parameters.values()]
     except (TypeError, ValueError):  # no signature: not written in Python
@@ -132,7 +132,7 @@ def _judged(name: str, function: Any) -> Rotation | Mismatch | None:
 
 @dataclass(frozen=True)
 class _Run:
-    """What a function gave for tensors with so many angles."""
+    """One run of a function: its arguments and its results."""
 
     given: Mapping[str, Tensor]
     made: tuple[Tensor, ...]
@@ -191,8 +191,7 @@ def _expected(given: Mapping[str, Tensor], order: tuple[str, ...], width: int, f
 
 def _distance(run: _Run, order: tuple[str, ...], width: int, form: Form) -> float:
     expected = _expected(run.given, order, width, form)
-    errors = [relative(y, right) for y, right in zip(run.made, expected, strict=True)]
-    return max(error if error == error else torch.inf for error in errors)
+    return max(relative(y, right) for y, right in zip(run.made, expected, strict=True))
 
 
 def _finished(function: Any, found: Rotation) -> Rotation | Mismatch:
@@ -208,8 +207,7 @@ def _finished(function: Any, found: Rotation) -> Rotation | Mismatch:
         found = replace(found, second=second, flat=flat)
         return _rounding(function, found, angles)
     except Exception as raised:  # the model's own code: whatever it raises is a mismatch
-        said = f"{type(raised).__name__}: {raised}".splitlines()[0]
-        return Mismatch(f"calls `{found.name}`, which does not run: {said}")
+        return Mismatch.raised(f"calls `{found.name}`, which does not run", raised)
 
 
 def _gradient_distance(function: Any, found: Rotation, angles: int) -> float:
@@ -226,7 +224,7 @@ def _gradient_distance(function: Any, found: Rotation, angles: int) -> float:
 
 
 def _has_second(function: Any, found: Rotation) -> bool:
-    """Whether `unsqueeze_dim=2` moves the dim of heads."""
+    """Tell whether `unsqueeze_dim=2` moves the dim of heads."""
     if "unsqueeze_dim" not in found.names or found.form.heads != 1:
         return False
     with ambient(Float64):
@@ -238,7 +236,7 @@ def _has_second(function: Any, found: Rotation) -> bool:
 
 
 def _is_flat(function: Any, found: Rotation, angles: int) -> bool:
-    """Whether tensors without rows are turned as those of one row are."""
+    """Tell whether tensors without a dim of rows are rotated as those of one row."""
     given = _drawn(found.form.heads, angles)
     alone = {name: tensor[0] for name, tensor in given.items()}
     right = _expected(given, found.order, _SIZE, found.form)
@@ -276,7 +274,7 @@ def _rounding(function: Any, found: Rotation, angles: int) -> Rotation | Mismatc
     return replace(found, form=best)
 
 
-# ---- Rotary embeddings by one kernel, at work in the attention of chosen modules only.
+# -- the layer -------------------------------------------------------------------------------------
 # A module runs its own forward with another function under the name of the one that turns: the
 # file, and all other modules, are left as they are.
 
@@ -341,7 +339,7 @@ def _turning(original: Any, found: Rotation, module: nn.Module) -> Callable[...,
 def _unfit(
     found: Rotation, form: Form, q: Any = None, k: Any = None, cos: Any = None, sin: Any = None
 ) -> str:
-    """Why the kernel does not take these tensors; empty where it does (S871: where it cannot)."""
+    """Say why the kernel does not take these tensors; empty where it does; S871 where it cannot."""
     lines, tables = (q,) if "k" not in found.order else (q, k), (cos, sin)
     if not all(isinstance(x, Tensor) and x.dim() == 4 for x in lines):
         return "it takes queries and keys of shape [rows, heads, tokens, head_dim]"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,16 +11,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.kernels.device import autocast_to
-from schedlang.kernels.held_cross_entropy import Case as HeldCase
 from schedlang.kernels.linear_cross_entropy import Case
-from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, relative, rows_of
+from schedlang.kernels.probe import (
+    TOLERANCE,
+    Mismatch,
+    bare_copy,
+    gradients_apart,
+    relative,
+    rows_of,
+)
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.forward import layers_of, the_input
 from schedlang.runtime.lazy_logits.lazy import LazyLogits, Part
 
-# ---- What torch.compile does not ask a stand-in by itself: a loss that is made as a module.
-# Its rule for `nn.CrossEntropyLoss()` writes the call into the graph as one of tensors, and fails
-# on anything else; the function asks its arguments, as it does outside of a graph.
+# -- losses that are modules -----------------------------------------------------------------------
+# torch.compile's rule for `nn.CrossEntropyLoss()` writes the call into the graph as one of tensors,
+# and fails on a stand-in; the function asks its arguments, as it does outside of a graph.
 
 
 _done: list[bool] = []
@@ -65,51 +71,42 @@ def _patched() -> bool:
 follow_losses._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-# ---- A head whose product waits for the loss: `lm_head` and cross-entropy in chunks, in any
-# model.
-# In training the head returns LazyLogits; the model's own forward goes on with them to its own
-# loss. Without gradients, and in eval mode, it computes logits as ever.
+# -- the head --------------------------------------------------------------------------------------
+# In training the head returns LazyLogits, and the model's own forward goes on with them to its own
+# loss; without gradients, and in eval mode, it computes logits as ever.
 
 
 @dataclass(frozen=True)
 class Head:
-    """A linear layer: [..., width] to [..., classes]; `weight` and `bias` are its parameters."""
+    """A linear layer: [..., width] to [..., classes]; `weight` and `bias` are its parameters.
+
+    `held`: its logits are to be made once and overwritten by their gradient.
+    """
 
     weight: str
     bias: str | None
     width: int
     classes: int
+    held: bool = False
 
     def cases(self) -> list[Any]:
         """Runs of the kernel on as many classes, or fewer where there are very many."""
         shape, classes = (7, min(self.width, 128)), min(self.classes, 512)
+        runs = [("float32", 0.0), ("bfloat16", 0.0), ("float32", 0.1)]
         return [
-            Case(shape, dtype, classes, self.bias is not None, smoothing)
-            for dtype, smoothing in (("float32", 0.0), ("bfloat16", 0.0), ("float32", 0.1))
+            Case(shape, dtype, classes, self.bias is not None, smoothing, held=self.held)
+            for dtype, smoothing in runs
         ]
 
 
-@dataclass(frozen=True)
-class HeldHead(Head):
-    """The same, whose logits are to be made once and overwritten by their gradient."""
-
-    def cases(self) -> list[Any]:
-        """Runs of that kernel."""
-        shape, classes = (7, min(self.width, 128)), min(self.classes, 512)
-        return [
-            HeldCase(shape, dtype, classes, self.bias is not None, smoothing)
-            for dtype, smoothing in (("float32", 0.1), ("bfloat16", 0.0))
-        ]
-
-
-def probe_held(module: nn.Module) -> HeldHead | Mismatch:
+def probe_held(module: nn.Module) -> Head | Mismatch:
     """As `probe_head`, for logits in place."""
     found = probe_head(module)
-    return found if isinstance(found, Mismatch) else HeldHead(**vars(found))
+    return found if isinstance(found, Mismatch) else replace(found, held=True)
 
 
 def probe_head(module: nn.Module) -> Head | Mismatch:
-    """Whether a module is a linear layer, or the measured reason why it is none."""
+    """Match a linear layer against a module, or return the measured reason why it is none."""
     params = dict(module.named_parameters())
     weights = [name for name, p in params.items() if p.ndim == 2]
     others = [name for name in params if name not in weights]
@@ -139,19 +136,12 @@ def _probed(module: nn.Module, found: Head) -> Head | Mismatch:
         copied.train(training)
         with torch.random.fork_rng(devices=[]):
             try:
-                y = copied(x)
-                plain = F.linear(x, weight, bias)
-                pairs = zip(_with_gradients(y, x, params), _with_gradients(plain, x, params))
-                worst = max([worst, *(relative(a, b) for a, b in pairs)])
+                y, plain = copied(x), F.linear(x, weight, bias)
+                apart = gradients_apart(y, plain, [x, *params.values()])
+                worst = max(worst, relative(y.detach(), plain.detach()), apart)
             except Exception as raised:  # the module's own code: whatever it raises is a mismatch
-                said = f"{type(raised).__name__}: {raised}".splitlines()[0]
-                return Mismatch(f"does not run on rows of {found.width} alone: {said}")
+                return Mismatch.raised(f"does not run on rows of {found.width} alone", raised)
     return found if worst <= TOLERANCE else Mismatch("differs from a linear layer", worst)
-
-
-def _with_gradients(y: Tensor, x: Tensor, params: dict[str, nn.Parameter]) -> list[Tensor]:
-    grad = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
-    return [y.detach(), *torch.autograd.grad(y, [x, *params.values()], grad)]
 
 
 class Waiting:
@@ -159,8 +149,7 @@ class Waiting:
 
     def __init__(self, module: nn.Module, head: Head, budget: int = 0) -> None:
         self.module, self.head, self.budget = module, head, budget
-        self.held = isinstance(head, HeldHead)
-        self.kernel = "cross_entropy" if self.held else "linear_cross_entropy"
+        self.kernel = "cross_entropy" if head.held else "linear_cross_entropy"
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wait where there will be a gradient."""
@@ -168,7 +157,7 @@ class Waiting:
         return self.lazy(x) if self.waits() else inner(x)
 
     def waits(self) -> bool:
-        """Whether the logits that are asked for now are for a loss."""
+        """Tell whether logits of this call are for a loss: in training, with gradients."""
         return self.module.training and torch.is_grad_enabled()
 
     def lazy(self, x: Tensor, group: Group | None = None, classes: int = 0) -> LazyLogits:
@@ -183,7 +172,7 @@ class Waiting:
             bias = None if bias is None else bias.to(wanted)
         width = weight.shape[0]
         part = Part(0, width, width) if group is None else Part.of(group, width, classes)
-        return LazyLogits(x, weight, bias, part, self.budget, self.held, x.new_empty(0))
+        return LazyLogits(x, weight, bias, part, self.budget, self.head.held, x.new_empty(0))
 
 
 def waiting(module: nn.Module) -> Waiting | None:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from schedlang.kernels.held_cross_entropy import held_statistics
 from schedlang.kernels.linear_cross_entropy import Form, statistics, weighed
 from schedlang.runtime.comm import collectives, world
 from schedlang.runtime.comm.collectives import Group
@@ -32,7 +31,7 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 
 class Part(NamedTuple):
-    """Which classes this rank has: `mine` from `first` on, of `classes` over the ranks of a group.
+    """The classes of this rank: `mine` from `first` on, of `classes` over the ranks of a group.
 
     Rows of its weight beyond `mine` are padding.
     """
@@ -108,12 +107,12 @@ class LazyLogits(StandIn):
 
     @property
     def device(self) -> torch.device:
-        """Where they would lie."""
+        """The device of the logits."""
         return self.x.device
 
     @property
     def requires_grad(self) -> bool:
-        """Whether a gradient flows through them."""
+        """True where a gradient flows through them."""
         return self.x.requires_grad or self.weight.requires_grad
 
     def dim(self) -> int:
@@ -216,16 +215,15 @@ class LazyLogits(StandIn):
         return self.real is None
 
     def statistics(self, target: Tensor, form: Form) -> Three:
-        """Those of whole rows; `target` are places among all classes, or negative."""
+        """Return statistics of whole rows; `target` are indices among all classes, or negative."""
         rows, part = self.x.reshape(-1, self.x.shape[-1]), self.part
-        made = held_statistics if form.held else statistics
         if part.group is None:
-            return made(rows, self.weight, self.bias, target, form)
+            return statistics(rows, self.weight, self.bias, target, form)
         local = target - part.first
         local = torch.where((local >= 0) & (local < part.mine), local, -1)
         if part.mine:
             bias = None if self.bias is None else self.bias[: part.mine]
-            found = made(rows, self.weight[: part.mine], bias, local, form)
+            found = statistics(rows, self.weight[: part.mine], bias, local, form)
         else:  # padding alone: nothing of a sum of exponentials
             none = rows[:, 0] * 0.0
             found = (none - torch.inf, none.clone(), none.clone())
@@ -278,7 +276,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _keeps_last(sizes: list[Any], shape: torch.Size) -> bool:
-    """Whether a view by these sizes has the same last dim."""
+    """Tell whether a view by these sizes keeps the last dim."""
     if sizes.count(-1) > 1 or sizes[-1] not in (-1, shape[-1]):
         return False
     known = torch.Size(s for s in sizes[:-1] if s != -1).numel()

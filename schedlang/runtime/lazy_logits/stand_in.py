@@ -38,7 +38,7 @@ class StandIn:
         raise NotImplementedError
 
     def has_loss(self) -> bool:
-        """Whether `loss` can be computed without the whole."""
+        """Tell whether the loss can be computed without the whole logits."""
         return True
 
     @classmethod
@@ -81,7 +81,7 @@ def made_whole(value: Any) -> Any:
 
 
 def takes_rows(index: Any, ndim: int) -> bool:
-    """Whether an index leaves the last dim whole, and picks among the others by numbers alone."""
+    """Tell whether an index keeps the last dim whole, and picks among the others by numbers."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(isinstance(part, slice | int) or part is Ellipsis for part in parts):
         return False

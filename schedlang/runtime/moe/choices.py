@@ -51,7 +51,7 @@ class Choices(Ambient):
             self.found.setdefault(key, part.clone())
 
     def everyone(self) -> dict[Where, Tensor]:
-        """What all ranks found, the first one's where several have the same place."""
+        """Gather the choices of all ranks; where several have one place, the first rank's count."""
         if world.size() == 1:
             return self.found
         out: dict[Where, Tensor] = {}

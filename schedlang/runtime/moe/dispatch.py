@@ -54,7 +54,7 @@ def everywhere(x: Tensor, steps: Sequence[Step]) -> Tensor:
 def sent_by(
     experts: Tensor, away: Tensor | None, chunks: int, count: int, steps: Sequence[Step]
 ) -> Tensor:
-    """How many rows each rank sends to each expert, chunk by chunk; of those that are `away`."""
+    """Count the rows that each rank sends to each expert, by chunk; only those `away`."""
     goes = torch.ones_like(experts) if away is None else away.long()
     at, number = goes.cumsum(0) - goes, goes.sum()  # as tensor_split cuts: larger ones first
     size, larger = number // chunks, number % chunks
@@ -66,7 +66,7 @@ def sent_by(
 
 @dataclass(frozen=True)
 class Told:
-    """Of one step: rows that this rank gives and takes, place by place, and of which experts."""
+    """Row counts of one step: given and taken by place, and by expert."""
 
     give: list[int]
     take: list[int]
@@ -75,7 +75,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Counts:
-    """Of each chunk, what the host was told of each step."""
+    """Row counts of each step, by chunk, as the host knows them."""
 
     chunks: list[list[Told]]
 
@@ -137,7 +137,7 @@ class Way:
             self.works.pop()[0].wait()
 
     def home(self, y: Tensor) -> Tensor:
-        """What was computed for the rows, where and in the order in which they started."""
+        """Return the results of the rows to where they started, in their first order."""
         for step in reversed(self.back):
             y = step(y)
         return y
@@ -179,7 +179,7 @@ class Step:
         return Way(came, experts, way.told[1:], [*way.back, home], works)
 
     def _constants(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Of each expert its place in the table, row by row; and what comes, rank by rank."""
+        """Return each expert's place in the table, and the experts of arriving rows, by rank."""
         if device not in self._known:
             with _disable_current_modes():  # a second run of this call makes them no more
                 flat = [expert for row in self.table for expert in row]

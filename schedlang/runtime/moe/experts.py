@@ -26,14 +26,13 @@ from schedlang.runtime.sharding.sizes import number_at, set_number
 if TYPE_CHECKING:
     from schedlang.runtime.sharding.leaf import Sharded
 
-# ---- The capacity of experts: of the tokens that choose an expert, so many are taken, in their
-# order.
+# -- capacity --------------------------------------------------------------------------------------
 # GShard (Lepikhin et al. 2020), Switch Transformers (Fedus et al. 2021).  The order is that of the
 # rows of the batch, on however many ranks they are, so that the rule does not know of ranks.
 
 
 def kept(index: Tensor, count: int, capacity: float, groups: Sequence[Group] = ()) -> Tensor:
-    """Which choices of [tokens, k] are among the first of their expert's capacity.
+    """Return a mask of the choices [tokens, k] that are within their expert's capacity.
 
     An expert takes `capacity` times what it would get if all were chosen equally often, rounded
     up.  `groups` are the axes, slowest first, along which other ranks hold other tokens.
@@ -57,7 +56,7 @@ def kept(index: Tensor, count: int, capacity: float, groups: Sequence[Group] = (
 
 
 def within(choices: int, count: int, capacity: float) -> int:
-    """How many of all choices an expert may take."""
+    """Return the number of choices that an expert may take."""
     return math.ceil(choices * capacity / count)
 
 
@@ -96,7 +95,7 @@ def limit_experts(model: nn.Module, rules: dict[str, tuple[int, float]]) -> None
         module.forward = with_capacity(module.forward, count, capacity)
 
 
-# ---- Experts on several ranks: tokens go to the ranks that hold their experts, and come back.
+# -- experts over ranks ----------------------------------------------------------------------------
 # A rank holds some experts, and computes them by their module's own forward.  Along an axis whose
 # ranks see different tokens (it splits the batch) rows are sent by all-to-all, or tokens gathered,
 # or experts fetched; along one whose ranks see the same tokens each rank takes those of its own
@@ -110,7 +109,7 @@ def limit_experts(model: nn.Module, rules: dict[str, tuple[int, float]]) -> None
 
 @dataclass(frozen=True)
 class Routing:
-    """How the experts of one module are spread, and how tokens meet them.
+    """The placement of one module's experts, and the way of tokens to them.
 
     dispatch  "all_to_all": tokens go to experts; "gather": those of all ranks come to all, where
               all have as many; "fetch": experts come to tokens
@@ -135,7 +134,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class Noted:
-    """What the host was told of one call: rows that are this rank's, how many of them stay, and
+    """Row counts of one call on the host: rows that are this rank's, how many of them stay, and
     where the others go; with the choices that it was told of."""
 
     index: Tensor
@@ -145,7 +144,7 @@ class Noted:
 
 
 def _even() -> bool:
-    """Whether all ranks are known to have as many tokens: parts of the same shapes."""
+    """Tell whether all ranks are known to have equally many tokens."""
     here = scope.current()
     return here is not None and here.even is not None and here.even()
 
@@ -193,7 +192,7 @@ class Spread:
         )
 
     def _places(self, some: tuple[int, ...], device: torch.device) -> Tensor:
-        """Of each expert its place among some of them, -1 of others: made once on a device."""
+        """Return each expert's place among `some`, -1 for others; cached by device."""
         if (some, device) not in self._known:
             with _disable_current_modes():  # a second run of this call makes it no more
                 found = torch.full((self.count,), -1)
@@ -207,7 +206,7 @@ class Spread:
         return torch.argsort(places, stable=True)[self.count - len(some) :]
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """What the experts of all ranks give for these tokens."""
+        """Compute the experts of all ranks for these tokens."""
         x, w = hidden, weights
         for edge in self.alike:
             x, w = shared(edge.entry(), x), shared(edge.entry(), w)
@@ -229,7 +228,7 @@ class Spread:
         return out
 
     def _sends(self, over: Sequence[Edge]) -> bool:
-        """Whether tokens go to other ranks, once those of some ranks are here."""
+        """Tell whether tokens are sent to other ranks, after those of some ranks were gathered."""
         return not over and self.routing.dispatch != "fetch" and bool(self.steps)
 
     def _near(self, over: Sequence[Edge]) -> tuple[int, ...]:
@@ -237,7 +236,7 @@ class Spread:
         return self.held if over else self.reach
 
     def _kept(self, index: Tensor, over: Sequence[Edge]) -> Tensor:
-        """Which choices are within the capacity."""
+        """Return a mask of the choices that are within the capacity."""
         assert self.routing.capacity is not None
         groups = [] if over else [edge.group for edge in self.apart]
         return kept(index, self.count, self.routing.capacity, groups)
@@ -245,7 +244,7 @@ class Spread:
     # -- all that is chosen ------------------------------------------------------------------------
 
     def _dropless(self, x: Tensor, index: Tensor, w: Tensor, over: Sequence[Edge]) -> Tensor:
-        """What experts give for as many rows as choose them."""
+        """Compute experts for as many rows as choose them."""
         known, key = scope.memo(), (id(self), scope.next_call(f"experts {id(self)}"))
         noted = None if known is None else known.get(key)
         if noted is not None:  # a second run: where rows went they go again
@@ -261,7 +260,7 @@ class Spread:
         return torch.zeros_like(x, dtype=y.dtype).index_add(0, token, y)
 
     def _mine(self, index: Tensor, over: Sequence[Edge]) -> Tensor | None:
-        """Which of the choices are this rank's to see to; None: all."""
+        """Return a mask of the choices that this rank handles; None: all."""
         near, every = self._near(over), None
         if len(near) < self.count:
             every = (self._places(near, index.device) >= 0)[index].flatten()
@@ -273,7 +272,7 @@ class Spread:
     def _told(
         self, index: Tensor, mine: Tensor | None, over: Sequence[Edge]
     ) -> tuple[int, int, Counts | None]:
-        """How many rows are this rank's, how many stay, and how many go where from every rank.
+        """Return the counts of this rank's rows, of those that stay, and of all by rank and expert.
 
         The one time that the host waits for the device.
         """
@@ -297,7 +296,7 @@ class Spread:
         return rows, stay, Counts.of(told, self.routing.chunks, self.count, self.steps)
 
     def _shadowing(self, flat: Tensor, mine: Tensor | None) -> Tensor | None:
-        """Which choices stay, because their experts come; None: none can."""
+        """Return a mask of choices that stay, because their experts are fetched; None: none can."""
         if not self.shadowed:
             return None
         near = (self._places(self.shadowed, flat.device) >= 0)[flat]
@@ -321,7 +320,7 @@ class Spread:
     def _routed(
         self, rows: Tensor, experts: Tensor, dtype: torch.dtype, noted: Noted, over: Sequence[Edge]
     ) -> Tensor:
-        """What experts give for rows, one expert each, in the order of the rows."""
+        """Compute experts for rows, one expert each, in the order of the rows."""
         if over or self.routing.dispatch == "fetch":
             return self._called(rows, experts, dtype, *self._here(over))
         if not self.shadowed:
@@ -342,7 +341,7 @@ class Spread:
     # -- places of experts -------------------------------------------------------------------------
 
     def _placed(self, x: Tensor, index: Tensor, w: Tensor, over: Sequence[Edge]) -> Tensor:
-        """What experts give for their places: as many rows as they may take, free ones or not.
+        """Compute experts for all their places, used or free.
 
         A free place computes some row, which weighs nothing.
         """
@@ -425,7 +424,7 @@ class Spread:
         parameters: Mapping[str, Tensor],
         held: tuple[int, ...],
     ) -> Tensor:
-        """What the experts `held`, with these parameters, give for rows, one expert each."""
+        """Compute the experts `held`, with these parameters, for rows of one expert each."""
         parameters = self._shared_out(parameters)
         parts = list(parameters.values())
         if rows.is_meta:
@@ -444,7 +443,7 @@ class Spread:
         return out
 
     def _shared_out(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What is added behind the sum over parts of experts: each rank adds its share of it."""
+        """Divide biases that are added after the sum over parts: each rank adds its share."""
         group, inner = self.within, self.routing.inner
         if group is None or inner is None:
             return parameters

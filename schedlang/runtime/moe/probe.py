@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.ir.placement import EVEN, positions
+from schedlang.kernels.probe import TOLERANCE, first_line, relative
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.sharding.sizes import numbers_of, set_number
 from schedlang.runtime.tracing.meta import copy_with
 
-# ---- Tell by trying whether a module holds experts, each used by the tokens that are routed to
-# it.
+# -- experts ---------------------------------------------------------------------------------------
 # A small copy with random float64 values and the module's own forward is called with tokens, the
 # experts of each and their weights.  What it gives has to be the sum over a token's experts of
 # weight times what that expert alone gives for that token alone; and a copy that holds some of the
@@ -26,14 +26,13 @@ from schedlang.runtime.tracing.meta import copy_with
 # ranks.
 
 
-TOLERANCE = 1e-9
 TOKENS = 12  # of the trial; each goes to two experts
 LARGEST = 1 << 25  # elements of a trial's parameters
 
 
 @dataclass(frozen=True)
 class Experts:
-    """What a module of experts is: how many, what they own, and how it counts them.
+    """A module of experts: their number, their parameters, and the attributes that count them.
 
     split    its parameters, whose first dim are the experts
     numbers  attributes that hold the number of experts, to be set where fewer are held
@@ -46,7 +45,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class NoExperts:
-    """Why a module is not a module of experts, and by how much it differs (relative) if it ran.
+    """The reason why a module holds no experts, and the relative difference if it ran.
 
     helps   what can be done with what it is
     """
@@ -129,8 +128,8 @@ def _tried(
     try:
         trial = Trial(small, count, split)
     except Exception as raised:  # the module's own code: whatever it raises is a reason
-        said = f"{type(raised).__name__}: {raised}".splitlines()[0]
-        return NoExperts(f"it does not run with (tokens, expert indices, routing weights): {said}")
+        what = "it does not run with (tokens, expert indices, routing weights)"
+        return NoExperts(f"{what}: {first_line(raised)}")
     for reason, error in trial.faults():
         if not error <= TOLERANCE:
             return NoExperts(reason, error)
@@ -143,7 +142,7 @@ def _tried(
 
 
 def _countings(module: nn.Module, count: int) -> Iterator[tuple[str, ...]]:
-    """Which attributes may say how many experts there are: none, all that could, or some."""
+    """Yield sets of attributes that may be the number of experts: none, all, or some."""
     own = [path for path, value in numbers_of(module) if value == count]
     named = [path for path in own if "expert" in path.lower()]
     direct = [path for path in own if "." not in path]
@@ -191,7 +190,7 @@ class Trial:
         self.x, self.index, self.weights = _routed(width, count, generator)
         self.whole = self.call(self.module, self.x, self.index, self.weights)
         again = self.call(self.module, self.x, self.index, self.weights)
-        self.drawn = gap(again, self.whole)
+        self.drawn = relative(again, self.whole)
         ones = torch.ones_like(self.weights[:, :1])
         self.alone = [
             self.call(self.module, self.x, self.index[:, k : k + 1], ones)
@@ -200,7 +199,7 @@ class Trial:
 
     @staticmethod
     def call(module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """What a copy gives, which has to be a row for each token."""
+        """Call a copy; raise TypeError unless it returns a row for each token."""
         with torch.no_grad():
             out = module(x.clone(), index.clone(), weights.clone())
         if not isinstance(out, Tensor) or out.shape != x.shape:
@@ -209,17 +208,17 @@ class Trial:
         return out
 
     def faults(self) -> Iterator[tuple[str, float]]:
-        """What a module of experts does not do, each with how far this one does."""
+        """Yield what a module of experts must not do, each with the measured difference."""
         yield "it draws random numbers", self.drawn
         summed = sum(w[:, None] * y for w, y in zip(self.weights.unbind(1), self.alone))
         assert isinstance(summed, Tensor)
-        yield "its output is not linear in the routing weights", gap(summed, self.whole)
+        yield "its output is not linear in the routing weights", relative(summed, self.whole)
         some = torch.tensor([5, 2, 9])
         few = self.call(self.module, self.x[some], self.index[some], self.weights[some])
-        yield "its output for a token depends on other tokens", gap(few, self.whole[some])
+        yield "its output for a token depends on other tokens", relative(few, self.whole[some])
 
     def with_some(self, numbers: tuple[str, ...]) -> float:
-        """How far a copy that holds the second half of the experts differs for their tokens."""
+        """Return the difference of a copy with the second half of the experts, for their tokens."""
         first = self.count // 2
         part = copy.deepcopy(self.module)
         held = part_of(part, self.split, slice(first, None), numbers, self.count - first)
@@ -229,7 +228,7 @@ class Trial:
             got = self.call(held, self.x[mine], self.index[mine, :1] - first, ones)
         except Exception:  # a number that counts something else was changed
             return math.inf
-        return gap(got, self.alone[0][mine])
+        return relative(got, self.alone[0][mine])
 
 
 def part_of(
@@ -271,14 +270,7 @@ def _routed(width: int, count: int, generator: torch.Generator) -> tuple[Tensor,
     return x, index, weights
 
 
-def gap(got: Tensor, expected: Tensor) -> float:
-    """The relative distance of two results; infinite where one is no number."""
-    far = float((got - expected).norm() / (expected.norm() + 1e-300))
-    return far if math.isfinite(far) else math.inf
-
-
-# ---- Tell by trying how every expert is cut along its inner dim, so that parts add up to the
-# whole.
+# -- the inner dim of experts ----------------------------------------------------------------------
 # Megatron-LM's pair of a column and a row (Shoeybi et al. 2019), of weights that hold all experts:
 # which dims of which parameters, and in how many blocks, is found on a small copy.  A bias that is
 # added behind the sum is whole on every rank, and each adds its share of it.
@@ -290,7 +282,7 @@ Cut = tuple[int, int] | None  # a dim and its blocks; None: whole on every rank
 
 @dataclass(frozen=True)
 class Inner:
-    """How experts are cut along their inner dim.
+    """The way to shard experts along their inner dim.
 
     cuts     parameter -> dim and blocks; `whole` are those of which every rank adds a share
     numbers  attributes that hold the inner size, to be divided by the ranks
@@ -302,7 +294,7 @@ class Inner:
 
 
 def probe_inner(module: nn.Module, experts: Experts) -> Inner | None:
-    """How the experts of a module are cut; None where no way of cutting them gives the same."""
+    """Find a way to shard the experts of a module along their inner dim; None if none is right."""
     shapes = [tuple(module.get_parameter(name).shape) for name in experts.split]
     with torch.random.fork_rng(devices=[]), ambient(Float64()):
         for scale in scales(shapes):
@@ -347,7 +339,7 @@ def _cuts(trial: Trial, name: str) -> Iterator[Cut]:
 
 
 def _numbers(trial: Trial, cuts: dict[str, Cut]) -> Iterator[tuple[str, ...]]:
-    """Which attributes may say how large the inner dim is: none, all that could, or one.
+    """Yield sets of attributes that may be the inner size: none, all, or one.
 
     First those that cannot be the size of a token.
     """
@@ -367,7 +359,7 @@ def _numbers(trial: Trial, cuts: dict[str, Cut]) -> Iterator[tuple[str, ...]]:
 
 
 def _gap(trial: Trial, cuts: dict[str, Cut], numbers: tuple[str, ...]) -> float:
-    """How far the sum of the parts is from the whole."""
+    """Return the relative difference of the summed parts from the whole."""
     total = torch.zeros_like(trial.whole)
     for place in range(PARTS):
         part = copy.deepcopy(trial.module)
@@ -383,7 +375,7 @@ def _gap(trial: Trial, cuts: dict[str, Cut], numbers: tuple[str, ...]) -> float:
             total += Trial.call(part, trial.x, trial.index, trial.weights)
         except Exception:  # what does not fit together was cut
             return float("inf")
-    return gap(total, trial.whole)
+    return relative(total, trial.whole)
 
 
 def _part(whole: torch.Tensor, cut: tuple[int, int], place: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import fx
 
-# ---- Which dims of a value are rows, and which is the column, whatever shape it has.
+# -- roles of dims ---------------------------------------------------------------------------------
 # All values of a chain lie in one grid, the shape of its largest tensor.  The role of a dim are
 # the dims of the grid that it runs along, counted from the last (-1, the column): none where its
 # size is 1, several where a view has joined them.  So a row of N numbers is never taken for N
@@ -21,7 +21,7 @@ Roles: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class NotRowwise(Exception):
-    """What a chain has that rows by themselves cannot be computed with."""
+    """Raised for a graph that cannot be computed row by row; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Grid:
         return tuple(found)
 
 
-# ---- ATen's operators by their names, and what the pointwise ones are in Triton, in float32.
+# -- operators -------------------------------------------------------------------------------------
 
 
 # functions that Triton lacks: near zero their formulas lose digits; tanh has a series there, and
@@ -249,8 +249,7 @@ def value_of(target: str, args: tuple[Any, ...]) -> float:
     return float(args[0] if name == "scalar_tensor" else args[2 if name == "new_full" else 1])
 
 
-# ---- A chain of row-wise operators: its values, what it stores, and what is summed over all
-# rows.
+# -- the chain -------------------------------------------------------------------------------------
 
 
 How = Literal["given", "point", "row", "column"]
@@ -287,7 +286,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class From:
-    """Where an output of the graph comes from: `given`, `stored` or `tail` number `place`."""
+    """The source of an output of the graph: `given`, `stored` or `tail`, number `place`."""
 
     where: Literal["given", "stored", "tail", "none"]
     place: int = 0

@@ -26,7 +26,7 @@ from schedlang.runtime.rowwise_kernels.launch import Kernel, Shape, jitted, laun
 
 @contextmanager
 def interpreted(device: str) -> Iterator[str]:
-    """What runs kernels for tensors of a device inside: "triton", "interpreter" or "reference"."""
+    """Run kernels for tensors of a device; yield "triton", "interpreter" or "reference"."""
     with ExitStack() as stack:
         if device == KIND:
             yield "triton"

@@ -18,8 +18,7 @@ from schedlang.runtime.rowwise_kernels.chain import Chain, From, Stored, Value
 from schedlang.runtime.rowwise_kernels.lower import lowered
 from schedlang.runtime.rowwise_kernels.source import source
 
-# ---- A chain computed by torch, from the very values and expressions that its kernel is written
-# from.
+# -- a chain computed by torch ---------------------------------------------------------------------
 # It stands in for a kernel where none can run, and in float64 it is what a proof compares: then
 # the roles of rows and columns, the order of reductions and the sums are proven, and what is left
 # to the kernel's own check is its text.
@@ -125,8 +124,7 @@ class _Run:
         return made if made.dtype is torch.bool else made.to(self.wide)
 
 
-# ---- A chain made runnable: its Triton text compiled, launched, or computed by torch in its
-# place.
+# -- kernels ---------------------------------------------------------------------------------------
 
 
 LONGEST = 8192  # elements of a row that one program holds at a time
@@ -137,7 +135,7 @@ Launch = Callable[["Kernel", list[Any], "Shape"], None]
 
 @dataclass(frozen=True)
 class Shape:
-    """How a kernel is started: its grid and its constants."""
+    """The grid and the constants of a launch."""
 
     programs: int
     tiles: int
@@ -161,12 +159,12 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """What the text is known by."""
+        """The name of the text."""
         return f"rowwise_{sha256(self.text.encode()).hexdigest()[:12]}"
 
     @cached_property
     def order(self) -> tuple[From, ...]:
-        """Where what it gives comes from; each once."""
+        """The sources of its outputs, each once."""
         made = (o for o in self.chain.outputs if o.where in ("stored", "tail"))
         return tuple(dict.fromkeys(made))
 
@@ -180,7 +178,7 @@ class Kernel:
 
     @property
     def looped(self) -> bool:
-        """Whether a row is read block by block."""
+        """True where a row is read block by block."""
         return self.chain.grid.size > LONGEST
 
 
@@ -219,7 +217,7 @@ def run(made: Kernel, given: Sequence[Tensor]) -> list[Tensor]:
 
 
 def shape_of(made: Kernel, like: Tensor) -> Shape:
-    """How many programs take how many tiles of rows."""
+    """Return the grid of a kernel: programs, and tiles of rows for each."""
     grid = made.chain.grid
     if made.looped:
         rows, block, warps = 1, _BLOCK, 8
@@ -231,7 +229,7 @@ def shape_of(made: Kernel, like: Tensor) -> Shape:
 
 
 def _launched(made: Kernel, used: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """What the kernel stores, and the sums over rows: those of its programs, added."""
+    """Launch a kernel; return what it stores, and its sums over rows added over programs."""
     chain, like = made.chain, used[0]
     shape = shape_of(made, like)
     loaded = [

@@ -254,7 +254,7 @@ class _Lowering:
         return value
 
     def _tail(self, outputs: list[fx.Node]) -> tuple[fx.Graph | None, tuple[int, ...]]:
-        """What follows the sums over rows, as a graph of its own."""
+        """Cut out the graph that follows the sums over rows."""
         if not self.sums:
             return None, ()
         tail = fx.Graph()

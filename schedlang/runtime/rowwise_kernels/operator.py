@@ -20,7 +20,7 @@ from schedlang.runtime.float64 import Float64
 from schedlang.runtime.rowwise_kernels.chain import From, NotRowwise
 from schedlang.runtime.rowwise_kernels.launch import Kernel, kernel, number, run
 
-# ---- The ATen graphs of a function of tensors, forward and backward; what is kept between them.
+# -- graphs ----------------------------------------------------------------------------------------
 # torch's own tracing gives one joint graph, and its min-cut partition decides what forward keeps
 # and what backward computes again.  This is the one file that touches them.
 
@@ -30,7 +30,7 @@ _lock = RLock()  # tracing changes state of the whole process while it lasts
 
 @dataclass(frozen=True)
 class Sort:
-    """What a kernel is made for: shape and type of one tensor, and whether it is differentiated."""
+    """Shape and type of one tensor that a kernel is made for, and whether it needs a gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -54,7 +54,7 @@ class Graphs:
 
 
 def sorts_of(given: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[Sort, ...]:
-    """What tensors are, as a key."""
+    """Return shapes and types of tensors, as a key."""
     return tuple(
         Sort(tuple(int(n) for n in t.shape), t.dtype, t.device.type, asked)
         for t, asked in zip(given, wanted, strict=True)
@@ -135,8 +135,7 @@ class _Once(TorchFunctionMode):
         return func(*args, **named)
 
 
-# ---- The operators of torch that run generated kernels: one forward and one backward for all
-# chains.
+# -- operators -------------------------------------------------------------------------------------
 # Being operators they are opaque to what looks at a model from outside: recomputation, FSDP2,
 # torch.compile.  A chain is known by a name that follows from its text, so that names agree on
 # every rank.
@@ -271,7 +270,7 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 rowwise_forward.register_autograd(_differentiate, setup_context=_save)
 
 
-# ---- A module, or what a pattern matched in it, as generated kernels: what stands around them.
+# -- regions ---------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)

@@ -28,7 +28,7 @@ def source(chain: Chain, rounding: str, *, looped: bool) -> str:
 
 
 def passes(chain: Chain) -> int:
-    """How often a row of several blocks is read."""
+    """Count the passes over a row of several blocks."""
     ends = [s.value for s in chain.stored] + [s.value.operands[0] for s in chain.sums]
     return 1 + max((_level(value) for value in ends), default=0)
 
@@ -131,7 +131,7 @@ class _Writer:
             self.done.add(value)
 
     def _alone(self, wanted: Iterable[Value]) -> None:
-        """What has no columns and can be known before the rows are read (again)."""
+        """Return the values without columns that are known before a pass over the rows."""
         for value in self._needed(wanted):
             known = all(v in self.done for v in value.operands)
             if known and not value.cols and value.how != "row":
@@ -180,7 +180,7 @@ class _Writer:
     # pieces
 
     def _ends(self) -> list[Value]:
-        """What is stored, or summed."""
+        """Write the stores and the sums."""
         return [s.value for s in self.chain.stored] + [s.value.operands[0] for s in self.chain.sums]
 
     def _needed(self, ends: Iterable[Value]) -> list[Value]:
@@ -269,6 +269,6 @@ def _reduced(value: Value, said: str) -> str:
 
 
 def _level(value: Value) -> int:
-    """How many reductions lie one behind another up to this value."""
+    """Count the reductions that follow one another up to this value."""
     before = max((_level(v) for v in value.operands), default=0)
     return before + (value.how == "row")

@@ -1,4 +1,4 @@
-"""What a part of the examination is made of: cases with a name, and what came of each."""
+"""What the examination is made of: its parts in order, their cases, and what came of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OUTCOMES = ("ok", "wrong", "failed", "skipped")
 
 
 class Wrong(Exception):
-    """What was computed is not what it should be."""
+    """Raised where a result is not what it should be."""
 
 
 class Skipped(Exception):
@@ -19,24 +19,24 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Setup:
-    """Where a part runs, and how large things are there: `full`, `quick`, or `tiny`."""
+    """The device of a part, and the size of its shapes: `full`, `quick`, or `tiny`."""
 
     device: str
     size: str = "full"
 
     @property
     def timed(self) -> bool:
-        """Whether times mean anything; elsewhere things are run, and that is all."""
+        """True where times mean anything; elsewhere cases only run."""
         return self.device == "cuda"
 
     def pick(self, full: Any, quick: Any, tiny: Any) -> Any:
-        """What belongs to the size."""
+        """Choose the value for the size."""
         return {"full": full, "quick": quick, "tiny": tiny}[self.size]
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a case that went well has to tell: a few words, and numbers by name."""
+    """The result of a case that went well: a few words, and numbers by name."""
 
     note: str = ""
     numbers: Mapping[str, Any] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """What came of a case.
+    """The outcome of a case.
 
     ok        it ran, and equals what it is compared with
     wrong     it ran, and does not
@@ -69,9 +69,54 @@ class Found:
 
     @property
     def bad(self) -> bool:
-        """Whether something has to be mended."""
+        """True where something has to be mended."""
         return self.outcome in ("wrong", "failed")
 
     def plain(self) -> dict[str, Any]:
         """As JSON has it."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part, in a process of its own.
+
+    home     the module whose `cases(setup)` are run
+    limit    seconds of all of it; `quick` with small shapes
+    each     seconds of one case, after which its process is ended
+    timed    it is a benchmark: elsewhere than on a GPU its numbers are not told
+    """
+
+    name: str
+    title: str
+    home: str
+    limit: float
+    quick: float
+    each: float = 60.0
+    timed: bool = False
+
+
+# what a part leaves of its time the later ones may use; together under ten minutes, and three
+PARTS = (
+    Part("kernels", "Kernels against their torch reference", "correctness", 85, 30),
+    Part(
+        "programs",
+        "Programs of one rank, in a world of the device's own library",
+        "programs",
+        55,
+        25,
+    ),
+    Part("ranks", "Several ranks on one device, through gloo", "ranks", 85, 30),
+    Part("compiled", "Compiled regions", "compiled", 60, 35),
+    Part("offload", "Offloading to pinned memory of the host, and back", "offload", 25, 10),
+    Part(
+        "contests",
+        "Kernels beside eager, torch.compile, Liger and the floor of the device",
+        "contests",
+        135,
+        25,
+        75.0,
+        timed=True,
+    ),
+    Part("layers", "Training layers of the shape of Llama-8B", "steps", 130, 17, 90.0, timed=True),
+)

@@ -18,8 +18,7 @@ from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
 
-from schedlang.testing.gpu.case import Case, Found, Setup, Skipped, Wrong
-from schedlang.testing.gpu.parts import PARTS
+from schedlang.testing.gpu.case import PARTS, Case, Found, Setup, Skipped, Wrong
 
 LOST = 17  # the exit code where the device can no longer be used
 
@@ -55,12 +54,12 @@ def in_a_line(error: BaseException) -> str:
 
 
 def _lost(note: str) -> bool:
-    """Whether what failed leaves the device unusable for this process."""
+    """Tell whether a failure leaves the device unusable for this process."""
     return "CUDA error" in note or "AcceleratorError" in note or "unspecified launch" in note
 
 
 def _device(setup: Setup) -> Callable[[], object]:
-    """Have the device there, until this process ends; what looks behind each case for races."""
+    """Set up the device for this process; return the check for races after each case."""
     if setup.device != "sim":
         return bool
     from schedlang.testing.accelerator import simulated

@@ -16,15 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from schedlang.kernels import (
-    add_norm,
     flex_attention,
     gated,
     gated_norm,
     grouped,
-    held_cross_entropy,
-    layer_norm,
     linear_cross_entropy,
-    rms_norm,
+    norm,
     rope,
 )
 from schedlang.kernels.check import Comparison, compare
@@ -37,7 +34,7 @@ Function = Callable[..., Any]  # of leaves, to a tensor or several
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large things are, where they lie, and what compiles them."""
+    """Shapes, their device, and the backend that compiles."""
 
     device: str
     rows: int
@@ -57,7 +54,7 @@ TINY = Sizes("cpu", 16, 64, 96, 200, (4, 2), 16, 16, 3, "eager")
 
 
 def sizes_of(setup: Setup) -> Sizes:
-    """Those of a setup, on its device."""
+    """Return the sizes of a setup, on its device."""
     sizes: Sizes = setup.pick(FULL, QUICK, TINY)
     return replace(sizes, device=setup.device)
 
@@ -234,14 +231,14 @@ def _norms(sizes: Sizes) -> Iterator[Contest]:
     line, row = (sizes.rows, sizes.width), (sizes.width,)
     rms, centred = liger_of("liger_rms_norm"), liger_of("liger_layer_norm")
     both = liger_of("liger_fused_add_rms_norm")
-    form = add_norm.Form(eps=1e-5, rounding="early")
+    form, layer = norm.Form(eps=1e-5, rounding="early"), norm.Form(True, 1e-5)
     lever = gated_norm.Form(eps=1e-5, rounding="early", first=True)
     yield Contest(
         "rms_norm",
         ways(
             sizes,
-            lambda x, w: rms_norm.rms_norm(x, w, 1e-5, 0.0, "early"),
-            lambda x, w: rms_norm.reference(x, w, 1e-5, 0.0, "early"),
+            lambda x, w: norm.norm(x, w, None, form),
+            lambda x, w: norm.reference(x, w, None, form),
             liger=rms and (lambda x, w: rms(x, w, 1e-5)),
         ),
         (line, row),
@@ -250,7 +247,7 @@ def _norms(sizes: Sizes) -> Iterator[Contest]:
         "layer_norm",
         ways(
             sizes,
-            lambda x, w, b: layer_norm.layer_norm(x, w, b, 1e-5),
+            lambda x, w, b: norm.norm(x, w, b, layer),
             lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-5),
             liger=centred and (lambda x, w, b: centred(x, w, b, 1e-5)),
         ),
@@ -269,8 +266,8 @@ def _norms(sizes: Sizes) -> Iterator[Contest]:
         "add_norm",
         ways(
             sizes,
-            lambda a, b, w: add_norm.add_norm(a, b, w, None, form),
-            lambda a, b, w: add_norm.reference(a, b, w, None, form),
+            lambda a, b, w: norm.add_norm(a, b, w, None, form),
+            lambda a, b, w: norm.add_reference(a, b, w, None, form),
             liger=both and (lambda a, b, w: both(a, b, w, 1e-5)[::-1]),
         ),
         (line, line, row),
@@ -321,11 +318,11 @@ def _head(sizes: Sizes, rows: int, held: bool) -> Contest:
     generator = torch.Generator().manual_seed(0)
     target = torch.randint(classes, (rows,), generator=generator).to(sizes.device)
     by = torch.full((rows,), 1 / rows, device=sizes.device)
-    form = linear_cross_entropy.Form()
+    form = linear_cross_entropy.Form(held=held)
     fused = liger_of("liger_fused_linear_cross_entropy")
 
     def kept(x: Tensor, w: Tensor) -> Tensor:
-        lse, picked, _ = held_cross_entropy.held_statistics(x, w, None, target, form)
+        lse, picked, _ = linear_cross_entropy.statistics(x, w, None, target, form)
         return (lse - picked).mean()
 
     def chunked(x: Tensor, w: Tensor) -> Tensor:

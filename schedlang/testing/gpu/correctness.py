@@ -15,17 +15,14 @@ from typing import Any
 import torch
 
 from schedlang.kernels import (
-    add_norm,
     check,
     flash_attention,
     flex_attention,
     gated,
     gated_norm,
     grouped,
-    held_cross_entropy,
-    layer_norm,
     linear_cross_entropy,
-    rms_norm,
+    norm,
     rope,
 )
 from schedlang.kernels import liger as ligers
@@ -65,34 +62,34 @@ def checks(sizes: contests.Sizes) -> list[Any]:
 def _whole(sizes: contests.Sizes, dtype: str) -> Iterator[Any]:
     rows, width = min(sizes.rows, 2048), sizes.width
     odd, heads, size = width * 3 // 4 - 1, sizes.heads, sizes.size
-    yield rms_norm.Case((rows, width), dtype, rounding="early")
-    yield rms_norm.Case((rows, odd), dtype, offset=1.0)
-    yield layer_norm.Case((rows, width), dtype)
+    yield norm.Case((rows, width), dtype, norm.Form(rounding="early"))
+    yield norm.Case((rows, odd), dtype, norm.Form(offset=1.0))
+    yield norm.Case((rows, width), dtype, norm.Form(True), True)
     yield gated.Case((rows, width), dtype)
     yield gated.Case((rows, width), dtype, "gelu_tanh", "gate first")
-    yield add_norm.Case((rows, width), dtype)
-    yield add_norm.Case((rows, odd), dtype, add_norm.Form(True, rounding="early"), bias=True)
+    yield norm.Case((rows, width), dtype, add=True)
+    yield norm.Case((rows, odd), dtype, norm.Form(True, rounding="early"), True, add=True)
     yield gated_norm.Case((rows, width), dtype, gated_norm.Form(rounding="early"))
     yield gated_norm.Case((rows, odd + 1), dtype, gated_norm.Form(first=True, groups=4))
     yield rope.Case((2, rows // 2, *heads, size), dtype)
     yield rope.Case((2, rows // 2, 5, 3, 96), dtype, 64, rope.Form(True, True), shared=False)
     yield linear_cross_entropy.Case((rows, 128), dtype, 500, rows=max(1, rows // 3))
-    yield held_cross_entropy.Case((rows, 128), dtype, 500)
+    yield linear_cross_entropy.Case((rows, 128), dtype, 500, held=True)
 
 
 def _ragged(sizes: contests.Sizes, dtype: str) -> Iterator[Any]:
     """One row, rows that fill no block, rows that do not lie side by side, small numbers."""
     few, odd = 5, sizes.width // 2 + 3
-    yield rms_norm.Case((1, odd), dtype)
-    yield rms_norm.Case((few, odd), dtype, strided=True)
-    yield rms_norm.Case((few, odd), dtype, scale=1e-3)  # eps counts
-    yield layer_norm.Case((few, odd), dtype, bias=False)
+    yield norm.Case((1, odd), dtype)
+    yield norm.Case((few, odd), dtype, strided=True)
+    yield norm.Case((few, odd), dtype, scale=1e-3)  # eps counts
+    yield norm.Case((few, odd), dtype, norm.Form(True))
     yield gated.Case((3, few, odd), dtype, "gelu")
-    yield add_norm.Case((1, odd), dtype)
+    yield norm.Case((1, odd), dtype, add=True)
     yield gated_norm.Case((few, odd), dtype)
     yield rope.Case((3, 7, 3, 1, 24), dtype, 16)
     yield linear_cross_entropy.Case((few, 33), dtype, 301, bias=True, smoothing=0.1, cap=5.0)
-    yield held_cross_entropy.Case((few, 33), dtype, 301, bias=True, smoothing=0.1)
+    yield linear_cross_entropy.Case((few, 33), dtype, 301, bias=True, smoothing=0.1, held=True)
 
 
 def _of_others(sizes: contests.Sizes) -> Iterator[Any]:
@@ -105,26 +102,25 @@ def _of_others(sizes: contests.Sizes) -> Iterator[Any]:
     for across in (False, True):
         yield grouped.Case((rows, 256), "bfloat16", 8, 512, across)
     for dtype in TYPES:
-        yield ligers.Case(shape=(rows, sizes.width), dtype=dtype)
-        yield ligers.Case(shape=(rows, sizes.width), dtype=dtype, bias=True)
+        yield ligers.Case((rows, sizes.width), dtype)
+        yield ligers.Case((rows, sizes.width), dtype, norm.Form(True), True)
 
 
 NEEDS = {"flash_attention": "flash_attn", "liger": "liger_kernel"}  # packages of kernels
 
 
 def _name(one: Any) -> str:
-    of_layers = {"bias": True} if isinstance(one, ligers._Layer) else {}  # by which it is of these
-    more = [*_unlike(one, type(one)(shape=one.shape, dtype=one.dtype, **of_layers))]
+    more = [*_unlike(one, type(one)(shape=one.shape, dtype=one.dtype))]
     if hasattr(one, "form"):
         more += _unlike(one.form, type(one.form)())
-    kind = f"{one.kernel} of layers" if of_layers else one.kernel
+    kind = one.kernel if one.kernel in NEEDS else getattr(one, "name", one.kernel)
     return " ".join([kind, one.dtype, "x".join(map(str, one.shape)), *more])
 
 
 def _unlike(one: Any, other: Any) -> Iterator[str]:
     """The fields that are not as usual."""
     for name, value in vars(one).items():
-        if name != "form" and value != getattr(other, name):
+        if name not in ("form", "held") and value != getattr(other, name):
             yield f"{name}={value}"
 
 

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from schedlang.testing.gpu.case import Found, Setup
-from schedlang.testing.gpu.parts import PARTS, Part
+from schedlang.testing.gpu.case import PARTS, Found, Part, Setup
 
 Say = Callable[[str], None]
 _TIME_IS_UP = "the time of its part was up before it was done"
@@ -37,7 +36,7 @@ def chosen(only: Sequence[str]) -> list[tuple[Part, str]]:
 def examine(
     setup: Setup, parts: Sequence[tuple[Part, str]], say: Say, spare: float = 1.0
 ) -> list[Found]:
-    """What came of all cases. `spare` stretches all limits, for slow machines."""
+    """Run all cases. `spare` stretches all limits, for slow machines."""
     end, found = time.monotonic(), []
     for part, words in parts:
         end += spare * (part.limit if setup.size == "full" else part.quick)
@@ -148,7 +147,7 @@ class _Run:
 
 
 def _environment(part: Part, setup: Setup) -> dict[str, str]:
-    """Of a child: which device, and Triton's interpreter where kernels run on a CPU."""
+    """Return a child's environment: its device, Triton's interpreter for kernels on a CPU."""
     found = dict(os.environ)
     found.pop("TRITON_INTERPRET", None)
     if setup.device == "cpu" and part.name in ("kernels", "programs", "contests", "layers"):

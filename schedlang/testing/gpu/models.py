@@ -16,7 +16,7 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """How large the model is; `rate` of what its blocks give is dropped."""
+    """The sizes of the model; `rate` of the blocks' outputs is dropped."""
 
     width: int = 256
     depth: int = 4
@@ -43,7 +43,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(shape.width, shape.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What each position finds in those before it."""
+        """Attend from each position to those before it."""
         each = (one(x).unflatten(-1, (self.heads, -1)) for one in (self.q, self.k, self.v))
         q, k, v = (one.transpose(1, 2) for one in each)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -116,7 +116,7 @@ def batch(shape: Shape, step: int) -> dict[str, Tensor]:
 
 
 def batches(shape: Shape, device: str) -> list[dict[str, Tensor]]:
-    """Those of all steps, on a device."""
+    """Return the batches of all steps, on a device."""
     return [{k: v.to(device) for k, v in batch(shape, step).items()} for step in range(STEPS)]
 
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from schedlang.testing.gpu.case import OUTCOMES, Found, Setup
-from schedlang.testing.gpu.parts import PARTS
+from schedlang.testing.gpu.case import OUTCOMES, PARTS, Found, Setup
 
 _SHOWN = 160  # letters of a note in a table
 _WAYS = ("ours", "eager", "compile", "liger", "sdpa")
@@ -19,7 +18,7 @@ _WAYS = ("ours", "eager", "compile", "liger", "sdpa")
 
 @dataclass(frozen=True)
 class Here:
-    """Where and when it was found."""
+    """The machine and the time of an examination."""
 
     device: str
     driver: str
@@ -89,7 +88,7 @@ def _version(package: str) -> str:
 
 
 def counted(found: Sequence[Found]) -> str:
-    """How many cases ended how."""
+    """Count cases by outcome."""
     counts = Counter(one.outcome for one in found)
     return ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if counts[name]) or "none"
 

@@ -102,7 +102,7 @@ def cases(setup: Setup) -> list[Case]:
 
 
 def shape_of(setup: Setup, rate: float = 0.0) -> Shape:
-    """How large the model is."""
+    """Return the sizes of the model."""
     shape: Shape = setup.pick(Shape(), Shape(), models.TINY)
     return replace(shape, rate=rate)
 

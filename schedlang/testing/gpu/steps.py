@@ -55,7 +55,7 @@ def shapes_of(setup: Setup) -> tuple[Shape, ...]:
 
 
 def layers_for(shape: Shape, memory: int) -> int:
-    """How many layers can be trained in so many bytes, the untouched model's way; 1 at least.
+    """Count the layers that the untouched model can train in so many bytes; 1 at least.
 
     A parameter takes 8 bytes with its gradient and the state of AdamW, all in bfloat16; a token of
     a layer what autograd saves there; a token of the head its logits, in bfloat16 and twice in

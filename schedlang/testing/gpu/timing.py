@@ -75,6 +75,6 @@ def cleared(device: str) -> None:
 
 
 def peak_flops() -> float | None:
-    """Of this device, if it is known."""
+    """Return the peak rate of this device, if it is known."""
     name = torch.cuda.get_device_name()
     return next((peak for part, peak in PEAKS.items() if part in name), None)

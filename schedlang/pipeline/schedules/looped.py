@@ -1,0 +1,247 @@
+"""Several stages on each rank: interleaved 1F1B, breadth first, interleaved zero bubble, waves."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import ceil
+
+import numpy as np
+
+from schedlang.pipeline.cost import Number
+from schedlang.pipeline.schedules.lay import Ints, laid, merge, weave
+from schedlang.pipeline.schedules.list_scheduling import Chain
+from schedlang.pipeline.schedules.registry import Order, Problem, Size, times
+from schedlang.pipeline.timeline import Timeline
+
+
+def _interleaved(size: Size) -> Timeline:
+    """Microbatches go through a rank's chunks in rounds of p, as in torch; see `rounds`."""
+    sizes, rows = rounds(size.micro, size.ranks), []
+    for rank in range(size.ranks):
+        forward, backward = depth_first(rank, size, sizes)
+        warmup = 2 * (size.ranks - 1 - rank) + (size.chunks - 1) * sizes[0]
+        rows.append(merge(forward, backward, min(warmup, len(forward))))
+    return laid(rows, size.micro)
+
+
+def rounds(micro: int, group: int) -> list[int]:
+    """Microbatches in rounds of at least `group`, as equal as can be, the larger ones first.
+
+    With smaller rounds first or last, ranks would wait for each other for ever.
+    """
+    count = max(1, micro // group)
+    least, more = divmod(micro, count)
+    return [least + 1] * more + [least] * (count - more)
+
+
+def depth_first(rank: int, size: Size, sizes: list[int]) -> tuple[Ints, Ints]:
+    """Units of a rank's forwards and backwards: each round through one chunk after the other."""
+    turn = np.repeat(np.arange(len(sizes)), sizes) * size.chunks
+    order = np.argsort((turn + np.arange(size.chunks)[:, None]).ravel(), kind="stable")
+    chunk, microbatch = np.divmod(order, size.micro)
+    stages = chunk * size.ranks + rank, (size.chunks - 1 - chunk) * size.ranks + rank
+    return stages[0] * size.micro + microbatch, stages[1] * size.micro + microbatch
+
+
+def idle(size: Size) -> Fraction:
+    """(p-1) (F + I + W) / v; with m < p a rank waits p - m more turns for each further chunk."""
+    turns = size.ranks - 1 + (size.chunks - 1) * max(0, size.ranks - size.micro)
+    return turns * sum(times(size), Fraction(0)) / size.chunks
+
+
+def accounted(span: Number, size: Size) -> Number:
+    """The cost of 1F1B-I as Zero Bubble's Table 5 accounts for it: p transfers less.
+
+    `span` is the simulated rank span.
+    """
+    return span - size.ranks * size.cost.comm
+
+
+def _peak(size: Size) -> Fraction:
+    """min(2(p-1) + (v-1) g + 1, v m) stage activations on rank 0, 1/v each; g the first round."""
+    most = 2 * (size.ranks - 1) + (size.chunks - 1) * rounds(size.micro, size.ranks)[0] + 1
+    return Fraction(min(most, size.chunks * size.micro), size.chunks)
+
+
+INTERLEAVED = (
+    Order(
+        "Interleaved1F1B",
+        "Narayanan et al. 2021 (2104.04473), §2.2",
+        _interleaved,
+        aliases=("ScheduleInterleaved1F1B", "1F1B-I", "Interleaved"),
+        chunks=None,
+        default_chunks=2,
+        bubble=idle,
+        peak=_peak,
+    ),
+)
+
+
+def _breadth_first(size: Size) -> Timeline:
+    """All forwards, stage by stage; then the same backwards, the last microbatch first."""
+    rows = []
+    for rank in range(size.ranks):
+        stages = np.arange(size.chunks) * size.ranks + rank
+        units = (stages[:, None] * size.micro + np.arange(size.micro)).ravel()
+        rows.append(merge(units, units[::-1], len(units)))
+    return laid(rows, size.micro)
+
+
+BREADTH_FIRST = (
+    Order(
+        "BFS",
+        "Lamy-Poirier, Breadth-First Pipeline Parallelism, 2022 (2211.05953)",
+        _breadth_first,
+        aliases=("LoopedBFS", "ScheduleLoopedBFS", "Breadth-First"),
+        chunks=None,
+        default_chunks=2,
+        bubble=idle,
+        peak=lambda size: Fraction(size.micro),
+    ),
+)
+
+
+def _gis(size: Size) -> Timeline:
+    """Rounds of p through a rank's chunks; half the warm-up of 1F1B-I; W after r further I."""
+    return _grouped(size, size.ranks)
+
+
+def _gis_h(size: Size) -> Timeline:
+    """Rounds of half as many: less is held, and ranks wait as a round comes by again."""
+    return _grouped(size, _group(size))
+
+
+def _grouped(size: Size, group: int) -> Timeline:
+    sizes, rows = rounds(size.micro, group), []
+    for rank in range(size.ranks):
+        forward, backward = depth_first(rank, size, sizes)
+        warmup = size.ranks - 1 - rank + (size.chunks - 1) * sizes[0]
+        rows.append(weave(forward, backward, min(warmup, len(forward)), rank))
+    return laid(rows, size.micro)
+
+
+def _group(size: Size) -> int:
+    """The largest round from p/2 to p that the memory allows; p/2 if none is given."""
+    least = (size.ranks + 1) // 2
+    if size.memory is None:
+        return least
+    fits = [g for g in range(least, size.ranks + 1) if _held(size, g) <= size.memory]
+    return max(fits, default=least)
+
+
+def _held(size: Size, group: int) -> Fraction:
+    """min((v-1) g + p, v m) stage activations, of 1/v each; g the first round."""
+    first = rounds(size.micro, group)[0]
+    most = (size.chunks - 1) * first + size.ranks
+    return Fraction(min(most, size.chunks * size.micro), size.chunks)
+
+
+def _too_little(size: Size) -> Problem | None:
+    least = _held(size, _group(size))
+    if size.memory is None or least <= size.memory:
+        return None
+    return f"a rank of GIS-H holds {float(least):.3g} microbatches", f"memory={ceil(least)}"
+
+
+def _gis_idle(size: Size) -> Fraction | None:
+    """(p-1) (F + I - min(F, W)) / v for m >= p; the paper bounds it by (p-1) (F + I) / v."""
+    f, i, w = times(size)
+    if size.micro < size.ranks and size.chunks > 1:
+        return None
+    slots = (size.ranks - 1) * (f + i) - (min(size.micro, size.ranks) - 1) * min(f, w)
+    return slots / size.chunks
+
+
+def _gis_h_idle(size: Size) -> Fraction | None:
+    """For equal times, p - 1 slots, (p-g) (v-1) for the smaller rounds, 2p - 3g - 1 for g < 2p/3.
+
+    A slot is F / v. There are several rounds, all of g.
+    """
+    f, i, w = times(size)
+    p, g = size.ranks, _group(size)
+    if not f == i == w or size.micro % g or size.micro == g or size.chunks == 1:
+        return None
+    slots = p - 1 + (p - g) * (size.chunks - 1) + max(0, 2 * p - 3 * g - 1)
+    return slots * f / size.chunks
+
+
+GROUPED = (
+    Order(
+        "GIS",
+        "Wan et al., PipeOffload, 2025 (2503.01328), §3; PyTorch's ScheduleInterleavedZeroBubble",
+        _gis,
+        aliases=(
+            "InterleavedZeroBubble",
+            "ScheduleInterleavedZeroBubble",
+            "Interleaved-ZB",
+            "ZB-I",
+        ),
+        chunks=None,
+        default_chunks=2,
+        alone=True,
+        bubble=_gis_idle,
+        peak=lambda size: _held(size, size.ranks),
+    ),
+    Order(
+        "GIS-H",
+        "Wan et al., PipeOffload, 2025 (2503.01328), §3; the round is chosen by `memory`",
+        _gis_h,
+        problem=_too_little,
+        chunks=None,
+        default_chunks=2,
+        bubble=_gis_h_idle,
+        peak=lambda size: _held(size, _group(size)),
+    ),
+)
+
+
+FORWARD, BACKWARD = 1, 2  # the paper draws a backward twice as long as a forward
+
+
+def home(stage: int, ranks: int) -> int:
+    """The rank of a stage in a zig-zag: 0, 1, .. p-1, p-1, .. 1, 0, 0, 1, .."""
+    turn = stage % (2 * ranks)
+    return min(turn, 2 * ranks - 1 - turn)
+
+
+def _hanayo(size: Size) -> Timeline:
+    """Each rank, when free, takes a backward if one has arrived, else a forward, oldest first.
+
+    Times are those of the paper's drawings (B = 2F, transfers free). `memory` bounds the
+    microbatches in flight; without it up to 2p - 1 of them come to be when there are many.
+    """
+    stages = size.ranks * size.chunks
+    homes = tuple(home(stage, size.ranks) for stage in range(stages))
+    times = ((FORWARD,) * stages, (BACKWARD,) * stages)
+    chain = Chain(size.ranks, homes, times, ((1,) * stages, (-1,) * stages))
+    made = chain.listed(
+        size.micro,
+        lambda kind, stage, microbatch: (1 - kind) * size.micro + microbatch,
+        in_flight=None if size.memory is None else int(size.memory),
+    )
+    assert made is not None, "nothing but its own inputs holds a microbatch up"
+    return made
+
+
+def _half_a_wave(size: Size) -> Problem | None:
+    if size.chunks % 2:
+        return (
+            f"a wave goes forth and back: {size.chunks} stages per rank end on the way",
+            f"chunks={size.chunks - 1} or chunks={size.chunks + 1}",
+        )
+    if size.memory is not None and size.memory < 1:
+        return "a rank holds one microbatch at least", "memory=1"
+    return None
+
+
+WAVES = (
+    Order(
+        "Hanayo",
+        "Liu et al., Hanayo, 2023 (2308.15762), §3; W waves are 2W chunks",
+        _hanayo,
+        aliases=("Wave",),
+        problem=_half_a_wave,
+        chunks=None,
+        default_chunks=2,
+    ),
+)
