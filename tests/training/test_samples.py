@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.static_checks.static import static
 from schedlang.runtime.batch import named_tensors, rows_of, split
 from schedlang.runtime.launch.pool import Pool
 from tests.proofs import planned, proven
@@ -165,3 +166,12 @@ def test_what_follows_a_key_is_made_anew() -> None:
     (first,), (second,) = split({"data": whole}, 2, 1)
     assert first.inputs["data"].y_batch.tolist() == [0] * 3 + [1] * 6 + [2] * 2
     assert second.inputs["data"].keys() == whole.keys()
+
+
+@pytest.mark.parametrize("mesh", ROWS)
+def test_static_proofs_leave_out_what_needs_the_values_of_graphs(mesh: str) -> None:
+    """Where a batch of graphs is cut follows from its values, which simulated ranks do not have."""
+    found = static(planned(Net(), ROWS[mesh], mesh), ours(0), judged, nodes)
+    claims = {claim.name: claim for claim in found.claims}
+    assert not found.problems and not claims["matching"].checked
+    assert claims["reductions"].checked and claims["ownership"].checked
