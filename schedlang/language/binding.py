@@ -255,7 +255,7 @@ class Binder:
         alone = argument.name and not isinstance(argument.value, tuple)
         before = f"{argument.name}=" if alone else ""
         helps = (f"did you mean `{before}{near}`?",) if near else ()
-        if not near:
+        if not near and len(self.axes) < 6:  # a long mesh is not repeated
             helps = (f"declare it: `mesh({', '.join(filter(None, (mesh, f'{name}=2')))})`",)
         note = f"the mesh is {mesh}" if self.axes else "no mesh is declared above"
         title = f"the mesh has no axis `{name}`"

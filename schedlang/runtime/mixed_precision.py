@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -235,8 +234,6 @@ class Used(dict[str, Any]):
 def _used(parameter: Any) -> Any:
     dtype = _here.dtype
     if dtype is None or parameter is None or parameter.dtype not in FLOATS:
-        return parameter
-    if isinstance(parameter, DTensor):  # a slice: who gathers it asks for it as it is
         return parameter
     return parameter.to(dtype)
 

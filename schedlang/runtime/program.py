@@ -16,6 +16,7 @@ from schedlang.diagnostics.diagnostic import (
     Refusal,
     at_their_callers_lines,
     closest,
+    unknown,
 )
 from schedlang.diagnostics.tables import number
 from schedlang.pipeline.timeline import Op
@@ -256,6 +257,7 @@ class Program:
                         "build with a batch that has all keys of training:"
                         " `sch.build(batch=batch)`",
                     ),
+                    facts=unknown(new[0], (near,) if near else ()),
                 )
             )
 

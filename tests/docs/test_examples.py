@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import cloudpickle
@@ -31,7 +32,7 @@ error[S403]: 2 heads of `model.layers.0.self_attn` cannot be split over tp=4
 6 |   {q,k,v}_proj  shard(col, over=over)
   |                 ^^^^^^^^^^^^^^^^^^^^^
   |
-  = note: in the forward of `model.layers.0.self_attn`
+  = note: in the forward of `model.layers.0.self_attn`, at modeling_llama.py:N
   = help: `tp` may be one of 1, 2
   = help: let several ranks hold one head:
           `model.layers.0.self_attn.k_proj shard(col, over=tp, heads=2, uneven=replicate)`
@@ -116,7 +117,8 @@ def test_too_many_ranks_are_refused_in_these_words(monkeypatch: pytest.MonkeyPat
     done = CliRunner().invoke(app, ["verify", "examples/llama/too_many.sched"])
     assert done.exit_code == 2
     said = [line for line in done.stderr.splitlines(True) if " s  " not in line[:10]]
-    assert "".join(said) == TOO_MANY and done.stdout == ""  # a slow machine tells how far it is
+    text = re.sub(r"(modeling_llama.py):\d+", r"\1:N", "".join(said))  # the library moves its lines
+    assert text == TOO_MANY and done.stdout == ""  # a slow machine tells how far it is
 
 
 def test_a_library_has_no_rows_of_its_own() -> None:

@@ -84,7 +84,6 @@ NAMED = [
     ("S03", "sliced"),
     ("D42", "untied head"),
     ("D40", "frozen front"),
-    ("C33", "cast slices"),
     ("C15", "streamed"),
     ("D41", "tied blocks"),
 ]

@@ -27,10 +27,10 @@ def last_microbatch_alone(patch: Patch, site: Site) -> None:
     """A gradient that leaves takes the place of the earlier microbatches'."""
     plain = leaving._leave
 
-    def leave(scratch: Any, under_way: Any, parameter: Tensor) -> None:
+    def leave(scratch: Any, parameter: Tensor) -> None:
         if parameter.grad is not None:
             vars(parameter).pop(leaving._SLOT, None)
-        plain(scratch, under_way, parameter)
+        plain(scratch, parameter)
 
     patch.setattr(leaving, "_leave", leave)
 

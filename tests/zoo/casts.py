@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from schedlang.runtime import mixed_precision
 from schedlang.runtime.optim.loss_scale import LossScale
 from schedlang.runtime.program import Program
 from tests.zoo.bug import Operator, Patch, Site, bug
@@ -55,14 +54,3 @@ def master_weights_rounded(patch: Patch, site: Site) -> None:
                 parameter.data.copy_(parameter.data.half().float())
 
     patch.setattr(Program, "_step_weights", rounding)
-
-
-@bug("C33", "cast", Operator.ALIAS, "cast slices", row="cast(")
-def slices_taken_for_what_is_used(patch: Patch, site: Site) -> None:
-    """Who gathers a slice gets a copy in the low dtype, and reduces gradients into the copy."""
-
-    def used(parameter: Any) -> Any:
-        dtype = mixed_precision.here()
-        return parameter if dtype is None or parameter is None else parameter.to(dtype)
-
-    patch.setattr(mixed_precision, "_used", used)

@@ -242,8 +242,8 @@ def mask_not_sliced(patch: Patch, site: Site) -> None:
     """Ranks with other heads draw the masks of the first ones."""
     plain = drawing.LogicalDropout.__init__
 
-    def init(self: Any, seed: int, slices: Any = None) -> None:
-        plain(self, seed)
+    def init(self: Any, seed: int, slices: Any = None, unbatched: Any = None) -> None:
+        plain(self, seed, None, unbatched)
 
     patch.setattr(drawing.LogicalDropout, "__init__", init)
 

@@ -275,11 +275,6 @@ SCENES: dict[str, Scene] = {
     ),
     "scaled": _cast("cast(fp16, scale=1024)\nzero(stage=0, over=dp)", "dp=2"),
     "overflowing": _cast(f"cast(fp16, scale={2**40})\nzero(stage=0, over=dp)", "dp=2"),
-    "cast slices": _cast(
-        "cast(bf16, params=true)\nblocks pipeline_split(over=pp)\nzero(stage=1, over=dp)\n"
-        'pipeline(order="GPipe", micro=2)',
-        "pp=2, dp=2",
-    ),
     "rounded": Scene(
         networks.made(lambda: networks.Points(networks.Residual(16), width=16)),
         "blocks.* compress(activations, int4, block=16)\nzero(stage=0, over=dp)\n"
