@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from schedlang.runtime.comm.world import GATHER, SCATTER
 from schedlang.runtime.device import HOST
 
 # ---- Differentiable collectives over one group of ranks; each counts what it sends.
@@ -92,7 +93,7 @@ def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     out = room(x, (group.size * x.shape[0], *x.shape[1:]) if x.ndim else (group.size,), group)
     count("all-gather", group, out)
     if group.pg is not None:
-        dist.all_gather_into_tensor(out, x, group=group.pg)
+        getattr(dist, GATHER)(out, x, group=group.pg)
     if dim % x.ndim == 0 and not group.order:
         return out
     parts = out.chunk(group.size)
@@ -109,7 +110,7 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     out = room(x, (parts.shape[0] // group.size, *parts.shape[1:]), group)
     count("reduce-scatter", group, x)
     if group.pg is not None:
-        dist.reduce_scatter_tensor(out, parts.contiguous(), group=group.pg)
+        getattr(dist, SCATTER)(out, parts.contiguous(), group=group.pg)
     return out
 
 

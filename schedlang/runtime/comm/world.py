@@ -36,6 +36,12 @@ from schedlang.runtime.comm.packing import Pickler, put_back, taken_out
 T = TypeVar("T")
 Groups = Sequence[tuple[int, ...]]  # disjoint ones: the global ranks of each
 
+# torch 2.13 has new names for two collectives, and warns of the old ones; looked up at each call,
+# for a step that is played without other ranks has its own
+_NEW = hasattr(dist, "all_gather_single")
+GATHER = "all_gather_single" if _NEW else "all_gather_into_tensor"
+SCATTER = "reduce_scatter_single" if _NEW else "reduce_scatter_tensor"
+
 TIMEOUT = timedelta(minutes=10)  # of a collective that others do not join
 _FOREVER = timedelta(hours=12)  # where whoever started the ranks decides what a hang is
 _SETTLE = 0.1  # seconds at the end of a process for gloo's threads to let go of their tensors
@@ -517,7 +523,7 @@ def handed(value: T, group: ProcessGroup, device: torch.device) -> list[T]:
         everyone = flat.new_empty(len(told) * most)
         if most:
             mine = torch.nn.functional.pad(flat, (0, most - flat.numel()))
-            dist.all_gather_into_tensor(everyone, mine, group=group)
+            getattr(dist, GATHER)(everyone, mine, group=group)
         rows = everyone.view(len(told), most)
         return [put_back(data, row) for (data, _), row in zip(told, rows)]
 
@@ -566,7 +572,7 @@ def _rows(data: bytes, size: int, group: ProcessGroup | None) -> list[bytes]:
     mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
     count = dist.get_world_size(group)
     everyone = mine.repeat(count)  # where a rank plays alone, all say the same
-    dist.all_gather_into_tensor(everyone, mine, group=group)
+    getattr(dist, GATHER)(everyone, mine, group=group)
     told = everyone.numpy().tobytes()
     return [told[size * place : size * (place + 1)] for place in range(count)]
 
@@ -575,6 +581,6 @@ def numbers(row: Sequence[float], group: ProcessGroup) -> list[list[float]]:
     """As many numbers of every rank of a group that serves the host."""
     here_ = torch.tensor([[*row]], dtype=torch.float64)
     told = here_.new_empty(dist.get_world_size(group), len(row))
-    dist.all_gather_into_tensor(told, here_, group=group)
+    getattr(dist, GATHER)(told, here_, group=group)
     found: list[list[float]] = told.tolist()
     return found

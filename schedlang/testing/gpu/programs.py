@@ -215,11 +215,11 @@ def _collectives(setup: Setup) -> Told:
     world.all_reduce(one, group, largest=True, wait=False).wait()
     found["all_reduce of the largest"] = one
     for name, call in (
-        ("all_gather_into_tensor", dist.all_gather_into_tensor),
-        ("reduce_scatter_tensor", dist.reduce_scatter_tensor),
+        ("all_gather", world.GATHER),
+        ("reduce_scatter", world.SCATTER),
     ):
         found[name] = torch.empty_like(x)
-        call(found[name], x, group=group)
+        getattr(dist, call)(found[name], x, group=group)
     found["all_to_all_single"] = torch.empty_like(x)
     world.begin_exchange(found["all_to_all_single"], x, [8], [8], group).wait()
     found["broadcast"] = x.clone()
