@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from schedlang.runtime.comm.collectives import Group
+from schedlang.runtime.grad_reduction import flat
 from schedlang.runtime.grad_reduction.flat import Flat, Held
 from schedlang.runtime.grad_reduction.gradient import Sum, sum_gradients
 from schedlang.runtime.launch.pool import Pool
@@ -25,28 +26,28 @@ def parameters(*names: str) -> Held:
 def test_who_gets_no_gradient_has_none() -> None:
     """Zeros to add to are no gradient; a gradient of zeros is one."""
     held = parameters("used", "zero", "unused")
-    flat = Flat(list(held.values()))
+    one = Flat(list(held.values()))
     for _ in range(2):
-        flat.begin()
+        one.begin()
         (3 * held["used"] + 0 * held["zero"]).sum().backward()
-        flat.settle()
+        one.settle()
         assert held["used"].grad is not None and held["used"].grad.tolist() == [3, 3]
         assert held["zero"].grad is not None and held["zero"].grad.tolist() == [0, 0]
         assert held["unused"].grad is None
-        assert flat.start().tolist() == [3, 3, 0, 0, 0, 0, 1, 1, 0]
+        assert one.start().tolist() == [3, 3, 0, 0, 0, 0, 1, 1, 0]
 
 
 def test_gradients_lie_where_they_lay() -> None:
     """A step makes no memory for gradients, and takes over what others put in their place."""
     held = parameters("a", "b")
-    flat = Flat(list(held.values()))
-    flat.begin()
-    before = flat.start().data_ptr()
-    flat.begin()
+    one = Flat(list(held.values()))
+    one.begin()
+    before = one.start().data_ptr()
+    one.begin()
     (held["a"] + held["b"]).sum().backward()
     held["b"].grad = torch.tensor([5.0, 6.0])
-    assert flat.start().tolist() == [1, 1, 5, 6, 1, 1] and flat.start().data_ptr() == before
-    assert flat.at_home()
+    assert one.start().tolist() == [1, 1, 5, 6, 1, 1] and one.start().data_ptr() == before
+    assert one.at_home()
 
 
 def test_one_tensor_for_each_sum_of_replicas() -> None:
@@ -55,9 +56,28 @@ def test_one_tensor_for_each_sum_of_replicas() -> None:
     group = Group(("dp",), (0, 1), 0)
     sums = [Sum(group, ("b",), "tied"), Sum(group, ("a", "b", "c"), "replicas")]
     held.flatten(sums)
-    (flat,) = held.buckets(("a", "b", "c"), None)
-    assert isinstance(flat, Flat) and flat.parameters == list(held.values())
+    (one,) = held.buckets(("a", "b", "c"), None)
+    assert isinstance(one, Flat) and one.parameters == list(held.values())
     assert held.buckets(("b",), None) == [[held["b"]]]
+
+
+@pytest.mark.parametrize("most", [8, 16, 24, 32, 40, None])
+def test_ranks_of_one_sum_have_the_same_buckets(
+    most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two stages share tied parameters, and lay them together with others of their own: what they
+    send each other is cut in the same places all the same."""
+    monkeypatch.setattr(flat, "BUCKET_BYTES", most or flat.BUCKET_BYTES)
+    tied, sent = ("a", "b", "c"), []
+    for own in (("x", *tied), (*tied, "y", "z"), ("x", "y", *tied, "z")):
+        held = parameters(*own)
+        group = Group(("pp",), (0, 1), 0)
+        held.flatten([Sum(group, tied, "tied"), Sum(group, own, "replicas")])
+        found = [
+            one.parameters if isinstance(one, Flat) else one for one in held.buckets(tied, None)
+        ]
+        sent.append([[name for name in own if any(held[name] is p for p in b)] for b in found])
+    assert sent[0] == sent[1] == sent[2]
 
 
 def _summed(rank: int) -> list[list[float] | None]:

@@ -143,45 +143,36 @@ class Held(dict[str, nn.Parameter]):
         sliced is put together for its sum.
         """
         for one in sorted(sums, key=lambda one: one.kind != "replicas"):
-            free = [
-                p
-                for p in (self[n] for n in one.names)
-                if id(p) not in self._flat
-                and not isinstance(p, DTensor)
-                and not leaves(p)
-                and tier_of(p) == DEVICE
-            ]
-            for members in in_buckets(free, one.bucket):
-                flat = Flat(members)
-                self.flats.append(flat)
-                self._flat.update(dict.fromkeys(map(id, members), flat))
+            for members in in_buckets([self[n] for n in one.names], one.bucket):
+                if all(map(self._free, members)):
+                    flat = Flat(members)
+                    self.flats.append(flat)
+                    self._flat.update(dict.fromkeys(map(id, members), flat))
         self._loose = None
         self._buckets.clear()
 
+    def _free(self, parameter: nn.Parameter) -> bool:
+        """Whether a gradient may be part of a flat tensor, and is of none yet."""
+        away = leaves(parameter) or tier_of(parameter) != DEVICE
+        return not away and not isinstance(parameter, DTensor) and id(parameter) not in self._flat
+
     def buckets(self, names: tuple[str, ...], most: int | None) -> list[Flat | list[nn.Parameter]]:
-        """How the gradients of some are summed, up to so many bytes at once."""
+        """How the gradients of some are summed, up to so many bytes at once.
+
+        What stands in a bucket follows from the names alone: all ranks of the group have the same
+        ones. Whether a bucket lies together is each rank's own affair, for it is sent alike.
+        """
         key = names, most
         if key not in self._buckets:
-            self._buckets[key] = self._bucketed([self[name] for name in names], most)
+            found = in_buckets([self[name] for name in names], most)
+            self._buckets[key] = [self._together(members) or members for members in found]
         return self._buckets[key]
 
-    def _bucketed(
-        self, members: list[nn.Parameter], most: int | None
-    ) -> list[Flat | list[nn.Parameter]]:
-        found: list[Flat | list[nn.Parameter]] = []
-        loose: list[nn.Parameter] = []
-        here = set(map(id, members))
-        done: set[int] = set()
-        for parameter in members:
-            flat = self._flat.get(id(parameter))
-            if flat is not None and {id(p) for p in flat.parameters} <= here:
-                if id(flat) not in done:
-                    found += [*in_buckets(loose, most), flat]
-                    loose = []
-                done.add(id(flat))
-            else:
-                loose.append(parameter)
-        return [*found, *in_buckets(loose, most)]
+    def _together(self, members: list[nn.Parameter]) -> Flat | None:
+        """The flat tensor of exactly these, in their order, if there is one."""
+        flat = self._flat.get(id(members[0]))
+        same = flat is not None and list(map(id, flat.parameters)) == list(map(id, members))
+        return flat if same else None
 
     def zero(self) -> None:
         """No gradients: a step begins."""
