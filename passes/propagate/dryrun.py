@@ -68,7 +68,7 @@ def record(
     from schedlang.runtime.rng.logical_dropout import Watched
     from schedlang.runtime.storage.fewer import put_inside, uncoded
     from schedlang.runtime.tracing.constants import on_meta
-    from schedlang.runtime.tracing.lossless import no_loss
+    from schedlang.runtime.tracing.lossless import is_loss, no_loss, not_a_loss
     from schedlang.runtime.tracing.meta import hollow_model
     from schedlang.runtime.tracing.record import loss_of
 
@@ -83,14 +83,18 @@ def record(
     with on_meta(batch, inputs) as values, watched, Recorder(stack, inputs) as recorder:
         values.drew = watched.drew
         try:
-            output, value = call(model, inputs, _telling(loss, model) if loss is not None else None)
+            output, value = call(model, inputs, _telling(loss) if loss is not None else None)
         except Refusal:
             raise
         except Exception as error:
             raise rejected(error, left_over(plan.model.model, batch)) from error
-    found = loss_of(output, inputs, None) if value is None else value
-    if found is None:
-        recorder.recording.lossless = no_loss(model, output, batch)
+    if loss is None:
+        found = loss_of(output, inputs, None)
+        lossless = no_loss(model, output, batch) if found is None else None
+    else:  # a batch without labels may have none, and still be evaluated
+        found = value if is_loss(value) else None
+        lossless = not_a_loss(value, model, batch) if found is None else None
+    recorder.recording.lossless = lossless
     recorder.recording.reached = reached(model, found)
     recorder.recording.asked = values.asked
     recorder.recording.random, recorder.recording.apart = watched.random, watched.apart
@@ -103,20 +107,16 @@ def record(
     return recording
 
 
-def _telling(loss: Loss, model: nn.Module) -> Loss:
+def _telling(loss: Loss) -> Loss:
     """The user's loss, whose errors are told at its own line (S865) and not as the model's."""
-    from schedlang.runtime.tracing.lossless import is_loss, not_a_loss
 
     def tried(output: Any, batch: Mapping[str, Any]) -> Any:
         try:
-            value = loss(output, batch)
+            return loss(output, batch)
         except Exception as error:
             if _for_values(error):
                 raise
             raise told(error, "loss", loss) from error
-        if not is_loss(value):
-            raise Refusal(not_a_loss(value, model, batch))
-        return value
 
     return tried
 
