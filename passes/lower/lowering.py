@@ -17,8 +17,14 @@ if TYPE_CHECKING:
 # Whatever the order of rows: what modules compute; how they lie, which wraps that; casts around it,
 # so that what is sent is cast already; then what is kept of all this.
 ORDER = (
-    *(Facet.STRUCTURE, Facet.PLACEMENT, Facet.DTYPE, Facet.RECOMPUTE, Facet.RESIDENCE),
-    *(Facet.STAGE, Facet.STATE, Facet.ORDER),
+    Facet.STRUCTURE,
+    Facet.PLACEMENT,
+    Facet.DTYPE,
+    Facet.RECOMPUTE,
+    Facet.RESIDENCE,
+    Facet.STAGE,
+    Facet.STATE,
+    Facet.ORDER,
 )
 
 
