@@ -27,6 +27,11 @@ class Example:
     ranks: int
     knobs: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def model(self) -> str:
+        """The path of its model, which lies beside it."""
+        return str((EXAMPLES / self.file).parent / "model.py")
+
     def __str__(self) -> str:
         knobs = "".join(f", {name}={value}" for name, value in self.knobs.items())
         return f"{self.file} on {self.ranks}{knobs}"
@@ -52,6 +57,8 @@ SETTINGS: Mapping[str, Sequence[tuple[int, dict[str, int]]]] = {
     "unet/pipeline.sched": [(2, {"pp": 2}), (4, {})],
     "vit/pipeline.sched": [(2, {})],
     "custom/2d.sched": [(6, {})],
+    "techniques/merge_products/merge_products.sched": [(2, {})],
+    "techniques/tile/tile.sched": [(2, {})],
 }
 RUN = tuple(Example(file, ranks, knobs) for file, some in SETTINGS.items() for ranks, knobs in some)
 
@@ -75,7 +82,7 @@ def built(
 
     `exact`: in float64, and drawn alike wherever it runs.
     """
-    file = load_model_file(str(EXAMPLES / example.file.split("/")[0] / "model.py"))
+    file = load_model_file(example.model)
     torch.manual_seed(0)
     model = tuned(file.model())
     change = doubled if exact else lambda value: value
@@ -142,7 +149,7 @@ def waits(example: Example) -> list[list[list[str]]]:
 
 def plainly(example: Example) -> list[str]:
     """On a rank: where the host waits in one step of the untouched model, whole on one device."""
-    file = load_model_file(str(EXAMPLES / example.file.split("/")[0] / "model.py"))
+    file = load_model_file(example.model)
     model = tuned(file.model()).to("sim")
     found, seen = [], current()
     for step in range(3):
