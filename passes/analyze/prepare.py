@@ -59,8 +59,8 @@ def check_repeats(plan: Plan, sample: Mapping[str, Any], loss: Loss | None = Non
     """
     from schedlang.passes.propagate.propagate import backward_root
     from schedlang.runtime.activation_memory.second_run import Repeats
-    from schedlang.runtime.tracing.constants import OnMeta
-    from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
+    from schedlang.runtime.tracing.constants import without_values
+    from schedlang.runtime.tracing.meta import hollow_model
 
     rows = plan.rows_changing(Facet.RECOMPUTE)
     kinds = {site: _kind(plan, site) for action in rows for site in action.sites}
@@ -69,8 +69,7 @@ def check_repeats(plan: Plan, sample: Mapping[str, Any], loss: Loss | None = Non
         return
     model: Any = hollow_model(plan.model.model, {})
     model.train()
-    inputs = hollow_batch(dict(sample))
-    with OnMeta(dict(sample), inputs):
+    with without_values(sample) as (inputs, _):
         found = Repeats(model, kinds).run(lambda: backward_root(model, inputs, loss))
     if found:
         row = next(action for action in rows if found[0].module in action.sites)
@@ -153,7 +152,7 @@ def prepare(
     if trains:
         check_loss(traced)
     if traced.lossless is None:  # else the key may be what a loss would read
-        check_keys(plan, sample, loss, weight)
+        check_keys(plan, sample, traced, loss, weight)
     check_settled(plan, traced)
     check_casts(plan, sample, loss)
     traced = with_statistics(plan, traced, sample, loss, weight is not None)

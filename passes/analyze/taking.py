@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
+from schedlang.passes.propagate.dryrun import Reading
 
 if TYPE_CHECKING:
     from schedlang.passes.propagate.propagate import Traced
@@ -20,26 +21,29 @@ Function = Callable[..., Any]
 
 
 def check_keys(
-    plan: Plan, sample: Mapping[str, Any], loss: Function | None, weight: Function | None
+    plan: Plan,
+    sample: Mapping[str, Any],
+    traced: Traced,
+    loss: Function | None,
+    weight: Function | None,
 ) -> None:
     """Every key of a batch is for the forward, the loss or the weight; else refuse (S910).
 
-    A forward takes the keys that it names, or all if it has `**kwargs`; what the others take is
-    seen by calling them, without values.
+    A forward takes the keys that it names, or all if it has `**kwargs`; what the loss reads was
+    seen when it was traced, what the weight reads is seen by calling it.
     """
     from schedlang.runtime.batch import named_arguments
 
-    names = named_arguments(plan.model.model)
-    rest = tuple(key for key in sample if names is not None and key not in names)
-    done: Any = plan.model.cache.setdefault("keys that are taken", {})
-    key = rest, id(loss), id(weight)
-    if not rest or key in done:
-        return
-    read = _read(plan, sample, loss, weight)
-    lost = [key for key in rest if read is not None and key not in read]
+    names, read = named_arguments(plan.model.model), set(traced.read)
+    rest = [key for key in sample if names is not None and key not in names]
+    if weight is not None and not read.issuperset(rest):
+        try:
+            weight(Reading(sample, read))
+        except Exception:  # whatever it raises is told where it is called in earnest
+            return
+    lost = [key for key in rest if key not in read]
     if lost:
         raise Refusal(_nobody(plan, lost[0], sample, (loss, weight)))
-    done[key] = loss, weight  # kept, so that no other gets their identity
 
 
 def _nobody(plan: Plan, key: str, batch: Mapping[str, Any], others: tuple[Any, Any]) -> Diagnostic:
@@ -67,79 +71,10 @@ def _nobody(plan: Plan, key: str, batch: Mapping[str, Any], others: tuple[Any, A
     )
 
 
-class Reading(dict[str, Any]):
-    """A batch that notes which of its keys are read."""
-
-    def __init__(self, batch: Mapping[str, Any], seen: set[str]) -> None:
-        super().__init__(batch)
-        self.seen = seen
-
-    def __getitem__(self, key: str) -> Any:
-        self.seen.add(key)
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """As of a dict."""
-        self.seen.add(key)
-        return super().get(key, default)
-
-    def pop(self, key: str, *default: Any) -> Any:
-        """As of a dict."""
-        self.seen.add(key)
-        return super().pop(key, *default)
-
-    def __contains__(self, key: object) -> bool:
-        self.seen.add(str(key))
-        return super().__contains__(key)
-
-    def __iter__(self) -> Iterator[str]:
-        self.seen.update(super().keys())
-        return super().__iter__()
-
-    def keys(self) -> Any:
-        """As of a dict."""
-        self.seen.update(super().keys())
-        return super().keys()
-
-    def values(self) -> Any:
-        """As of a dict."""
-        self.seen.update(super().keys())
-        return super().values()
-
-    def items(self) -> Any:
-        """As of a dict."""
-        self.seen.update(super().keys())
-        return super().items()
-
-
-def _read(
-    plan: Plan, sample: Mapping[str, Any], loss: Function | None, weight: Function | None
-) -> set[str] | None:
-    """The keys that `loss` and `weight` read; None if they cannot be called without values."""
-    import torch
-
-    from schedlang.runtime.batch import called
-    from schedlang.runtime.tracing.constants import on_meta
-    from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
-
-    seen: set[str] = set()
-    model, inputs = hollow_model(plan.model.model, {}), hollow_batch(dict(sample))
-    model.train()
-    try:
-        if weight is not None:
-            weight(Reading(sample, seen))
-        if loss is not None:
-            with on_meta(sample, inputs), torch.device("meta"), torch.no_grad():
-                loss(called(model, inputs), Reading(inputs, seen))
-    except Exception:  # whatever they raise is told where they are called in earnest
-        return None
-    return seen
-
-
 def check_rows(plan: Plan, sample: Mapping[str, Any]) -> None:
     """Refuse (S670) a batch whose parts name rows of each other: edges of a graph, pairs."""
     from schedlang.runtime.batch import named_tensors, rows_of
-    from schedlang.runtime.tracing.numbered import names_rows
+    from schedlang.runtime.propagation.feeds import names_rows
 
     if plan.shares * plan.micro == 1:
         return

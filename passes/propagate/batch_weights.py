@@ -10,6 +10,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.diagnostics.source import NOWHERE
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
+from schedlang.passes.propagate.dryrun import with_many_rows
 from schedlang.passes.propagate.propagate import Traced, propagate
 
 if TYPE_CHECKING:
@@ -29,8 +30,14 @@ def part_weight(
     plan: Plan, sample: Mapping[str, Any], loss: Loss | None, weight: Weight | None, parts: int
 ) -> Weight:
     """What a part of a batch weighs, as `build` decides it from a sample part."""
+    from schedlang.runtime.pipeline.stage import signature
+
     if weight is not None:
         return weight
+    known: Any = plan.model.cache.get("labels", {})
+    at = signature(sample), id(loss)
+    if at in known:
+        return weight_of(Traced(labels=known[at][0]), parts)
     return weight_of(propagate(Plan(plan.model), sample, loss), parts)
 
 
@@ -159,16 +166,9 @@ def shared_sums(
 
 
 def _known_sums(plan: Plan, sample: Mapping[str, Any], loss: Loss | None) -> Reaching | None:
-    """The sums over rows that the loss is made of, found once for a batch of these shapes."""
-    from schedlang.runtime.grad_reduction.batch_statistics import batch_sums
-    from schedlang.runtime.pipeline.stage import signature
-
-    known: Any = plan.model.cache.setdefault("sums over rows", {})
-    key = signature(sample), id(loss)
-    if key not in known:  # the loss is kept with it, so that no other gets its identity
-        known[key] = batch_sums(plan.model.model, sample, loss), loss
-    found: Reaching | None = known[key][0]
-    return found
+    """The sums over rows that the loss is made of; None where it cannot be told."""
+    found = with_many_rows(plan, sample, loss)
+    return found.sums if found is not None else None
 
 
 def _again(plan: Plan, fqn: str) -> bool:

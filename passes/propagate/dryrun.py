@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,9 +18,18 @@ from schedlang.passes.propagate.saved_parts import coded_by, experts_of, recompu
 if TYPE_CHECKING:
     from torch import nn
 
+    from schedlang.runtime.grad_reduction.batch_statistics import Reaching
     from schedlang.runtime.propagation.dry import Leaf
     from schedlang.runtime.propagation.narrowed import Narrowed
-    from schedlang.runtime.propagation.trace import Mismatch, Note, Recording, SavedBy
+    from schedlang.runtime.propagation.trace import (
+        Call,
+        LabelRule,
+        Mismatch,
+        Note,
+        Recorded,
+        SavedBy,
+        Stack,
+    )
     from schedlang.runtime.sharding.shard import Edge
     from schedlang.runtime.sharding.sizes import Counted
 
@@ -41,36 +51,64 @@ def _opaque(leaves: Mapping[str, Leaf]) -> Callable[[str], bool]:
     return lambda fqn: fqn in leaves and bool(leaves[fqn].kind)
 
 
-def call(model: nn.Module, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
-    """The output of a model on the meta device, and its loss where a function gives it."""
-    import torch
+@dataclass(frozen=True)
+class Original:
+    """What one forward of the original showed.
 
-    from schedlang.runtime.batch import called
+    labels    how losses read their labels
+    label_counts  labels that count, of each mean of cross-entropies whose labels are known
+    read      keys of the batch that a loss beside the model reads
+    random    whether an operator draws random numbers
+    drawn     (module, turn) of each mask -> its whole shape; (): it is not told
+    unbatched  (module, turn) of each mask -> it has no dim of samples; empty where all have one
+    apart     those that cannot be drawn alike on several ranks -> module and line of the model
+    reached   parameters that the loss depends on, whatever the values are
+    outside   modules that are called while a module around them does not run, and that one
+    lossless  what is said where there is no loss to train by
+    asked     whether the model asked for values: other ones may reach fewer parameters
+    entries   modules in the order of their first call, and how often each is called
+    choices   modules that choose by values (a top-k) -> the call that does
+    """
 
-    with torch.device("meta"):  # a forward that makes tensors of its own makes them there
-        output = called(model, inputs)
-        return output, (loss(output, inputs) if loss is not None else None)
+    labels: tuple[LabelRule, ...] = ()
+    label_counts: tuple[float, ...] = ()
+    read: frozenset[str] = frozenset()
+    random: bool = False
+    drawn: Mapping[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
+    unbatched: Mapping[tuple[str, int], bool] = field(default_factory=dict)
+    apart: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    reached: frozenset[str] = frozenset()
+    outside: frozenset[tuple[str, str]] = frozenset()
+    lossless: Diagnostic | None = None
+    asked: bool = False
+    entries: Mapping[str, int] = field(default_factory=dict)
+    choices: Mapping[str, str] = field(default_factory=dict)
+
+
+class Recording(NamedTuple):
+    """The calls of the original by module and turn, what modules save, and what all of it shows."""
+
+    frames: Mapping[tuple[str, int], Sequence[Call]]
+    saved: SavedBy
+    original: Original
 
 
 def record(
-    plan: Plan,
-    batch: Mapping[str, Any],
-    inputs: Mapping[str, Any],
-    loss: Loss | None,
-    leaves: Mapping[str, Leaf],
+    plan: Plan, batch: Mapping[str, Any], loss: Loss | None, leaves: Mapping[str, Leaf]
 ) -> Recording:
-    """What the model as it is calls, in order, with the shapes of each call."""
+    """Run the model as it is, without values, and record it.
+
+    Raises Refusal where the model, or the loss beside it, does not run.
+    """
     from schedlang.runtime.activation_memory.second_run import watch_again
-    from schedlang.runtime.propagation.many_rows import unbatched_draws
-    from schedlang.runtime.propagation.reach import reached
     from schedlang.runtime.propagation.stand_ins import hollow_out
-    from schedlang.runtime.propagation.trace import Recorder, Stack, watch_saved
+    from schedlang.runtime.propagation.trace import Recorded, Stack, Trace, reached, watch_saved
     from schedlang.runtime.rng.logical_dropout import Watched
     from schedlang.runtime.storage.fewer import put_inside, uncoded
-    from schedlang.runtime.tracing.constants import on_meta
+    from schedlang.runtime.tracing.constants import without_values
     from schedlang.runtime.tracing.lossless import is_loss, no_loss, not_a_loss
     from schedlang.runtime.tracing.meta import hollow_model
-    from schedlang.runtime.tracing.record import loss_of
+    from schedlang.runtime.tracing.record import forward
 
     model, stack = hollow_model(plan.model.model, {}), Stack()
     model.train()
@@ -79,40 +117,135 @@ def record(
     watch_again(model, (name for one in recomputed(plan) for name in one.modules))
     stack.watch(model, _opaque(leaves))
     saved = watch_saved(model, coded_by(plan), stack)
-    watched = Watched(lambda: stack.frames[-1][0])
-    with on_meta(batch, inputs) as values, watched, Recorder(stack, inputs) as recorder:
-        values.drew = watched.drew
-        try:
-            output, value = call(model, inputs, _telling(loss) if loss is not None else None)
-        except Refusal:
-            raise
-        except Exception as error:
-            raise rejected(error, left_over(plan.model.model, batch)) from error
+    watched, read = Watched(lambda: stack.frames[-1][0]), set[str]()
+    with without_values(batch) as (inputs, values):
+        seen, values.drew = Recorded(stack, inputs, values), watched.drew
+        with watched, Trace(stack, seen):
+            try:
+                output, value = forward(model, inputs, _telling(loss, read))
+            except Refusal:
+                raise
+            except Exception as error:
+                raise rejected(error, left_over(plan.model.model, batch)) from error
+    found = value if loss is None or is_loss(value) else None
+    lossless = None  # a batch without labels may have no loss, and still be evaluated
+    if found is None:
+        said = no_loss(model, output, batch)
+        lossless = said if loss is None else not_a_loss(value, model, batch)
+    original = Original(
+        labels=tuple(seen.labels),
+        label_counts=tuple(seen.counted),
+        read=frozenset(read),
+        random=watched.random,
+        drawn=seen.drawn,
+        unbatched=_unbatched(plan, batch, loss, seen) if seen.sourceless else {},
+        apart=watched.apart,
+        reached=reached(model, found),
+        outside=frozenset(stack.outside),
+        lossless=lossless,
+        asked=values.asked,
+        entries=stack.turns,
+        choices=seen.choices,
+    )
+    return Recording(seen.frames, saved, original)
+
+
+class Many(NamedTuple):
+    """What a forward with a number of rows that nothing else has shows: masks, and sums of rows."""
+
+    drawn: Mapping[tuple[str, int], tuple[int, ...]]
+    sums: Reaching | None
+
+
+def with_many_rows(plan: Plan, batch: Mapping[str, Any], loss: Loss | None) -> Many | None:
+    """Record such a forward once for a batch of these shapes; None: the model takes no other."""
+    from schedlang.runtime.grad_reduction.batch_statistics import Sums
+    from schedlang.runtime.pipeline.stage import signature
+    from schedlang.runtime.propagation.trace import Recorded, Trace, at_many_rows
+    from schedlang.runtime.tracing.record import forward
+
+    def run(bare: nn.Module, inputs: dict[str, Any], stack: Stack, rows: int) -> Many:
+        seen, sums = Recorded(stack, inputs), Sums(stack, rows)
+        with Trace(stack, seen, sums):
+            _, value = forward(bare, inputs, sums.beside(loss))
+        return Many(seen.drawn, None if value is None else sums.reaching(value))
+
+    known: Any = plan.model.cache.setdefault("many rows", {})
+    key = signature(batch), id(loss)
+    if key not in known:  # the loss is kept with it, so that no other gets its identity
+        known[key] = at_many_rows(plan.model.model, batch, run), loss
+    found: Many | None = known[key][0]
+    return found
+
+
+def _unbatched(
+    plan: Plan, batch: Mapping[str, Any], loss: Loss | None, seen: Recorded
+) -> dict[tuple[str, int], bool]:
+    """Of each draw whether it has no dim of samples; empty where all have one.
+
+    Dropout on a table of relative positions is such a draw: its shape is one for all batches. Those
+    that are made of no tensor of the batch are looked at, as the rows that a shape was given count.
+    """
+    again = with_many_rows(plan, batch, loss)
+    if again is None:
+        return {}
+    alike = {at for at in seen.sourceless if again.drawn.get(at) == seen.drawn[at]}
+    return {at: at in alike for at in seen.drawn} if alike else {}
+
+
+class Reading(dict[str, Any]):
+    """A batch that notes which of its keys are read."""
+
+    def __init__(self, batch: Mapping[str, Any], seen: set[str]) -> None:
+        super().__init__(batch)
+        self.seen = seen
+
+    def __getitem__(self, key: str) -> Any:
+        self.seen.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As of a dict."""
+        self.seen.add(key)
+        return super().get(key, default)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """As of a dict."""
+        self.seen.add(key)
+        return super().pop(key, *default)
+
+    def __contains__(self, key: object) -> bool:
+        self.seen.add(str(key))
+        return super().__contains__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        self.seen.update(super().keys())
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        """As of a dict."""
+        self.seen.update(super().keys())
+        return super().keys()
+
+    def values(self) -> Any:
+        """As of a dict."""
+        self.seen.update(super().keys())
+        return super().values()
+
+    def items(self) -> Any:
+        """As of a dict."""
+        self.seen.update(super().keys())
+        return super().items()
+
+
+def _telling(loss: Loss | None, read: set[str]) -> Loss | None:
+    """The user's loss, which tells what it reads, and its errors at its own line (S865)."""
     if loss is None:
-        found = loss_of(output, inputs, None)
-        lossless = no_loss(model, output, batch) if found is None else None
-    else:  # a batch without labels may have none, and still be evaluated
-        found = value if is_loss(value) else None
-        lossless = not_a_loss(value, model, batch) if found is None else None
-    recorder.recording.lossless = lossless
-    recorder.recording.reached = reached(model, found)
-    recorder.recording.asked = values.asked
-    recorder.recording.random, recorder.recording.apart = watched.random, watched.apart
-    recorder.recording.saved, recorder.recording.outside = saved, frozenset(stack.outside)
-    recorder.recording.entries.update(stack.turns)
-    recorder.recording.order.extend(stack.turns)
-    recording: Recording = recorder.recording
-    if recording.sourceless:
-        recording.unbatched = unbatched_draws(plan.model.model, batch, loss, recording)
-    return recording
-
-
-def _telling(loss: Loss) -> Loss:
-    """The user's loss, whose errors are told at its own line (S865) and not as the model's."""
+        return None
 
     def tried(output: Any, batch: Mapping[str, Any]) -> Any:
         try:
-            return loss(output, batch)
+            return loss(output, Reading(batch, read))
         except Exception as error:
             if _for_values(error):
                 raise
@@ -236,22 +369,20 @@ class Run:
         self,
         plan: Plan,
         batch: Mapping[str, Any],
-        inputs: Mapping[str, Any],
         loss: Loss | None,
         leaves: Mapping[str, Leaf],
-        recording: Recording,
+        frames: Mapping[tuple[str, int], Sequence[Call]],
         divided: frozenset[Choice],
     ) -> None:
         from schedlang.runtime.propagation.follow import Follower
         from schedlang.runtime.propagation.trace import Stack
 
-        self.plan, self.batch, self.inputs, self.loss = plan, batch, inputs, loss
-        self.leaves = leaves
+        self.plan, self.batch, self.loss, self.leaves = plan, batch, loss, leaves
         self.divided, self.stack = divided, Stack()
         over = (b.axis for boundaries in plan.boundaries.values() for b in boundaries)
         sizes = {name: plan.mesh.size(name) for name in (*plan.mesh.names, *over)}
         self.sizes, self.below = sizes, _below(leaves, sizes)
-        self.follower = Follower(recording, self.stack, sizes, _axes_below(leaves))
+        self.follower = Follower(frames, self.stack, sizes, _axes_below(leaves))
         self.edges: dict[str, tuple[Edge, ...]] = {}
         self.numbers: list[tuple[str, str, int]] = []
         self.layouts: dict[tuple[str, int], list[tuple[Note, ...] | None]] = {}
@@ -268,18 +399,23 @@ class Run:
 
         if frame not in self.given and frame[0]:
             self.given[frame] = tree  # first what goes in
-        notes = None if self.follower.loose else tuple(map(self.follower.note, tensors_in(tree)))
+        notes = None if self.follower.loose else tuple(map(self.follower.of, tensors_in(tree)))
         self.layouts.setdefault(frame, []).append(notes)
 
     def attempt(self) -> Mismatch | None:
         """Run; what disagreed first, or None."""
-        from schedlang.runtime.propagation.trace import Hoist, Mismatch
-        from schedlang.runtime.tracing.constants import on_meta
+        from schedlang.runtime.propagation.trace import Hoist, Mismatch, Note, Trace
+        from schedlang.runtime.tracing.constants import without_values
+        from schedlang.runtime.tracing.record import forward
+        from schedlang.runtime.tracing.torch_calls import tensors_in
 
         model = self._copy()
         try:
-            with on_meta(self.batch, self.inputs), self.follower:
-                output, _ = call(model, self.inputs, self.loss)
+            with without_values(self.batch) as (inputs, _):
+                for given in tensors_in(inputs):
+                    self.follower.put(given, Note(data=True))
+                with Trace(self.stack, self.follower):
+                    output, _ = forward(model, inputs, self.loss)
             self._check_outputs(output)
         except Mismatch as failure:
             return failure
@@ -300,7 +436,6 @@ class Run:
         from schedlang.runtime.sharding.sizes import WithSizes, set_number
         from schedlang.runtime.storage.fewer import put_inside, uncoded
         from schedlang.runtime.tracing.meta import hollow_model
-        from schedlang.runtime.tracing.torch_calls import tensors_in
 
         plan = self.plan
         shapes = {name: plan.held(name).local_shape(plan.mesh) for name in plan.layouts}
@@ -315,8 +450,6 @@ class Run:
                     copies = neighbours(split.axis, split.uneven.repeat)
                     self.follower.partial_over(frozenset([name]), copies)
             self.follower.put(tensor, Note(tags, frozenset() if tags else frozenset([name])))
-        for given in tensors_in(dict(self.inputs)):
-            self.follower.put(given, Note({}, frozenset(), True))
         for fqn, attribute, value in self._places():
             set_number(model.get_submodule(fqn), attribute, value)
             self.numbers.append((fqn, attribute, value))
@@ -415,7 +548,7 @@ class Run:
         wanted = self.leaves[fqn].wanted if fqn in self.leaves else ()
         gathered, found = any(w.axis == failure.axis and w.input == R for w in wanted), []
         for name, tensor in arguments(self.plan.model.model.get_submodule(fqn), *given):
-            whole = gathered or failure.axis not in self.follower.note(tensor).tags
+            whole = gathered or failure.axis not in self.follower.of(tensor).tags
             for dim in {-1, 1 - tensor.ndim} if whole and tensor.is_floating_point() else ():
                 if tensor.ndim > 1 and tensor.shape[dim] % parts == 0:
                     found.append(Size(kind, below, name, dim, parts))
@@ -464,7 +597,7 @@ class Run:
         from schedlang.runtime.tracing.torch_calls import tensors_in
 
         for tensor in tensors_in(output):
-            for axis, tag in self.follower.note(tensor).tags.items():
+            for axis, tag in self.follower.of(tensor).tags.items():
                 failure = Mismatch(
                     ("", 0),
                     f"the model returns a tensor that is sharded over `{axis}`",

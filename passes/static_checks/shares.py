@@ -66,24 +66,10 @@ def _counted(step: Step, weigh: Any) -> Iterator[Diagnostic]:
     """The labels that the loss itself counts in a part, where it averages over labels."""
     if not _labels(step):
         return
-    seen, said = counted(step), float(weigh(step.sample))
-    if seen is not None and seen != said:
-        title = f"the loss averages over {seen:g} labels of a part that weighs {said:g}"
+    counts, said = step.prepared.traced.label_counts, float(weigh(step.sample))
+    if len(counts) == 1 and counts[0] != said:
+        title = f"the loss averages over {counts[0]:g} labels of a part that weighs {said:g}"
         yield Diagnostic("S716", title, _row(step))
-
-
-def counted(step: Step) -> float | None:
-    """How many labels the model's own call of cross-entropy counts in the sample; None: no one."""
-    from schedlang.passes.propagate.dryrun import call
-    from schedlang.runtime.grad_reduction.loss_weights import Counting
-    from schedlang.runtime.tracing.constants import OnMeta
-    from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
-
-    model, inputs = hollow_model(step.plan.model.model, {}), hollow_batch(dict(step.sample))
-    model.train()
-    with OnMeta(dict(step.sample), inputs) as values, Counting(values) as counting:
-        call(model, inputs, step.loss)
-    return counting.found[0] if len(counting.found) == 1 else None
 
 
 def _step(step: Step, played: Sequence[Role]) -> Iterator[Diagnostic]:

@@ -66,11 +66,20 @@ def record(
         spelt = Literals(recorder.constants)
         calls = switch.using(recorder.call)
         with undrawn, torch.enable_grad(), at_home, calls, recorder, spelt:
-            output = called(subject, given)
-            value = loss_of(output, given, loss)
+            output, value = forward(subject, given, loss)
     finally:
         switch.remove()
     return recorder.graph(output, value)
+
+
+def forward(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None,
+) -> tuple[Any, torch.Tensor | None]:
+    """The output of a model, and its loss."""
+    output = called(model, batch)
+    return output, loss_of(output, batch, loss)
 
 
 def loss_of(
