@@ -16,13 +16,12 @@ from schedlang.passes.analyze.fewer_bits import Bits, allotted, check_kept, kept
 from schedlang.passes.analyze.holdings import holdings_of
 from schedlang.passes.analyze.residence import check_peers
 from schedlang.passes.analyze.routing import check_routing
-from schedlang.passes.analyze.sequence import slicing_of
 from schedlang.passes.analyze.staleness import check_stale
 from schedlang.passes.analyze.taking import check_keys, check_loss, check_rows
 from schedlang.passes.partition.chains import Chains, Counting, chains_of
 from schedlang.passes.partition.staging import Staged, stages_of
-from schedlang.passes.propagate.batch_weights import Weight, with_statistics
-from schedlang.passes.propagate.context import tokens_of
+from schedlang.passes.propagate.context import slicing_of, tokens_of
+from schedlang.passes.propagate.original import Weight, with_statistics
 from schedlang.passes.propagate.propagate import Traced, propagate
 
 if TYPE_CHECKING:

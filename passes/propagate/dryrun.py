@@ -1,37 +1,268 @@
-"""Two runs on the meta device: the original is recorded, the sharded copy is followed."""
+"""The sharded copy on the meta device: what its modules want, and one run beside the original."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from schedlang.diagnostics.culprit import told
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.ir.facets import Boundary
 from schedlang.ir.mesh import neighbours
-from schedlang.ir.placement import EVEN, R, S, Uneven
-from schedlang.ir.plan import Plan
+from schedlang.ir.placement import EVEN, P, R, S, Uneven
+from schedlang.ir.plan import Action, Plan
+from schedlang.ir.primitive import Facet
 from schedlang.passes.propagate.saved_parts import coded_by, experts_of, recomputed
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from schedlang.runtime.grad_reduction.batch_statistics import Reaching
-    from schedlang.runtime.propagation.dry import Leaf
+    from schedlang.ir.model import Site
+    from schedlang.runtime.propagation.dry import Leaf, Wanted
     from schedlang.runtime.propagation.narrowed import Narrowed
-    from schedlang.runtime.propagation.trace import (
-        Call,
-        LabelRule,
-        Mismatch,
-        Note,
-        Recorded,
-        SavedBy,
-        Stack,
-    )
+    from schedlang.runtime.propagation.trace import Call, Mismatch, Note, SavedBy
     from schedlang.runtime.sharding.shard import Edge
     from schedlang.runtime.sharding.sizes import Counted
+
+# ---- The sharded modules of a plan: how each computes, and what it wants.
+
+
+LINES = ("down", "along", "deep")  # of a cube, in the order in which its axes are named
+CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
+POOLS = tuple(f"{kind}Pool{dims}d" for kind in ("Max", "Avg") for dims in (1, 2, 3))
+NORMS = ("GroupNorm", *(f"BatchNorm{dims}d" for dims in (1, 2, 3)))
+# classes that say how they compute
+CLASSES = ("Linear", "Conv1D", "Embedding", "EmbeddingBag", *CONVOLUTIONS, *POOLS, *NORMS)
+
+
+def leaves_of(plan: Plan) -> dict[str, Leaf]:
+    """The sharded modules of a plan; axes of size 1 shard nothing."""
+    from schedlang.runtime.propagation.dry import Leaf
+
+    _check_ties(plan)
+    leaves = {}
+    for fqn, boundaries in plan.boundaries.items():
+        real = [b for b in boundaries if plan.mesh.size(b.axis) > 1]
+        if not real:
+            continue
+        site = plan.model.sites[fqn]
+        kind = plan.computes.get(fqn) or next((k for k in CLASSES if site.is_a(k)), "")
+        kind = kind or ("norm" if _normalises(plan, site, real) else "")
+        make = WANTED.get(kind, _projection)
+        wanted = tuple(make(plan, fqn, kind, b) for b in real)
+        split = any(plan.held(fact.name).splits for fact in site.parameters.values())
+        names = tuple(fact.name for fact in site.parameters.values())
+        pending = any(isinstance(w.computes, P) for w in wanted)
+        bias = site.parameters.get("bias")
+        own = split or fqn in plan.computes or kind in NORMS or any(w.parts for w in wanted)
+        split_kind = kind if own else ""
+        leaves[fqn] = Leaf(fqn, split_kind, wanted, names, bias.name if bias and pending else None)
+    return leaves
+
+
+def _normalises(plan: Plan, site: Site, boundaries: list[Boundary]) -> bool:
+    """Does a module keep parameters along a hidden dim that comes and goes in parts?"""
+    from schedlang.runtime.sharding.redistribute import dim_of
+
+    facts = site.parameters.values()
+    inside = all(len(f.shape) == 1 and plan.held(f.name).splits for f in facts)
+    ends = [end for b in boundaries for end in (b.input, b.output)]
+    last = all(isinstance(end, S) and dim_of(end) == -1 for end in ends)
+    replaced = any(site.fqn in a.sites for a in plan.rows_changing(Facet.STRUCTURE))
+    one = len(boundaries) == 1 and not site.children and not replaced
+    return bool(facts) and inside and last and one
+
+
+def _check_ties(plan: Plan) -> None:
+    """Every module that uses a split parameter must be sharded over the same axes."""
+    for name in plan.layouts:
+        for used in plan.model.parameters[name].names:
+            owner = plan.model.owner(used).fqn
+            if not any(plan.model.sites[owner].is_a(kind) for kind in CLASSES):
+                continue  # a holder; whatever it does with its parameter is followed
+            known = {a for b in plan.boundaries.get(owner, ()) for a in plan.mesh.fold(b.axis)}
+            for split in plan.held(name).splits:
+                if not known.issuperset(plan.mesh.fold(split.axis)):
+                    raise Refusal(_half_sharded(plan, name, used, split.axis))
+
+
+def _half_sharded(plan: Plan, name: str, used: str, axis: str) -> Diagnostic:
+    owner = plan.model.owner(used).fqn
+    owners = {plan.model.owner(other).fqn for other in plan.model.parameters[name].names}
+    row = next(a for a in plan.actions if owners & {*a.sites} or touches(a, name))
+    return Diagnostic(
+        "S506",
+        f"`{owner}` shares a sharded weight, but has no `shard` row",
+        Label(row.span) if row.span is not None else Label(),
+        notes=(f"`{used}` and `{name}` are the same tensor", f"it is sharded over `{axis}`"),
+        facts=(("parameter", used),),
+        helps=(f"shard it, too: `{owner} shard(vocab, over={axis})`",),
+    )
+
+
+def alike(plan: Plan, fqn: str) -> list[str]:
+    """The modules that stand in other layers where this one stands in its own."""
+    pattern = re.compile(re.sub(r"\d+", r"\\d+", re.escape(fqn)))
+    kind = plan.model.sites[fqn].kind
+    return [
+        name for name, s in plan.model.sites.items() if pattern.fullmatch(name) and s.kind == kind
+    ]
+
+
+def hoisted(fqn: str, known: Leaf | None, axis: str) -> Leaf:
+    """The module that gathers its input for its children, beside what it did before."""
+    from schedlang.runtime.propagation.dry import Leaf
+
+    before = known.wanted if known is not None else ()
+    wanted = _wanted(axis, R, None, None, splits=False, hoisted=True)
+    return Leaf(fqn, "", (*before, wanted))
+
+
+def _wanted(*args: Any, **kwargs: Any) -> Wanted:
+    from schedlang.runtime.propagation.dry import Wanted
+
+    return Wanted(*args, **kwargs)
+
+
+def _projection(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """What a Linear, Conv1D or Embedding wants of one axis, or a module that runs as it is."""
+    axis, entry, output = boundary.axis, boundary.input, boundary.output
+    site = plan.model.sites[fqn]
+    weight = site.parameters.get("weight")
+    layout = plan.held(weight.name) if weight is not None else None
+    split = next((s for s in layout.splits if s.axis == axis), None) if layout else None
+    if not kind or split is None or layout is None or weight is None:
+        return _wanted(axis, entry, output, None, splits=False, differ=boundary.differ)
+    name = site.dims["weight"][split.dim]
+    blocks = split.blocks if len(set(split.blocks)) > 1 else len(split.blocks)
+    lies = S(-1, blocks, split.uneven)
+    if name == "in" and isinstance(entry, S):
+        entry = replace(lies, dim=entry.dim)  # inputs lie as the weight does
+    if name in ("out", "hidden"):
+        head = isinstance(output, S) and output.dim == "vocab"
+        cut = weight.shape[split.dim] if head else None
+        return _wanted(axis, entry, output, lies, splits=True, cut=cut, head=head)
+    return _wanted(axis, entry, output, P(), splits=True)
+
+
+def _convolution(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """What a convolution wants of an axis that splits its channels, or positions."""
+    axis, entry, output = boundary.axis, boundary.input, boundary.output
+    site = plan.model.sites[fqn]
+    layout = plan.held(site.parameters["weight"].name)
+    split = next((s for s in layout.splits if s.axis == axis), None)
+    if split is None:
+        return _window(plan, fqn, kind, boundary)
+    name = site.dims["weight"][split.dim]
+    blocks = split.blocks if len(set(split.blocks)) > 1 else len(split.blocks)
+    if name == "in":
+        return _wanted(axis, S(1, blocks), output, P(), splits=True)
+    if plan.model.model.get_submodule(fqn).groups == 1:
+        return _wanted(axis, entry or R, output, S(1, blocks), splits=True)
+    own = S(1, blocks)  # each group sees its own channels
+    return _wanted(axis, own, output, own, splits=False)
+
+
+def _window(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """What a convolution or pool wants of an axis that splits positions, if it does."""
+    axis, entry = boundary.axis, boundary.input
+    across = isinstance(entry, S) and isinstance(entry.dim, int) and entry.dim > 1
+    return _wanted(axis, entry, boundary.output, None, splits=False, parts=across)
+
+
+def _on_grid(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """What a module on a grid wants: its rows split the batch, its columns the hidden dim."""
+    _check_data(plan, fqn)
+    if plan.boundaries[fqn].index(boundary) == 0:
+        return _wanted(boundary.axis, None, None, R, splits=False, told="down")
+    return replace(_results(plan, fqn, boundary), splits=True, told="along")
+
+
+def _on_cube(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """What a module on a cube wants: three lines of ranks; what comes over two, and what goes."""
+    place = plan.boundaries[fqn].index(boundary)
+    _check_data(plan, fqn)
+    if place < len(LINES):
+        return _wanted(boundary.axis, None, None, R, splits=False, told=LINES[place])
+    if boundary.output is None:
+        return _wanted(boundary.axis, boundary.input, R, R, splits=True, told="in")
+    return replace(_results(plan, fqn, boundary), told="out")
+
+
+def _results(plan: Plan, fqn: str, boundary: Boundary) -> Wanted:
+    """How what a product gives lies, by how its weight does."""
+    site, output = plan.model.sites[fqn], boundary.output
+    weight, head = site.parameters["weight"], isinstance(output, S) and output.dim == "vocab"
+    if site.is_a("Embedding"):
+        return _wanted(boundary.axis, None, output, S(-1), splits=False)
+    outer = site.dims["weight"].index("out")
+    blocks = next((s.blocks for s in plan.layout(weight.name).splits if s.dim == outer), (1,))
+    computes = S(-1, blocks if len(set(blocks)) > 1 else len(blocks))
+    cut = weight.shape[outer] if head else None
+    entry = boundary.input
+    return _wanted(boundary.axis, entry, output, computes, splits=False, cut=cut, head=head)
+
+
+def _normed(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """What a norm over a split hidden dim wants: parts, and it gives parts."""
+    return _wanted(boundary.axis, S(-1), boundary.output or S(-1), S(-1), splits=True)
+
+
+def _check_data(plan: Plan, fqn: str) -> None:
+    """The first axis of a grid splits the batch, or gradients would be summed twice; no other."""
+    first, *others = (plan.mesh.fold(b.axis) for b in plan.boundaries[fqn])
+    row = next(a for a in plan.rows_changing(Facet.PLACEMENT) if fqn in a.sites)
+    label = Label(row.span) if row.span is not None else Label()
+    if plan.mesh.size(first) > 1 and not set(first) <= set(plan.data_axes):
+        said = f"no row splits the batch over `{first[0]}`, for the grid of `{fqn}`"
+        add = f"add `zero(stage=0, over={first[0]})` at the end"
+        raise Refusal(Diagnostic("S510", said, label, helps=(add,)))
+    for axis in {plain for axes in others for plain in axes} & set(plan.data_axes):
+        if plan.mesh.size(axis) > 1:
+            said = f"`{axis}` cannot shard both the batch and the hidden dim of `{fqn}`"
+            raise Refusal(Diagnostic("S510", said, label, helps=(f"leave `{axis}` out of `zero`",)))
+
+
+def _experts(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """Tokens that ranks see alike are shared out and results summed; other tokens are sent."""
+    axis, told = boundary.axis, plan.told[fqn]
+    if axis == told.within and set(plan.mesh.fold(axis)) & set(plan.data_axes):
+        raise Refusal(
+            Diagnostic(
+                "S428",
+                f"`{axis}` cannot shard both the batch and each expert of `{fqn}`",
+                notes=("the ranks that share an expert must have the same tokens",),
+                helps=("use an axis that no `zero` row names: `inner=tp`",),
+            )
+        )
+    if axis in plan.data_axes:
+        return _wanted(axis, None, None, None, splits=False, told=told)
+    return _wanted(axis, R, R, P(), splits=True, told=told)
+
+
+# kinds that a row chose (plan.computes) and what each wants of one axis
+WANTED: Mapping[str, Callable[[Plan, str, str, Boundary], Wanted]] = {
+    **dict.fromkeys(CONVOLUTIONS, _convolution),
+    **dict.fromkeys((*POOLS, *NORMS), _window),
+    "summa Linear": _on_grid,
+    "summa Conv1D": _on_grid,
+    "summa Embedding": _on_grid,
+    "cube Linear": _on_cube,
+    "cube Conv1D": _on_cube,
+    "cube Embedding": _on_cube,
+    "norm": _normed,
+    "experts": _experts,
+}
+
+
+def touches(action: Action, fqn: str) -> bool:
+    """Does this row shard the module, or something in it?"""
+    shards = action.changes(Facet.PLACEMENT)
+    return shards and any(s == fqn or s.startswith(f"{fqn}.") or not fqn for s in action.sites)
+
 
 Loss = Callable[..., Any]
 Below = tuple[tuple[str, str, int, Uneven], ...]  # what of a module is split: path, axis, ranks
@@ -45,250 +276,6 @@ class Number(NamedTuple):
     attribute: str
     value: int
     local: int
-
-
-def _opaque(leaves: Mapping[str, Leaf]) -> Callable[[str], bool]:
-    return lambda fqn: fqn in leaves and bool(leaves[fqn].kind)
-
-
-@dataclass(frozen=True)
-class Original:
-    """What one forward of the original showed.
-
-    labels    how losses read their labels
-    label_counts  labels that count, of each mean of cross-entropies whose labels are known
-    read      keys of the batch that a loss beside the model reads
-    random    whether an operator draws random numbers
-    drawn     (module, turn) of each mask -> its whole shape; (): it is not told
-    unbatched  (module, turn) of each mask -> it has no dim of samples; empty where all have one
-    apart     those that cannot be drawn alike on several ranks -> module and line of the model
-    reached   parameters that the loss depends on, whatever the values are
-    outside   modules that are called while a module around them does not run, and that one
-    lossless  what is said where there is no loss to train by
-    asked     whether the model asked for values: other ones may reach fewer parameters
-    entries   modules in the order of their first call, and how often each is called
-    choices   modules that choose by values (a top-k) -> the call that does
-    """
-
-    labels: tuple[LabelRule, ...] = ()
-    label_counts: tuple[float, ...] = ()
-    read: frozenset[str] = frozenset()
-    random: bool = False
-    drawn: Mapping[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
-    unbatched: Mapping[tuple[str, int], bool] = field(default_factory=dict)
-    apart: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    reached: frozenset[str] = frozenset()
-    outside: frozenset[tuple[str, str]] = frozenset()
-    lossless: Diagnostic | None = None
-    asked: bool = False
-    entries: Mapping[str, int] = field(default_factory=dict)
-    choices: Mapping[str, str] = field(default_factory=dict)
-
-
-class Recording(NamedTuple):
-    """The calls of the original by module and turn, what modules save, and what all of it shows."""
-
-    frames: Mapping[tuple[str, int], Sequence[Call]]
-    saved: SavedBy
-    original: Original
-
-
-def record(
-    plan: Plan, batch: Mapping[str, Any], loss: Loss | None, leaves: Mapping[str, Leaf]
-) -> Recording:
-    """Run the model as it is, without values, and record it.
-
-    Raises Refusal where the model, or the loss beside it, does not run.
-    """
-    from schedlang.runtime.activation_memory.second_run import watch_again
-    from schedlang.runtime.propagation.stand_ins import hollow_out
-    from schedlang.runtime.propagation.trace import Recorded, Stack, Trace, reached, watch_saved
-    from schedlang.runtime.rng.logical_dropout import Watched
-    from schedlang.runtime.storage.fewer import put_inside, uncoded
-    from schedlang.runtime.tracing.constants import without_values
-    from schedlang.runtime.tracing.lossless import is_loss, no_loss, not_a_loss
-    from schedlang.runtime.tracing.meta import hollow_model
-    from schedlang.runtime.tracing.record import forward
-
-    model, stack = hollow_model(plan.model.model, {}), Stack()
-    model.train()
-    hollow_out(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
-    put_inside(uncoded, model, experts_of(plan))
-    watch_again(model, (name for one in recomputed(plan) for name in one.modules))
-    stack.watch(model, _opaque(leaves))
-    saved = watch_saved(model, coded_by(plan), stack)
-    watched, read = Watched(lambda: stack.frames[-1][0]), set[str]()
-    with without_values(batch) as (inputs, values):
-        seen, values.drew = Recorded(stack, inputs, values), watched.drew
-        with watched, Trace(stack, seen):
-            try:
-                output, value = forward(model, inputs, _telling(loss, read))
-            except Refusal:
-                raise
-            except Exception as error:
-                raise rejected(error, left_over(plan.model.model, batch)) from error
-    found = value if loss is None or is_loss(value) else None
-    lossless = None  # a batch without labels may have no loss, and still be evaluated
-    if found is None:
-        said = no_loss(model, output, batch)
-        lossless = said if loss is None else not_a_loss(value, model, batch)
-    original = Original(
-        labels=tuple(seen.labels),
-        label_counts=tuple(seen.counted),
-        read=frozenset(read),
-        random=watched.random,
-        drawn=seen.drawn,
-        unbatched=_unbatched(plan, batch, loss, seen) if seen.sourceless else {},
-        apart=watched.apart,
-        reached=reached(model, found),
-        outside=frozenset(stack.outside),
-        lossless=lossless,
-        asked=values.asked,
-        entries=stack.turns,
-        choices=seen.choices,
-    )
-    return Recording(seen.frames, saved, original)
-
-
-class Many(NamedTuple):
-    """What a forward with a number of rows that nothing else has shows: masks, and sums of rows."""
-
-    drawn: Mapping[tuple[str, int], tuple[int, ...]]
-    sums: Reaching | None
-
-
-def with_many_rows(plan: Plan, batch: Mapping[str, Any], loss: Loss | None) -> Many | None:
-    """Record such a forward once for a batch of these shapes; None: the model takes no other."""
-    from schedlang.runtime.grad_reduction.batch_statistics import Sums
-    from schedlang.runtime.pipeline.stage import signature
-    from schedlang.runtime.propagation.trace import Recorded, Trace, at_many_rows
-    from schedlang.runtime.tracing.record import forward
-
-    def run(bare: nn.Module, inputs: dict[str, Any], stack: Stack, rows: int) -> Many:
-        seen, sums = Recorded(stack, inputs), Sums(stack, rows)
-        with Trace(stack, seen, sums):
-            _, value = forward(bare, inputs, sums.beside(loss))
-        return Many(seen.drawn, None if value is None else sums.reaching(value))
-
-    known: Any = plan.model.cache.setdefault("many rows", {})
-    key = signature(batch), id(loss)
-    if key not in known:  # the loss is kept with it, so that no other gets its identity
-        known[key] = at_many_rows(plan.model.model, batch, run), loss
-    found: Many | None = known[key][0]
-    return found
-
-
-def _unbatched(
-    plan: Plan, batch: Mapping[str, Any], loss: Loss | None, seen: Recorded
-) -> dict[tuple[str, int], bool]:
-    """Of each draw whether it has no dim of samples; empty where all have one.
-
-    Dropout on a table of relative positions is such a draw: its shape is one for all batches. Those
-    that are made of no tensor of the batch are looked at, as the rows that a shape was given count.
-    """
-    again = with_many_rows(plan, batch, loss)
-    if again is None:
-        return {}
-    alike = {at for at in seen.sourceless if again.drawn.get(at) == seen.drawn[at]}
-    return {at: at in alike for at in seen.drawn} if alike else {}
-
-
-class Reading(dict[str, Any]):
-    """A batch that notes which of its keys are read."""
-
-    def __init__(self, batch: Mapping[str, Any], seen: set[str]) -> None:
-        super().__init__(batch)
-        self.seen = seen
-
-    def __getitem__(self, key: str) -> Any:
-        self.seen.add(key)
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """As of a dict."""
-        self.seen.add(key)
-        return super().get(key, default)
-
-    def pop(self, key: str, *default: Any) -> Any:
-        """As of a dict."""
-        self.seen.add(key)
-        return super().pop(key, *default)
-
-    def __contains__(self, key: object) -> bool:
-        self.seen.add(str(key))
-        return super().__contains__(key)
-
-    def __iter__(self) -> Iterator[str]:
-        self.seen.update(super().keys())
-        return super().__iter__()
-
-    def keys(self) -> Any:
-        """As of a dict."""
-        self.seen.update(super().keys())
-        return super().keys()
-
-    def values(self) -> Any:
-        """As of a dict."""
-        self.seen.update(super().keys())
-        return super().values()
-
-    def items(self) -> Any:
-        """As of a dict."""
-        self.seen.update(super().keys())
-        return super().items()
-
-
-def _telling(loss: Loss | None, read: set[str]) -> Loss | None:
-    """The user's loss, which tells what it reads, and its errors at its own line (S865)."""
-    if loss is None:
-        return None
-
-    def tried(output: Any, batch: Mapping[str, Any]) -> Any:
-        try:
-            return loss(output, Reading(batch, read))
-        except Exception as error:
-            if _for_values(error):
-                raise
-            raise told(error, "loss", loss) from error
-
-    return tried
-
-
-def _for_values(error: Exception) -> bool:
-    """Was a tensor without values asked for them, as by a function that wants it on the host?"""
-    text = str(error)
-    wanted = "on meta tensors" in text or "CPU" in text and "but got" in text and " meta " in text
-    return isinstance(error, NotImplementedError) or wanted
-
-
-def left_over(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
-    """The keys of a batch that the forward does not take."""
-    from schedlang.runtime.batch import taken
-
-    return [key for key in batch if key not in taken(model, batch)]
-
-
-def rejected(error: Exception, others: Sequence[str] = ()) -> Refusal:
-    """What a model raised when it was followed on the meta device, as a message.
-
-    `others`: keys of the batch that it was not given, of which one may be misspelled.
-    """
-    from schedlang.runtime.tracing.graph import asks_for_values, line_of
-
-    if _for_values(error):
-        return asks_for_values(error)
-    text, line = f"{type(error).__name__}: {error}".split("\n")[0], line_of(error)
-    return Refusal(
-        Diagnostic(
-            "S604",
-            "the model rejects this batch",
-            notes=(
-                f"on the meta device it raised `{text}`{line and f', at {line}'}",
-                *(f"its forward does not take `{key}` of the batch" for key in others),
-            ),
-            helps=("return the keyword arguments of the model's forward from `batch(seed)`",),
-        )
-    )
 
 
 def _near(failure: Mismatch, number: Number) -> bool:
@@ -466,7 +453,7 @@ class Run:
             module.forward = forward
         put_inside(uncoded, model, experts_of(plan))
         watch_again(model, (name for one in recomputed(plan) for name in one.modules))
-        self.stack.watch(model, _opaque(self.leaves))
+        self.stack.watch(model, lambda fqn: fqn in self.leaves and bool(self.leaves[fqn].kind))
         self.saved = watch_saved(model, coded_by(plan), self.stack)
         return model
 

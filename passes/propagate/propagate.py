@@ -12,8 +12,8 @@ from schedlang.ir.model import inside
 from schedlang.ir.placement import Replicate, S
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.propagate.dryrun import Choice, Loss, Original, Recording, Run, record
-from schedlang.passes.propagate.leaves import alike, hoisted, leaves_of, touches
+from schedlang.passes.propagate.dryrun import Choice, Loss, Run, alike, hoisted, leaves_of, touches
+from schedlang.passes.propagate.original import Original, Recording, record
 from schedlang.passes.propagate.saved_parts import Parts, saved_parts
 
 if TYPE_CHECKING:
@@ -96,14 +96,10 @@ class Traced(Original):
 
 def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) -> Traced:
     """Trace a plan with one microbatch; raises Refusal where it cannot work."""
-    from schedlang.runtime.pipeline.stage import signature
     from schedlang.runtime.propagation.trace import Hoist
 
     leaves = leaves_of(plan)
     recording = record(plan, batch, loss, leaves)
-    # what a part weighs is told by the labels alone; the loss is kept, so that its identity is
-    labels: Any = plan.model.cache.setdefault("labels", {})
-    labels[signature(batch), id(loss)] = recording.original.labels, loss
     if not leaves:
         return Traced(**vars(recording.original))
     # what served before is tried first: the comparison proves it anew

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +19,7 @@ from schedlang.runtime import scope
 from schedlang.runtime.comm.collectives import Group, summed
 from schedlang.runtime.propagation.call_rules import ADDS, LINEAR, SUMMING, TIMES
 from schedlang.runtime.propagation.trace import Lattice, Running, Stack
-from schedlang.runtime.tracing.torch_calls import name_of, tensors_in
+from schedlang.runtime.tracing.torch_calls import model_line, name_of, tensors_in
 
 # ---- Finds the sums over all rows of a batch that a loss is made of, but for that of its labels.
 # One forward on the meta device with a number of rows that divides no other size: a dim that holds
@@ -35,7 +33,6 @@ SUMS = {
     *("index_add_", *(SUMMING - {"linear", "conv1d", "conv2d", "conv3d"})),
 }
 MEANS = {"mean"}
-_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
 
 @dataclass(frozen=True)
@@ -70,14 +67,6 @@ class Reaching:
 
     sums: Mapping[BatchSum, bool]
     labels: bool
-
-
-def own_line() -> str:
-    """File and line of the model's code that runs: the innermost outside torch and this package."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 LABELS = "labels"  # stands for the mean over labels, which parts are weighed by
@@ -145,7 +134,7 @@ class Sums(Lattice):
         if call.name not in SUMS | MEANS or not self.inside:
             return {}
         at = call.frame[0], call.name, turn, given, tuple(call.outputs[0].shape)
-        return {BatchSum(*at, line=own_line()): True}
+        return {BatchSum(*at, line=model_line()): True}
 
 
 def _mixed(name: str, given: list[Tensor], mixes: list[Mix]) -> Mix:
