@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.ir.facets import Boundary
@@ -294,31 +294,25 @@ def _locals(below: Below, value: int) -> Iterator[int]:
     yield from (n.numerator for n in sorted(found) if n.denominator == 1 and n != value)
 
 
-def _below(leaves: Mapping[str, Leaf], sizes: Mapping[str, int]) -> dict[str, Below]:
-    """For every module that holds something split: what, by its path from there.
+def _below(
+    leaves: Mapping[str, Leaf], sizes: Mapping[str, int]
+) -> tuple[dict[str, Below], dict[str, list[str]]]:
+    """For every module that holds something sharded: what is split, by its path, and the axes.
 
     What gathers its outputs is split for nobody around it: such modules are not alike.
     """
     found: dict[str, list[Any]] = {}
+    axes: dict[str, list[str]] = {}
     for leaf in leaves.values():
         names = leaf.fqn.split(".")
         for depth in range(len(names) + 1):
-            own = depth == len(names)
-            mine = (w for w in leaf.wanted if w.splits and (own or not w.gathers))
-            split = [(".".join(names[depth:]), w.axis, sizes[w.axis], w.uneven) for w in mine]
+            fqn, path = ".".join(names[:depth]), ".".join(names[depth:])
+            axes.setdefault(fqn, []).extend(w.axis for w in leaf.wanted)
+            mine = (w for w in leaf.wanted if w.splits and not (path and w.gathers))
+            split = [(path, w.axis, sizes[w.axis], w.uneven) for w in mine]
             if split:
-                found.setdefault(".".join(names[:depth]), []).extend(split)
-    return {fqn: tuple(split) for fqn, split in found.items()}
-
-
-def _axes_below(leaves: Mapping[str, Leaf]) -> dict[str, list[str]]:
-    """For every module that holds something sharded: the axes over which something is."""
-    found: dict[str, list[str]] = {}
-    for leaf in leaves.values():
-        names = leaf.fqn.split(".")
-        for depth in range(len(names) + 1):
-            found.setdefault(".".join(names[:depth]), []).extend(w.axis for w in leaf.wanted)
-    return found
+                found.setdefault(fqn, []).extend(split)
+    return {fqn: tuple(split) for fqn, split in found.items()}, axes
 
 
 class Part(NamedTuple):
@@ -347,6 +341,7 @@ class Size(NamedTuple):
 
 
 Choice = Number | Part | Size
+C = TypeVar("C", Number, Part, Size)
 
 
 class Run:
@@ -368,8 +363,8 @@ class Run:
         self.divided, self.stack = divided, Stack()
         over = (b.axis for boundaries in plan.boundaries.values() for b in boundaries)
         sizes = {name: plan.mesh.size(name) for name in (*plan.mesh.names, *over)}
-        self.sizes, self.below = sizes, _below(leaves, sizes)
-        self.follower = Follower(frames, self.stack, sizes, _axes_below(leaves))
+        self.sizes, (self.below, axes) = sizes, _below(leaves, sizes)
+        self.follower = Follower(frames, self.stack, sizes, axes)
         self.edges: dict[str, tuple[Edge, ...]] = {}
         self.numbers: list[tuple[str, str, int]] = []
         self.layouts: dict[tuple[str, int], list[tuple[Note, ...] | None]] = {}
@@ -418,9 +413,10 @@ class Run:
     def _copy(self) -> nn.Module:
         from schedlang.runtime.activation_memory.second_run import watch_again
         from schedlang.runtime.propagation.dry import dry_forward
-        from schedlang.runtime.propagation.narrowed import dry_parts
+        from schedlang.runtime.propagation.narrowed import Narrowed, dry_parts
         from schedlang.runtime.propagation.trace import Note, Tag, watch_saved
-        from schedlang.runtime.sharding.sizes import WithSizes, set_number
+        from schedlang.runtime.sharding.shard import Edge
+        from schedlang.runtime.sharding.sizes import Counted, WithSizes, number_at, set_number
         from schedlang.runtime.storage.fewer import put_inside, uncoded
         from schedlang.runtime.tracing.meta import hollow_model
 
@@ -437,15 +433,20 @@ class Run:
                     copies = neighbours(split.axis, split.uneven.repeat)
                     self.follower.partial_over(frozenset([name]), copies)
             self.follower.put(tensor, Note(tags, frozenset() if tags else frozenset([name])))
-        for fqn, attribute, value in self._places():
-            set_number(model.get_submodule(fqn), attribute, value)
-            self.numbers.append((fqn, attribute, value))
-        for fqn, counted in self._read():
-            self.counted[fqn] = counted
+        for fqn, numbers in self._chosen(Number):
+            whole = plan.model.model.get_submodule(fqn)
+            for one in numbers:
+                if number_at(whole, one.attribute) == one.value:
+                    set_number(model.get_submodule(fqn), one.attribute, one.local)
+                    self.numbers.append((fqn, one.attribute, one.local))
+        for fqn, sizes in self._chosen(Size):
+            self.counted[fqn] = tuple(Counted(one.name, one.dim, one.parts) for one in sizes)
             module = model.get_submodule(fqn)
-            module.forward = WithSizes(module, counted)
-        for fqn, parts in self._narrowed():
-            module = model.get_submodule(fqn)
+            module.forward = WithSizes(module, self.counted[fqn])
+        for fqn, cuts in self._chosen(Part):
+            module, group = model.get_submodule(fqn), self._group_at(fqn)
+            edges = (Edge(group(one.axis), R, S(one.dim), R, R, False) for one in cuts)
+            parts = tuple(Narrowed(one.name, one.dim, one.unit, e) for one, e in zip(cuts, edges))
             module.forward = dry_parts(module, parts, self.follower, partial(self._cut, fqn))
         for fqn, leaf in self.leaves.items():
             module = model.get_submodule(fqn)
@@ -467,56 +468,19 @@ class Run:
         if now is not None and now not in self.parts.get(fqn, ()):
             self.parts[fqn] = (*self.parts.get(fqn, ()), now)
 
-    def _narrowed(self) -> Iterator[tuple[str, tuple[Narrowed, ...]]]:
-        """The modules that take parts of arguments."""
-        from schedlang.runtime.propagation.narrowed import Narrowed
-        from schedlang.runtime.sharding.shard import Edge
-
-        chosen = [one for one in self.divided if isinstance(one, Part)]
+    def _chosen(self, kind: type[C]) -> Iterator[tuple[str, list[C]]]:
+        """Modules, each with the choices of a kind about its class and the split things that it holds."""
+        chosen: list[Any] = sorted((c for c in self.divided if isinstance(c, kind)), key=repr)
         for fqn, below in self.below.items() if chosen else ():
-            kind, group = self.plan.model.sites[fqn].classes[0], self._group_at(fqn)
-            parts = tuple(
-                Narrowed(p.name, p.dim, p.unit, Edge(group(p.axis), R, S(p.dim), R, R, False))
-                for p in sorted(chosen)
-                if (p.kind, p.below) == (kind, below)
-            )
-            if parts:
-                yield fqn, parts
-
-    def _read(self) -> Iterator[tuple[str, tuple[Counted, ...]]]:
-        """The modules that count by sizes of their arguments."""
-        from schedlang.runtime.sharding.sizes import Counted
-
-        chosen = [one for one in self.divided if isinstance(one, Size)]
-        for fqn, below in self.below.items() if chosen else ():
-            kind = self.plan.model.sites[fqn].classes[0]
-            counted = tuple(
-                Counted(one.name, one.dim, one.parts)
-                for one in sorted(chosen)
-                if (one.kind, one.below) == (kind, below)
-            )
-            if counted:
-                yield fqn, counted
+            of = self.plan.model.sites[fqn].classes[0], below
+            mine = [one for one in chosen if one[:2] == of]
+            if mine:
+                yield fqn, mine
 
     def _group_at(self, fqn: str) -> Callable[[str], Any]:
         from schedlang.runtime.comm.collectives import Group
 
         return lambda axis: Group((axis,), tuple(range(self.sizes[axis])), 0, None, fqn)
-
-    def _places(self) -> Iterator[tuple[str, str, int]]:
-        """Where divided attributes lie: on modules of the class that hold the same split things."""
-        from schedlang.runtime.sharding.sizes import number_at
-
-        divided = [one for one in self.divided if isinstance(one, Number)]
-        kinds = {number.kind for number in divided}
-        for fqn, below in self.below.items():
-            site = self.plan.model.sites[fqn]
-            for number in divided if site.classes[0] in kinds else ():
-                if (site.classes[0], below) != (number.kind, number.below):
-                    continue
-                found = number_at(self.plan.model.model.get_submodule(fqn), number.attribute)
-                if found == number.value:
-                    yield fqn, number.attribute, number.local
 
     def candidates(self, failure: Mismatch) -> list[Choice]:
         """Numbers and arguments of the modules that were running that might mend the failure."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from schedlang.ir.placement import EVEN, Uneven
-from schedlang.runtime.propagation.trace import Call, Mismatch, Note, Running, Tag
+from schedlang.runtime.propagation.trace import Call, Note, Running, Tag
 
 if TYPE_CHECKING:
     from schedlang.runtime.propagation.follow import Follower, Step
@@ -145,16 +145,11 @@ def check_meeting(step: Step, axis: str) -> None:
     met = [Met(k, tag, shape) for k, (tag, shape) in enumerate(zip(notes, shapes)) if tag]
     how = _apart(step, met, step.follower.sizes[axis]) if len(met) > 1 else ""
     if how:
-        raise Mismatch(
-            step.frame,
+        raise step.refuse(
             f"`{step.name}` gets tensors that are sharded over `{axis}` {how}",
             axis,
-            (),
-            step.follower.agreed,
-            (
-                "give the blocks of fused weights: `blocks=`",
-                "gather one of them first: `output=R` on its row",
-            ),
+            "give the blocks of fused weights: `blocks=`",
+            "gather one of them first: `output=R` on its row",
         )
 
 

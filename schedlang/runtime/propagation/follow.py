@@ -185,11 +185,7 @@ class Follower(Lattice):
         try:
             Step(**vars(call), follower=self, expected=self._expects).finish()
         except Mismatch as failure:
-            failure.by, failure.call = call_rules.by(call.inputs, failure.axis), call.name
-            notes = [self.of(tensor) for tensor in call.inputs]
-            failure.mixed = call_rules.mixed(notes)
-            failure.made = call_rules.made_of(notes, failure.axis)
-            raise
+            raise self._met(failure, call, call.name) from None
         self.places[call.frame] = self.places.get(call.frame, 0) + 1
         self.agreed += 1
 
@@ -224,12 +220,17 @@ class Follower(Lattice):
         axis = next((axis for note in notes for axis in note.tags), None)
         integers = expected.integers if expected is not None and axis is not None else ()
         failure = Mismatch(call.frame, str(error).split("\n")[0], axis, integers, self.agreed)
-        failure.raw, failure.call = True, expected.name if expected is not None else ""
-        failure.unit, failure.mixed = call_rules.met_whole(notes, axis), call_rules.mixed(notes)
-        failure.made = call_rules.made_of(notes, axis)
-        failure.by = call_rules.by(call.inputs, axis)
+        failure.raw, failure.unit = True, call_rules.met_whole(notes, axis)
         if expected is not None and axis is not None and expected.name in RESHAPES:
             failure.counted = call_rules.factors(expected, notes[0].tags.get(axis))
+        return self._met(failure, call, expected.name if expected is not None else "")
+
+    def _met(self, failure: Mismatch, call: Running, name: str) -> Mismatch:
+        """Tell a failure which tensors have met in a call."""
+        notes = [self.of(tensor) for tensor in call.inputs]
+        failure.by, failure.call = call_rules.by(call.inputs, failure.axis), name
+        failure.mixed = call_rules.mixed(notes)
+        failure.made = call_rules.made_of(notes, failure.axis)
         return failure
 
     def partial_over(self, parameters: frozenset[str], axis: str) -> None:
@@ -260,6 +261,12 @@ class Step(Running):
         """A mismatch that dividing one of the original call's integers might mend."""
         integers = self.expected.integers if self.expected is not None else ()
         return Mismatch(self.frame, reason, axis, integers, self.follower.agreed, helps)
+
+    def refuse(
+        self, reason: str, axis: str | None, *helps: str, asked: tuple[tuple[str, str], ...] = ()
+    ) -> Mismatch:
+        """A mismatch that no division mends."""
+        return Mismatch(self.frame, reason, axis, (), self.follower.agreed, helps, asked)
 
     def finish(self) -> None:
         """Note every output; raise Mismatch if one is not what the original's shapes allow."""
@@ -426,15 +433,12 @@ class Step(Running):
         assert self.expected is not None
         sizes = [shape[tag.dim] for shape in self.expected.outputs]
         wanted = len(sizes) if len(set(sizes)) == 1 else sizes
-        raise Mismatch(
-            self.frame,
+        raise self.refuse(
             f"`{self.name}` takes {len(sizes)} parts out of a dim that is split over"
             f" `{axis}` as {len(tag.blocks)} block{'s' * (len(tag.blocks) > 1)}",
             axis,
-            (),
-            self.follower.agreed,
-            (f"give the blocks that are side by side: `blocks={wanted}`",),
-            (("blocks", str(wanted)),),
+            f"give the blocks that are side by side: `blocks={wanted}`",
+            asked=(("blocks", str(wanted)),),
         )
 
     def _sliced(self, axis: str, tag: Tag, dim: int) -> tuple[int, ...]:
@@ -456,14 +460,8 @@ class Step(Running):
         after = self.expected.outputs[0]
         dims |= reaches(self.name, self.args, self.kwargs, whole, after, self.expected.integers)
         if tag.dim in dims:
-            raise Mismatch(
-                self.frame,
-                f"`{self.name}` computes along a dim that is sharded over `{axis}`",
-                axis,
-                (),
-                self.follower.agreed,
-                ("gather it first: `output=R` on the row before",),
-            )
+            reason = f"`{self.name}` computes along a dim that is sharded over `{axis}`"
+            raise self.refuse(reason, axis, "gather it first: `output=R` on the row before")
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -476,14 +474,11 @@ class Step(Running):
             if axis in note.parts or not (tensor.requires_grad and tensor.is_floating_point()):
                 continue
             if note.data or not note.roots:
-                raise Mismatch(
-                    self.frame,
+                raise self.refuse(
                     f"`{self.name}` mixes a tensor sharded over `{axis}` with a"
                     " replicated one, whose gradient nothing would sum over the ranks",
                     axis,
-                    (),
-                    self.follower.agreed,
-                    ("shard the module that computes it, or give this module `input=...`",),
+                    "shard the module that computes it, or give this module `input=...`",
                 )
             self.follower.partial_over(note.roots, axis)
 
