@@ -48,7 +48,7 @@ def verify(
     Models, losses and batches may be defined anywhere: a notebook, `__main__`, a closure.  Raises
     Refusal for what cannot be run, RankDied or Hang for a run that failed.
     """
-    from schedlang.passes.propagate.options import check_verified
+    from schedlang.passes.analyze.taking import check_verified
     from schedlang.runtime.launch.limit import limited
 
     check_verified(args, unknown, {"batch": batch, "loss": loss, "weight": weight})

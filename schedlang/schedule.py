@@ -258,8 +258,8 @@ class Schedule(Scope):
         refused as `verify` refuses it, where that is found out in about a second: a larger one is
         verified before it is trained
         """
+        from schedlang.passes.analyze.taking import check_options
         from schedlang.passes.lower.build import build, check_job
-        from schedlang.passes.propagate.options import check_options
         from schedlang.passes.simulate.expected import demand
         from schedlang.passes.simulate.gains import gained
         from schedlang.passes.static_checks.roles import repeated

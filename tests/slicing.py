@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from schedlang.passes.propagate.batch_weights import weight_of
+from schedlang.passes.propagate.original import weight_of
 from schedlang.passes.propagate.propagate import Traced, propagate
 from schedlang.runtime.propagation.trace import LabelRule
 from schedlang.runtime.sequence_pipelining.probe import probe

@@ -70,17 +70,16 @@ def _failure(
     plan: Plan, casts: Sequence[Cast], sample: Mapping[str, Any], loss: Loss | None
 ) -> Failure | None:
     """What a forward of the whole model, and its loss, raises under some casts."""
-    from schedlang.passes.propagate.dryrun import call
-    from schedlang.runtime.tracing.constants import on_meta
-    from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
+    from schedlang.runtime.tracing.constants import without_values
+    from schedlang.runtime.tracing.meta import hollow_model
+    from schedlang.runtime.tracing.record import forward
 
-    tried = replace(plan, casts=tuple(casts))
-    model, inputs = hollow_model(plan.model.model, {}), hollow_batch(dict(sample))
+    tried, model = replace(plan, casts=tuple(casts)), hollow_model(plan.model.model, {})
     running = watched(model)
     cast_modules(tried, model)
     try:
-        with on_meta(dict(sample), inputs):
-            call(model.train(), inputs, cast_loss(tried, loss))
+        with without_values(sample) as (inputs, _):
+            forward(model.train(), inputs, cast_loss(tried, loss))
     except Refusal:
         raise
     except Exception as error:

@@ -174,11 +174,10 @@ def _seen(
     import copy
 
     from schedlang.passes.propagate.context import hollow
-    from schedlang.passes.propagate.propagate import backward_root, root_of
+    from schedlang.passes.propagate.propagate import backward_root
     from schedlang.runtime.activation_memory.sensitivity import places_of
-    from schedlang.runtime.batch import called
-    from schedlang.runtime.tracing.constants import OnMeta
-    from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
+    from schedlang.runtime.tracing.constants import without_values
+    from schedlang.runtime.tracing.meta import hollow_model
 
     blocks = {row.fqn: row.block for row in rows}
     empty = hollow(plan.model.model)
@@ -186,16 +185,10 @@ def _seen(
     module = hollow_model(module, {}) if empty else copy.deepcopy(module)
     module.train()
     run_again(plan, module, chains)
-    if empty:
-        inputs = hollow_batch(dict(sample))
-        with OnMeta(dict(sample), inputs):
-            return places_of(module, blocks, lambda: backward_root(module, inputs, loss))
-
-    def run() -> Any:
-        output = called(module, sample)
-        return root_of(output, loss(output, sample) if loss is not None else None)
-
-    return places_of(module, blocks, run)
+    if not empty:
+        return places_of(module, blocks, lambda: backward_root(module, sample, loss))
+    with without_values(sample) as (inputs, _):
+        return places_of(module, blocks, lambda: backward_root(module, inputs, loss))
 
 
 def told(plan: Plan, bits: Bits) -> Iterator[str]:

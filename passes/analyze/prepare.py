@@ -16,13 +16,12 @@ from schedlang.passes.analyze.fewer_bits import Bits, allotted, check_kept, kept
 from schedlang.passes.analyze.holdings import holdings_of
 from schedlang.passes.analyze.residence import check_peers
 from schedlang.passes.analyze.routing import check_routing
-from schedlang.passes.analyze.sequence import slicing_of
 from schedlang.passes.analyze.staleness import check_stale
 from schedlang.passes.analyze.taking import check_keys, check_loss, check_rows
 from schedlang.passes.partition.chains import Chains, Counting, chains_of
 from schedlang.passes.partition.staging import Staged, stages_of
-from schedlang.passes.propagate.batch_weights import Weight, with_statistics
-from schedlang.passes.propagate.context import tokens_of
+from schedlang.passes.propagate.context import slicing_of, tokens_of
+from schedlang.passes.propagate.original import Weight, with_statistics
 from schedlang.passes.propagate.propagate import Traced, propagate
 
 if TYPE_CHECKING:
@@ -59,8 +58,8 @@ def check_repeats(plan: Plan, sample: Mapping[str, Any], loss: Loss | None = Non
     """
     from schedlang.passes.propagate.propagate import backward_root
     from schedlang.runtime.activation_memory.second_run import Repeats
-    from schedlang.runtime.tracing.constants import OnMeta
-    from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
+    from schedlang.runtime.tracing.constants import without_values
+    from schedlang.runtime.tracing.meta import hollow_model
 
     rows = plan.rows_changing(Facet.RECOMPUTE)
     kinds = {site: _kind(plan, site) for action in rows for site in action.sites}
@@ -69,8 +68,7 @@ def check_repeats(plan: Plan, sample: Mapping[str, Any], loss: Loss | None = Non
         return
     model: Any = hollow_model(plan.model.model, {})
     model.train()
-    inputs = hollow_batch(dict(sample))
-    with OnMeta(dict(sample), inputs):
+    with without_values(sample) as (inputs, _):
         found = Repeats(model, kinds).run(lambda: backward_root(model, inputs, loss))
     if found:
         row = next(action for action in rows if found[0].module in action.sites)
@@ -153,7 +151,7 @@ def prepare(
     if trains:
         check_loss(traced)
     if traced.lossless is None:  # else the key may be what a loss would read
-        check_keys(plan, sample, loss, weight)
+        check_keys(plan, sample, traced, loss, weight)
     check_settled(plan, traced)
     check_casts(plan, sample, loss)
     traced = with_statistics(plan, traced, sample, loss, weight is not None)

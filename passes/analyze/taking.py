@@ -1,45 +1,165 @@
-"""Who takes what of a batch: refuses a key that nobody takes, and a model that gives no loss."""
+"""What a user gives to `build` and `verify`: options, and a batch whose every key is taken."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from inspect import unwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostics.diagnostic import (
+    Diagnostic,
+    Facts,
+    Label,
+    Refusal,
+    closest,
+    kind_of,
+    unknown,
+)
+from schedlang.diagnostics.source import python_span
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
+from schedlang.passes.propagate.original import Reading
 
 if TYPE_CHECKING:
     from schedlang.passes.propagate.propagate import Traced
+
+# ---- Options of `build` and `verify`, checked before anything is built (S618).
+
+
+NAMES = ("batch", "loss", "optimizer", "clip", "weight", "seed", "dropout", "compare", "wait")
+VERIFIED = ("batch", "loss", "weight", "seed", "dtype", "shrink", "timeout")
+DRAWN = ("native", "logical")
+COMPARE = ("nothing", "build", "batches")  # what ranks compare before they trust each other
+
+
+def check_options(
+    args: Sequence[object], others: Mapping[str, object], given: Mapping[str, Any]
+) -> None:
+    """Refuse positions, names that `build` does not have, and values of the wrong kind."""
+    _named("build", args, others, NAMES, "write `sch.build(batch=batch, loss=loss, optimizer=...)`")
+    _batch(given["batch"])
+    _functions(given)
+    _optimizer(given["optimizer"])
+    _numbers(given)
+    _meeting(given)
+
+
+def check_verified(
+    args: Sequence[object], others: Mapping[str, object], given: Mapping[str, Any]
+) -> None:
+    """The same of what `verify` is given; words are those of a row, which Python adds otherwise."""
+    words = args if all(isinstance(word, str) for word in args) else ()
+    rest = () if words else args
+    _named("verify", rest, others, VERIFIED, "write `sch.verify(batch=batch, loss=loss)`")
+    if words or given["batch"] is None:
+        row = ", ".join(f'"{word}"' for word in ("verify", *words))
+        _refuse(
+            "`verify` needs a batch to compare the program with the model",
+            "give one: `sch.verify(batch=batch)`, and `loss=loss` if the model returns none",
+            f"or add the row: `sch.row({row})`",
+        )
+    _functions(given)
+
+
+def _named(
+    verb: str,
+    args: Sequence[object],
+    others: Mapping[str, object],
+    names: Sequence[str],
+    written: str,
+) -> None:
+    if args:
+        _refuse(
+            f"`{verb}` takes its arguments by name, not {kind_of(args[0])} by position", written
+        )
+    for name in others:
+        near = closest(name, names)
+        help_ = f"did you mean `{near}`?" if near else f"it takes {', '.join(names)}"
+        _refuse(f"`{verb}` has no argument `{name}`", help_, facts=unknown(name, names))
+
+
+def _batch(batch: object) -> None:
+    if batch is not None and not isinstance(batch, Mapping):
+        _refuse(
+            f"`batch` is {kind_of(batch)}, not a dict",
+            "call it: `batch=batch(0)`"
+            if callable(batch)
+            else "give the keyword arguments of the model: `batch={'input_ids': ids, ...}`",
+        )
+
+
+def _functions(given: Mapping[str, Any]) -> None:
+    signatures = {"loss": "loss(output, batch)", "weight": "weight(batch)"}
+    for name, signature in signatures.items():
+        value = given[name]
+        if value is not None and not callable(value):
+            _refuse(f"`{name}` is {kind_of(value)}", f"give a function `{signature}`")
+
+
+def _optimizer(optimizer: object) -> None:
+    if optimizer is not None and (isinstance(optimizer, type) or not callable(optimizer)):
+        word = "a class" if isinstance(optimizer, type) else kind_of(optimizer)
+        _refuse(
+            f"`optimizer` must be a function of the parameters, not {word}",
+            "give a function of them: `optimizer=lambda named: torch.optim.AdamW(named, lr=3e-4)`",
+        )
+
+
+def _numbers(given: Mapping[str, Any]) -> None:
+    clip, seed = given["clip"], given["seed"]
+    if clip is not None and (
+        isinstance(clip, bool) or not isinstance(clip, int | float) or clip <= 0
+    ):
+        _refuse(f"`clip` is {clip!r}", "give the maximum gradient norm, a number above 0")
+    drawn = given["dropout"]
+    if drawn is not None and drawn not in DRAWN:
+        _refuse(f"`dropout` is {drawn!r}", f"give one of {', '.join(map(repr, DRAWN))}")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        _refuse(f"`seed` is {seed!r}", "give an integer")
+
+
+def _meeting(given: Mapping[str, Any]) -> None:
+    compare, wait = given["compare"], given["wait"]
+    if compare not in COMPARE:
+        _refuse(f"`compare` is {compare!r}", f"give {', '.join(map(repr, COMPARE))}")
+    if isinstance(wait, bool) or not isinstance(wait, int | float) or not wait > 0:
+        _refuse(f"`wait` is {wait!r}", "give the seconds to wait until all ranks call `build`")
+
+
+def _refuse(title: str, *helps: str, facts: Facts = ()) -> NoReturn:
+    raise Refusal(Diagnostic("S618", title, Label(python_span()), helps=helps, facts=facts))
+
 
 Function = Callable[..., Any]
 
 
 def check_keys(
-    plan: Plan, sample: Mapping[str, Any], loss: Function | None, weight: Function | None
+    plan: Plan,
+    sample: Mapping[str, Any],
+    traced: Traced,
+    loss: Function | None,
+    weight: Function | None,
 ) -> None:
     """Every key of a batch is for the forward, the loss or the weight; else refuse (S910).
 
-    A forward takes the keys that it names, or all if it has `**kwargs`; what the others take is
-    seen by calling them, without values.
+    A forward takes the keys that it names, or all if it has `**kwargs`; what the loss reads was
+    seen when it was traced, what the weight reads is seen by calling it.
     """
     from schedlang.runtime.batch import named_arguments
 
-    names = named_arguments(plan.model.model)
-    rest = tuple(key for key in sample if names is not None and key not in names)
-    done: Any = plan.model.cache.setdefault("keys that are taken", {})
-    key = rest, id(loss), id(weight)
-    if not rest or key in done:
-        return
-    read = _read(plan, sample, loss, weight)
-    lost = [key for key in rest if read is not None and key not in read]
+    names, read = named_arguments(plan.model.model), set(traced.read)
+    rest = [key for key in sample if names is not None and key not in names]
+    if weight is not None and not read.issuperset(rest):
+        try:
+            weight(Reading(sample, read))
+        except Exception:  # whatever it raises is told where it is called in earnest
+            return
+    lost = [key for key in rest if key not in read]
     if lost:
         raise Refusal(_nobody(plan, lost[0], sample, (loss, weight)))
-    done[key] = loss, weight  # kept, so that no other gets their identity
 
 
 def _nobody(plan: Plan, key: str, batch: Mapping[str, Any], others: tuple[Any, Any]) -> Diagnostic:
@@ -67,79 +187,10 @@ def _nobody(plan: Plan, key: str, batch: Mapping[str, Any], others: tuple[Any, A
     )
 
 
-class Reading(dict[str, Any]):
-    """A batch that notes which of its keys are read."""
-
-    def __init__(self, batch: Mapping[str, Any], seen: set[str]) -> None:
-        super().__init__(batch)
-        self.seen = seen
-
-    def __getitem__(self, key: str) -> Any:
-        self.seen.add(key)
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """As of a dict."""
-        self.seen.add(key)
-        return super().get(key, default)
-
-    def pop(self, key: str, *default: Any) -> Any:
-        """As of a dict."""
-        self.seen.add(key)
-        return super().pop(key, *default)
-
-    def __contains__(self, key: object) -> bool:
-        self.seen.add(str(key))
-        return super().__contains__(key)
-
-    def __iter__(self) -> Iterator[str]:
-        self.seen.update(super().keys())
-        return super().__iter__()
-
-    def keys(self) -> Any:
-        """As of a dict."""
-        self.seen.update(super().keys())
-        return super().keys()
-
-    def values(self) -> Any:
-        """As of a dict."""
-        self.seen.update(super().keys())
-        return super().values()
-
-    def items(self) -> Any:
-        """As of a dict."""
-        self.seen.update(super().keys())
-        return super().items()
-
-
-def _read(
-    plan: Plan, sample: Mapping[str, Any], loss: Function | None, weight: Function | None
-) -> set[str] | None:
-    """The keys that `loss` and `weight` read; None if they cannot be called without values."""
-    import torch
-
-    from schedlang.runtime.batch import called
-    from schedlang.runtime.tracing.constants import on_meta
-    from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
-
-    seen: set[str] = set()
-    model, inputs = hollow_model(plan.model.model, {}), hollow_batch(dict(sample))
-    model.train()
-    try:
-        if weight is not None:
-            weight(Reading(sample, seen))
-        if loss is not None:
-            with on_meta(sample, inputs), torch.device("meta"), torch.no_grad():
-                loss(called(model, inputs), Reading(inputs, seen))
-    except Exception:  # whatever they raise is told where they are called in earnest
-        return None
-    return seen
-
-
 def check_rows(plan: Plan, sample: Mapping[str, Any]) -> None:
     """Refuse (S670) a batch whose parts name rows of each other: edges of a graph, pairs."""
     from schedlang.runtime.batch import named_tensors, rows_of
-    from schedlang.runtime.tracing.numbered import names_rows
+    from schedlang.runtime.propagation.feeds import names_rows
 
     if plan.shares * plan.micro == 1:
         return

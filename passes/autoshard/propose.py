@@ -201,8 +201,9 @@ def propose(
     facts = ModelFacts(model)
     with at_the_forward(model):
         rows_of(batch)
-    check_loss(propagate(Plan(facts), batch, loss))
-    check_keys(Plan(facts), batch, loss, weight)
+    traced = propagate(Plan(facts), batch, loss)
+    check_loss(traced)
+    check_keys(Plan(facts), batch, traced, loss, weight)
     blocks = blocks_of(facts)
     asked = Asked(Trial(facts, blocks, batch, loss, weight), blocks, mesh, batch)
     notes: list[str] = []

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from schedlang.ir.plan import Plan
     from schedlang.language import nodes as n
     from schedlang.language.knob import Knob
-    from schedlang.passes.propagate.batch_weights import Weight
     from schedlang.passes.propagate.dryrun import Loss
+    from schedlang.passes.propagate.original import Weight
     from schedlang.passes.simulate.cluster import Cluster
     from schedlang.passes.simulate.step_time import StepTime
 

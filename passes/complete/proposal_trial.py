@@ -12,7 +12,7 @@ from schedlang.ir.plan import Plan
 from schedlang.language.syntax import parse
 from schedlang.passes.complete.proposal_text import Row, heads, quoted
 from schedlang.passes.elaborate.expand import expand
-from schedlang.passes.propagate.dryrun import rejected
+from schedlang.passes.propagate.original import rejected
 from schedlang.passes.reduce_model.blocks import TABLES, Blocks, leaf_kind, shorter, splits
 
 if TYPE_CHECKING:

@@ -309,7 +309,7 @@ def _of_ranks(name: str, failure: Failure, where: Location, want: Tensor) -> str
 
 def _shares(name: str, failure: Failure, batch: Batch) -> dict[str, Tensor | None]:
     """What each part of the batch adds to a gradient, on the original."""
-    from schedlang.passes.propagate.batch_weights import part_weight
+    from schedlang.passes.propagate.original import part_weight
     from schedlang.passes.verify.original import Sequential
     from schedlang.passes.verify.sides import modes_of, twin
     from schedlang.runtime.batch import split

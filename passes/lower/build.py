@@ -15,9 +15,8 @@ from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.fewer_bits import Bits
 from schedlang.passes.analyze.prepare import Prepared, check_axes, prepare
 from schedlang.passes.analyze.residence import away
-from schedlang.passes.analyze.staleness import check_build
+from schedlang.passes.analyze.staleness import check_build, whole_step
 from schedlang.passes.analyze.taking import at_the_forward
-from schedlang.passes.analyze.whole_step import whole_step
 from schedlang.passes.complete.complete import completed
 from schedlang.passes.lower.drawing import Asked, drawing_of
 from schedlang.passes.lower.executor import (
@@ -30,9 +29,9 @@ from schedlang.passes.lower.executor import (
 from schedlang.passes.lower.lowering import lower
 from schedlang.passes.partition.chains import Chains
 from schedlang.passes.partition.staging import Staged, buffer_homes, buffer_stages, shape_up
-from schedlang.passes.propagate.batch_weights import weight_of
 from schedlang.passes.propagate.casts import cast_loss, loss_scale
 from schedlang.passes.propagate.context import exchange, weight_by_tokens
+from schedlang.passes.propagate.original import weight_of
 from schedlang.passes.propagate.propagate import Traced
 
 if TYPE_CHECKING:

@@ -276,7 +276,7 @@ def _logical(
     from schedlang.runtime.context_parallel import install
     from schedlang.runtime.rng.logical_dropout import LogicalDropout
     from schedlang.runtime.scope import named_sites
-    from schedlang.runtime.sequence_pipelining.sliced import windows
+    from schedlang.runtime.sequence_pipelining.slices import windows
 
     slicing, slices = prepared.slicing, windows_of(plan, prepared, ranks)
     named_sites(module)

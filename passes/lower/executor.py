@@ -13,11 +13,10 @@ from schedlang.passes.analyze.holdings import gathers_by_rows, slicing
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.analyze.reductions import reductions, sliced_names, sliced_over
 from schedlang.passes.analyze.residence import tier_of_unit
-from schedlang.passes.analyze.sequence import slices_of
 from schedlang.passes.partition.parks import meet, on_peers
 from schedlang.passes.partition.staging import Staged, local_skeleton
 from schedlang.passes.propagate.casts import gathered_in
-from schedlang.passes.propagate.context import exchange
+from schedlang.passes.propagate.context import exchange, slices_of
 from schedlang.passes.propagate.propagate import Traced
 
 if TYPE_CHECKING:

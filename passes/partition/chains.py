@@ -170,22 +170,20 @@ def running(
     from schedlang.passes.propagate.propagate import backward_root
     from schedlang.runtime.modes import ambient
     from schedlang.runtime.propagation.stand_ins import Fused
-    from schedlang.runtime.tracing.constants import OnMeta
-    from schedlang.runtime.tracing.meta import hollow_batch
+    from schedlang.runtime.tracing.constants import without_values
 
     model = local_skeleton(counting.plan, counting.traced)
     model.train()
     change(model)
     batch, sitting = seated(counting.plan, model, counting.tokens, counting.sample)
-    inputs = hollow_batch(dict(batch))
-    with sitting, ambient(Fused()), OnMeta(dict(batch), inputs), watch(model):
+    with sitting, ambient(Fused()), without_values(batch) as (inputs, _), watch(model):
         yield model, backward_root(model, inputs, counting.loss)
 
 
 def costs_of(counting: Counting, names: Sequence[str]) -> list[Cost]:
     """Operations of a forward, bytes saved and bytes of the input of modules, on one rank."""
     from schedlang.runtime.activation_memory.candidates import Menu
-    from schedlang.runtime.tracing.burden import counted
+    from schedlang.runtime.tracing.record import counted
 
     menu = Menu(len(names))
 

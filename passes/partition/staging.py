@@ -134,7 +134,7 @@ def _graph(
 
     at = [fqn for c in plan.cuts for fqn in c.before]
     trunks, unrolled = [fqn for c in plan.cuts for fqn in c.trunks], dict(plan.unrolled)
-    seen = once(plan.model.model, {fqn: traced.entries[fqn] for fqn in traced.order})
+    seen = once(plan.model.model, traced.entries)
     if seen is not None:
         try:
             names = units_of(skeleton, batch, at, trunks=trunks, unrolled=unrolled, calls=seen)

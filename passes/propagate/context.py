@@ -1,7 +1,8 @@
-"""How the model of a plan runs on some tokens of its sequences, where rows split them."""
+"""How a plan's model runs on parts of its sequences: on ranks that split them, or in slices."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -10,16 +11,19 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from schedlang.diagnostics.diagnostic import Diagnostic, OwnError, Refusal
 from schedlang.ir.facets import Context
 from schedlang.ir.plan import Action, Plan
-from schedlang.passes.propagate.batch_weights import Weight, weight_of
+from schedlang.ir.primitive import Facet
 from schedlang.passes.propagate.dryrun import Loss
+from schedlang.passes.propagate.original import Weight, weight_of
 from schedlang.passes.propagate.propagate import Traced
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from schedlang.passes.partition.staging import Staged
     from schedlang.runtime.comm.collectives import Group
     from schedlang.runtime.comm.ranks import Ranks
     from schedlang.runtime.context_parallel.local_tokens import How, Tokens
+    from schedlang.runtime.sequence_pipelining.slices import Slices, Slicing
     from schedlang.runtime.sequence_pipelining.trial import Trial
 
 # ---- A model tried on a small stand-in before it trains: how it may run on parts of its
@@ -271,3 +275,67 @@ def _alone(method: str, level: int) -> str:
 def _levels(one: Context) -> list[str | tuple[str, ...]]:
     """The axes of a row as levels: of two-level methods each axis, else all as one."""
     return list(one.axes) if one.method in ("usp", "double_ring", "nbody") else [one.axes]
+
+
+# ---- How it runs on slices, where its pipeline cuts sequences.
+
+
+def slicing_of(
+    plan: Plan,
+    traced: Traced,
+    staged: Staged,
+    sample: Mapping[str, Any],
+    loss: Loss | None,
+    weight: Weight | None,
+) -> Slicing | None:
+    """What the probe finds for a microbatch; None where sequences stay whole.
+
+    Raises Refusal S655 at the row that asks for slices if the model cannot be cut so. A model
+    without values is not tried: it cannot be built either.
+    """
+    count = staged.timeline.slices
+    if count == 1:
+        return None
+    try:
+        found = _found(Subject(plan, traced, sample, loss, weight), count)
+        found = replace(found, grain=_grain(traced))
+        found.pieces(sample)  # are there enough tokens?
+        return found
+    except Refusal as refusal:
+        raise _at(refusal, next(iter(plan.rows_changing(Facet.ORDER)), None)) from refusal
+
+
+def _found(subject: Subject, count: int) -> Slicing:
+    from schedlang.runtime.sequence_pipelining.probe import guess, probe, refusal
+    from schedlang.runtime.sequence_pipelining.slices import Slicing
+
+    Slicing(count, "calls").pieces(subject.sample)
+    ask = Question(lambda one: guess(one, count), lambda one: probe(one, count), refusal)
+    return answer(subject, count, ask)
+
+
+def _grain(traced: Traced) -> int:
+    """What lengths must be multiples of: over how many ranks activations are split by tokens."""
+    from schedlang.ir.placement import S
+    from schedlang.runtime.sharding.redistribute import dim_of
+
+    edges = [edge for edges in traced.edges.values() for edge in edges]
+    return math.lcm(
+        *(
+            edge.group.size
+            for edge in edges
+            for place in (edge.arrives, edge.wants, edge.computes, edge.leaves)
+            if isinstance(place, S) and dim_of(place) == 1
+        )
+    )
+
+
+def slices_of(
+    slicing: Slicing | None, model: nn.Module, traced: Traced, weight: Weight | None
+) -> Slices | None:
+    """What cuts the microbatches of the local model, if they are cut; `weight` is a user's own."""
+    from schedlang.runtime.sequence_pipelining.slices import Slices
+
+    if slicing is None:
+        return None
+    return Slices(model, slicing, weight or weight_by_tokens(traced, slicing.count))

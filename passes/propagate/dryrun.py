@@ -1,27 +1,268 @@
-"""Two runs on the meta device: the original is recorded, the sharded copy is followed."""
+"""The sharded copy on the meta device: what its modules want, and one run beside the original."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from schedlang.diagnostics.culprit import told
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.ir.facets import Boundary
 from schedlang.ir.mesh import neighbours
-from schedlang.ir.placement import EVEN, R, S, Uneven
-from schedlang.ir.plan import Plan
+from schedlang.ir.placement import EVEN, P, R, S, Uneven
+from schedlang.ir.plan import Action, Plan
+from schedlang.ir.primitive import Facet
 from schedlang.passes.propagate.saved_parts import coded_by, experts_of, recomputed
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from schedlang.runtime.propagation.dry import Leaf
+    from schedlang.ir.model import Site
+    from schedlang.runtime.propagation.dry import Leaf, Wanted
     from schedlang.runtime.propagation.narrowed import Narrowed
-    from schedlang.runtime.propagation.trace import Mismatch, Note, Recording, SavedBy
+    from schedlang.runtime.propagation.trace import Call, Mismatch, Note, SavedBy
     from schedlang.runtime.sharding.shard import Edge
     from schedlang.runtime.sharding.sizes import Counted
+
+# ---- The sharded modules of a plan: how each computes, and what it wants.
+
+
+LINES = ("down", "along", "deep")  # of a cube, in the order in which its axes are named
+CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
+POOLS = tuple(f"{kind}Pool{dims}d" for kind in ("Max", "Avg") for dims in (1, 2, 3))
+NORMS = ("GroupNorm", *(f"BatchNorm{dims}d" for dims in (1, 2, 3)))
+# classes that say how they compute
+CLASSES = ("Linear", "Conv1D", "Embedding", "EmbeddingBag", *CONVOLUTIONS, *POOLS, *NORMS)
+
+
+def leaves_of(plan: Plan) -> dict[str, Leaf]:
+    """The sharded modules of a plan; axes of size 1 shard nothing."""
+    from schedlang.runtime.propagation.dry import Leaf
+
+    _check_ties(plan)
+    leaves = {}
+    for fqn, boundaries in plan.boundaries.items():
+        real = [b for b in boundaries if plan.mesh.size(b.axis) > 1]
+        if not real:
+            continue
+        site = plan.model.sites[fqn]
+        kind = plan.computes.get(fqn) or next((k for k in CLASSES if site.is_a(k)), "")
+        kind = kind or ("norm" if _normalises(plan, site, real) else "")
+        make = WANTED.get(kind, _projection)
+        wanted = tuple(make(plan, fqn, kind, b) for b in real)
+        split = any(plan.held(fact.name).splits for fact in site.parameters.values())
+        names = tuple(fact.name for fact in site.parameters.values())
+        pending = any(isinstance(w.computes, P) for w in wanted)
+        bias = site.parameters.get("bias")
+        own = split or fqn in plan.computes or kind in NORMS or any(w.parts for w in wanted)
+        split_kind = kind if own else ""
+        leaves[fqn] = Leaf(fqn, split_kind, wanted, names, bias.name if bias and pending else None)
+    return leaves
+
+
+def _normalises(plan: Plan, site: Site, boundaries: list[Boundary]) -> bool:
+    """Does a module keep parameters along a hidden dim that comes and goes in parts?"""
+    from schedlang.runtime.sharding.redistribute import dim_of
+
+    facts = site.parameters.values()
+    inside = all(len(f.shape) == 1 and plan.held(f.name).splits for f in facts)
+    ends = [end for b in boundaries for end in (b.input, b.output)]
+    last = all(isinstance(end, S) and dim_of(end) == -1 for end in ends)
+    replaced = any(site.fqn in a.sites for a in plan.rows_changing(Facet.STRUCTURE))
+    one = len(boundaries) == 1 and not site.children and not replaced
+    return bool(facts) and inside and last and one
+
+
+def _check_ties(plan: Plan) -> None:
+    """Every module that uses a split parameter must be sharded over the same axes."""
+    for name in plan.layouts:
+        for used in plan.model.parameters[name].names:
+            owner = plan.model.owner(used).fqn
+            if not any(plan.model.sites[owner].is_a(kind) for kind in CLASSES):
+                continue  # a holder; whatever it does with its parameter is followed
+            known = {a for b in plan.boundaries.get(owner, ()) for a in plan.mesh.fold(b.axis)}
+            for split in plan.held(name).splits:
+                if not known.issuperset(plan.mesh.fold(split.axis)):
+                    raise Refusal(_half_sharded(plan, name, used, split.axis))
+
+
+def _half_sharded(plan: Plan, name: str, used: str, axis: str) -> Diagnostic:
+    owner = plan.model.owner(used).fqn
+    owners = {plan.model.owner(other).fqn for other in plan.model.parameters[name].names}
+    row = next(a for a in plan.actions if owners & {*a.sites} or touches(a, name))
+    return Diagnostic(
+        "S506",
+        f"`{owner}` shares a sharded weight, but has no `shard` row",
+        Label(row.span) if row.span is not None else Label(),
+        notes=(f"`{used}` and `{name}` are the same tensor", f"it is sharded over `{axis}`"),
+        facts=(("parameter", used),),
+        helps=(f"shard it, too: `{owner} shard(vocab, over={axis})`",),
+    )
+
+
+def alike(plan: Plan, fqn: str) -> list[str]:
+    """The modules that stand in other layers where this one stands in its own."""
+    pattern = re.compile(re.sub(r"\d+", r"\\d+", re.escape(fqn)))
+    kind = plan.model.sites[fqn].kind
+    return [
+        name for name, s in plan.model.sites.items() if pattern.fullmatch(name) and s.kind == kind
+    ]
+
+
+def hoisted(fqn: str, known: Leaf | None, axis: str) -> Leaf:
+    """The module that gathers its input for its children, beside what it did before."""
+    from schedlang.runtime.propagation.dry import Leaf
+
+    before = known.wanted if known is not None else ()
+    wanted = _wanted(axis, R, None, None, splits=False, hoisted=True)
+    return Leaf(fqn, "", (*before, wanted))
+
+
+def _wanted(*args: Any, **kwargs: Any) -> Wanted:
+    from schedlang.runtime.propagation.dry import Wanted
+
+    return Wanted(*args, **kwargs)
+
+
+def _projection(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """What a Linear, Conv1D or Embedding wants of one axis, or a module that runs as it is."""
+    axis, entry, output = boundary.axis, boundary.input, boundary.output
+    site = plan.model.sites[fqn]
+    weight = site.parameters.get("weight")
+    layout = plan.held(weight.name) if weight is not None else None
+    split = next((s for s in layout.splits if s.axis == axis), None) if layout else None
+    if not kind or split is None or layout is None or weight is None:
+        return _wanted(axis, entry, output, None, splits=False, differ=boundary.differ)
+    name = site.dims["weight"][split.dim]
+    blocks = split.blocks if len(set(split.blocks)) > 1 else len(split.blocks)
+    lies = S(-1, blocks, split.uneven)
+    if name == "in" and isinstance(entry, S):
+        entry = replace(lies, dim=entry.dim)  # inputs lie as the weight does
+    if name in ("out", "hidden"):
+        head = isinstance(output, S) and output.dim == "vocab"
+        cut = weight.shape[split.dim] if head else None
+        return _wanted(axis, entry, output, lies, splits=True, cut=cut, head=head)
+    return _wanted(axis, entry, output, P(), splits=True)
+
+
+def _convolution(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """What a convolution wants of an axis that splits its channels, or positions."""
+    axis, entry, output = boundary.axis, boundary.input, boundary.output
+    site = plan.model.sites[fqn]
+    layout = plan.held(site.parameters["weight"].name)
+    split = next((s for s in layout.splits if s.axis == axis), None)
+    if split is None:
+        return _window(plan, fqn, kind, boundary)
+    name = site.dims["weight"][split.dim]
+    blocks = split.blocks if len(set(split.blocks)) > 1 else len(split.blocks)
+    if name == "in":
+        return _wanted(axis, S(1, blocks), output, P(), splits=True)
+    if plan.model.model.get_submodule(fqn).groups == 1:
+        return _wanted(axis, entry or R, output, S(1, blocks), splits=True)
+    own = S(1, blocks)  # each group sees its own channels
+    return _wanted(axis, own, output, own, splits=False)
+
+
+def _window(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """What a convolution or pool wants of an axis that splits positions, if it does."""
+    axis, entry = boundary.axis, boundary.input
+    across = isinstance(entry, S) and isinstance(entry.dim, int) and entry.dim > 1
+    return _wanted(axis, entry, boundary.output, None, splits=False, parts=across)
+
+
+def _on_grid(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """What a module on a grid wants: its rows split the batch, its columns the hidden dim."""
+    _check_data(plan, fqn)
+    if plan.boundaries[fqn].index(boundary) == 0:
+        return _wanted(boundary.axis, None, None, R, splits=False, told="down")
+    return replace(_results(plan, fqn, boundary), splits=True, told="along")
+
+
+def _on_cube(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """What a module on a cube wants: three lines of ranks; what comes over two, and what goes."""
+    place = plan.boundaries[fqn].index(boundary)
+    _check_data(plan, fqn)
+    if place < len(LINES):
+        return _wanted(boundary.axis, None, None, R, splits=False, told=LINES[place])
+    if boundary.output is None:
+        return _wanted(boundary.axis, boundary.input, R, R, splits=True, told="in")
+    return replace(_results(plan, fqn, boundary), told="out")
+
+
+def _results(plan: Plan, fqn: str, boundary: Boundary) -> Wanted:
+    """How what a product gives lies, by how its weight does."""
+    site, output = plan.model.sites[fqn], boundary.output
+    weight, head = site.parameters["weight"], isinstance(output, S) and output.dim == "vocab"
+    if site.is_a("Embedding"):
+        return _wanted(boundary.axis, None, output, S(-1), splits=False)
+    outer = site.dims["weight"].index("out")
+    blocks = next((s.blocks for s in plan.layout(weight.name).splits if s.dim == outer), (1,))
+    computes = S(-1, blocks if len(set(blocks)) > 1 else len(blocks))
+    cut = weight.shape[outer] if head else None
+    entry = boundary.input
+    return _wanted(boundary.axis, entry, output, computes, splits=False, cut=cut, head=head)
+
+
+def _normed(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """What a norm over a split hidden dim wants: parts, and it gives parts."""
+    return _wanted(boundary.axis, S(-1), boundary.output or S(-1), S(-1), splits=True)
+
+
+def _check_data(plan: Plan, fqn: str) -> None:
+    """The first axis of a grid splits the batch, or gradients would be summed twice; no other."""
+    first, *others = (plan.mesh.fold(b.axis) for b in plan.boundaries[fqn])
+    row = next(a for a in plan.rows_changing(Facet.PLACEMENT) if fqn in a.sites)
+    label = Label(row.span) if row.span is not None else Label()
+    if plan.mesh.size(first) > 1 and not set(first) <= set(plan.data_axes):
+        said = f"no row splits the batch over `{first[0]}`, for the grid of `{fqn}`"
+        add = f"add `zero(stage=0, over={first[0]})` at the end"
+        raise Refusal(Diagnostic("S510", said, label, helps=(add,)))
+    for axis in {plain for axes in others for plain in axes} & set(plan.data_axes):
+        if plan.mesh.size(axis) > 1:
+            said = f"`{axis}` cannot shard both the batch and the hidden dim of `{fqn}`"
+            raise Refusal(Diagnostic("S510", said, label, helps=(f"leave `{axis}` out of `zero`",)))
+
+
+def _experts(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """Tokens that ranks see alike are shared out and results summed; other tokens are sent."""
+    axis, told = boundary.axis, plan.told[fqn]
+    if axis == told.within and set(plan.mesh.fold(axis)) & set(plan.data_axes):
+        raise Refusal(
+            Diagnostic(
+                "S428",
+                f"`{axis}` cannot shard both the batch and each expert of `{fqn}`",
+                notes=("the ranks that share an expert must have the same tokens",),
+                helps=("use an axis that no `zero` row names: `inner=tp`",),
+            )
+        )
+    if axis in plan.data_axes:
+        return _wanted(axis, None, None, None, splits=False, told=told)
+    return _wanted(axis, R, R, P(), splits=True, told=told)
+
+
+# kinds that a row chose (plan.computes) and what each wants of one axis
+WANTED: Mapping[str, Callable[[Plan, str, str, Boundary], Wanted]] = {
+    **dict.fromkeys(CONVOLUTIONS, _convolution),
+    **dict.fromkeys((*POOLS, *NORMS), _window),
+    "summa Linear": _on_grid,
+    "summa Conv1D": _on_grid,
+    "summa Embedding": _on_grid,
+    "cube Linear": _on_cube,
+    "cube Conv1D": _on_cube,
+    "cube Embedding": _on_cube,
+    "norm": _normed,
+    "experts": _experts,
+}
+
+
+def touches(action: Action, fqn: str) -> bool:
+    """Does this row shard the module, or something in it?"""
+    shards = action.changes(Facet.PLACEMENT)
+    return shards and any(s == fqn or s.startswith(f"{fqn}.") or not fqn for s in action.sites)
+
 
 Loss = Callable[..., Any]
 Below = tuple[tuple[str, str, int, Uneven], ...]  # what of a module is split: path, axis, ranks
@@ -35,127 +276,6 @@ class Number(NamedTuple):
     attribute: str
     value: int
     local: int
-
-
-def _opaque(leaves: Mapping[str, Leaf]) -> Callable[[str], bool]:
-    return lambda fqn: fqn in leaves and bool(leaves[fqn].kind)
-
-
-def call(model: nn.Module, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
-    """The output of a model on the meta device, and its loss where a function gives it."""
-    import torch
-
-    from schedlang.runtime.batch import called
-
-    with torch.device("meta"):  # a forward that makes tensors of its own makes them there
-        output = called(model, inputs)
-        return output, (loss(output, inputs) if loss is not None else None)
-
-
-def record(
-    plan: Plan,
-    batch: Mapping[str, Any],
-    inputs: Mapping[str, Any],
-    loss: Loss | None,
-    leaves: Mapping[str, Leaf],
-) -> Recording:
-    """What the model as it is calls, in order, with the shapes of each call."""
-    from schedlang.runtime.activation_memory.second_run import watch_again
-    from schedlang.runtime.propagation.many_rows import unbatched_draws
-    from schedlang.runtime.propagation.reach import reached
-    from schedlang.runtime.propagation.stand_ins import hollow_out
-    from schedlang.runtime.propagation.trace import Recorder, Stack, watch_saved
-    from schedlang.runtime.rng.logical_dropout import Watched
-    from schedlang.runtime.storage.fewer import put_inside, uncoded
-    from schedlang.runtime.tracing.constants import on_meta
-    from schedlang.runtime.tracing.lossless import is_loss, no_loss, not_a_loss
-    from schedlang.runtime.tracing.meta import hollow_model
-    from schedlang.runtime.tracing.record import loss_of
-
-    model, stack = hollow_model(plan.model.model, {}), Stack()
-    model.train()
-    hollow_out(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
-    put_inside(uncoded, model, experts_of(plan))
-    watch_again(model, (name for one in recomputed(plan) for name in one.modules))
-    stack.watch(model, _opaque(leaves))
-    saved = watch_saved(model, coded_by(plan), stack)
-    watched = Watched(lambda: stack.frames[-1][0])
-    with on_meta(batch, inputs) as values, watched, Recorder(stack, inputs) as recorder:
-        values.drew = watched.drew
-        try:
-            output, value = call(model, inputs, _telling(loss) if loss is not None else None)
-        except Refusal:
-            raise
-        except Exception as error:
-            raise rejected(error, left_over(plan.model.model, batch)) from error
-    if loss is None:
-        found = loss_of(output, inputs, None)
-        lossless = no_loss(model, output, batch) if found is None else None
-    else:  # a batch without labels may have none, and still be evaluated
-        found = value if is_loss(value) else None
-        lossless = not_a_loss(value, model, batch) if found is None else None
-    recorder.recording.lossless = lossless
-    recorder.recording.reached = reached(model, found)
-    recorder.recording.asked = values.asked
-    recorder.recording.random, recorder.recording.apart = watched.random, watched.apart
-    recorder.recording.saved, recorder.recording.outside = saved, frozenset(stack.outside)
-    recorder.recording.entries.update(stack.turns)
-    recorder.recording.order.extend(stack.turns)
-    recording: Recording = recorder.recording
-    if recording.sourceless:
-        recording.unbatched = unbatched_draws(plan.model.model, batch, loss, recording)
-    return recording
-
-
-def _telling(loss: Loss) -> Loss:
-    """The user's loss, whose errors are told at its own line (S865) and not as the model's."""
-
-    def tried(output: Any, batch: Mapping[str, Any]) -> Any:
-        try:
-            return loss(output, batch)
-        except Exception as error:
-            if _for_values(error):
-                raise
-            raise told(error, "loss", loss) from error
-
-    return tried
-
-
-def _for_values(error: Exception) -> bool:
-    """Was a tensor without values asked for them, as by a function that wants it on the host?"""
-    text = str(error)
-    wanted = "on meta tensors" in text or "CPU" in text and "but got" in text and " meta " in text
-    return isinstance(error, NotImplementedError) or wanted
-
-
-def left_over(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
-    """The keys of a batch that the forward does not take."""
-    from schedlang.runtime.batch import taken
-
-    return [key for key in batch if key not in taken(model, batch)]
-
-
-def rejected(error: Exception, others: Sequence[str] = ()) -> Refusal:
-    """What a model raised when it was followed on the meta device, as a message.
-
-    `others`: keys of the batch that it was not given, of which one may be misspelled.
-    """
-    from schedlang.runtime.tracing.graph import asks_for_values, line_of
-
-    if _for_values(error):
-        return asks_for_values(error)
-    text, line = f"{type(error).__name__}: {error}".split("\n")[0], line_of(error)
-    return Refusal(
-        Diagnostic(
-            "S604",
-            "the model rejects this batch",
-            notes=(
-                f"on the meta device it raised `{text}`{line and f', at {line}'}",
-                *(f"its forward does not take `{key}` of the batch" for key in others),
-            ),
-            helps=("return the keyword arguments of the model's forward from `batch(seed)`",),
-        )
-    )
 
 
 def _near(failure: Mismatch, number: Number) -> bool:
@@ -174,31 +294,25 @@ def _locals(below: Below, value: int) -> Iterator[int]:
     yield from (n.numerator for n in sorted(found) if n.denominator == 1 and n != value)
 
 
-def _below(leaves: Mapping[str, Leaf], sizes: Mapping[str, int]) -> dict[str, Below]:
-    """For every module that holds something split: what, by its path from there.
+def _below(
+    leaves: Mapping[str, Leaf], sizes: Mapping[str, int]
+) -> tuple[dict[str, Below], dict[str, list[str]]]:
+    """For every module that holds something sharded: what is split, by its path, and the axes.
 
     What gathers its outputs is split for nobody around it: such modules are not alike.
     """
     found: dict[str, list[Any]] = {}
+    axes: dict[str, list[str]] = {}
     for leaf in leaves.values():
         names = leaf.fqn.split(".")
         for depth in range(len(names) + 1):
-            own = depth == len(names)
-            mine = (w for w in leaf.wanted if w.splits and (own or not w.gathers))
-            split = [(".".join(names[depth:]), w.axis, sizes[w.axis], w.uneven) for w in mine]
+            fqn, path = ".".join(names[:depth]), ".".join(names[depth:])
+            axes.setdefault(fqn, []).extend(w.axis for w in leaf.wanted)
+            mine = (w for w in leaf.wanted if w.splits and not (path and w.gathers))
+            split = [(path, w.axis, sizes[w.axis], w.uneven) for w in mine]
             if split:
-                found.setdefault(".".join(names[:depth]), []).extend(split)
-    return {fqn: tuple(split) for fqn, split in found.items()}
-
-
-def _axes_below(leaves: Mapping[str, Leaf]) -> dict[str, list[str]]:
-    """For every module that holds something sharded: the axes over which something is."""
-    found: dict[str, list[str]] = {}
-    for leaf in leaves.values():
-        names = leaf.fqn.split(".")
-        for depth in range(len(names) + 1):
-            found.setdefault(".".join(names[:depth]), []).extend(w.axis for w in leaf.wanted)
-    return found
+                found.setdefault(fqn, []).extend(split)
+    return {fqn: tuple(split) for fqn, split in found.items()}, axes
 
 
 class Part(NamedTuple):
@@ -227,6 +341,7 @@ class Size(NamedTuple):
 
 
 Choice = Number | Part | Size
+C = TypeVar("C", Number, Part, Size)
 
 
 class Run:
@@ -236,22 +351,20 @@ class Run:
         self,
         plan: Plan,
         batch: Mapping[str, Any],
-        inputs: Mapping[str, Any],
         loss: Loss | None,
         leaves: Mapping[str, Leaf],
-        recording: Recording,
+        frames: Mapping[tuple[str, int], Sequence[Call]],
         divided: frozenset[Choice],
     ) -> None:
         from schedlang.runtime.propagation.follow import Follower
         from schedlang.runtime.propagation.trace import Stack
 
-        self.plan, self.batch, self.inputs, self.loss = plan, batch, inputs, loss
-        self.leaves = leaves
+        self.plan, self.batch, self.loss, self.leaves = plan, batch, loss, leaves
         self.divided, self.stack = divided, Stack()
         over = (b.axis for boundaries in plan.boundaries.values() for b in boundaries)
         sizes = {name: plan.mesh.size(name) for name in (*plan.mesh.names, *over)}
-        self.sizes, self.below = sizes, _below(leaves, sizes)
-        self.follower = Follower(recording, self.stack, sizes, _axes_below(leaves))
+        self.sizes, (self.below, axes) = sizes, _below(leaves, sizes)
+        self.follower = Follower(frames, self.stack, sizes, axes)
         self.edges: dict[str, tuple[Edge, ...]] = {}
         self.numbers: list[tuple[str, str, int]] = []
         self.layouts: dict[tuple[str, int], list[tuple[Note, ...] | None]] = {}
@@ -268,18 +381,23 @@ class Run:
 
         if frame not in self.given and frame[0]:
             self.given[frame] = tree  # first what goes in
-        notes = None if self.follower.loose else tuple(map(self.follower.note, tensors_in(tree)))
+        notes = None if self.follower.loose else tuple(map(self.follower.of, tensors_in(tree)))
         self.layouts.setdefault(frame, []).append(notes)
 
     def attempt(self) -> Mismatch | None:
         """Run; what disagreed first, or None."""
-        from schedlang.runtime.propagation.trace import Hoist, Mismatch
-        from schedlang.runtime.tracing.constants import on_meta
+        from schedlang.runtime.propagation.trace import Hoist, Mismatch, Note, Trace
+        from schedlang.runtime.tracing.constants import without_values
+        from schedlang.runtime.tracing.record import forward
+        from schedlang.runtime.tracing.torch_calls import tensors_in
 
         model = self._copy()
         try:
-            with on_meta(self.batch, self.inputs), self.follower:
-                output, _ = call(model, self.inputs, self.loss)
+            with without_values(self.batch) as (inputs, _):
+                for given in tensors_in(inputs):
+                    self.follower.put(given, Note(data=True))
+                with Trace(self.stack, self.follower):
+                    output, _ = forward(model, inputs, self.loss)
             self._check_outputs(output)
         except Mismatch as failure:
             return failure
@@ -295,12 +413,12 @@ class Run:
     def _copy(self) -> nn.Module:
         from schedlang.runtime.activation_memory.second_run import watch_again
         from schedlang.runtime.propagation.dry import dry_forward
-        from schedlang.runtime.propagation.narrowed import dry_parts
+        from schedlang.runtime.propagation.narrowed import Narrowed, dry_parts
         from schedlang.runtime.propagation.trace import Note, Tag, watch_saved
-        from schedlang.runtime.sharding.sizes import WithSizes, set_number
+        from schedlang.runtime.sharding.shard import Edge
+        from schedlang.runtime.sharding.sizes import Counted, WithSizes, number_at, set_number
         from schedlang.runtime.storage.fewer import put_inside, uncoded
         from schedlang.runtime.tracing.meta import hollow_model
-        from schedlang.runtime.tracing.torch_calls import tensors_in
 
         plan = self.plan
         shapes = {name: plan.held(name).local_shape(plan.mesh) for name in plan.layouts}
@@ -315,17 +433,20 @@ class Run:
                     copies = neighbours(split.axis, split.uneven.repeat)
                     self.follower.partial_over(frozenset([name]), copies)
             self.follower.put(tensor, Note(tags, frozenset() if tags else frozenset([name])))
-        for given in tensors_in(dict(self.inputs)):
-            self.follower.put(given, Note({}, frozenset(), True))
-        for fqn, attribute, value in self._places():
-            set_number(model.get_submodule(fqn), attribute, value)
-            self.numbers.append((fqn, attribute, value))
-        for fqn, counted in self._read():
-            self.counted[fqn] = counted
+        for fqn, numbers in self._chosen(Number):
+            whole = plan.model.model.get_submodule(fqn)
+            for one in numbers:
+                if number_at(whole, one.attribute) == one.value:
+                    set_number(model.get_submodule(fqn), one.attribute, one.local)
+                    self.numbers.append((fqn, one.attribute, one.local))
+        for fqn, sizes in self._chosen(Size):
+            self.counted[fqn] = tuple(Counted(one.name, one.dim, one.parts) for one in sizes)
             module = model.get_submodule(fqn)
-            module.forward = WithSizes(module, counted)
-        for fqn, parts in self._narrowed():
-            module = model.get_submodule(fqn)
+            module.forward = WithSizes(module, self.counted[fqn])
+        for fqn, cuts in self._chosen(Part):
+            module, group = model.get_submodule(fqn), self._group_at(fqn)
+            edges = (Edge(group(one.axis), R, S(one.dim), R, R, False) for one in cuts)
+            parts = tuple(Narrowed(one.name, one.dim, one.unit, e) for one, e in zip(cuts, edges))
             module.forward = dry_parts(module, parts, self.follower, partial(self._cut, fqn))
         for fqn, leaf in self.leaves.items():
             module = model.get_submodule(fqn)
@@ -333,7 +454,7 @@ class Run:
             module.forward = forward
         put_inside(uncoded, model, experts_of(plan))
         watch_again(model, (name for one in recomputed(plan) for name in one.modules))
-        self.stack.watch(model, _opaque(self.leaves))
+        self.stack.watch(model, lambda fqn: fqn in self.leaves and bool(self.leaves[fqn].kind))
         self.saved = watch_saved(model, coded_by(plan), self.stack)
         return model
 
@@ -347,56 +468,19 @@ class Run:
         if now is not None and now not in self.parts.get(fqn, ()):
             self.parts[fqn] = (*self.parts.get(fqn, ()), now)
 
-    def _narrowed(self) -> Iterator[tuple[str, tuple[Narrowed, ...]]]:
-        """The modules that take parts of arguments."""
-        from schedlang.runtime.propagation.narrowed import Narrowed
-        from schedlang.runtime.sharding.shard import Edge
-
-        chosen = [one for one in self.divided if isinstance(one, Part)]
+    def _chosen(self, kind: type[C]) -> Iterator[tuple[str, list[C]]]:
+        """Modules, each with the choices of a kind about its class and the split things that it holds."""
+        chosen: list[Any] = sorted((c for c in self.divided if isinstance(c, kind)), key=repr)
         for fqn, below in self.below.items() if chosen else ():
-            kind, group = self.plan.model.sites[fqn].classes[0], self._group_at(fqn)
-            parts = tuple(
-                Narrowed(p.name, p.dim, p.unit, Edge(group(p.axis), R, S(p.dim), R, R, False))
-                for p in sorted(chosen)
-                if (p.kind, p.below) == (kind, below)
-            )
-            if parts:
-                yield fqn, parts
-
-    def _read(self) -> Iterator[tuple[str, tuple[Counted, ...]]]:
-        """The modules that count by sizes of their arguments."""
-        from schedlang.runtime.sharding.sizes import Counted
-
-        chosen = [one for one in self.divided if isinstance(one, Size)]
-        for fqn, below in self.below.items() if chosen else ():
-            kind = self.plan.model.sites[fqn].classes[0]
-            counted = tuple(
-                Counted(one.name, one.dim, one.parts)
-                for one in sorted(chosen)
-                if (one.kind, one.below) == (kind, below)
-            )
-            if counted:
-                yield fqn, counted
+            of = self.plan.model.sites[fqn].classes[0], below
+            mine = [one for one in chosen if one[:2] == of]
+            if mine:
+                yield fqn, mine
 
     def _group_at(self, fqn: str) -> Callable[[str], Any]:
         from schedlang.runtime.comm.collectives import Group
 
         return lambda axis: Group((axis,), tuple(range(self.sizes[axis])), 0, None, fqn)
-
-    def _places(self) -> Iterator[tuple[str, str, int]]:
-        """Where divided attributes lie: on modules of the class that hold the same split things."""
-        from schedlang.runtime.sharding.sizes import number_at
-
-        divided = [one for one in self.divided if isinstance(one, Number)]
-        kinds = {number.kind for number in divided}
-        for fqn, below in self.below.items():
-            site = self.plan.model.sites[fqn]
-            for number in divided if site.classes[0] in kinds else ():
-                if (site.classes[0], below) != (number.kind, number.below):
-                    continue
-                found = number_at(self.plan.model.model.get_submodule(fqn), number.attribute)
-                if found == number.value:
-                    yield fqn, number.attribute, number.local
 
     def candidates(self, failure: Mismatch) -> list[Choice]:
         """Numbers and arguments of the modules that were running that might mend the failure."""
@@ -415,7 +499,7 @@ class Run:
         wanted = self.leaves[fqn].wanted if fqn in self.leaves else ()
         gathered, found = any(w.axis == failure.axis and w.input == R for w in wanted), []
         for name, tensor in arguments(self.plan.model.model.get_submodule(fqn), *given):
-            whole = gathered or failure.axis not in self.follower.note(tensor).tags
+            whole = gathered or failure.axis not in self.follower.of(tensor).tags
             for dim in {-1, 1 - tensor.ndim} if whole and tensor.is_floating_point() else ():
                 if tensor.ndim > 1 and tensor.shape[dim] % parts == 0:
                     found.append(Size(kind, below, name, dim, parts))
@@ -464,7 +548,7 @@ class Run:
         from schedlang.runtime.tracing.torch_calls import tensors_in
 
         for tensor in tensors_in(output):
-            for axis, tag in self.follower.note(tensor).tags.items():
+            for axis, tag in self.follower.of(tensor).tags.items():
                 failure = Mismatch(
                     ("", 0),
                     f"the model returns a tensor that is sharded over `{axis}`",

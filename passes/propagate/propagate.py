@@ -12,8 +12,8 @@ from schedlang.ir.model import inside
 from schedlang.ir.placement import Replicate, S
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.propagate.dryrun import Choice, Loss, Run, record
-from schedlang.passes.propagate.leaves import alike, hoisted, leaves_of, touches
+from schedlang.passes.propagate.dryrun import Choice, Loss, Run, alike, hoisted, leaves_of, touches
+from schedlang.passes.propagate.original import Original, Recording, record
 from schedlang.passes.propagate.saved_parts import Parts, saved_parts
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from schedlang.runtime.grad_reduction.batch_statistics import Statistics
     from schedlang.runtime.propagation.narrowed import Narrowed
-    from schedlang.runtime.propagation.trace import LabelRule, Mismatch, Note, Recording, Tag
+    from schedlang.runtime.propagation.trace import Mismatch, Note, Tag
     from schedlang.runtime.sharding.shard import Edge
     from schedlang.runtime.sharding.sizes import Counted
 
@@ -30,13 +30,9 @@ if TYPE_CHECKING:
 
 def backward_root(model: Any, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
     """Something to go backward from: the loss, else the sum of what the model gives."""
-    import torch
+    from schedlang.runtime.tracing.record import forward
 
-    from schedlang.runtime.batch import called
-
-    with torch.device("meta"):  # a forward that makes tensors of its own makes them there
-        output = called(model, inputs)
-        return root_of(output, loss(output, inputs) if loss is not None else None)
+    return root_of(*forward(model, inputs, loss))
 
 
 def root_of(output: Any, loss: Tensor | None) -> Tensor | None:
@@ -66,8 +62,8 @@ RESHAPES = ("view", "reshape", "unflatten")
 
 
 @dataclass(frozen=True)
-class Traced:
-    """What one forward showed.
+class Traced(Original):
+    """What one forward showed of the original, and one of the copy that is sharded as a plan says.
 
     edges     module -> its edges, with groups that have no processes yet
     kinds     module -> how it computes (Linear, Conv1D, Embedding, or "" for as it is)
@@ -78,17 +74,7 @@ class Traced:
     masks     (module, turn) of a random draw -> whole shape and split dims by axis
     layouts   (module, turn) -> notes on the tensors that it is given and on those that it gives,
               None where they are not known; empty where nothing is sharded
-    random    whether an operator draws random numbers
-    drawn     (module, turn) of each mask -> its whole shape; (): it is not told
-    unbatched  (module, turn) of each mask -> it has no dim of samples; empty where all have one
-    apart     those that cannot be drawn alike on several ranks -> module and line of the model
-    reached   parameters that the loss depends on, whatever the values are
-    outside   modules that are called while a module around them does not run, and that one
-    lossless  what is said where there is no loss to train by
-    asked     whether the model asked for values: other ones may reach fewer parameters
-    order     modules in the order of their first call; entries: how often each is called
     saved     how ranks split what modules save that keep it in fewer bits; None: they do not
-    choices   modules that choose by values (a top-k) -> the call that does
     statistics  sums over all rows that ranks which share a batch have to share
     """
 
@@ -104,34 +90,23 @@ class Traced:
     layouts: Mapping[tuple[str, int], Sequence[tuple[Note, ...] | None]] = field(
         default_factory=dict
     )
-    labels: tuple[LabelRule, ...] = ()
-    random: bool = False
-    drawn: Mapping[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
-    unbatched: Mapping[tuple[str, int], bool] = field(default_factory=dict)
-    apart: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    reached: frozenset[str] = frozenset()
-    outside: frozenset[tuple[str, str]] = frozenset()
-    lossless: Diagnostic | None = None
-    asked: bool = False
-    order: tuple[str, ...] = ()
-    entries: Mapping[str, int] = field(default_factory=dict)
     saved: Parts | None = None
-    choices: Mapping[str, str] = field(default_factory=dict)
     statistics: Statistics | None = None
 
 
 def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) -> Traced:
     """Trace a plan with one microbatch; raises Refusal where it cannot work."""
     from schedlang.runtime.propagation.trace import Hoist
-    from schedlang.runtime.tracing.meta import hollow_batch
 
-    inputs = hollow_batch(dict(batch))
     leaves = leaves_of(plan)
-    recording = record(plan, batch, inputs, loss, leaves)
+    recording = record(plan, batch, loss, leaves)
     if not leaves:
-        return _traced(plan, recording)
+        return Traced(**vars(recording.original))
     # what served before is tried first: the comparison proves it anew
     served: Any = plan.model.cache.setdefault(("divided", plan.mesh.axes), [])
+    rows = tuple(plan.boundaries.items()), tuple(plan.layouts.items()), tuple(plan.computes.items())
+    gathers: Any = plan.model.cache.setdefault("hoisted", {})
+    leaves |= gathers.get((plan.mesh.axes, *rows), {})
     # divided numbers, and at which call, and how, it failed without the last of them
     tries: list[tuple[frozenset[Choice], tuple[int, str]]] = [
         (found, (-1, "")) for found in (frozenset(), *served)
@@ -147,7 +122,7 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
         divided, reached = (tries or pairs).pop()
         if not single and any((divided - {number}, reached) in idle for number in divided):
             continue  # one of the two changes nothing here
-        run = Run(plan, batch, inputs, loss, leaves, recording, divided)
+        run = Run(plan, batch, loss, leaves, recording.frames, divided)
         try:
             failure = run.attempt()
         except Hoist as place:
@@ -160,6 +135,9 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
         if failure is None:
             if divided and divided not in served:
                 served.append(divided)
+            gathers[plan.mesh.axes, *rows] = {
+                fqn: leaf for fqn, leaf in leaves.items() if any(w.hoisted for w in leaf.wanted)
+            }
             return _traced(plan, recording, run)
         if best is None or _told(failure) > _told(best):
             best = failure
@@ -186,35 +164,18 @@ def _told(failure: Mismatch) -> tuple[int, bool]:
 # -- the result --------------------------------------------------------------------------------
 
 
-def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
-    shared = {
-        "labels": tuple(recording.labels),
-        "random": recording.random,
-        "drawn": dict(recording.drawn),
-        "unbatched": dict(recording.unbatched),
-        "apart": dict(recording.apart),
-        "reached": recording.reached,
-        "outside": recording.outside,
-        "asked": recording.asked,
-        "lossless": recording.lossless,
-        "order": tuple(recording.order),
-        "entries": dict(recording.entries),
-        "choices": recording.choices(),
-    }
-    if run is None:
-        return Traced(**shared)  # type: ignore[arg-type]
-    partial = {name: frozenset(axes) for name, axes in run.follower.partial.items()}
+def _traced(plan: Plan, recording: Recording, run: Run) -> Traced:
     return Traced(
+        **vars(recording.original),
         edges=run.edges,
         kinds={fqn: run.leaves[fqn].kind for fqn in run.edges},
         numbers=tuple(run.numbers),
         counted=run.counted,
         parts=run.parts,
-        partial=partial,
+        partial={name: frozenset(axes) for name, axes in run.follower.partial.items()},
         masks=run.follower.masks,
         layouts=run.layouts,
         saved=saved_parts(plan, recording.saved, run.saved),
-        **shared,  # type: ignore[arg-type]
     )
 
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from schedlang.ir.memory import RankMemory
     from schedlang.passes.analyze.prepare import Prepared
     from schedlang.passes.partition.staging import Staged
-    from schedlang.passes.propagate.batch_weights import Weight
     from schedlang.passes.propagate.dryrun import Loss
+    from schedlang.passes.propagate.original import Weight
     from schedlang.pipeline.timeline import Timeline
 
 # -- activations on the next rank of the pipeline --------------------------------------------------

@@ -270,8 +270,7 @@ def _heard(context: Context, batch: Mapping[str, Any], loss: Loss | None) -> lis
     from schedlang.passes.propagate.context import about_its_row, seated
     from schedlang.runtime.comm.collectives import Group, listening
     from schedlang.runtime.sharding import redistribute
-    from schedlang.runtime.tracing.constants import OnMeta
-    from schedlang.runtime.tracing.meta import hollow_batch
+    from schedlang.runtime.tracing.constants import without_values
 
     plan = context.plan
     model = local_skeleton(plan, context.traced)
@@ -284,9 +283,8 @@ def _heard(context: Context, batch: Mapping[str, Any], loss: Loss | None) -> lis
         heard.append(Exchange(kind, group.axes, size, group.label, backward))
 
     batch, sitting = seated(plan, model, context.tokens, batch)
-    inputs = hollow_batch(dict(batch))
     # a model may ask for values of masks, and what is indexed by one has a backward that does
-    with about_its_row(plan), listening(listen), sitting, OnMeta(dict(batch), inputs):
+    with about_its_row(plan), listening(listen), sitting, without_values(batch) as (inputs, _):
         value = backward_root(model, inputs, loss)
         backward = True
         if value is not None:

@@ -42,15 +42,12 @@ def gradients(
     plan: Plan, prepared: Prepared, sample: Mapping[str, Any], loss: Loss | None
 ) -> Gradients | None:
     """Types through one forward and backward; None where the model returns no loss."""
-    import torch
-
     from schedlang.passes.partition.staging import local_skeleton
     from schedlang.passes.propagate.propagate import backward_root
     from schedlang.runtime.adjoint import Adjoint, Typed
-    from schedlang.runtime.propagation.trace import Stack
+    from schedlang.runtime.propagation.trace import Stack, Trace
     from schedlang.runtime.sharding import redistribute
-    from schedlang.runtime.tracing.constants import OnMeta
-    from schedlang.runtime.tracing.meta import hollow_batch
+    from schedlang.runtime.tracing.constants import without_values
     from schedlang.runtime.tracing.torch_calls import tensors_in
 
     model, stack = local_skeleton(plan, prepared.traced), Stack()
@@ -59,16 +56,16 @@ def gradients(
     parameters = {}
     for name, parameter in model.named_parameters():
         axes = {plain for split in plan.held(name).splits for plain in plan.mesh.fold(split.axis)}
-        typed.put(parameter, frozenset(axes))
+        typed.type(parameter, frozenset(axes))
         parameters[id(parameter)] = (name, frozenset(axes))
     stack.watch(model, lambda fqn: False)
-    inputs = hollow_batch(dict(sample))
     data = frozenset(axis for axis in plan.data_axes if plan.mesh.size(axis) > 1)
-    for tensor in tensors_in(inputs):
-        typed.put(tensor, data)
     with typed.watching():
-        with OnMeta(dict(sample), inputs), typed, torch.device("meta"):
-            root = backward_root(model, inputs, loss)
+        with without_values(sample) as (inputs, _):
+            for tensor in tensors_in(inputs):
+                typed.type(tensor, data)
+            with Trace(stack, typed, asked=True):
+                root = backward_root(model, inputs, loss)
         if root is None:
             return None
         axes_ = tuple(name for name, size in plan.mesh.axes if size > 1)

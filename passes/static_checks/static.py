@@ -12,10 +12,8 @@ from schedlang.passes.analyze.reductions import Booked, executed
 from schedlang.passes.analyze.taking import at_the_forward
 from schedlang.passes.static_checks.claim import Claim
 from schedlang.passes.static_checks.gradients import gradients, ledger, types
-from schedlang.passes.static_checks.matching import matching
-from schedlang.passes.static_checks.owners import owners
-from schedlang.passes.static_checks.roles import Role, Step, roles, slices
-from schedlang.passes.static_checks.shares import weights
+from schedlang.passes.static_checks.owners import owners, weights
+from schedlang.passes.static_checks.roles import Role, Step, matching, roles, slices
 
 if TYPE_CHECKING:
     from schedlang.diagnostics.diagnostic import Diagnostic

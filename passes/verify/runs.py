@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.passes.analyze.routing import routings, unlimited
-from schedlang.passes.propagate.batch_weights import check_microbatches
+from schedlang.passes.propagate.original import check_microbatches
 from schedlang.passes.verify.finite import check_batch
 from schedlang.passes.verify.observe import Batch, Condition, conditions
 from schedlang.passes.verify.sides import Case, modes_of, prepared, twin
@@ -243,7 +243,7 @@ def check_parts(case: Case) -> Case:
 
 def _line_of(case: Case) -> tuple[str, ...]:
     """Where the parts first compute something else than the whole; empty where nobody can tell."""
-    from schedlang.passes.propagate.batch_weights import part_weight
+    from schedlang.passes.propagate.original import part_weight
     from schedlang.passes.verify.meeting_rows import line_where_rows_meet
     from schedlang.runtime.batch import split
 
@@ -259,7 +259,7 @@ def _line_of(case: Case) -> tuple[str, ...]:
 def _of_the_model(case: Case, bad: Row) -> None:
     """Raise an error of our own where the model alone does not show what our runs of it show."""
     from schedlang.diagnostics.diagnostic import OwnError
-    from schedlang.passes.propagate.batch_weights import part_weight
+    from schedlang.passes.propagate.original import part_weight
     from schedlang.passes.verify.original import RTOL, parts_differ
     from schedlang.runtime.batch import split
 
@@ -295,7 +295,7 @@ def _buffers(case: Case, batch: Batch) -> None:
 
 def _parts(case: Case, batch: Batch, evaluate: bool = False) -> tuple[int, Row | None]:
     """Into how many parts a batch is cut, and what of their loss and gradients is not the whole."""
-    from schedlang.passes.propagate.batch_weights import part_weight
+    from schedlang.passes.propagate.original import part_weight
     from schedlang.passes.verify.compare import parts_agree
     from schedlang.passes.verify.original import Sequential
     from schedlang.runtime.batch import split

@@ -200,7 +200,7 @@ def sequential(
     `cast`: what rows let compute in another dtype does.
     """
     from schedlang.passes.analyze.reductions import compressed_over
-    from schedlang.passes.propagate.batch_weights import weight_of
+    from schedlang.passes.propagate.original import weight_of
     from schedlang.passes.verify.cast_original import ScaledParted, ScaledSteps, cast_twin
     from schedlang.passes.verify.fewer_bits import with_kept
     from schedlang.passes.verify.original import Sequential

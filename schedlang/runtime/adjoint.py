@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.comm.collectives import Group, listening
 from schedlang.runtime.grad_reduction import batch_statistics
 from schedlang.runtime.lazy_logits import vocab_parallel
-from schedlang.runtime.propagation.pending import Made, note_mask, trouble
-from schedlang.runtime.propagation.trace import Stack
+from schedlang.runtime.propagation.call_rules import ADDS, BIASED, LINEAR, SUMMING, TIMES
+from schedlang.runtime.propagation.trace import Lattice, Running, Stack
 from schedlang.runtime.sharding import grid, norms
 from schedlang.runtime.sharding.grid import InParts
-from schedlang.runtime.tracing.torch_calls import name_of, tensors_in
+from schedlang.runtime.tracing.torch_calls import tensors_in
 
 # ---- Which tensors differ from rank to rank, through one forward and backward on the meta
 # device.
@@ -30,6 +29,7 @@ from schedlang.runtime.tracing.torch_calls import name_of, tensors_in
 
 
 Axes = frozenset[str]
+Varies = Callable[[Tensor], Axes]
 NONE: Axes = frozenset()
 SUMS = ("all-reduce", "reduce-scatter")
 # what these give still differs from rank to rank: every rank gets parts of others, for its own
@@ -72,11 +72,91 @@ class Crossed:
     settles: Axes = NONE
 
 
-class Typed(TorchFunctionMode):
-    """Runs beside one forward of the local model; types stand on the tensors themselves."""
+# ---- Is a tensor a pending sum: is the whole the sum of what the ranks hold of it?
+# Asked backward from where it is summed, to where parts were multiplied: between the two only
+# linear operations may stand (P of spmd_types goes through linear operations only).
+
+
+@dataclass(frozen=True)
+class Made:
+    """How a tensor was made: the function, and the tensors that it was given."""
+
+    name: str
+    inputs: tuple[Tensor, ...]
+
+
+def is_masked(tensor: Tensor) -> bool:
+    """Whether a tensor is a product with a mask, as noted by `note_mask`."""
+    return "_schedlang_masked" in tensor.__dict__
+
+
+def note_mask(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """Note on what a call makes that a factor of it is a mask."""
+    if name in TIMES and any(t.dtype == torch.bool or is_masked(t) for t in inputs):
+        for tensor in outputs:
+            tensor.__dict__["_schedlang_masked"] = True
+
+
+def trouble(tensor: Tensor, axis: str, varies: Varies) -> str | None:
+    """Why a tensor that varies along an axis is no pending sum over it; None if it is one."""
+    open_, seen = [tensor], set()
+    while open_:
+        one = open_.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        made: Made | None = one.__dict__.get("_schedlang_made")
+        if made is None:
+            return f"a shard is summed over `{axis}`, as if it were a partial sum"
+        found = _step(made, axis, varies)
+        if isinstance(found, str):
+            return found
+        open_ += found
+    return None
+
+
+def _step(made: Made, axis: str, varies: Varies) -> list[Tensor] | str:
+    """The inputs that have to be pending sums for the result to be one, or why it is not."""
+    parts = [t for t in made.inputs if axis in varies(t)]
+    alike = [t for t in made.inputs if axis not in varies(t)]
+    if made.name in SUMMING:
+        place = BIASED.get(made.name)
+        bias = made.inputs[place] if place is not None and len(made.inputs) == 3 else None
+        if bias is not None and axis not in varies(bias):
+            return f"`{made.name}` adds its bias on each rank of `{axis}`, before the sum"
+        return parts if len(parts) < 2 else []
+    if made.name in TIMES:
+        masked = any(t.dtype == torch.bool for t in made.inputs)  # each rank keeps what it holds
+        return parts if len(parts) == 1 and not masked else []
+    if made.name in ADDS:
+        if alike:
+            return (
+                f"`{made.name}` adds a replicated tensor on every rank of `{axis}` before the sum"
+            )
+        return parts
+    if made.name == "index_add":  # onto zeros, wherever: each rank has places of its own
+        return [t for t in parts if t is not made.inputs[0] and t.is_floating_point()]
+    if made.name in LINEAR:
+        return parts
+    if made.name == "embedding_bag":  # entries of other ranks' rows must weigh nothing
+        floats = [t for t in made.inputs if t.is_floating_point()]
+        if len(floats) == 2 and is_masked(floats[1]):
+            return []
+        return f"each rank of `{axis}` adds up rows, even for ids that it does not hold"
+    if made.name == "embedding":
+        return f"each rank of `{axis}` looks up a row, even for ids that it does not hold"
+    return f"`{made.name}` is not linear, and runs before the sum over `{axis}`"
+
+
+# ---- The types of a forward, call by call.
+
+
+class Typed(Lattice):
+    """Along which axes each tensor of the local model differs from rank to rank."""
+
+    mark = "_schedlang_varies"
 
     def __init__(self, stack: Stack, fold: Callable[[tuple[str, ...]], tuple[str, ...]]) -> None:
-        super().__init__()
         self.stack, self.fold = stack, fold
         self.varying: dict[tuple[Any, int], Axes] = {}  # (node of autograd, output) -> axes
         self.sites: dict[Any, str] = {}  # node -> the module that ran
@@ -89,7 +169,7 @@ class Typed(TorchFunctionMode):
 
     def varies(self, tensor: Tensor) -> Axes:
         """The axes along which a tensor differs from rank to rank."""
-        known: Axes | None = tensor.__dict__.get("_schedlang_varies")
+        known: Axes | None = self.of(tensor)
         if known is None and tensor.grad_fn is not None:
             return self.varies_at(tensor.grad_fn, tensor.output_nr)
         return known or NONE
@@ -103,7 +183,7 @@ class Typed(TorchFunctionMode):
         if at not in self.varying:
             crossed: Crossed | None = getattr(node, "schedlang", None)
             if hasattr(node, "variable"):
-                self.varying[at] = node.variable.__dict__.get("_schedlang_varies", NONE)
+                self.varying[at] = self.of(node.variable) or NONE
             elif crossed is not None:
                 self.varying[at] = crossed.after
             else:
@@ -111,9 +191,9 @@ class Typed(TorchFunctionMode):
                 self.varying[at] = NONE.union(*(self.varies_at(*edge) for edge in edges))
         return self.varying[at]
 
-    def put(self, tensor: Tensor, axes: Axes, made: Made | None = None) -> None:
+    def type(self, tensor: Tensor, axes: Axes, made: Made | None = None) -> None:
         """Write the type of a tensor down, and how it was made if it varies."""
-        tensor.__dict__["_schedlang_varies"] = axes
+        self.put(tensor, axes)
         tensor.__dict__["_schedlang_made"] = made if axes else None
         if tensor.grad_fn is not None:
             self.varying[tensor.grad_fn, tensor.output_nr] = axes
@@ -124,25 +204,27 @@ class Typed(TorchFunctionMode):
         """The module that is running."""
         return self.stack.frames[-1][0]
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run the call; what it makes varies where anything that it was given does."""
-        kwargs = dict(kwargs or {})
-        out, heard = self._listened(lambda: func(*args, **kwargs))
-        outputs = tensors_in(out)
-        if outputs:
+    def before(self, call: Running) -> None:
+        """Listen to the collectives that the call sends."""
+        self.heard.append([])
+
+    def failed(self, call: Running, error: Exception) -> None:
+        """Listen no more."""
+        self.heard.pop()
+
+    def after(self, call: Running) -> None:
+        """What a call makes varies where anything that it was given does."""
+        heard = self.heard.pop()
+        if call.outputs:
             self.calls += 1
-        if outputs and not heard:  # else its own nodes tell more, see `varies_at`
-            inputs = tensors_in((args, kwargs))
-            axes = NONE.union(*(self.varies(t) for t in inputs))
-            made = Made(name_of(func), tuple(inputs)) if axes else None
-            note_mask(name_of(func), inputs, outputs)
-            for tensor in outputs:
-                written = any(tensor is given for given in inputs)
-                if not written or (name_of(func).endswith("_") and axes - self.varies(tensor)):
-                    self.put(tensor, axes, made)
-        return out
+        if call.outputs and not heard:  # else its own nodes tell more, see `varies_at`
+            axes = NONE.union(*(self.varies(t) for t in call.inputs))
+            made = Made(call.name, tuple(call.inputs)) if axes else None
+            note_mask(call.name, call.inputs, call.outputs)
+            for tensor in call.outputs:
+                written = any(tensor is given for given in call.inputs)
+                if not written or (call.name.endswith("_") and axes - self.varies(tensor)):
+                    self.type(tensor, axes, made)
 
     # -- functions that communicate ----------------------------------------------------------------
 
@@ -193,7 +275,7 @@ class Typed(TorchFunctionMode):
             moved = bool(heard) and all(one.kind in linear for one in heard)
             made = Made("moved", tuple(given)) if moved else Made("collective", ())
             for tensor in tensors_in(out):
-                tensor.__dict__["_schedlang_varies"] = after
+                self.put(tensor, after)
                 tensor.__dict__["_schedlang_made"] = made if after else None
             return out
 
@@ -210,7 +292,7 @@ class Typed(TorchFunctionMode):
             after = self.varies(x) | (self.varies(weight) - shared)
             due = frozenset(a for g in summed(ctx) for a in self.fold(g.axes))
             ctx.schedlang = Crossed(self.site, self.varies(x), after, settles=due)
-            out.__dict__["_schedlang_varies"] = after
+            self.put(out, after)
             out.__dict__["_schedlang_made"] = Made("collective", ()) if after else None
             return out
 

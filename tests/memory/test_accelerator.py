@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import schedlang
-from schedlang.passes.propagate.batch_weights import ByLabels
+from schedlang.passes.propagate.original import ByLabels
 from schedlang.runtime.activation_memory.dynamic import dynamic
 from schedlang.runtime.activation_memory.quantized import Coding, Tally, code
 from schedlang.runtime.activation_memory.recompute import checkpoint

@@ -19,7 +19,7 @@ from schedlang.remat.operators import Operator, choices, frontier, needed, paret
 from schedlang.remat.rotor import Cost
 from schedlang.runtime.activation_memory.candidates import Menu
 from schedlang.runtime.activation_memory.recompute import checkpoint
-from schedlang.runtime.tracing.burden import counted
+from schedlang.runtime.tracing.record import counted
 from tests import models
 from tests.engine import Threads
 from tests.memory.test_recompute import Stack, batch, gradients

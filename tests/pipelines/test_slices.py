@@ -15,15 +15,23 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
-from schedlang.passes.analyze.sequence import slices_of
+from schedlang.passes.propagate.context import slices_of
 from schedlang.runtime.activation_memory.recompute import checkpoint
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.runtime.scope import Scope, entered, named_sites
 from schedlang.runtime.sequence_pipelining.carry import Carried, Span
-from schedlang.runtime.sequence_pipelining.sliced import Slices, joined, run, windows
-from schedlang.runtime.sequence_pipelining.slices import Slicing, along, even, masks_of
+from schedlang.runtime.sequence_pipelining.slices import (
+    Slices,
+    Slicing,
+    along,
+    even,
+    joined,
+    masks_of,
+    run,
+    windows,
+)
 from tests import models
 from tests.causal import Causal
 from tests.proofs import planned

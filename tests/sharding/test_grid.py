@@ -343,6 +343,7 @@ def test_columns_of_a_grid_see_the_same_rows() -> None:
     rows = TRUNK.format(SUMMA, SUMMA, SUMMA, "(r, c)")
     text = refused(Squares().double(), rows, "r=2, c=2", {"x": torch.zeros(4, WIDTH).double()})
     assert "[S510]: `c` cannot shard both the batch and the hidden dim of `first`" in text
+    assert "leave `c` out of `zero`" in text
 
 
 def test_a_cube_names_its_axes_in_turn() -> None:

@@ -13,6 +13,7 @@ import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.placement import R, S
 from schedlang.passes.partition.staging import local_skeleton
+from schedlang.passes.propagate.original import part_weight
 from schedlang.passes.propagate.propagate import Traced, propagate
 from schedlang.runtime.comm.collectives import listening
 from schedlang.runtime.sharding.redistribute import forget
@@ -369,3 +370,30 @@ def test_a_refusal_between_modules_stands_at_the_row_that_split() -> None:
     rows = "one shard(col, over=tp)\ntwo shard(row, over=tp)\nthree shard(col, over=tp)"
     told = refused(Late(), rows, "tp=2", {"x": torch.randn(4, 8)})
     assert "softmax" in told and "| three shard(col, over=tp)" in told and "one shard" not in told
+
+
+def test_a_model_is_recorded_once_and_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What gathers and divisions a plan needs is found by trying, and tried no second time; what a
+    part of its batch weighs needs no forward of its own."""
+    ran: list[str] = []
+    inner = OnMeta.__enter__
+
+    def enter(mode: OnMeta) -> OnMeta:
+        ran.append("forward")
+        inner(mode)
+        return mode
+
+    monkeypatch.setattr(OnMeta, "__enter__", enter)
+    plan = planned(models.llama(1), LLAMA, "tp=2")
+    first = propagate(plan, TOKENS)
+    assert len(ran) > 2 and first.edges
+    ran.clear()
+    again = propagate(plan, TOKENS)
+    assert (again.edges, again.numbers, again.partial) == (
+        first.edges,
+        first.numbers,
+        first.partial,
+    )
+    assert len(ran) == 2
+    weigh = part_weight(plan, TOKENS, None, None, 2)
+    assert len(ran) == 2 and weigh(TOKENS) == first.labels[0].count(TOKENS)

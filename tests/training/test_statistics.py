@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.propagate.original import with_many_rows
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.simulate.account import account
 from schedlang.passes.static_checks.static import static
-from schedlang.runtime.grad_reduction.batch_statistics import batch_sums, gather_statistics
+from schedlang.runtime.grad_reduction.batch_statistics import Reaching, gather_statistics
 from tests import expert_models as models
 from tests.experts.test_experts import KINDS
 from tests.proofs import planned, proven
@@ -93,15 +94,21 @@ def test_router_losses_in_own_words(name: str, threads: Any) -> None:
 # -- what is found -----------------------------------------------------------------------------
 
 
+def sums_of(model: nn.Module) -> Reaching:
+    """The sums over rows that the model's loss is made of."""
+    found = with_many_rows(planned(model, ""), models.batch(0), None)
+    assert found is not None and found.sums is not None
+    return found.sums
+
+
 def test_which_sums_are_found() -> None:
     """Sums over rows that reach the loss, and no others: not those of norms, labels, choices."""
-    found = batch_sums(models.balanced(), models.batch(0), None)
-    assert found is not None and found.labels
+    found = sums_of(models.balanced())
+    assert found.labels
     experts = (models.EXPERTS,)
     sums = {(one.name, one.fqn, one.shape) for one in found.sums}
     assert sums == {("sum", "", experts), ("mean", "", experts), ("mean", "", ())}
-    plain = batch_sums(models.tiny(), models.batch(0), None)
-    assert plain is not None and not plain.sums
+    assert not sums_of(models.tiny()).sums
 
 
 def test_what_is_sent() -> None:
@@ -143,9 +150,8 @@ def test_other_statistics_are_refused(threads: Any) -> None:
 def test_another_way_through_the_model() -> None:
     """A forward that makes other sums where these were found is refused, not summed."""
     model = models.balanced()
-    found = batch_sums(model, models.batch(0), None)
-    assert found is not None
-    gather_statistics(model, [one for one in found.sums if one.name == "sum"], lambda x: x)
+    sums = sums_of(model).sums
+    gather_statistics(model, [one for one in sums if one.name == "sum"], lambda x: x)
     model(**models.batch(0))
     model.balance = lambda logits: logits.sum()  # type: ignore[assignment]
     with pytest.raises(Refusal, match=r"is not the sum that was recorded\s+there") as caught:

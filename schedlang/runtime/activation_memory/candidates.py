@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from schedlang.remat.operators import Key, Operator
 from schedlang.runtime.activation_memory.selective import Turns, fresh
 from schedlang.runtime.offload import saved_tensors
-from schedlang.runtime.tracing.burden import Burden, key_of, operations
+from schedlang.runtime.tracing.record import Burden, key_of, operations
 
 
 @dataclass

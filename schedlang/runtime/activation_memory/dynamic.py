@@ -21,7 +21,7 @@ from schedlang.runtime.activation_memory.recompute import versions, written_twic
 from schedlang.runtime.activation_memory.selective import alias, draws, fresh
 from schedlang.runtime.device import Replayed, default_generators
 from schedlang.runtime.forward import layers_of, wrap
-from schedlang.runtime.tracing.burden import key_of, operations
+from schedlang.runtime.tracing.record import key_of, operations
 
 # ---- What can be dropped and made again: storages with the operators that make them, within a
 # budget.

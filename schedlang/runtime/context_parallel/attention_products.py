@@ -19,8 +19,7 @@ from schedlang.runtime.context_parallel.described_attention import (
 )
 from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, by_keys
 from schedlang.runtime.modes import Ambient
-from schedlang.runtime.sequence_pipelining.model_calls import caller
-from schedlang.runtime.sequence_pipelining.slices import Place
+from schedlang.runtime.sequence_pipelining.carry import Place, caller
 
 # ---- What is done to scores that are followed: scaled, biased, hidden, made weights, met by
 # values.

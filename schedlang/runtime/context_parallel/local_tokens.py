@@ -18,8 +18,8 @@ from schedlang.runtime import scope
 from schedlang.runtime.batch import Batch, Part, dotted, rows_of
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.context_parallel import Layout, Mask
-from schedlang.runtime.sequence_pipelining.model_calls import items_of
-from schedlang.runtime.sequence_pipelining.slices import Place, length_of, runs_along, sections
+from schedlang.runtime.sequence_pipelining.carry import Place, items_of
+from schedlang.runtime.sequence_pipelining.slices import length_of, runs_along, sections
 
 # ---- The tokens of one microbatch that one rank has, and how its queries meet the keys of
 # others.

@@ -25,8 +25,7 @@ from schedlang.runtime.context_parallel.described_attention import (
 from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, followed, known, seated
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.modes import Ambient, ambient
-from schedlang.runtime.sequence_pipelining.model_calls import caller, firsts, items_of, lasts, upto
-from schedlang.runtime.sequence_pipelining.slices import Place
+from schedlang.runtime.sequence_pipelining.carry import Place, caller, firsts, items_of, lasts, upto
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
 _LOWEST = -1e4  # what is added to a score to hide a key is lower

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,13 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import scope
-from schedlang.runtime.batch import called
 from schedlang.runtime.comm.collectives import Group, summed
-from schedlang.runtime.propagation.many_rows import at_many_rows
-from schedlang.runtime.propagation.pending import ADDS, LINEAR, PRODUCTS, TIMES
-from schedlang.runtime.propagation.trace import Stack
-from schedlang.runtime.tracing.record import loss_of
-from schedlang.runtime.tracing.torch_calls import name_of, tensors_in
+from schedlang.runtime.propagation.call_rules import ADDS, LINEAR, SUMMING, TIMES
+from schedlang.runtime.propagation.trace import Lattice, Running, Stack
+from schedlang.runtime.tracing.torch_calls import model_line, name_of, tensors_in
 
 # ---- Finds the sums over all rows of a batch that a loss is made of, but for that of its labels.
 # One forward on the meta device with a number of rows that divides no other size: a dim that holds
@@ -33,18 +29,10 @@ from schedlang.runtime.tracing.torch_calls import name_of, tensors_in
 
 
 SUMS = {
-    "sum",
-    "nansum",
-    "histc",
-    "bincount",
-    "scatter_add",
-    "scatter_add_",
-    "index_add",
-    "index_add_",
-    *(PRODUCTS - {"linear", "conv1d", "conv2d", "conv3d"}),
+    *("sum", "nansum", "histc", "bincount", "scatter_add", "scatter_add_", "index_add"),
+    *("index_add_", *(SUMMING - {"linear", "conv1d", "conv2d", "conv3d"})),
 }
 MEANS = {"mean"}
-_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
 
 @dataclass(frozen=True)
@@ -81,92 +69,72 @@ class Reaching:
     labels: bool
 
 
-def batch_sums(
-    model: nn.Module, batch: Mapping[str, Any], loss: Callable[..., Any] | None
-) -> Reaching | None:
-    """The sums over rows that the loss is made of; None if the model cannot be followed so."""
-
-    def run(bare: nn.Module, inputs: dict[str, Any], stack: Stack, rows: int) -> Reaching | None:
-        with _Following(stack, rows) as following:
-            output = called(bare, inputs)
-            following.inside = False
-            value = loss_of(output, inputs, loss)
-        if value is None:
-            return None
-        found = following.of(value)
-        sums = {at: linear for at, linear in found.items() if isinstance(at, BatchSum)}
-        return Reaching(sums, LABELS in found)
-
-    return at_many_rows(model, batch, run)
-
-
-def own_line() -> str:
-    """File and line of the model's code that runs: the innermost outside torch and this package."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
 LABELS = "labels"  # stands for the mean over labels, which parts are weighed by
 Mix = Mapping[Any, bool]  # sums that a tensor is made of -> whether by linear calls alone
 
 
-class _Following(TorchFunctionMode):
-    """Runs beside the forward; what a tensor is made of stands on the tensor itself."""
+class Sums(Lattice):
+    """Which sums over all rows a tensor is made of, in a forward with `rows` rows."""
+
+    mark: str = "_schedlang_sums"
+    nothing: Mix = MappingProxyType({})
 
     def __init__(self, stack: Stack, rows: int) -> None:
-        super().__init__()
         self.stack, self.rows = stack, rows
         self.turns: dict[tuple[str, str], int] = {}
         self.inside = True  # the model, not a loss that is given beside it
+        self._mixes: list[Mix] = []  # of what the call that runs is given
 
-    @staticmethod
-    def of(tensor: Tensor) -> Mix:
-        """The sums that a tensor is made of."""
-        found: Mix = tensor.__dict__.get("_schedlang_sums", {})
-        return found
+    def beside(self, loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        """The loss, whose own sums are none of the model's forward."""
+
+        def outside(output: Any, batch: Mapping[str, Any]) -> Any:
+            self.inside = False
+            assert loss is not None
+            return loss(output, batch)
+
+        return outside if loss is not None else None
+
+    def reaching(self, loss: Tensor) -> Reaching:
+        """The sums that a loss is made of."""
+        found: Mix = self.of(loss)
+        sums = {at: linear for at, linear in found.items() if isinstance(at, BatchSum)}
+        return Reaching(sums, LABELS in found)
 
     def _rowed(self, tensor: Tensor) -> bool:
         return any(size and size % self.rows == 0 for size in tensor.shape)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is Tensor.__bool__:
-            return False  # as in every run without values
-        given = tensors_in((args, kwargs))
-        rowed = [place for place, tensor in enumerate(given) if self._rowed(tensor)]
-        mixes = [self.of(tensor) for tensor in given]  # before it may be written into
-        out = func(*args, **kwargs)
-        outputs = tensors_in(out)
-        if not outputs:
-            return out
-        name = name_of(func)
-        mix = _mixed(name, given, mixes)
-        if rowed and not any(map(self._rowed, outputs)):
-            mix = {**mix, **self._summed(func, name, rowed[0], outputs[0])}
+    def before(self, call: Running) -> None:
+        """Note what it is given: it may write into that."""
+        self._mixes = [self.of(tensor) for tensor in call.inputs]
+
+    def after(self, call: Running) -> None:
+        """Follow the sums, and find one where rows go in and none come out."""
+        if not call.outputs:
+            return
+        mix = _mixed(call.name, call.inputs, self._mixes)
+        rowed = [place for place, tensor in enumerate(call.inputs) if self._rowed(tensor)]
+        if rowed and not any(map(self._rowed, call.outputs)):
+            mix = {**mix, **self._summed(call, rowed[0])}
         else:
-            self._turn(name)
-        for tensor in outputs:
-            gone = tensor.dtype == torch.bool or _counted(tensor, given)
-            tensor.__dict__["_schedlang_sums"] = {} if gone else mix
-        return out
+            self._turn(call.name)
+        for tensor in call.outputs:
+            gone = tensor.dtype == torch.bool or _counted(tensor, call.inputs)
+            self.put(tensor, {} if gone else mix)
 
     def _turn(self, name: str) -> int:
         at = self.stack.frames[-1][0], name
         self.turns[at] = self.turns.get(at, -1) + 1
         return self.turns[at]
 
-    def _summed(self, func: Any, name: str, given: int, out: Tensor) -> Mix:
-        turn = self._turn(name)
-        if func in (F.cross_entropy, F.nll_loss):
+    def _summed(self, call: Running, given: int) -> Mix:
+        turn = self._turn(call.name)
+        if call.func in (F.cross_entropy, F.nll_loss):
             return {LABELS: True}
-        if name not in SUMS | MEANS or not self.inside:
+        if call.name not in SUMS | MEANS or not self.inside:
             return {}
-        at = self.stack.frames[-1][0], name, turn, given, tuple(out.shape)
-        return {BatchSum(*at, line=own_line()): True}
+        at = call.frame[0], call.name, turn, given, tuple(call.outputs[0].shape)
+        return {BatchSum(*at, line=model_line()): True}
 
 
 def _mixed(name: str, given: list[Tensor], mixes: list[Mix]) -> Mix:

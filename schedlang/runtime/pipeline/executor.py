@@ -28,7 +28,7 @@ from schedlang.runtime.pipeline.parking import Groups, Parking
 from schedlang.runtime.pipeline.stage import Forwarded, Stage
 from schedlang.runtime.pipeline.step import Result, Step, recompute
 from schedlang.runtime.sequence_pipelining.carry import Carried
-from schedlang.runtime.sequence_pipelining.sliced import Slices, joined, whole_loss
+from schedlang.runtime.sequence_pipelining.slices import Slices, joined, whole_loss
 from schedlang.runtime.tracing.graph import Token, refusal
 from schedlang.runtime.weights import Number
 

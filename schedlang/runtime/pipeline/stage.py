@@ -23,10 +23,9 @@ from schedlang.runtime.rng.draws import LOGICAL
 from schedlang.runtime.scope import capture, named_sites, skip_calls, visit, visiting
 from schedlang.runtime.tracing.constants import OnMeta
 from schedlang.runtime.tracing.graph import Cut, Token, refusal
-from schedlang.runtime.tracing.hooks import Tell, overheard, tell
 from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
 from schedlang.runtime.tracing.record import loss_of
-from schedlang.runtime.tracing.units import Switch
+from schedlang.runtime.tracing.units import Switch, Tell, overheard, tell
 
 # ---- Random draws of a call that is not made here: counted, so that later calls draw their own.
 

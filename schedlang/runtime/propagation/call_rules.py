@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from schedlang.ir.placement import EVEN, Uneven
-from schedlang.runtime.propagation.trace import Call, Mismatch, Note, Tag
+from schedlang.runtime.propagation.trace import Call, Note, Running, Tag
 
 if TYPE_CHECKING:
     from schedlang.runtime.propagation.follow import Follower, Step
@@ -89,58 +89,34 @@ def _resized(
 
 
 ELEMENTWISE = {
-    "add",
-    "sub",
-    "rsub",
-    "mul",
-    "div",
-    "true_divide",
-    "floor_divide",
-    "remainder",
-    "fmod",
-    "pow",
-    "maximum",
-    "minimum",
-    "fmax",
-    "fmin",
-    "atan2",
-    "lerp",
-    "addcmul",
-    "addcdiv",
-    "where",
-    "masked_fill",
-    "copy",
-    "xlogy",
-    "hypot",
-    "logaddexp",
-    "logaddexp2",
-    "ldexp",
-    "mse_loss",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "and",
-    "or",
-    "xor",
-    "logical_and",
-    "logical_or",
-    "logical_xor",
-    "bitwise_and",
-    "bitwise_or",
-    "bitwise_xor",
-    "multiply",
-    "subtract",
-    "divide",
-    "radd",
-    "rmul",
-    "rdiv",
-    "rpow",
+    *("add", "sub", "rsub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod"),
+    *("pow", "maximum", "minimum", "fmax", "fmin", "atan2", "lerp", "addcmul", "addcdiv", "where"),
+    *("masked_fill", "copy", "xlogy", "hypot", "logaddexp", "logaddexp2", "ldexp", "mse_loss"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "logical_and", "logical_or"),
+    *("logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor", "multiply", "subtract", "divide"),
+    *("radd", "rmul", "rdiv", "rpow"),
 }
 JOINS = {"cat", "concat", "concatenate", "stack"}
 PRODUCTS = {"matmul", "bmm", "mm", "mv", "dot"}
+
+# sums over a dim of both factors: where both are parts, each rank has its share of the sum
+SUMMING = {
+    *("linear", "matmul", "mm", "bmm", "einsum", "addmm", "baddbmm", "__matmul__", "conv1d"),
+    *("conv2d", "conv3d", "tensordot"),
+}
+BIASED = {"linear": 2, "addmm": 0, "baddbmm": 0, "conv1d": 2, "conv2d": 2, "conv3d": 2}
+ADDS = {
+    *("add", "sub", "__add__", "__radd__", "__sub__", "__rsub__", "__iadd__", "__isub__", "add_"),
+    *("sub_", "stack", "cat", "concat"),
+}
+TIMES = frozenset(["mul", "__mul__", "__rmul__", "__imul__", "mul_", "multiply"])
+LINEAR = {
+    *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous", "clone"),
+    *("to", "type", "float", "double", "half", "bfloat16", "__getitem__", "squeeze", "unsqueeze"),
+    *("expand", "expand_as", "view_as", "sum", "mean", "neg", "__neg__", "div", "__truediv__"),
+    *("div_", "movedim", "swapaxes", "t", "T", "mT", "narrow", "select", "split", "chunk"),
+    *("unbind", "moved"),
+}
 
 
 @dataclass(frozen=True)
@@ -162,38 +138,22 @@ class Met:
         return [index if index < self.size else -1 for index in found]
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A call by its function, its name and what it is given."""
-
-    func: Any
-    name: str
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-
-
 def check_meeting(step: Step, axis: str) -> None:
     """Refuse parts that meet others than those that their wholes have beside them."""
-    notes = [step.follower.note(tensor).tags.get(axis) for tensor in step.inputs]
+    notes = [step.follower.of(tensor).tags.get(axis) for tensor in step.inputs]
     shapes = step.expected.inputs if step.expected is not None else ()
     met = [Met(k, tag, shape) for k, (tag, shape) in enumerate(zip(notes, shapes)) if tag]
-    asked = Asked(step.func, step.name, step.args, step.kwargs)
-    how = _apart(asked, met, step.follower.sizes[axis]) if len(met) > 1 else ""
+    how = _apart(step, met, step.follower.sizes[axis]) if len(met) > 1 else ""
     if how:
-        raise Mismatch(
-            step.frame,
+        raise step.refuse(
             f"`{step.name}` gets tensors that are sharded over `{axis}` {how}",
             axis,
-            (),
-            step.follower.agreed,
-            (
-                "give the blocks of fused weights: `blocks=`",
-                "gather one of them first: `output=R` on its row",
-            ),
+            "give the blocks of fused weights: `blocks=`",
+            "gather one of them first: `output=R` on its row",
         )
 
 
-def _apart(call: Asked, met: Sequence[Met], ranks: int) -> str:
+def _apart(call: Running, met: Sequence[Met], ranks: int) -> str:
     """How tensors that are split over one axis do not meet as their wholes do; "" if they do."""
     dims = {_meaning(call, one) for one in met}
     if len(met) < 2 or None in dims:
@@ -204,7 +164,7 @@ def _apart(call: Asked, met: Sequence[Met], ranks: int) -> str:
     return "" if alike else "in different orders"
 
 
-def _meaning(call: Asked, one: Met) -> object:
+def _meaning(call: Running, one: Met) -> object:
     """What the split dim of a tensor is in a call: equal for dims that meet; None: not known."""
     behind = one.tag.dim - len(one.whole)  # counted from the last
     name = call.name.strip("_").removeprefix("i" if call.name.startswith("__i") else "")
@@ -237,7 +197,7 @@ def _factor(place: int, behind: int, ndim: int) -> object:
     return (("left", "sum") if place == 0 else ("sum", "right"))[behind]
 
 
-def _letter(call: Asked, one: Met) -> object:
+def _letter(call: Running, one: Met) -> object:
     """The letter of a dim in an einsum."""
     if not call.args or not isinstance(call.args[0], str) or "." in call.args[0]:
         return None
@@ -314,7 +274,7 @@ def opened(
         return {}
     (dim,), whole = differ, step.expected.inputs[0]
     before = dim - (len(shape) - len(whole))
-    for axis in step.follower.note(step.inputs[0]).entered:
+    for axis in step.follower.of(step.inputs[0]).entered:
         alone = before < 0 or whole[before] == 1
         if alone and local[dim] * step.follower.sizes[axis] == shape[dim]:
             return {axis: Tag(dim, (shape[dim],))}
@@ -353,7 +313,7 @@ def _merges(step: Step, tag: Tag, whole: tuple[int, ...]) -> bool:
 def _tags(step: Step, axis: str) -> list[tuple[Tag, tuple[int, ...]]]:
     """The tags of the arguments on an axis, each with the whole shape of its argument."""
     shapes = step.expected.inputs if step.expected is not None else ()
-    notes = [step.follower.note(tensor).tags for tensor in step.inputs]
+    notes = [step.follower.of(tensor).tags for tensor in step.inputs]
     return [(tags[axis], shape) for tags, shape in zip(notes, shapes) if axis in tags]
 
 
@@ -468,7 +428,7 @@ def _fits(call: Call, inputs: Sequence[Tensor], follower: Follower) -> bool:
     """May a call of these tensors be this one of the original?  Only split dims differ in size."""
     if not inputs or inputs[0].ndim != len(call.inputs[0]):
         return False
-    split = {tag.dim for tag in follower.note(inputs[0]).tags.values()}
+    split = {tag.dim for tag in follower.of(inputs[0]).tags.values()}
     sizes = enumerate(zip(inputs[0].shape, call.inputs[0]))
     return all(dim in split for dim, (a, b) in sizes if a != b)
 
@@ -479,7 +439,7 @@ def met(inputs: list[Tensor], expected: Call | None, follower: Follower) -> list
         return inputs
     found = []
     for tensor, whole in zip(inputs, expected.inputs):
-        before = follower.note(tensor)
+        before = follower.of(tensor)
         note = _repeated(tensor, before, whole, follower)
         found.append(tensor if note is before else _stand_in(tensor))
         if note is not before:

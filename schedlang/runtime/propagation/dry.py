@@ -86,7 +86,7 @@ def dry_forward(
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         main = _main(args, kwargs)
-        note = follower.note(main)
+        note = follower.of(main)
         if follower.loose and not follower.noted(main):
             reason = f"`{leaf.fqn}` is sharded, and gets sharded logits"
             raise Mismatch(follower.stack.frames[-1], reason, None, (), follower.agreed, (GATHER,))
@@ -94,7 +94,7 @@ def dry_forward(
         for wanted in leaf.wanted:
             # what is crossed here may be gathered next: each edge takes what the last one leaves
             now = main if leaf.kind else _main(args, kwargs)
-            edge = _edge(leaf, wanted, now, follower.note(now), groups(wanted.axis))
+            edge = _edge(leaf, wanted, now, follower.of(now), groups(wanted.axis))
             edges = (*edges, edge)
             if leaf.kind:  # `input=` of another module says where
                 _hoist(edge, main, follower)
@@ -162,7 +162,7 @@ def _hoist(edge: Edge, main: Tensor, follower: Follower) -> None:
 def _left(edge: Edge, wanted: Wanted, out: Any, follower: Follower) -> Edge:
     """The edge with what the module was seen to compute."""
     main = next((t for t in tensors_in(out) if is_main(t)), None)
-    tag = follower.note(main).tags.get(wanted.axis) if main is not None else None
+    tag = follower.of(main).tags.get(wanted.axis) if main is not None else None
     computes: Placement = R if tag is None else placed(tag)
     leaves = computes if wanted.output is None else wanted.output
     if isinstance(leaves, S) and main is not None:
@@ -175,7 +175,7 @@ def _left(edge: Edge, wanted: Wanted, out: Any, follower: Follower) -> Edge:
 
 def _enter(edge: Edge, follower: Follower, x: Tensor) -> Tensor:
     """Cross into a module whose own calls are followed, and note what arrives there."""
-    note, muted = follower.note(x), follower.stack.muted
+    note, muted = follower.of(x), follower.stack.muted
     follower.stack.muted += 1
     crossed = shared(edge.entry(), x)
     follower.stack.muted = muted
@@ -192,7 +192,7 @@ def _enter(edge: Edge, follower: Follower, x: Tensor) -> Tensor:
 def _exit(edge: Edge, follower: Follower, x: Tensor) -> Tensor:
     if edge.computes == edge.leaves:
         return x
-    note, muted = follower.note(x), follower.stack.muted
+    note, muted = follower.of(x), follower.stack.muted
     follower.stack.muted += 1
     crossed = edge.exit()(x)
     follower.stack.muted = muted

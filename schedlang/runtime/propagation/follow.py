@@ -11,16 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from schedlang.ir import nests as pytree
 from schedlang.ir.placement import EVEN, Uneven
 from schedlang.runtime.propagation import call_rules
 from schedlang.runtime.propagation.call_rules import check_meeting, reaches
-from schedlang.runtime.propagation.trace import Call, Frame, Mismatch, Note, Recording, Stack, Tag
+from schedlang.runtime.propagation.trace import (
+    Call,
+    Frame,
+    Lattice,
+    Mismatch,
+    Note,
+    Running,
+    Stack,
+    Tag,
+)
 from schedlang.runtime.rng.draws import masks
 from schedlang.runtime.sharding.sizes import ALONG, FILLS, PARTS, block_cut, index_at
-from schedlang.runtime.tracing.torch_calls import name_of, tensors_in
 
 # ---- Which dim of a result each axis splits, where several axes have the same size.
 
@@ -50,59 +57,34 @@ def reshaped(before: Shape, tag: Tag, after: Shape, dims: Sequence[int]) -> int 
     return None
 
 
-@dataclass(frozen=True)
-class Given:
-    """A call: its function, what it was given, and the whole shapes of the tensors in that."""
-
-    func: Callable[..., Any]
-    args: Any
-    kwargs: Any
-    shapes: Sequence[Shape]
-
-    @property
-    def name(self) -> str:
-        """The name of the function."""
-        return name_of(self.func)
-
-
 def told_apart(
-    ways: list[dict[str, int]],
-    call: Given,
-    tags: Mapping[str, Sequence[Tag | None]],
-    sizes: Mapping[str, int],
-    whole: Shape,
-    place: int,
+    ways: list[dict[str, int]], step: Step, whole: Shape, place: int
 ) -> list[dict[str, int]]:
     """Those of several ways that hold for each axis when it is followed through the call alone.
 
-    `tags` are the splits of the tensors that the call is given; `whole` the original's result.
+    `whole`: the original's result.
     """
     for axis in ways[0]:
         if len(ways) > 1:
             dims = sorted({way[axis] for way in ways})
-            dim = _followed(call, tags[axis], sizes[axis], whole, dims, place)
+            dim = _followed(step, axis, whole, dims, place)
             ways = [way for way in ways if dim is None or way[axis] == dim]
     return ways
 
 
-def _followed(
-    call: Given,
-    tags: Sequence[Tag | None],
-    size: int,
-    whole: Shape,
-    dims: Sequence[int],
-    place: int,
-) -> int | None:
+def _followed(step: Step, axis: str, whole: Shape, dims: Sequence[int], place: int) -> int | None:
     """The dim of the result that one axis splits, as far as this can be told."""
-    found = next(((tag, shape) for tag, shape in zip(tags, call.shapes) if tag is not None), None)
+    tags, shapes = [step.of(tensor).get(axis) for tensor in step.inputs], step.wholes
+    found = next(((tag, shape) for tag, shape in zip(tags, shapes) if tag is not None), None)
     if found is None:
         return None
     tag, before = found
-    if call.name in RESHAPES:
+    if step.name in RESHAPES:
         return reshaped(before, tag, whole, dims)
     if tag.uneven != EVEN:
         return None
-    seen = alone(call.func, call.args, call.kwargs, call.shapes, tags, size, place)
+    size = step.follower.sizes[axis]
+    seen = alone(step.func, step.args, step.kwargs, shapes, tags, size, place)
     if seen is None or len(seen) != len(whole):
         return tag.dim if len(before) == len(whole) and tag.dim in dims else None
     fits = [d for d in dims if seen[d] * size == whole[d]]
@@ -153,103 +135,78 @@ def alone(
 GATHER = "gather the logits: `output=R` on the row of their module"
 
 
-class Follower(TorchFunctionMode):
-    """Runs beside one forward of the sharded copy; raises Mismatch at the first disagreement."""
+class Follower(Lattice):
+    """How tensors of the sharded copy lie on the ranks; raises Mismatch at the first disagreement.
+
+    `frames`: the calls of the original, recorded.
+    """
+
+    mark, nothing = "_schedlang_note", Note()
 
     def __init__(
         self,
-        recording: Recording,
+        frames: Mapping[Frame, Sequence[Call]],
         stack: Stack,
         sizes: Mapping[str, int],
         splits: Mapping[str, Sequence[str]],
     ) -> None:
-        super().__init__()
-        self.recording, self.stack, self.sizes = recording, stack, sizes
+        self.frames, self.stack, self.sizes = frames, stack, sizes
         self.splits = splits  # module -> the axes that split something in it
         self.places: dict[Frame, int] = {}
         self.loose = False  # from the split logits on, calls cannot be compared one by one
         self.agreed = 0
         self.partial: dict[str, set[str]] = {}  # parameter -> axes: its gradient is a part there
-        self.masks: dict[tuple[str, int], tuple[tuple[int, ...], Mapping[str, Tag]]] = {}
+        self.masks: dict[Frame, tuple[tuple[int, ...], Mapping[str, Tag]]] = {}
         self.drawn: dict[str, int] = {}
         self.unevens: dict[str, set[Uneven]] = {}  # by axis, of all that the plan splits
         self.left_out: list[call_rules.Repeat] = []
         self.tokens: set[tuple[str, str]] = set()  # modules, axes: they split rows or tokens
+        self._expects: Call | None = None  # the original's call beside the one that runs
 
-    # -- notes on tensors ------------------------------------------------------------------------
-
-    @staticmethod
-    def note(tensor: Tensor) -> Note:
-        """What is known of a tensor; nothing for one that was never noted."""
-        return tensor.__dict__.get("_schedlang_note") or Note()
-
-    @staticmethod
-    def noted(tensor: Tensor) -> bool:
+    @classmethod
+    def noted(cls, tensor: Tensor) -> bool:
         """Is anything known of a tensor?"""
-        return "_schedlang_note" in tensor.__dict__
+        return cls.mark in tensor.__dict__
 
-    @staticmethod
-    def put(tensor: Tensor, note: Note) -> None:
-        """Write down what is known of a tensor."""
-        tensor.__dict__["_schedlang_note"] = note
+    def before(self, call: Running) -> None:
+        """Find the original's call; behind split logits nothing may use a tensor that is split."""
+        if not (self.stack.muted or self.loose):
+            self._expects = self._expected(call)
+        elif self.loose and not self.stack.muted:
+            for axis in (axis for tensor in call.inputs for axis in self.of(tensor).tags):
+                reason = f"`{call.name}` uses a tensor sharded over `{axis}` after sharded logits"
+                raise Mismatch(call.frame, reason, axis, (), self.agreed, (GATHER,))
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run the call, compare it with the original's and note what its results are."""
-        kwargs = dict(kwargs or {})
-        if func in (Tensor.__bool__, torch._is_all_true):
-            return func is not Tensor.__bool__
-        frame = self.stack.frames[-1]
-        if self.stack.muted or self.loose:
-            self._check_loose(frame, func, (args, kwargs))
-            try:
-                return func(*args, **kwargs)
-            except (RuntimeError, ValueError, IndexError) as error:
-                raise self._unfit(frame, error) from error
-        inputs = tensors_in((args, kwargs))
-        expected = self._expected(frame, name_of(func), inputs)
+    def after(self, call: Running) -> None:
+        """Compare the call with the original's and note what its results are."""
+        if self.stack.muted or self.loose or not call.outputs:
+            return
+        call.inputs = call_rules.met(call.inputs, self._expects, self)
         try:
-            out = func(*args, **kwargs)
-        except (RuntimeError, ValueError, IndexError) as error:
-            raise self._failed(frame, expected, inputs, error) from error
-        outputs = tensors_in(out)
-        if not outputs:
-            return out
-        inputs = call_rules.met(inputs, expected, self)
-        step = Step(self, frame, func, expected, inputs, args, kwargs)
-        try:
-            step.finish(outputs)
+            Step(**vars(call), follower=self, expected=self._expects).finish()
         except Mismatch as failure:
-            failure.by, failure.call = call_rules.by(inputs, failure.axis), step.name
-            notes = [self.note(tensor) for tensor in inputs]
-            failure.mixed, failure.made = (
-                call_rules.mixed(notes),
-                call_rules.made_of(notes, failure.axis),
-            )
-            raise
-        self.places[frame] = self.places.get(frame, 0) + 1
+            raise self._met(failure, call, call.name) from None
+        self.places[call.frame] = self.places.get(call.frame, 0) + 1
         self.agreed += 1
-        return out
 
-    def _expected(self, frame: Frame, name: str, inputs: list[Tensor]) -> Call | None:
+    def failed(self, call: Running, error: Exception) -> None:
+        """Tell a call that does not run on parts as a mismatch."""
+        if not isinstance(error, (RuntimeError, ValueError, IndexError)):
+            return
+        if self.stack.muted or self.loose:
+            raise self._unfit(call.frame, error) from error
+        raise self._failed(call, error) from error
+
+    def _expected(self, call: Running) -> Call | None:
         """The original's call; past repeats of heads that a rank with one of each leaves out."""
-        calls = self.recording.frames.get(frame, [])
-        place = self.places.get(frame, 0)
-        skipped = call_rules.skipped(calls[place:], name, inputs, self)
+        calls = self.frames.get(call.frame, [])
+        place = self.places.get(call.frame, 0)
+        skipped = call_rules.skipped(calls[place:], call.name, call.inputs, self)
         if skipped:
             place += sum(one.calls for one in skipped)
-            self.places[frame] = place
+            self.places[call.frame] = place
             self.left_out += [one for one in skipped if one not in self.left_out]
         return calls[place] if place < len(calls) else None
-
-    def _check_loose(self, frame: Frame, func: Callable[..., Any], given: Any) -> None:
-        """Behind split logits calls are not compared; nothing that is split may be used there."""
-        if self.stack.muted:
-            return
-        for axis in (axis for tensor in tensors_in(given) for axis in self.note(tensor).tags):
-            reason = f"`{name_of(func)}` uses a tensor sharded over `{axis}` after sharded logits"
-            raise Mismatch(frame, reason, axis, (), self.agreed, (GATHER,))
 
     def _unfit(self, frame: Frame, error: Exception) -> Mismatch:
         """A module that computes with its parts failed: they do not fit what it is given."""
@@ -258,19 +215,22 @@ class Follower(TorchFunctionMode):
         failure.raw = True
         return failure
 
-    def _failed(
-        self, frame: Frame, expected: Call | None, inputs: list[Tensor], error: Exception
-    ) -> Mismatch:
-        axis = next((a for t in inputs for a in self.note(t).tags), None)
+    def _failed(self, call: Running, error: Exception) -> Mismatch:
+        expected, notes = self._expects, [self.of(tensor) for tensor in call.inputs]
+        axis = next((axis for note in notes for axis in note.tags), None)
         integers = expected.integers if expected is not None and axis is not None else ()
-        failure = Mismatch(frame, str(error).split("\n")[0], axis, integers, self.agreed)
-        failure.raw, failure.call = True, expected.name if expected is not None else ""
-        notes = [self.note(tensor) for tensor in inputs]
-        failure.unit, failure.mixed = call_rules.met_whole(notes, axis), call_rules.mixed(notes)
-        failure.made = call_rules.made_of(notes, axis)
-        failure.by = call_rules.by(inputs, axis)
+        failure = Mismatch(call.frame, str(error).split("\n")[0], axis, integers, self.agreed)
+        failure.raw, failure.unit = True, call_rules.met_whole(notes, axis)
         if expected is not None and axis is not None and expected.name in RESHAPES:
-            failure.counted = call_rules.factors(expected, self.note(inputs[0]).tags.get(axis))
+            failure.counted = call_rules.factors(expected, notes[0].tags.get(axis))
+        return self._met(failure, call, expected.name if expected is not None else "")
+
+    def _met(self, failure: Mismatch, call: Running, name: str) -> Mismatch:
+        """Tell a failure which tensors have met in a call."""
+        notes = [self.of(tensor) for tensor in call.inputs]
+        failure.by, failure.call = call_rules.by(call.inputs, failure.axis), name
+        failure.mixed = call_rules.mixed(notes)
+        failure.made = call_rules.made_of(notes, failure.axis)
         return failure
 
     def partial_over(self, parameters: frozenset[str], axis: str) -> None:
@@ -279,31 +239,38 @@ class Follower(TorchFunctionMode):
             self.partial.setdefault(name, set()).add(axis)
 
 
-@dataclass
-class Step:
+@dataclass(kw_only=True)
+class Step(Running):
     """The comparison of one call with the original's."""
 
     follower: Follower
-    frame: Frame
-    func: Callable[..., Any]
     expected: Call | None
-    inputs: list[Tensor]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
 
     @property
-    def name(self) -> str:
-        """The name of the function called."""
-        return name_of(self.func)
+    def wholes(self) -> tuple[Shape, ...]:
+        """The shapes of the tensors that the original's call is given."""
+        assert self.expected is not None
+        return self.expected.inputs
+
+    def of(self, tensor: Tensor) -> Mapping[str, Tag]:
+        """The splits of a tensor."""
+        tags: Mapping[str, Tag] = self.follower.of(tensor).tags
+        return tags
 
     def fail(self, reason: str, axis: str | None = None, *helps: str) -> Mismatch:
         """A mismatch that dividing one of the original call's integers might mend."""
         integers = self.expected.integers if self.expected is not None else ()
         return Mismatch(self.frame, reason, axis, integers, self.follower.agreed, helps)
 
-    def finish(self, outputs: list[Tensor]) -> None:
+    def refuse(
+        self, reason: str, axis: str | None, *helps: str, asked: tuple[tuple[str, str], ...] = ()
+    ) -> Mismatch:
+        """A mismatch that no division mends."""
+        return Mismatch(self.frame, reason, axis, (), self.follower.agreed, helps, asked)
+
+    def finish(self) -> None:
         """Note every output; raise Mismatch if one is not what the original's shapes allow."""
-        notes = [self.follower.note(t) for t in self.inputs]
+        outputs, notes = self.outputs, [self.follower.of(t) for t in self.inputs]
         axes = {axis for note in notes for axis in note.tags}
         if self.expected is None or self.expected.name != self.name:
             raise self.fail(f"`{self.name}` is called where the original calls another operator")
@@ -321,7 +288,7 @@ class Step:
             own = frozenset() if tags or data else roots
             mine = Note(tags, own, data, entered - tags.keys())
             self.follower.put(tensor, mine)
-        self._remember_mask(outputs)
+        self._remember_mask()
 
     # -- shapes ----------------------------------------------------------------------------------
 
@@ -385,9 +352,7 @@ class Step:
 
         ways = fitting(axes, differ, fits)
         if len(ways) > 1:
-            given = Given(self.func, self.args, self.kwargs, self._input_shapes())
-            tags = {axis: [self._of(tensor).get(axis) for tensor in self.inputs] for axis in axes}
-            ways = told_apart(ways, given, tags, self.follower.sizes, shape, place)
+            ways = told_apart(ways, self, shape, place)
         if len(ways) != 1 and not (ways and self.name in FILLS):  # a fill is alike everywhere
             raise self.fail(
                 f"`{self.name}` returns {list(local)} where the original returns {list(shape)}",
@@ -413,12 +378,12 @@ class Step:
 
     def _blocks(self, axis: str, dim: int, shape: tuple[int, ...], place: int) -> tuple[int, ...]:
         source = next(
-            ((t, s) for t, s in zip(self.inputs, self._input_shapes()) if axis in self._of(t)), None
+            ((t, s) for t, s in zip(self.inputs, self.wholes) if axis in self.of(t)), None
         )
         if source is None:
             return (shape[dim],)
         tensor, whole = source
-        tag = self._of(tensor)[axis]
+        tag = self.of(tensor)[axis]
         self._check_along(axis, tag, whole)
         if self.name in RESHAPES:
             return self._reshaped(axis, tag, dim, whole, shape)
@@ -429,20 +394,13 @@ class Step:
         if self.name in ("cat", "concat", "concatenate") and shape[dim] != whole[tag.dim]:
             return tuple(
                 size
-                for t, s in zip(self.inputs, self._input_shapes())
-                for size in (self._of(t)[axis].blocks if axis in self._of(t) else (s[dim],))
+                for t, s in zip(self.inputs, self.wholes)
+                for size in (self.of(t)[axis].blocks if axis in self.of(t) else (s[dim],))
             )
         repeated = call_rules.repeated(self.name, tag, whole[tag.dim], shape[dim])
         if repeated:
             return repeated
         return tag.blocks if sum(tag.blocks) == shape[dim] else (shape[dim],)
-
-    def _of(self, tensor: Tensor) -> Mapping[str, Tag]:
-        return self.follower.note(tensor).tags
-
-    def _input_shapes(self) -> list[tuple[int, ...]]:
-        assert self.expected is not None
-        return list(self.expected.inputs)
 
     def _reshaped(
         self, axis: str, tag: Tag, dim: int, before: tuple[int, ...], after: tuple[int, ...]
@@ -475,15 +433,12 @@ class Step:
         assert self.expected is not None
         sizes = [shape[tag.dim] for shape in self.expected.outputs]
         wanted = len(sizes) if len(set(sizes)) == 1 else sizes
-        raise Mismatch(
-            self.frame,
+        raise self.refuse(
             f"`{self.name}` takes {len(sizes)} parts out of a dim that is split over"
             f" `{axis}` as {len(tag.blocks)} block{'s' * (len(tag.blocks) > 1)}",
             axis,
-            (),
-            self.follower.agreed,
-            (f"give the blocks that are side by side: `blocks={wanted}`",),
-            (("blocks", str(wanted)),),
+            f"give the blocks that are side by side: `blocks={wanted}`",
+            asked=(("blocks", str(wanted)),),
         )
 
     def _sliced(self, axis: str, tag: Tag, dim: int) -> tuple[int, ...]:
@@ -505,14 +460,8 @@ class Step:
         after = self.expected.outputs[0]
         dims |= reaches(self.name, self.args, self.kwargs, whole, after, self.expected.integers)
         if tag.dim in dims:
-            raise Mismatch(
-                self.frame,
-                f"`{self.name}` computes along a dim that is sharded over `{axis}`",
-                axis,
-                (),
-                self.follower.agreed,
-                ("gather it first: `output=R` on the row before",),
-            )
+            reason = f"`{self.name}` computes along a dim that is sharded over `{axis}`"
+            raise self.refuse(reason, axis, "gather it first: `output=R` on the row before")
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -521,27 +470,24 @@ class Step:
         if not torch.is_grad_enabled():
             return
         for tensor in self.inputs:
-            note = self.follower.note(tensor)
+            note = self.follower.of(tensor)
             if axis in note.parts or not (tensor.requires_grad and tensor.is_floating_point()):
                 continue
             if note.data or not note.roots:
-                raise Mismatch(
-                    self.frame,
+                raise self.refuse(
                     f"`{self.name}` mixes a tensor sharded over `{axis}` with a"
                     " replicated one, whose gradient nothing would sum over the ranks",
                     axis,
-                    (),
-                    self.follower.agreed,
-                    ("shard the module that computes it, or give this module `input=...`",),
+                    "shard the module that computes it, or give this module `input=...`",
                 )
             self.follower.partial_over(note.roots, axis)
 
-    def _remember_mask(self, outputs: list[Tensor]) -> None:
+    def _remember_mask(self) -> None:
         if not masks(self.func, self.args, self.kwargs):
             return
         assert self.expected is not None
         site = self.frame[0]
         turn = self.follower.drawn.get(site, 0)
         self.follower.drawn[site] = turn + 1
-        tags = self._of(outputs[0])
+        tags = self.of(self.outputs[0])
         self.follower.masks[site, turn] = (self.expected.outputs[0], tags)

@@ -103,7 +103,7 @@ def dry_parts(
     inner = module.forward
 
     def cut(part: Narrowed, x: Tensor) -> Tensor:
-        note, muted = follower.note(x), follower.stack.muted
+        note, muted = follower.of(x), follower.stack.muted
         axis = part.edge.group.axes[0]
         if axis in note.tags or (part.unit and x.shape[part.dim] % part.unit):
             told(part, None)
@@ -137,7 +137,7 @@ def whole_arguments(
     args, kwargs = given
     found = []
     for name, value in [*zip(names, args), *((k, v) for k, v in kwargs.items() if k in names)]:
-        if isinstance(value, Tensor) and axis not in Follower.note(value).tags:
+        if isinstance(value, Tensor) and axis not in Follower.of(value).tags:
             dims = range(value.ndim)
             sizes = {unit} if tokens else {n for n in value.shape if n and n % unit == 0}
             found += [(name, d) for d in dims if value.shape[d] in sizes]

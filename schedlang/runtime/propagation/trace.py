@@ -1,26 +1,29 @@
-"""Record what a model computes on the meta device: outputs of calls, and what modules save."""
+"""The one mode beside a forward without values, and what it tells of calls and of tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from schedlang.diagnostics.diagnostic import Diagnostic
 from schedlang.ir import nests as pytree
 from schedlang.ir.placement import EVEN, Uneven, positions
 from schedlang.runtime.batch import named_tensors, rows_of
 from schedlang.runtime.rng.draws import masks, shapes_of
 from schedlang.runtime.storage.fewer import is_uncoded, keeping
 from schedlang.runtime.storage.own import given_whole, is_candidate, places
+from schedlang.runtime.tracing.constants import OnMeta, without_values
+from schedlang.runtime.tracing.meta import hollow_model
 from schedlang.runtime.tracing.torch_calls import model_line, name_of, tensors_in
 
-# ---- Records what a model computes on the meta device: each call's outputs, by module and turn.
+# ---- A forward beside which one mode runs, and tells lattices of every call of torch.
+# What is known of a tensor stands on the tensor itself, an attribute for each lattice; a call joins
+# what is known of the tensors that it is given into what is known of those that it gives.
 
 
 Frame = tuple[str, int]  # a module and which of its calls
@@ -36,73 +39,91 @@ class Call:
     integers: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class LabelRule:
-    """How a model's loss reads its labels: from which input, through which operations.
+@dataclass
+class Running:
+    """A call of torch while it runs: in which frame, what it is given, and then what it gives."""
 
-    `count(batch)` is the number of labels that count in a part of the batch; the operations (a
-    shift by one token, padding) are those that the model itself was seen to apply.
+    frame: Frame
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: list[Tensor]
+    out: Any = None
+    outputs: list[Tensor] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return name_of(self.func)
+
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        """An argument by its place or its name."""
+        return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
+
+
+class Lattice:
+    """What is followed from tensor to tensor through a forward.
+
+    mark     the attribute of a tensor that holds what is known of it
+    nothing  what is known of a tensor that nothing was put on
     """
 
-    source: str
-    steps: tuple[Callable[[Tensor], Tensor], ...]
-    ignore_index: int
+    mark = ""
+    nothing: Any = None
 
-    def count(self, batch: Mapping[str, Any]) -> float:
-        """How many labels count in this part of a batch; its rows if it has no labels."""
-        return float(self.counted(batch))
+    @classmethod
+    def of(cls, tensor: Tensor) -> Any:
+        """What is known of a tensor."""
+        return tensor.__dict__.get(cls.mark, cls.nothing)
 
-    def counted(self, batch: Mapping[str, Any]) -> Tensor | float:
-        """The same where the labels lie: of many parts they are read at once, by `numbers`."""
-        labels = named_tensors(batch).get(self.source)
-        if labels is None:
-            return float(rows_of(batch))
-        for step in self.steps:
-            labels = step(labels)
-        return (labels != self.ignore_index).sum()
+    @classmethod
+    def put(cls, tensor: Tensor, known: Any) -> None:
+        """Write down what is known of a tensor."""
+        tensor.__dict__[cls.mark] = known
 
+    def before(self, call: Running) -> None:
+        """Hear of a call that is about to run: it may write into what it is given."""
 
-@dataclass
-class Recording:
-    """Everything recorded in one forward of the original."""
+    def after(self, call: Running) -> None:
+        """Join what is known of `call.inputs` into what is known of `call.outputs`."""
 
-    frames: dict[Frame, list[Call]] = field(default_factory=dict)
-    entries: dict[str, int] = field(default_factory=dict)  # module -> how often it was called
-    order: list[str] = field(default_factory=list)  # modules in the order of their first call
-    labels: list[LabelRule] = field(default_factory=list)
-    random: bool = False  # some operator drew random numbers
-    # (module, turn) of each mask that is drawn -> its whole shape; () where it is not told
-    drawn: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
-    sourceless: set[tuple[str, int]] = field(default_factory=set)  # of no tensor of the batch
-    # draws that have no dim of samples, where some have none
-    unbatched: Mapping[tuple[str, int], bool] = field(default_factory=dict)
-    # what drew them in a way that cannot be drawn alike elsewhere: the module, and the line
-    apart: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    lossless: Diagnostic | None = None  # said where nothing gave a loss
-    asked: bool = False  # the model asked for values, and may call other modules for others
-    reached: frozenset[str] = frozenset()  # parameters that the loss depends on
-    # modules, and modules around them that did not run when they were called
-    outside: frozenset[tuple[str, str]] = frozenset()
-    saved: dict[str, list[Any]] = field(default_factory=dict)  # by modules that are asked for
-
-    def choices(self) -> dict[str, str]:
-        """The modules that choose by values (a top-k, a sort), and the first such call of each."""
-        found = (
-            (fqn, call.name)
-            for (fqn, _), calls in self.frames.items()
-            for call in reversed(calls)
-            if call.name in CHOOSING
-        )
-        return dict(found)
+    def failed(self, call: Running, error: Exception) -> None:
+        """Hear of a call that has raised; may raise something that says more."""
 
 
-def integers_in(tree: Any) -> tuple[int, ...]:
-    """The plain integers of a nest, in order; bounds of slices among them."""
-    found: list[int] = []
-    for leaf in pytree.tree_leaves(tree):
-        bounds = (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
-        found += [n for n in bounds if isinstance(n, int) and not isinstance(n, bool)]
-    return tuple(found)
+ANSWERS: Mapping[Any, bool] = {Tensor.__bool__: False, torch._is_all_true: True}
+
+
+class Trace(TorchFunctionMode):
+    """The mode: runs every call, before and after which its lattices hear of it.
+
+    `asked`: a tensor whose truth is asked for gives it, as far as the batch decides it. Else the
+    answer is the same in every run: no, and yes of what distributions check.
+    """
+
+    def __init__(self, stack: Stack, *lattices: Lattice, asked: bool = False) -> None:
+        super().__init__()
+        self.stack, self.lattices, self.asked = stack, lattices, asked
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in ANSWERS and not self.asked:
+            return ANSWERS[func]
+        kwargs = dict(kwargs or {})
+        call = Running(self.stack.frames[-1], func, args, kwargs, tensors_in((args, kwargs)))
+        for lattice in self.lattices:
+            lattice.before(call)
+        try:
+            call.out = func(*args, **kwargs)
+        except Exception as error:
+            for lattice in self.lattices:
+                lattice.failed(call, error)
+            raise
+        call.outputs = tensors_in(call.out)
+        for lattice in self.lattices:
+            lattice.after(call)
+        return call.out
 
 
 class Stack:
@@ -156,108 +177,142 @@ class Stack:
         return forward
 
 
+# ---- The forward of the original, recorded: each call by module and turn, its labels and draws.
+
+
+@dataclass(frozen=True)
+class LabelRule:
+    """How a model's loss reads its labels: from which input, through which operations.
+
+    `count(batch)` is the number of labels that count in a part of the batch; the operations (a
+    shift by one token, padding) are those that the model itself was seen to apply.
+    """
+
+    source: str
+    steps: tuple[Callable[[Tensor], Tensor], ...]
+    ignore_index: int
+
+    def count(self, batch: Mapping[str, Any]) -> float:
+        """How many labels count in this part of a batch; its rows if it has no labels."""
+        return float(self.counted(batch))
+
+    def counted(self, batch: Mapping[str, Any]) -> Tensor | float:
+        """The same where the labels lie: of many parts they are read at once, by `numbers`."""
+        labels = named_tensors(batch).get(self.source)
+        if labels is None:
+            return float(rows_of(batch))
+        for step in self.steps:
+            labels = step(labels)
+        return (labels != self.ignore_index).sum()
+
+
+def integers_in(tree: Any) -> tuple[int, ...]:
+    """The plain integers of a nest, in order; bounds of slices among them."""
+    found: list[int] = []
+    for leaf in pytree.tree_leaves(tree):
+        bounds = (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
+        found += [n for n in bounds if isinstance(n, int) and not isinstance(n, bool)]
+    return tuple(found)
+
+
 CHOOSING = {
-    "topk",
-    "sort",
-    "argsort",
-    "argmax",
-    "argmin",
-    "kthvalue",
-    "mode",
-    "multinomial",
-    "nonzero",
-    "searchsorted",
-    "bucketize",
-    "histc",
+    *("topk", "sort", "argsort", "argmax", "argmin", "kthvalue", "mode", "multinomial", "nonzero"),
+    *("searchsorted", "bucketize", "histc"),
 }
+LOSSES = (F.cross_entropy, F.nll_loss)
 
 
-class Recorder(TorchFunctionMode):
-    """Records one forward of the original on the meta device."""
+class Recorded(Lattice):
+    """Which tensors are made of the batch, which of labels; every call is written down.
 
-    def __init__(self, stack: Stack, inputs: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.stack, self.recording = stack, Recording()
-        for value in named_tensors(inputs).values():
-            _mark(value)
-        # a label is followed from an integer input to the loss: tensor id -> (tensor, input, steps)
-        self.lineage: dict[int, tuple[Tensor, str, tuple[Any, ...]]] = {
-            id(value): (value, name, ())
-            for name, value in named_tensors(inputs).items()
-            if not value.is_floating_point()
-        }
+    frames      calls by module and turn, but for those inside of opaque modules
+    labels      how losses read their labels
+    counted     labels that count, of each mean of cross-entropies whose labels `values` knows
+    drawn       (module, turn) of each mask that is drawn -> its whole shape; (): it is not told
+    sourceless  those of them that are made of no tensor of the batch
+    """
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run the call and write it down."""
-        kwargs = dict(kwargs or {})
-        if func is Tensor.__bool__:
-            return False  # no values on the meta device; the same answer in every run
-        if func is torch._is_all_true:  # by which distributions check what they are given
-            return True
-        given = tensors_in((args, kwargs))
-        batched = any(map(_marked, given))  # before it may be written into
-        out = func(*args, **kwargs)
-        outputs = tensors_in(out)
-        written = given[:1] if func is Tensor.__setitem__ else []
-        for tensor in (*outputs, *written) if batched else ():
-            _mark(tensor)
-        if outputs and not self.stack.muted:
-            shapes = tuple(tuple(t.shape) for t in given)
-            found = tuple(tuple(t.shape) for t in outputs)
-            call = Call(name_of(func), shapes, found, integers_in((args, kwargs)))
-            self.recording.frames.setdefault(self.stack.frames[-1], []).append(call)
-            self._note_draw(func, args, kwargs, batched)
-        self._follow_labels(func, args, kwargs, out)
-        return out
+    mark, nothing = "_schedlang_batched", False
 
-    def _note_draw(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batched: bool
+    def __init__(
+        self, stack: Stack, inputs: Mapping[str, Any], values: OnMeta | None = None
     ) -> None:
+        self.stack, self.values = stack, values
+        self.frames: dict[Frame, list[Call]] = {}
+        self.labels: list[LabelRule] = []
+        self.counted: list[float] = []
+        self.drawn: dict[Frame, tuple[int, ...]] = {}
+        self.sourceless: set[Frame] = set()
+        self._batched = False  # whether the call that runs is given something of the batch
+        # a label is followed from an integer input to the loss: tensor id -> (tensor, input, steps)
+        self._lineage: dict[int, tuple[Tensor, str, tuple[Any, ...]]] = {}
+        for name, value in named_tensors(inputs).items():
+            self.put(value, True)
+            if not value.is_floating_point():
+                self._lineage[id(value)] = value, name, ()
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """The modules that choose by values (a top-k, a sort), and the first such call of each."""
+        calls = ((fqn, one) for (fqn, _), some in self.frames.items() for one in reversed(some))
+        return {fqn: one.name for fqn, one in calls if one.name in CHOOSING}
+
+    def before(self, call: Running) -> None:
+        """Note whether it is given something of the batch, and count the labels of a loss."""
+        self._batched = any(map(self.of, call.inputs))
+        if call.func in LOSSES and self.values is not None:
+            target = self.values.constants.real(call.argument(1, "target"))
+            if target is not None and call.kwargs.get("reduction", "mean") == "mean":
+                counts = target != call.kwargs.get("ignore_index", -100)
+                self.counted.append(float(counts.sum()))
+
+    def after(self, call: Running) -> None:
+        """Write the call down."""
+        written = call.inputs[:1] if call.func is Tensor.__setitem__ else []
+        for tensor in (*call.outputs, *written) if self._batched else ():
+            self.put(tensor, True)
+        if call.outputs and not self.stack.muted:
+            given, made = (
+                tuple(tuple(t.shape) for t in some) for some in (call.inputs, call.outputs)
+            )
+            known = Call(call.name, given, made, integers_in((call.args, call.kwargs)))
+            self.frames.setdefault(call.frame, []).append(known)
+            self._note_draw(call)
+        self._follow_labels(call)
+
+    def _note_draw(self, call: Running) -> None:
         """Of torch's function for multi-head attention it is seen that it drops, and no more."""
-        rate = args[10] if len(args) > 10 else kwargs.get("dropout_p", 0.0)
-        inside = func is F.multi_head_attention_forward and rate > 0
+        func, args, kwargs = call.func, call.args, call.kwargs
+        inside = func is F.multi_head_attention_forward and call.argument(10, "dropout_p", 0.0) > 0
         if inside and kwargs.get("training", True):
             shapes: list[tuple[int, ...]] = [()]
         else:
             shapes = shapes_of(func, args, kwargs)[:1] if masks(func, args, kwargs) else []
-        site, drawn = self.stack.frames[-1][0], self.recording.drawn
+        site, drawn = call.frame[0], self.drawn
         for shape in shapes:
             at = site, sum(known == site for known, _ in drawn)
             drawn[at] = shape
-            if not batched:
-                self.recording.sourceless.add(at)
+            if not self._batched:
+                self.sourceless.add(at)
 
-    def _follow_labels(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-    ) -> None:
-        if func in (F.cross_entropy, F.nll_loss):
-            given = {**dict(zip(("input", "target"), args)), **kwargs}
-            known = self.lineage.get(id(given.get("target")))
-            if known is not None and given.get("reduction", "mean") == "mean":
-                ignore = int(given.get("ignore_index", -100))
-                self.recording.labels.append(LabelRule(known[1], known[2], ignore))
+    def _follow_labels(self, call: Running) -> None:
+        func, args, kwargs = call.func, call.args, call.kwargs
+        if func in LOSSES:
+            known = self._lineage.get(id(call.argument(1, "target")))
+            if known is not None and kwargs.get("reduction", "mean") == "mean":
+                ignore = int(kwargs.get("ignore_index", -100))
+                self.labels.append(LabelRule(known[1], known[2], ignore))
             return
+        out = call.out
         if not args or not isinstance(out, Tensor) or out.is_floating_point():
             return
-        known = self.lineage.get(id(args[0]))
-        others = tensors_in((args[1:], kwargs))
-        if known is None or others or out.dtype == torch.bool:
+        known = self._lineage.get(id(args[0]))
+        if known is None or tensors_in((args[1:], kwargs)) or out.dtype == torch.bool:
             return
         # keep what chooses or adds labels; moves and reshapes do not change how many count
         step = _replay(func, args[1:], kwargs)
-        steps = (*known[2], step) if name_of(func) in ("__getitem__", "pad", "narrow") else known[2]
-        self.lineage[id(out)] = (out, known[1], steps)
-
-
-def _mark(tensor: Tensor) -> None:
-    """Note on a tensor itself that it is made of tensors of the batch."""
-    tensor.__dict__["_schedlang_batched"] = True
-
-
-def _marked(tensor: Tensor) -> bool:
-    return "_schedlang_batched" in tensor.__dict__
+        steps = (*known[2], step) if call.name in ("__getitem__", "pad", "narrow") else known[2]
+        self._lineage[id(out)] = (out, known[1], steps)
 
 
 def _replay(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Tensor], Tensor]:
@@ -267,6 +322,70 @@ def _replay(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callabl
         return result
 
     return step
+
+
+def reached(model: nn.Module, loss: Tensor | None) -> frozenset[str]:
+    """First names of the parameters that a backward from this loss would give a gradient.
+
+    What stands inside of reentrant checkpoints is not seen.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: set[str] = set()
+    todo: list[Any] = [loss.grad_fn] if loss is not None else []
+    seen: set[Any] = {None}
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        name = names.get(id(getattr(node, "variable", None)))
+        found |= {name} if name is not None else set()
+        todo += [following for following, _ in node.next_functions]
+    return frozenset(found)
+
+
+# ---- A forward with a number of rows that divides no other size, to know rows by their number.
+
+
+Result = TypeVar("Result")
+PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167)
+
+
+def at_many_rows(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    run: Callable[[nn.Module, dict[str, Any], Stack, int], Result],
+) -> Result | None:
+    """What `run(bare model, inputs, stack, rows)` gives; None if the model takes no other batch.
+
+    A dim that holds rows is a multiple of `rows` there, and no dim of a parameter is.
+    """
+    sizes = {n for p in model.parameters() for n in p.shape}
+    sizes |= {n for t in tensors_in(dict(batch)) for n in t.shape[1:]}
+    rows = next((p for p in PRIMES if all(n % p for n in sizes)), None)
+    if rows is None:
+        return None
+    bare, stack = hollow_model(model, {}), Stack()
+    bare.train()
+    stack.watch(bare, lambda fqn: False)
+    try:
+        with without_values(_repeated(batch, rows)) as (inputs, _):
+            return run(bare, inputs, stack, rows)
+    except Exception:  # the model's own code, with another number of rows: then nothing is known
+        return None
+
+
+def _repeated(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """The batch with its rows again and again, until there are so many."""
+    count = rows_of(batch)
+    index = torch.arange(rows) % count
+
+    def repeat(value: Any) -> Any:
+        whole = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
+        return value[index.to(value.device)] if whole else value
+
+    found: dict[str, Any] = pytree.tree_map(repeat, dict(batch))
+    return found
 
 
 # ---- What is known of a tensor while a sharded forward is followed, and how following it can

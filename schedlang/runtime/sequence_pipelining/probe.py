@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.scope import visit
-from schedlang.runtime.sequence_pipelining.model_calls import Watch
-from schedlang.runtime.sequence_pipelining.slices import Place, Slicing, masks_of
+from schedlang.runtime.sequence_pipelining.carry import Place, Watch
+from schedlang.runtime.sequence_pipelining.slices import Slicing, masks_of
 from schedlang.runtime.sequence_pipelining.trial import Seen, Trial, forward, sliced, watched
-from schedlang.runtime.tracing.constants import on_meta
-from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
+from schedlang.runtime.tracing.constants import without_values
+from schedlang.runtime.tracing.meta import hollow_model
 
 # ---- Why a model cannot be cut along its sequences: the module that gives a slice something
 # else.
@@ -294,8 +294,7 @@ def _shown(trial: Trial, batch: Mapping[str, Any]) -> None:
     if not any(buffer.is_meta for buffer in trial.model.buffers()):
         forward(trial, trial.model, batch)
         return
-    given = dict(hollow_batch(dict(batch)))
-    with torch.device("meta"), on_meta(batch, given):
+    with without_values(batch) as (given, _):
         forward(trial, hollow_model(trial.model, {}), given)
 
 

@@ -1,21 +1,29 @@
-"""A microbatch cut along its sequence: the inputs of each slice, and what it weighs."""
+"""A microbatch cut along its sequence, and a model that runs slice by slice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir import nests as pytree
-from schedlang.runtime.batch import Batch, dotted, rows_of, shares
-from schedlang.runtime.sequence_pipelining.carry import Span
+from schedlang.runtime import scope
+from schedlang.runtime.batch import Absent, Batch, dotted, rows_of, shares, stack
+from schedlang.runtime.device import numbers
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.no_labels import no_labels
+from schedlang.runtime.rng.logical_dropout import Slices as Windows
+from schedlang.runtime.rng.logical_dropout import Window, within
+from schedlang.runtime.sequence_pipelining.carry import Calls, Carried, Place, Span, Visit, cache
+from schedlang.runtime.tracing.record import forward
+from schedlang.runtime.weights import Number, added, counted, filled, known, positive
 
 Weight = Callable[[Batch], float]
-Place = tuple[str, int]  # a file and a line of it
 
 
 @dataclass(frozen=True)
@@ -188,3 +196,229 @@ def runs_along(value: Any, total: int, rows: int) -> bool:
     if value.dim() == 4 and value.shape[-1] == total and value.shape[2] in (1, total):
         return value.shape[1] != total
     return value.shape[0] in (1, rows) and value.shape[1] == total
+
+
+# ---- A model that runs slice by slice: modes, caches and hooks around its own forward.
+
+
+Loss = Callable[[Any, Mapping[str, Any]], Tensor]
+Lengths = Callable[[int, int], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A slice, and its share of the mean loss of its microbatch."""
+
+    piece: Piece
+    share: Number
+
+
+class Slices:
+    """Runs the slices of `model`, as `slicing` says; one for all stages of a rank.
+
+    weight   what a part of a batch weighs in the mean loss
+    lengths  (tokens, slices) to the length of each slice; default: equal
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        slicing: Slicing,
+        weight: Weight,
+        *,
+        lengths: Lengths | None = None,
+    ) -> None:
+        self.slicing, self.weight, self.lengths = slicing, weight, lengths
+        self.mode = Calls(slicing.places) if slicing.carrier == "calls" else None
+        self.handle = None
+        if slicing.shift == "head" and slicing.head:
+            head = model.get_submodule(slicing.head)
+            self.handle = head.register_forward_hook(_one_more)
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        if self.handle is not None:
+            self.handle.remove()
+
+    def of(self, batch: Batch) -> list[Weighed]:
+        """The slices of a microbatch."""
+        return self.of_all([batch])[0]
+
+    def of_all(self, batches: Sequence[Batch]) -> list[list[Weighed]]:
+        """The slices of each microbatch, weighed where their labels lie."""
+        pieces = [self._pieces(batch) for batch in batches]
+        weight = getattr(self.weight, "counted", self.weight)
+        found = iter(counted([weight(piece.weighed) for some in pieces for piece in some]))
+        made = []
+        for some in pieces:
+            weights = [next(found) for _ in some]
+            whole = positive(added(weights))
+            made.append([Weighed(piece, one / whole) for piece, one in zip(some, weights)])
+        return made
+
+    def _pieces(self, batch: Batch) -> list[Piece]:
+        if not self.slicing.left:
+            _check_left(batch)
+        _check_packed(batch)
+        total = length_of(batch)
+        lengths = self.lengths(total, self.slicing.count) if self.lengths else None
+        return self.slicing.pieces(batch, lengths)
+
+    @contextmanager
+    def forward(self, part: Weighed, carried: Carried) -> Iterator[dict[str, Any]]:
+        """Around the forward of a slice; gives the keyword arguments of the model."""
+        piece = part.piece
+        visit = Visit(carried, piece.span)
+        modes = ambient(*([self.mode] if self.mode is not None else []))
+        with scope.visiting(visit), modes, no_labels(part.share):
+            if self.slicing.carrier == "cache":
+                yield piece.inputs | {"past_key_values": cache(piece.span), "use_cache": True}
+            else:
+                yield piece.inputs
+
+
+def _one_more(module: nn.Module, args: Any, output: Any) -> Any:
+    """A row without label behind a slice that has the first label of the next."""
+    visit = scope.visit()
+    if visit is None or visit.span.stop == visit.span.total:
+        return output
+    return torch.cat([output, output.new_zeros(output[:, :1].shape)], 1)
+
+
+def _check_left(batch: Batch) -> None:
+    for name in masks_of(batch):
+        value = batch[name]
+        if not value.is_meta and not bool(value[:, 0].all()):
+            raise Refusal(
+                Diagnostic(
+                    "S657",
+                    f"`{name}` pads sequences on the left",
+                    notes=("a first slice of only padding has no key to attend to",),
+                    helps=("pad on the right", "or leave `slices` out of the row"),
+                )
+            )
+
+
+def _check_packed(batch: Batch) -> None:
+    """Refuse several documents in a row, told apart by positions alone: a cache hides them."""
+    positions = batch.get("position_ids")
+    if positions is None or "attention_mask" in batch or positions.is_meta:
+        return
+    if bool((positions[..., 1:] <= positions[..., :-1]).any()):
+        raise Refusal(
+            Diagnostic(
+                "S658",
+                "`position_ids` restart within a row",
+                notes=("documents packed into one row would attend to each other across slices",),
+                helps=("leave `slices` out of the row", "or put one document into each row"),
+            )
+        )
+
+
+# -- outputs and masks ---------------------------------------------------------------------------
+
+
+def whole_loss(losses: Sequence[Tensor], pieces: Sequence[Weighed]) -> Tensor:
+    """The mean loss of a microbatch; a slice that weighs nothing may have no number."""
+    all_shares = [piece.share for piece in pieces]
+    if known(all_shares):
+        shares = [(value, share) for value, share in zip(losses, all_shares) if share]
+        return torch.stack([v * share for v, share in shares]).sum() if shares else losses[0]
+    there = torch.stack([filled(losses[0], share) for share in all_shares])
+    parts = torch.stack([*losses])
+    whole = torch.where(there > 0, parts * there, 0.0).sum(0)
+    return torch.where((there > 0).any(), whole, losses[0])
+
+
+def joined(outputs: Sequence[Any], pieces: Sequence[Weighed]) -> Any:
+    """The output of a microbatch from those of its slices: tokens one after the other."""
+    from schedlang.ir import nests as pytree
+
+    lengths, shares = [p.piece.span.length for p in pieces], numbers([p.share for p in pieces])
+    flat = [pytree.tree_flatten(output) for output in outputs]
+    made = [
+        _along(values, lengths)
+        if _runs(values, lengths)
+        else stack(values, [1] * len(values), shares)
+        for values in zip(*(leaves for leaves, _ in flat))
+    ]
+    whole = [
+        value if _plain(value) else Absent("slices of it cannot be concatenated") for value in made
+    ]
+    return pytree.tree_unflatten(whole, flat[0][1])
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, (Tensor, Absent, bool, int, float, str, type(None)))
+
+
+def _runs(values: Sequence[Any], lengths: Sequence[int]) -> bool:
+    tensors = all(isinstance(v, Tensor) and v.dim() > 1 for v in values)
+    return tensors and all(v.shape[1] in (n, n + 1) for v, n in zip(values, lengths))
+
+
+def _along(values: Sequence[Any], lengths: Sequence[int]) -> Tensor:
+    return torch.cat([value[:, :n] for value, n in zip(values, lengths)], 1)
+
+
+def windows(slicing: Slicing, inner: Windows | None) -> Windows:
+    """The part of a logical mask that a slice draws, on top of what shards of it draw."""
+
+    def window(site: str, call: int, shape: tuple[int, ...]) -> Window | None:
+        held = inner(site, call, shape) if inner else None
+        visit = scope.visit()
+        if visit is None:
+            return held
+        dims = slicing.draws.get((site, call))
+        if dims is None or len(dims) != len(shape):
+            raise _unknown_draw(site)
+        span = visit.span
+        runs = {"rows": range(span.start, span.stop), "keys": range(span.stop)}
+        return within(held, shape, span.total, [runs.get(what) for what in dims])
+
+    return window
+
+
+def _unknown_draw(site: str) -> Refusal:
+    return Refusal(
+        Diagnostic(
+            "S655",
+            f"`{site}` draws random numbers that it did not draw at build",
+            notes=("a slice must find its part of the numbers drawn for the full sequence",),
+            helps=("leave `slices` out of the row",),
+        )
+    )
+
+
+# -- one process ---------------------------------------------------------------------------------
+
+
+def run(
+    slices: Slices, model: nn.Module, batch: Batch, loss: Loss | None = None
+) -> tuple[Tensor, list[Any]]:
+    """Forward and backward of a microbatch by slices on one process: the loss, and the outputs.
+
+    Gradients are added to the parameters' `.grad`.
+    """
+    carried, pieces = Carried(), slices.of(batch)
+    outputs, losses = [], []
+    for part in pieces:
+        with slices.forward(part, carried) as inputs:
+            output, value = forward(model, inputs, loss)
+        assert value is not None, "the model returns no loss"
+        outputs.append(output)
+        losses.append(value)
+    for part, value in reversed(list(zip(pieces, losses))):
+        back(carried, part, value)
+    return whole_loss([v.detach() for v in losses], pieces), outputs
+
+
+def back(carried: Carried, part: Weighed, value: Tensor) -> None:
+    """The backward of one slice, from its loss and from its own keys and values."""
+    index = part.piece.span.index
+    edges, grads = carried.roots(index)
+    roots: list[Any] = [value, *edges] if value.requires_grad else list(edges)
+    own = [filled(value, part.share)] if value.requires_grad else []
+    if roots:
+        torch.autograd.backward(roots, [*own, *grads])
+    carried.free(index)

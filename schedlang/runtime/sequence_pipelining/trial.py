@@ -17,14 +17,17 @@ from schedlang.runtime.modes import ambient
 from schedlang.runtime.propagation.trace import LabelRule
 from schedlang.runtime.rng.logical_dropout import LogicalDropout, Window
 from schedlang.runtime.scope import Scope, entered, named_sites, visit
-from schedlang.runtime.sequence_pipelining.sliced import Loss, Slices, run, windows
 from schedlang.runtime.sequence_pipelining.slices import (
+    Loss,
+    Slices,
     Slicing,
     Weight,
     along,
     length_of,
     masks_of,
+    run,
     sections,
+    windows,
 )
 from schedlang.runtime.tracing.meta import copy_with, hollow_parameter
 from schedlang.runtime.tracing.record import loss_of

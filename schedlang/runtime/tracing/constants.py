@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from schedlang.runtime.tracing.meta import hollow_batch
+
 # ---- Shapes of operators on the meta device, worked out once for equal tensors.
 # Torch finds them in Python, which takes longer than a kernel would; layers that are alike ask for
 # the same ones again and again.
@@ -274,6 +276,17 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> 
 
 
 SHAPES = {torch.ops.aten._grouped_mm.default: _grouped_mm}
+
+
+@contextmanager
+def without_values(batch: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], OnMeta]]:
+    """The batch on the meta device; what runs within makes its tensors there, too.
+
+    A model may ask for values: it gets those that the batch decides, and 0 for others.
+    """
+    inputs = hollow_batch(dict(batch))
+    with on_meta(dict(batch), inputs) as values, torch.device("meta"):
+        yield inputs, values
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -22,8 +22,8 @@ from torch import nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Facts, Refusal
 from schedlang.runtime.batch import called
-from schedlang.runtime.tracing.constants import Literals, OnMeta
-from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
+from schedlang.runtime.tracing.constants import without_values
+from schedlang.runtime.tracing.meta import hollow_model
 from schedlang.runtime.tracing.torch_calls import KNOWN
 
 # ---- A recorded model as a value: which unit outputs feed which units, and its cut into stages.
@@ -263,8 +263,8 @@ def once(model: nn.Module, entries: Mapping[str, int]) -> Calls | None:
 
 def calls_of(model: nn.Module, kwargs: Mapping[str, Any], meta: bool) -> Calls:
     """Run one forward and write down every call; with `meta` on a copy on the meta device."""
-    given = dict(hollow_batch(dict(kwargs)) if meta else kwargs)
     model = hollow_model(model, {}) if meta else model
+    where = without_values(kwargs) if meta else nullcontext((dict(kwargs), None))
     order: list[str] = []
     first: dict[str, list[FrameType]] = {}
     again: dict[str, tuple[str, int]] = {}
@@ -280,11 +280,7 @@ def calls_of(model: nn.Module, kwargs: Mapping[str, Any], meta: bool) -> Calls:
 
         handles.append(module.register_forward_pre_hook(before))
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), ExitStack() as stack:
-            if meta:
-                mode = OnMeta(kwargs, given)
-                for one in (torch.device("meta"), mode, Literals(mode.constants)):
-                    stack.enter_context(one)
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), where as (given, _):
             called(model, given)
     except NotImplementedError as error:
         raise asks_for_values(error) from error

@@ -1,0 +1,398 @@
+"""The model as it is, recorded: its calls, labels, draws and sums of rows, and what parts weigh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from schedlang.diagnostics.culprit import told
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostics.source import NOWHERE
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Facet
+from schedlang.passes.propagate.saved_parts import coded_by, experts_of, recomputed
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from schedlang.passes.propagate.propagate import Traced
+    from schedlang.runtime.grad_reduction.batch_statistics import BatchSum, Reaching, Statistics
+    from schedlang.runtime.propagation.dry import Leaf
+    from schedlang.runtime.propagation.trace import Call, LabelRule, Recorded, SavedBy, Stack
+
+Loss = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Original:
+    """What one forward of the original showed.
+
+    labels    how losses read their labels
+    label_counts  labels that count, of each mean of cross-entropies whose labels are known
+    read      keys of the batch that a loss beside the model reads
+    random    whether an operator draws random numbers
+    drawn     (module, turn) of each mask -> its whole shape; (): it is not told
+    unbatched  (module, turn) of each mask -> it has no dim of samples; empty where all have one
+    apart     those that cannot be drawn alike on several ranks -> module and line of the model
+    reached   parameters that the loss depends on, whatever the values are
+    outside   modules that are called while a module around them does not run, and that one
+    lossless  what is said where there is no loss to train by
+    asked     whether the model asked for values: other ones may reach fewer parameters
+    entries   modules in the order of their first call, and how often each is called
+    choices   modules that choose by values (a top-k) -> the call that does
+    """
+
+    labels: tuple[LabelRule, ...] = ()
+    label_counts: tuple[float, ...] = ()
+    read: frozenset[str] = frozenset()
+    random: bool = False
+    drawn: Mapping[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
+    unbatched: Mapping[tuple[str, int], bool] = field(default_factory=dict)
+    apart: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    reached: frozenset[str] = frozenset()
+    outside: frozenset[tuple[str, str]] = frozenset()
+    lossless: Diagnostic | None = None
+    asked: bool = False
+    entries: Mapping[str, int] = field(default_factory=dict)
+    choices: Mapping[str, str] = field(default_factory=dict)
+
+
+class Recording(NamedTuple):
+    """The calls of the original by module and turn, what modules save, and what all of it shows."""
+
+    frames: Mapping[tuple[str, int], Sequence[Call]]
+    saved: SavedBy
+    original: Original
+
+
+def record(
+    plan: Plan, batch: Mapping[str, Any], loss: Loss | None, leaves: Mapping[str, Leaf]
+) -> Recording:
+    """Run the model as it is, without values, and record it.
+
+    Raises Refusal where the model, or the loss beside it, does not run.
+    """
+    from schedlang.runtime.activation_memory.second_run import watch_again
+    from schedlang.runtime.pipeline.stage import signature
+    from schedlang.runtime.propagation.stand_ins import hollow_out
+    from schedlang.runtime.propagation.trace import Recorded, Stack, Trace, reached, watch_saved
+    from schedlang.runtime.rng.logical_dropout import Watched
+    from schedlang.runtime.storage.fewer import put_inside, uncoded
+    from schedlang.runtime.tracing.constants import without_values
+    from schedlang.runtime.tracing.lossless import is_loss, no_loss, not_a_loss
+    from schedlang.runtime.tracing.meta import hollow_model
+    from schedlang.runtime.tracing.record import forward
+
+    model, stack = hollow_model(plan.model.model, {}), Stack()
+    model.train()
+    hollow_out(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
+    put_inside(uncoded, model, experts_of(plan))
+    watch_again(model, (name for one in recomputed(plan) for name in one.modules))
+    stack.watch(model, lambda fqn: fqn in leaves and bool(leaves[fqn].kind))
+    saved = watch_saved(model, coded_by(plan), stack)
+    watched, read = Watched(lambda: stack.frames[-1][0]), set[str]()
+    with without_values(batch) as (inputs, values):
+        seen, values.drew = Recorded(stack, inputs, values), watched.drew
+        with watched, Trace(stack, seen):
+            try:
+                output, value = forward(model, inputs, _telling(loss, read))
+            except Refusal:
+                raise
+            except Exception as error:
+                raise rejected(error, left_over(plan.model.model, batch)) from error
+    # what a part weighs is told by the labels alone; the loss is kept, so that its identity is
+    labels: Any = plan.model.cache.setdefault("labels", {})
+    labels[signature(batch), id(loss)] = tuple(seen.labels), loss
+    found = value if loss is None or is_loss(value) else None
+    lossless = None  # a batch without labels may have no loss, and still be evaluated
+    if found is None:
+        said = no_loss(model, output, batch)
+        lossless = said if loss is None else not_a_loss(value, model, batch)
+    original = Original(
+        labels=tuple(seen.labels),
+        label_counts=tuple(seen.counted),
+        read=frozenset(read),
+        random=watched.random,
+        drawn=seen.drawn,
+        unbatched=_unbatched(plan, batch, loss, seen) if seen.sourceless else {},
+        apart=watched.apart,
+        reached=reached(model, found),
+        outside=frozenset(stack.outside),
+        lossless=lossless,
+        asked=values.asked,
+        entries=stack.turns,
+        choices=seen.choices,
+    )
+    return Recording(seen.frames, saved, original)
+
+
+class Many(NamedTuple):
+    """What a forward with a number of rows that nothing else has shows: masks, and sums of rows."""
+
+    drawn: Mapping[tuple[str, int], tuple[int, ...]]
+    sums: Reaching | None
+
+
+def with_many_rows(plan: Plan, batch: Mapping[str, Any], loss: Loss | None) -> Many | None:
+    """Record such a forward once for a batch of these shapes; None: the model takes no other."""
+    from schedlang.runtime.grad_reduction.batch_statistics import Sums
+    from schedlang.runtime.pipeline.stage import signature
+    from schedlang.runtime.propagation.trace import Recorded, Trace, at_many_rows
+    from schedlang.runtime.tracing.record import forward
+
+    def run(bare: nn.Module, inputs: dict[str, Any], stack: Stack, rows: int) -> Many:
+        seen, sums = Recorded(stack, inputs), Sums(stack, rows)
+        with Trace(stack, seen, sums):
+            _, value = forward(bare, inputs, sums.beside(loss))
+        return Many(seen.drawn, None if value is None else sums.reaching(value))
+
+    known: Any = plan.model.cache.setdefault("many rows", {})
+    key = signature(batch), id(loss)
+    if key not in known:  # the loss is kept with it, so that no other gets its identity
+        known[key] = at_many_rows(plan.model.model, batch, run), loss
+    found: Many | None = known[key][0]
+    return found
+
+
+def _unbatched(
+    plan: Plan, batch: Mapping[str, Any], loss: Loss | None, seen: Recorded
+) -> dict[tuple[str, int], bool]:
+    """Of each draw whether it has no dim of samples; empty where all have one.
+
+    Dropout on a table of relative positions is such a draw: its shape is one for all batches. Those
+    that are made of no tensor of the batch are looked at, as the rows that a shape was given count.
+    """
+    again = with_many_rows(plan, batch, loss)
+    if again is None:
+        return {}
+    alike = {at for at in seen.sourceless if again.drawn.get(at) == seen.drawn[at]}
+    return {at: at in alike for at in seen.drawn} if alike else {}
+
+
+class Reading(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[misc]
+    """A batch that notes which of its keys are read: all else reads by these two."""
+
+    __len__, __setitem__, __delitem__ = dict.__len__, dict.__setitem__, dict.__delitem__
+
+    def __init__(self, batch: Mapping[str, Any], seen: set[str]) -> None:
+        dict.__init__(self, batch)
+        self.seen = seen
+
+    def __getitem__(self, key: str) -> Any:
+        self.seen.add(key)
+        return dict.__getitem__(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        self.seen.update(dict.keys(self))
+        return dict.__iter__(self)
+
+
+def _telling(loss: Loss | None, read: set[str]) -> Loss | None:
+    """The user's loss, which tells what it reads, and its errors at its own line (S865)."""
+    if loss is None:
+        return None
+
+    def tried(output: Any, batch: Mapping[str, Any]) -> Any:
+        try:
+            return loss(output, Reading(batch, read))
+        except Exception as error:
+            if _for_values(error):
+                raise
+            raise told(error, "loss", loss) from error
+
+    return tried
+
+
+def _for_values(error: Exception) -> bool:
+    """Was a tensor without values asked for them, as by a function that wants it on the host?"""
+    text = str(error)
+    wanted = "on meta tensors" in text or "CPU" in text and "but got" in text and " meta " in text
+    return isinstance(error, NotImplementedError) or wanted
+
+
+def left_over(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
+    """The keys of a batch that the forward does not take."""
+    from schedlang.runtime.batch import taken
+
+    return [key for key in batch if key not in taken(model, batch)]
+
+
+def rejected(error: Exception, others: Sequence[str] = ()) -> Refusal:
+    """What a model raised when it was followed on the meta device, as a message.
+
+    `others`: keys of the batch that it was not given, of which one may be misspelled.
+    """
+    from schedlang.runtime.tracing.graph import asks_for_values, line_of
+
+    if _for_values(error):
+        return asks_for_values(error)
+    text, line = f"{type(error).__name__}: {error}".split("\n")[0], line_of(error)
+    return Refusal(
+        Diagnostic(
+            "S604",
+            "the model rejects this batch",
+            notes=(
+                f"on the meta device it raised `{text}`{line and f', at {line}'}",
+                *(f"its forward does not take `{key}` of the batch" for key in others),
+            ),
+            helps=("return the keyword arguments of the model's forward from `batch(seed)`",),
+        )
+    )
+
+
+# ---- What a part of a batch weighs in the mean loss of the whole.
+
+
+Weight = Callable[[Mapping[str, Any]], float]
+
+
+def part_weight(
+    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, weight: Weight | None, parts: int
+) -> Weight:
+    """What a part of a batch weighs, as `build` decides it from a sample part."""
+    from schedlang.runtime.pipeline.stage import signature
+
+    if weight is not None:
+        return weight
+    known: Any = plan.model.cache.get("labels", {})
+    at = signature(sample), id(loss)
+    if at in known:
+        return weight_of(Original(labels=known[at][0]), parts)
+    return weight_of(record(Plan(plan.model), sample, loss, {}).original, parts)
+
+
+@dataclass(frozen=True)
+class ByLabels:
+    """By the labels that count; of a batch without any, which can be evaluated only, by rows."""
+
+    rule: LabelRule
+
+    def __call__(self, batch: Mapping[str, Any]) -> float:
+        """What a part weighs."""
+        return self.rule.count(batch)
+
+    def counted(self, batch: Mapping[str, Any]) -> Tensor | float:
+        """The same where the labels lie."""
+        return self.rule.counted(batch)
+
+
+def weight_of(traced: Original, parts: int) -> Weight:
+    """What a part of a batch weighs: its labels that count, else its rows."""
+    from schedlang.runtime.batch import rows_of
+
+    if len(traced.labels) == 1:
+        return ByLabels(traced.labels[0])
+    if len(traced.labels) > 1 and parts > 1:
+        raise Refusal(
+            Diagnostic(
+                "S621",
+                f"the model has {len(traced.labels)} losses, each with its own labels",
+                notes=("a part of the batch would need a different weight in each",),
+                helps=(
+                    "define `weight(batch)` in the model file: the weight of a part of the batch",
+                ),
+            )
+        )
+    return lambda batch: float(rows_of(batch))
+
+
+# ---- Losses made of statistics over the batch: which of their sums parts of it have to share.
+# The router losses of Switch Transformers (Fedus et al. 2021) and of ST-MoE (Zoph et al. 2022) are
+# made of means over all tokens.  Where a rank sees a part of them its means are those of all
+# parts.
+
+
+ALLOW = 'or allow statistics of each part: `step "..." relax(batch_stats) {`'
+
+
+def with_statistics(
+    plan: Plan, traced: Traced, sample: Mapping[str, Any], loss: Loss | None, weighed: bool = False
+) -> Traced:
+    """What a forward showed, and the sums over rows that ranks have to share."""
+    if plan.micro > 1 and not relaxed(plan) and not weighed:
+        found = _known_sums(plan, sample, loss)
+        # beside a mean over labels none of these is a mean of means, whatever the rows are
+        certain = [one for one, linear in found.sums.items() if not linear] if found else []
+        if found is not None and found.labels and certain:
+            raise _taken_apart(plan, certain[0])
+    return replace(traced, statistics=statistics_of(plan, sample, loss, weighed))
+
+
+def statistics_of(
+    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, weighed: bool
+) -> Statistics | None:
+    """The sums that the ranks which share a batch have to share; None where there are none.
+
+    `weighed`: the user says what a part weighs.  A microbatch cannot know what later ones hold.
+    """
+    from schedlang.runtime.comm.collectives import Group
+    from schedlang.runtime.grad_reduction.batch_statistics import Statistics
+
+    axes = tuple(axis for axis in plan.data_axes if plan.mesh.size(axis) > 1)
+    if not axes or plan.micro > 1 or relaxed(plan):
+        return None
+    sums = shared_sums(plan, sample, loss, weighed)
+    if not sums or plan.mesh.size(plan.context_axes) > 1 or any(_again(plan, s.fqn) for s in sums):
+        return None
+    return Statistics(sums, Group(axes, plan.mesh.group(0, axes), 0, None, sums[0].fqn))
+
+
+def check_microbatches(
+    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, weighed: bool
+) -> None:
+    """Refuse a loss whose statistics no microbatch sees (S668), unless those of parts will do."""
+    sums = shared_sums(plan, sample, loss, weighed)
+    if plan.micro > 1 and not relaxed(plan) and sums:
+        raise _taken_apart(plan, sums[0])
+
+
+def _taken_apart(plan: Plan, first: BatchSum) -> Refusal:
+    micro = plan.micro
+    where = f"`{first.fqn}`" if first.fqn else "the model"
+    row = plan.origin(plan.order) if plan.order is not None else None
+    return Refusal(
+        Diagnostic(
+            "S668",
+            f"the loss needs statistics of the full batch, not of {micro} microbatches",
+            Label((row and row.span) or NOWHERE),
+            notes=(
+                f"the forward of {where} takes a {first.name} over all rows"
+                + (f", {first.line}" if first.line else ""),
+                "the backward of a microbatch starts before later microbatches are computed",
+            ),
+            helps=("use one microbatch, `micro=1`: ranks compute the statistics together", ALLOW),
+        )
+    )
+
+
+def relaxed(plan: Plan) -> bool:
+    """May statistics be those of parts?"""
+    return any("batch_stats" in names for _, names in plan.relaxed)
+
+
+def shared_sums(
+    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, weighed: bool
+) -> tuple[BatchSum, ...]:
+    """The sums over rows of which the loss is no mean that weights of parts take care of.
+
+    A loss with labels is weighed by these, so that any other sum in it needs all rows; one without
+    is weighed by rows, so that a mean over rows does not.
+    """
+    found = _known_sums(plan, sample, loss)
+    if found is None:
+        return ()
+    counted = weighed or found.labels
+    return tuple(one for one, linear in found.sums.items() if counted or not linear)
+
+
+def _known_sums(plan: Plan, sample: Mapping[str, Any], loss: Loss | None) -> Reaching | None:
+    """The sums over rows that the loss is made of; None where it cannot be told."""
+    found = with_many_rows(plan, sample, loss)
+    return found.sums if found is not None else None
+
+
+def _again(plan: Plan, fqn: str) -> bool:
+    """Whether the forward of a module is run again in backward, where nothing is shared."""
+    sites = {s for a in plan.rows_changing(Facet.RECOMPUTE) for s in a.sites}
+    return any(not site or fqn == site or fqn.startswith(f"{site}.") for site in sites)
