@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.plan import Plan
 from schedlang.pipeline.timeline import Kind, Timeline, Timing, timing
-from schedlang.pipeline.timeline.needs import WORK, dependencies
+from schedlang.pipeline.timeline.table import WORK, dependencies
 
 if TYPE_CHECKING:
     from schedlang.passes.analyze.prepare import Prepared

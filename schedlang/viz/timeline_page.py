@@ -18,7 +18,6 @@ from schedlang.passes.lower.train import Measured
 from schedlang.pipeline.cost import UNIT_COST, Cost, Number
 from schedlang.pipeline.schedules import ORDERS, Order, OrderError, order
 from schedlang.pipeline.timeline import Kind, Timeline, chain, peak
-from schedlang.pipeline.timeline.needs import barriers, dependencies
 from schedlang.pipeline.timeline.pictures import (
     FAINTEST,
     OTHER_SHAPE,
@@ -29,6 +28,7 @@ from schedlang.pipeline.timeline.pictures import (
     word,
 )
 from schedlang.pipeline.timeline.simulation import COPIES, weights
+from schedlang.pipeline.timeline.table import barriers, dependencies
 from schedlang.viz.elements import framed
 from schedlang.viz.trace import trace
 
@@ -266,9 +266,7 @@ def _extra(t: Timeline) -> list[tuple[int, int]]:
     told = (t.rank[made] == t.rank[used]) & ((made > used) | copies[made])
     pairs = [(made[told], used[told])]
     if (t.kind == Kind.BARRIER).any():
-        before, waits, table = barriers(t, copies)
-        first = np.broadcast_to(table[0], table[1:].shape)
-        pairs += [(before, waits), (first.ravel(), table[1:].ravel())]
+        pairs += barriers(t, copies)
     return [pair for a, b in pairs for pair in zip(a.tolist(), b.tolist())]
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from schedlang.pipeline.timeline import Kind, Timing
-from schedlang.pipeline.timeline.needs import dependencies
 from schedlang.pipeline.timeline.pictures import levels, word
 from schedlang.pipeline.timeline.simulation import COPIES
+from schedlang.pipeline.timeline.table import dependencies
 
 UNIT = 1000.0  # microseconds a unit of cost
 

@@ -9,8 +9,7 @@ import pytest
 from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import ORDERS, OrderError, Size, find, order
 from schedlang.pipeline.schedules.list_scheduling import Chain, filled
-from schedlang.pipeline.schedules.repetend import repetends
-from schedlang.pipeline.schedules.search import chains_of, searched, warmups
+from schedlang.pipeline.schedules.search import chains_of, repetends, searched, warmups
 from schedlang.pipeline.timeline import (
     Kind,
     Timeline,

@@ -17,7 +17,7 @@ from schedlang.passes.lower.train import Measured, measured, settled
 from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import ORDERS, order, sized
 from schedlang.pipeline.timeline import Kind, Timing, timing
-from schedlang.pipeline.timeline.needs import dependencies
+from schedlang.pipeline.timeline.table import dependencies
 from schedlang.runtime.pipeline.measured import Ran, Watch, gathered
 from schedlang.viz.timeline_page import measured_page, measured_svg, measured_trace
 from tests import models

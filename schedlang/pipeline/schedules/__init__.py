@@ -16,7 +16,6 @@ from schedlang.pipeline.schedules import (
     one_stage,
     search,
     sliced,
-    stale,
     vee,
 )
 from schedlang.pipeline.schedules.csv_table import read_table, table_order, write_table
@@ -38,7 +37,7 @@ KNOWN: tuple[Order, ...] = (
     *sliced.ORDERS,
     *one_stage.PARKED,
     *one_stage.RECOMPUTED,
-    *stale.ORDERS,
+    *one_stage.STALE,
 )
 ORDERS: tuple[Order, ...] = (*KNOWN, search.search(KNOWN))
 

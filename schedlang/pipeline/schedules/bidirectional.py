@@ -6,17 +6,14 @@ replica 0, odd ones through replica 1.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
 
-from schedlang.pipeline.schedules.lay import by_slot
-from schedlang.pipeline.schedules.registry import Order, Problem, Size
-from schedlang.pipeline.timeline import Kind, Op, Timeline, timeline
-
-KINDS = np.array([Kind.F, Kind.B])
+from schedlang.pipeline.schedules.registry import Ints, Order, Problem, Size, by_slot
+from schedlang.pipeline.schedules.vee import numbered, two_way
+from schedlang.pipeline.timeline import Kind, Timeline
 
 
 def _chimera(size: Size) -> Timeline:
@@ -29,26 +26,36 @@ def _chimera(size: Size) -> Timeline:
     """
     p = size.ranks
     microbatch, stage = np.meshgrid(np.arange(size.micro), np.arange(p), indexing="ij")
-    replica = microbatch % 2
     unit, turn = np.divmod(microbatch // 2, p // 2)
     forward = 2 * p * unit + 2 * turn + stage
     backward = 2 * p * unit + 2 * turn + 2 * p - 1 - stage
-    slot = np.stack([forward, backward], -1)
-    columns = (_rank(p, stage, replica), KINDS, stage, microbatch, replica)
-    return by_slot(p, slot, *(c if c is KINDS else c[..., None] for c in columns))
+    return _alternating(p, forward, backward, stage, microbatch)
 
 
 def _gems(size: Size) -> Timeline:
     """One microbatch after the other, forward and back, from the two ends in turn."""
     p = size.ranks
     microbatch, stage = np.meshgrid(np.arange(size.micro), np.arange(p), indexing="ij")
-    slot = np.stack([2 * microbatch, 2 * microbatch + 1], -1)
-    replica = microbatch % 2
-    columns = (_rank(p, stage, replica), KINDS, stage, microbatch, replica)
-    return by_slot(p, slot, *(c if c is KINDS else c[..., None] for c in columns))
+    return _alternating(p, 2 * microbatch, 2 * microbatch + 1, stage, microbatch)
 
 
-def _rank(ranks: int, stage: np.ndarray, replica: np.ndarray) -> np.ndarray:
+def _alternating(
+    ranks: int, forward: Ints, backward: Ints, stage: Ints, microbatch: Ints
+) -> Timeline:
+    """F and B of [microbatch, stage] at their slots, even and odd microbatches in two replicas."""
+    replica, slot = microbatch % 2, np.stack([forward, backward], -1)
+    columns = (stage, microbatch, replica)
+    return by_slot(
+        ranks,
+        slot,
+        _rank(ranks, stage, replica)[..., None],
+        np.array([Kind.F, Kind.B]),
+        *(column[..., None] for column in columns),
+    )
+
+
+def _rank(ranks: int, stage: Ints, replica: Ints) -> Ints:
+    """The rank of a stage of a replica; likewise the stage of a rank."""
     return np.where(replica == 0, stage, ranks - 1 - stage)
 
 
@@ -142,67 +149,15 @@ def _dualpipe(size: Size) -> Timeline:
     The i-th microbatch of direction d is 2i + d; stage s of direction 0 is on rank s, of direction
     1 on rank p - 1 - s. A forward that the system overlaps with a backward stands right before it.
     """
-    return timeline([_Rank(rank, size).phases() for rank in range(size.ranks)])
-
-
-class _Rank:
-    """One rank's operations; its near direction is the one whose first stages are closer."""
-
-    def __init__(self, rank: int, size: Size) -> None:
-        self.rank, self.ranks = rank, size.ranks
-        self.inner = min(rank, size.ranks - 1 - rank)  # distance to the closer end
-        self.each = size.micro // 2  # microbatches of a direction
-        self.flip = rank >= size.ranks // 2
-        self.rows: list[Op] = []
-        self.count: dict[tuple[Kind, bool], int] = {}
-        self.weights: deque[Op] = deque()
-
-    def phases(self) -> list[Op]:
-        """F of the near direction, F of both, IWF, the steady state, and the way down."""
-        near, far = False, True
-        outer = self.ranks // 2 - self.inner - 1
-        for _ in range(2 * outer):
-            self.run(Kind.F, near)
-        for _ in range(self.inner + 1):
-            self.run(Kind.F, near)
-            self.run(Kind.F, far)
-        for _ in range(outer):
-            self.run(Kind.I, far)
-            self.weight()
-            self.run(Kind.F, far)
-        for _ in range(self.each - self.ranks + self.inner + 1):
-            self.run(Kind.F, near)
-            self.run(Kind.B, far)
-            self.run(Kind.F, far)
-            self.run(Kind.B, near)
-        for _ in range(outer):
-            self.run(Kind.B, far)
-            self.run(Kind.F, far)
-            self.run(Kind.B, near)
-        for k in range(2 * (self.inner + 1)):  # whole backwards first, split ones then
-            self.run(Kind.B if k < self.inner + 1 else Kind.I, k % 2 == 0)
-        for _ in range(outer):
-            self.weight()
-            self.run(Kind.I, near)
-        while self.weights:
-            self.weight()
-        return self.rows
-
-    def run(self, kind: Kind, far: bool) -> None:
-        """The next microbatch of a direction; I leaves its W for later."""
-        replica = int(far != self.flip)
-        stage = self.rank if replica == 0 else self.ranks - 1 - self.rank
-        turn = (Kind.F if kind is Kind.F else Kind.B, far)
-        nth = self.count.get(turn, 0)
-        self.count[turn] = nth + 1
-        op = Op(kind, stage, 2 * nth + replica, replica)
-        self.rows.append(op)
-        if kind is Kind.I:
-            self.weights.append(op._replace(kind=Kind.W))
-
-    def weight(self) -> None:
-        """The oldest weight gradient that waits."""
-        self.rows.append(self.weights.popleft())
+    p, rows = size.ranks, []
+    for rank in range(p):
+        steps = two_way(p // 2, min(rank, p - 1 - rank), size.micro // 2)
+        kind, far, nth = numbered(steps)
+        replica = far ^ int(rank >= p // 2)
+        stage = _rank(p, np.array(rank), replica)
+        columns = (np.arange(len(kind)), rank, kind, stage, 2 * nth + replica, replica)
+        rows.append(np.stack(np.broadcast_arrays(*columns)))
+    return by_slot(p, *np.concatenate(rows, axis=1))
 
 
 def _long_enough(size: Size) -> Problem | None:

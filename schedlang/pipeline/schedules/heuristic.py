@@ -11,8 +11,7 @@ from math import lcm
 import numpy as np
 
 from schedlang.pipeline.cost import Number
-from schedlang.pipeline.schedules.lay import laid
-from schedlang.pipeline.schedules.registry import Order, Problem, Size
+from schedlang.pipeline.schedules.registry import Order, Problem, Size, laid
 from schedlang.pipeline.timeline import Kind, Timeline
 
 # W needs 32 s b h of the s b (34 h + 5 a s) bytes of a layer (Zero Bubble, Table 1), and 5 a s / h

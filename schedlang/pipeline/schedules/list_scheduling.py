@@ -10,7 +10,7 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 
 from schedlang.pipeline.cost import Number
-from schedlang.pipeline.schedules.lay import laid
+from schedlang.pipeline.schedules.registry import laid
 from schedlang.pipeline.timeline import Kind, Timeline
 
 
@@ -170,7 +170,7 @@ class Chain:
         split = len(self.times) == 3
         names = np.array([Kind.F, Kind.I, Kind.W] if split else [Kind.F, Kind.B], np.int32)
         parts = (np.divmod(np.array(row, np.int64), self.stages * micro) for row in rows)
-        return laid([(names[kind], unit) for kind, unit in parts], micro)
+        return laid(((names[kind], unit) for kind, unit in parts), micro)
 
     def _needs(
         self, micro: int, in_flight: int | None, kind: int, stage: int, microbatch: int

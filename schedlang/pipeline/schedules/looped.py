@@ -8,9 +8,17 @@ from math import ceil
 import numpy as np
 
 from schedlang.pipeline.cost import Number
-from schedlang.pipeline.schedules.lay import Ints, laid, merge, weave
 from schedlang.pipeline.schedules.list_scheduling import Chain
-from schedlang.pipeline.schedules.registry import Order, Problem, Size, times
+from schedlang.pipeline.schedules.registry import (
+    Ints,
+    Order,
+    Problem,
+    Size,
+    laid,
+    merge,
+    times,
+    weave,
+)
 from schedlang.pipeline.timeline import Timeline
 
 
@@ -20,7 +28,7 @@ def _interleaved(size: Size) -> Timeline:
     for rank in range(size.ranks):
         forward, backward = depth_first(rank, size, sizes)
         warmup = 2 * (size.ranks - 1 - rank) + (size.chunks - 1) * sizes[0]
-        rows.append(merge(forward, backward, min(warmup, len(forward))))
+        rows.append(merge(forward, backward, warmup))
     return laid(rows, size.micro)
 
 
@@ -116,7 +124,7 @@ def _grouped(size: Size, group: int) -> Timeline:
     for rank in range(size.ranks):
         forward, backward = depth_first(rank, size, sizes)
         warmup = size.ranks - 1 - rank + (size.chunks - 1) * sizes[0]
-        rows.append(weave(forward, backward, min(warmup, len(forward)), rank))
+        rows.append(weave(forward, backward, warmup, rank))
     return laid(rows, size.micro)
 
 

@@ -1,38 +1,41 @@
-"""One stage on each rank: GPipe, 1F1B, ZB-H1 and ZB-H2, BPipe and Varuna."""
+"""One stage on each rank: GPipe, 1F1B, ZB-H1 and ZB-H2, BPipe, Varuna; PipeDream and its kin."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 
-from schedlang.pipeline.schedules.lay import laid, merge, weave
-from schedlang.pipeline.schedules.registry import Order, Problem, Size, flushed, times
+from schedlang.pipeline.schedules.registry import (
+    Ints,
+    Order,
+    Problem,
+    Size,
+    flushed,
+    in_turns,
+    laid,
+    times,
+    weave,
+)
 from schedlang.pipeline.timeline import Kind, Op, Timeline, timeline
 
 
 def _gpipe(size: Size) -> Timeline:
     """All forwards, then all backwards, which run first in, first out."""
-    return _one_chunk(size, [size.micro] * size.ranks)
+    return in_turns(size, lambda rank: size.micro)
 
 
 def _one_f_one_b(size: Size) -> Timeline:
     """Backward as soon as possible: on rank r after p - 1 - r forwards."""
-    return _one_chunk(size, [min(size.ranks - 1 - r, size.micro) for r in range(size.ranks)])
+    return in_turns(size, lambda rank: size.ranks - 1 - rank)
 
 
 def _eager(size: Size) -> Timeline:
     """Twice the warm-up of 1F1B, which hides transfers: 2 (p-r) - 1 forwards before a backward."""
-    return _one_chunk(size, [min(2 * (size.ranks - 1 - r), size.micro) for r in range(size.ranks)])
-
-
-def _one_chunk(size: Size, warmup: list[int]) -> Timeline:
-    rows = []
-    for rank, first in enumerate(warmup):
-        units = rank * size.micro + np.arange(size.micro)
-        rows.append(merge(units, units, first))
-    return laid(rows, size.micro)
+    return in_turns(size, lambda rank: 2 * (size.ranks - 1 - rank))
 
 
 FLUSHED = (
@@ -77,8 +80,7 @@ def _woven(size: Size, times: int) -> Timeline:
     rows = []
     for rank in range(size.ranks):
         units = rank * size.micro + np.arange(size.micro)
-        warmup = min(times * (size.ranks - 1 - rank), size.micro)
-        rows.append(weave(units, units, warmup, times * rank))
+        rows.append(weave(units, units, times * (size.ranks - 1 - rank), times * rank))
     return laid(rows, size.micro)
 
 
@@ -255,5 +257,136 @@ RECOMPUTED = (
         "Varuna",
         "Athlur et al., Varuna, 2022 (2111.04007), §3; github.com/microsoft/varuna",
         _varuna,
+    ),
+)
+
+
+# -- updates inside the step -----------------------------------------------------------------------
+# PipeDream, PipeDream-2BW, PipeMare, Pipelined-Backprop: a step of the program is one run of the
+# timeline, which holds several updates and is drained at its end.  Rows say which version of the
+# stage's weights they read; a STEP row makes the next one.
+
+
+STALENESS = frozenset({"staleness"})
+
+
+Read = Callable[[Timeline, Ints, int], Ints]  # of rows, updates made before each, and how many
+# microbatches an update sums: the version that each row reads
+
+
+def _stashed(rows: Timeline, at_hand: Ints, every: int) -> Ints:
+    """F reads the weights at hand; B those that its own F has read, which were kept for it."""
+    forward = rows.kind == Kind.F
+    of = np.zeros((rows.ranks, rows.microbatches), dtype=np.int64)
+    of[rows.rank[forward], rows.microbatch[forward]] = at_hand[forward]
+    return of[rows.rank, rows.microbatch]
+
+
+def _one_late(rows: Timeline, at_hand: Ints, every: int) -> Ints:
+    """F and B of an update read the weights of the update before it: w(t+1) = w(t) - g(w(t-1))."""
+    late: Ints = np.maximum(rows.microbatch // every - 1, 0)
+    return late
+
+
+def _at_hand(rows: Timeline, at_hand: Ints, every: int) -> Ints:
+    """F and B both read the weights at hand; nothing is kept."""
+    return at_hand
+
+
+def _updating(size: Size, apart: int, read: Read, every: int) -> Timeline:
+    """F and B in turn, after `apart` forwards for each rank behind; updates inside the step.
+
+    An update stands behind the last backward that it sums.
+    """
+    t = in_turns(size, lambda rank: apart * (size.ranks - 1 - rank))
+    back = (t.kind == Kind.B).reshape(size.ranks, -1).astype(np.int64)
+    at_hand = ((back.cumsum(1) - back) // every).ravel()
+    t = replace(t, version=read(t, at_hand, every).astype(np.int32))
+    ends = np.flatnonzero((t.kind == Kind.B) & ((t.microbatch + 1) % every == 0))
+    made = {"kind": Kind.STEP, "version": (t.microbatch[ends] + 1) // every}
+    return t.with_copies(2 * np.arange(len(t)), (ends, 2 * ends + 1, made))
+
+
+def _together(size: Size) -> int:
+    """Return the microbatches of an update: the fewest from p on that divide m, or all."""
+    if size.every is not None:
+        return size.every
+    return next(
+        n for n in range(min(size.ranks, size.micro), size.micro + 1) if size.micro % n == 0
+    )
+
+
+def _pipedream(size: Size) -> Timeline:
+    """1F1B without a flush between updates: on rank r weights are p - 1 - r updates old."""
+    return _updating(size, 1, _stashed, size.every or 1)
+
+
+def _double_buffered(size: Size) -> Timeline:
+    """1F1B; every update reads the weights one update old, so that two versions suffice."""
+    return _updating(size, 1, _one_late, _together(size))
+
+
+def _too_few(size: Size) -> Problem | None:
+    """Two versions suffice where an update sums p - 1 microbatches or more; the paper says p."""
+    every = _together(size)
+    if every >= min(size.ranks, size.micro):
+        return None
+    return (
+        f"an update of {every} microbatches is too small for {size.ranks} stages: there would be"
+        " more than two versions of the weights",
+        f'every={size.ranks} or more, or order="PipeDream"',
+    )
+
+
+def _pipemare(size: Size) -> Timeline:
+    """Microbatches 2 (p-1-r) apart on rank r; F and B read the weights as they come."""
+    return _updating(size, 2, _at_hand, _together(size))
+
+
+def _pipelined(size: Size) -> Timeline:
+    """As PipeMare with an update after every microbatch: F on rank r is 2 (p-1-r) updates old."""
+    return _updating(size, 2, _at_hand, size.every or 1)
+
+
+def _idle(size: Size) -> Fraction:
+    """(p-1) (F + I + W): filled and drained once a step, however many updates it holds."""
+    return flushed(size)
+
+
+STALE = (
+    Order(
+        "PipeDream",
+        "Harlap et al. 2018 (1806.03377); Narayanan et al., SOSP 2019, §3.3: weight stashing",
+        _pipedream,
+        bubble=_idle,
+        peak=lambda size: Fraction(min(size.ranks, size.micro)),
+        relaxed=STALENESS,
+    ),
+    Order(
+        "PipeDream-2BW",
+        "Narayanan et al. 2021 (2006.09503), §3.1: double-buffered weight updates",
+        _double_buffered,
+        aliases=("2BW",),
+        problem=_too_few,
+        bubble=_idle,
+        peak=lambda size: Fraction(min(size.ranks, size.micro)),
+        relaxed=STALENESS,
+    ),
+    Order(
+        "PipeMare",
+        "Yang et al. 2021 (1910.05124), §2; without its T1 and T2",
+        _pipemare,
+        bubble=_idle,
+        peak=lambda size: Fraction(min(2 * size.ranks - 1, size.micro)),
+        relaxed=STALENESS,
+    ),
+    Order(
+        "Pipelined-Backprop",
+        "Kosson et al. 2021 (2003.11666), without spike compensation and weight prediction",
+        _pipelined,
+        aliases=("PB", "PipelinedBackprop"),
+        bubble=_idle,
+        peak=lambda size: Fraction(min(2 * size.ranks - 1, size.micro)),
+        relaxed=STALENESS,
     ),
 )

@@ -15,8 +15,15 @@ from math import gcd, inf
 import numpy as np
 
 from schedlang.pipeline.cost import Number
-from schedlang.pipeline.schedules.lay import Ints, by_slot, merge
-from schedlang.pipeline.schedules.registry import Order, OrderError, Size, flushed
+from schedlang.pipeline.schedules.registry import (
+    Ints,
+    Order,
+    OrderError,
+    Size,
+    by_slot,
+    flushed,
+    merge,
+)
 from schedlang.pipeline.timeline import Timeline
 
 
@@ -42,7 +49,7 @@ def _sliced(size: Size, backward: Ints, warmup: list[int]) -> Timeline:
     """Rows of units (microbatch * slices + slice) that are the same on every rank but for the
     number of forwards that come first."""
     forward = np.arange(len(backward))
-    rows = [merge(forward, backward, min(first, len(forward))) for first in warmup]
+    rows = [merge(forward, backward, first) for first in warmup]
     kind = np.stack([kinds for kinds, _ in rows])
     microbatch, part = np.divmod(np.stack([units for _, units in rows]), size.slices)
     rank = np.arange(size.ranks)[:, None]

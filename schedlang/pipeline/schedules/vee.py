@@ -12,8 +12,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from schedlang.pipeline.schedules.lay import Ints, laid
-from schedlang.pipeline.schedules.registry import Order, Size, times
+from schedlang.pipeline.schedules.registry import Ints, Order, Size, laid, times
 from schedlang.pipeline.timeline import Column, Kind, Timeline
 
 F0, F1, I0, I1, W0, W1, B0, B1 = range(8)  # what a rank does next, in which of its two chunks
@@ -26,14 +25,14 @@ def _zb_v(size: Size) -> Timeline:
     Fewer than 2p - 1 microbatches run as the first of that many.
     """
     p, n = size.ranks, max(size.micro, 2 * size.ranks - 1)
-    rows = []
-    for r in range(p):
+
+    def row(r: int) -> list[int]:
         steps = [F0] * (2 * (p - r) - 1) + [F1, F0] * r + [F1, I1, W1] * (p - r)
         steps += [F0, I0, W0, F1, I1, W1] * (n - 2 * p + 1 + r)
         steps += [I0, W0, F1, I1, W1] * (p - 1 - r) + [I0, I1] * r
-        steps += [I0, W0] * (p - r) + [W1] * r + [W0] * r
-        rows.append(v_row(size, r, steps))
-    return laid(rows, size.micro)
+        return steps + [I0, W0] * (p - r) + [W1] * r + [W0] * r
+
+    return laid((v_row(size, r, row(r)) for r in range(p)), size.micro)
 
 
 def _dualpipe_v(size: Size) -> Timeline:
@@ -42,22 +41,36 @@ def _dualpipe_v(size: Size) -> Timeline:
     Fewer than 2p microbatches run as the first of that many.
     """
     p, n = size.ranks, max(size.micro, 2 * size.ranks)
-    rows = []
-    for r in range(p):
-        after = p - r - 1
-        steps = [F0] * (2 * after) + [F0, F1] * (r + 1) + [I1, W1, F1] * after
-        steps += [F0, B1, F1, B0] * (n - 2 * p + r + 1) + [B1, F1, B0] * after
-        drain = [B1, B0] * (r + 1)
-        late = [I1 if step == B1 else I0 for step in drain[r + 1 :]]
-        weights = [W1 if step == I1 else W0 for step in late] + [W0] * after
-        steps += drain[: r + 1] + late
-        steps += [step for pair in zip(weights, [I0] * after) for step in pair]
-        rows.append(v_row(size, r, steps + weights[after:]))
-    return laid(rows, size.micro)
+    return laid((v_row(size, r, two_way(p, r, n)) for r in range(p)), size.micro)
+
+
+def two_way(ranks: int, rank: int, micro: int) -> list[int]:
+    """The eight phases of DualPipe on a rank of half the pipeline, counted from its closer end.
+
+    F of the near direction (0), F of both, IWF, the steady state, and the way down: whole
+    backwards first, split ones then, their weight gradients between and after the last.
+    """
+    after = ranks - rank - 1
+    steps = [F0] * (2 * after) + [F0, F1] * (rank + 1) + [I1, W1, F1] * after
+    steps += [F0, B1, F1, B0] * (micro - 2 * ranks + rank + 1) + [B1, F1, B0] * after
+    drain = [B1, B0] * (rank + 1)
+    late = [I1 if step == B1 else I0 for step in drain[rank + 1 :]]
+    weights = [W1 if step == I1 else W0 for step in late] + [W0] * after
+    steps += drain[: rank + 1] + late
+    steps += [step for pair in zip(weights, [I0] * after) for step in pair]
+    return steps + weights[after:]
 
 
 def v_row(size: Size, rank: int, steps: Sequence[int] | Ints) -> tuple[Column, Ints]:
-    """A rank's kinds and units: the n-th F and the n-th backward of a chunk are microbatch n's.
+    """A rank's kinds and units, of the microbatches that there are."""
+    kind, chunk, microbatch = numbered(steps)
+    real = microbatch < size.micro
+    stage = np.where(chunk == 0, rank, 2 * size.ranks - 1 - rank)
+    return kind[real], (stage * size.micro + microbatch)[real]
+
+
+def numbered(steps: Sequence[int] | Ints) -> tuple[Column, Ints, Ints]:
+    """Kinds, chunks and microbatches of steps: the n-th F and the n-th backward of a chunk are n's.
 
     Weight gradients come in the order of their input gradients.
     """
@@ -67,9 +80,7 @@ def v_row(size: Size, rank: int, steps: Sequence[int] | Ints) -> tuple[Column, I
         for same in (step == F0 + c, (step == I0 + c) | (step == B0 + c)):
             microbatch[same] = np.arange(np.count_nonzero(same))
         microbatch[step == W0 + c] = microbatch[step == I0 + c]
-    real = microbatch < size.micro
-    stage = np.where(step % 2 == 0, rank, 2 * size.ranks - 1 - rank)
-    return KINDS[step[real]], (stage * size.micro + microbatch)[real]
+    return KINDS[step], step % 2, microbatch
 
 
 def _zb_v_idle(size: Size) -> Fraction | None:
@@ -206,7 +217,7 @@ class _Squeeze:
 
 def _squeezed(block: Block, size: Size) -> Timeline:
     rows = _Squeeze(block, size.micro).rows()
-    return laid([v_row(size, rank, row) for rank, row in enumerate(rows)], size.micro)
+    return laid((v_row(size, rank, row) for rank, row in enumerate(rows)), size.micro)
 
 
 def _v_half(size: Size) -> Timeline:

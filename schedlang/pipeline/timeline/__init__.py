@@ -1,8 +1,7 @@
 """The timeline of a pipeline: one table of operations that is proven, timed, drawn and run."""
 
 from schedlang.pipeline.timeline.memory import peak, peak_live, with_holds, with_parks
-from schedlang.pipeline.timeline.messages import check_queues, with_transfers
-from schedlang.pipeline.timeline.proof import check
+from schedlang.pipeline.timeline.proof import check, check_queues, with_transfers
 from schedlang.pipeline.timeline.sharded_weights import runs, with_gathers
 from schedlang.pipeline.timeline.simulation import Timing, timing
 from schedlang.pipeline.timeline.table import (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -11,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedlang.pipeline.cost import UNIT_COST, Cost
-from schedlang.pipeline.timeline.needs import Places
 from schedlang.pipeline.timeline.simulation import Ticks, exact_ticks, number, timing, weights
-from schedlang.pipeline.timeline.table import COLUMNS, TRANSFERS, Kind, Rows, Timeline
+from schedlang.pipeline.timeline.table import TRANSFERS, Kind, Places, Rows, Timeline
 
 AWAY, BACK = (Kind.EVICT, Kind.OFFLOAD, Kind.GIVE), (Kind.LOAD, Kind.RELOAD, Kind.HOLD)
 
@@ -127,16 +125,14 @@ def with_holds(timeline: Timeline) -> Timeline:
     if not len(asked) or np.isin(t.kind, list(ANSWER.values())).any():
         return t
     turn = _turns(t)
-    columns: dict[str, Any] = {}
-    for name in COLUMNS:
-        own = getattr(t, name)
-        columns[name] = np.concatenate([own, own[asked]])
-    n = len(t)
-    columns["kind"][n:] = np.where(t.kind[asked] == Kind.EVICT, Kind.HOLD, Kind.GIVE)
-    columns["rank"][n:], columns["peer"][n:] = t.peer[asked], t.rank[asked]
-    turns = np.concatenate([turn, turn[asked] + 2])
-    rows = np.lexsort((np.arange(len(turns)), turns, columns["rank"]))
-    return replace(t, **{name: column[rows] for name, column in columns.items()})
+    span = int(turn.max()) + 3
+    answers = {
+        "kind": np.where(t.kind[asked] == Kind.EVICT, Kind.HOLD, Kind.GIVE),
+        "rank": t.peer[asked],
+        "peer": t.rank[asked],
+    }
+    at = t.peer[asked] * span + turn[asked] + 2
+    return t.with_copies(t.rank * span + turn, (asked, at, answers))
 
 
 def _turns(t: Timeline) -> Rows:
@@ -166,20 +162,12 @@ def with_parks(timeline: Timeline, ahead: Mapping[int, int]) -> Timeline:
     gone, back = _pairs(timeline, ahead)
     if not len(gone):
         return timeline
-    t = timeline
-    columns: dict[str, Any] = {}
-    for name in COLUMNS:
-        own = getattr(t, name)
-        columns[name] = np.concatenate([own, own[gone], own[gone]])
-    n, many = len(t), len(gone)
-    columns["kind"][n : n + many], columns["kind"][n + many :] = Kind.EVICT, Kind.LOAD
-    columns["peer"][n:] = (columns["rank"][n:] + 1) % t.ranks
-    turns = np.concatenate([4 * np.arange(n) + 1, 4 * gone + 2, 4 * back])
-    rows = np.argsort(turns, kind="stable")
-    for name, column in columns.items():
-        columns[name] = column[rows]
-        columns[name].setflags(write=False)
-    return replace(t, **columns)
+    t, partner = timeline, (timeline.rank[gone] + 1) % timeline.ranks
+    return t.with_copies(
+        4 * np.arange(len(t)) + 1,
+        (gone, 4 * gone + 2, {"kind": Kind.EVICT, "peer": partner}),
+        (gone, 4 * back, {"kind": Kind.LOAD, "peer": partner}),
+    )
 
 
 def _pairs(t: Timeline, ahead: Mapping[int, int]) -> tuple[Rows, Rows]:

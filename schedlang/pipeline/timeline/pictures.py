@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedlang.pipeline.cost import Number
-from schedlang.pipeline.timeline.needs import dependencies
 from schedlang.pipeline.timeline.simulation import COPIES, Costs, Timing, timing
-from schedlang.pipeline.timeline.table import UNIT, Kind, Timeline
+from schedlang.pipeline.timeline.table import UNIT, Kind, Timeline, dependencies
 
 # -- colours, words, shades and labels -------------------------------------------------------------
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from schedlang.pipeline.timeline.needs import describe, latest_before
-from schedlang.pipeline.timeline.table import COLUMNS, Kind, Rows, Timeline, TimelineError
+from schedlang.pipeline.timeline.table import (
+    Kind,
+    Rows,
+    Timeline,
+    TimelineError,
+    describe,
+    latest_before,
+)
 
 # -- gathers ---------------------------------------------------------------------------------------
 # Lamy-Poirier, Breadth-First Pipeline Parallelism (2022, 2211.05953): a rank that runs all
@@ -59,16 +65,15 @@ def with_gathers(t: Timeline) -> Timeline:
     found = runs(t)
     if not len(found.first):
         return t
-    done = found.last[found.backward == 1]
-    source = np.concatenate([np.arange(len(t)), found.first, done, found.last])
-    counts = (len(t), len(found.first), len(done), len(found.last))
-    place = source * PLACE + np.repeat((SELF, BEFORE, REDUCED, AFTER), counts)
-    order = np.argsort(place, kind="stable")
-    columns = {name: getattr(t, name)[source][order] for name in COLUMNS}
-    added = np.repeat((-1, Kind.UNSHARD, Kind.REDUCE, Kind.RESHARD), counts)[order]
-    columns["kind"] = np.where(added < 0, columns["kind"], added).astype(np.int32)
-    columns["peer"] = np.where(added < 0, columns["peer"], -1).astype(np.int32)
-    return replace(t, **columns)
+    added = (
+        (BEFORE, Kind.UNSHARD, found.first),
+        (REDUCED, Kind.REDUCE, found.last[found.backward == 1]),
+        (AFTER, Kind.RESHARD, found.last),
+    )
+    return t.with_copies(
+        np.arange(len(t)) * PLACE + SELF,
+        *((rows, rows * PLACE + at, {"kind": kind, "peer": -1}) for at, kind, rows in added),
+    )
 
 
 # -- checks ----------------------------------------------------------------------------------------

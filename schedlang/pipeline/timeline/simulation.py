@@ -13,8 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedlang.pipeline.cost import Cost, Number
-from schedlang.pipeline.timeline.needs import barriers, dependencies, describe
-from schedlang.pipeline.timeline.table import UNIT, Kind, Rows, Timeline, TimelineError
+from schedlang.pipeline.timeline.table import (
+    UNIT,
+    Kind,
+    Rows,
+    Timeline,
+    TimelineError,
+    barriers,
+    dependencies,
+    describe,
+)
 
 # -- the clock -------------------------------------------------------------------------------------
 
@@ -432,9 +440,7 @@ def _needs(
     """The needs of every row, those of barriers too."""
     if not (t.kind == Kind.BARRIER).any():
         return Needs.of(len(t), made, used, lags)
-    before, waits, table = barriers(t, copies)
-    first = np.broadcast_to(table[0], table[1:].shape).ravel()
-    others = table[1:].ravel()
+    (before, waits), (first, others) = barriers(t, copies)
     none = np.zeros(len(before), dtype=lags.dtype)
     return Needs.of(
         len(t),
