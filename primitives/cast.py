@@ -7,7 +7,7 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING, Literal
 
 from schedlang.ir.facets import Cast
-from schedlang.ir.features import Uniform
+from schedlang.ir.features import Uniform, check_called
 from schedlang.ir.model import inside
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import refuse
@@ -52,7 +52,8 @@ class cast(Uniform):  # noqa: N801
     gives_up = frozenset({"rounding", "dtype"})
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse casts within casts, and weights stored in few bits."""
+        """Refuse what is never called, casts within casts, and weights stored in few bits."""
+        check_called(self, site, plan)
         self._check_others(site, plan)
         names = plan.model.names_below(site.fqn)
         short = next((n for n in names if plan.model.parameters[n].dtype in HALVES), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from schedlang.ir.features import Grouping, Recomputing, Uniform
+from schedlang.ir.features import Grouping, Recomputing, Uniform, check_called
 from schedlang.ir.primitive import refuse
 from schedlang.language.value import Bytes
 from schedlang.remat import Tree, groups, places, regions, root, runs
@@ -88,7 +88,9 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
                 )
 
     def check(self, sites: tuple[Site, ...], plan: Plan) -> None:
-        """Refuse modules that do not follow each other."""
+        """Refuse modules that are never called, or do not follow each other."""
+        for site in sites:
+            check_called(self, site, plan)
         names = tuple(site.fqn for site in sites)
         if self.plan in ("rotor", "pofo") and len(runs(names)) > 1:
             refuse(

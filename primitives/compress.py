@@ -7,6 +7,7 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING, Literal
 
 from schedlang.ir.facets import Compression, Kept
+from schedlang.ir.features import check_called
 from schedlang.ir.mesh import offered
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet, Primitive, refuse
@@ -125,6 +126,8 @@ class compress(Primitive):  # noqa: N801
                 "activations are saved by modules, and this row selects none",
                 helps=(f"select modules: `{row}`",),
             )
+        else:
+            check_called(self, site, plan)
 
     def _check_budget(self) -> None:
         """A budget is about tensors that share it, and lies between what each may have."""

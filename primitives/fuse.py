@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.diagnostics.diagnostic import Refusal, closest, unknown
 from schedlang.diagnostics.other_systems import ARGUMENTS
-from schedlang.ir.features import Gain, Gaining, Lowered, Renewing, Resolved, Trial, Tried
+from schedlang.ir.features import (
+    Gain,
+    Gaining,
+    Lowered,
+    Renewing,
+    Resolved,
+    Trial,
+    Tried,
+    check_called,
+)
 from schedlang.ir.primitive import Facet, refuse
 from schedlang.language.patterns import read as _read
 
@@ -96,6 +105,7 @@ class fuse(Lowered, Tried, Gaining, Resolved):  # noqa: N801
                 "`fuse` needs a module, and this row selects the whole model",
                 helps=("select a module: `layers.*  fuse()`",),
             )
+        check_called(self, site, plan)
         _outside(site, plan)
         if self.pattern or self.backend == "rowwise":
             _matched(site, plan, self)

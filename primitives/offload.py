@@ -11,7 +11,7 @@ from schedlang.diagnostics.diagnostic import Label
 from schedlang.diagnostics.source import NOWHERE
 from schedlang.diagnostics.tables import size
 from schedlang.ir.facets import Stored
-from schedlang.ir.features import Recomputing, Uniform
+from schedlang.ir.features import Recomputing, Uniform, check_called
 from schedlang.ir.mesh import offered
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import refuse
@@ -106,7 +106,9 @@ class offload(Uniform):  # noqa: N801
             )
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse what no peer holds, and what another row decides."""
+        """Refuse what is never called, what no peer holds, and what another row decides."""
+        if self.what == "activations":
+            check_called(self, site, plan)
         self._check_peer(site, plan)
         self._check_plans(site, plan)
 

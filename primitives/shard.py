@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.diagnostics.diagnostic import Facts
 from schedlang.ir.facets import Boundary
-from schedlang.ir.features import SplittingHeads, Uniform
+from schedlang.ir.features import SplittingHeads, Uniform, check_called
 from schedlang.ir.fitting import Cut, blocks_of, remedies, remedy, some
 from schedlang.ir.placement import EVEN, P, Placement, R, Replicate, S
 from schedlang.ir.plan import Plan
@@ -96,6 +96,8 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
         """Refuse what cannot be split so, with the sizes that can."""
         if self.style is not None and self._dim(site) is None:
             self._refuse_class(site)
+        if not self._named(site):
+            check_called(self, site, plan)
         kind = next((k for k in KINDS if site.is_a(k)), None)
         if kind is not None and self._named(site) and not plain(site, kind, plan):
             refuse(

@@ -15,6 +15,7 @@ from schedlang.diagnostics.diagnostic import (
     unknown,
 )
 from schedlang.diagnostics.source import python_span
+from schedlang.diagnostics.tables import html_table, number
 from schedlang.ir.primitive import Primitive
 from schedlang.language import lift, spelling
 from schedlang.language import nodes as n
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from schedlang.schedule import Schedule
 
 
-MOST = 3  # names that stand in a repr
+MOST, MOST_SHOWN = 3, 20  # names that stand in a repr, and modules in a notebook
 
 
 @at_their_callers_lines
@@ -65,6 +66,27 @@ class Cursor:
         shown = ", ".join(name or "the model" for name in found[:MOST])
         more = f", .. {found[-1]}" if len(found) > MOST else ""
         return f'<sch["{said}"]: {count} ({", ".join(kinds)}): {shown}{more}>'
+
+    def _repr_html_(self) -> str:
+        """The modules as a table, for notebooks: class, size, and the rows that act on each."""
+        try:
+            found = self.modules
+        except Refusal:
+            return html_table(repr(self), ())
+        plan = self._schedule.plan()
+        rows = [
+            (
+                name or "the model",
+                plan.model.sites[name].class_name,
+                number(plan.model.numel(name)),
+                ", ".join(str(action.primitive) for action in plan.rows_at(name) if action.acts),
+            )
+            for name in found[:MOST_SHOWN]
+        ]
+        if len(found) > MOST_SHOWN:
+            rows.append((f"and {len(found) - MOST_SHOWN} more", "", "", ""))
+        title = f'sch["{spelling.path(self._path)}"]'
+        return html_table(title, rows, ("module", "class", "parameters", "rows that act on it"))
 
     def do(self, primitive: Primitive) -> Cursor:
         """Apply a bound primitive; the typed way to say what `sch[...].name(...)` says."""

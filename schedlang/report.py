@@ -340,9 +340,6 @@ def _single(row: Row) -> str:
 # dark.
 
 
-pass
-
-
 LOW, HIGH, WIDE = -18.0, 1.0, 228.0  # decades that a scale shows, and its points
 HOLDS: dict[bool | None, str] = {True: "equal", False: "different", None: "open"}
 # Okabe and Ito's blue and vermilion; what fails has another mark, and a word
@@ -362,7 +359,7 @@ STYLE = (
     ".eq .gate{stroke:#1f2328;stroke-width:2}.eq .dot{fill:#0072b2}"
     ".eq .cross{stroke:#d55e00;stroke-width:2.5}"
     "@media(max-width:640px){.eq .scale{display:none}.eq td,.eq th{padding-right:8px}"
-    ".eq td{overflow-wrap:anywhere}.eq td.equal,.eq td.different{white-space:nowrap}}"
+    ".eq td+td{overflow-wrap:anywhere}.eq td.equal,.eq td.different{white-space:nowrap}}"
     "@media(prefers-color-scheme:dark){.eq{color:#e6edf3;background:#0d1117}.eq .s{color:#9198a1}"
     ".eq .equal{color:#56b4e9}.eq .different{color:#ff9d5c}.eq .open{color:#f0e442}"
     ".eq td,.eq th{border-color:#3d444d}.eq .free{fill:#22272e}.eq .gate{stroke:#e6edf3}"

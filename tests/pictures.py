@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import order
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def timelines() -> Drawn:
         yield f"timeline_{name}.svg", svg(made, transfers=name == "1F1B")
     first = Shown("1F1B", order("1F1B", 4, 8))
     yield "timelines.html", timeline_page(first)
+    tiny = Cost(0.00014, 0.00014, 0.00028, 0.0006)  # of a small model, as `simulate` estimates them
+    yield "estimated.html", timeline_page(Shown("1F1B", order("1F1B", 4, 8), "pp", "ms"), tiny)
     found = example()
     yield "measured.svg", measured_svg(found, "net.sched")
     yield "measured.html", measured_page(found, "net.sched")

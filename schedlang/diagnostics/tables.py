@@ -1,7 +1,11 @@
-"""Tables of a terminal: columns that are too many for a line go below, names are never cut."""
+"""Tables of a terminal: columns that are too many for a line go below, names are never cut.
+
+And small ones of a notebook, as HTML.
+"""
 
 from __future__ import annotations
 
+import html
 import re
 import shutil
 import sys
@@ -117,3 +121,23 @@ def table(rows: Sequence[Row], width: int | None = None, keys: int = 1) -> Itera
         if end >= count:
             return
         start = end
+
+
+# ---- Tables of a notebook.
+
+
+def html_table(title: str, rows: Sequence[Row], heads: Row = ()) -> str:
+    """A title above cells, as HTML; without `heads` the first cell of each row is its head."""
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in heads)
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f"<{kind}>{html.escape(cell)}</{kind}>"
+            for place, cell in enumerate(row)
+            for kind in ("td" if heads or place else "th",)
+        )
+        + "</tr>"
+        for row in rows
+    )
+    top = f"<tr>{head}</tr>" if heads else ""
+    return f"<div><b>{html.escape(title)}</b><table>{top}{body}</table></div>"

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from schedlang.ir.primitive import Facet, Primitive
+from schedlang.ir.primitive import Facet, Primitive, refuse
 
 if TYPE_CHECKING:
     from schedlang.diagnostics.diagnostic import Facts
+    from schedlang.ir.model import Site
     from schedlang.ir.plan import Plan
     from schedlang.language.patterns import Pattern
 
@@ -273,6 +274,26 @@ class Grouping(Primitive, feature=True):
     @abstractmethod
     def taken(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:
         """The sites in the groups that it takes at a time."""
+
+
+def check_called(row: Primitive, site: Site, plan: Plan) -> None:
+    """Refuse (S401) a row that acts on the calls of a module, at one that has no forward.
+
+    Lists and other holders of modules are never called: the row would do nothing, silently.
+    """
+    if site.has_forward:
+        return
+    inner, below = f"{site}", [site]
+    while below and not any(one.has_forward for one in below):
+        inner += ".*"
+        below = [plan.model.sites[f"{one}.{child}"] for one in below for child in one.children]
+    name = type(row).__name__
+    refuse(
+        "S401",
+        f"`{site}` is a `{site.class_name}`: `{name}` would do nothing",
+        "it has no forward, and is never called",
+        helps=(f"select the modules that it holds: `{inner}  {row}`",) if below else (),
+    )
 
 
 class Settled(Primitive, feature=True):

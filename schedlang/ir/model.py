@@ -61,6 +61,7 @@ class Site:
 
     `classes` are the qualified names of its class and bases; `dims` the names of the dims of its
     own parameters; `parameters` maps a local name ("weight") to the parameter, which may be tied.
+    A module without a forward, such as a list, holds others and is never called.
     """
 
     fqn: str
@@ -68,6 +69,7 @@ class Site:
     children: tuple[str, ...]
     parameters: Mapping[str, ParameterFact] = field(hash=False)
     buffers: tuple[str, ...] = ()
+    has_forward: bool = True
 
     @property
     def class_name(self) -> str:
@@ -221,7 +223,10 @@ class ModelFacts:
         own = {name: facts[prefix + name] for name in _there(module._parameters)}
         classes = self._classes.get(type(module)) or _bases(type(module))
         self._classes[type(module)] = classes
-        return Site(fqn, classes, _there(module._modules), own, _there(module._buffers))
+        calls = (
+            getattr(module.forward, "__name__", "") != "_forward_unimplemented"
+        )  # torch's own, of lists
+        return Site(fqn, classes, _there(module._modules), own, _there(module._buffers), calls)
 
     # -- what selectors ask ------------------------------------------------------------------
 

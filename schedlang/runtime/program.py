@@ -18,7 +18,7 @@ from schedlang.diagnostics.diagnostic import (
     closest,
     unknown,
 )
-from schedlang.diagnostics.tables import number
+from schedlang.diagnostics.tables import html_table, number
 from schedlang.pipeline.timeline import Op
 from schedlang.runtime import whole
 from schedlang.runtime.assembly import Assembly
@@ -95,15 +95,37 @@ class Program:
         self._versions: Versions | None = versions_of(a.pipeline, a.parameters, self._update)
 
     def __repr__(self) -> str:
+        facts = self._facts()
+        where = f", rank {facts['rank']}" if "rank" in facts else ""
+        micro = f", {facts['microbatches']} microbatches" if "microbatches" in facts else ""
+        drawn = f", dropout {facts['dropout']}" if "dropout" in facts else ""
+        said = f"{facts['parameters here']} parameters here{micro}, {facts['optimizer']}"
+        return f"<Program of {self._model}{where}: {said}, step {self.step}{drawn}>"
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for notebooks."""
+        return html_table(f"Program of {self._model}", tuple(self._facts().items()))
+
+    @property
+    def _model(self) -> str:
+        return type(self.assembly.module).__name__
+
+    def _facts(self) -> dict[str, str]:
+        """What is worth telling of this rank's part; what is as usual is left out."""
         a = self.assembly
         at = ", ".join(f"{axis}={place}" for axis, place in a.ranks.at.items())
-        where = f", rank {a.ranks.rank} of {a.ranks.mesh.world} ({at})" if at else ""
         held = sum(parameter.numel() for parameter in a.parameters.values())
-        micro = f", {a.micro} microbatches" if a.micro > 1 else ""
-        optimizer = type(self.optimizer).__name__ if self.optimizer is not None else "no optimizer"
-        drawn = f", dropout drawn logically ({a.drawn_because})" if a.drawn_because else ""
-        said = f"{number(held)} parameters here{micro}, {optimizer}, step {self.step}{drawn}"
-        return f"<Program of {type(a.module).__name__}{where}: {said}>"
+        facts = {
+            "rank": f"{a.ranks.rank} of {a.ranks.mesh.world} ({at})" if at else "",
+            "parameters here": number(held),
+            "microbatches": str(a.micro) if a.micro > 1 else "",
+            "optimizer": type(self.optimizer).__name__
+            if self.optimizer is not None
+            else "no optimizer",
+            "step": str(self.step),
+            "dropout": f"drawn logically ({a.drawn_because})" if a.drawn_because else "",
+        }
+        return {name: said for name, said in facts.items() if said}
 
     @property
     def grad_norm(self) -> float | None:

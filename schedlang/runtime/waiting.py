@@ -9,6 +9,7 @@ from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, at_their_callers_lines
 from schedlang.diagnostics.source import python_span
+from schedlang.diagnostics.tables import html_table
 from schedlang.runtime.batch import Batch, check_mapping
 from schedlang.runtime.comm.ranks import Ranks
 from schedlang.runtime.program import Program
@@ -84,6 +85,12 @@ class Waiting:
             if self._program is None
             else repr(self._program)
         )
+
+    def _repr_html_(self) -> str:
+        """As `Program._repr_html_`; before the first batch the text alone."""
+        if self._program is None:
+            return html_table(repr(self), ())
+        return self._program._repr_html_()
 
     def _refuse(self, name: str) -> None:
         """AttributeError for what no program has; else say how to have it now."""

@@ -78,7 +78,7 @@ def page(view: View) -> str:
     style = (
         "body{margin:2em auto;max-width:1120px;font:14px system-ui,sans-serif;background:#fff;"
         "color:#1f2328;padding:0 1em}.wide{overflow:auto}"
-        ".wide svg{width:100%;min-width:960px;height:auto}pre{overflow:auto;font-size:12px}"
+        ".wide svg{width:100%;min-width:1010px;height:auto}pre{overflow:auto;font-size:12px}"
         "@media(prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}}"
     )
     shown = f'<div class="wide">{picture(view)}</div>'

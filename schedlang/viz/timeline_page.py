@@ -278,7 +278,7 @@ WIDEST = 1100.0
 MEASURED_SHEET = (
     "body{margin:2em auto;max-width:1340px;padding:0 1em;font:14px system-ui,sans-serif;"
     "background:#fff;color:#1f2328}#frame{overflow:auto}"
-    "#frame svg{width:100%;min-width:640px;height:auto}td,th{padding:1px 14px 1px 0;"
+    "#frame svg{width:100%;min-width:1010px;height:auto}td,th{padding:1px 14px 1px 0;"
     "text-align:left;font-variant-numeric:tabular-nums}"
     "@media(prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}}"
 )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import linecache
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -133,10 +136,50 @@ def test_a_printed_program_has_no_weights() -> None:
 
 
 def test_notebooks_show_pictures(sch: Schedule) -> None:
-    """A plan, a schedule and a report have HTML of their own."""
+    """A plan and a schedule are shown as the picture of the plan, a report as its table."""
     both(sch)
     assert sch.plan()._repr_html_().startswith("<svg")
     assert sch._repr_html_() == sch.plan()._repr_html_()
+    report = sch.verify(batch=batch, dtype="none")
+    shown, printed = report._repr_html_(), str(report)
+    assert "PASS" in shown and "PASS" in printed and "gradients" in shown
+    assert repr(report).startswith("<Report") and "\n" not in repr(report)
+    assert html_parses(shown)
+
+
+def test_a_notebook_shows_what_a_cursor_selects(sch: Schedule) -> None:
+    """Its modules with the rows that act on them; many are counted; a wrong path says why."""
+    both(sch)
+    shown = sch["blocks.*.up"]._repr_html_()
+    rows = re.findall("<tr>(.*?)</tr>", shown)
+    assert len(rows) == 4 and "rows that act on it" in rows[0]
+    assert "blocks.1.up" in rows[2] and "Linear" in rows[2] and "style=col" in rows[2]
+    assert "<tr>" not in sch["blocks.7"]._repr_html_()
+    assert "index 7 is out of range" in sch["blocks.7"]._repr_html_()
+    many = schedlang.create_schedule(nn.Sequential(*(nn.Linear(2, 2) for _ in range(30))))
+    assert "and 10 more" in many["*"]._repr_html_()
+    assert str(sch["blocks.*.up"]) == repr(sch["blocks.*.up"])
+    for one in (shown, sch["blocks.7"]._repr_html_(), many["*"]._repr_html_()):
+        assert html_parses(one) and len(one) < 4000
+
+
+def test_a_notebook_shows_a_program() -> None:
+    """As a few facts, before and after its first batch, and no weight of it."""
+    program: Any = schedlang.create_schedule(Net()).build()
+    assert "sch.build(batch=batch, ...)" in html.unescape(program._repr_html_())
+    assert html_parses(program._repr_html_())
+    program.train_step(batch())
+    shown = program._repr_html_()
+    assert html_parses(shown) and len(shown) < 400
+    for name, said in (("parameters here", "636"), ("optimizer", "no optimizer"), ("step", "1")):
+        assert f"<th>{name}</th><td>{said}</td>" in shown
+    assert "Program of Net" in shown and "microbatches" not in shown
+
+
+def html_parses(text: str) -> bool:
+    """Every tag is closed, in order, and names of Python stand escaped."""
+    plain = re.sub("<(br|meta)[^>]*>", "", text)
+    return ElementTree.fromstring(f"<body>{plain}</body>").tag == "body"
 
 
 # -- what is said in Python's words -----------------------------------------------------------
@@ -221,7 +264,7 @@ def test_a_method_that_was_meant(sch: Schedule, call: str, meant: str) -> None:
 
 def test_other_places_are_named_without_their_lines(sch: Schedule) -> None:
     """A second place that cannot be shown is told with its file and line."""
-    code = 'sch["blocks"].checkpoint()\nsch["blocks.0.up"].shard("col", over="tp")\n'
+    code = 'sch["blocks.0"].checkpoint()\nsch["blocks.0.up"].shard("col", over="tp")\n'
     with pytest.raises(Refusal) as caught:
         exec(compile(code, "<string>", "exec"), {"sch": sch})
     assert "= note: <string>:1: " in caught.value.render()
@@ -273,7 +316,7 @@ def test_plain_texts_do(sch: Schedule) -> None:
     sch["blocks.*.up"].shard("col", axis="tp")
     assert "shard(col, over=tp)" in sch.to_sched()
     sch.view("all", of="tp")
-    sch["blocks"].checkpoint(plan="rotor", memory="2GiB")
+    sch["blocks.*"].checkpoint(plan="rotor", memory="2GiB")
     assert "memory=2GiB" in sch.to_sched()
 
 

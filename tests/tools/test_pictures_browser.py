@@ -78,6 +78,69 @@ def test_a_narrow_window_scrolls(browser: chromium.Browser, folder: Path) -> Non
         assert wide <= 400, (page.name, wide)
 
 
+SMALLEST = """[...document.querySelectorAll("body *, svg *")].filter(
+  (node) => !["SCRIPT", "STYLE", "OPTION", "style", "title"].includes(node.tagName)
+    && node.checkVisibility() && [...node.childNodes].some((c) => c.nodeType === 3 && c.data.trim())
+).map((node) => {
+  const drawn = node instanceof SVGElement ? node.getScreenCTM().d : 1;
+  return [parseFloat(getComputedStyle(node).fontSize) * drawn, node.textContent.trim()];
+}).reduce((a, b) => (b[0] < a[0] ? b : a))"""
+
+
+@pytest.mark.parametrize("width", [400, 1200])
+def test_every_word_can_be_read(browser: chromium.Browser, folder: Path, width: int) -> None:
+    """However narrow the window is, no word of a page is smaller than nine points."""
+    for page in sorted(folder.glob("*.html")):
+        browser.open(page, dark=False, width=width)
+        size, words = browser.tell(SMALLEST)
+        assert size >= 9, (page.name, size, words)
+
+
+@pytest.mark.parametrize("width", [400, 1200])
+def test_a_measured_timeline_is_whole(browser: chromium.Browser, folder: Path, width: int) -> None:
+    """The last bar of each rank lies in the picture, and can be scrolled to."""
+    browser.open(folder / "measured.html", dark=False, width=width)
+    last, edge, right = browser.tell(
+        "(() => { const frame = document.getElementById('frame'); frame.scrollLeft = 1e6;"
+        "const right = (node) => node.getBoundingClientRect().right;"
+        "const bars = [...frame.querySelectorAll('.b')];"
+        "const svg = frame.querySelector('svg');"
+        "return [Math.max(...bars.map(right)), right(svg), right(frame)] })()"
+    )
+    assert last <= edge <= right + 1 <= width + 1
+
+
+def test_unlike_makespans_look_unlike(browser: chromium.Browser, folder: Path) -> None:
+    """Estimated costs far below a millisecond have a unit; orders differ where their times do."""
+    browser.open(folder / "estimated.html", dark=False)
+    shown = browser.tell(
+        "[...document.querySelectorAll('#others tr')].map(r => r.cells[2].textContent)"
+    )
+    times = browser.tell(
+        "page.book.entries.filter(e => e.ranks === 4 && e.micro === 8)"
+        ".map(e => figures(page.timeline(e), timed(page.timeline(e), page.cost())).makespan)"
+    )
+    assert len(shown) == len(times) > 20 and all(one.endswith(" ns") for one in shown)
+    told = [float(one.split()[0]) for one in shown]
+    assert all(abs(a - b) < 1e-3 * b for a, b in zip(sorted(told), sorted(times), strict=True))
+    assert len(set(shown)) > 10 and not any(one.startswith("0.00") for one in shown)
+
+
+def test_a_phone_breaks_no_word(browser: chromium.Browser, folder: Path) -> None:
+    """The kinds of a report are broken between words, never within one."""
+    for name in ("report_equal.html", "report_different.html", "report_notebook.html"):
+        browser.open(folder / name, dark=False, width=400)
+        broken = browser.tell(
+            "[...document.querySelectorAll('tr td:first-child')].flatMap(cell => {"
+            "const text = cell.firstChild, found = [...text.data.matchAll(/\\S+/g)];"
+            "return found.filter(word => { const range = document.createRange();"
+            "range.setStart(text, word.index); range.setEnd(text, word.index + word[0].length);"
+            "return range.getClientRects().length > 1 }).map(word => word[0]) })"
+        )
+        assert broken == [], (name, broken)
+    assert browser.tell("document.documentElement.scrollWidth") <= 400
+
+
 @pytest.mark.parametrize(
     ("name", "cells"),
     [

@@ -74,6 +74,20 @@ def test_picture_is_whole_and_alone() -> None:
     assert any("= transformer.wte" in word for word in words)
 
 
+def test_picture_names_ranks_and_shards_alike() -> None:
+    """Lanes of the timeline are places of the axis as in the tables; each sharded module has its
+    row in a frame, and the axis of its shards stands out."""
+    one = shown()
+    drawn = picture(one)
+    words = re.findall(r"<text[^>]*>(.*?)</text>", drawn)
+    assert {"pp=0", "pp=1"} <= set(words) and not any(w.startswith("rank ") for w in words)
+    assert words.count("pp=0") == 2, "bytes per rank, timeline"
+    frames = len(re.findall(r'<rect class="f"', drawn))
+    acting = [w for w in words if w.partition(" ")[0] in ("shard", "checkpoint", "zero", "pad")]
+    assert len(acting) <= frames and sum(w.startswith("shard") for w in acting) >= 5
+    assert drawn.count('<tspan class="a">@tp</tspan>') >= 5
+
+
 def test_large_pictures_stay_small() -> None:
     """A pipeline of many operations shows its first ranks, and says so."""
     from dataclasses import replace
