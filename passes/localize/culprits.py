@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Action
@@ -13,12 +13,12 @@ from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.reductions import is_lossy
 from schedlang.passes.analyze.routing import routings
 from schedlang.passes.elaborate.rows import only
+from schedlang.passes.verify.compare import compare
 from schedlang.passes.verify.observe import Condition, Observation
 from schedlang.passes.verify.sides import Case, original, prepared, tried
+from schedlang.passes.verify.trials import trials
 from schedlang.report import Row
-
-if TYPE_CHECKING:
-    from schedlang.runtime.launch.pool import Pool
+from schedlang.runtime.launch.pool import Hang, Pool, RankDied
 
 # ---- Again: a failure that was seen, repeated on some rows of the plan, as cheaply as it shows.
 
@@ -86,8 +86,6 @@ class Again:
 
     def __call__(self, rows: Sequence[Action]) -> bool:
         """Does a plan of these rows fail? One that is not legal, or dies, does not fail so."""
-        from schedlang.runtime.launch.pool import Hang, RankDied
-
         try:
             return any(not row.ok for row in self.rows(rows))
         except (Refusal, RankDied, Hang):
@@ -95,9 +93,6 @@ class Again:
 
     def rows(self, rows: Sequence[Action]) -> list[Row]:
         """What is compared on a plan of these rows; raises as a proof does."""
-        from schedlang.passes.verify.compare import compare
-        from schedlang.passes.verify.trials import trials
-
         failure, trial = self.failure, self.trial
         if trial.kernels:
             assert failure.working is not None

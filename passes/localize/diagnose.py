@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from schedlang.ir.mesh import Mesh
 from schedlang.passes.localize.culprits import Failure
 from schedlang.passes.localize.localise import Location
 from schedlang.passes.verify.observe import Batch, Key, Observation
+from schedlang.passes.verify.probe import Probe, weighed_shares
+from schedlang.passes.verify.sides import alone
 from schedlang.report import Row
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from schedlang.runtime.checkpointing.holding import take
 
 # ---- Diagnose: by what arithmetic a wrong tensor comes from the right one.
 
@@ -140,8 +142,6 @@ def of_ranks(locals_: Sequence[Tensor | None], right: Sequence[Tensor], mesh: Me
 
 
 def _over(group: Sequence[int], locals_: Sequence[Tensor | None], right: Sequence[Tensor]) -> str:
-    import torch
-
     wanted = [right[rank].double() for rank in group]
     if any(w.shape != wanted[0].shape or not _fits(w, wanted[0]) for w in wanted):
         return ""  # each holds a part of its own
@@ -295,8 +295,6 @@ def _of_gradient(first: Row, failure: Failure, where: Location, batch: Batch) ->
 
 
 def _of_ranks(name: str, failure: Failure, where: Location, want: Tensor) -> str:
-    from schedlang.runtime.checkpointing.holding import take
-
     prepared, mesh = failure.case.prepared, failure.case.plan.mesh
     if prepared is None or name not in prepared.holdings:
         return ""
@@ -309,27 +307,10 @@ def _of_ranks(name: str, failure: Failure, where: Location, want: Tensor) -> str
 
 def _shares(name: str, failure: Failure, batch: Batch) -> dict[str, Tensor | None]:
     """What each part of the batch adds to a gradient, on the original."""
-    from schedlang.passes.propagate.batch_weights import part_weight
-    from schedlang.passes.verify.original import Sequential
-    from schedlang.passes.verify.sides import modes_of, twin
-    from schedlang.runtime.batch import split
-    from schedlang.runtime.modes import ambient
-
-    case, plan = failure.case, failure.case.plan
-    micro = plan.micro
-    parts = [p for share in split(batch, plan.shares, micro) for p in share]
-    if len(parts) < 2:
+    probe = Probe(failure.case, batch)
+    count = len(probe.parts)
+    if count < 2:
         return {}
-    weigh = part_weight(plan, parts[0].inputs, case.loss, case.weight, len(parts))
-    weights = [weigh(part.inputs) for part in parts]
-    subject = Sequential(twin(case), loss=case.loss)
-    found: dict[str, Tensor | None] = {}
-    modes, _ = modes_of(case)
-    with ambient(*modes):
-        for number, (part, weight) in enumerate(zip(parts, weights)):
-            if weight:
-                subject.derive(part.inputs, part.rows)
-                grad = subject.gradients().get(name)
-                share = None if grad is None else grad.clone() * (weight / sum(weights))
-                found[f"part {number} of {len(parts)}"] = share
-    return found
+    with alone(failure.case) as subject:
+        shares = weighed_shares(subject, probe.parts, probe.weights)
+        return {f"part {number} of {count}": found.get(name) for number, found in shares}

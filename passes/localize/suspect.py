@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Action
@@ -23,9 +22,7 @@ from schedlang.passes.localize.localise import Location, localise
 from schedlang.passes.verify.observe import DISTINCT, Batch, Condition, Observation
 from schedlang.passes.verify.sides import Case, prepared, tried
 from schedlang.report import Report, Row
-
-if TYPE_CHECKING:
-    from schedlang.runtime.launch.pool import Pool
+from schedlang.runtime.launch.pool import Hang, Pool, RankDied
 
 # ---- Stopped: the row for which ranks refuse to go on in the middle of a step.
 
@@ -42,8 +39,6 @@ def placed(refusal: Refusal, case: Case, told: Sequence[Condition], pool: Pool) 
     code = refusal.diagnostic.code
 
     def stops(rows: Sequence[Action]) -> bool:
-        from schedlang.runtime.launch.pool import Hang, RankDied
-
         try:
             some = prepared(replace(case, plan=only(case.plan, rows)))
         except Refusal:
@@ -124,8 +119,6 @@ def _seen_again(
 
 def _location(first: Row, failure: Failure, batch: Batch, pool: Pool) -> Location | None:
     """Where among the modules; None where they cannot be cut apart or the ranks do not get on."""
-    from schedlang.runtime.launch.pool import Hang, RankDied
-
     if failure.case.plan.context_axes:
         return None  # a call of the original is no part's alone
     try:

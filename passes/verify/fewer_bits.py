@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
 
 from schedlang.ir.facets import Kept
+from schedlang.ir.nests import tree_leaves
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.fewer_bits import numbers
-from schedlang.passes.propagate.saved_parts import Saving, experts_of, recomputed, summed
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor, nn
-
-    from schedlang.passes.analyze.prepare import Prepared
-    from schedlang.passes.propagate.saved_parts import Parts
-    from schedlang.remat.again import Again
-    from schedlang.runtime.activation_memory.quantized import Found
+from schedlang.passes.analyze.prepare import Prepared
+from schedlang.passes.propagate.saved_parts import Parts, Saving, experts_of, recomputed, summed
+from schedlang.remat.again import Again
+from schedlang.runtime.activation_memory.quantized import Found, margin, stream
+from schedlang.runtime.activation_memory.second_run import Results, through
+from schedlang.runtime.device import Replayed, own_generators
+from schedlang.runtime.pipeline.arguments import put, take
+from schedlang.runtime.rng.logical_dropout import mixed
+from schedlang.runtime.scope import capture, current, site
+from schedlang.runtime.tracing.torch_calls import tensors_in
 
 # ---- The original whose modules run again in backward from what is kept in fewer bits.
 # Written apart from what programs run (torch's `checkpoint`,
@@ -59,8 +64,6 @@ class _Region:
 
     def given(self, tensors: list[Tensor]) -> list[Tensor]:
         """What the second run is given: what it made itself, and else what was kept."""
-        from schedlang.runtime.activation_memory.second_run import through
-
         if not self.again.once:
             return through(tensors)
         new: list[Tensor] = []
@@ -78,10 +81,6 @@ class _Region:
 
     def made(self, output: Any, second: Any) -> None:
         """The results of a call, in both runs."""
-        from torch import Tensor
-
-        from schedlang.ir.nests import tree_leaves
-
         for one, two in zip(tree_leaves(output), tree_leaves(second), strict=True):
             if self.again.once and isinstance(one, Tensor):
                 self.note(one, two.detach())
@@ -116,12 +115,6 @@ def _recomputed_as_kept(
     **kwargs: Any,
 ) -> Any:
     """The output for the arguments as they are; its backward is that of a run from those kept."""
-    import torch
-    from torch.autograd.graph import saved_tensors_hooks
-
-    from schedlang.runtime.activation_memory.second_run import Results
-    from schedlang.runtime.pipeline.arguments import put, take
-
     if not torch.is_grad_enabled():
         return inner(*args, **kwargs)
     region.enter(place)
@@ -145,17 +138,11 @@ class _Apart:
     """Where a call begins: what is drawn and counted in a second run is drawn and counted alike."""
 
     def __init__(self, module: nn.Module) -> None:
-        import torch
-
-        from schedlang.runtime.device import Replayed, own_generators
-        from schedlang.runtime.scope import capture
-
         self.place = capture()
         self.draws = Replayed([torch.default_generator, *own_generators(module)])
 
     def run(self, saved: list[Tensor], call: Callable[[], Any]) -> Any:
         """A call's result; what autograd would keep of it is put into a list."""
-        from torch.autograd.graph import saved_tensors_hooks
 
         def note(tensor: Tensor) -> Tensor:
             saved.append(tensor.detach())
@@ -213,11 +200,6 @@ class _Saved:
 
     def begin(self, arguments: Any) -> None:
         """A call begins; those of a part of a step are counted from 0."""
-        from torch.nn import Parameter
-
-        from schedlang.runtime.scope import current
-        from schedlang.runtime.tracing.torch_calls import tensors_in
-
         here = current()
         assert here is not None, "the original runs in a scope"
         place = here.step, here.samples
@@ -228,15 +210,11 @@ class _Saved:
 
     def count(self) -> None:
         """One tensor more: of this call, and of those of the module that saves it."""
-        from schedlang.runtime.scope import site
-
         self.numbers += 1
         self.turns[site()] = self.turns.get(site(), 0) + 1
 
     def value(self, tensor: Tensor) -> Tensor:
         """What backward sees of a saved tensor."""
-        from schedlang.runtime.scope import site
-
         whole = tensor.dim() > 2 and tuple(tensor.shape) in self.rows
         self.rows.append(tuple(tensor.shape[:-1]))
         if whole:
@@ -259,8 +237,6 @@ class _Saved:
 
     def coded(self, part: Tensor, held: int) -> Tensor:
         """In whole numbers, if they are fewer bytes than those held now."""
-        from schedlang.runtime.activation_memory.quantized import stream
-
         row = replace(self.row, bits=self.bits.get(self.numbers, self.row.bits))
         if part.numel() < row.block or part.shape[-1] == 1:
             return part
@@ -297,8 +273,6 @@ def _apart(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 @contextmanager
 def _saving(saved: _Saved) -> Iterator[None]:
     """Saved tensors are remembered by their first value: the same view is coded once."""
-    from torch.autograd.graph import saved_tensors_hooks
-
     seen: list[tuple[Tensor, int, Tensor]] = []  # what was saved, its version, its value
 
     def pack(tensor: Tensor) -> Tensor:
@@ -319,8 +293,6 @@ def _saving(saved: _Saved) -> Iterator[None]:
 
 def _sized(tensor: Tensor) -> bool:
     """Is there no value that stands for none, as in a mask of scores?"""
-    import torch
-
     return bool((tensor.detach().abs() < torch.finfo(tensor.dtype).max / 4).all())
 
 
@@ -342,15 +314,11 @@ def _alike(one: Tensor, two: Tensor) -> bool:
 
 def _places(tensor: Tensor) -> Tensor:
     """Where each element lies, in order, from the first on."""
-    import torch
-
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return torch.arange(last + 1).as_strided(tensor.shape, tensor.stride()).flatten()
 
 
 def _forward(saved: _Saved, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    import torch
-
     if not torch.is_grad_enabled():
         return inner(*args, **kwargs)
     saved.begin((args, kwargs))
@@ -360,10 +328,6 @@ def _forward(saved: _Saved, inner: Callable[..., Any], *args: Any, **kwargs: Any
 
 def approximated(tensor: Tensor, row: Kept, stream: int, tipped: Found | None = None) -> Tensor:
     """A tensor as its whole numbers say it: in each block the least value and so many steps."""
-    import torch
-
-    from schedlang.runtime.rng.logical_dropout import mixed
-
     with torch._C.DisableTorchFunction(), torch.no_grad():
         work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         digits = 53 if work == torch.float64 else 24
@@ -385,8 +349,6 @@ def approximated(tensor: Tensor, row: Kept, stream: int, tipped: Found | None = 
 
 def _blocks(values: Tensor, drawn: Tensor, row: Kept) -> tuple[Tensor, Tensor, Tensor]:
     """Of blocks, each in a row, for every element: the least, the step, what is rounded down."""
-    import torch
-
     least, most = values.min(1, keepdim=True)[0], values.max(1, keepdim=True)[0]
     step = (most - least) / (2**row.bits - 1)
     steps = torch.where(step > 0, (values - least) / step, 0.0)
@@ -396,10 +358,6 @@ def _blocks(values: Tensor, drawn: Tensor, row: Kept) -> tuple[Tensor, Tensor, T
 
 def _taken(moved: Tensor, row: Kept, noted: tuple[Tensor, Tensor] | None) -> Tensor:
     """The whole numbers, where two are as near the one that a rank took."""
-    import torch
-
-    from schedlang.runtime.activation_memory.quantized import margin
-
     numbers = torch.floor(moved)
     if noted is not None:
         places, theirs = (one[noted[0] < moved.numel()] for one in noted)

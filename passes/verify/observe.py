@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from schedlang.ir.nests import tree_flatten_with_path
+from schedlang.runtime.batch import dotted
+from schedlang.runtime.device import undrawn
 from schedlang.runtime.launch.forkserver import progress
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
 
 DISTINCT = "distinct draws"  # of one side: that no two of them are one
 NATIVE = "native draws"  # of training: who draws alike, and who apart
@@ -94,14 +97,10 @@ def conditions(
 
 
 def _sgd(named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-    import torch
-
     return torch.optim.SGD(_groups(named), lr=0.01, momentum=0.9)
 
 
 def _adamw(named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-    import torch
-
     # with torch's own eps, rounding of a gradient that is zero would be blown up to a difference
     return torch.optim.AdamW(_groups(named), lr=0.003, eps=1e-5)
 
@@ -154,10 +153,6 @@ def observe(
 
     The function modes of the comparison (float64, logical dropout) are for the caller to enter.
     """
-    import torch
-
-    from schedlang.runtime.device import undrawn
-
     seen = Observation()
     order: tuple[str, ...] = ()
     ties: tuple[tuple[str, ...], ...] = ()
@@ -270,8 +265,6 @@ class _Sight:
 
     def tensor(self, kind: str, step: int, name: str, value: Any) -> None:
         """A copy of one tensor or number; None if there is none."""
-        import torch
-
         if not self.keep:
             return
         if value is not None:
@@ -289,11 +282,6 @@ class _Sight:
 
 def flattened(value: Any, unread: set[str]) -> Iterable[tuple[str, Any]]:
     """The tensors and numbers in an output, by path; other types are named in `unread`."""
-    from torch import Tensor
-
-    from schedlang.ir.nests import tree_flatten_with_path
-    from schedlang.runtime.batch import dotted
-
     for path, leaf in tree_flatten_with_path(value)[0]:
         if isinstance(leaf, (Tensor, int, float)):
             yield dotted(path) or "output", leaf

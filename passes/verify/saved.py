@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from schedlang.ir.mesh import Mesh
 from schedlang.ir.plan import Plan
+from schedlang.passes.lower.build import build
+from schedlang.passes.verify.compare import FLOOR, RTOL
 from schedlang.passes.verify.observe import Batch, Condition, Observation, flattened
-from schedlang.passes.verify.sides import Case
+from schedlang.passes.verify.original import randomised
+from schedlang.passes.verify.sides import Case, built
 from schedlang.report import Gap, Row
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from schedlang.runtime.program import Program
+from schedlang.runtime.comm import world
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.program import Program
 
 Outputs = Mapping[str, Any]
 NO_OUTPUTS: tuple[Outputs, Outputs] = ({}, {})
@@ -31,11 +37,6 @@ def saved(told: Sequence[Condition]) -> int:
 
 def loaded(case: Case, told: Sequence[Condition], folder: str) -> dict[str, Any]:
     """The saved state, loaded by a program of one rank with no rows."""
-    from schedlang.ir.mesh import Mesh
-    from schedlang.passes.lower.build import build
-    from schedlang.runtime.float64 import Float64
-    from schedlang.runtime.modes import ambient
-
     condition = told[saved(told)]
     case = condition.case or case
     plain = Plan(case.plan.model, Mesh())
@@ -59,9 +60,6 @@ def reloaded(
     hangs on `requires_grad` of the weight, in evaluation as well.  Where this is all that can be
     meant, as the outputs differ by roundings, one that is frozen alike has to give the same bits.
     """
-    from schedlang.passes.verify.compare import FLOOR, RTOL
-    from schedlang.runtime.comm import world
-
     saver, condition, batch = made[saved(told)], told[saved(told)], case.batches[0]
     want, got = _with_state(saver, made[0], batch, folder)
     rounded = not _alike(want, got) and _alike(want, got, RTOL, FLOOR)
@@ -88,9 +86,6 @@ def _frozen_alike(case: Case, condition: Condition) -> Program:
 
     The frozen ones differ, too: a load that leaves these out shows.
     """
-    from schedlang.passes.verify.original import randomised
-    from schedlang.passes.verify.sides import built
-
     run = condition.case or case
     run = run.with_model(randomised(run.plan.model.base.model, run.seed + 1))
     program = built(case, replace(condition, case=run))
@@ -104,8 +99,6 @@ def _alike(want: Outputs, got: Outputs, rtol: float = 0.0, atol: float = 0.0) ->
 
 def archive_rows(condition: str, archive: Mapping[str, Any], actual: Observation) -> list[Row]:
     """Saved under this layout and loaded by one rank: equal to the last bit."""
-    import torch
-
     steps = [k.step for k in actual.tensors if k[:2] == (condition, "parameters")]
     last = max(steps)
     rows = []
@@ -149,8 +142,6 @@ def _row(condition: str, name: str, same: bool, step: int, note: str) -> Row:
 
 
 def _same(a: Tensor | float, b: Tensor | float, rtol: float = 0.0, atol: float = 0.0) -> bool:
-    import torch
-
     a, b = torch.as_tensor(a), torch.as_tensor(b)
     if a.shape != b.shape or a.dtype != b.dtype:
         return False

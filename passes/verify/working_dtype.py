@@ -6,29 +6,29 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.facets import Cast
+from schedlang.passes.analyze.cast_trial import Failure, refuse_failing, watched
+from schedlang.passes.analyze.routing import routings
+from schedlang.passes.lower.build import build
+from schedlang.passes.propagate.casts import lowest
 from schedlang.passes.verify.asked import Curve, asked
 from schedlang.passes.verify.compare import is_left_out, unhidden
 from schedlang.passes.verify.observe import Batch, Condition, Key, Observation, conditions, observe
+from schedlang.passes.verify.original import Sequential
 from schedlang.passes.verify.pooled_draws import CHANCE, bound
-from schedlang.passes.verify.sides import (
-    Case,
-    dropout_of,
-    modes_of,
-    original,
-    sequential,
-    twin,
-)
+from schedlang.passes.verify.relaxed import cast_twin
+from schedlang.passes.verify.sides import Case, dropout_of, modes_of, original, sequential, twin
 from schedlang.report import Row
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from schedlang.passes.verify.original import Sequential
-    from schedlang.runtime.launch.pool import Pool
+from schedlang.runtime.batch import called
+from schedlang.runtime.launch.pool import Pool
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.moe.choices import Choices
 
 # ---- Rounding: the model as it stands, in its working dtype, against the original's own error.
 # With r the float64 result from the rounded weights, s the original's and x the program's in the
@@ -129,8 +129,6 @@ def _rows(
 
 def unit_of(original: Observation) -> float:
     """The unit roundoff of the coarsest dtype that the original worked in."""
-    import torch
-
     floats = {v.dtype for v in original.tensors.values() if v is not None and v.is_floating_point()}
     return max((torch.finfo(dtype).eps / 2 for dtype in floats), default=0.0)
 
@@ -166,8 +164,6 @@ def _beyond(
 
 def _errors(exact: Observation, seen: Observation, keys: Sequence[Key]) -> Tensor | None:
     """The errors of a tensor, or of numbers each by its size; None if one is not there."""
-    import torch
-
     found = []
     for key in keys:
         r, v = (_value(one, key) for one in (exact, seen))
@@ -208,8 +204,6 @@ def _value(seen: Observation, key: Key) -> Tensor | None:
 
 
 def _error(x: Tensor, s: Tensor, r: Tensor, times: float) -> float:
-    import torch
-
     unit = torch.finfo(s.dtype).eps / 2
     x, s, r = x.double(), s.double(), r.double()
     same = (x == s) & r.isinf()  # masked scores
@@ -263,8 +257,6 @@ def _compared(
     parts: Observation | None = None,
     draws: Sequence[Observation] = (),
 ) -> Iterator[Row]:
-    from schedlang.passes.propagate.casts import lowest
-
     names = {condition.name for condition in told[:1]}
     tensors = {k: v for k, v in exact.tensors.items() if k.condition in names}
     wanted = replace(exact, tensors=tensors)
@@ -279,12 +271,6 @@ def check_cast(working: Case | None) -> None:
 
     Without values more runs than with them: a kernel may refuse two dtypes where its shapes do not.
     """
-    import torch
-
-    from schedlang.passes.analyze.cast_trial import Failure, refuse_failing, watched
-    from schedlang.passes.verify.cast_original import cast_twin
-    from schedlang.runtime.batch import called
-
     if working is None or not working.plan.casts:
         return
     plan, batch = working.plan, working.batches[0]
@@ -309,8 +295,6 @@ def check_cast(working: Case | None) -> None:
 
 def _plain(working: Case, told: Sequence[Condition]) -> Observation:
     """The original in the working dtype, under the casts of the plan, and what it chose."""
-    from schedlang.runtime.modes import ambient
-    from schedlang.runtime.moe.choices import Choices
 
     def make(condition: Condition) -> Sequential:
         return sequential(working, condition, cast=True)
@@ -339,9 +323,6 @@ def _drawn_again(
     others start from values that differ by one rounding, and tell together what is luck.  One that
     chooses otherwise than float64 does is a run of another function, and tells nothing.
     """
-    from schedlang.passes.analyze.routing import routings
-    from schedlang.passes.propagate.casts import lowest
-
     plan, known = working.plan, working.prepared
     low = lowest(plan)
     right = chosen(case, told[:1], wide=True) if plain.choices else {}
@@ -368,8 +349,6 @@ def nudged(case: Case, unit: float, draw: int) -> Case:
 
     Whole numbers stay: no dtype rounds them, and of a mask of 0 and 1 other ones make no mask.
     """
-    import torch
-
     generator = torch.Generator().manual_seed(case.seed * DRAWS + draw)
 
     def near(value: Tensor) -> Tensor:
@@ -448,9 +427,6 @@ def tipped(right: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> list[str
 
 def chosen(case: Case, told: Iterable[Condition], *, wide: bool) -> Mapping[Any, Tensor]:
     """What the original chooses, in float64 or in its working dtype."""
-    from schedlang.runtime.modes import ambient
-    from schedlang.runtime.moe.choices import Choices
-
     (float64, dropout), _ = modes_of(case)
     noted = Choices()
     modes = (float64, dropout, noted) if wide else (dropout, noted)
@@ -482,9 +458,6 @@ def curve_rows(working: Case, curves: Sequence[Curve], pool: Pool) -> list[Row]:
 
 
 def _original(working: Case, steps: int) -> list[float]:
-    from schedlang.passes.verify.original import Sequential
-    from schedlang.runtime.modes import ambient
-
     adamw = conditions(working.batches, 1.0)[1].optimizer
     with ambient(dropout_of(working)):
         subject = Sequential(twin(working), adamw, loss=working.loss)
@@ -493,8 +466,6 @@ def _original(working: Case, steps: int) -> list[float]:
 
 def _program(working: Case, steps: int) -> list[float]:
     """On a rank: the losses of the program, whole on each."""
-    from schedlang.passes.lower.build import build
-
     adamw = conditions(working.batches, 1.0)[1].optimizer
     program = build(
         working.plan,
