@@ -14,8 +14,8 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.reductions import is_lossy
 from schedlang.passes.analyze.routing import routings
-from schedlang.passes.localize.culprits import Failure
-from schedlang.passes.localize.suspect import placed, suspected
+from schedlang.passes.localize.blame import placed, suspected
+from schedlang.passes.localize.localise import Failure
 from schedlang.passes.simulate.expected import bounds
 from schedlang.passes.simulate.gains import Gained, gained
 from schedlang.passes.verify.asked import (

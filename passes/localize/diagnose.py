@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from schedlang.ir.mesh import Mesh
-from schedlang.passes.localize.culprits import Failure
-from schedlang.passes.localize.localise import Location
+from schedlang.passes.localize.localise import Failure, Location
 from schedlang.passes.verify.observe import Batch, Key, Observation
 from schedlang.passes.verify.probe import Probe, weighed_shares
 from schedlang.passes.verify.sides import alone

@@ -7,7 +7,7 @@ so that one that merely receives something wrong is not blamed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,8 +20,9 @@ from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.lower.build import build
-from schedlang.passes.verify.observe import Batch
+from schedlang.passes.verify.observe import Batch, Condition, Observation
 from schedlang.passes.verify.sides import Case, modes_of, prepared, twin
+from schedlang.report import Row
 from schedlang.runtime.batch import Part, called, split
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.grad_reduction.gradient import local_gradient
@@ -32,6 +33,22 @@ from schedlang.runtime.no_labels import no_labels
 from schedlang.runtime.program import Program
 from schedlang.runtime.scope import Scope, entered, named_sites
 from schedlang.runtime.sharding import redistribute
+
+# the rows of a whole comparison, state saved and working dtype included
+Whole = Callable[[Case, "Case | None", Sequence[Condition], Observation], list[Row]]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What was run and seen in a proof that failed: in float64, and the case in its own dtype."""
+
+    case: Case
+    working: Case | None
+    told: Sequence[Condition]
+    expected: Observation
+    actual: Observation
+    whole: Whole
+
 
 Seen = dict[tuple[int, "Frame"], tuple[float, bool]]
 
