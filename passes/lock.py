@@ -413,7 +413,7 @@ class Change:
 
 
 def changes(old: Lock, new: Lock) -> list[Change]:
-    """What is not the same; versions of packages are left out.  Empty if the locks agree."""
+    """List what is not the same, empty if the locks agree; versions of packages are left out."""
     found: list[Change] = []
     for section in SECTIONS:
         found += _section(section, old.sections.get(section, {}), new.sections.get(section, {}))

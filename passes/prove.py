@@ -55,10 +55,10 @@ from schedlang.passes.verify.sides import (
 from schedlang.passes.verify.trials import trials
 from schedlang.passes.verify.working_dtype import (
     TIPPED,
+    Rounded,
     check_cast,
     curve_rows,
     undecided,
-    working_rows,
 )
 from schedlang.report import Report, Row
 from schedlang.runtime.activation_memory.quantized import noting
@@ -214,7 +214,7 @@ def _ranks(
     pool: Pool,
     progress: Progress | None = None,
 ) -> _Ran:
-    """What the ranks saw in float64 and in the working dtype, and their saved state, loaded."""
+    """Run the ranks: what they saw in float64 and in the working dtype, saved state loaded."""
     world = case.plan.mesh.world
     steps = sum(len(condition.batches) for condition in told)
     steps += 0 if working is None else len(working.batches)
@@ -246,7 +246,7 @@ def _compared(
     if working is None:
         return rows
     wrong = any(not row.ok for row in rows)
-    return rows + working_rows(case, working, told, expected, rounded, wrong=wrong)
+    return rows + Rounded(case, working, told, expected, rounded).rows(wrong=wrong)
 
 
 def _named(actual: Observation, expected: Observation) -> Observation:
@@ -314,13 +314,13 @@ def _facts(case: Case, ran: Runs) -> tuple[tuple[str, str], ...]:
 
 
 def _kernels(fewer: Sequence[Gained], left: Sequence[Left]) -> Iterator[tuple[str, str]]:
-    """What fused rows gain, and calls that kernels left to the model."""
+    """Say what fused rows gain, and which calls kernels left to the model."""
     yield from (("fused", str(one)) for one in fewer)
     yield from (("W703", str(one)) for one in left)
 
 
 def _tipped(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """What is said of numbers that fall to either side."""
+    """Say which numbers fall to either side."""
     said = sum(row.note == TIPPED for row in rows)
     if said:
         yield ("in fewer bits", f"{TIPPED} ({said} rows in the working dtype)")

@@ -213,7 +213,7 @@ SMALL = 500  # a weight with less than the 500th part of all parameters is not w
 
 
 def headline(blocks: Blocks) -> str:
-    """What the model is, in one line."""
+    """Describe the model in one line."""
     facts = blocks.facts
     outer = [name for name in facts.sites if name in blocks.lists and "*" not in name]
     counts = ((len(facts.children(name)), name) for name in outer)
@@ -280,7 +280,7 @@ def _why(blocks: Blocks, owner: str, dims: int, read: Mapping[str, str]) -> str:
 
 
 def differences(plan: Plan, blocks: Blocks, axis: str) -> Iterator[str]:
-    """Where transformers' own plan for the model splits otherwise."""
+    """Note where transformers' own plan for the model splits otherwise."""
     theirs = getattr(blocks.facts.model, "tp_plan", None)
     found: dict[str, dict[str, None]] = {}
     for pattern, style in (theirs or {}).items() if isinstance(theirs, Mapping) else ():
@@ -336,7 +336,7 @@ class Proposed:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a schedule is proposed for, and the same with as few blocks as show all."""
+    """A model, mesh and batch to propose for; and the model with as few blocks as show all."""
 
     trial: Trial
     blocks: Blocks
@@ -466,7 +466,7 @@ def _idle(axis: str, said: list[str]) -> Refusal:
 
 
 def _remarks(asked: Asked, finder: Finder, notes: list[str]) -> list[str]:
-    """What else stays whole, and where transformers' own plan differs."""
+    """Note what else stays whole, and where transformers' own plan differs."""
     plan = asked.trial.plan(finder.rows, finder.axis, finder.ranks)
     blocks, axis = asked.trial.blocks, finder.axis
     named = {name for row in finder.rows for name in row.names}

@@ -108,7 +108,7 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and on what: the model's facts, a batch of a whole step, a cluster."""
+    """A training job: the model's facts, a batch of a whole step, and the cluster it runs on."""
 
     facts: ModelFacts
     batch: Mapping[str, Any]

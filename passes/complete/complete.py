@@ -102,7 +102,7 @@ def _placing(plan: Plan, axis: str, row: Action) -> Iterator[Action]:
 
 
 def _begun(plan: Plan, axis: str, blocks: Blocks, row: Action) -> list[_Begun]:
-    """What is begun, apart for blocks of one list that began unlike; refuses S425: nothing is."""
+    """List what is begun, apart for blocks of one list that began unlike; S425: nothing is."""
     found: dict[str, dict[str, Row]] = {}
     for action in _placing(plan, axis, row):
         for fqn in action.sites:

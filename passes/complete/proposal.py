@@ -246,7 +246,7 @@ class Trial:
 
     @property
     def fed(self) -> Fed:
-        """What each projection of that model reads."""
+        """The feeds of that model: what each projection reads."""
         return self._followed[1]
 
     def shorter(self, stages: int) -> Blocks:

@@ -67,7 +67,7 @@ class _Group:
 
 
 def _sources(fqn: str, use: Use, uses: Mapping[str, Use], blocks: Blocks) -> set[str]:
-    """What a projection reads, if it is nothing but other projections of blocks."""
+    """List what a projection reads, if it is nothing but other projections of blocks."""
     from schedlang.runtime.propagation.feeds import MIXED, STREAM
 
     everywhere = not blocks.lists

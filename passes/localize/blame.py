@@ -78,7 +78,7 @@ class Again:
             return False
 
     def rows(self, rows: Sequence[Action]) -> list[Row]:
-        """What is compared on a plan of these rows; raises as a proof does."""
+        """Compare on a plan of these rows; raises as a proof does."""
         failure, trial = self.failure, self.trial
         if trial.kernels:
             assert failure.working is not None
@@ -403,7 +403,7 @@ def _seen_again(
 
 
 def _location(first: Row, failure: Failure, batch: Batch, pool: Pool) -> Location | None:
-    """Where among the modules; None where they cannot be cut apart or the ranks do not get on."""
+    """Localise among modules; None if they cannot be cut apart or the ranks do not get on."""
     if failure.case.plan.context_axes:
         return None  # a call of the original is no part's alone
     try:
@@ -417,7 +417,7 @@ def _location(first: Row, failure: Failure, batch: Batch, pool: Pool) -> Locatio
 
 
 def _first_bad(bad: Sequence[Row], expected: Observation) -> Lines:
-    """Of gradients the first bad one in the order of backward, and the last good one before it."""
+    """Name the first bad gradient in the order of backward, and the last good one before it."""
     first = bad[0]
     if first.kind != "gradients":
         return

@@ -189,7 +189,7 @@ def _taken(x: Tensor, r: Tensor, others: Mapping[str, Tensor | None]) -> str:
 
 
 def _blocks(x: Tensor, r: Tensor, sizes: Mapping[str, int]) -> str:
-    """Of n equal blocks along one dim some are right and others not, or all are out of order."""
+    """Some of n equal blocks along one dim are right and others not, or all are out of order."""
     for dim, (name, n) in itertools.product(range(x.dim()), sizes.items()):
         if n < 2 or x.shape[dim] % n:
             continue
@@ -268,7 +268,7 @@ def pattern(first: Row, failure: Failure, where: Location | None, batch: Batch) 
 
 
 def _of_module(failure: Failure, where: Location, sizes: dict[str, int]) -> str:
-    """Of what a module makes that is fed what is right."""
+    """Diagnose what a module makes that is fed what is right."""
     if where.values is None:
         return ""
     got, want = where.values
@@ -283,7 +283,7 @@ def _of_module(failure: Failure, where: Location, sizes: dict[str, int]) -> str:
 
 
 def _of_gradient(first: Row, failure: Failure, where: Location, batch: Batch) -> str:
-    """Of the ranks' own values, or of the shares of the parts of the batch."""
+    """Diagnose a gradient by the ranks' own values, or by what each part of the batch adds."""
     key = Key(first.condition, first.kind, 0, first.name)
     got, want = failure.actual.tensors.get(key), failure.expected.tensors.get(key)
     if want is None:
@@ -305,7 +305,7 @@ def _of_ranks(name: str, failure: Failure, where: Location, want: Tensor) -> str
 
 
 def _shares(name: str, failure: Failure, batch: Batch) -> dict[str, Tensor | None]:
-    """What each part of the batch adds to a gradient, on the original."""
+    """Derive on the original what each part of the batch adds to a gradient."""
     probe = Probe(failure.case, batch)
     count = len(probe.parts)
     if count < 2:

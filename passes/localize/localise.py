@@ -19,9 +19,8 @@ from schedlang.ir.features import Slicing
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.prepare import Prepared
-from schedlang.passes.lower.build import build
 from schedlang.passes.verify.observe import Batch, Condition, Observation
-from schedlang.passes.verify.sides import Case, modes_of, prepared, twin
+from schedlang.passes.verify.sides import Case, modes_of, prepared, program_of, twin
 from schedlang.report import Row
 from schedlang.runtime.batch import Part, called, split
 from schedlang.runtime.float64 import Float64
@@ -40,7 +39,7 @@ Whole = Callable[[Case, "Case | None", Sequence[Condition], Observation], list[R
 
 @dataclass(frozen=True)
 class Failure:
-    """What was run and seen in a proof that failed: in float64, and the case in its own dtype."""
+    """A proof that failed: what was run and seen in float64, and the case in its own dtype."""
 
     case: Case
     working: Case | None
@@ -55,7 +54,7 @@ Seen = dict[tuple[int, "Frame"], tuple[float, bool]]
 
 @dataclass(frozen=True)
 class Location:
-    """Where a difference arose.
+    """The place where a difference arose.
 
     first    the first module, in the order in which they return, whose output differs in a run
     before   the last one before it whose output agrees
@@ -77,7 +76,7 @@ class Location:
 
 @dataclass(frozen=True)
 class _Sight:
-    """What one rank saw: in a run, and of each module alone."""
+    """The findings of one rank: in a run, and of each module alone."""
 
     seen: Seen
     findings: tuple[Finding, ...]
@@ -150,18 +149,8 @@ def _rank(
 ) -> _Sight:
     """One rank's part in both runs."""
 
-    def made(one: Case) -> Program:
-        return build(
-            one.plan,
-            one.batches[0],
-            loss=one.loss,
-            weight=one.weight,
-            seed=one.seed,
-            prepared=one.prepared,
-        )
-
     with ambient(Float64()):
-        program = made(case)
+        program = program_of(case)
         view = _view(case, program, order)
         mesh = case.plan.mesh
         parts = _parts(case, batch)[mesh.index(view.rank, case.plan.data_axes)]
@@ -176,7 +165,7 @@ def _rank(
         program.train_step(batch)
         held = program.assembly.parameters.get(parameter)
         local = None if held is None else local_gradient(held)
-        program = made(plain)
+        program = program_of(plain)
         view = _view(plain, program, order)
         judge = Judge(program.assembly.module, view, calls, _opaque(case.plan))
         _telling_stages(program, judge, grad=True)

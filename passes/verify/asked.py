@@ -1,4 +1,4 @@
-"""What the `verify(...)` rows of a schedule ask for beyond what every proof checks."""
+"""Read what the `verify(...)` rows of a schedule ask for beyond what every proof checks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _REGROUPED = 8 * 2.0**-52  # of the norm: a few float64 additions, made in anoth
 
 
 def given_up(plan: Plan) -> frozenset[str]:
-    """What the result may differ in: nothing by rows over axes of size 1 and one microbatch."""
+    """Name what the result may differ in: nothing for axes of size 1 with one microbatch."""
     alone = plan.mesh.world == 1 and (plan.order is None or plan.order.micro == 1)
     return frozenset(
         name

@@ -1,4 +1,4 @@
-"""What rows change in the model itself (frozen, tied, untied), held against the untouched model.
+"""Hold what rows change in the model itself (frozen, tied, untied) against the untouched model.
 
 The oracle of such a schedule is the changed model.  That this one is what the rows say is shown
 here: a parameter has the untouched model's value of the first of its names; and where the untouched

@@ -48,31 +48,50 @@ def with_second_runs(plan: Plan, module: nn.Module, known: Prepared | None) -> N
 
 
 @dataclass
+class _Values:
+    """Values that stand for tensors, as long as nobody writes into these."""
+
+    alike: Callable[[Tensor, Tensor], bool]
+    known: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)  # version, value
+
+    def note(self, tensor: Tensor, value: Tensor) -> None:
+        """From now on this stands for a tensor."""
+        self.known.append((tensor, tensor._version, value))
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """The first that was noted for one alike."""
+        for one, version, value in self.known:
+            if version == tensor._version and self.alike(one, tensor):
+                return value
+        return None
+
+
+@dataclass
 class _Region:
     """Modules that run again as one, and what tensors of this pass are in their second run."""
 
     again: Again
     summed: tuple[str, ...]  # modules of which ranks have parts of sums, kept as they are
     next: int = 0
-    known: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)  # its version, the other
+    known: _Values = field(default_factory=lambda: _Values(_same))
 
     def enter(self, place: int) -> None:
         """A call out of turn begins anew."""
         if place == 0 or place != self.next:
-            self.known = []
+            self.known = _Values(_same)
         self.next = place + 1
 
     def given(self, tensors: list[Tensor]) -> list[Tensor]:
-        """What the second run is given: what it made itself, and else what was kept."""
+        """Give the second run what it made itself, and else what was kept."""
         if not self.again.once:
             return through(tensors)
         new: list[Tensor] = []
         for tensor in tensors:
-            if self._other(tensor) is None and not any(_same(tensor, one) for one in new):
+            if self.known.of(tensor) is None and not any(_same(tensor, one) for one in new):
                 new.append(tensor)
         for tensor, value in zip(new, through(new)):
-            self.note(tensor, value)
-        found = [(tensor, self._other(tensor)) for tensor in tensors]
+            self.known.note(tensor, value)
+        found = [(tensor, self.known.of(tensor)) for tensor in tensors]
         return [
             value.detach().requires_grad_(tensor.requires_grad)
             for tensor, value in found
@@ -83,21 +102,7 @@ class _Region:
         """The results of a call, in both runs."""
         for one, two in zip(tree_leaves(output), tree_leaves(second), strict=True):
             if self.again.once and isinstance(one, Tensor):
-                self.note(one, two.detach())
-
-    def note(self, tensor: Tensor, value: Tensor) -> None:
-        """What a tensor is in the second run."""
-        self.known.append((tensor, tensor._version, value))
-
-    def _other(self, tensor: Tensor) -> Tensor | None:
-        return next(
-            (
-                value
-                for one, version, value in self.known
-                if version == tensor._version and _same(one, tensor)
-            ),
-            None,
-        )
+                self.known.note(one, two.detach())
 
 
 def _same(one: Tensor, two: Tensor) -> bool:
@@ -135,7 +140,7 @@ def _recomputed_as_kept(
 
 
 class _Apart:
-    """Where a call begins: what is drawn and counted in a second run is drawn and counted alike."""
+    """The start of a call: a second run from there draws and counts alike."""
 
     def __init__(self, module: nn.Module) -> None:
         self.place = capture()
@@ -196,7 +201,7 @@ class _Saved:
     rows: list[tuple[int, ...]] = field(default_factory=list)
     given: list[Tensor] = field(default_factory=list)
     turns: dict[str, int] = field(default_factory=dict)  # tensors saved so far, by site
-    seen: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)  # version, value
+    seen: _Values = field(default_factory=lambda: _Values(_alike))
 
     def begin(self, arguments: Any) -> None:
         """A call begins; those of a part of a step are counted from 0."""
@@ -204,7 +209,8 @@ class _Saved:
         assert here is not None, "the original runs in a scope"
         place = here.step, here.samples
         self.calls = self.calls + 1 if place == self.place else 0
-        self.place, self.numbers, self.rows, self.seen, self.turns = place, 0, [], [], {}
+        self.place, self.numbers, self.rows, self.turns = place, 0, [], {}
+        self.seen = _Values(_alike)
         known = tensors_in(arguments)
         self.given = [t for t in known if not t.requires_grad or isinstance(t, Parameter)]
 
@@ -214,7 +220,7 @@ class _Saved:
         self.turns[site()] = self.turns.get(site(), 0) + 1
 
     def value(self, tensor: Tensor) -> Tensor:
-        """What backward sees of a saved tensor."""
+        """Give what backward sees of a saved tensor."""
         whole = tensor.dim() > 2 and tuple(tensor.shape) in self.rows
         self.rows.append(tuple(tensor.shape[:-1]))
         if whole:
@@ -226,13 +232,12 @@ class _Saved:
         return self.parts.each(at, tensor.detach(), rounded)
 
     def rounded(self, part: Tensor, held: int) -> Tensor:
-        """What a rank makes of its part; of one that it has saved before what it made then."""
-        for other, version, before in self.seen:
-            if version == part._version and _alike(other, part):
-                return before.reshape(part.shape)
+        """Round a part as its rank does; one that it has saved before as it did then."""
+        if (before := self.seen.of(part)) is not None:
+            return before.reshape(part.shape)
         value = self.coded(part, held)
         if value is not part:
-            self.seen.append((part, part._version, value))
+            self.seen.note(part, value)
         return value
 
     def coded(self, part: Tensor, held: int) -> Tensor:
@@ -273,18 +278,17 @@ def _apart(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 @contextmanager
 def _saving(saved: _Saved) -> Iterator[None]:
     """Saved tensors are remembered by their first value: the same view is coded once."""
-    seen: list[tuple[Tensor, int, Tensor]] = []  # what was saved, its version, its value
+    seen = _Values(_alike)
 
     def pack(tensor: Tensor) -> Tensor:
         if not saved.counts(tensor):
             return tensor
         saved.count()
-        for other, version, before in seen:
-            if version == tensor._version and _alike(other, tensor):
-                return before.reshape(tensor.shape)
+        if (before := seen.of(tensor)) is not None:
+            return before.reshape(tensor.shape)
         value = saved.value(tensor)
         if value is not tensor:
-            seen.append((tensor, tensor._version, value))
+            seen.note(tensor, value)
         return value
 
     with saved_tensors_hooks(pack, lambda value: value):
@@ -313,7 +317,7 @@ def _alike(one: Tensor, two: Tensor) -> bool:
 
 
 def _places(tensor: Tensor) -> Tensor:
-    """Where each element lies, in order, from the first on."""
+    """List the places of all elements in memory, in order, counted from the first."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return torch.arange(last + 1).as_strided(tensor.shape, tensor.stride()).flatten()
 
@@ -348,7 +352,7 @@ def approximated(tensor: Tensor, row: Kept, stream: int, tipped: Found | None = 
 
 
 def _blocks(values: Tensor, drawn: Tensor, row: Kept) -> tuple[Tensor, Tensor, Tensor]:
-    """Of blocks, each in a row, for every element: the least, the step, what is rounded down."""
+    """Give for every element of blocks, one a row: the least, the step, what is rounded down."""
     least, most = values.min(1, keepdim=True)[0], values.max(1, keepdim=True)[0]
     step = (most - least) / (2**row.bits - 1)
     steps = torch.where(step > 0, (values - least) / step, 0.0)

@@ -1,4 +1,4 @@
-"""What the original itself lacks, told before it is compared: a finite loss, finite gradients, any.
+"""Tell what the original itself lacks before it is compared: a finite loss, finite gradients, any.
 
 A loss that is no number is that of every program, wrong or right, so that nothing could be proven.
 """

@@ -124,7 +124,7 @@ class Sequential:
         return {name: p.grad for name, p in self._named}
 
     def input_gradients(self) -> Mapping[str, Tensor | None]:
-        """Of float tensors in the last batch."""
+        """Gradients of the float tensors in the last batch."""
         return {name: x.grad for name, x in self._inputs.items()}
 
     def state_dict(self) -> Mapping[str, Tensor]:

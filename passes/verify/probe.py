@@ -65,7 +65,7 @@ class Probe:
 
     @cached_property
     def weights(self) -> list[float]:
-        """What each part weighs in the mean loss, as `build` decides it."""
+        """The weight of each part in the mean loss, as `build` decides it."""
         case, parts = self.case, self.parts
         weigh = part_weight(case.plan, parts[0].inputs, case.loss, case.weight, len(parts))
         with ambient(*modes_of(case)[0]):
@@ -142,7 +142,7 @@ def parts_agree(
 def weighed_shares(
     subject: Sequential, parts: Sequence[Part], weights: Sequence[float]
 ) -> Iterator[tuple[int, Derived]]:
-    """What each part that weighs something adds to loss and gradients, with its number."""
+    """Yield what each part that weighs something adds to loss and gradients, with its number."""
     for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
         if weight:
             found, share = _derived(subject, part.inputs, part.rows), weight / sum(weights)

@@ -1,4 +1,4 @@
-"""What can honestly be compared of randomness, and what training draws natively."""
+"""Compare what can be of randomness: the draws made, the generators left, native draws."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def together(everyone: Sequence[Draws | None]) -> dict[tuple[Moment, str, int], 
 
 
 def _rows(samples: Sequence[int], word: str = "rows") -> str:
-    """Of which rows a draw is, in words."""
+    """Say in words which rows a draw is for."""
     return "all rows" if EVERY in samples else f"{word} {_runs(samples)}"
 
 
@@ -173,7 +173,7 @@ def _of(noted: Noted, step: int) -> Sites:
 
 
 def wrong_draws(everyone: Sequence[Mine]) -> list[str]:
-    """What is wrong with the draws of all ranks, in words."""
+    """Say in words what is wrong with the draws of all ranks."""
     return [*_places(everyone), *_streams(everyone)]
 
 

@@ -88,7 +88,7 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class _Ran:
-    """What a forward of one part gave."""
+    """A forward of one part: what it gave, and was given."""
 
     loss: Tensor
     output: Any
@@ -194,7 +194,7 @@ def _weight(members: Sequence[Member]) -> float:
 
 
 def joined(inputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What was given to the parts, as one; only its gradients are asked for."""
+    """Join what was given to the parts; only its gradients are asked for."""
     out = {}
     for name in inputs[0]:
         grads = [given[name].grad for given in inputs]
@@ -214,7 +214,7 @@ def joined(inputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 @dataclass
 class Kept:
-    """What one rank keeps of its part of a parameter; all ranks the same start of the iteration."""
+    """Errors that one rank keeps of its part; the start of the iteration is that of all ranks."""
 
     errors: dict[int, Tensor] = field(default_factory=dict)
     q: Tensor | None = None
@@ -428,7 +428,7 @@ class ScaledParted(ScaledSteps, Parted):
 
 
 def _islands(plan: Plan, one: Cast) -> Sequence[str]:
-    """What is computed in float32 inside of a module."""
+    """List the modules inside of one that are computed in float32."""
     return [o.fqn for o in plan.casts if o.dtype == "fp32" and _inside(o.fqn, one.fqn)]
 
 

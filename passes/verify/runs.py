@@ -49,7 +49,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class Batches:
-    """What can be seen of all batches of a proof; `cut` are the row numbers of the parts."""
+    """All batches of a proof, and what they show; `cut` are the row numbers of the parts."""
 
     all: Sequence[Batch]
     cut: Callable[[int], Sequence[range]]
@@ -165,7 +165,7 @@ def _padded(seen: Batches, batch: Batch) -> Batch | None:
 
 
 def _tail(value: Tensor) -> Tensor:
-    """Of row k the last k % 3 positions; of a single row the last."""
+    """Mark the last k % 3 positions of row k; of a single row the last."""
     rows, length = value.shape
     drop = torch.arange(rows) % 3 if rows > 1 else torch.ones(1, dtype=torch.long)
     return (torch.arange(length) >= length - drop.clamp(max=length - 2)[:, None]).to(value.device)
@@ -277,7 +277,7 @@ def runs(case: Case, evaluate: bool = False) -> Runs:
 
 
 def _limit(case: Case, plain: Condition) -> tuple[list[Condition], tuple[Gap, ...]]:
-    """Where statistics of parts are relaxed: a run in which they make no difference.
+    """Add a run in which the statistics of parts make no difference, where these are relaxed.
 
     In eval mode they stand still, and the program has to equal the original itself.
     """
@@ -292,7 +292,7 @@ def _limit(case: Case, plain: Condition) -> tuple[list[Condition], tuple[Gap, ..
 
 
 def _at_once(case: Case, plain: Condition) -> list[Condition]:
-    """Where weights are stale: a run with one update a step, at its end, in which none is."""
+    """Add a run with one update a step, at its end, where weights are stale: in it none is."""
     if case.table is None or case.parted:
         return []
     assert case.plan.order is not None
@@ -303,7 +303,7 @@ def _at_once(case: Case, plain: Condition) -> list[Condition]:
 
 
 def _unlimited(case: Case, plain: Condition) -> list[Condition]:
-    """Where experts drop tokens: a run in which they take all, and equal the model as it is."""
+    """Add a run in which experts that drop tokens take all, and equal the model as it is."""
     if not any(routings(case.plan)) or case.parted or case.table is not None:
         return []
     whole = prepared(replace(case, plan=unlimited(case.plan)))
@@ -367,7 +367,7 @@ def gaps(
     drawn: int | None = None,
     parameters: Mapping[str, int] | None = None,
 ) -> tuple[Gap, ...]:
-    """What was not exercised.
+    """List what was not exercised.
 
     `sizes` are the mesh axes, `drawn` how many dropout masks were drawn, `parameters` the numbers
     of elements by name.
@@ -410,7 +410,7 @@ def idle(expected: Observation) -> tuple[Gap, ...]:
 
 
 def apart(plan: Plan, tried: bool) -> tuple[Gap, ...]:
-    """What ran as it stands within the program, and by itself at most."""
+    """List what ran as it stands within the program, and by itself at most."""
     said = {}
     for _, row in plan.rows_with(Tried):
         if row.apart and tried:
@@ -439,7 +439,7 @@ def repeating(plan: Plan) -> tuple[Gap, ...]:
 
 
 def _pattern(block: Any) -> tuple[Any, ...]:
-    """What makes blocks differ beside their weights, without a number that only counts them."""
+    """Describe what makes blocks differ beside weights, without a number that only counts them."""
     plain = (bool, int, float, str, type(None))
     return tuple(
         (name, type(module).__name__, key, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -97,11 +97,14 @@ def _alike(want: Outputs, got: Outputs, rtol: float = 0.0, atol: float = 0.0) ->
     return want.keys() == got.keys() and all(_same(want[k], got[k], rtol, atol) for k in want)
 
 
-def archive_rows(condition: str, archive: Mapping[str, Any], actual: Observation) -> list[Row]:
+def archive_rows(condition: str, archive: Mapping[str, Any], actual: Observation) -> Iterator[Row]:
     """Saved under this layout and loaded by one rank: equal to the last bit."""
-    steps = [k.step for k in actual.tensors if k[:2] == (condition, "parameters")]
-    last = max(steps)
-    rows = []
+    last = max(k.step for k in actual.tensors if k[:2] == (condition, "parameters"))
+
+    def row(name: str, same: bool, note: str, shape: tuple[int, ...] | None = None) -> Row:
+        error, note = (0.0, "") if same else (1.0, note)
+        return Row(condition, "saved state", name, error, 0.0, same, last, note, shape)
+
     for key, value in actual.tensors.items():
         if key.condition != condition or key.step != last or value is None:
             continue
@@ -112,33 +115,14 @@ def archive_rows(condition: str, archive: Mapping[str, Any], actual: Observation
         else:
             continue
         same = got is not None and torch.equal(torch.as_tensor(got).to(value.dtype), value)
-        note = "" if same else "lost" if got is None else "not what was saved"
-        shape = tuple(value.shape)
-        rows.append(
-            Row(
-                condition,
-                "saved state",
-                key.name,
-                0.0 if same else 1.0,
-                0.0,
-                same,
-                last,
-                note,
-                shape,
-            )
-        )
-    steps_ = archive["steps"]
-    rows.append(_row(condition, "number of steps", steps_ == last + 1, last, f"{steps_} steps"))
-    want, got = archive["outputs"]
+        note = "lost" if got is None else "not what was saved"
+        yield row(key.name, same, note, tuple(value.shape))
+    steps = archive["steps"]
+    yield row("number of steps", steps == last + 1, f"{steps} steps")
+    want, outputs = archive["outputs"]
     for name, value in want.items():
-        same = name in got and _same(value, got[name])
-        rows.append(_row(condition, f"outputs with it: {name}", same, last, "not those of before"))
-    return rows
-
-
-def _row(condition: str, name: str, same: bool, step: int, note: str) -> Row:
-    error = 0.0 if same else 1.0
-    return Row(condition, "saved state", name, error, 0.0, same, step, "" if same else note)
+        same = name in outputs and _same(value, outputs[name])
+        yield row(f"outputs with it: {name}", same, "not those of before")
 
 
 def _same(a: Tensor | float, b: Tensor | float, rtol: float = 0.0, atol: float = 0.0) -> bool:

@@ -58,7 +58,7 @@ Weight = Callable[[Batch], float]
 
 @dataclass(frozen=True)
 class Case:
-    """What is to be proven, all that a rank needs to run it.
+    """A plan to be proven, with all that a rank needs to run it.
 
     `batches` one for each step; `prepared` what is known of the plan before there are ranks.
     `dtype` is the working dtype that is checked beside float64: that of the model if None, not
@@ -167,7 +167,7 @@ def modes_of(case: Case) -> Any:
 
 
 def dropout_of(case: Case) -> LogicalDropout:
-    """What the original draws by, as the program does."""
+    """Make the masks that the original draws, as the program does."""
     known = case.prepared
     return LogicalDropout(
         case.seed, unbatched=known.traced.unbatched if known is not None else None
@@ -188,7 +188,7 @@ def alone(case: Case, **options: Any) -> Iterator[Sequential]:
 
 
 def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:
-    """What the original shows under each condition, and how many dropout masks it drew."""
+    """Observe the original under each condition; and how many dropout masks it drew."""
     modes, dropout = modes_of(case)
 
     def make(condition: Condition) -> Sequential:
@@ -263,12 +263,12 @@ class Distributed:
 
     @property
     def output(self) -> Any:
-        """Of the last training step."""
+        """The output of the last training step."""
         return self.program.output
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """What the last output does not hold, and why."""
+        """Parts that the last output does not hold, and why."""
         return self.program.left_out
 
     def train_step(self, batch: Batch) -> Tensor:
@@ -291,7 +291,7 @@ class Distributed:
         return {name: found.get(name) for name in self.program.trained()}
 
     def input_gradients(self) -> Mapping[str, Tensor | None] | None:
-        """Of the batch's float tensors."""
+        """Gradients of the batch's float tensors."""
         return self.program.input_gradients()
 
     def state_dict(self) -> Mapping[str, Tensor]:
@@ -311,7 +311,7 @@ class Distributed:
         return self.program.buffers()
 
     def generators(self) -> Mapping[str, Tensor]:
-        """Of this rank; those of others are compared as copies."""
+        """Generators of this rank; those of others are compared as copies."""
         return generators(self.program.assembly.module)
 
     def draws(self) -> list[str]:
@@ -337,21 +337,18 @@ def _logical(program: Program) -> LogicalDropout | None:
     return dropout if isinstance(dropout, LogicalDropout) else None
 
 
+def program_of(case: Case, **options: Any) -> Program:
+    """Build, on a rank, the program of a prepared case; `options` are more of those of `build`."""
+    given = {"loss": case.loss, "weight": case.weight, "seed": case.seed, "prepared": case.prepared}
+    return build(case.plan, case.batches[0], **(given | options))
+
+
 def built(case: Case, condition: Condition) -> Program:
     """The program that a rank runs under a condition; what it offloads moves, however small."""
     run = condition.case or case
     loss = run.loss if condition.scale == 1 else Scaled(run.loss, condition.scale)
     with everything_moves():
-        return build(
-            run.plan,
-            run.batches[0],
-            loss=loss,
-            optimizer=condition.optimizer,
-            clip=condition.clip,
-            weight=run.weight,
-            seed=run.seed,
-            prepared=run.prepared,
-        )
+        return program_of(run, loss=loss, optimizer=condition.optimizer, clip=condition.clip)
 
 
 def observed(case: Case, told: Sequence[Condition], made: list[Program]) -> Observation:

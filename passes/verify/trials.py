@@ -67,7 +67,7 @@ def _batches(working: Case, told: Sequence[Condition]) -> Iterator[Batch]:
 def _calls(
     model: nn.Module, batches: Sequence[Batch], wanted: set[str]
 ) -> dict[str, dict[str, Call]]:
-    """Of each module a first call, one with other values in the same shapes, one in others."""
+    """Give each module's first call, one with other values in the same shapes, one in others."""
     calls: dict[str, dict[str, Call]] = {}
     for place, batch in enumerate(batches):
         try:
