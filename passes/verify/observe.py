@@ -202,7 +202,7 @@ class _Sight:
             self.state(subject, step)
 
     def end(self, subject: Subject, step: int, batch: Batch) -> None:
-        """Note what the last step leaves: state, the optimizer's too, the output, what was drawn."""
+        """Note what the last step leaves: state, also the optimizer's, the output, the draws."""
         if step:
             self.state(subject, step)
         for name, slots in subject.optimizer_state().items():
