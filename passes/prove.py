@@ -6,14 +6,16 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.reductions import is_lossy
 from schedlang.passes.analyze.routing import routings
-from schedlang.passes.localize.culprits import Failure
-from schedlang.passes.localize.suspect import placed, suspected
+from schedlang.passes.localize.blame import placed, suspected
+from schedlang.passes.localize.localise import Failure
 from schedlang.passes.simulate.expected import bounds
 from schedlang.passes.simulate.gains import Gained, gained
 from schedlang.passes.verify.asked import (
@@ -26,10 +28,12 @@ from schedlang.passes.verify.asked import (
     given_up,
 )
 from schedlang.passes.verify.changed import changed_rows
-from schedlang.passes.verify.coverage import apart
+from schedlang.passes.verify.compare import compare
 from schedlang.passes.verify.finite import check_original, check_trained
 from schedlang.passes.verify.observe import NATIVE, Condition, Key, Observation
-from schedlang.passes.verify.runs import Runs, check_parts, runs
+from schedlang.passes.verify.probe import check_parts
+from schedlang.passes.verify.randomness import native_draws
+from schedlang.passes.verify.runs import Runs, apart, gaps, idle, repeating, runs, unoffered
 from schedlang.passes.verify.saved import (
     NO_OUTPUTS,
     UNLIKE,
@@ -51,17 +55,21 @@ from schedlang.passes.verify.sides import (
 from schedlang.passes.verify.trials import trials
 from schedlang.passes.verify.working_dtype import (
     TIPPED,
+    Rounded,
     check_cast,
     curve_rows,
     undecided,
-    working_rows,
 )
 from schedlang.report import Report, Row
-
-if TYPE_CHECKING:
-    from schedlang.runtime.launch.pool import Pool
-    from schedlang.runtime.left import Left
-    from schedlang.runtime.program import Program
+from schedlang.runtime.activation_memory.quantized import noting
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.launch.job import Hang
+from schedlang.runtime.launch.limit import TimeIsUp, current, let_go
+from schedlang.runtime.launch.pool import Pool, shared, temporary
+from schedlang.runtime.left import Left, left_in, merged
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.moe.choices import Choices
+from schedlang.runtime.program import Program
 
 MOST_RANKS = 8
 Progress = Callable[..., None]  # progress(stage), and progress(stage, done, total) of its steps
@@ -81,10 +89,6 @@ def prove(
 
     Raises Refusal for a plan or batch that cannot be run, RankDied or Hang for a run that failed.
     """
-    from schedlang.runtime.launch.job import Hang
-    from schedlang.runtime.launch.limit import TimeIsUp, current, let_go
-    from schedlang.runtime.launch.pool import shared
-
     start = time.perf_counter()
     check_world(case.plan)
     pool = pool or shared()
@@ -210,10 +214,7 @@ def _ranks(
     pool: Pool,
     progress: Progress | None = None,
 ) -> _Ran:
-    """What the ranks saw in float64 and in the working dtype, and their saved state, loaded."""
-    from schedlang.runtime.launch.pool import temporary
-    from schedlang.runtime.left import merged
-
+    """Run the ranks: what they saw in float64 and in the working dtype, saved state loaded."""
     world = case.plan.mesh.world
     steps = sum(len(condition.batches) for condition in told)
     steps += 0 if working is None else len(working.batches)
@@ -238,8 +239,6 @@ def _compared(
     case: Case, working: Case | None, told: Sequence[Condition], expected: Observation, ran: _Ran
 ) -> list[Row]:
     """The rows of one run of the ranks."""
-    from schedlang.passes.verify.compare import compare
-
     actual, rounded, archive, _ = ran
     exact = not given_up(case.plan) and not case.parted
     rows = [*compare(expected, actual, exact=exact)]
@@ -247,7 +246,7 @@ def _compared(
     if working is None:
         return rows
     wrong = any(not row.ok for row in rows)
-    return rows + working_rows(case, working, told, expected, rounded, wrong=wrong)
+    return rows + Rounded(case, working, told, expected, rounded).rows(wrong=wrong)
 
 
 def _named(actual: Observation, expected: Observation) -> Observation:
@@ -277,13 +276,6 @@ def _rank(
     case: Case, working: Case | None, told: Sequence[Condition], folder: str
 ) -> tuple[Observation, Observation, tuple[Outputs, Outputs], tuple[Left, ...]]:
     """One rank's part of the proof; only rank 0 keeps what it saw, each what kernels left."""
-    from schedlang.passes.verify.randomness import native_draws
-    from schedlang.runtime.activation_memory.quantized import noting
-    from schedlang.runtime.float64 import Float64
-    from schedlang.runtime.left import left_in, merged
-    from schedlang.runtime.modes import ambient
-    from schedlang.runtime.moe.choices import Choices
-
     made: list[Program] = []
     with ambient(Float64()):
         seen = observed(case, told, made)
@@ -310,8 +302,6 @@ def _rank(
 
 
 def _facts(case: Case, ran: Runs) -> tuple[tuple[str, str], ...]:
-    import torch
-
     mesh = case.plan.mesh
     derived = (("derived", ", ".join(ran.derived)),) if ran.derived else ()
     return (
@@ -324,13 +314,13 @@ def _facts(case: Case, ran: Runs) -> tuple[tuple[str, str], ...]:
 
 
 def _kernels(fewer: Sequence[Gained], left: Sequence[Left]) -> Iterator[tuple[str, str]]:
-    """What fused rows gain, and calls that kernels left to the model."""
+    """Say what fused rows gain, and which calls kernels left to the model."""
     yield from (("fused", str(one)) for one in fewer)
     yield from (("W703", str(one)) for one in left)
 
 
 def _tipped(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """What is said of numbers that fall to either side."""
+    """Say which numbers fall to either side."""
     said = sum(row.note == TIPPED for row in rows)
     if said:
         yield ("in fewer bits", f"{TIPPED} ({said} rows in the working dtype)")
@@ -339,8 +329,6 @@ def _tipped(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
 def _gaps(
     case: Case, ran: Runs, expected: Observation, actual: Observation, drawn: int
 ) -> tuple[Any, ...]:
-    from schedlang.passes.verify.coverage import gaps, idle, repeating, unoffered
-
     plan = case.plan
     names = {name: fact.numel for name, fact in plan.model.unique.items()}
     found = gaps(ran.batches, sizes=dict(plan.mesh.axes), drawn=drawn, parameters=names)

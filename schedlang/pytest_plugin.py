@@ -150,7 +150,7 @@ class SchedFile(pytest.File):
         return None
 
     def _said(self, ini: str) -> str:
-        """What an ini value of lines says about this file; names are relative to the rootdir."""
+        """Look up this file in an ini value of lines; names are relative to the rootdir."""
         own = Path(os.path.relpath(self.path, self.config.rootpath)).as_posix()
         for line in self.config.getini(ini):
             name, colon, said = (part.strip() for part in line.partition(":"))

@@ -166,7 +166,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class Bound:
-    """What the schedule expects of its plan's costs; `holds` is None where that cannot be told.
+    """An expectation of the plan's costs; `holds` is None where that cannot be told.
 
     `found` is the figure in words, `why` what it is made of and what would lower it.  What is
     `left` to other verbs is no part of this verdict.
@@ -242,7 +242,7 @@ class Report:
 
     @property
     def account(self) -> tuple[tuple[str, str], ...]:
-        """What is told of a failure, as heads and words: where, which row, how to repeat it."""
+        """Tell of a failure, as heads and words: where, which row, how to repeat it."""
         first = self.first
         if first is None:
             return ()
@@ -414,7 +414,7 @@ def _table_picture(report: Report) -> Iterator[str]:
 
 
 def _scale(one: Summary) -> str:
-    """Where the error lies: a dot, or a cross beyond the gate; no error is the left end."""
+    """Draw where the error lies: a dot, or a cross beyond the gate; none is the left end."""
     x, gate = _at(one.worst.error), _at(one.worst.gate)
     said = f"error {one.worst.error:.1e}, gate {one.worst.gate:.0e}"
     mark = f'<circle class="dot" cx="{x:.1f}" cy="8" r="4.5"/>'

@@ -22,7 +22,7 @@ Run = Callable[[Sequence[Cast]], "Failure | None"]  # a forward under these cast
 
 @dataclass(frozen=True)
 class Failure:
-    """What a forward raised, and the innermost module that ran; None: the loss, after all."""
+    """An error of a forward, and the innermost module that ran; None: the loss, after all."""
 
     error: Exception
     site: str | None
@@ -69,27 +69,24 @@ def _refusal(plan: Plan, failure: Failure, ways: tuple[str, ...]) -> Refusal:
 def _failure(
     plan: Plan, casts: Sequence[Cast], sample: Mapping[str, Any], loss: Loss | None
 ) -> Failure | None:
-    """What a forward of the whole model, and its loss, raises under some casts."""
+    """Try a forward of the whole model, and its loss, under some casts."""
     from schedlang.runtime.tracing.constants import without_values
     from schedlang.runtime.tracing.meta import hollow_model
     from schedlang.runtime.tracing.record import forward
 
-    tried, model = replace(plan, casts=tuple(casts)), hollow_model(plan.model.model, {})
-    running = watched(model)
-    cast_modules(tried, model)
-    try:
+    under, model = replace(plan, casts=tuple(casts)), hollow_model(plan.model.model, {})
+    cast_modules(under, model)
+
+    def run() -> None:
         with without_values(sample) as (inputs, _):
-            forward(model.train(), inputs, cast_loss(tried, loss))
-    except Refusal:
-        raise
-    except Exception as error:
-        return Failure(error, running[-1] if running else None)
-    return None
+            forward(model.train(), inputs, cast_loss(under, loss))
+
+    return tried(model, run)
 
 
-def watched(model: nn.Module) -> list[str]:
-    """The modules that run, outermost first, kept up as they are called."""
-    running: list[str] = []
+def tried(model: nn.Module, forward: Callable[[], None]) -> Failure | None:
+    """Try a forward of a copy of the model: its error and place; refusals are raised."""
+    running: list[str] = []  # the modules that run, outermost first
 
     def left(*call: Any) -> None:
         running.pop()
@@ -97,7 +94,13 @@ def watched(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         module.register_forward_pre_hook(lambda _, given, name=name: running.append(name))
         module.register_forward_hook(left)
-    return running
+    try:
+        forward()
+    except Refusal:
+        raise
+    except Exception as error:
+        return Failure(error, running[-1] if running else None)
+    return None
 
 
 def _ways(plan: Plan, failure: Failure, run: Run) -> Iterator[str]:

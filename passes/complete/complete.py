@@ -10,8 +10,7 @@ from typing import Any
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.complete.proposal_text import Row, names_text
-from schedlang.passes.complete.proposal_trial import Trial, paths
+from schedlang.passes.complete.proposal import Row, Trial, names_text, paths, planned_rows
 from schedlang.passes.complete.tensor_rows import Finder, Flow, flows, split_rows, variants
 from schedlang.passes.elaborate.state import arguments_text
 from schedlang.passes.reduce_model.blocks import Blocks, blocks_of
@@ -103,7 +102,7 @@ def _placing(plan: Plan, axis: str, row: Action) -> Iterator[Action]:
 
 
 def _begun(plan: Plan, axis: str, blocks: Blocks, row: Action) -> list[_Begun]:
-    """What is begun, apart for blocks of one list that began unlike; refuses S425: nothing is."""
+    """List what is begun, apart for blocks of one list that began unlike; S425: nothing is."""
     found: dict[str, dict[str, Row]] = {}
     for action in _placing(plan, axis, row):
         for fqn in action.sites:
@@ -249,16 +248,9 @@ def _added(plan: Plan, action: Action, sites: Sequence[str], at: Action) -> Plan
 
 def _actions(plan: Plan, axis: str, blocks: Blocks, rows: Sequence[Row]) -> Iterator[Action]:
     """The rows at all modules of the model, as actions of a plan of their own."""
-    from schedlang.diagnostics.source import Source
-    from schedlang.language.syntax import parse
-    from schedlang.passes.elaborate.expand import expand
-
     if not rows:
         return
     every = (*_shapes(plan, blocks), *rows)
     lines = [f"{path}  {row.call}" for row in every for path in paths(row, blocks)]
-    body = "\n".join(lines)
-    text = f'schedule 1\nmesh({axis}={plan.mesh.size(axis)})\nstep "all" {{\n{body}\n}}\n'
-    made = expand(parse(Source("completed", text)), plan.model).plan
-    assert made is not None
+    made = planned_rows(lines, f"{axis}={plan.mesh.size(axis)}", plan.model, "completed")
     yield from (action for action in made.actions if not action.changes(Facet.SHAPE))

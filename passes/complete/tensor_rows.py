@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from schedlang.passes.complete.proposal_text import Row, names_text
+from schedlang.passes.complete.proposal import Row, names_text
 from schedlang.passes.reduce_model.blocks import TABLES, Blocks, leaf_kind, splits
 
 if TYPE_CHECKING:
     from schedlang.diagnostics.diagnostic import Refusal
-    from schedlang.passes.complete.proposal_trial import Trial
+    from schedlang.passes.complete.proposal import Trial
     from schedlang.runtime.propagation.feeds import Use
 
 # ---- Pairs of projections that can be split together: outputs of the first feed only the second.
@@ -67,7 +67,7 @@ class _Group:
 
 
 def _sources(fqn: str, use: Use, uses: Mapping[str, Use], blocks: Blocks) -> set[str]:
-    """What a projection reads, if it is nothing but other projections of blocks."""
+    """List what a projection reads, if it is nothing but other projections of blocks."""
     from schedlang.runtime.propagation.feeds import MIXED, STREAM
 
     everywhere = not blocks.lists

@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from schedlang.ir.mesh import Mesh
-from schedlang.passes.localize.culprits import Failure
-from schedlang.passes.localize.localise import Location
+from schedlang.passes.localize.localise import Failure, Location
 from schedlang.passes.verify.observe import Batch, Key, Observation
+from schedlang.passes.verify.probe import Probe, weighed_shares
+from schedlang.passes.verify.sides import alone
 from schedlang.report import Row
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from schedlang.runtime.checkpointing.holding import take
 
 # ---- Diagnose: by what arithmetic a wrong tensor comes from the right one.
 
@@ -140,8 +141,6 @@ def of_ranks(locals_: Sequence[Tensor | None], right: Sequence[Tensor], mesh: Me
 
 
 def _over(group: Sequence[int], locals_: Sequence[Tensor | None], right: Sequence[Tensor]) -> str:
-    import torch
-
     wanted = [right[rank].double() for rank in group]
     if any(w.shape != wanted[0].shape or not _fits(w, wanted[0]) for w in wanted):
         return ""  # each holds a part of its own
@@ -190,7 +189,7 @@ def _taken(x: Tensor, r: Tensor, others: Mapping[str, Tensor | None]) -> str:
 
 
 def _blocks(x: Tensor, r: Tensor, sizes: Mapping[str, int]) -> str:
-    """Of n equal blocks along one dim some are right and others not, or all are out of order."""
+    """Some of n equal blocks along one dim are right and others not, or all are out of order."""
     for dim, (name, n) in itertools.product(range(x.dim()), sizes.items()):
         if n < 2 or x.shape[dim] % n:
             continue
@@ -269,7 +268,7 @@ def pattern(first: Row, failure: Failure, where: Location | None, batch: Batch) 
 
 
 def _of_module(failure: Failure, where: Location, sizes: dict[str, int]) -> str:
-    """Of what a module makes that is fed what is right."""
+    """Diagnose what a module makes that is fed what is right."""
     if where.values is None:
         return ""
     got, want = where.values
@@ -284,7 +283,7 @@ def _of_module(failure: Failure, where: Location, sizes: dict[str, int]) -> str:
 
 
 def _of_gradient(first: Row, failure: Failure, where: Location, batch: Batch) -> str:
-    """Of the ranks' own values, or of the shares of the parts of the batch."""
+    """Diagnose a gradient by the ranks' own values, or by what each part of the batch adds."""
     key = Key(first.condition, first.kind, 0, first.name)
     got, want = failure.actual.tensors.get(key), failure.expected.tensors.get(key)
     if want is None:
@@ -295,8 +294,6 @@ def _of_gradient(first: Row, failure: Failure, where: Location, batch: Batch) ->
 
 
 def _of_ranks(name: str, failure: Failure, where: Location, want: Tensor) -> str:
-    from schedlang.runtime.checkpointing.holding import take
-
     prepared, mesh = failure.case.prepared, failure.case.plan.mesh
     if prepared is None or name not in prepared.holdings:
         return ""
@@ -308,28 +305,11 @@ def _of_ranks(name: str, failure: Failure, where: Location, want: Tensor) -> str
 
 
 def _shares(name: str, failure: Failure, batch: Batch) -> dict[str, Tensor | None]:
-    """What each part of the batch adds to a gradient, on the original."""
-    from schedlang.passes.propagate.original import part_weight
-    from schedlang.passes.verify.original import Sequential
-    from schedlang.passes.verify.sides import modes_of, twin
-    from schedlang.runtime.batch import split
-    from schedlang.runtime.modes import ambient
-
-    case, plan = failure.case, failure.case.plan
-    micro = plan.micro
-    parts = [p for share in split(batch, plan.shares, micro) for p in share]
-    if len(parts) < 2:
+    """Derive on the original what each part of the batch adds to a gradient."""
+    probe = Probe(failure.case, batch)
+    count = len(probe.parts)
+    if count < 2:
         return {}
-    weigh = part_weight(plan, parts[0].inputs, case.loss, case.weight, len(parts))
-    weights = [weigh(part.inputs) for part in parts]
-    subject = Sequential(twin(case), loss=case.loss)
-    found: dict[str, Tensor | None] = {}
-    modes, _ = modes_of(case)
-    with ambient(*modes):
-        for number, (part, weight) in enumerate(zip(parts, weights)):
-            if weight:
-                subject.derive(part.inputs, part.rows)
-                grad = subject.gradients().get(name)
-                share = None if grad is None else grad.clone() * (weight / sum(weights))
-                found[f"part {number} of {len(parts)}"] = share
-    return found
+    with alone(failure.case) as subject:
+        shares = weighed_shares(subject, probe.parts, probe.weights)
+        return {f"part {number} of {count}": found.get(name) for number, found in shares}

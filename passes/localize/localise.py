@@ -7,31 +7,54 @@ so that one that merely receives something wrong is not blamed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from schedlang.ir.features import Slicing
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.verify.observe import Batch
-from schedlang.passes.verify.sides import Case, modes_of, prepared, twin
+from schedlang.passes.analyze.prepare import Prepared
+from schedlang.passes.verify.observe import Batch, Condition, Observation
+from schedlang.passes.verify.sides import Case, modes_of, prepared, program_of, twin
+from schedlang.report import Row
+from schedlang.runtime.batch import Part, called, split
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.grad_reduction.gradient import local_gradient
+from schedlang.runtime.isolated import Calls, Finding, Frame, Judge, Recorder, View, Watch, worst_of
+from schedlang.runtime.launch.pool import Pool, temporary
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.no_labels import no_labels
+from schedlang.runtime.program import Program
+from schedlang.runtime.scope import Scope, entered, named_sites
+from schedlang.runtime.sharding import redistribute
 
-if TYPE_CHECKING:
-    from torch import Tensor
+# the rows of a whole comparison, state saved and working dtype included
+Whole = Callable[[Case, "Case | None", Sequence[Condition], Observation], list[Row]]
 
-    from schedlang.passes.analyze.prepare import Prepared
-    from schedlang.runtime.batch import Part
-    from schedlang.runtime.isolated import Calls, Finding, Frame, View
-    from schedlang.runtime.launch.pool import Pool
-    from schedlang.runtime.program import Program
+
+@dataclass(frozen=True)
+class Failure:
+    """A proof that failed: what was run and seen in float64, and the case in its own dtype."""
+
+    case: Case
+    working: Case | None
+    told: Sequence[Condition]
+    expected: Observation
+    actual: Observation
+    whole: Whole
+
 
 Seen = dict[tuple[int, "Frame"], tuple[float, bool]]
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where a difference arose.
+    """The place where a difference arose.
 
     first    the first module, in the order in which they return, whose output differs in a run
     before   the last one before it whose output agrees
@@ -53,7 +76,7 @@ class Location:
 
 @dataclass(frozen=True)
 class _Sight:
-    """What one rank saw: in a run, and of each module alone."""
+    """The findings of one rank: in a run, and of each module alone."""
 
     seen: Seen
     findings: tuple[Finding, ...]
@@ -68,7 +91,6 @@ def localise(case: Case, batch: Batch, pool: Pool, parameter: str = "") -> Locat
     Each rank also tells what it has of the gradient of `parameter`.
     """
     plain = prepared(replace(case, plan=_plain(case.plan)))
-    from schedlang.runtime.launch.pool import temporary
 
     with temporary() as folder:
         order = _record(case, batch, folder)
@@ -97,8 +119,6 @@ def _opaque(plan: Plan) -> tuple[str, ...]:
 
 def _parts(case: Case, batch: Batch) -> list[list[Part]]:
     """The microbatches of each data-parallel rank."""
-    from schedlang.runtime.batch import split
-
     return split(batch, case.plan.shares, case.plan.micro)
 
 
@@ -107,14 +127,6 @@ def _parts(case: Case, batch: Batch) -> list[list[Part]]:
 
 def _record(case: Case, batch: Batch, folder: str) -> tuple[Frame, ...]:
     """Write down every call of the original for every part; the calls as they return."""
-    import torch
-
-    from schedlang.runtime.batch import called
-    from schedlang.runtime.isolated import Recorder
-    from schedlang.runtime.modes import ambient
-    from schedlang.runtime.no_labels import no_labels
-    from schedlang.runtime.scope import Scope, entered, named_sites
-
     modes, _ = modes_of(case)
     order: tuple[Frame, ...] = ()
     for replica, share in enumerate(_parts(case, batch)):
@@ -136,26 +148,9 @@ def _rank(
     case: Case, plain: Case, batch: Batch, folder: str, order: Sequence[Frame], parameter: str
 ) -> _Sight:
     """One rank's part in both runs."""
-    import torch
-
-    from schedlang.passes.lower.build import build
-    from schedlang.runtime.float64 import Float64
-    from schedlang.runtime.grad_reduction.gradient import local_gradient
-    from schedlang.runtime.isolated import Judge, Watch, worst_of
-    from schedlang.runtime.modes import ambient
-
-    def made(one: Case) -> Program:
-        return build(
-            one.plan,
-            one.batches[0],
-            loss=one.loss,
-            weight=one.weight,
-            seed=one.seed,
-            prepared=one.prepared,
-        )
 
     with ambient(Float64()):
-        program = made(case)
+        program = program_of(case)
         view = _view(case, program, order)
         mesh = case.plan.mesh
         parts = _parts(case, batch)[mesh.index(view.rank, case.plan.data_axes)]
@@ -170,7 +165,7 @@ def _rank(
         program.train_step(batch)
         held = program.assembly.parameters.get(parameter)
         local = None if held is None else local_gradient(held)
-        program = made(plain)
+        program = program_of(plain)
         view = _view(plain, program, order)
         judge = Judge(program.assembly.module, view, calls, _opaque(case.plan))
         _telling_stages(program, judge, grad=True)
@@ -181,8 +176,6 @@ def _rank(
 
 def _telling_stages(program: Program, told: Any, *, grad: bool) -> None:
     """Say which stage runs, and record gradients in a run without backward."""
-    import torch
-
     for number, stage in program.assembly.pipeline.stages.items():
 
         def forward(*args: Any, _plain: Any = stage.forward, _number: int = number) -> Any:
@@ -195,12 +188,6 @@ def _telling_stages(program: Program, told: Any, *, grad: bool) -> None:
 
 def _forward(program: Program, parts: Sequence[Part]) -> None:
     """One forward in training mode; what backward there is, is of the modules alone."""
-    from contextlib import nullcontext
-
-    from schedlang.runtime.no_labels import no_labels
-    from schedlang.runtime.scope import Scope, entered
-    from schedlang.runtime.sharding import redistribute
-
     a = program.assembly
     a.module.train()
     with a.dropout.drawn_in(0) if a.dropout is not None else nullcontext(), no_labels(0.0):
@@ -213,8 +200,6 @@ def _forward(program: Program, parts: Sequence[Part]) -> None:
 
 
 def _view(case: Case, program: Program, order: Sequence[Frame]) -> View:
-    from schedlang.runtime.isolated import View
-
     plan, ready = case.plan, case.prepared
     assert ready is not None
     stages, spanning = _stages(ready, order)

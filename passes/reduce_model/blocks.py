@@ -1,103 +1,118 @@
-"""The repeated blocks of a model, names that are equal in all of them, and fewer that show all."""
+"""Blocks of a model that repeat: their common names, and the fewest that show what all do."""
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from schedlang.passes.reduce_model.depth import LISTS, neighbours
+from schedlang.ir.model import inside
+from schedlang.ir.plan import Plan
 
 if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.ir.model import ModelFacts, Site
 
-# -- names with ranges: `h.0..3.mlp`, and back -----------------------------------------------------
+# ---- Kinds of layers, and the fewest that show each kind, neighbour and stage.
 
 
-_MOST, _DIGITS = 1_000_000, 19  # names that one stands for; digits of a number that counts
-WHOLE = "."  # the model itself, whose own name is empty
-Numbers = tuple[int, ...]
-Range = tuple[int, int]
+LISTS = ("ModuleList", "Sequential", "ModuleDict")
+Kind = object  # equal for layers that are alike and to which the schedule does the same
 
 
-def gathered(names: Iterable[str]) -> list[str]:
-    """The fewest names with ranges (`0..3`, both included) that stand for exactly these, sorted."""
-    alike: dict[str, set[Numbers]] = {}
-    every = set(names)
-    whole = sorted(every & {WHOLE})
-    for name in every - {WHOLE}:
-        numbers = tuple(int(part) for part in name.split(".") if _counts(part))
-        alike.setdefault(_shape(name), set()).add(numbers)
-    found = [(shape, box) for shape, held in alike.items() for box in _boxes(held)]
-    return whole + [_written(shape, box) for shape, box in sorted(found)]
+def kinds(plan: Plan, trunk: str) -> list[Kind]:
+    """Return the kind of each child of a list, by its modules and the rows that act on them."""
+    facts = plan.model
+    cuts = [fqn for cut in plan.cuts for fqn in cut.before]
+    out: list[Kind] = []
+    for child in facts.children(trunk):
+        root = f"{trunk}.{child}"
+        trained = frozenset(
+            (f[len(root) :], tuple(p.requires_grad for p in facts.sites[f].parameters.values()))
+            for f in facts.sites
+            if inside(f, root)
+        )
+        rows = frozenset(
+            (_place(action.span), action.name, site[len(root) :])
+            for action in plan.actions
+            for site in action.sites
+            if inside(site, root)
+        )
+        starts = tuple(k for k, fqn in enumerate(cuts) if inside(fqn, root))
+        out.append((_kind(facts, root), trained, rows, starts))
+    return out
 
 
-def spread(name: str) -> Iterator[str]:
-    """The names that a name with ranges stands for, in order; ValueError for absurdly many."""
-    if name == WHOLE:
-        return iter([name])
-    choices: list[list[str]] = []
-    many = 1
-    parts = name.split(".")
-    while parts:
-        part = parts.pop(0)
-        # no module is called "", so an empty part is the middle of a range
-        if len(parts) > 1 and parts[0] == "" and _counts(part) and _counts(parts[1]):
-            many *= max(1, int(parts[1]) - int(part) + 1)
-            if many > _MOST:
-                raise ValueError(f"stands for more than {_MOST} names")
-            choices.append([str(n) for n in range(int(part), int(parts[1]) + 1)])
-            del parts[:2]
-        else:
-            choices.append([part])
-    return (".".join(chosen) for chosen in itertools.product(*choices))
+def _kind(facts: ModelFacts, root: str) -> object:
+    """The modules of a block, by their paths inside it and what they are."""
+    return frozenset((f[len(root) :], facts.sites[f].kind) for f in facts.sites if inside(f, root))
 
 
-def _counts(part: str) -> bool:
-    """Tell whether this part of a name is a number without leading zeros."""
-    few = len(part) < _DIGITS and part.isascii() and part.isdigit()
-    return few and str(int(part)) == part
+def _place(span: object) -> object:
+    line, col = getattr(span, "line", 0), getattr(span, "col", 0)
+    return (getattr(getattr(span, "source", None), "name", ""), line, col)
 
 
-def _shape(name: str) -> str:
-    """The name with every such number left out: names of modules have no empty part."""
-    return ".".join("" if _counts(part) else part for part in name.split("."))
+def neighbours(sequence: Sequence[Kind]) -> set[tuple[Kind, Kind]]:
+    """Return the pairs of adjacent kinds, the two ends included."""
+    ends: list[Kind] = ["first", *sequence, "last"]
+    return set(zip(ends, ends[1:]))
 
 
-def _boxes(every: set[Numbers]) -> list[tuple[Range, ...]]:
-    """A set of tuples of numbers as products of ranges."""
-    if every == {()}:
-        return [()]
-    rests: dict[int, frozenset[Numbers]] = {}
-    for first in sorted({numbers[0] for numbers in every}):
-        rests[first] = frozenset(n[1:] for n in every if n[0] == first)
-    runs: list[tuple[int, int, frozenset[Numbers]]] = []
-    for first, rest in rests.items():
-        if runs and runs[-1][1] == first - 1 and runs[-1][2] == rest:
-            runs[-1] = (runs[-1][0], first, rest)
-        else:
-            runs.append((first, first, rest))
-    return [((low, high), *box) for low, high, rest in runs for box in _boxes(set(rest))]
-
-
-def _written(shape: str, box: tuple[Range, ...]) -> str:
-    ranges = iter(box)
-    parts = []
-    for part in shape.split("."):
-        if part:
-            parts.append(part)
+def shows_all(old: Plan, new: Plan, lists: Sequence[str]) -> bool:
+    """Tell whether the shorter model has all kinds of layers, adjacent pairs and stages."""
+    for trunk in lists:
+        before, after = kinds(old, trunk), kinds(new, trunk)
+        if neighbours(before) != neighbours(after):
+            return False
+        stages_old, stages_new = _stages(old, trunk), _stages(new, trunk)
+        if stages_old == 1:
             continue
-        low, high = next(ranges)
-        parts.append(str(low) if low == high else f"{low}..{high}")
-    return ".".join(parts)
+        if len(after) < min(2, len(before) // stages_old) * stages_new:
+            return False
+        if (len(before) % stages_old == 0) != (len(after) % stages_new == 0):
+            return False
+        everywhere = set.intersection(*_shares(before, stages_old))
+        if not all(everywhere <= share for share in _shares(after, stages_new)):
+            return False
+    return True
 
 
-# -- repeated blocks -------------------------------------------------------------------------------
+def _stages(plan: Plan, trunk: str) -> int:
+    """Count the stages that a row about the list itself splits it into."""
+    cut = [cut for cut in plan.cuts if trunk in cut.trunks]
+    return plan.stages(cut[0].axis) if cut else 1
+
+
+def _shares(sequence: Sequence[Kind], stages: int) -> list[set[Kind]]:
+    """The kinds in each of equal shares of the layers."""
+    size, more = divmod(len(sequence), stages)
+    shares, at = [], 0
+    for k in range(stages):
+        end = at + size + (k < more)
+        shares.append(set(sequence[at:end]))
+        at = end
+    return shares
+
+
+def counterpart(name: str, shorter: Mapping[str, tuple[int, int]]) -> str:
+    """The name in the whole model of a parameter of the shorter: layers from both ends.
+
+    `shorter` gives for each list how many layers it has and had.
+    """
+    for trunk, (now, before) in shorter.items():
+        if name.startswith(f"{trunk}."):
+            rest = name[len(trunk) + 1 :]
+            index, dot, tail = rest.partition(".")
+            if index.isdigit() and int(index) >= (now + 1) // 2:
+                name = f"{trunk}.{int(index) + before - now}{dot}{tail}"
+    return name
+
+
+# ---- Lists of blocks, and names that are equal in all of them.
 
 
 PROJECTIONS = ("Linear", "Conv1D")
@@ -201,11 +216,6 @@ def shorter(model: nn.Module, blocks: Blocks, stages: int = 1) -> nn.Module:
             if len(places) < len(children):
                 kept[fqn] = [children[place] for place in places]
     return hollow_model(model, {}, kept)
-
-
-def _kind(facts: ModelFacts, root: str) -> object:
-    inside = (f for f in facts.sites if f == root or f.startswith(f"{root}."))
-    return frozenset((f[len(root) :], facts.sites[f].kind) for f in inside)
 
 
 def fewest(kinds: Sequence[object], stages: int = 1) -> list[int]:

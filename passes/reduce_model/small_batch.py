@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.reduce_model.recipe import refused, special_ids
+from schedlang.passes.reduce_model.sizes import refused, special_ids
 
 if TYPE_CHECKING:
     from torch import Tensor

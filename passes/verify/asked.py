@@ -1,22 +1,20 @@
-"""What the `verify(...)` rows of a schedule ask for beyond what every proof checks."""
+"""Read what the `verify(...)` rows of a schedule ask for beyond what every proof checks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.features import Slicing
 from schedlang.ir.plan import Action, Plan
-from schedlang.ir.primitive import FACETS, Facet
+from schedlang.ir.primitive import FACETS, Facet, Primitive
 from schedlang.passes.elaborate.state import arguments_text
+from schedlang.passes.propagate.saved_parts import meeting
+from schedlang.passes.verify.compare import compare
 from schedlang.passes.verify.observe import Key, Observation
 from schedlang.report import Row
-
-if TYPE_CHECKING:
-    from schedlang.ir.primitive import Primitive
 
 # ---- What a plan must equal to the last bit: the original, or itself without its exact rows.
 
@@ -35,7 +33,7 @@ _REGROUPED = 8 * 2.0**-52  # of the norm: a few float64 additions, made in anoth
 
 
 def given_up(plan: Plan) -> frozenset[str]:
-    """What the result may differ in: nothing by rows over axes of size 1 and one microbatch."""
+    """Name what the result may differ in: nothing for axes of size 1 with one microbatch."""
     alone = plan.mesh.world == 1 and (plan.order is None or plan.order.micro == 1)
     return frozenset(
         name
@@ -53,8 +51,6 @@ def exact_row(action: Action) -> bool:
 def _exact(plan: Plan, action: Action) -> bool:
     """Whether a row of this plan is exact: what runs again from rounded inputs gives up what they
     do."""
-    from schedlang.passes.propagate.saved_parts import meeting
-
     return exact_row(action) and action not in (row for row, _ in meeting(plan))
 
 
@@ -96,7 +92,6 @@ def exact_rows(without: Observation, program: Observation, words: str) -> Iterat
 
     Beside sliced state a few roundings are allowed to gradients that may be added in another order.
     """
-    from schedlang.passes.verify.compare import compare
 
     def first(seen: Observation) -> Observation:
         kept = {k: v for k, v in seen.tensors.items() if k in wanted}

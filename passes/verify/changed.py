@@ -1,4 +1,4 @@
-"""What rows change in the model itself (frozen, tied, untied), held against the untouched model.
+"""Hold what rows change in the model itself (frozen, tied, untied) against the untouched model.
 
 The oracle of such a schedule is the changed model.  That this one is what the rows say is shown
 here: a parameter has the untouched model's value of the first of its names; and where the untouched
@@ -8,16 +8,22 @@ the sum of those of its names, or none if frozen.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from schedlang.ir.model import ModelFacts
+from schedlang.passes.verify.original import loss_of, rows
 from schedlang.passes.verify.sides import Case, modes_of
 from schedlang.report import Row
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from schedlang.ir.model import ModelFacts
+from schedlang.runtime.batch import called, taken
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.scope import Scope, entered, named_sites
+from schedlang.runtime.training import Training
 
 KIND = "changed model"
 RTOL, ATOL = 1e-9, 1e-12
@@ -25,8 +31,6 @@ RTOL, ATOL = 1e-9, 1e-12
 
 def changed_rows(case: Case) -> Iterator[Row]:
     """Loss and gradients of the changed model on one batch; the case is in float64."""
-    from schedlang.runtime.modes import ambient
-
     facts = case.plan.model
     if not facts.changes:
         return
@@ -55,12 +59,6 @@ def _values(facts: ModelFacts) -> Row:
 
 def _of_parameters(case: Case, module: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of the changed model, and the gradients of what it trains."""
-    import copy
-
-    import torch
-
-    from schedlang.runtime.batch import called
-
     twin = copy.deepcopy(module)
     held = {name: p for name, p in twin.named_parameters() if p.requires_grad}
     loss = _loss(case, twin, lambda inputs: called(twin, inputs))
@@ -73,13 +71,6 @@ def _of_names(
     case: Case, untouched: nn.Module, changed: nn.Module
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of the untouched model at the changed one's values, and a gradient per name."""
-    import copy
-
-    import torch
-    from torch.func import functional_call
-
-    from schedlang.runtime.batch import taken
-
     twin = copy.deepcopy(untouched)
     values = dict(changed.named_parameters(remove_duplicate=False))
     places: dict[tuple[int, str], str] = {}  # a module that stands twice has its names once
@@ -104,10 +95,6 @@ def _of_names(
 
 def _loss(case: Case, module: nn.Module, run: Any) -> Tensor:
     """The loss of the first batch in training mode, with logical dropout as everywhere."""
-    from schedlang.passes.verify.original import loss_of, rows
-    from schedlang.runtime.scope import Scope, entered, named_sites
-    from schedlang.runtime.training import Training
-
     batch: Mapping[str, Any] = case.batches[0]
     named_sites(module)
     Training(module).on()

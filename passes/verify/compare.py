@@ -10,17 +10,14 @@ on both sides: what a mask hides need be no number.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import reduce
-from typing import TYPE_CHECKING
 
-from schedlang.passes.verify.observe import HIDDEN, Batch, Key, Observation
+import torch
+from torch import Tensor, dtype
+
+from schedlang.passes.verify.observe import HIDDEN, Key, Observation
 from schedlang.report import Row
-
-if TYPE_CHECKING:
-    from torch import Tensor, dtype
-
-    from schedlang.passes.verify.original import Sequential
 
 RTOL = 1e-9
 FLOOR = 1e-12  # of the largest norm among tensors of the kind
@@ -48,7 +45,7 @@ def compare(
     """
     sets = list(_sets(expected, actual))
     rows = [row for row in sets if row.kind != DRAWS]
-    rows += _tensors(expected, actual, rtol, exact)
+    rows += tensor_rows(expected, actual, rtol, exact)
     rows += _ties(expected, actual)
     rows += [row for row in sets if row.kind == DRAWS]
     for key, (count, same) in expected.streams.items():
@@ -85,7 +82,9 @@ def _sets(expected: Observation, actual: Observation) -> Iterator[Row]:
         )
 
 
-def _tensors(expected: Observation, actual: Observation, rtol: float, exact: bool) -> Iterator[Row]:
+def tensor_rows(
+    expected: Observation, actual: Observation, rtol: float, exact: bool
+) -> Iterator[Row]:
     scales = _scales(expected)
     place = {name: i for i, name in enumerate(expected.order)}
 
@@ -132,8 +131,6 @@ def _difference(
     exact: bool,
 ) -> tuple[float, bool, str]:
     """Relative error, verdict and explanation for one tensor."""
-    import torch
-
     # not to name a tensor is to have none: an unused parameter has no gradient on either side
     x, r = actual.tensors.get(key), expected.tensors.get(key)
     if r is None and x is not None and key.kind == "input gradients" and not x.any():
@@ -154,8 +151,6 @@ def _difference(
 
 def unhidden(key: Key, *values: Tensor) -> tuple[Tensor, ...]:
     """Outputs with 0 where all of them are NaN, but not everywhere; others as they are."""
-    import torch
-
     if key.kind not in OUTPUTS or not all(v.is_floating_point() for v in values):
         return values
     hidden = reduce(torch.logical_and, (v.isnan() for v in values))
@@ -169,15 +164,13 @@ def _count(x: Tensor, r: Tensor) -> float:
 
 
 def _close(x: Tensor, r: Tensor, scale: float, most: float, rtol: float) -> tuple[float, bool, str]:
-    import torch
-
     same = (x == r) & r.isinf()  # masked scores are -inf on both sides
     x, r = (torch.where(same, 0, t) for t in (x, r))
     if not bool(r.isfinite().all()):
         return math.nan, False, "the original itself is not finite"
     floor = FLOOR / RTOL  # so that an error of rtol is the gate, whatever rtol is
-    error = _over(_norm(x - r), _norm(r) + floor * scale)
-    element = _over(_most(x - r), _most(r) + floor * most)
+    error = over(_norm(x - r), _norm(r) + floor * scale)
+    element = over(_most(x - r), _most(r) + floor * most)
     if not error <= rtol:
         return error, False, "not finite" if math.isnan(error) else ""
     if not element <= ELEMENT * rtol:
@@ -185,14 +178,12 @@ def _close(x: Tensor, r: Tensor, scale: float, most: float, rtol: float) -> tupl
     return error, True, ""
 
 
-def _over(a: float, b: float) -> float:
+def over(a: float, b: float) -> float:
     return a / b if b else (0.0 if a == 0 else math.inf)
 
 
 def _norm(x: Tensor) -> float:
     """Frobenius norm, in float64; NaN if any element is."""
-    import torch
-
     return float(torch.linalg.vector_norm(x.to(_wide(x)).flatten())) if x.numel() else 0.0
 
 
@@ -201,15 +192,11 @@ def _most(x: Tensor) -> float:
 
 
 def _wide(x: Tensor) -> dtype:
-    import torch
-
     return torch.complex128 if x.is_complex() else torch.float64
 
 
 def _ties(expected: Observation, actual: Observation) -> Iterator[Row]:
     """Names of one weight still hold one value."""
-    import torch
-
     states = {k[:3] for k in actual.tensors if k.kind == "parameters"}
     for condition, _, step in sorted(states):
         for group in expected.ties:
@@ -227,65 +214,3 @@ def _state(seen: Observation, condition: str, step: int, name: str) -> Tensor | 
         if (value := seen.tensors.get(Key(condition, kind, step, name))) is not None:
             return value
     return None
-
-
-def parts_agree(
-    subject: Sequential,
-    batch: Batch,
-    parts: Sequence[tuple[Batch, Sequence[int]]],
-    weights: Sequence[float],
-    weighed: Sequence[Mapping[str, Tensor | None]] | None = None,
-    *,
-    rtol: float = RTOL,
-) -> tuple[Row, ...]:
-    """Whether, on the original, loss and gradients are the weighed means of those of the parts.
-
-    Each part comes with the ids of its samples. Buffers are put back as they were. `weighed` are
-    the losses and gradients of the parts, times their weights, where they were derived together.
-    """
-    from schedlang.passes.verify.original import rows
-
-    name = f"{len(parts)} parts"
-    whole = _derived(subject, batch, range(rows(batch)))
-    total: dict[str, Tensor | None] = {}
-    for found in _weighed(subject, parts, weights) if weighed is None else weighed:
-        for key, share in found.items():
-            before = total.get(key)
-            total[key] = share if before is None else before if share is None else before + share
-    sides = [
-        Observation(
-            {
-                Key(name, "loss of parts" if k == "" else "gradients of parts", 0, k or "loss"): v
-                for k, v in found.items()
-            },
-            order=subject.order,
-        )
-        for found in (whole, total)
-    ]
-    return tuple(_tensors(sides[0], sides[1], rtol, exact=False))
-
-
-def _weighed(
-    subject: Sequential,
-    parts: Sequence[tuple[Batch, Sequence[int]]],
-    weights: Sequence[float],
-) -> Iterator[Mapping[str, Tensor | None]]:
-    """Of each part that has a label that counts, loss and gradients times its weight."""
-    for (part, samples), weight in zip(parts, weights, strict=True):
-        share = weight / sum(weights) if weight else 0.0
-        if share:
-            found = _derived(subject, part, samples)
-            yield {key: None if x is None else x * share for key, x in found.items()}
-
-
-def _derived(subject: Sequential, batch: Batch, samples: Iterable[int]) -> dict[str, Tensor | None]:
-    """Loss (under "") and gradients; buffers are put back."""
-    import torch
-
-    buffers = {name: b.clone() for name, b in subject.module.named_buffers()}
-    found: dict[str, Tensor | None] = {"": subject.derive(batch, tuple(samples)).clone()}
-    found |= {n: None if g is None else g.clone() for n, g in subject.gradients().items()}
-    with torch.no_grad():
-        for name, buffer in subject.module.named_buffers():
-            buffer.copy_(buffers[name])
-    return found

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
 
 from schedlang.ir.facets import Kept
+from schedlang.ir.nests import tree_leaves
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.fewer_bits import numbers
-from schedlang.passes.propagate.saved_parts import Saving, experts_of, recomputed, summed
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor, nn
-
-    from schedlang.passes.analyze.prepare import Prepared
-    from schedlang.passes.propagate.saved_parts import Parts
-    from schedlang.remat.again import Again
-    from schedlang.runtime.activation_memory.quantized import Found
+from schedlang.passes.analyze.prepare import Prepared
+from schedlang.passes.propagate.saved_parts import Parts, Saving, experts_of, recomputed, summed
+from schedlang.remat.again import Again
+from schedlang.runtime.activation_memory.quantized import Found, margin, stream
+from schedlang.runtime.activation_memory.second_run import Results, through
+from schedlang.runtime.device import Replayed, own_generators
+from schedlang.runtime.pipeline.arguments import put, take
+from schedlang.runtime.rng.logical_dropout import mixed
+from schedlang.runtime.scope import capture, current, site
+from schedlang.runtime.tracing.torch_calls import tensors_in
 
 # ---- The original whose modules run again in backward from what is kept in fewer bits.
 # Written apart from what programs run (torch's `checkpoint`,
@@ -43,33 +48,50 @@ def with_second_runs(plan: Plan, module: nn.Module, known: Prepared | None) -> N
 
 
 @dataclass
+class _Values:
+    """Values that stand for tensors, as long as nobody writes into these."""
+
+    alike: Callable[[Tensor, Tensor], bool]
+    known: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)  # version, value
+
+    def note(self, tensor: Tensor, value: Tensor) -> None:
+        """From now on this stands for a tensor."""
+        self.known.append((tensor, tensor._version, value))
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """The first that was noted for one alike."""
+        for one, version, value in self.known:
+            if version == tensor._version and self.alike(one, tensor):
+                return value
+        return None
+
+
+@dataclass
 class _Region:
     """Modules that run again as one, and what tensors of this pass are in their second run."""
 
     again: Again
     summed: tuple[str, ...]  # modules of which ranks have parts of sums, kept as they are
     next: int = 0
-    known: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)  # its version, the other
+    known: _Values = field(default_factory=lambda: _Values(_same))
 
     def enter(self, place: int) -> None:
         """A call out of turn begins anew."""
         if place == 0 or place != self.next:
-            self.known = []
+            self.known = _Values(_same)
         self.next = place + 1
 
     def given(self, tensors: list[Tensor]) -> list[Tensor]:
-        """What the second run is given: what it made itself, and else what was kept."""
-        from schedlang.runtime.activation_memory.second_run import through
-
+        """Give the second run what it made itself, and else what was kept."""
         if not self.again.once:
             return through(tensors)
         new: list[Tensor] = []
         for tensor in tensors:
-            if self._other(tensor) is None and not any(_same(tensor, one) for one in new):
+            if self.known.of(tensor) is None and not any(_same(tensor, one) for one in new):
                 new.append(tensor)
         for tensor, value in zip(new, through(new)):
-            self.note(tensor, value)
-        found = [(tensor, self._other(tensor)) for tensor in tensors]
+            self.known.note(tensor, value)
+        found = [(tensor, self.known.of(tensor)) for tensor in tensors]
         return [
             value.detach().requires_grad_(tensor.requires_grad)
             for tensor, value in found
@@ -78,27 +100,9 @@ class _Region:
 
     def made(self, output: Any, second: Any) -> None:
         """The results of a call, in both runs."""
-        from torch import Tensor
-
-        from schedlang.ir.nests import tree_leaves
-
         for one, two in zip(tree_leaves(output), tree_leaves(second), strict=True):
             if self.again.once and isinstance(one, Tensor):
-                self.note(one, two.detach())
-
-    def note(self, tensor: Tensor, value: Tensor) -> None:
-        """What a tensor is in the second run."""
-        self.known.append((tensor, tensor._version, value))
-
-    def _other(self, tensor: Tensor) -> Tensor | None:
-        return next(
-            (
-                value
-                for one, version, value in self.known
-                if version == tensor._version and _same(one, tensor)
-            ),
-            None,
-        )
+                self.known.note(one, two.detach())
 
 
 def _same(one: Tensor, two: Tensor) -> bool:
@@ -116,12 +120,6 @@ def _recomputed_as_kept(
     **kwargs: Any,
 ) -> Any:
     """The output for the arguments as they are; its backward is that of a run from those kept."""
-    import torch
-    from torch.autograd.graph import saved_tensors_hooks
-
-    from schedlang.runtime.activation_memory.second_run import Results
-    from schedlang.runtime.pipeline.arguments import put, take
-
     if not torch.is_grad_enabled():
         return inner(*args, **kwargs)
     region.enter(place)
@@ -142,20 +140,14 @@ def _recomputed_as_kept(
 
 
 class _Apart:
-    """Where a call begins: what is drawn and counted in a second run is drawn and counted alike."""
+    """The start of a call: a second run from there draws and counts alike."""
 
     def __init__(self, module: nn.Module) -> None:
-        import torch
-
-        from schedlang.runtime.device import Replayed, own_generators
-        from schedlang.runtime.scope import capture
-
         self.place = capture()
         self.draws = Replayed([torch.default_generator, *own_generators(module)])
 
     def run(self, saved: list[Tensor], call: Callable[[], Any]) -> Any:
         """A call's result; what autograd would keep of it is put into a list."""
-        from torch.autograd.graph import saved_tensors_hooks
 
         def note(tensor: Tensor) -> Tensor:
             saved.append(tensor.detach())
@@ -209,34 +201,26 @@ class _Saved:
     rows: list[tuple[int, ...]] = field(default_factory=list)
     given: list[Tensor] = field(default_factory=list)
     turns: dict[str, int] = field(default_factory=dict)  # tensors saved so far, by site
-    seen: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)  # version, value
+    seen: _Values = field(default_factory=lambda: _Values(_alike))
 
     def begin(self, arguments: Any) -> None:
         """A call begins; those of a part of a step are counted from 0."""
-        from torch.nn import Parameter
-
-        from schedlang.runtime.scope import current
-        from schedlang.runtime.tracing.torch_calls import tensors_in
-
         here = current()
         assert here is not None, "the original runs in a scope"
         place = here.step, here.samples
         self.calls = self.calls + 1 if place == self.place else 0
-        self.place, self.numbers, self.rows, self.seen, self.turns = place, 0, [], [], {}
+        self.place, self.numbers, self.rows, self.turns = place, 0, [], {}
+        self.seen = _Values(_alike)
         known = tensors_in(arguments)
         self.given = [t for t in known if not t.requires_grad or isinstance(t, Parameter)]
 
     def count(self) -> None:
         """One tensor more: of this call, and of those of the module that saves it."""
-        from schedlang.runtime.scope import site
-
         self.numbers += 1
         self.turns[site()] = self.turns.get(site(), 0) + 1
 
     def value(self, tensor: Tensor) -> Tensor:
-        """What backward sees of a saved tensor."""
-        from schedlang.runtime.scope import site
-
+        """Give what backward sees of a saved tensor."""
         whole = tensor.dim() > 2 and tuple(tensor.shape) in self.rows
         self.rows.append(tuple(tensor.shape[:-1]))
         if whole:
@@ -248,19 +232,16 @@ class _Saved:
         return self.parts.each(at, tensor.detach(), rounded)
 
     def rounded(self, part: Tensor, held: int) -> Tensor:
-        """What a rank makes of its part; of one that it has saved before what it made then."""
-        for other, version, before in self.seen:
-            if version == part._version and _alike(other, part):
-                return before.reshape(part.shape)
+        """Round a part as its rank does; one that it has saved before as it did then."""
+        if (before := self.seen.of(part)) is not None:
+            return before.reshape(part.shape)
         value = self.coded(part, held)
         if value is not part:
-            self.seen.append((part, part._version, value))
+            self.seen.note(part, value)
         return value
 
     def coded(self, part: Tensor, held: int) -> Tensor:
         """In whole numbers, if they are fewer bytes than those held now."""
-        from schedlang.runtime.activation_memory.quantized import stream
-
         row = replace(self.row, bits=self.bits.get(self.numbers, self.row.bits))
         if part.numel() < row.block or part.shape[-1] == 1:
             return part
@@ -297,20 +278,17 @@ def _apart(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 @contextmanager
 def _saving(saved: _Saved) -> Iterator[None]:
     """Saved tensors are remembered by their first value: the same view is coded once."""
-    from torch.autograd.graph import saved_tensors_hooks
-
-    seen: list[tuple[Tensor, int, Tensor]] = []  # what was saved, its version, its value
+    seen = _Values(_alike)
 
     def pack(tensor: Tensor) -> Tensor:
         if not saved.counts(tensor):
             return tensor
         saved.count()
-        for other, version, before in seen:
-            if version == tensor._version and _alike(other, tensor):
-                return before.reshape(tensor.shape)
+        if (before := seen.of(tensor)) is not None:
+            return before.reshape(tensor.shape)
         value = saved.value(tensor)
         if value is not tensor:
-            seen.append((tensor, tensor._version, value))
+            seen.note(tensor, value)
         return value
 
     with saved_tensors_hooks(pack, lambda value: value):
@@ -319,8 +297,6 @@ def _saving(saved: _Saved) -> Iterator[None]:
 
 def _sized(tensor: Tensor) -> bool:
     """Is there no value that stands for none, as in a mask of scores?"""
-    import torch
-
     return bool((tensor.detach().abs() < torch.finfo(tensor.dtype).max / 4).all())
 
 
@@ -341,16 +317,12 @@ def _alike(one: Tensor, two: Tensor) -> bool:
 
 
 def _places(tensor: Tensor) -> Tensor:
-    """Where each element lies, in order, from the first on."""
-    import torch
-
+    """List the places of all elements in memory, in order, counted from the first."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return torch.arange(last + 1).as_strided(tensor.shape, tensor.stride()).flatten()
 
 
 def _forward(saved: _Saved, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    import torch
-
     if not torch.is_grad_enabled():
         return inner(*args, **kwargs)
     saved.begin((args, kwargs))
@@ -360,10 +332,6 @@ def _forward(saved: _Saved, inner: Callable[..., Any], *args: Any, **kwargs: Any
 
 def approximated(tensor: Tensor, row: Kept, stream: int, tipped: Found | None = None) -> Tensor:
     """A tensor as its whole numbers say it: in each block the least value and so many steps."""
-    import torch
-
-    from schedlang.runtime.rng.logical_dropout import mixed
-
     with torch._C.DisableTorchFunction(), torch.no_grad():
         work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         digits = 53 if work == torch.float64 else 24
@@ -384,9 +352,7 @@ def approximated(tensor: Tensor, row: Kept, stream: int, tipped: Found | None = 
 
 
 def _blocks(values: Tensor, drawn: Tensor, row: Kept) -> tuple[Tensor, Tensor, Tensor]:
-    """Of blocks, each in a row, for every element: the least, the step, what is rounded down."""
-    import torch
-
+    """Give for every element of blocks, one a row: the least, the step, what is rounded down."""
     least, most = values.min(1, keepdim=True)[0], values.max(1, keepdim=True)[0]
     step = (most - least) / (2**row.bits - 1)
     steps = torch.where(step > 0, (values - least) / step, 0.0)
@@ -396,10 +362,6 @@ def _blocks(values: Tensor, drawn: Tensor, row: Kept) -> tuple[Tensor, Tensor, T
 
 def _taken(moved: Tensor, row: Kept, noted: tuple[Tensor, Tensor] | None) -> Tensor:
     """The whole numbers, where two are as near the one that a rank took."""
-    import torch
-
-    from schedlang.runtime.activation_memory.quantized import margin
-
     numbers = torch.floor(moved)
     if noted is not None:
         places, theirs = (one[noted[0] < moved.numel()] for one in noted)

@@ -1,4 +1,4 @@
-"""What the original itself lacks, told before it is compared: a finite loss, finite gradients, any.
+"""Tell what the original itself lacks before it is compared: a finite loss, finite gradients, any.
 
 A loss that is no number is that of every program, wrong or right, so that nothing could be proven.
 """
@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.nests import tree_leaves
 from schedlang.passes.verify.observe import Batch, Condition, Observation
-from schedlang.passes.verify.sides import Case, modes_of, twin
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
+from schedlang.passes.verify.original import rows
+from schedlang.passes.verify.sides import Case, alone
+from schedlang.runtime.batch import named_tensors
 
 _SHOWN = 3  # names in a message
 _TRAIN = "train at least one parameter: `requires_grad_(True)`"
@@ -95,16 +97,11 @@ class _Look:
 
 
 def _looked(case: Case, batch: Batch) -> _Look:
-    from schedlang.passes.verify.original import Sequential, rows
-    from schedlang.runtime.modes import ambient
-
-    look, module = _Look(), twin(case)
-    for name, child in module.named_modules():
-        if name:
-            child.register_forward_hook(_noting(look, name))
-    modes, _ = modes_of(case)
-    with ambient(*modes):
-        subject = Sequential(module, loss=case.loss)
+    look = _Look()
+    with alone(case) as subject:
+        for name, child in subject.module.named_modules():
+            if name:
+                child.register_forward_hook(_noting(look, name))
         look.loss = float(subject.derive(batch, range(rows(batch))))
         found = subject.gradients()
     look.gradients = {name: grad for name, grad in found.items() if grad is not None}
@@ -125,8 +122,6 @@ def _noting(look: _Look, name: str) -> Any:
 
 def _cause(case: Case, batch: Batch, look: _Look) -> Iterator[str]:
     """Why a loss is not finite, and what to do."""
-    from schedlang.runtime.batch import named_tensors
-
     given: Mapping[str, Tensor] = named_tensors(batch)
     wrong = [name for name, value in given.items() if not _finite(value)]
     if wrong:
@@ -155,10 +150,6 @@ def _cause(case: Case, batch: Batch, look: _Look) -> Iterator[str]:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    from torch import Tensor
-
-    from schedlang.ir.nests import tree_leaves
-
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from schedlang.ir.nests import tree_flatten_with_path
+from schedlang.runtime.batch import dotted
+from schedlang.runtime.device import undrawn
 from schedlang.runtime.launch.forkserver import progress
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
 
 DISTINCT = "distinct draws"  # of one side: that no two of them are one
 NATIVE = "native draws"  # of training: who draws alike, and who apart
@@ -31,7 +34,7 @@ class Subject(Protocol):
 
     @property
     def output(self) -> Any:
-        """Of the last training step, structured as the model's own."""
+        """The output of the last training step, structured as the model's own."""
 
     def train_step(self, batch: Batch) -> Tensor:
         """One optimizer step in training mode; the loss of the whole batch."""
@@ -94,14 +97,10 @@ def conditions(
 
 
 def _sgd(named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-    import torch
-
     return torch.optim.SGD(_groups(named), lr=0.01, momentum=0.9)
 
 
 def _adamw(named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-    import torch
-
     # with torch's own eps, rounding of a gradient that is zero would be blown up to a difference
     return torch.optim.AdamW(_groups(named), lr=0.003, eps=1e-5)
 
@@ -118,7 +117,7 @@ def _groups(named: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
 
 
 class Key(NamedTuple):
-    """What a tensor is: its condition, kind and name, and the step after which it was seen."""
+    """Name a tensor: its condition, kind and name, and the step after which it was seen."""
 
     condition: str
     kind: str
@@ -139,9 +138,9 @@ class Observation:
         str, ...
     ] = ()  # parameters in the order in which backward finished their gradients
     ties: tuple[tuple[str, ...], ...] = ()
-    missing: frozenset[str] = frozenset()  # kinds that the subject does not offer
-    unread: frozenset[str] = frozenset()  # types in the output that are no tensors
-    left_out: Mapping[str, str] = field(default_factory=dict)  # place in the output -> why
+    missing: set[str] = field(default_factory=set)  # kinds that the subject does not offer
+    unread: set[str] = field(default_factory=set)  # types in the output that are no tensors
+    left_out: dict[str, str] = field(default_factory=dict)  # place in the output -> why
     choices: Mapping[Any, Tensor] = field(default_factory=dict)  # of discrete operators, if noted
     # numbers of activations in fewer bits that roundings tip, if noted
     tipped: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -154,38 +153,21 @@ def observe(
 
     The function modes of the comparison (float64, logical dropout) are for the caller to enter.
     """
-    import torch
-
-    from schedlang.runtime.device import undrawn
-
     seen = Observation()
     order: tuple[str, ...] = ()
     ties: tuple[tuple[str, ...], ...] = ()
-    gone: set[str] = set()
-    unread: set[str] = set()
-    left: dict[str, str] = {}
     for condition in conditions:
         with undrawn():
             torch.manual_seed(0)  # a side that draws from torch's generator leaves another state
             subject = make(condition)
-            sight = _Sight(seen, condition.name, condition.follow, keep, gone, unread, left)
+            sight = _Sight(seen, condition.name, condition.follow, keep)
             for step, batch in enumerate(condition.batches):
                 sight.step(subject, step, batch)
                 progress({"condition": condition.name, "step": step})
             sight.end(subject, len(condition.batches) - 1, condition.batches[0])
         order = order or tuple(getattr(subject, "order", ()))
         ties = ties or tuple(getattr(subject, "ties", ()))
-    return Observation(
-        seen.tensors,
-        seen.sets,
-        seen.replicas,
-        seen.streams,
-        order,
-        ties,
-        frozenset(gone),
-        frozenset(unread),
-        left,
-    )
+    return replace(seen, order=order, ties=ties)
 
 
 @dataclass
@@ -196,9 +178,6 @@ class _Sight:
     condition: str
     follow: bool
     keep: bool
-    missing: set[str]
-    unread: set[str]
-    left_out: dict[str, str]
 
     def step(self, subject: Subject, step: int, batch: Batch) -> None:
         """One training step, and before the first one the names and the output."""
@@ -210,20 +189,20 @@ class _Sight:
         self.outputs("training outputs", step, subject, getattr(subject, "output", None))
         norm = subject.grad_norm
         if norm is None:
-            self.missing.add("gradient norm")
+            self.seen.missing.add("gradient norm")
         else:
             self.tensor("gradient norm", step, "norm", norm)
         self.tensors("gradients", step, subject.gradients())
         given = subject.input_gradients() if self.follow else {}
         if given is None:
-            self.missing.add("input gradients")
+            self.seen.missing.add("input gradients")
         else:
             self.tensors("input gradients", step, given)
         if step == 0:
             self.state(subject, step)
 
     def end(self, subject: Subject, step: int, batch: Batch) -> None:
-        """What the last step leaves: state, the optimizer's too, the output, what was drawn."""
+        """Note what the last step leaves: state, also the optimizer's, the output, the draws."""
         if step:
             self.state(subject, step)
         for name, slots in subject.optimizer_state().items():
@@ -246,22 +225,22 @@ class _Sight:
         self.tensors(HIDDEN, step, {k: v for k, v in hidden.items() if k not in state})
         copies = subject.replicas()
         if copies is None:
-            self.missing.add("replicas")
+            self.seen.missing.add("replicas")
         elif self.keep:
             for name, error in copies.items():
                 self.seen.replicas[Key(self.condition, "replicas", step, name)] = error
 
     def asked(self, subject: Any, question: str, kind: str) -> Any:
-        """What a subject says that need not be able to; if it is not, the kind is missing."""
+        """Ask a subject what it need not be able to say; if it is not, the kind is missing."""
         if hasattr(subject, question):
             return getattr(subject, question)()
-        self.missing.add(kind)
+        self.seen.missing.add(kind)
         return {}
 
     def outputs(self, kind: str, step: int, subject: Subject, output: Any) -> None:
         """The tensors and numbers in an output, and what it leaves out."""
-        self.tensors(kind, step, dict(flattened(output, self.unread)))
-        self.left_out.update(getattr(subject, "left_out", {}))
+        self.tensors(kind, step, dict(flattened(output, self.seen.unread)))
+        self.seen.left_out.update(getattr(subject, "left_out", {}))
 
     def tensors(self, kind: str, step: int, values: Mapping[str, Tensor | None]) -> None:
         """Several of one kind, by name."""
@@ -270,8 +249,6 @@ class _Sight:
 
     def tensor(self, kind: str, step: int, name: str, value: Any) -> None:
         """A copy of one tensor or number; None if there is none."""
-        import torch
-
         if not self.keep:
             return
         if value is not None:
@@ -289,11 +266,6 @@ class _Sight:
 
 def flattened(value: Any, unread: set[str]) -> Iterable[tuple[str, Any]]:
     """The tensors and numbers in an output, by path; other types are named in `unread`."""
-    from torch import Tensor
-
-    from schedlang.ir.nests import tree_flatten_with_path
-    from schedlang.runtime.batch import dotted
-
     for path, leaf in tree_flatten_with_path(value)[0]:
         if isinstance(leaf, (Tensor, int, float)):
             yield dotted(path) or "output", leaf

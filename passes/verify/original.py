@@ -5,27 +5,22 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.passes.verify.observe import Batch, Loss, MakeOptimizer
 from schedlang.passes.verify.randomness import draws_in_words, generators, repeated
-from schedlang.passes.verify.sides import Case, modes_of, twin
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor, nn
-
-    from schedlang.runtime.batch import Part
-    from schedlang.runtime.grad_reduction.batch_statistics import BatchSum
-    from schedlang.runtime.rng.logical_dropout import LogicalDropout
-
-# ---- The original as a subject of observation: a plain training loop around the untouched
-# module.
-
+from schedlang.runtime.batch import called, followed, named_tensors
+from schedlang.runtime.rng.logical_dropout import LogicalDropout
+from schedlang.runtime.scope import Scope, entered, named_sites
+from schedlang.runtime.tracing.lossless import no_loss
+from schedlang.runtime.training import Training
 
 _UNTRAINED = Diagnostic(
     "S710",
@@ -56,9 +51,6 @@ class Sequential:
         follow: bool = True,
         dropout: LogicalDropout | None = None,
     ) -> None:
-        from schedlang.runtime.scope import named_sites
-        from schedlang.runtime.training import Training
-
         self.module, self.loss, self.clip = module, loss or loss_of, clip
         self.scale, self.evaluate, self.follow = scale, evaluate, follow
         self.dropout = dropout
@@ -78,8 +70,6 @@ class Sequential:
 
     def train_step(self, batch: Batch) -> Tensor:
         """Forward, loss, backward, clip and step on the whole batch; the loss."""
-        from torch.nn.utils import clip_grad_norm_
-
         assert self._optimizer is not None, "this subject was made without an optimizer"
         loss = self.derive(batch, range(rows(batch)))
         self.grad_norm = clip_grad_norm_(
@@ -91,9 +81,6 @@ class Sequential:
 
     def derive(self, batch: Batch, samples: Sequence[int]) -> Tensor:
         """Loss of a part of a batch in training mode, its gradients in `gradients()`; no step."""
-        from schedlang.runtime.batch import called
-        from schedlang.runtime.scope import Scope, entered
-
         self._switch()
         self.module.zero_grad(set_to_none=True)
         given = self._given(batch)
@@ -110,26 +97,17 @@ class Sequential:
 
     def _given(self, batch: Batch) -> dict[str, Any]:
         """The batch with float tensors of its own, with gradients if it follows them."""
-        from schedlang.runtime.batch import followed, named_tensors
-
         given: dict[str, Any] = followed(batch, self.follow)
         self._inputs = {k: v for k, v in named_tensors(given).items() if v.requires_grad}
         return given
 
     def norm(self, batch: Batch) -> float:
         """The norm of all gradients of a batch; buffers are changed as by a forward."""
-        from torch.nn.utils import get_total_norm
-
         self.derive(batch, range(rows(batch)))
         return float(get_total_norm([p.grad for _, p in self._named if p.grad is not None]))
 
     def eval_step(self, batch: Batch) -> Any:
         """The output in eval mode."""
-        import torch
-
-        from schedlang.runtime.batch import called
-        from schedlang.runtime.scope import Scope, entered
-
         self._training.off()
         here = Scope(self._steps, 0, tuple(range(rows(batch))), self._evaluation())
         with torch.no_grad(), entered(here):
@@ -146,7 +124,7 @@ class Sequential:
         return {name: p.grad for name, p in self._named}
 
     def input_gradients(self) -> Mapping[str, Tensor | None]:
-        """Of float tensors in the last batch."""
+        """Gradients of the float tensors in the last batch."""
         return {name: x.grad for name, x in self._inputs.items()}
 
     def state_dict(self) -> Mapping[str, Tensor]:
@@ -204,10 +182,6 @@ class Sequential:
 
 def loss_of(output: Any, batch: Batch) -> Tensor:
     """The loss that a model returns: its output if a single number, else what it calls `loss`."""
-    from torch import Tensor
-
-    from schedlang.runtime.tracing.lossless import no_loss
-
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
         loss = output.get("loss")
@@ -218,8 +192,6 @@ def loss_of(output: Any, batch: Batch) -> Tensor:
 
 def rows(batch: Batch) -> int:
     """The number of samples of a batch: the common size of dim 0 of its tensors."""
-    from schedlang.runtime.batch import named_tensors
-
     sizes = [v.shape[0] for v in named_tensors(batch).values() if v.dim()]
     assert sizes, "a batch holds at least one tensor with rows"
     return max(set(sizes), key=sizes.count)
@@ -239,8 +211,6 @@ def randomised(module: nn.Module, seed: int) -> nn.Module:
     Each is changed by noise of its own size, matrices at least by 1/2 per square root of their
     width, vectors by 1/10; the noise of a parameter depends on its name alone.
     """
-    import torch
-
     twin = copy.deepcopy(module)
     with torch.no_grad():
         for name, p in twin.named_parameters():
@@ -256,102 +226,3 @@ def randomised(module: nn.Module, seed: int) -> nn.Module:
                 size = 0.1 * max(1.0, size)
             p.add_((noise * size).to(p.device, p.dtype))
     return twin
-
-
-# ---- The model alone, called as its user calls it: whether it shows what runs of our own show.
-
-
-SEEDS = (0, 1)
-RTOL = 1e-9
-UNTOLD = float("inf")
-
-
-def parts_differ(case: Case, parts: Sequence[Part], weights: Sequence[float]) -> float:
-    """By how much loss and gradients of the parts, weighed, differ from the whole's, relatively.
-
-    None of our loops, meetings, dtypes and logical draws takes part, so that what they do wrong is
-    not said of the model; what it draws it draws by row.  `UNTOLD` where it draws in other ways, or
-    does not run without a mode.
-    """
-    import torch
-
-    from schedlang.runtime.device import undrawn
-
-    module = twin(case).train()
-    total = sum(weights)
-    every = [row for part in parts for row in part.rows]
-    try:
-        with undrawn():
-            whole, again = (_derived(case, module, case.batches[0], every, s) for s in SEEDS)
-            if not _gap(whole, again) <= RTOL:
-                return UNTOLD
-            added: dict[str, Tensor] = {}
-            for part, weight in zip(parts, weights):
-                found = _derived(case, module, part.inputs, part.rows) if weight else {}
-                for name, value in found.items():
-                    added[name] = added.get(name, torch.zeros(())) + value * (weight / total)
-    except Exception:  # whatever the model raises where no mode carries it
-        return UNTOLD
-    return _gap(added, whole)
-
-
-def _derived(
-    case: Case, module: nn.Module, batch: Mapping[str, Any], rows: Sequence[int], seed: int = 0
-) -> dict[str, Tensor]:
-    """The loss of rows of a batch, under "", and its gradients; the module stays as it is."""
-    import torch
-
-    from schedlang.runtime.batch import called
-    from schedlang.runtime.modes import ambient
-    from schedlang.runtime.rng.logical_dropout import Alone, ByRow
-
-    torch.manual_seed(seed)
-    fresh = copy.deepcopy(module)
-    with ambient(Alone(ByRow(rows))):
-        loss = (case.loss or loss_of)(called(fresh, batch), batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-    found = {name: p.grad for name, p in fresh.named_parameters() if p.grad is not None}
-    return {"": loss.detach(), **found}
-
-
-def _gap(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """By how much these tensors differ, each by its size; small ones by the size of the largest."""
-    if a.keys() != b.keys() or any(a[k].shape != b[k].shape for k in b):
-        return UNTOLD
-    most = max(float(value.norm()) for value in b.values())
-    gaps = [float((a[k] - b[k]).norm()) / (float(b[k].norm()) + 1e-3 * most or 1.0) for k in b]
-    return max((gap if gap == gap else UNTOLD for gap in gaps), default=0.0)
-
-
-# ---- Parts of the original that share the statistics of the whole batch, in threads that meet.
-
-
-def together(
-    case: Case, parts: Sequence[Part], weights: Sequence[float], sums: tuple[BatchSum, ...]
-) -> list[dict[str, Tensor | None]]:
-    """Weighed losses (under "") and gradients of parts of the original that share their sums.
-
-    Each part runs on a copy of its own in a thread of this process.
-    """
-    from concurrent.futures import ThreadPoolExecutor
-
-    from schedlang.runtime.grad_reduction.batch_statistics import Meeting, gather_statistics
-    from schedlang.runtime.modes import ambient
-    from schedlang.runtime.no_labels import no_labels
-
-    meeting, total = Meeting(len(parts)), sum(weights)
-
-    def run(place: int) -> dict[str, Tensor | None]:
-        part, share = parts[place], weights[place] / total
-        try:
-            with ambient(*modes_of(case)[0]), no_labels(share):
-                module = twin(case)
-                gather_statistics(module, sums, meeting.at(place))
-                subject = Sequential(module, loss=case.loss, scale=share)
-                return {"": subject.derive(part.inputs, part.rows), **subject.gradients()}
-        except BaseException:
-            meeting.barrier.abort()  # the others would wait for this one
-            raise
-
-    with ThreadPoolExecutor(len(parts)) as threads:
-        return list(threads.map(run, range(len(parts))))

@@ -25,10 +25,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 CHANCE = 1e-6  # of a false alarm, in all rows of a report together
 LEAST = 4  # errors that a law is told from: fewer say too little of n

@@ -1,20 +1,22 @@
-"""What can honestly be compared of randomness, and what training draws natively."""
+"""Compare what can be of randomness: the draws made, the generators left, native draws."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
+import torch
+from torch import Tensor, nn
 
-    from schedlang.passes.verify.observe import Batch
-    from schedlang.runtime.program import Program
-    from schedlang.runtime.rng.logical_dropout import Begun, Stream
-    from schedlang.runtime.rng.native import Content, Noted
-    from schedlang.runtime.scope import Moment
+from schedlang.passes.verify.observe import Batch
+from schedlang.runtime.batch import followed
+from schedlang.runtime.comm import world
+from schedlang.runtime.program import Program
+from schedlang.runtime.rng.logical_dropout import EVERY, Begun, LogicalDropout, Stream
+from schedlang.runtime.rng.native import Content, Noted, Noting
+from schedlang.runtime.scope import Moment
 
 # ---- Chance: what can honestly be compared of randomness: the draws made, and the generators
 # left.
@@ -28,8 +30,6 @@ def generators(module: nn.Module) -> dict[str, Tensor]:
 
     Dropout of a proof is drawn logically, so both sides have to leave them as they were.
     """
-    import torch
-
     found = {"torch": torch.get_rng_state()}
     for path, child in module.named_modules():
         for name, value in vars(child).items():
@@ -83,9 +83,7 @@ def together(everyone: Sequence[Draws | None]) -> dict[tuple[Moment, str, int], 
 
 
 def _rows(samples: Sequence[int], word: str = "rows") -> str:
-    """Of which rows a draw is, in words."""
-    from schedlang.runtime.rng.logical_dropout import EVERY
-
+    """Say in words which rows a draw is for."""
     return "all rows" if EVERY in samples else f"{word} {_runs(samples)}"
 
 
@@ -102,8 +100,6 @@ def _runs(numbers: Sequence[int]) -> str:
 
 def generators_agree(everyone: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """By generator 0 if all ranks left it in one state, else 1."""
-    import torch
-
     first = everyone[0]
     return {
         f"generator {name}": float(
@@ -142,11 +138,6 @@ def native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] | None
 
     All ranks call together.
     """
-    from schedlang.runtime.batch import followed
-    from schedlang.runtime.comm import world
-    from schedlang.runtime.rng.logical_dropout import LogicalDropout
-    from schedlang.runtime.rng.native import Noting
-
     assembly = program.assembly
     logical, native = assembly.dropout, assembly.native
     if native is None or not isinstance(logical, LogicalDropout):
@@ -182,7 +173,7 @@ def _of(noted: Noted, step: int) -> Sites:
 
 
 def wrong_draws(everyone: Sequence[Mine]) -> list[str]:
-    """What is wrong with the draws of all ranks, in words."""
+    """Say in words what is wrong with the draws of all ranks."""
     return [*_places(everyone), *_streams(everyone)]
 
 

@@ -1,94 +1,233 @@
-"""Runs: under which conditions a proof trains, made so that mistakes show."""
+"""Runs: under which conditions, on which batches a proof trains, and what these leave unexercised.
+
+Made so that mistakes show: batches are varied where all of them together hide something, and what
+is hidden all the same is told.
+"""
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+import torch
+from torch import Tensor, equal
+
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.features import Tried
+from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.routing import routings, unlimited
-from schedlang.passes.propagate.original import check_microbatches
-from schedlang.passes.verify.finite import check_batch
-from schedlang.passes.verify.observe import Batch, Condition, conditions
-from schedlang.passes.verify.sides import Case, modes_of, prepared, twin
-from schedlang.passes.verify.variants import Batches, Labels, varied
-from schedlang.report import Gap, Row
+from schedlang.passes.verify.observe import Batch, Condition, Observation, conditions
+from schedlang.passes.verify.original import rows
+from schedlang.passes.verify.probe import Probe
+from schedlang.passes.verify.sides import Case, alone, prepared
+from schedlang.report import Gap
+from schedlang.runtime.batch import cut, named_tensors, shares
+from schedlang.runtime.changed import Freeze
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from schedlang.passes.verify.original import Sequential
-    from schedlang.runtime.batch import Part
-
-# ---- Buffers that a forward writes: whether microbatches leave in them what the whole batch
-# would.
+# ---- Variants of the user's batches, for what these do not show: padding, empty rows, odd counts.
 
 
-def check_buffers(
-    subject: Sequential, batch: Batch, shares: Sequence[Sequence[Part]], rtol: float = 1e-9
-) -> None:
-    """Refuse a model whose buffers depend on how a batch is split (S708), measured on the original.
-
-    `shares` are the microbatches of each data-parallel rank, which run one after the other.
-    """
-    from schedlang.passes.verify.original import rows
-
-    before = {name: b.detach().clone() for name, b in subject.module.named_buffers()}
-    if not before:
-        return
-    whole = _after(subject, before, [(batch, range(rows(batch)))])
-    changed = [name for name, value in before.items() if not _near(whole[name], value, 0.0)]
-    for parts in shares if changed else ():
-        found = _after(subject, before, [(part.inputs, part.rows) for part in parts])
-        for name in changed:
-            if not _near(found[name], whole[name], rtol):
-                raise _refusal(name, len(parts))
+TOKENS = "input_ids"  # the names that batches of text have everywhere
+MASK = "attention_mask"
+POSITIONS = "position_ids"
+TEXT = frozenset({TOKENS, MASK, "labels", "token_type_ids", POSITIONS})
 
 
-def _after(
-    subject: Sequential,
-    before: dict[str, Tensor],
-    parts: Sequence[tuple[Batch, Sequence[int]]],
-) -> dict[str, Tensor]:
-    """The buffers after a forward and backward of each part in turn; then they are put back."""
-    for inputs, samples in parts:
-        subject.derive(inputs, samples)
-    buffers = dict(subject.module.named_buffers())
-    after = {name: buffers[name].detach().clone() for name in before}
-    for name, value in before.items():
-        buffers[name].copy_(value)
-    return after
+Change = Callable[["Batches", Batch], "Batch | None"]
 
 
-def _near(x: Tensor, r: Tensor, rtol: float) -> bool:
-    import torch
+@dataclass(frozen=True)
+class Labels:
+    """An input that holds labels, as the model's own loss was seen to read it."""
 
-    return x.shape == r.shape and torch.allclose(
-        x.double(), r.double(), rtol=rtol, atol=rtol * 1e-3, equal_nan=True
-    )
+    source: str
+    ignored: int  # the label that does not count
 
 
-def _refusal(name: str, parts: int) -> Refusal:
-    why = f"{parts} microbatches in turn" if parts > 1 else "the rows of one rank alone"
-    return Refusal(
-        Diagnostic(
-            "S708",
-            f"the buffer `{name}` depends on how the batch is split",
-            notes=(
-                f"on the original, after {why} it differs from its value after the full batch",
-                "a forward updates it: an average over calls, a count, statistics of the batch",
-            ),
-            helps=(
-                "use one microbatch, `micro=1`, or no data parallelism, as the note says",
-                'or allow it: `step "..." relax(batch_stats) {`',
-            ),
+@dataclass(frozen=True)
+class Batches:
+    """All batches of a proof, and what they show; `cut` are the row numbers of the parts."""
+
+    all: Sequence[Batch]
+    cut: Callable[[int], Sequence[range]]
+    labels: Sequence[Labels] = ()
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a batch is cut."""
+        return len(self.cut(max(rows(batch) for batch in self.all)))
+
+    @property
+    def ragged(self) -> bool:
+        """Whether some batch has parts of different sizes."""
+        return any(rows(batch) % self.parts for batch in self.all)
+
+    @property
+    def even(self) -> bool:
+        """Whether some batch has parts of one size."""
+        return any(rows(batch) % self.parts == 0 for batch in self.all)
+
+    @property
+    def shapes(self) -> int:
+        """How many different sets of shapes there are."""
+        return len({tuple(sorted(shapes(batch).items())) for batch in self.all})
+
+    @property
+    def uneven(self) -> bool:
+        """Whether some rows have fewer labels that count than others."""
+        return any(
+            bool((counts != counts[0]).any())
+            for batch in self.all
+            for _, counts in self._counts(batch)
         )
-    )
+
+    @property
+    def empty(self) -> bool:
+        """Whether in every part of some batch a row has no label that counts, and a part none."""
+        for batch in self.all:
+            for one, counts in self._counts(batch):
+                parts = [counts[list(run)] for run in self.cut(len(batch[one.source]))]
+                alone = len(parts) == 1 or any(not bool(p.any()) for p in parts)
+                if alone and all(bool((p == 0).any()) for p in parts if len(p) > 1):
+                    return True
+        return False
+
+    @property
+    def padded(self) -> bool:
+        """Whether some mask hides something."""
+        masks = [v for b in self.all for k, v in integers(b).items() if "mask" in k]
+        return any(bool((mask == 0).any()) for mask in masks)
+
+    @property
+    def classes(self) -> bool:
+        """Whether some row has tokens of the lower half of the vocabulary only, some row others."""
+        tokens = [b[TOKENS] for b in self.all if TOKENS in integers(b) and b[TOKENS].dim() > 1]
+        if not tokens:
+            return True
+        half = (int(max(t.max() for t in tokens)) + 1) / 2
+        low = [bool((t < half).all(1).any()) for t in tokens]
+        return any(low)
+
+    def _counts(self, batch: Batch) -> list[tuple[Labels, Tensor]]:
+        """Per row the number of labels that count; all integers, where no labels are known."""
+        known = list(self.labels) or [Labels(name, -100) for name in integers(batch)]
+        found = [(one, batch[one.source]) for one in known if one.source in integers(batch)]
+        return [
+            (one, (value != one.ignored).reshape(len(value), -1).sum(1))
+            for one, value in found
+            if value.dim()
+        ]
 
 
-# ---- Runs: under which conditions a proof trains, made so that mistakes show.
+def shapes(batch: Batch) -> dict[str, tuple[int, ...]]:
+    """The shapes of a batch's tensors."""
+    return {k: tuple(v.shape) for k, v in batch.items() if isinstance(v, Tensor)}
+
+
+def integers(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a batch that are not floats."""
+    return {k: v for k, v in batch.items() if isinstance(v, Tensor) and not v.is_floating_point()}
+
+
+def varied(seen: Batches) -> tuple[list[Batch], dict[int, list[str]]]:
+    """As many batches, changed where all of them together hide something; by place, what changed.
+
+    A batch is changed only in ways that mean the same for every model: labels that do not count,
+    masked positions, fewer rows, other tokens of a text.
+    """
+    made = list(seen.all)
+    said: dict[int, list[str]] = {}
+    for place, words, there, change in _CHANGES:
+        place %= len(made)
+        if there(replace(seen, all=[*seen.all, *made])):
+            continue
+        found = change(seen, made[place])
+        if found is not None:
+            made[place] = found
+            said.setdefault(place, []).append(words)
+    return made, said
+
+
+def _padded(seen: Batches, batch: Batch) -> Batch | None:
+    """The ends of rows do not count, more of them in later rows; a mask hides them too."""
+    out = dict(batch)
+    for one in seen.labels:
+        value = batch.get(one.source)
+        if value is not None and value.dim() == 2 and value.shape[1] > 2:
+            out[one.source] = value.masked_fill(_tail(value), one.ignored)
+    mask = batch.get(MASK)
+    if mask is not None and mask.dim() == 2 and bool((mask != 0).all()) and mask.shape[1] > 2:
+        out[MASK] = mask.masked_fill(_tail(mask), 0)
+    return out if any(out[k] is not batch[k] for k in out) else None
+
+
+def _tail(value: Tensor) -> Tensor:
+    """Mark the last k % 3 positions of row k; of a single row the last."""
+    rows, length = value.shape
+    drop = torch.arange(rows) % 3 if rows > 1 else torch.ones(1, dtype=torch.long)
+    return (torch.arange(length) >= length - drop.clamp(max=length - 2)[:, None]).to(value.device)
+
+
+def _emptied(seen: Batches, batch: Batch) -> Batch | None:
+    """The first row of each part counts for nothing, and neither does the last part at all."""
+    out = dict(batch)
+    for one in seen.labels:
+        value = batch.get(one.source)
+        if value is None or not value.dim() or value.is_floating_point():
+            continue
+        parts = seen.cut(len(value))
+        empty = [run[0] for run in parts if len(run) > 1]
+        empty += list(parts[-1]) if len(parts) > 1 else []
+        left = [row for row in range(len(value)) if row not in empty]
+        if empty and left and bool((value[left] != one.ignored).any()):
+            value = value.clone()
+            value[empty] = one.ignored
+            out[one.source] = value
+    return out if any(out[k] is not batch[k] for k in out) else None
+
+
+def _halved(seen: Batches, batch: Batch) -> Batch | None:
+    """In every part one row has tokens of the lower half of the vocabulary only."""
+    tokens = batch.get(TOKENS)
+    if tokens is None or not TEXT.issuperset(batch) or tokens.dim() != 2:
+        return None
+    last = [run[-1] for run in seen.cut(len(tokens))]
+    tokens = tokens.clone()
+    tokens[last] = tokens[last] // 2
+    return {**batch, TOKENS: tokens}
+
+
+def _shortened(seen: Batches, batch: Batch) -> Batch | None:
+    """One row less."""
+    return _first(seen, batch, rows(batch) - 1)
+
+
+def _trimmed(seen: Batches, batch: Batch) -> Batch | None:
+    """As many rows as make equal parts."""
+    return _first(seen, batch, rows(batch) // seen.parts * seen.parts)
+
+
+def _first(seen: Batches, batch: Batch, few: int) -> Batch | None:
+    if few < seen.parts or few == rows(batch):
+        return None
+    return cut(batch, range(few), rows(batch))
+
+
+# at which batch, what it is called, whether it is there already, and how it is made
+_CHANGES: tuple[tuple[int, str, Callable[[Batches], bool], Change], ...] = (
+    (0, "ignored labels and padding", lambda seen: seen.uneven and seen.padded, _padded),
+    (1, "rows and a part without labels", lambda seen: seen.empty, _emptied),
+    (1, "rows of half the vocabulary", lambda seen: seen.classes, _halved),
+    (2, "a smaller last part", lambda seen: seen.ragged or seen.parts == 1, _shortened),
+    (2, "equal parts", lambda seen: seen.even, _trimmed),
+    (2, "another number of rows", lambda seen: seen.shapes > 1, _shortened),
+)
+
+
+# ---- The runs.
 
 
 EVALUATED = "SGD, eval mode"
@@ -113,12 +252,8 @@ def runs(case: Case, evaluate: bool = False) -> Runs:
     With `evaluate` there is one more, in eval mode.
     The case is prepared and in float64. Clipping is set by the gradient norm of the original.
     """
-    from schedlang.passes.verify.original import Sequential
-    from schedlang.runtime.modes import ambient
-
-    modes, _ = modes_of(case)
-    with ambient(*modes):
-        norm = Sequential(twin(case), loss=case.loss).norm(case.batches[0])
+    with alone(case) as subject:
+        norm = subject.norm(case.batches[0])
     seen = batches_of(case)
     made, said = varied(seen)
     derived = []
@@ -142,13 +277,13 @@ def runs(case: Case, evaluate: bool = False) -> Runs:
 
 
 def _limit(case: Case, plain: Condition) -> tuple[list[Condition], tuple[Gap, ...]]:
-    """Where statistics of parts are relaxed: a run in which they make no difference.
+    """Add a run in which the statistics of parts make no difference, where these are relaxed.
 
     In eval mode they stand still, and the program has to equal the original itself.
     """
     if not case.parted:
         return [], ()
-    if _parts(case, case.batches[0], evaluate=True)[1] is not None:
+    if Probe(case, case.batches[0]).disagreement(evaluate=True) is not None:
         said = "no limit of `batch_stats`: parts differ in eval mode too"
         return [], (Gap(said, "what is not due to the statistics of parts"),)
     whole = replace(case, parted=False)
@@ -157,7 +292,7 @@ def _limit(case: Case, plain: Condition) -> tuple[list[Condition], tuple[Gap, ..
 
 
 def _at_once(case: Case, plain: Condition) -> list[Condition]:
-    """Where weights are stale: a run with one update a step, at its end, in which none is."""
+    """Add a run with one update a step, at its end, where weights are stale: in it none is."""
     if case.table is None or case.parted:
         return []
     assert case.plan.order is not None
@@ -168,7 +303,7 @@ def _at_once(case: Case, plain: Condition) -> list[Condition]:
 
 
 def _unlimited(case: Case, plain: Condition) -> list[Condition]:
-    """Where experts drop tokens: a run in which they take all, and equal the model as it is."""
+    """Add a run in which experts that drop tokens take all, and equal the model as it is."""
     if not any(routings(case.plan)) or case.parted or case.table is not None:
         return []
     whole = prepared(replace(case, plan=unlimited(case.plan)))
@@ -178,8 +313,6 @@ def _unlimited(case: Case, plain: Condition) -> list[Condition]:
 
 def batches_of(case: Case) -> Batches:
     """The batches of a case, how they are cut, and what in them is known to be labels."""
-    from schedlang.runtime.batch import shares
-
     replicas, micro = case.cuts
 
     def cut(count: int) -> list[range]:
@@ -194,166 +327,18 @@ def batches_of(case: Case) -> Batches:
     return Batches(case.batches, cut, labels)
 
 
-# -- what the original says of a batch ---------------------------------------------------------
-
-
-def check_parts(case: Case) -> Case:
-    """The case; refuse a model whose loss over the parts, weighed, is not that of the whole.
-
-    Where the schedule relaxes batch statistics such a model is compared with itself, by parts.
-    """
-    free = replace(case, plan=unlimited(case.plan))  # what is dropped depends on the whole
-    count, bad = _parts(free, case.batches[0])
-    if bad is not None:
-        check_batch(free, 0)
-    relaxed = {name for _, names in case.plan.relaxed for name in names}
-    if bad is None:
-        try:
-            if count > 1:
-                _buffers(free, case.batches[0])
-            return case
-        except Refusal:
-            if "batch_stats" not in relaxed:
-                raise
-    if "batch_stats" in relaxed:
-        return replace(case, parted=True)
-    assert bad is not None
-    from schedlang.runtime.batch import split
-
-    _of_the_model(free, bad)
-    sample = split(case.batches[0], case.plan.shares, case.plan.micro)[0][0].inputs
-    check_microbatches(case.plan, sample, case.loss, case.weight is not None)
-    raise Refusal(
-        Diagnostic(
-            "S703",
-            "splitting the batch changes the loss of this model",
-            notes=(
-                f"on the original, split into {count} parts, {bad.place} differs by"
-                f" {bad.error:.1e}",
-                "statistics over the batch (batch norm, router losses) would differ by rank",
-                *_line_of(case),
-            ),
-            helps=(
-                "define `weight(batch)` in the model file: the weight of a part of the batch",
-                'or allow it: `step "..." relax(batch_stats) {`',
-            ),
-        )
-    )
-
-
-def _line_of(case: Case) -> tuple[str, ...]:
-    """Where the parts first compute something else than the whole; empty where nobody can tell."""
-    from schedlang.passes.propagate.original import part_weight
-    from schedlang.passes.verify.meeting_rows import line_where_rows_meet
-    from schedlang.runtime.batch import split
-
-    plan = case.plan
-    if case.prepared is not None and case.prepared.traced.statistics is not None:
-        return ()  # parts share some sums, and are not alike there
-    parts = [p for share in split(case.batches[0], plan.shares, plan.micro) for p in share]
-    weigh = part_weight(plan, parts[0].inputs, case.loss, case.weight, len(parts))
-    line = line_where_rows_meet(case, parts, [weigh(part.inputs) for part in parts])
-    return (f"rows of the batch meet in {line}",) if line else ()
-
-
-def _of_the_model(case: Case, bad: Row) -> None:
-    """Raise an error of our own where the model alone does not show what our runs of it show."""
-    from schedlang.diagnostics.diagnostic import OwnError
-    from schedlang.passes.propagate.original import part_weight
-    from schedlang.passes.verify.original import RTOL, parts_differ
-    from schedlang.runtime.batch import split
-
-    plan = case.plan
-    parts = [p for share in split(case.batches[0], plan.shares, plan.micro) for p in share]
-    weigh = part_weight(plan, parts[0].inputs, case.loss, case.weight, len(parts))
-    alone = parts_differ(case, parts, [weigh(part.inputs) for part in parts])
-    # a model that computes in fewer bits shows their roundings, and what is much larger is ours
-    if alone <= max(RTOL, MUCH * bad.error):
-        raise OwnError(
-            f"runs of the parts of a batch give another {bad.place} than the whole",
-            f"{bad.place} differs by {bad.error:.1e}, and by {alone:.1e} with the model alone",
-            f"the model, `{type(plan.model.model).__name__}`, in {len(parts)} parts",
-        )
-
-
-def _buffers(case: Case, batch: Batch) -> None:
-    """Refuse a model in whose buffers the parts leave what the whole does not (S708)."""
-    from schedlang.passes.verify.original import Sequential
-    from schedlang.passes.verify.parted import directions_of
-    from schedlang.runtime.batch import split
-    from schedlang.runtime.modes import ambient
-
-    plan = case.plan
-    modes, _ = modes_of(case)
-    with ambient(*modes):
-        subject = Sequential(twin(case), loss=case.loss)
-        shares = split(batch, plan.shares, plan.micro)
-        assert case.prepared is not None
-        ways = directions_of(case.prepared.staged)
-        check_buffers(subject, batch, [run for parts in shares for run in ways.apart(parts)])
-
-
-def _parts(case: Case, batch: Batch, evaluate: bool = False) -> tuple[int, Row | None]:
-    """Into how many parts a batch is cut, and what of their loss and gradients is not the whole."""
-    from schedlang.passes.propagate.original import part_weight
-    from schedlang.passes.verify.compare import parts_agree
-    from schedlang.passes.verify.original import Sequential
-    from schedlang.runtime.batch import split
-    from schedlang.runtime.modes import ambient
-
-    plan = case.plan
-    micro = plan.micro
-    parts = [p for share in split(batch, plan.shares, micro) for p in share]
-    if len(parts) == 1:
-        return 1, None
-    weigh = part_weight(plan, parts[0].inputs, case.loss, case.weight, len(parts))
-    modes, _ = modes_of(case)
-    with ambient(*modes):
-        weights = [weigh(part.inputs) for part in parts]
-        rows = parts_agree(
-            Sequential(twin(case), loss=case.loss, evaluate=evaluate),
-            batch,
-            [(part.inputs, part.rows) for part in parts],
-            weights,
-            _together(case, parts, weights),
-        )
-    return len(parts), next((row for row in rows if not row.ok), None)
-
-
-def _together(
-    case: Case, parts: Sequence[Part], weights: Sequence[float]
-) -> list[dict[str, Tensor | None]] | None:
-    """The parts with the sums over rows that they share in the program; None: they share none."""
-    from schedlang.passes.verify.original import together
-
-    assert case.prepared is not None
-    shared = case.prepared.traced.statistics
-    return together(case, parts, weights, shared.sums) if shared is not None else None
-
-
 def _sound(case: Case, batch: Batch) -> bool:
     """Whether the original takes a derived batch, and its parts make the whole."""
-    import math
-
-    from schedlang.passes.verify.original import Sequential
-    from schedlang.runtime.modes import ambient
-
-    modes, _ = modes_of(case)
     try:
-        with ambient(*modes):
-            norm = Sequential(twin(case), loss=case.loss).norm(batch)
-        return math.isfinite(norm) and (case.parted or _parts(case, batch)[1] is None)
+        with alone(case) as subject:
+            norm = subject.norm(batch)
+        return math.isfinite(norm) and (case.parted or Probe(case, batch).disagreement() is None)
     except Exception:  # whatever the model raises for what its user never gave it
         return False
 
 
-# -- frozen parameters -------------------------------------------------------------------------
-
-
 def _frozen(case: Case) -> tuple[Case | None, tuple[Gap, ...]]:
     """The case with a quarter of the parameters frozen, where the user froze none."""
-    from schedlang.runtime.changed import Freeze
-
     module = case.plan.model.model
     names = [name for name, p in module.named_parameters() if p.requires_grad]
     if len(names) < len(list(module.parameters())):
@@ -370,3 +355,137 @@ def _frozen(case: Case) -> tuple[Case | None, tuple[Gap, ...]]:
 
 
 _FROZEN = "frozen weights that are updated, or stop the gradient of others"
+
+
+# ---- What was not exercised, and what that could hide.
+
+
+def gaps(
+    seen: Batches,
+    *,
+    sizes: Mapping[str, int],
+    drawn: int | None = None,
+    parameters: Mapping[str, int] | None = None,
+) -> tuple[Gap, ...]:
+    """List what was not exercised.
+
+    `sizes` are the mesh axes, `drawn` how many dropout masks were drawn, `parameters` the numbers
+    of elements by name.
+    """
+    found = [*_batches(seen), *_labels(seen), *_inputs(seen)]
+    if drawn == 0:
+        found.append(Gap("no dropout", "masks that differ between copies or on recomputation"))
+    axes = {name: size for name, size in sizes.items() if size > 1}
+    if len(axes) > 1 and len(set(axes.values())) == 1:
+        size = next(iter(axes.values()))
+        found.append(Gap(f"all axes have size {size}", "sums over or divisions by the wrong axis"))
+    if parameters and axes and not any(n % s for n in parameters.values() for s in axes.values()):
+        found.append(
+            Gap("every axis divides every parameter", "elements dropped behind an even cut")
+        )
+    return tuple(found)
+
+
+def unoffered(seen: Observation) -> tuple[Gap, ...]:
+    """Kinds that the program does not offer for comparison, and values that could not be read."""
+    kinds = [Gap(f"{kind} (not offered)", f"wrong {kind}") for kind in sorted(seen.missing)]
+    types = [Gap(f"`{name}` in the output", "wrong values in it") for name in sorted(seen.unread)]
+    left = [
+        Gap(f"`{k}` in the output: {v}", "wrong values in it") for k, v in seen.left_out.items()
+    ]
+    return (*kinds, *types, *left)
+
+
+def idle(expected: Observation) -> tuple[Gap, ...]:
+    """Parameters on which the loss did not depend in any step: their gradients say nothing."""
+    asked: dict[str, bool] = {}
+    for key, value in expected.tensors.items():
+        if key.kind == "gradients":
+            asked[key.name] = asked.get(key.name, False) or bool(value is not None and value.any())
+    never = [name for name, found in asked.items() if not found]
+    if not never:
+        return ()
+    more = f" and {len(never) - 1} more" if len(never) > 1 else ""
+    return (Gap(f"no gradient of `{never[0]}`{more}", "wrong gradients there"),)
+
+
+def apart(plan: Plan, tried: bool) -> tuple[Gap, ...]:
+    """List what ran as it stands within the program, and by itself at most."""
+    said = {}
+    for _, row in plan.rows_with(Tried):
+        if row.apart and tried:
+            hides = "what it keeps from one microbatch, step or module to the next"
+            said[f"`{row}` {row.apart} within the program: only by itself, call after call"] = hides
+        elif row.apart:
+            said[f"`{row}` {row.apart}: without a working dtype it ran as it stands"] = "all of it"
+    return tuple(Gap(condition, hides) for condition, hides in said.items())
+
+
+def repeating(plan: Plan) -> tuple[Gap, ...]:
+    """A pattern of blocks that repeats with every stage hides blocks that count from 0 again."""
+    trunks = {trunk for one in plan.cuts for trunk in one.trunks if plan.model.children(trunk)}
+    stages = 1
+    for one in plan.cuts:
+        stages *= plan.mesh.size(one.axis) * (plan.order.chunks if plan.order else 1)
+    found = []
+    for trunk in sorted(trunks):
+        kinds = [_pattern(block) for block in plan.model.model.get_submodule(trunk).children()]
+        each, rest = divmod(len(kinds), stages)
+        varied = len(set(kinds)) > 1
+        if stages > 1 and not rest and varied and kinds[:each] * stages == kinds:
+            said = f"the pattern of `{trunk}` repeats with every stage"
+            found.append(Gap(said, "blocks that are counted from 0 again"))
+    return tuple(found)
+
+
+def _pattern(block: Any) -> tuple[Any, ...]:
+    """Describe what makes blocks differ beside weights, without a number that only counts them."""
+    plain = (bool, int, float, str, type(None))
+    return tuple(
+        (name, type(module).__name__, key, value)
+        for name, module in block.named_modules()
+        for key, value in sorted(vars(module).items())
+        if isinstance(value, plain) and key not in ("layer_idx", "training") and key[0] != "_"
+    )
+
+
+def _batches(seen: Batches) -> Iterator[Gap]:
+    if len(seen.all) < 2 or all(_same(seen.all[0], batch) for batch in seen.all[1:]):
+        yield Gap("one batch only", "values kept from one step to the next")
+    elif seen.shapes < 2:
+        yield Gap("one shape only", "shapes kept from the first batch")
+    if len({tuple(s[1:] for s in shapes(batch).values()) for batch in seen.all}) == 1:
+        yield Gap("one length only", "sizes of the first batch kept for others")
+    if seen.parts > 1 and not seen.ragged:
+        yield Gap("no batch with a smaller last part", "parts dropped or weighed alike")
+    if seen.parts > 1 and not seen.even:
+        yield Gap("no batch of equal parts", "buffers reused while still needed")
+
+
+def _same(a: Batch, b: Batch) -> bool:
+    one, other = named_tensors(a), named_tensors(b)
+    return one.keys() == other.keys() and all(equal(v, other[k]) for k, v in one.items())
+
+
+def _labels(seen: Batches) -> Iterator[Gap]:
+    """Uneven numbers of labels that count, which tell a mean of means from a mean."""
+    if not seen.uneven:
+        yield Gap("no ignored labels", "means of means, counts of padding")
+    if not seen.empty:
+        yield Gap("no part without labels", "means over nothing, and parts that weigh nothing")
+
+
+def _inputs(seen: Batches) -> Iterator[Gap]:
+    if not seen.padded:
+        yield Gap("no padding", "masks that are dropped, shifted or not passed on")
+    if not seen.classes and any(TOKENS in integers(batch) for batch in seen.all):
+        yield Gap("every row has all kinds of tokens", "a part of the vocabulary that is not asked")
+    places = [b[POSITIONS] for b in seen.all if POSITIONS in integers(b)]
+    if places and all(p.dim() < 2 or bool((p == p[:1]).all()) for p in places):
+        yield Gap("all rows have equal positions", "positions of one row taken for all")
+    if not any(_floats(batch) for batch in seen.all):
+        yield Gap("no float inputs", "wrong gradients of inputs")
+
+
+def _floats(batch: Mapping[str, Any]) -> bool:
+    return any(value.is_floating_point() for value in named_tensors(batch).values())

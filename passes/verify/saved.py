@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from schedlang.ir.mesh import Mesh
 from schedlang.ir.plan import Plan
+from schedlang.passes.lower.build import build
+from schedlang.passes.verify.compare import FLOOR, RTOL
 from schedlang.passes.verify.observe import Batch, Condition, Observation, flattened
-from schedlang.passes.verify.sides import Case
+from schedlang.passes.verify.original import randomised
+from schedlang.passes.verify.sides import Case, built
 from schedlang.report import Gap, Row
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from schedlang.runtime.program import Program
+from schedlang.runtime.comm import world
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.program import Program
 
 Outputs = Mapping[str, Any]
 NO_OUTPUTS: tuple[Outputs, Outputs] = ({}, {})
@@ -31,11 +37,6 @@ def saved(told: Sequence[Condition]) -> int:
 
 def loaded(case: Case, told: Sequence[Condition], folder: str) -> dict[str, Any]:
     """The saved state, loaded by a program of one rank with no rows."""
-    from schedlang.ir.mesh import Mesh
-    from schedlang.passes.lower.build import build
-    from schedlang.runtime.float64 import Float64
-    from schedlang.runtime.modes import ambient
-
     condition = told[saved(told)]
     case = condition.case or case
     plain = Plan(case.plan.model, Mesh())
@@ -59,9 +60,6 @@ def reloaded(
     hangs on `requires_grad` of the weight, in evaluation as well.  Where this is all that can be
     meant, as the outputs differ by roundings, one that is frozen alike has to give the same bits.
     """
-    from schedlang.passes.verify.compare import FLOOR, RTOL
-    from schedlang.runtime.comm import world
-
     saver, condition, batch = made[saved(told)], told[saved(told)], case.batches[0]
     want, got = _with_state(saver, made[0], batch, folder)
     rounded = not _alike(want, got) and _alike(want, got, RTOL, FLOOR)
@@ -88,9 +86,6 @@ def _frozen_alike(case: Case, condition: Condition) -> Program:
 
     The frozen ones differ, too: a load that leaves these out shows.
     """
-    from schedlang.passes.verify.original import randomised
-    from schedlang.passes.verify.sides import built
-
     run = condition.case or case
     run = run.with_model(randomised(run.plan.model.base.model, run.seed + 1))
     program = built(case, replace(condition, case=run))
@@ -102,13 +97,14 @@ def _alike(want: Outputs, got: Outputs, rtol: float = 0.0, atol: float = 0.0) ->
     return want.keys() == got.keys() and all(_same(want[k], got[k], rtol, atol) for k in want)
 
 
-def archive_rows(condition: str, archive: Mapping[str, Any], actual: Observation) -> list[Row]:
+def archive_rows(condition: str, archive: Mapping[str, Any], actual: Observation) -> Iterator[Row]:
     """Saved under this layout and loaded by one rank: equal to the last bit."""
-    import torch
+    last = max(k.step for k in actual.tensors if k[:2] == (condition, "parameters"))
 
-    steps = [k.step for k in actual.tensors if k[:2] == (condition, "parameters")]
-    last = max(steps)
-    rows = []
+    def row(name: str, same: bool, note: str, shape: tuple[int, ...] | None = None) -> Row:
+        error, note = (0.0, "") if same else (1.0, note)
+        return Row(condition, "saved state", name, error, 0.0, same, last, note, shape)
+
     for key, value in actual.tensors.items():
         if key.condition != condition or key.step != last or value is None:
             continue
@@ -119,38 +115,17 @@ def archive_rows(condition: str, archive: Mapping[str, Any], actual: Observation
         else:
             continue
         same = got is not None and torch.equal(torch.as_tensor(got).to(value.dtype), value)
-        note = "" if same else "lost" if got is None else "not what was saved"
-        shape = tuple(value.shape)
-        rows.append(
-            Row(
-                condition,
-                "saved state",
-                key.name,
-                0.0 if same else 1.0,
-                0.0,
-                same,
-                last,
-                note,
-                shape,
-            )
-        )
-    steps_ = archive["steps"]
-    rows.append(_row(condition, "number of steps", steps_ == last + 1, last, f"{steps_} steps"))
-    want, got = archive["outputs"]
+        note = "lost" if got is None else "not what was saved"
+        yield row(key.name, same, note, tuple(value.shape))
+    steps = archive["steps"]
+    yield row("number of steps", steps == last + 1, f"{steps} steps")
+    want, outputs = archive["outputs"]
     for name, value in want.items():
-        same = name in got and _same(value, got[name])
-        rows.append(_row(condition, f"outputs with it: {name}", same, last, "not those of before"))
-    return rows
-
-
-def _row(condition: str, name: str, same: bool, step: int, note: str) -> Row:
-    error = 0.0 if same else 1.0
-    return Row(condition, "saved state", name, error, 0.0, same, step, "" if same else note)
+        same = name in outputs and _same(value, outputs[name])
+        yield row(f"outputs with it: {name}", same, "not those of before")
 
 
 def _same(a: Tensor | float, b: Tensor | float, rtol: float = 0.0, atol: float = 0.0) -> bool:
-    import torch
-
     a, b = torch.as_tensor(a), torch.as_tensor(b)
     if a.shape != b.shape or a.dtype != b.dtype:
         return False

@@ -3,30 +3,54 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir import nests as pytree
 from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.prepare import Prepared, prepare
+from schedlang.passes.analyze.reductions import compressed_over
 from schedlang.passes.analyze.routing import limited
+from schedlang.passes.analyze.staleness import Table, table_of
+from schedlang.passes.analyze.taking import at_the_forward
+from schedlang.passes.complete.complete import completed
+from schedlang.passes.lower.build import build
+from schedlang.passes.propagate.original import weight_of
+from schedlang.passes.verify.fewer_bits import with_kept
 from schedlang.passes.verify.observe import Batch, Condition, Loss, Observation, observe
+from schedlang.passes.verify.original import Sequential, randomised
 from schedlang.passes.verify.randomness import (
     draws_in_words,
     generators,
     generators_agree,
     together,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from schedlang.passes.analyze.prepare import Prepared
-    from schedlang.passes.analyze.staleness import Table
-    from schedlang.passes.verify.original import Sequential
-    from schedlang.runtime.activation_memory.quantized import Found
-    from schedlang.runtime.program import Program
-    from schedlang.runtime.rng.logical_dropout import LogicalDropout
+from schedlang.passes.verify.relaxed import (
+    Compressed,
+    Parted,
+    Replayed,
+    ScaledParted,
+    ScaledSteps,
+    cast_twin,
+    directions_of,
+)
+from schedlang.runtime.activation_memory.quantized import Found
+from schedlang.runtime.batch import followed, split
+from schedlang.runtime.comm import world
+from schedlang.runtime.float64 import Float64, as_float64
+from schedlang.runtime.float64 import widened as wide
+from schedlang.runtime.grad_reduction.loss_weights import Scaled
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.offload.saved_tensors import everything_moves
+from schedlang.runtime.program import Program
+from schedlang.runtime.rng.logical_dropout import LogicalDropout, Undrawn
+from schedlang.runtime.scope import named_sites
 
 DTYPES = ("float32", "bfloat16", "float16", "none")
 Weight = Callable[[Batch], float]
@@ -34,7 +58,7 @@ Weight = Callable[[Batch], float]
 
 @dataclass(frozen=True)
 class Case:
-    """What is to be proven, all that a rank needs to run it.
+    """A plan to be proven, with all that a rank needs to run it.
 
     `batches` one for each step; `prepared` what is known of the plan before there are ranks.
     `dtype` is the working dtype that is checked beside float64: that of the model if None, not
@@ -62,8 +86,6 @@ class Case:
     @property
     def table(self) -> Table | None:
         """The versions of weights that are met, where they are stale; the case is prepared."""
-        from schedlang.passes.analyze.staleness import table_of
-
         return table_of(self.prepared.staged) if self.prepared is not None else None
 
     def with_model(self, module: nn.Module) -> Case:
@@ -76,11 +98,6 @@ def prepared(case: Case) -> Case:
 
     A case that was prepared keeps its table of bits: what it is compared with has the same.
     """
-    from schedlang.passes.analyze.prepare import prepare
-    from schedlang.passes.analyze.taking import at_the_forward
-    from schedlang.passes.complete.complete import completed
-    from schedlang.runtime.batch import split
-
     plan = completed(case.plan, case.batches[0], case.loss)
     case = replace(case, plan=plan)
     micro = plan.micro
@@ -92,10 +109,6 @@ def prepared(case: Case) -> Case:
 
 def widened(case: Case) -> Case:
     """The case on a float64 copy of the model with other parameters, and float64 batches."""
-    from schedlang.passes.verify.original import randomised
-    from schedlang.runtime.float64 import as_float64
-    from schedlang.runtime.float64 import widened as wide
-
     module = as_float64(randomised(_typed(case), case.seed))
     batches = tuple(wide(_cast(case, batch)) for batch in case.batches)
     return replace(case.with_model(module), batches=batches)
@@ -103,10 +116,6 @@ def widened(case: Case) -> Case:
 
 def as_worked(case: Case) -> Case | None:
     """The case in the working dtype, from the very weights that the float64 run starts from."""
-    import torch
-
-    from schedlang.passes.verify.original import randomised
-
     module = case.plan.model.base.model
     if case.dtype == "none":
         return None
@@ -130,8 +139,6 @@ def as_worked(case: Case) -> Case | None:
 def _typed(case: Case) -> nn.Module:
     """The model in the dtype asked for."""
 
-    import torch
-
     module = case.plan.model.base.model
     if case.dtype in (None, "none"):
         return module
@@ -140,11 +147,8 @@ def _typed(case: Case) -> nn.Module:
 
 def _cast(case: Case, batch: Batch) -> dict[str, Any]:
     """The batch with its floats in the dtype asked for: a model takes what it computes in."""
-    import torch
-
     if case.dtype in (None, "none"):
         return dict(batch)
-    from schedlang.ir import nests as pytree
 
     dtype = getattr(torch, str(case.dtype))
 
@@ -158,16 +162,12 @@ def _cast(case: Case, batch: Batch) -> dict[str, Any]:
 
 def modes_of(case: Case) -> Any:
     """The modes that both sides run under, and the dropout among them."""
-    from schedlang.runtime.float64 import Float64
-
     dropout = dropout_of(case)
     return (Float64(), dropout), dropout
 
 
 def dropout_of(case: Case) -> LogicalDropout:
-    """What the original draws by, as the program does."""
-    from schedlang.runtime.rng.logical_dropout import LogicalDropout
-
+    """Make the masks that the original draws, as the program does."""
     known = case.prepared
     return LogicalDropout(
         case.seed, unbatched=known.traced.unbatched if known is not None else None
@@ -179,10 +179,16 @@ def twin(case: Case) -> nn.Module:
     return limited(case.plan, copy.deepcopy(case.plan.model.compared))
 
 
-def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:
-    """What the original shows under each condition, and how many dropout masks it drew."""
-    from schedlang.runtime.modes import ambient
+@contextmanager
+def alone(case: Case, **options: Any) -> Iterator[Sequential]:
+    """The loop around a copy of the original, as a proof runs it: float64, with logical draws."""
+    modes, _ = modes_of(case)
+    with ambient(*modes):
+        yield Sequential(twin(case), loss=case.loss, **options)
 
+
+def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:
+    """Observe the original under each condition; and how many dropout masks it drew."""
     modes, dropout = modes_of(case)
 
     def make(condition: Condition) -> Sequential:
@@ -199,15 +205,6 @@ def sequential(
 
     `cast`: what rows let compute in another dtype does.
     """
-    from schedlang.passes.analyze.reductions import compressed_over
-    from schedlang.passes.propagate.original import weight_of
-    from schedlang.passes.verify.cast_original import ScaledParted, ScaledSteps, cast_twin
-    from schedlang.passes.verify.fewer_bits import with_kept
-    from schedlang.passes.verify.original import Sequential
-    from schedlang.passes.verify.parted import Parted, directions_of
-    from schedlang.passes.verify.stale_and_compressed import Compressed, Replayed
-    from schedlang.runtime.batch import split
-
     options: dict[str, Any] = {
         "loss": case.loss,
         "clip": condition.clip,
@@ -253,7 +250,6 @@ class Distributed:
         self, program: Program, evaluate: bool = False, *, apart: bool = False, follow: bool = True
     ) -> None:
         self.program, self.apart = program, apart  # apart: each replica has buffers of its own
-        from schedlang.runtime.scope import named_sites
 
         program.evaluate = evaluate
         self.logical = _logical(program)
@@ -267,18 +263,16 @@ class Distributed:
 
     @property
     def output(self) -> Any:
-        """Of the last training step."""
+        """The output of the last training step."""
         return self.program.output
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """What the last output does not hold, and why."""
+        """Parts that the last output does not hold, and why."""
         return self.program.left_out
 
     def train_step(self, batch: Batch) -> Tensor:
         """One step of the program."""
-        from schedlang.runtime.batch import followed
-
         # what a model writes into what it is given is not to be met again
         loss = self.program.train_step(batch if self.follow else followed(batch, grad=False))
         self.grad_norm = self.program.grad_norm
@@ -286,9 +280,6 @@ class Distributed:
 
     def eval_step(self, batch: Batch) -> Any:
         """The output, without what the last stage cannot give."""
-        from schedlang.runtime.modes import ambient
-        from schedlang.runtime.rng.logical_dropout import Undrawn
-
         if self.program.assembly.dropout is not None:
             return self.program.eval_step(batch)
         with ambient(Undrawn(0)):
@@ -300,7 +291,7 @@ class Distributed:
         return {name: found.get(name) for name in self.program.trained()}
 
     def input_gradients(self) -> Mapping[str, Tensor | None] | None:
-        """Of the batch's float tensors."""
+        """Gradients of the batch's float tensors."""
         return self.program.input_gradients()
 
     def state_dict(self) -> Mapping[str, Tensor]:
@@ -320,7 +311,7 @@ class Distributed:
         return self.program.buffers()
 
     def generators(self) -> Mapping[str, Tensor]:
-        """Of this rank; those of others are compared as copies."""
+        """Generators of this rank; those of others are compared as copies."""
         return generators(self.program.assembly.module)
 
     def draws(self) -> list[str]:
@@ -338,42 +329,30 @@ class Distributed:
         }
 
     def _gathered(self, mine: Any) -> list[Any]:
-        from schedlang.runtime.comm import world
-
         return world.gathered(mine)
 
 
 def _logical(program: Program) -> LogicalDropout | None:
-    from schedlang.runtime.rng.logical_dropout import LogicalDropout
-
     dropout = program.assembly.dropout
     return dropout if isinstance(dropout, LogicalDropout) else None
 
 
+def program_of(case: Case, **options: Any) -> Program:
+    """Build, on a rank, the program of a prepared case; `options` are more of those of `build`."""
+    given = {"loss": case.loss, "weight": case.weight, "seed": case.seed, "prepared": case.prepared}
+    return build(case.plan, case.batches[0], **(given | options))
+
+
 def built(case: Case, condition: Condition) -> Program:
     """The program that a rank runs under a condition; what it offloads moves, however small."""
-    from schedlang.passes.lower.build import build
-    from schedlang.runtime.grad_reduction.loss_weights import Scaled
-    from schedlang.runtime.offload.saved_tensors import everything_moves
-
     run = condition.case or case
     loss = run.loss if condition.scale == 1 else Scaled(run.loss, condition.scale)
     with everything_moves():
-        return build(
-            run.plan,
-            run.batches[0],
-            loss=loss,
-            optimizer=condition.optimizer,
-            clip=condition.clip,
-            weight=run.weight,
-            seed=run.seed,
-            prepared=run.prepared,
-        )
+        return program_of(run, loss=loss, optimizer=condition.optimizer, clip=condition.clip)
 
 
 def observed(case: Case, told: Sequence[Condition], made: list[Program]) -> Observation:
     """One rank's observation of programs, which are noted in `made`."""
-    from schedlang.runtime.comm import world
 
     def make(condition: Condition) -> Distributed:
         program = built(case, condition)
@@ -386,8 +365,5 @@ def observed(case: Case, told: Sequence[Condition], made: list[Program]) -> Obse
 
 def tried(case: Case, told: Sequence[Condition]) -> Observation:
     """One rank's observation while looking for the row to blame."""
-    from schedlang.runtime.float64 import Float64
-    from schedlang.runtime.modes import ambient
-
     with ambient(Float64()):
         return observed(case, told, [])

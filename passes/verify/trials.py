@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, equal, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from schedlang.ir.features import Tried
 from schedlang.ir.plan import Action
 from schedlang.passes.verify.observe import Batch, Condition
-from schedlang.passes.verify.variants import TEXT
+from schedlang.passes.verify.runs import TEXT
+from schedlang.passes.verify.sides import Case
 from schedlang.report import Row
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from schedlang.passes.verify.sides import Case
+from schedlang.runtime.batch import called
 
 Call = tuple[Any, Any]  # arguments, and those by name
 AGAIN, OTHER = "again, with other values", "in another shape"
@@ -46,8 +47,6 @@ def trials(working: Case, told: Sequence[Condition]) -> tuple[list[Row], list[st
 
 def _batches(working: Case, told: Sequence[Condition]) -> Iterator[Batch]:
     """The given batches and their variants in the working dtype; of text, a shorter one."""
-    import torch
-
     first = working.batches[0]
 
     def as_given(name: str, value: Any) -> Any:
@@ -68,7 +67,7 @@ def _batches(working: Case, told: Sequence[Condition]) -> Iterator[Batch]:
 def _calls(
     model: nn.Module, batches: Sequence[Batch], wanted: set[str]
 ) -> dict[str, dict[str, Call]]:
-    """Of each module a first call, one with other values in the same shapes, one in others."""
+    """Give each module's first call, one with other values in the same shapes, one in others."""
     calls: dict[str, dict[str, Call]] = {}
     for place, batch in enumerate(batches):
         try:
@@ -93,10 +92,6 @@ def _calls(
 
 def _called(model: nn.Module, batch: Batch, wanted: set[str]) -> dict[str, Call]:
     """The arguments of the first call of each module in a forward."""
-    import torch
-
-    from schedlang.runtime.batch import called
-
     calls: dict[str, Call] = {}
 
     def noting(fqn: str) -> Any:
@@ -122,24 +117,16 @@ def _called(model: nn.Module, batch: Batch, wanted: set[str]) -> dict[str, Call]
 
 
 def _shapes(call: Call) -> list[Any]:
-    from torch import Tensor
-    from torch.utils._pytree import tree_leaves
-
     return [(x.shape, x.dtype) if isinstance(x, Tensor) else type(x) for x in tree_leaves(call)]
 
 
 def _equal(one: Call, other: Call) -> bool:
-    from torch import Tensor, equal
-    from torch.utils._pytree import tree_leaves
-
     pairs = zip(tree_leaves(one), tree_leaves(other))
     return all(equal(a, b) if isinstance(a, Tensor) else a is b or a == b for a, b in pairs)
 
 
 def _turned(call: Call) -> Call:
     """The call with the rows of its numbers in another order; what is no number stays."""
-    from torch import Tensor
-    from torch.utils._pytree import tree_map
 
     def turned(x: Any) -> Any:
         numbers = isinstance(x, Tensor) and x.is_floating_point() and x.dim()

@@ -5,30 +5,44 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
-from schedlang.diagnostics.diagnostic import Refusal
+import torch
+from torch import Tensor
+
 from schedlang.ir.facets import Cast
+from schedlang.passes.analyze.cast_trial import Failure, refuse_failing, tried
+from schedlang.passes.analyze.routing import routings
+from schedlang.passes.propagate.casts import lowest
 from schedlang.passes.verify.asked import Curve, asked
-from schedlang.passes.verify.compare import is_left_out, unhidden
-from schedlang.passes.verify.observe import Batch, Condition, Key, Observation, conditions, observe
+from schedlang.passes.verify.compare import is_left_out, over, unhidden
+from schedlang.passes.verify.observe import (
+    Batch,
+    Condition,
+    Key,
+    MakeOptimizer,
+    Observation,
+    conditions,
+    observe,
+)
+from schedlang.passes.verify.original import Sequential
 from schedlang.passes.verify.pooled_draws import CHANCE, bound
+from schedlang.passes.verify.relaxed import cast_twin
 from schedlang.passes.verify.sides import (
     Case,
     dropout_of,
     modes_of,
     original,
+    program_of,
     sequential,
     twin,
 )
 from schedlang.report import Row
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from schedlang.passes.verify.original import Sequential
-    from schedlang.runtime.launch.pool import Pool
+from schedlang.runtime.batch import called
+from schedlang.runtime.launch.pool import Pool
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.moe.choices import Choices
 
 # ---- Rounding: the model as it stands, in its working dtype, against the original's own error.
 # With r the float64 result from the rounded weights, s the original's and x the program's in the
@@ -63,36 +77,22 @@ def within_rounding(
     original: Observation,
     program: Observation,
     *,
-    times: float = 1.0,
     rtol: Mapping[str, float] | None = None,
     low: float = 0.0,
     parts: Observation | None = None,
     draws: Sequence[Observation] = (),
-) -> tuple[Row, ...]:
+) -> Iterator[Row]:
     """Rows for outputs, loss, gradients, norm and parameter updates; an error of 1 is the gate.
 
-    `exact` is the original in float64 started from the weights of the other two. `times` widens all
-    gates. For kinds in `rtol` the schedule has given a bound of its own for the relative error.
+    `exact` is the original in float64 started from the weights of the other two. For kinds in
+    `rtol` the schedule has given a bound of its own for the relative error.
     With `low`, the spacing of a low dtype at 1, that both computed in: an error is at most twice
     the original's own under the same casts, or `low` times its size. Of its errors the larger
     counts: of the run `original`, and of the one by `parts`. What is above all that is held against
     `draws`, runs of the original from values that differ by a rounding: in a right program some row
     is above twice their bound with a chance of at most `CHANCE`.
     """
-    return tuple(_rows(exact, original, program, times, rtol or {}, low, parts, draws))
-
-
-def _rows(
-    exact: Observation,
-    original: Observation,
-    program: Observation,
-    times: float,
-    rtol: Mapping[str, float],
-    low: float,
-    parts: Observation | None,
-    draws: Sequence[Observation],
-) -> Iterator[Row]:
-    unit = unit_of(original)
+    rtol, unit = rtol or {}, unit_of(original)
     chance = CHANCE / max(1, len(exact.tensors))
     last = {key[:2]: key.step for key in exact.tensors}
     for key in exact.tensors:
@@ -107,46 +107,41 @@ def _rows(
             continue
         kind, gate = key.kind + IN_DTYPE, rtol.get(key.kind, 1.0)
         if x is None or s is None or x.shape != r.shape:
-            yield Row(key.condition, kind, key.name, float("inf"), gate, False, key.step, "missing")
+            yield Row(key.condition, kind, key.name, math.inf, gate, False, key.step, "missing")
             continue
         r, s, x = unhidden(key, r, s, x)
         if not low and bool((r.isfinite() & ~s.isfinite()).any()):
             yield Row(key.condition, kind, key.name, math.nan, gate, False, key.step, OVERFLOWS)
             continue
+        note = "the bound of the schedule" if key.kind in rtol else ""
         if key.kind in rtol:
-            error, note = _relative(x, r), "the bound of the schedule"
+            error = over(_size(x, r), float(r.double().norm()))
         elif low:
-            own = _off([original, *([parts] if parts is not None else ())], key, r)
-            error, note = _twice(x, s, r, low, own), ""
+            error = _twice(x, s, r, low, _off([original, parts], key, r))
         elif key.kind in _SCALARS:
-            error, note = _number(x, s, r, unit * _SCALARS[key.kind] * times), ""
+            error = _number(x, s, r, unit * _SCALARS[key.kind])
         else:
-            error, note = _error(x, s, r, _TIMES[key.kind] * times), ""
+            error = _error(x, s, r, _TIMES[key.kind])
         if draws and not error <= gate and key.kind not in rtol:
-            error = min(error, _beyond(exact, program, draws, key, chance) / times)
+            error = min(error, _beyond(exact, program, draws, key, chance))
         yield Row(key.condition, kind, key.name, error, gate, error <= gate, key.step, note)
 
 
 def unit_of(original: Observation) -> float:
     """The unit roundoff of the coarsest dtype that the original worked in."""
-    import torch
-
     floats = {v.dtype for v in original.tensors.values() if v is not None and v.is_floating_point()}
     return max((torch.finfo(dtype).eps / 2 for dtype in floats), default=0.0)
 
 
-def _relative(x: Tensor, r: Tensor) -> float:
-    x, r = x.double(), r.double()
-    size = float(r.norm())
-    error = float((x - r).norm())
-    return error / size if size else (0.0 if error == 0 else float("inf"))
+def _size(x: Tensor, r: Tensor) -> float:
+    """The norm of an error."""
+    return float((x.double() - r.double()).norm())
 
 
-def _off(runs: Sequence[Observation], key: Key, r: Tensor) -> float:
+def _off(runs: Sequence[Observation | None], key: Key, r: Tensor) -> float:
     """The largest finite error of a tensor in some runs of the original."""
-    found = (_value(one, key) for one in runs)
-    there = [v for v in found if v is not None and v.shape == r.shape]
-    errors = [float((v.double() - r.double()).norm()) for v in there]
+    found = (_value(one, key) for one in runs if one is not None)
+    errors = [_size(v, r) for v in found if v is not None and v.shape == r.shape]
     return max((error for error in errors if math.isfinite(error)), default=0.0)
 
 
@@ -166,8 +161,6 @@ def _beyond(
 
 def _errors(exact: Observation, seen: Observation, keys: Sequence[Key]) -> Tensor | None:
     """The errors of a tensor, or of numbers each by its size; None if one is not there."""
-    import torch
-
     found = []
     for key in keys:
         r, v = (_value(one, key) for one in (exact, seen))
@@ -183,19 +176,15 @@ def _errors(exact: Observation, seen: Observation, keys: Sequence[Key]) -> Tenso
 
 def _twice(x: Tensor, s: Tensor, r: Tensor, low: float, own: float) -> float:
     """The rule for casts, `own` being the original's own error; what overflows there must here."""
-    x, s, r = x.double(), s.double(), r.double()
     if not bool(s.isfinite().all()):
-        return float(bool(x.isfinite().all())) * float("inf") if bool(x.isfinite().all()) else 0.0
-    gate = max(2.0 * own, low * float(r.norm()))
-    error = float((x - r).norm())
-    return error / gate if gate else (0.0 if error == 0 else float("inf"))
+        return math.inf if bool(x.isfinite().all()) else 0.0
+    return over(_size(x, r), max(2.0 * own, low * float(r.double().norm())))
 
 
 def _number(x: Tensor, s: Tensor, r: Tensor, share: float) -> float:
     """A mean or a norm is a sum of terms of one sign, so its own size is that of its terms."""
     gate = 4.0 * abs(float(s) - float(r)) + share * abs(float(r))
-    error = abs(float(x) - float(r))
-    return error / gate if gate else (0.0 if error == 0 else float("inf"))
+    return over(abs(float(x) - float(r)), gate)
 
 
 def _value(seen: Observation, key: Key) -> Tensor | None:
@@ -208,15 +197,11 @@ def _value(seen: Observation, key: Key) -> Tensor | None:
 
 
 def _error(x: Tensor, s: Tensor, r: Tensor, times: float) -> float:
-    import torch
-
     unit = torch.finfo(s.dtype).eps / 2
     x, s, r = x.double(), s.double(), r.double()
     same = (x == s) & r.isinf()  # masked scores
     x, s, r = (torch.where(same, 0, t) for t in (x, s, r))
-    gate = times * float((s - r).norm()) + 4 * unit * float(r.norm())
-    error = float((x - r).norm())
-    return error / gate if gate else (0.0 if error == 0 else float("inf"))
+    return over(_size(x, r), times * _size(s, r) + 4 * unit * float(r.norm()))
 
 
 # ---- The program in the working dtype, against float64 and against the original's own rounding.
@@ -226,141 +211,92 @@ DRAWS = 8  # runs of the original from values that differ by a rounding
 TIPPED = "numbers that roundings tip are taken as ranks took them"
 
 
-def working_rows(
-    case: Case,
-    working: Case,
-    told: Sequence[Condition],
-    exact: Observation,
-    program: Observation,
-    *,
-    wrong: bool = False,
-) -> list[Row]:
-    """Rows of the first condition; `exact` is the original in float64, `program` in the other.
+@dataclass(frozen=True)
+class Rounded:
+    """A program that ran in its working dtype, and what it is held against.
 
-    Of activations in fewer bits a number that lies where two are as near falls to either side: one
-    is a whole step of its block off, above every gate for rounding.  Where rows fail for it, the
-    original is run again with such numbers, and no others, as ranks took them; gates stay.
-    What fails then may be luck, unless the program is known to be `wrong`, and is drawn again.
+    Only rows of the first condition; `exact` is the original in float64, `program` in the other.
     """
-    plain = _plain(working, told)
-    rows, note = list(_compared(working, told, exact, program, plain)), ""
-    if program.tipped and not all(row.ok for row in rows):
-        case, working = (replace(one, tipped=program.tipped) for one in (case, working))
-        exact, _ = original(case, told[:1])
-        plain, note = _plain(working, told), TIPPED
-        rows = list(_compared(working, told, exact, program, plain))
-    if not wrong and not all(row.ok for row in rows):
-        rows = _drawn_again(rows, case, working, told, exact, program, plain)
-    return [replace(row, note=note) if row.ok and not row.note else row for row in rows]
 
+    case: Case
+    working: Case
+    told: Sequence[Condition]
+    exact: Observation
+    program: Observation
 
-def _compared(
-    working: Case,
-    told: Sequence[Condition],
-    exact: Observation,
-    program: Observation,
-    plain: Observation,
-    parts: Observation | None = None,
-    draws: Sequence[Observation] = (),
-) -> Iterator[Row]:
-    from schedlang.passes.propagate.casts import lowest
+    def rows(self, *, wrong: bool = False) -> list[Row]:
+        """Whether it errs as little as the original does.
 
-    names = {condition.name for condition in told[:1]}
-    tensors = {k: v for k, v in exact.tensors.items() if k.condition in names}
-    wanted = replace(exact, tensors=tensors)
-    rtol, low = asked(working.plan).rtol, lowest(working.plan)
-    return iter(
-        within_rounding(wanted, plain, program, rtol=rtol, low=low, parts=parts, draws=draws)
-    )
+        Of activations in fewer bits a number that lies where two are as near falls to either side:
+        one is a whole step of its block off, above every gate for rounding.  Where rows fail for
+        it, the original is run again with such numbers, and no others, as ranks took them; gates
+        stay.  What fails then may be luck, unless the program is known to be `wrong`, and is drawn
+        again.
+        """
+        judge, plain, note = self, self._plain(self.working), ""
+        rows = self._against(plain)
+        if self.program.tipped and not all(row.ok for row in rows):
+            case, working = (
+                replace(one, tipped=self.program.tipped) for one in (self.case, self.working)
+            )
+            exact, _ = original(case, self.told[:1])
+            judge = replace(self, case=case, working=working, exact=exact)
+            plain, note = judge._plain(working), TIPPED
+            rows = judge._against(plain)
+        if not wrong and not all(row.ok for row in rows):
+            rows = judge._drawn_again(rows, plain)
+        return [replace(row, note=note) if row.ok and not row.note else row for row in rows]
 
+    def _plain(self, working: Case) -> Observation:
+        """The original in the working dtype, under the casts of the plan, and what it chose."""
+        first = [replace(condition, batches=working.batches) for condition in self.told[:1]]
+        noted = Choices()
+        with ambient(dropout_of(working), noted):
+            seen = observe(lambda condition: sequential(working, condition, cast=True), first)
+        return replace(seen, choices=noted.found)
 
-def check_cast(working: Case | None) -> None:
-    """Refuse (S895) what torch does not run on this machine under the casts of the rows.
+    def _against(
+        self,
+        plain: Observation,
+        parts: Observation | None = None,
+        draws: Sequence[Observation] = (),
+    ) -> list[Row]:
+        """The rows against one run of the original, or several."""
+        tensors = {k: v for k, v in self.exact.tensors.items() if k.condition == self.told[0].name}
+        wanted, plan = replace(self.exact, tensors=tensors), self.working.plan
+        rules: dict[str, Any] = {"rtol": asked(plan).rtol, "low": lowest(plan)}
+        found = within_rounding(wanted, plain, self.program, **rules, parts=parts, draws=draws)
+        return list(found)
 
-    Without values more runs than with them: a kernel may refuse two dtypes where its shapes do not.
-    """
-    import torch
+    def _drawn_again(self, rows: list[Row], plain: Observation) -> list[Row]:
+        """Hold the program against more runs of the original, where rows fail.
 
-    from schedlang.passes.analyze.cast_trial import Failure, refuse_failing, watched
-    from schedlang.passes.verify.cast_original import cast_twin
-    from schedlang.runtime.batch import called
-
-    if working is None or not working.plan.casts:
-        return
-    plan, batch = working.plan, working.batches[0]
-
-    def run(casts: Sequence[Cast]) -> Failure | None:
-        module, options = twin(working), {"loss": working.loss}
-        running = watched(module)
-        cast_twin(replace(plan, casts=tuple(casts)), module, options)
-        try:
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                output = called(module.train(), batch)
-                if options["loss"] is not None:
-                    options["loss"](output, batch)
-        except Refusal:
-            raise
-        except Exception as error:
-            return Failure(error, running[-1] if running else None)
-        return None
-
-    refuse_failing(plan, run)
-
-
-def _plain(working: Case, told: Sequence[Condition]) -> Observation:
-    """The original in the working dtype, under the casts of the plan, and what it chose."""
-    from schedlang.runtime.modes import ambient
-    from schedlang.runtime.moe.choices import Choices
-
-    def make(condition: Condition) -> Sequential:
-        return sequential(working, condition, cast=True)
-
-    first = [replace(condition, batches=working.batches) for condition in told[:1]]
-    noted = Choices()
-    with ambient(dropout_of(working), noted):
-        return replace(observe(make, first), choices=noted.found)
-
-
-# -- more draws of the original's error ------------------------------------------------------------
-
-
-def _drawn_again(
-    rows: list[Row],
-    case: Case,
-    working: Case,
-    told: Sequence[Condition],
-    exact: Observation,
-    program: Observation,
-    plain: Observation,
-) -> list[Row]:
-    """Where rows fail: the same against more runs of the original.
-
-    The first goes by the parts of the program: parts whose sums cancel are rounded one by one.  The
-    others start from values that differ by one rounding, and tell together what is luck.  One that
-    chooses otherwise than float64 does is a run of another function, and tells nothing.
-    """
-    from schedlang.passes.analyze.routing import routings
-    from schedlang.passes.propagate.casts import lowest
-
-    plan, known = working.plan, working.prepared
-    low = lowest(plan)
-    right = chosen(case, told[:1], wide=True) if plain.choices else {}
-    if known is None or tipped(right, plain.choices) or tipped(right, program.choices):
-        return rows
-    parts = None
-    whole = any(routings(plan)) or known.traced.statistics is not None  # parts are another function
-    whole = whole or bool(plan.kept) or plan.compression is not None  # and these go by parts
-    if math.prod(working.cuts) > 1 and not (whole or working.parted or working.table is not None):
-        working = replace(working, parted=True)
-        parts = _plain(working, told)
-        rows = list(_compared(working, told, exact, program, plain, parts))
-        if all(row.ok for row in rows):
+        The first goes by the parts of the program: parts whose sums cancel are rounded one by one.
+        The others start from values that differ by one rounding, and tell together what is luck.
+        One that chooses otherwise than float64 does is a run of another function, and tells
+        nothing.
+        """
+        working, program = self.working, self.program
+        plan, known = working.plan, working.prepared
+        right = chosen(self.case, self.told[:1], wide=True) if plain.choices else {}
+        if known is None or tipped(right, plain.choices) or tipped(right, program.choices):
             return rows
-    first = plain if parts is None else parts
-    unit = low / 2 or unit_of(plain)
-    draws = [first, *(_plain(nudged(working, unit, k), told) for k in range(DRAWS))]
-    draws = [one for one in draws if not tipped(right, one.choices)]
-    return list(_compared(working, told, exact, program, plain, parts, draws))
+        parts = None
+        # of some parts are another function, and others go by parts as it is
+        whole = any(routings(plan)) or known.traced.statistics is not None
+        whole = whole or bool(plan.kept) or plan.compression is not None
+        whole = whole or working.parted or working.table is not None
+        if math.prod(working.cuts) > 1 and not whole:
+            working = replace(working, parted=True)
+            parts = self._plain(working)
+            rows = self._against(plain, parts)
+            if all(row.ok for row in rows):
+                return rows
+        unit = lowest(plan) / 2 or unit_of(plain)
+        near = (self._plain(nudged(working, unit, draw)) for draw in range(DRAWS))
+        draws = [plain if parts is None else parts, *near]
+        draws = [one for one in draws if not tipped(right, one.choices)]
+        return self._against(plain, parts, draws)
 
 
 def nudged(case: Case, unit: float, draw: int) -> Case:
@@ -368,8 +304,6 @@ def nudged(case: Case, unit: float, draw: int) -> Case:
 
     Whole numbers stay: no dtype rounds them, and of a mask of 0 and 1 other ones make no mask.
     """
-    import torch
-
     generator = torch.Generator().manual_seed(case.seed * DRAWS + draw)
 
     def near(value: Tensor) -> Tensor:
@@ -392,6 +326,33 @@ def nudged(case: Case, unit: float, draw: int) -> Case:
     return replace(case.with_model(module), batches=batches)
 
 
+# ---- Casts that torch does not run on this machine.
+
+
+def check_cast(working: Case | None) -> None:
+    """Refuse (S895) what torch does not run on this machine under the casts of the rows.
+
+    Without values more runs than with them: a kernel may refuse two dtypes where its shapes do not.
+    """
+    if working is None or not working.plan.casts:
+        return
+    plan, batch = working.plan, working.batches[0]
+
+    def run(casts: Sequence[Cast]) -> Failure | None:
+        module, options = twin(working), {"loss": working.loss}
+        cast_twin(replace(plan, casts=tuple(casts)), module, options)
+
+        def forward() -> None:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                output = called(module.train(), batch)
+                if options["loss"] is not None:
+                    options["loss"](output, batch)
+
+        return tried(module, forward)
+
+    refuse_failing(plan, run)
+
+
 # ---- Flips: choices that rounding tips, behind which errors in the working dtype say nothing.
 
 
@@ -408,26 +369,22 @@ def undecided(
     another function.  No bound is widened for that: such rows are not checked, which is said.
     Neither are those of which the original itself, in its working dtype, makes no finite number.
     """
-    rows, said = _overflown(rows)
-    bad = [row for row in rows if not row.ok and row.kind.endswith(IN_DTYPE)]
-    if not bad or working is None:
-        return rows, said
-    first = [told[0]]
-    right = chosen(case, first, wide=True)
-    plain = chosen(working, [replace(told[0], batches=working.batches)], wide=False)
-    words = [*tipped(right, plain), *tipped(right, program.choices)]
-    if not words:
-        return rows, said
-    said += [f"{len(bad)} rows in the working dtype, the first {bad[0].place}: {words[0]}"]
-    return [row for row in rows if row not in bad], said
 
+    def without(some: Sequence[Row], why: str) -> list[Row]:
+        said.append(f"{len(some)} rows in the working dtype, the first {some[0].place}: {why}")
+        return [row for row in rows if row not in some]
 
-def _overflown(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
+    rows, said = list(rows), list[str]()
     over = [row for row in rows if row.note == OVERFLOWS and row.kind.endswith(IN_DTYPE)]
-    if not over:
-        return list(rows), []
-    said = f"{len(over)} rows in the working dtype, the first {over[0].place}: {OVERFLOWS} there"
-    return [row for row in rows if row not in over], [said]
+    if over:
+        rows = without(over, f"{OVERFLOWS} there")
+    bad = [row for row in rows if not row.ok and row.kind.endswith(IN_DTYPE)]
+    if bad and working is not None:
+        right = chosen(case, told[:1], wide=True)
+        plain = chosen(working, [replace(told[0], batches=working.batches)], wide=False)
+        words = [*tipped(right, plain), *tipped(right, program.choices)]
+        rows = without(bad, words[0]) if words else rows
+    return rows, said
 
 
 def tipped(right: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> list[str]:
@@ -447,10 +404,7 @@ def tipped(right: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> list[str
 
 
 def chosen(case: Case, told: Iterable[Condition], *, wide: bool) -> Mapping[Any, Tensor]:
-    """What the original chooses, in float64 or in its working dtype."""
-    from schedlang.runtime.modes import ambient
-    from schedlang.runtime.moe.choices import Choices
-
+    """Note what the original chooses, in float64 or in its working dtype."""
     (float64, dropout), _ = modes_of(case)
     noted = Choices()
     modes = (float64, dropout, noted) if wide else (dropout, noted)
@@ -482,30 +436,19 @@ def curve_rows(working: Case, curves: Sequence[Curve], pool: Pool) -> list[Row]:
 
 
 def _original(working: Case, steps: int) -> list[float]:
-    from schedlang.passes.verify.original import Sequential
-    from schedlang.runtime.modes import ambient
-
-    adamw = conditions(working.batches, 1.0)[1].optimizer
     with ambient(dropout_of(working)):
-        subject = Sequential(twin(working), adamw, loss=working.loss)
+        subject = Sequential(twin(working), _adamw(working), loss=working.loss)
         return [float(subject.train_step(batch)) for batch in _cycled(working, steps)]
 
 
 def _program(working: Case, steps: int) -> list[float]:
     """On a rank: the losses of the program, whole on each."""
-    from schedlang.passes.lower.build import build
-
-    adamw = conditions(working.batches, 1.0)[1].optimizer
-    program = build(
-        working.plan,
-        working.batches[0],
-        loss=working.loss,
-        optimizer=adamw,
-        weight=working.weight,
-        seed=working.seed,
-        prepared=working.prepared,
-    )
+    program = program_of(working, optimizer=_adamw(working))
     return [float(program.train_step(batch)) for batch in _cycled(working, steps)]
+
+
+def _adamw(working: Case) -> MakeOptimizer:
+    return conditions(working.batches, 1.0)[1].optimizer
 
 
 def _cycled(working: Case, steps: int) -> list[Batch]:

@@ -42,7 +42,7 @@ Starts = list[int | None]  # of split logits the first class that this rank hold
 
 @dataclass
 class Call:
-    """What one call of a module of the original takes, gives, and does in backward."""
+    """One call of a module of the original: what it takes, gives, and does in backward."""
 
     inputs: list[Tensor]
     outputs: list[Tensor] = field(default_factory=list)
@@ -88,11 +88,11 @@ class Alone(ABC):
 
     @abstractmethod
     def taken(self, frame: Frame, tensors: list[Tensor], starts: Starts) -> list[Tensor]:
-        """What a module is given instead of what its caller hands it."""
+        """Give a module this instead of what its caller hands it."""
 
     @abstractmethod
     def returned(self, call: Running, tensors: list[Tensor], starts: Starts) -> list[Tensor]:
-        """What a caller is given instead of what the module returns."""
+        """Give a caller this instead of what the module returns."""
 
     @abstractmethod
     def cotangent(self, place: Place, value: Tensor) -> Tensor:
@@ -262,7 +262,7 @@ FLOOR = 1e-12  # of the largest norm of its kind in the pass
 
 @dataclass(frozen=True)
 class View:
-    """What a rank holds of the values of the original.
+    """The share that a rank holds of the values of the original.
 
     layouts   as in Traced; partial: parameter -> axes over which its gradient is still to be summed
     stages    call -> the stage that makes it; empty without a pipeline
@@ -439,7 +439,7 @@ class Judge(Alone):
     # -- forward -----------------------------------------------------------------------------------
 
     def taken(self, frame: Frame, tensors: list[Tensor], starts: Starts) -> list[Tensor]:
-        """What the original's module is given; another value is the caller's fault."""
+        """Give what the original's module is given; another value is the caller's fault."""
         call = self._reference(frame)
         if call is None or len(call.inputs) != len(tensors):
             return tensors
@@ -448,7 +448,7 @@ class Judge(Alone):
         return self._forced(caller, frame, what, call.inputs, tensors, starts, True)
 
     def returned(self, call: Running, tensors: list[Tensor], starts: Starts) -> list[Tensor]:
-        """What the original's module returns; another value is the fault of this one."""
+        """Give what the original's module returns; another value is the fault of this one."""
         known = self._reference(call.frame)
         if known is None:
             return tensors

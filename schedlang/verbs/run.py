@@ -182,7 +182,7 @@ def _here(course: Course, shown: _Shown) -> Trained:
     from functools import partial
 
     from schedlang.passes.lower.train import train
-    from schedlang.passes.verify.sound import cheaply
+    from schedlang.passes.verify.probe import cheaply
     from schedlang.runtime.comm import world
     from schedlang.runtime.launch.heart import inside
 
@@ -207,11 +207,11 @@ def _local(course: Course, found: ModelFile, shown: _Shown) -> Trained:
 
 def sound(course: Course) -> Course:
     """The course with its plan traced once, for all ranks; refuses whatever `verify` refuses."""
-    from schedlang.passes.verify import sound as proving
+    from schedlang.passes.verify import probe
     from schedlang.passes.verify.sides import Case
 
     batch = course.batch(course.seed)
-    case = proving.sound(Case(course.plan, (batch,), course.loss, course.weight, course.seed))
+    case = probe.sound(Case(course.plan, (batch,), course.loss, course.weight, course.seed))
     return replace(course, plan=case.plan, prepared=case.prepared)
 
 

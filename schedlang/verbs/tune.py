@@ -85,8 +85,7 @@ def tune(
     out.  Exit 1 where nothing fits.
     """
     from schedlang.diagnostics.tables import columns
-    from schedlang.passes.autoshard.tune import ranked
-    from schedlang.passes.autoshard.tune_text import text, to_json
+    from schedlang.passes.autoshard.tune import ranked, text, to_json
 
     start = time.perf_counter()
     asked = _asked(file, machine, wanted, model, knob or ())

@@ -27,7 +27,7 @@ from schedlang.passes.prove import prove
 from schedlang.passes.verify.compare import compare
 from schedlang.passes.verify.observe import Key, Observation, conditions
 from schedlang.passes.verify.original import Sequential
-from schedlang.passes.verify.runs import check_parts
+from schedlang.passes.verify.probe import check_parts
 from schedlang.passes.verify.sides import Case, modes_of, original, prepared, tried, twin, widened
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.launch.pool import Pool

@@ -15,7 +15,7 @@ from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.state import Settings
 from schedlang.passes.lower.build import build
 from schedlang.passes.prove import Case, prove
-from schedlang.passes.reduce_model.whole import whole
+from schedlang.passes.reduce_model.shrink import whole
 from schedlang.schedule import create_schedule
 from tests import models
 from tests.engine import Threads

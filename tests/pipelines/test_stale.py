@@ -18,8 +18,8 @@ from schedlang.passes.lower.build import build
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.static_checks.static import static
 from schedlang.passes.verify.observe import Condition
+from schedlang.passes.verify.relaxed import Replayed
 from schedlang.passes.verify.sides import prepared, sequential
-from schedlang.passes.verify.stale_and_compressed import Replayed
 from schedlang.pipeline.schedules import order
 from schedlang.pipeline.timeline import Kind, Op, Timeline, timeline
 from schedlang.pipeline.timeline.versions import updates, weight_copies

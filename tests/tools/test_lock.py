@@ -17,8 +17,16 @@ from typer.testing import CliRunner, Result
 
 from schedlang.cli import app
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.passes.lock import SECTIONS, Lock, changes, read_lock, to_text
-from schedlang.passes.reduce_model.blocks import WHOLE, gathered, spread
+from schedlang.passes.lock import (
+    SECTIONS,
+    WHOLE,
+    Lock,
+    changes,
+    gathered,
+    read_lock,
+    spread,
+    to_text,
+)
 from schedlang.verbs.lockfile import compare_lock
 
 ROOT = Path(__file__).parents[2]

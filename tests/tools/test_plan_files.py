@@ -19,8 +19,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.model import ModelFacts
 from schedlang.ir.modelfile import load_model_file
 from schedlang.passes.elaborate.record import read_record, restored
-from schedlang.passes.lock import read_lock
-from schedlang.passes.reduce_model.blocks import spread
+from schedlang.passes.lock import read_lock, spread
 
 CUSTOM = Path(__file__).parents[2] / "examples" / "custom"
 DEEP = pytest.mark.deep

@@ -125,7 +125,7 @@ def test_buffers_that_depend_on_the_split(of: str, rows: str, refused: bool, poo
 
 def test_buffers_are_put_back() -> None:
     """The check leaves the buffers of its subject as they were."""
-    from schedlang.passes.verify.runs import check_buffers
+    from schedlang.passes.verify.probe import check_buffers
 
     batch = {"x": torch.ones(4, 3, dtype=torch.float64)}
     subject = Sequential(Averaging("weight"))

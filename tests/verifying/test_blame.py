@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedlang.passes.localize.culprits import blame
+from schedlang.passes.localize.blame import blame
 
 
 @given(st.integers(1, 200), st.data())

@@ -11,11 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from schedlang.passes.verify.compare import compare, parts_agree
+from schedlang.passes.verify.compare import compare
 from schedlang.passes.verify.observe import Key, Observation, conditions, observe
 from schedlang.passes.verify.original import Sequential
+from schedlang.passes.verify.probe import parts_agree
 from schedlang.report import Report
-from schedlang.runtime.batch import stack
+from schedlang.runtime.batch import Part, cut, stack
 from schedlang.runtime.float64 import Float64, as_float64
 from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.modes import ambient
@@ -235,9 +236,9 @@ def test_parts_weighed_by_labels_agree_and_by_rows_do_not(weigh: str) -> None:
     subject = Sequential(as_float64(Net()))
     count = subject.module.count.clone()
     batch = BATCHES[0]
-    parts = [({k: v[i:j] for k, v in batch.items()}, range(i, j)) for i, j in ((0, 3), (3, 4))]
+    parts = [Part(cut(batch, range(i, j), 4), tuple(range(i, j))) for i, j in ((0, 3), (3, 4))]
     weights = [
-        int((p["labels"] != -100).sum()) if weigh == "labels" else len(ids) for p, ids in parts
+        int((p.inputs["labels"] != -100).sum()) if weigh == "labels" else len(p.rows) for p in parts
     ]
     with ambient(Float64()), ambient(LogicalDropout(0)):
         rows = parts_agree(subject, batch, parts, weights)

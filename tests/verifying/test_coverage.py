@@ -6,9 +6,17 @@ from typing import Any
 
 import torch
 
-from schedlang.passes.verify.coverage import apart, gaps, idle, repeating, unoffered
 from schedlang.passes.verify.observe import Key, Observation
-from schedlang.passes.verify.variants import Batches, Labels, varied
+from schedlang.passes.verify.runs import (
+    Batches,
+    Labels,
+    apart,
+    gaps,
+    idle,
+    repeating,
+    unoffered,
+    varied,
+)
 from schedlang.report import Gap
 from schedlang.runtime.batch import shares
 from tests import models

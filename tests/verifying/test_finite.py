@@ -12,7 +12,7 @@ from schedlang.passes.lower.build import build
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.verify.compare import compare
 from schedlang.passes.verify.observe import Key, Observation
-from schedlang.passes.verify.sound import cheaply
+from schedlang.passes.verify.probe import cheaply
 from schedlang.passes.verify.working_dtype import OVERFLOWS, within_rounding
 from schedlang.report import Report
 from tests.engine import Threads

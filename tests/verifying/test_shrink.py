@@ -23,12 +23,20 @@ from schedlang.diagnostics.source import Source
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.state import Settings
 from schedlang.passes.prove import prove
-from schedlang.passes.reduce_model.depth import neighbours
-from schedlang.passes.reduce_model.minimise import Key, Rules, Search, Split, counted, learned
-from schedlang.passes.reduce_model.recipe import Recipe, recipes, special_ids
-from schedlang.passes.reduce_model.shrink import Shrunk, shrink
+from schedlang.passes.reduce_model.blocks import neighbours
+from schedlang.passes.reduce_model.shrink import Shrunk, shrink, small_meshes
+from schedlang.passes.reduce_model.sizes import (
+    Key,
+    Recipe,
+    Rules,
+    Search,
+    Split,
+    counted,
+    learned,
+    recipes,
+    special_ids,
+)
 from schedlang.passes.reduce_model.small_batch import Cutting, small
-from schedlang.passes.reduce_model.whole import small_meshes
 from schedlang.passes.verify.sides import Case
 from schedlang.runtime.launch.pool import Pool
 from tests.zoo.pool import Mutated

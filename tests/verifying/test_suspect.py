@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from schedlang.passes.localize.culprits import trials_of
+from schedlang.passes.localize.blame import trials_of
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.verify.observe import Condition, Observation
 from schedlang.report import Report, Row
@@ -100,7 +100,7 @@ def _row(condition: str, kind: str, step: int | None) -> Row:
 
 
 def _failure() -> Any:
-    from schedlang.passes.localize.culprits import Failure
+    from schedlang.passes.localize.localise import Failure
 
     batches = tuple({"n": k} for k in range(3))
     told = [Condition(name, lambda named: None, batches) for name in ("SGD", "AdamW")]  # type: ignore[arg-type, return-value]

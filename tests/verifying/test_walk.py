@@ -19,8 +19,8 @@ from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.lower.train import Course, train
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.simulate.account import account
-from schedlang.passes.verify import sound as proving
-from schedlang.passes.verify.sound import cheaply
+from schedlang.passes.verify import probe
+from schedlang.passes.verify.probe import cheaply
 from schedlang.schedule import Schedule
 from schedlang.verbs.run import sound
 from tests import expert_models
@@ -356,7 +356,7 @@ def test_what_takes_long_is_left_to_verify(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(Refusal, match="S703"):
         cheaply(plan, batch, found)
     with monkeypatch.context() as patch:
-        patch.setattr(proving, "CHEAP", 10)
+        patch.setattr(probe, "CHEAP", 10)
         cheaply(plan, batch, found)
 
     def dies(self: Summed, x: Tensor) -> Any:

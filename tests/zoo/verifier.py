@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from schedlang.passes import prove as proving
-from schedlang.passes.verify import compare, sides
+from schedlang.passes.verify import asked, compare, sides
 from schedlang.runtime import program, whole
 from schedlang.runtime.grad_reduction import gradient
 from schedlang.runtime.launch.pool import Pool
@@ -150,6 +150,12 @@ def divided_by_another_axis(patch: Patch) -> None:
     patch.setattr(program.Program, "_finish", finish)
 
 
+def _compare_by(patch: Patch, made: Any) -> None:
+    """All of a proof that compares does it so."""
+    for module in (compare, proving, asked):
+        patch.setattr(module, "compare", made)
+
+
 # -- flaws ---------------------------------------------------------------------------------------
 
 
@@ -164,16 +170,14 @@ def nothing_asserted(patch: Patch) -> None:
 def _no_other_rows(patch: Patch) -> None:
     """What else would catch the program passes, too."""
     plain = compare.compare
-    patch.setattr(
-        compare, "compare", lambda *a, **k: tuple(replace(r, ok=True) for r in plain(*a, **k))
-    )
+    _compare_by(patch, lambda *a, **k: tuple(replace(r, ok=True) for r in plain(*a, **k)))
 
 
 @flaw("V02", "veScale's 1e2, transformers' 5e-3", "F06", "normed by kernel")
 def tolerance_above_the_signal(patch: Patch) -> None:
     """The gate is 5e-3."""
     plain = compare.compare
-    patch.setattr(compare, "compare", lambda e, a, **k: plain(e, a, **{**k, "rtol": 5e-3}))
+    _compare_by(patch, lambda e, a, **k: plain(e, a, **{**k, "rtol": 5e-3}))
 
 
 @flaw("V03", "transformers, autoparallel, veScale", gradient_lost, "gated")
@@ -207,14 +211,14 @@ def compared_by_place(patch: Patch) -> None:
             ours[key if by_name else named[at]] = value
         return plain(expected, replace(actual, tensors=ours), **options)
 
-    patch.setattr(compare, "compare", by_place)
+    _compare_by(patch, by_place)
 
 
 @flaw("V05", "Liger-Kernel#1305", "T03", "gated")
 def compared_with_itself(patch: Patch) -> None:
     """What is expected and what is seen are the same memory."""
     plain = compare.compare
-    patch.setattr(compare, "compare", lambda expected, actual, **k: plain(actual, actual, **k))
+    _compare_by(patch, lambda expected, actual, **k: plain(actual, actual, **k))
 
 
 @flaw("V06", "nnsight#719", gradient_turned, "gated")
@@ -232,7 +236,7 @@ def order_does_not_matter(patch: Patch) -> None:
 def recorded_and_not_compared(patch: Patch) -> None:
     """Replicas are looked at, and what was found is not judged."""
     plain = compare.compare
-    patch.setattr(compare, "compare", lambda e, a, **k: plain(e, replace(a, replicas={}), **k))
+    _compare_by(patch, lambda e, a, **k: plain(e, replace(a, replicas={}), **k))
 
 
 @flaw(

@@ -19,7 +19,7 @@ from schedlang.passes.elaborate.state import Settings
 from schedlang.passes.verify.compare import compare
 from schedlang.passes.verify.observe import conditions
 from schedlang.passes.verify.original import Sequential
-from schedlang.passes.verify.runs import check_parts
+from schedlang.passes.verify.probe import check_parts
 from schedlang.passes.verify.sides import Case, modes_of, original, prepared, tried, twin, widened
 from schedlang.report import Row
 from schedlang.runtime.launch.job import Hang, RankDied

@@ -1,0 +1,358 @@
+"""Rows of a proposal: tried on a model with as few blocks as show all, and written as text."""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.ir.plan import Plan
+from schedlang.language import printer
+from schedlang.language.syntax import parse
+from schedlang.passes.elaborate.expand import expand
+from schedlang.passes.elaborate.fold import pattern
+from schedlang.passes.propagate.original import rejected
+from schedlang.passes.reduce_model.blocks import TABLES, Blocks, leaf_kind, shorter, splits
+
+if TYPE_CHECKING:
+    from schedlang.ir.model import ModelFacts
+    from schedlang.runtime.propagation.feeds import Fed
+
+PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+|\*")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One primitive at the modules of one or several common names; none: at the model itself."""
+
+    names: tuple[str, ...]
+    call: str
+    comment: str = ""
+
+    def with_argument(self, argument: str) -> Row:
+        """The row with one more argument, before the axis, or with another value of it."""
+        key = argument.partition("=")[0]
+        if re.search(rf"\b{key}=", self.call):
+            return self
+        before, over, after = self.call.partition("over=")
+        return replace(self, call=f"{before}{argument}, {over}{after}")
+
+
+Place = tuple[str, str, Row]  # the blocks where a row stands, and its path inside them
+
+
+def canonical(text: str) -> str:
+    """The text as `fmt` writes it."""
+    return printer.fmt(Source("proposed", text))
+
+
+def rows_text(rows: Sequence[Row], blocks: Blocks) -> str:
+    """Rows folded: one block for each list of blocks, one row for names that are done the same."""
+    lines: list[str] = []
+    opened = ""
+    for head, tail, row in _together(_placed(_folded(rows), blocks)):
+        if head != opened:
+            lines += ["}"] * bool(opened) + [f"at {head} {{"] * bool(head)
+            opened = head
+        said = f"  # {row.comment}" if row.comment else ""
+        lines.append(f"{tail}  {row.call}{said}".strip())
+    return "\n".join([*lines, *["}"] * bool(opened)])
+
+
+def _placed(rows: Sequence[Row], blocks: Blocks) -> Iterator[Place]:
+    """Each row with the blocks where it stands and its path inside them."""
+    for row in rows:
+        name = row.names[0] if row.names else ""
+        for head in heads(name, blocks):
+            tail = _tail(row.names)
+            alone = sum(head in heads(r.names[0], blocks) for r in rows if r.names) == 1
+            if not head or alone:
+                yield "", ".".join(filter(None, (head, tail))), row
+            else:
+                yield head, tail, row
+
+
+def _together(placed: Iterable[Place]) -> Iterator[Place]:
+    """The same rows; among consecutive rows in blocks, those of one list side by side."""
+    run: list[Place] = []
+    for one in [*placed, None]:
+        if one is not None and any("*" in name for name in one[2].names):
+            run.append(one)
+            continue
+        order = list(dict.fromkeys(head for head, _, _ in run))
+        yield from sorted(run, key=lambda place: order.index(place[0]))
+        run = []
+        if one is not None:
+            yield one
+
+
+def heads(name: str, blocks: Blocks) -> tuple[str, ...]:
+    """The blocks in which modules of a common name stand, as patterns; "" where it is in none."""
+    root, star, _ = name.rpartition("*")
+    if not star:
+        return ("",)
+    depth = name[: len(root)].count(".")
+    everyone = blocks.named.get(root + star, ())
+    held = dict.fromkeys(
+        ".".join(fqn.split(".")[: depth + 1]) for fqn in blocks.named.get(name, ())
+    )
+    found = tuple(held)
+    if len(found) == len(everyone):  # numbers beside those of blocks stay: `up.1.blocks.*`
+        return (quoted(root + star),)
+    one = pattern(found, everyone)
+    return (quoted(one),) if " and " not in one else tuple(quoted(fqn) for fqn in found)
+
+
+def _tail(names: Sequence[str]) -> str:
+    """The path of one or several common names below their blocks, as one selector."""
+    below = [name.rpartition("*")[2].lstrip(".") for name in names]
+    if len(below) == 1:
+        return quoted(below[0])
+    parent = below[0].rpartition(".")[0]
+    if parent and all(name.rpartition(".")[2].isdigit() for name in below):
+        return quoted(pattern(below, ()))
+    return ".".join(filter(None, (quoted(parent), braces([b.rpartition(".")[2] for b in below]))))
+
+
+def braces(names: Sequence[str]) -> str:
+    """`{q,k,v}_proj`: what names have in common at a `_` stands once."""
+    front = os.path.commonprefix(list(names))
+    front = front[: front.rfind("_") + 1]
+    back = os.path.commonprefix([name[len(front) :][::-1] for name in names])[::-1]
+    back = back[back.find("_") :] if "_" in back else ""
+    middle = (name[len(front) : len(name) - len(back)] for name in names)
+    return f"{front}{{{','.join(middle)}}}{back}"
+
+
+def names_text(names: Sequence[str]) -> str:
+    """Common names in few words: those of one parent in braces."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(name.rpartition(".")[0], []).append(name)
+    return ", ".join(
+        ".".join(filter(None, (parent, braces([n.rpartition(".")[2] for n in group]))))
+        if len(group) > 1
+        else group[0]
+        for parent, group in groups.items()
+    )
+
+
+def wrapped(text: str, width: int = 88) -> str:
+    """A comment on lines of its own."""
+    lines = textwrap.wrap(text, width - 4, break_long_words=False, break_on_hyphens=False)
+    return "".join(f"#{'  ' if number else ''} {line}\n" for number, line in enumerate(lines))
+
+
+def quoted(path: str) -> str:
+    """A path with backquotes where a name is none of the language's."""
+    parts = re.split(r"\.(?![^\[]*\])", path)
+    return ".".join(
+        part if PLAIN.fullmatch(part.partition("[")[0]) else f"`{part}`" for part in parts if part
+    )
+
+
+def _folded(rows: Sequence[Row]) -> list[Row]:
+    """Rows of one parent and one call that follow each other, as one row."""
+    out: list[Row] = []
+    before: object = None
+    for row in rows:
+        parent, _, last = row.names[0].rpartition(".") if row.names else ("", "", "")
+        foldable = PLAIN.fullmatch(last) is not None and bool(parent or not last.isdigit())
+        key = (parent, row.call, row.comment, last.isdigit()) if foldable else None
+        if key is not None and key == before:
+            out[-1] = replace(out[-1], names=(*out[-1].names, *row.names))
+        else:
+            out.append(row)
+        before = key
+    return out
+
+
+def mesh_text(mesh: Mapping[str, int]) -> str:
+    """The declaration of a mesh."""
+    return f"mesh({', '.join(f'{name}={size}' for name, size in mesh.items())})"
+
+
+# ---- Rows tried on a model.
+
+
+Loss = Callable[..., Any]
+HEAD = 4  # lines of a trial above its rows
+ROWS = 8  # of the batch are enough to see what is legal
+NUMBERS = 1 << 17  # of each of its integer tensors: what a model asks of more is not followed
+
+
+def planned(text: str, facts: ModelFacts, name: str = "proposed") -> Plan:
+    """The plan of a schedule that was written here, for a model."""
+    made = expand(parse(Source(name, text)), facts).plan
+    assert made is not None
+    return made
+
+
+def planned_rows(lines: Sequence[str], mesh: str, facts: ModelFacts, name: str = "trial") -> Plan:
+    """The plan of rows, a line each, on a mesh (`tp=2`)."""
+    body = "\n".join(lines)
+    return planned(f'schedule 1\nmesh({mesh})\n\nstep "{name}" {{\n{body}\n}}\n', facts, name)
+
+
+class Trial:
+    """One model and one batch on which rows are tried; nothing of the model itself is changed."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        blocks: Blocks,
+        batch: Mapping[str, Any],
+        loss: Loss | None,
+        weight: Loss | None = None,
+    ) -> None:
+        self.facts, self.all, self.batch, self.loss, self.weight = (
+            facts,
+            blocks,
+            batch,
+            loss,
+            weight,
+        )
+
+    # -- the model with fewer blocks ---------------------------------------------------------------
+
+    @cached_property
+    def _followed(self) -> tuple[Blocks, Fed]:
+        """The blocks of the shortest model that runs, and what its projections read."""
+        try:
+            short = self.shorter(1)
+            return short, self._uses(short)
+        except Exception as error:
+            # a model may count its layers by itself, and no longer run with fewer: then it is
+            # followed whole, and what fails there too is told below, with this as its cause
+            fewer = error
+        try:
+            return self.all, self._uses(self.all)
+        except Refusal as refusal:
+            raise refusal from fewer
+        except Exception as error:
+            error.__cause__ = fewer
+            raise rejected(error) from error
+
+    @property
+    def blocks(self) -> Blocks:
+        """The model that rows are tried on."""
+        return self._followed[0]
+
+    @property
+    def fed(self) -> Fed:
+        """The feeds of that model: what each projection reads."""
+        return self._followed[1]
+
+    def shorter(self, stages: int) -> Blocks:
+        """The model with as few blocks as stages need, whether or not it runs with so few."""
+        from schedlang.ir.model import ModelFacts
+
+        return self.all.of(ModelFacts(shorter(self.facts.model, self.all, stages)))
+
+    def _uses(self, blocks: Blocks) -> Fed:
+        from schedlang.runtime.propagation.feeds import feeds
+        from schedlang.runtime.tracing.meta import hollow_model
+
+        sites = blocks.facts.sites
+        return feeds(
+            hollow_model(blocks.facts.model, {}),
+            self.sample,
+            leaves=lambda fqn: splits(blocks.facts, fqn),
+            blocks=blocks.is_block,
+            outside=lambda fqn: leaf_kind(sites[fqn]) in TABLES and not blocks.inside(fqn),
+        )
+
+    @cached_property
+    def sample(self) -> Mapping[str, Any]:
+        """A few rows of the batch: with all of them a mask may be too large to be followed."""
+        from schedlang.runtime.batch import named_tensors, rows_of, split
+
+        rows = rows_of(self.batch)
+        whole = [t for t in named_tensors(self.batch).values() if not t.is_floating_point()]
+        longest = max((tensor.numel() // rows for tensor in whole), default=0)
+        few = max(2, min(ROWS, NUMBERS // max(1, longest)))  # one row is not told from none
+        return split(self.batch, max(1, rows // few), 1)[0][0].inputs
+
+    @property
+    def shortened(self) -> bool:
+        """Does the model run with fewer blocks?"""
+        return self.blocks is not self.all
+
+    # -- trials ------------------------------------------------------------------------------------
+
+    def refusal(self, rows: Sequence[Row], axis: str, ranks: int) -> tuple[Refusal, int] | None:
+        """Why rows are refused, and the number of the row that is to blame (-1: none); or None."""
+        from schedlang.passes.propagate.propagate import propagate
+
+        lines = self._lines(rows)
+        try:
+            propagate(self.plan(rows, axis, ranks), self.sample, self.loss)
+        except Refusal as refusal:
+            place = refusal.diagnostic.primary.span.line - HEAD - 1
+            return refusal, lines[place][1] if 0 <= place < len(lines) else -1
+        except Exception as error:  # what fails on the way is no proposal either
+            said = f"{type(error).__name__}: {error}".split("\n")[0]
+            return Refusal(Diagnostic("S405", said)), -1
+        return None
+
+    def plan(self, rows: Sequence[Row], axis: str, ranks: int) -> Plan:
+        """The plan of rows on a mesh of one axis; raises Refusal where one is refused."""
+        lines = [line for line, _ in self._lines(rows)]
+        return planned_rows(lines, f"{axis}={ranks}", self.blocks.facts)
+
+    def _lines(self, rows: Sequence[Row]) -> list[tuple[str, int]]:
+        """Rows as text, one for each selector, with the number of the row."""
+        return [
+            (f"{path}  {row.call}".strip(), number)
+            for number, row in enumerate(rows)
+            for path in paths(row, self.blocks) or [""]
+        ]
+
+    def cut(self, row: Row, axis: str, stages: int) -> Refusal | None:
+        """Why the model cannot be cut into stages by a row; None if it can."""
+        from schedlang.passes.partition.staging import stages_of
+        from schedlang.passes.propagate.propagate import propagate
+
+        lines = [f"{', '.join(row.names)}  {row.call}"]
+        for blocks in (self.shorter(stages), self.all):
+            try:
+                plan = planned_rows(lines, f"{axis}={stages}", blocks.facts)
+                if stages > 1:
+                    sample = self.sample
+                    stages_of(plan, propagate(plan, sample, self.loss), sample, self.loss)
+                return None
+            except Refusal as error:
+                refusal = error
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}".split("\n")[0]
+                refusal = Refusal(Diagnostic("S612", said))
+        return refusal
+
+    def by_tokens(self, rows: Sequence[Row], axis: str, ranks: int) -> Refusal | None:
+        """Why the model cannot run on some of its tokens; None if it can, or has no values."""
+        from schedlang.passes.propagate.context import tokens_of
+        from schedlang.passes.propagate.propagate import propagate
+
+        lines = [f"{path}  {row.call}" for row in rows for path in paths(row, self.all)]
+        try:
+            plan = planned_rows(lines, f"{axis}={ranks}", self.all.facts)
+            traced = propagate(plan, self.sample, self.loss)
+            tokens_of(plan, traced, self.sample, self.loss, self.weight)
+        except Refusal as refusal:
+            return refusal
+        return None
+
+
+def paths(row: Row, blocks: Blocks) -> list[str]:
+    """One selector for each common name of a row."""
+    return [
+        ".".join(filter(None, (head, quoted(name.rpartition("*")[2].lstrip(".")))))
+        for name in row.names
+        for head in heads(name, blocks)
+    ]

@@ -1,0 +1,510 @@
+"""The original under what a schedule relaxes, replayed by a plain loop in one process.
+
+    relax(batch_stats)  trained by parts: statistics are those of each part
+    relax(lossy)        the gradients of data-parallel parts are coded before they are added
+    relax(staleness)    each microbatch meets the versions of weights that a table names
+    relax(dtype)        torch.autocast around modules, cast parameters, a scaled loss
+
+Nothing is shared with the program but the codecs, and the table of versions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils.stateless import _reparametrize_module
+
+from schedlang.ir.facets import Cast
+from schedlang.ir.nests import tree_leaves, tree_map
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.reductions import compressed_over
+from schedlang.passes.analyze.staleness import Table, Versions
+from schedlang.passes.partition.staging import Staged, buffer_homes
+from schedlang.passes.propagate.casts import root_cast
+from schedlang.passes.verify.observe import Batch
+from schedlang.passes.verify.original import Sequential, loss_of, rows
+from schedlang.pipeline.timeline import Kind
+from schedlang.runtime.batch import Part, called, stack
+from schedlang.runtime.checkpointing.holding import Holding, put, take
+from schedlang.runtime.grad_reduction.compressed import Codec, decoded, encoded, orthogonal, started
+from schedlang.runtime.scope import Scope, entered
+
+# ---- Trained by parts: what `relax(batch_stats)` allows.
+
+
+@dataclass(frozen=True)
+class Directions:
+    """Which copy of the buffers a microbatch meets, where stages are laid over ranks twice.
+
+    of     microbatch -> the replica of the stages that it goes through; none: one for all
+    homes  for each replica, buffer -> the place that keeps it: replicas at one place share it
+    """
+
+    of: tuple[int, ...] = ()
+    homes: tuple[Mapping[str, int], ...] = field(default_factory=tuple)
+
+    def copy(self, name: str, replica: int) -> int:
+        """The copy of a buffer that a replica of the stages reads and writes."""
+        return self.homes[replica].get(name, 0) if self.homes else 0
+
+    def replica(self, microbatch: int) -> int:
+        """The replica that a microbatch goes through."""
+        return self.of[microbatch] if self.of else 0
+
+    def apart(self, parts: Sequence[Part]) -> list[list[Part]]:
+        """The microbatches of each replica, in their order."""
+        found: dict[int, list[Part]] = {}
+        for k, part in enumerate(parts):
+            found.setdefault(self.replica(k), []).append(part)
+        return list(found.values())
+
+
+def directions_of(staged: Staged) -> Directions:
+    """Read from the order: each microbatch goes through one replica of the stages."""
+    t = staged.timeline
+    if staged.axis is None or t.replicas < 2:
+        return Directions()
+    forward = t.kind == Kind.F
+    through = dict(zip(t.microbatch[forward].tolist(), t.replica[forward].tolist()))
+    return Directions(tuple(through[k] for k in range(t.microbatches)), buffer_homes(staged))
+
+
+class Member(NamedTuple):
+    """One part of a batch: the replica of the batch's rows, the microbatch, and what it weighs."""
+
+    place: int
+    microbatch: int
+    part: Part
+    weight: float
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """A forward of one part: what it gave, and was given."""
+
+    loss: Tensor
+    output: Any
+    inputs: dict[str, Any]
+
+
+class Parted(Sequential):
+    """The plain loop over the microbatches of each replica, the loss being their weighed sum.
+
+    The sequential oracle of statistics over parts: each part is a batch of its own to whatever
+    looks at the batch as a whole, and each replica keeps its own buffers, as its ranks do; of
+    stages laid over ranks in two directions so does each direction, and the first one evaluates.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        split: Callable[[Batch], Sequence[Sequence[Part]]],
+        weigh: Callable[[Batch], float],
+        directions: Directions | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        self.split, self.weigh = split, weigh
+        self.directions = directions or Directions()
+        # by name, replica and copy
+        self._of: dict[tuple[str, int, int], Tensor] = {}
+        self._start = {n: b.detach().clone() for n, b in self.module.named_buffers()}
+        self._at = (0, 0)
+
+    def derive(self, batch: Batch, samples: Sequence[int]) -> Tensor:
+        """The weighed loss of all parts in training mode, its gradients in `gradients()`."""
+        self._switch()
+        self.module.zero_grad(set_to_none=True)
+        members = self._members(batch)
+        total = _weight(members) or 1.0
+        return self._together(members, [self._run(one, one.weight / total) for one in members])
+
+    def _members(self, batch: Batch) -> list[Member]:
+        """All parts of a batch, those of one replica after the other."""
+        return [
+            Member(place, k, part, self.weigh(part.inputs))
+            for place, parts in enumerate(self.split(batch))
+            for k, part in enumerate(parts)
+        ]
+
+    def _run(self, one: Member, share: float) -> _Ran:
+        """Forward and backward of one part; one that weighs nothing only leaves its statistics."""
+        self._enter(one.place, self.directions.replica(one.microbatch))
+        given = self._given(one.part.inputs)
+        self._weights_for("forward", one.microbatch)
+        with entered(Scope(self._steps, 0, one.part.rows)), self._noting_order():
+            self.output = called(self.module, given)
+            loss = self.loss(self.output, given) * self.scale
+            self._weights_for("backward", one.microbatch)
+            if share:
+                (loss * share).backward()  # type: ignore[no-untyped-call]
+        return _Ran(loss.detach(), self.output, self._inputs)
+
+    def _weights_for(self, phase: str, microbatch: int) -> None:
+        """Put in place the weights that a microbatch meets: those that there are."""
+
+    def _together(self, members: Sequence[Member], ran: Sequence[_Ran]) -> Tensor:
+        """Output and inputs of all parts as of one batch; the weighed mean of their losses."""
+        self._enter(0)
+        self._inputs = joined([one.inputs for one in ran])
+        weights = [one.weight for one in members]
+        rows = [len(one.part.rows) for one in members]
+        self.output = stack([one.output for one in ran], rows, weights)
+        total = sum(weights) or 1.0
+        losses = [one.loss * (weight / total) for one, weight in zip(ran, weights) if weight]
+        return torch.stack(losses).sum()
+
+    def eval_step(self, batch: Batch) -> Any:
+        """The output in eval mode, each replica's rows under its own buffers."""
+        self._training.off()
+        outputs, evaluation, members = [], self._evaluation(), self._members(batch)
+        for one in members:
+            self._enter(one.place)
+            with torch.no_grad(), entered(Scope(self._steps, 0, one.part.rows, evaluation)):
+                outputs.append(called(self.module, one.part.inputs))
+        self._enter(0)
+        rows = [len(one.part.rows) for one in members]
+        return stack(outputs, rows, [one.weight for one in members])
+
+    def _enter(self, place: int, direction: int = 0) -> None:
+        """Put the buffers of this replica and direction in place, those of the other away."""
+        if (place, direction) == self._at:
+            return
+        before, was = self._at
+        copy = self.directions.copy
+        for name, buffer in self.module.named_buffers():
+            self._of[name, before, copy(name, was)] = buffer.detach().clone()
+        with torch.no_grad():
+            for name, value in self._start.items():
+                kept = self._of.get((name, place, copy(name, direction)), value)
+                self.module.get_buffer(name).copy_(kept)
+        self._at = place, direction
+
+
+def _weight(members: Sequence[Member]) -> float:
+    return sum(one.weight for one in members)
+
+
+def joined(inputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Join what was given to the parts; only its gradients are asked for."""
+    out = {}
+    for name in inputs[0]:
+        grads = [given[name].grad for given in inputs]
+        whole = torch.cat([given[name].detach() for given in inputs]).requires_grad_()
+        if any(grad is not None for grad in grads):
+            there = [torch.zeros_like(g[name]) if x is None else x for g, x in zip(inputs, grads)]
+            whole.grad = torch.cat(there)
+        out[name] = whole
+    return out
+
+
+# ---- Under compressed sums: what `relax(lossy)` allows.
+# The gradients of each data-parallel part are taken by themselves, cut as ranks hold them, and
+# coded, added up and decoded as the codec says: with what ranks keep from step to step, one memory
+# for each. Who codes what, and what is added, is not shared with the program.
+
+
+@dataclass
+class Kept:
+    """Errors that one rank keeps of its part; the start of the iteration is that of all ranks."""
+
+    errors: dict[int, Tensor] = field(default_factory=dict)
+    q: Tensor | None = None
+
+
+class Compressed(Parted):
+    """The loop over the parts of a batch, whose gradients are coded before they are added."""
+
+    def __init__(
+        self, *args: Any, plan: Plan, holdings: Mapping[str, Holding], **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        how = plan.compression
+        assert how is not None
+        self.plan, self.holdings = plan, holdings
+        self.codec = Codec(how.kind, how.rank, how.block, how.feedback)
+        self._kept: dict[tuple[str, object], Kept] = {}
+
+    def derive(self, batch: Batch, samples: Sequence[int]) -> Tensor:
+        """The weighed loss of all parts; the coded sum of their gradients in `gradients()`."""
+        self._switch()
+        members = self._members(batch)
+        total = _weight(members) or 1.0
+        ran: list[_Ran] = []
+        grads: list[dict[str, Tensor | None]] = []  # of each replica
+        for _, mine in groupby(members, key=lambda one: one.place):
+            self.module.zero_grad(set_to_none=True)
+            ran += [self._run(one, one.weight / total) for one in mine]
+            grads.append({name: p.grad for name, p in self._named})
+        with torch.no_grad():
+            for name, parameter in self._named:
+                parameter.grad = self._sum(name, [one[name] for one in grads])
+        return self._together(members, ran)
+
+    def _sum(self, name: str, parts: Sequence[Tensor | None]) -> Tensor | None:
+        """The gradient that every rank ends with, put together from what they hold."""
+
+        given = next((part for part in parts if part is not None), None)
+        if given is None:
+            return None
+        whole = torch.zeros_like(given)
+        by_place = self._by_place([torch.zeros_like(given) if p is None else p for p in parts])
+        mesh, holding = self.plan.mesh, self.holdings[name]
+        for rank, key in self._ranks(holding):
+            local = [take(one, holding, mesh, rank) for one in by_place]
+            put(self._coded(name, key, local), whole, holding, mesh, rank)
+            real = take(torch.ones_like(whole), holding, mesh, rank)
+            errors = self._kept[name, key].errors
+            errors.update({k: left * real.view_as(left) for k, left in errors.items()})
+        return whole
+
+    def _by_place(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """For each place along the compressed axes the exact sum over all others."""
+        mesh, rows = self.plan.mesh, self.plan.row_axes
+        axes = compressed_over(self.plan)
+        sums: list[Any] = [0.0] * mesh.size(axes)
+        ranks = {mesh.index(r, rows): r for r in reversed(range(mesh.world))}
+        for place, part in enumerate(parts):
+            at = mesh.index(ranks[place], axes)
+            sums[at] = sums[at] + part
+        return sums
+
+    def _ranks(self, holding: Holding) -> Iterator[tuple[int, object]]:
+        """A rank for each different part of a parameter, and what tells the parts apart."""
+        mesh, known = self.plan.mesh, set()
+        for rank in range(mesh.world):
+            key = holding.segments(mesh, rank)
+            if holding.held(mesh, rank) and key not in known:
+                known.add(key)
+                yield rank, key
+
+    def _coded(self, name: str, key: object, parts: Sequence[Tensor]) -> Tensor:
+        """The sum of the parts of all places, as the codec lets them know of each other."""
+        kept = self._kept.setdefault((name, key), Kept())
+        if not self.codec.smaller(parts[0].shape):
+            return torch.stack(list(parts)).sum(0)
+        own = [part.reshape(part.shape[0], -1) for part in parts]
+        own = [part + kept.errors.get(place, 0.0) for place, part in enumerate(own)]
+        run = _low_rank if self.codec.kind == "powersgd" else _few_bits
+        total, left = run(self.codec, name, self._steps, own, kept)
+        if self.codec.feedback:
+            kept.errors = dict(enumerate(left))
+        return total.view_as(parts[0])
+
+
+def _low_rank(
+    codec: Codec, name: str, step: int, own: Sequence[Tensor], kept: Kept
+) -> tuple[Tensor, list[Tensor]]:
+    """PowerSGD: the sum projected on what one step of a power iteration finds."""
+
+    q = own[0].new_zeros(own[0].shape[1], codec.rank) if kept.q is None else kept.q
+    total = torch.stack(list(own)).sum(0)
+    p = orthogonal(total @ started(q, name, step))
+    kept.q = total.T @ p
+    return p @ kept.q.T, [part - p @ (p.T @ part) for part in own]
+
+
+def _few_bits(
+    codec: Codec, name: str, step: int, own: Sequence[Tensor], kept: Kept
+) -> tuple[Tensor, list[Tensor]]:
+    """Each part in few bits, by itself; what they mean is added."""
+
+    read = [
+        decoded(codec, encoded(codec, part, name, step, place), part.numel()).view_as(part)
+        for place, part in enumerate(own)
+    ]
+    return torch.stack(read).sum(0), [part - said for part, said in zip(own, read)]
+
+
+# ---- Under stale weights: what `relax(staleness)` allows.
+# Microbatch after microbatch, each stage's parameters are filled with the version that the table
+# names, once for the forward and once for the backward.  What autograd saved of a parameter is the
+# parameter's own storage, so a backward reads what it is filled with then.  An update comes when
+# all its microbatches are through, on the newest weights.
+
+
+class Replayed(Parted):
+    """The loop over microbatches at the weights that a table names, an update after each group."""
+
+    def __init__(self, *args: Any, table: Table, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.table = table
+        self._history: list[dict[str, Tensor]] = []  # of this step, by version
+
+    def train_step(self, batch: Batch) -> Tensor:
+        """All updates of a step; the weighed mean of the losses, each where it was met."""
+        self._switch()
+        members = self._members(batch)
+        self._history = [self._weights()]
+        ran: dict[int, _Ran] = {}
+        for made in range(1, max(self.table.made) + 1):
+            mine = [n for n, one in enumerate(members) if self.table.made[one.microbatch] == made]
+            total = _weight([members[n] for n in mine])
+            self.module.zero_grad(set_to_none=True)
+            for n in mine:
+                ran[n] = self._run(members[n], members[n].weight / total if total else 0.0)
+            self._update(total)
+        self._steps += 1
+        return self._together(members, [ran[n] for n in range(len(members))])
+
+    def _weights_for(self, phase: str, microbatch: int) -> None:
+        named = self.table.forward if phase == "forward" else self.table.backward
+        self._fill(named[microbatch])
+
+    def _update(self, total: float) -> None:
+        """The next version, from the newest one; of microbatches without weight, the same again."""
+        assert self._optimizer is not None, "this subject was made without an optimizer"
+        newest = len(self._history) - 1
+        self._fill(dict.fromkeys(self._stages(), newest))
+        self.grad_norm = clip_grad_norm_([p for _, p in self._named], math.inf)
+        if total:
+            self._optimizer.step()
+        self._history.append(self._weights())
+
+    def _stages(self) -> set[int]:
+        return {0, *self.table.stage.values()}
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self._named}
+
+    def _fill(self, versions: Versions) -> None:
+        """Write versions of the weights into the parameters, behind the back of autograd."""
+        for name, parameter in self._named:
+            version = versions[self.table.stage.get(name, 0)]
+            parameter.data.copy_(self._history[version][name])
+
+
+# ---- Under casts: what `relax(dtype)` allows, by torch's own parts.
+
+
+def cast_twin(plan: Plan, module: nn.Module, options: dict[str, Any]) -> None:
+    """Let a copy of the original, and the loss in the options of its loop, compute as rows say."""
+    for one in plan.casts:
+        _put(module, one, _islands(plan, one))
+    root = root_cast(plan)
+    if root is not None and not root.params:
+        options["loss"] = _autocast(options.get("loss") or loss_of, root.dtype)
+
+
+class ScaledSteps(Sequential):
+    """The plain loop with torch's own scaler of the loss."""
+
+    def __init__(self, *args: Any, row: Cast, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._scaler = GradScaler("cpu", init_scale=row.scale, growth_interval=row.growth)
+        self._base = self.scale
+
+    def train_step(self, batch: Batch) -> Tensor:
+        """Forward, loss, backward, unscale, clip and step, or none; the loss."""
+        scaler = self._scaler
+        assert self._optimizer is not None, "this subject was made without an optimizer"
+        scaler.scale(torch.zeros(()))  # it is there only from its first use on
+        times = scaler.get_scale()
+        self.scale = self._base * times
+        loss = self.derive(batch, range(rows(batch))) / times
+        scaler.unscale_(self._optimizer)
+        for value in self._inputs.values():
+            if value.grad is not None:
+                value.grad /= times
+        self.grad_norm = clip_grad_norm_(
+            [p for _, p in self._named], math.inf if self.clip is None else self.clip
+        )
+        scaler.step(self._optimizer)
+        scaler.update()
+        self._steps += 1
+        return loss
+
+
+class ScaledParted(ScaledSteps, Parted):
+    """The same around the loop over the parts of a batch."""
+
+
+def _islands(plan: Plan, one: Cast) -> Sequence[str]:
+    """List the modules inside of one that are computed in float32."""
+    return [o.fqn for o in plan.casts if o.dtype == "fp32" and _inside(o.fqn, one.fqn)]
+
+
+def _inside(name: str, fqn: str) -> bool:
+    return name != fqn and (not fqn or name.startswith(f"{fqn}."))
+
+
+def _put(module: nn.Module, one: Cast, islands: Sequence[str]) -> None:
+    """Let a module of the twin compute as a row says."""
+    found = module.get_submodule(one.fqn)
+    dtype = _dtype(one.dtype)
+    if one.dtype != "fp32" and not one.params:
+        found.forward = _autocast(found.forward, one.dtype, back=bool(one.fqn))
+        return
+    inner = [i[len(one.fqn) + 1 :] if one.fqn else i for i in islands]
+    found.forward = _whole(found, found.forward, dtype, inner)
+
+
+def _dtype(word: str) -> Any:
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[word]
+
+
+def _autocast(call: Callable[..., Any], word: str, back: bool = False) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", dtype=_dtype(word)):
+            out = call(*args, **kwargs)
+        return _to(out, _first(args, kwargs)) if back else out
+
+    return run
+
+
+def _whole(
+    module: nn.Module, call: Callable[..., Any], dtype: Any, islands: Sequence[str]
+) -> Callable[..., Any]:
+    """A forward with arguments and parameters cast, but for the parameters of islands."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        named = module.named_parameters(remove_duplicate=False)
+        cast = (
+            {
+                n: p.to(dtype)
+                for n, p in named
+                if p.dtype == torch.float32 and not any(n.startswith(f"{i}.") for i in islands)
+            }
+            if dtype != torch.float32
+            else {}
+        )
+        came = _first(args, kwargs)
+        with torch.autocast("cpu", enabled=False), _reparametrize_module(module, cast):
+            out = call(*_to(args, dtype), **_to(kwargs, dtype))
+        return _to(out, came)
+
+    return run
+
+
+def _first(args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """The dtype of the first float among the arguments, else float32."""
+
+    found = [t.dtype for t in tree_leaves((args, kwargs)) if _is_float(t)]
+    return found[0] if found else torch.float32
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _to(value: Any, dtype: Any) -> Any:
+    """A structure with its floats in a dtype, finite where they were and no gradient tells."""
+
+    def one(leaf: Any) -> Any:
+        if not _is_float(leaf) or leaf.dtype in (torch.float64, dtype):
+            return leaf
+        made = leaf.to(dtype)
+        if leaf.requires_grad:
+            return made
+        top = torch.finfo(dtype).max
+        return torch.where(leaf.isfinite() & made.isinf(), made.sign() * top, made)
+
+    return tree_map(one, value)
