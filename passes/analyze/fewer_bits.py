@@ -239,7 +239,7 @@ def kept_by_ranks(counting: Counting, chains: Chains) -> Parts | None:
 
 
 def _of_ranks(plan: Plan, axis: str) -> Refusal:
-    row = next(action for action, one in meeting(plan) if one.limit is not None)
+    row = next(action for action, one in meeting(plan) if one.budget is not None)
     return Refusal(
         Diagnostic(
             "S857",
@@ -314,7 +314,7 @@ def _saved(
     """
     from schedlang.runtime.propagation.trace import Stack, watch_saved
     from schedlang.runtime.sharding.leaf import know_coded
-    from schedlang.runtime.storage.fewer import put_inside, summing
+    from schedlang.runtime.storage.saved import put_inside, summing
 
     found: dict[str, Any] = {}
 

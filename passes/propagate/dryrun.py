@@ -66,7 +66,7 @@ def record(
     from schedlang.runtime.propagation.stand_ins import hollow_out
     from schedlang.runtime.propagation.trace import Recorder, Stack, watch_saved
     from schedlang.runtime.rng.logical_dropout import Watched
-    from schedlang.runtime.storage.fewer import put_inside, uncoded
+    from schedlang.runtime.storage.saved import put_inside, uncoded
     from schedlang.runtime.tracing.constants import on_meta
     from schedlang.runtime.tracing.lossless import is_loss, no_loss, not_a_loss
     from schedlang.runtime.tracing.meta import hollow_model
@@ -298,7 +298,7 @@ class Run:
         from schedlang.runtime.propagation.narrowed import dry_parts
         from schedlang.runtime.propagation.trace import Note, Tag, watch_saved
         from schedlang.runtime.sharding.sizes import WithSizes, set_number
-        from schedlang.runtime.storage.fewer import put_inside, uncoded
+        from schedlang.runtime.storage.saved import put_inside, uncoded
         from schedlang.runtime.tracing.meta import hollow_model
         from schedlang.runtime.tracing.torch_calls import tensors_in
 

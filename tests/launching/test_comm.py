@@ -32,7 +32,7 @@ LIBRARIES = {
     "runtime/activation_memory/dynamic.py": {
         "fsdp"
     },  # FSDPModule: gathers are no part of a recomputation
-    "runtime/activation_memory/recompute_region.py": {"fsdp"},
+    "runtime/activation_memory/recompute.py": {"fsdp"},
     "runtime/checkpointing/boxes.py": {"checkpoint"},  # the format of its files
     "runtime/storage/leaving.py": {"tensor"},
     "runtime/grad_reduction/compressed.py": {"tensor"},

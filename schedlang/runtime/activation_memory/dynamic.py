@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,9 +17,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.activation_memory.recompute import versions, written_twice
-from schedlang.runtime.activation_memory.selective import alias, draws, fresh
+from schedlang.runtime.activation_memory.selective import draws, fresh
 from schedlang.runtime.device import Replayed, default_generators
 from schedlang.runtime.forward import layers_of, wrap
+from schedlang.runtime.storage.saved import Policy, alias, slot
 from schedlang.runtime.tracing.burden import key_of, operations
 
 # ---- What can be dropped and made again: storages with the operators that make them, within a
@@ -175,6 +175,11 @@ class Ref:
             return base
         return base.as_strided(self.shape, self.stride, self.offset)
 
+    def tensor(self) -> Tensor:
+        """This tensor, made again if it was dropped."""
+        with torch.no_grad():
+            return self.of(self.block.pool.bring(self.block))
+
 
 @dataclass(frozen=True)
 class Outside:
@@ -303,19 +308,17 @@ def pools(model: nn.Module) -> list[Pool]:
     return list({id(one.pool): one.pool for one in found if isinstance(one, Dynamic)}.values())
 
 
-class Dynamic:
-    """The layer around the forward of one module."""
+class Dynamic(Policy):
+    """In a pool of so many bytes, which drops what is worth least and makes it again."""
 
     def __init__(self, module: nn.Module, pool: Pool) -> None:
         self.module, self.pool = module, pool
 
-    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `inner`, and note its operators; plainly where no gradient is recorded."""
-        if not torch.is_grad_enabled():
-            return inner(*args, **kwargs)
+    def saving(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run `inner`, and note its operators."""
         before = versions(self.module)
         noted = _Noted(self.module, self.pool)
-        with saved_tensors_hooks(noted.pack, _unpack), noted:
+        with slot(noted.pack), noted:
             output = inner(*args, **kwargs)
         noted.known.clear()
         written_twice(self.module, before)
@@ -452,14 +455,6 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if block.tensor is None:
             self.pool.hold(block, tensor.detach().as_strided(*block.base))
         return block.ref(tensor)
-
-
-def _unpack(saved: Any) -> Tensor:
-    if isinstance(saved, Tensor):
-        return saved
-    with torch.no_grad():
-        found: Tensor = saved.of(saved.block.pool.bring(saved.block))
-    return found
 
 
 def _nothing() -> None:

@@ -17,18 +17,23 @@ from schedlang.runtime import scope
 from schedlang.runtime.comm import world
 from schedlang.runtime.device import on_accelerator
 from schedlang.runtime.forward import wrap
-from schedlang.runtime.offload.saved_tensors import Move, back, mover
 from schedlang.runtime.rng.logical_dropout import mixed
 from schedlang.runtime.sharding.leaf import know_coded
-from schedlang.runtime.storage.fewer import is_uncoded, keeping
-from schedlang.runtime.storage.own import (
+from schedlang.runtime.storage.saved import (
     HALVES,
     Addresses,
+    Pack,
+    Policy,
+    around,
+    as_it_is,
     given_whole,
     is_candidate,
     is_copy,
     own,
     place,
+    slot,
+    unpack,
+    within,
 )
 from schedlang.runtime.storage.tiers import reference_to
 
@@ -317,7 +322,7 @@ def _unpacked(codes: Tensor, coding: Coding) -> Tensor:
 # that the call saves, so that a tensor is rounded alike in every layout that cuts the batch in the
 # same parts.  Ranks that split a tensor draw alike for their parts of it: so copies of what they
 # do not split stay alike. Inside of an offloaded module the whole numbers move.  Results that a
-# recomputation keeps beside what autograd saves come here by `fewer.keeper`.  Experts that ranks
+# recomputation keeps beside what autograd saves come here by `around.code`.  Experts that ranks
 # share out compute rows of other ranks, in an order that no single process has: what they save is
 # kept as it is.
 #
@@ -357,8 +362,8 @@ def code(
 
 
 @dataclass(eq=False)
-class Code:
-    """The layer around a module's forward."""
+class Code(Policy):
+    """In whole numbers of few bits."""
 
     module: nn.Module
     fqn: str
@@ -368,15 +373,12 @@ class Code:
     loose: int = 0  # calls outside of any scope
     looked: dict[tuple[object, ...], bool] = field(default_factory=dict)  # at values of a device
 
-    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `inner` with the hooks on; plainly where no gradient is recorded."""
-        if not torch.is_grad_enabled():
-            return inner(*args, **kwargs)
-        call = _Call(
-            self, _words(self), given_whole((args, kwargs)), mover(), Addresses(self.module)
-        )
+    def saving(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run `inner`; its whole numbers, and what is kept as it is, go to the offload around."""
+        given, move = given_whole((args, kwargs)), around.offload or as_it_is
+        call = _Call(self, _words(self), given, move, Addresses(self.module))
         try:
-            with keeping(call.pack), torch.autograd.graph.saved_tensors_hooks(call.pack, unpack):
+            with within(code=call.pack), slot(call.pack):
                 return inner(*args, **kwargs)
         finally:
             call.known.clear()
@@ -419,6 +421,10 @@ class Moved:
     rest: Rounded
     codes: Any
 
+    def tensor(self) -> Tensor:
+        """What the numbers stand for, back on the device."""
+        return replace(self.rest, codes=unpack(self.codes)).tensor()
+
 
 @dataclass
 class _Call:
@@ -427,7 +433,7 @@ class _Call:
     layer: Code
     words: tuple[object, ...]
     given: frozenset[int]
-    move: Move
+    move: Pack
     own: Addresses
     asked: int = 0  # tensors that may be coded, so far; `saved`: those that have numbers
     saved: int = 0
@@ -436,7 +442,7 @@ class _Call:
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps of a tensor; one that is saved twice is kept once."""
-        if is_uncoded() or not is_candidate(tensor, self.given):
+        if around.uncoded or not is_candidate(tensor, self.given):
             return self.move(tensor)
         if place(tensor) in self.own:
             return self.move(tensor)
@@ -489,15 +495,6 @@ def _shaped(made: Rounded, shape: torch.Size) -> Rounded:
     if made.shape == shape:
         return made
     return replace(made, shape=shape, stride=torch.empty(shape, device="meta").stride())
-
-
-def unpack(packed: Any) -> Tensor:
-    """What backward is given."""
-    if isinstance(packed, Rounded):
-        return packed.tensor()
-    if isinstance(packed, Moved):
-        return replace(packed.rest, codes=back(packed.codes)).tensor()
-    return back(packed)
 
 
 def extreme(tensor: Tensor) -> bool:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from schedlang.runtime.activation_memory.recompute import numbers
+from schedlang.runtime.activation_memory.selective import Numbered, numbers
 from schedlang.runtime.device import Replayed, on_host, own_generators
 from schedlang.runtime.pipeline.arguments import put, take
 from schedlang.runtime.scope import capture, site
+from schedlang.runtime.storage.saved import as_it_is, slot
 from schedlang.runtime.tracing.torch_calls import name_of
 from schedlang.runtime.tracing.units import Switch
 
@@ -201,7 +201,7 @@ def _again(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     take((args, kwargs), tensors)
     with torch._C.DisableTorchFunction():
         through(tensors)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+    with slot(as_it_is):
         return inner(*args, **kwargs)
 
 
@@ -258,7 +258,7 @@ class Results:
         """The first run."""
         if not self.some:
             return inner(*args, **kwargs)
-        with _Noting(self):
+        with Numbered(self.numbers, self._note):
             return inner(*args, **kwargs)
 
     def keep(self) -> None:
@@ -270,43 +270,24 @@ class Results:
         """The second run, in which they take the place of what their operators would give."""
         if not self.some:
             return inner(*args, **kwargs)
-        with _Giving(self):
+        with Numbered(self.numbers, self._give):
             return inner(*args, **kwargs)
 
-
-class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, results: Results) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.results, self.turns = results, results.numbers()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        key = self.turns.of(func, args, kwargs)
+    def _note(self, run: Numbered, func: Any, args: Any, kwargs: Any) -> Any:
+        key = run.turns.of(func, args, kwargs)
         out = func(*args, **kwargs)
-        if self.results.names(key):
+        if self.names(key):
             leaves, spec = tree_flatten(out)
             # a later operator may write into them
             copies = [(t._version, t.clone()) for t in leaves if isinstance(t, torch.Tensor)]
-            whole = any(_inside(site(), part) for part in self.results.parts)
-            self.results.found[key] = _Result(capture(), leaves, spec, whole, copies)
+            whole = any(_inside(site(), part) for part in self.parts)
+            self.found[key] = _Result(capture(), leaves, spec, whole, copies)
         return out
+
+    def _give(self, run: Numbered, func: Any, args: Any, kwargs: Any) -> Any:
+        kept = self.found.get(run.turns.of(func, args, kwargs))
+        return func(*args, **kwargs) if kept is None or kept.stale else kept.given()
 
 
 def _inside(fqn: str, part: str) -> bool:
     return fqn == part or fqn.startswith(f"{part}.")
-
-
-class _Giving(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, results: Results) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.results, self.turns = results, results.numbers()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        key = self.turns.of(func, args, kwargs)
-        kept = self.results.found.get(key)
-        return func(*args, **kwargs) if kept is None or kept.stale else kept.given()

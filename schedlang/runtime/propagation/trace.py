@@ -16,8 +16,14 @@ from schedlang.ir import nests as pytree
 from schedlang.ir.placement import EVEN, Uneven, positions
 from schedlang.runtime.batch import named_tensors, rows_of
 from schedlang.runtime.rng.draws import masks, shapes_of
-from schedlang.runtime.storage.fewer import is_uncoded, keeping
-from schedlang.runtime.storage.own import given_whole, is_candidate, places
+from schedlang.runtime.storage.saved import (
+    around,
+    given_whole,
+    is_candidate,
+    places,
+    slot,
+    within,
+)
 from schedlang.runtime.tracing.torch_calls import model_line, name_of, tensors_in
 
 # ---- Records what a model computes on the meta device: each call's outputs, by module and turn.
@@ -391,11 +397,11 @@ def _watched(module: nn.Module, stack: Stack, found: list[Saved]) -> Callable[..
 
         def pack(tensor: Tensor) -> Tensor:
             with torch._C.DisableTorchFunction():
-                if not is_uncoded() and is_candidate(tensor, whole):
+                if not around.uncoded and is_candidate(tensor, whole):
                     found.append(Saved(stack.frames[-1][0], tuple(tensor.shape)))
             return tensor
 
-        with keeping(pack), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with within(code=pack), slot(pack):
             return inner(*args, **kwargs)
 
     return forward
