@@ -368,7 +368,12 @@ class _Dtr(_Plan):
         return f"at most {found} bytes, dropped and made again while it runs"
 
 
-_PLANS = {"rotor": _Rotor, "pareto": _Pareto, "adapipe": _AdaPipe, "dtr": _Dtr}
+_PLANS: dict[str, Callable[[str, int], _Plan]] = {
+    "rotor": _Rotor,
+    "pareto": _Pareto,
+    "adapipe": _AdaPipe,
+    "dtr": _Dtr,
+}
 
 
 def _largest(memory: int, need: int, chain: Sequence[Cost]) -> NoReturn:

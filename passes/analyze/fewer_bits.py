@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from schedlang.passes.partition.staging import Staged
     from schedlang.passes.propagate.dryrun import Loss
     from schedlang.passes.propagate.propagate import Traced
-    from schedlang.runtime.activation_memory.sensitivity import Place, Seen
+    from schedlang.runtime.activation_memory.costs import Place, Seen
     from schedlang.runtime.propagation.trace import Saved
     from schedlang.runtime.sequence_pipelining.slices import Slicing
 
@@ -175,7 +175,7 @@ def _seen(
 
     from schedlang.passes.propagate.context import hollow
     from schedlang.passes.propagate.propagate import backward_root, root_of
-    from schedlang.runtime.activation_memory.sensitivity import places_of
+    from schedlang.runtime.activation_memory.costs import places_of
     from schedlang.runtime.batch import called
     from schedlang.runtime.tracing.constants import OnMeta
     from schedlang.runtime.tracing.meta import hollow_batch, hollow_model

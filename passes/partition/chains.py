@@ -188,7 +188,7 @@ def running(
 
 def costs_of(counting: Counting, names: Sequence[str]) -> list[Cost]:
     """Operations of a forward, bytes saved and bytes of the input of modules, on one rank."""
-    from schedlang.runtime.activation_memory.candidates import Menu
+    from schedlang.runtime.activation_memory.costs import Menu
     from schedlang.runtime.tracing.burden import counted
 
     menu = Menu(len(names))

@@ -75,7 +75,7 @@ def _counted(step: Step, weigh: Any) -> Iterator[Diagnostic]:
 def counted(step: Step) -> float | None:
     """How many labels the model's own call of cross-entropy counts in the sample; None: no one."""
     from schedlang.passes.propagate.dryrun import call
-    from schedlang.runtime.grad_reduction.loss_weights import Counting
+    from schedlang.runtime.grad_reduction.batch_statistics import Counting
     from schedlang.runtime.tracing.constants import OnMeta
     from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
 

@@ -353,7 +353,7 @@ def _logical(program: Program) -> LogicalDropout | None:
 def built(case: Case, condition: Condition) -> Program:
     """The program that a rank runs under a condition; what it offloads moves, however small."""
     from schedlang.passes.lower.build import build
-    from schedlang.runtime.grad_reduction.loss_weights import Scaled
+    from schedlang.runtime.grad_reduction.batch_statistics import Scaled
     from schedlang.runtime.offload.saved_tensors import everything_moves
 
     run = condition.case or case

@@ -413,6 +413,7 @@ QUIET = (
     "zero 2",
     "checkpoint",
     "parked on the host",
+    "parked on a peer",
     "Varuna",
     "Chimera",
     "sequence slices",

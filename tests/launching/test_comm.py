@@ -34,10 +34,8 @@ LIBRARIES = {
     },  # FSDPModule: gathers are no part of a recomputation
     "runtime/activation_memory/recompute.py": {"fsdp"},
     "runtime/checkpointing/boxes.py": {"checkpoint"},  # the format of its files
-    "runtime/storage/leaving.py": {"tensor"},
-    "runtime/grad_reduction/compressed.py": {"tensor"},
-    "runtime/grad_reduction/gradient.py": {"tensor"},
-    "runtime/grad_reduction/flat.py": {"tensor"},  # DTensor: parts have no flat gradient
+    "runtime/storage/offloaded_gradients.py": {"tensor"},
+    "runtime/grad_reduction/gradient.py": {"tensor"},  # DTensor: parts have no flat gradient
     "runtime/grad_reduction/zero.py": {"fsdp", "device_mesh"},  # the mesh that fully_shard is given
     "kernels/sharding.py": {"tensor"},
 }

@@ -148,7 +148,7 @@ class Block:
 
     @property
     def parents(self) -> Sequence[Block]:
-        """What it is made of."""
+        """The blocks that it is made of."""
         return self.node.parents if self.node is not None else ()
 
     def __del__(self) -> None:
@@ -217,7 +217,7 @@ class Node:
             parent.users.add(self)
 
     def run(self) -> list[Tensor | None]:
-        """What it gives, as it gave it."""
+        """Run again; the outputs, as they were."""
         self.filled([one.tensor for one in self._outside])
         with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
             copied = None if self.into is None else _copy(self.into)
@@ -395,7 +395,7 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return block.ref(tensor)
 
     def _entered(self, tensor: Tensor) -> Block:
-        """What this call did not make: it is kept as it is."""
+        """Keep a tensor that this call did not make as it is."""
         block = self._know(tensor)
         self.pool.hold(block, alias(tensor))
         return block
@@ -403,7 +403,7 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _write(
         self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], written: Sequence[Tensor]
     ) -> Any:
-        """What a tensor becomes is another block, made of the one that it was."""
+        """Run an operator that writes: a tensor becomes another block, made of what it was."""
         block = self._block(written[0]) if _plain(written[0]) else None
         if (
             len(written) > 1
@@ -428,7 +428,7 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _before_write(self, tensor: Tensor) -> None:
-        """What was made of a tensor can no longer be made once it is another one: it stays."""
+        """Pin all that was made of a tensor: once that is another one, it cannot be made again."""
         if not _plain(tensor) or self._weight(tensor):
             return
         block = self._block(tensor)

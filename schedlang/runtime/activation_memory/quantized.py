@@ -66,7 +66,7 @@ class Tipped:
         self.found[stream] = places, values
 
     def everyone(self) -> Found:
-        """What all ranks noted; those that share a stream draw alike for parts of their own."""
+        """The notes of all ranks; those that share a stream draw alike for parts of their own."""
         if world.size() == 1:
             return self.found
         out: dict[int, tuple[Tensor, Tensor]] = {}
@@ -160,7 +160,7 @@ class Rounded:
 
     @property
     def nbytes(self) -> int:
-        """What it takes."""
+        """The bytes that it takes."""
         return sum(t.untyped_storage().nbytes() for t in (self.codes, self.least, self.step))
 
     def tensor(self) -> Tensor:
@@ -261,7 +261,7 @@ class Ends:
         return away
 
     def one(self) -> Tensor:
-        """What stands for all of them; no number where there are some on both sides."""
+        """The value for all of them; no number where there are some on both sides."""
         above = torch.where(self.least > 0, self.most, torch.nan)
         return torch.where(self.most < 0, self.least, above)
 
@@ -333,7 +333,7 @@ def _unpacked(codes: Tensor, coding: Coding) -> Tensor:
 
 @dataclass
 class Tally:
-    """What the coded modules of one program have kept so far: bytes before and after, tensors."""
+    """Counts of the coded modules of one program so far: bytes before and after, tensors."""
 
     before: int = 0
     after: int = 0
@@ -396,7 +396,7 @@ class Code(Policy):
         return any(is_copy(tensor, one) for one in own(self.module))
 
     def sees(self, asked: Callable[[Tensor], bool], tensor: Tensor, *turn: object) -> bool:
-        """What is asked of a tensor's values; on an accelerator, what was found there before."""
+        """Look at a tensor's values; on an accelerator, give what was found there before."""
         if not on_accelerator(tensor):
             return asked(tensor)
         key = asked.__name__, tensor.dtype, *turn
@@ -406,7 +406,7 @@ class Code(Policy):
 
 
 def _words(layer: Code) -> tuple[object, ...]:
-    """What tells one call of a module from all others of a training."""
+    """The words that tell one call of a module from all others of a training."""
     here = scope.current()
     if here is None:
         layer.loose += 1
@@ -422,7 +422,7 @@ class Moved:
     codes: Any
 
     def tensor(self) -> Tensor:
-        """What the numbers stand for, back on the device."""
+        """The values that are meant, back on the device."""
         return replace(self.rest, codes=unpack(self.codes)).tensor()
 
 
@@ -441,7 +441,7 @@ class _Call:
     known: dict[tuple[object, ...], tuple[Any, Rounded | Moved]] = field(default_factory=dict)
 
     def pack(self, tensor: Tensor) -> Any:
-        """What autograd keeps of a tensor; one that is saved twice is kept once."""
+        """Keep a tensor for autograd; one that is saved twice is kept once."""
         if around.uncoded or not is_candidate(tensor, self.given):
             return self.move(tensor)
         if place(tensor) in self.own:

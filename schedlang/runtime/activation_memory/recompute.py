@@ -131,7 +131,7 @@ Versions = dict[str, tuple[int, int]]  # of buffers: identity and count of chang
 
 
 def versions(module: nn.Module) -> Versions:
-    """What changes when a buffer of a module is written into or replaced, by its name."""
+    """Facts of each buffer, by name, that change when it is written into or replaced."""
     found: Versions = {}
     for path, one in modules_in(module):
         for name, buffer in one._buffers.items():
@@ -318,7 +318,7 @@ class Call:
         given = [_entering(t, needs) for t, needs in zip(tensors, self.needs_grad, strict=True)]
         with self.draws, self.again, ExitStack() as stack:
             for kept in self.inside[depth + 1 :]:
-                _hold([tensors[k] for k in kept])
+                hold([tensors[k] for k in kept])
                 stack.enter_context(slot(_forget))
             return self.rerun(*given)
 
@@ -354,7 +354,7 @@ class Region:
                 kept.append(place)
                 self._know(source, tensor)
             sources.append(source)
-        held = _hold([tensors[place] for place in kept])
+        held = hold([tensors[place] for place in kept])
         self.entries.append(_Entry(call, depth, tuple(sources), held))
         return tuple(kept)
 
@@ -419,7 +419,7 @@ class Region:
 
 @dataclass(eq=False)
 class _Dropped:
-    """What autograd holds in place of a saved tensor; the first that is asked for brings all."""
+    """A note in place of a saved tensor; the first that is asked for brings all."""
 
     region: Region
     shape: tuple[int, ...]
@@ -469,7 +469,7 @@ class _Hold(torch.autograd.Function):
         raise AssertionError("nothing depends on what is held")
 
 
-def _hold(tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+def hold(tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
     """Keep tensors as autograd keeps them; the result gives them back, again and again."""
     if not tensors:
         return tuple

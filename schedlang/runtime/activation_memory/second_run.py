@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from schedlang.runtime.activation_memory.recompute import hold
 from schedlang.runtime.activation_memory.selective import Numbered, numbers
 from schedlang.runtime.device import Replayed, on_host, own_generators
 from schedlang.runtime.pipeline.arguments import put, take
@@ -62,7 +63,7 @@ class Repeats:
         self.quiet = False
 
     def run(self, forward: Any) -> list[Difference]:
-        """What differs during `forward()`, which calls the model."""
+        """The differences during `forward()`, which calls the model."""
         switch = Switch(self.model, self.names)
         try:
             with switch.using(self._call):
@@ -143,7 +144,7 @@ class _Listening(TorchFunctionMode):
 
 
 def _said(value: Any) -> str:
-    """What a value is, of tensors what is known without data."""
+    """A value as text; of tensors, all that is known without data."""
     if isinstance(value, Tensor):
         known = f"{list(value.shape)}"
         if type(value) is Tensor and on_host(value) and not value.requires_grad:
@@ -169,21 +170,8 @@ def _line() -> str:
 
 def through(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors as the innermost hooks give them back, detached; each asks for its gradient."""
-    if not tensors:
-        return []
-    begin = torch.zeros((), device=tensors[0].device).requires_grad_()  # without it none is saved
-    made: Any = _Keep.apply(begin, *tensors)  # type: ignore[no-untyped-call]
-    kept = made.grad_fn.saved_tensors
-    return [new.detach().requires_grad_(old.requires_grad) for old, new in zip(tensors, kept)]
-
-
-class _Keep(torch.autograd.Function):
-    """Saves its inputs, and computes nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, begin: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return begin.clone()
+    both = zip(tensors, hold(tensors)())
+    return [new.detach().requires_grad_(old.requires_grad) for old, new in both]
 
 
 def watch_again(model: nn.Module, modules: Iterable[str]) -> None:
@@ -212,7 +200,7 @@ def _again(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @dataclass
 class _Result:
-    """What one operator gave: where it ran, its tensors with their versions, and their values.
+    """The result of one operator: where it ran, its tensors with their versions, and their values.
 
     `whole`: it is kept as it is; where it was written into since, it is made again (`stale`).
     """

@@ -193,10 +193,11 @@ class Chosen:
         key = run.turns.of(func, args, kwargs)
         out = func(*args, **kwargs)
         if key is not None and (self.chosen is None or key in self.chosen):
-            self.store[key] = tree_map_only(Tensor, self._held, out)
+            self.store[key] = tree_map_only(Tensor, self.held, out)
         return out
 
-    def _held(self, tensor: Tensor) -> Kept | _Few:
+    def held(self, tensor: Tensor) -> Kept | _Few:
+        """A result, to be found again."""
         coded = tensor if self.keep is None or around.summed else self.keep(tensor)
         return Kept(tensor) if coded is tensor else _Few(coded)
 
@@ -236,7 +237,7 @@ class _Few:
         self.packed = packed
 
     def tensor(self) -> Tensor:
-        """What the whole numbers say."""
+        """The values that the whole numbers mean."""
         return unpack(self.packed)
 
 

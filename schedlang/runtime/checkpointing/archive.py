@@ -28,13 +28,12 @@ from schedlang.runtime.checkpointing.boxes import (
     write,
 )
 from schedlang.runtime.checkpointing.holding import blocks
-from schedlang.runtime.checkpointing.index import DTYPES, Index, Unreadable, state_of
+from schedlang.runtime.checkpointing.index import DTYPE_NAMES, DTYPES, Index, Unreadable, state_of
 from schedlang.runtime.checkpointing.moments import (
     Moments,
     described,
     grouped_otherwise,
     like_parameter,
-    local,
     named,
     put_back,
     residue_blank,
@@ -46,6 +45,7 @@ from schedlang.runtime.checkpointing.moments import (
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.grad_reduction.zero import reshard
 from schedlang.runtime.storage.folder import together
+from schedlang.runtime.storage.offloaded_gradients import local
 
 if TYPE_CHECKING:
     from schedlang.runtime.program import Program
@@ -166,7 +166,7 @@ def _scale(found: Any) -> bool:
 
 
 def _plain(found: Any) -> bool:
-    """What `moments` writes of a value: numbers, texts, lists of such, and tensors."""
+    """Is it what `moments` writes of a value: numbers, texts, lists of such, and tensors?"""
     if isinstance(found, dict):
         tensor, moved = found.get("tensor"), found.get("moved")
         return len(found) == 2 and type(tensor) is Tensor and isinstance(moved, bool)
@@ -242,7 +242,7 @@ def save(program: Program, path: str | os.PathLike[str], keep: int | None = 3) -
 
 @dataclass
 class _Found:
-    """What a checkpoint has for this rank, read whole and looked at."""
+    """A checkpoint's parts for this rank, read whole and looked at."""
 
     contents: dict[str, Any]
     told: Moments
@@ -401,7 +401,7 @@ def _speaker(program: Program, name: str) -> int:
 def _dtypes(program: Program) -> dict[str, str]:
     """The dtypes of all parameters, of this rank's and of others', and of buffers."""
     tensors = {**dict(program.assembly.module.named_parameters()), **_buffers(program)}
-    return {name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()}
+    return {name: DTYPE_NAMES[t.dtype] for name, t in tensors.items()}
 
 
 # -- what is read ----------------------------------------------------------------------------------

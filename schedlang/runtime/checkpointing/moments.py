@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.checkpointing.boxes import Boxed, plain_torch, whole
 from schedlang.runtime.checkpointing.holding import Block, blocks
+from schedlang.runtime.checkpointing.index import DTYPE_NAMES
 from schedlang.runtime.comm import world
 from schedlang.runtime.storage.folder import together
+from schedlang.runtime.storage.offloaded_gradients import local
 
 if TYPE_CHECKING:
     from schedlang.runtime.program import Program
@@ -47,7 +49,7 @@ class Moments:
 
 
 def described(program: Program) -> Moments:
-    """What the optimizers of all ranks know.
+    """Gather what the optimizers of all ranks know.
 
     Raises Refusal S637, alike on all ranks, for what is neither a tensor nor plain data, or what
     differs between ranks although it does not lie in parts.
@@ -79,12 +81,7 @@ def named(program: Program) -> dict[str, nn.Parameter]:
     return {name: p for name, p in program.assembly.parameters.items() if id(p) in own}
 
 
-def local(value: Any) -> Any:
-    """A tensor's part on this rank, as a plain tensor."""
-    return value.to_local() if hasattr(value, "to_local") else value.detach()
-
-
-def like_parameter(value: Any, parameter: nn.Parameter) -> bool:
+def like_parameter(value: Any, parameter: nn.Parameter) -> TypeGuard[Tensor]:
     """Does this state lie as the parameter does?"""
     return isinstance(value, Tensor) and local(value).shape == local(parameter).shape
 
@@ -103,7 +100,7 @@ def put_back(program: Program, told: Moments, parts: Mapping[tuple[str, str], Te
         program.optimizer.state.pop(parameter, None)
         state = {key: _copied(v, parameter) for key, v in told.values.get(name, {}).items()}
         for key in told.parts.get(name, {}):
-            state[key] = _laid(parts[name, key], parameter)
+            state[key] = laid(parts[name, key], parameter)
         if state:
             program.optimizer.state[parameter] = state
 
@@ -143,7 +140,7 @@ def _fits(known: Any, new: Any) -> bool:
 
 
 def _mine(program: Program) -> Moments:
-    """What this rank says: of the parameters whose part it speaks for."""
+    """This rank's state: of the parameters whose part it speaks for."""
     out, optimizer, a = Moments(), program.optimizer, program.assembly
     if optimizer is None:
         return out
@@ -159,7 +156,7 @@ def _mine(program: Program) -> Moments:
             continue
         for key, value in optimizer.state.get(parameter, {}).items():
             if like_parameter(value, parameter):
-                kind = str(value.dtype).removeprefix("torch.")
+                kind = DTYPE_NAMES[value.dtype]
                 out.parts.setdefault(name, {})[key] = kind
             else:
                 out.values.setdefault(name, {})[key] = _saved(f"{name}.{key}", value)
@@ -223,7 +220,7 @@ def _set_group(group: dict[str, Any], hyper: Hyper) -> None:
             group[key] = new
 
 
-def _laid(part: Tensor, parameter: nn.Parameter) -> Tensor:
+def laid(part: Tensor, parameter: nn.Parameter) -> Tensor:
     """A state tensor that lies as the parameter does."""
     made = torch.zeros_like(parameter, dtype=part.dtype, requires_grad=False)
     local(made).copy_(part)
@@ -261,9 +258,11 @@ def residue_described(program: Program) -> dict[str, Any] | None:
     if c is None:
         return None
     mine = {
-        "errors": {n: _kind(m.error) for n, m in c.memories.items() if m.error is not None},
+        "errors": {
+            n: DTYPE_NAMES[m.error.dtype] for n, m in c.memories.items() if m.error is not None
+        },
         "starts": {
-            f"{n} {_part(program, n)}": [list(m.q.shape), _kind(m.q)]
+            f"{n} {_part(program, n)}": [list(m.q.shape), DTYPE_NAMES[m.q.dtype]]
             for n, m in c.memories.items()
             if m.q is not None
         },
@@ -276,7 +275,7 @@ def residue_described(program: Program) -> dict[str, Any] | None:
 
 
 def residue_tensors(program: Program) -> list[Boxed]:
-    """What this rank keeps."""
+    """The tensors that this rank keeps."""
     c = program.assembly.compressor
     found: list[Boxed] = []
     if c is None:
@@ -372,10 +371,6 @@ def _part(program: Program, name: str) -> str:
     a = program.assembly
     runs = a.holdings[name].segments(a.ranks.mesh, a.ranks.rank)
     return ",".join("+".join(f"{run.start}:{run.length}" for run in dim) for dim in runs)
-
-
-def _kind(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _zeros(shape: Any, kind: str) -> Tensor:

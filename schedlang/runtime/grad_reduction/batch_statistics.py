@@ -1,4 +1,4 @@
-"""Find the sums over the batch in a forward that sees a part of it, and make them whole."""
+"""Shares of a loss in that of the whole batch: sums over rows, made whole, and labels."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from schedlang.runtime.comm.collectives import Group, summed
 from schedlang.runtime.propagation.many_rows import at_many_rows
 from schedlang.runtime.propagation.pending import ADDS, LINEAR, PRODUCTS, TIMES
 from schedlang.runtime.propagation.trace import Stack
+from schedlang.runtime.tracing.constants import OnMeta
 from schedlang.runtime.tracing.record import loss_of
 from schedlang.runtime.tracing.torch_calls import name_of, tensors_in
 
@@ -72,7 +73,7 @@ class BatchSum:
 
 @dataclass(frozen=True)
 class Reaching:
-    """What a loss is made of: sums over rows, each with whether only linear calls follow it.
+    """The parts of a loss: sums over rows, each with whether only linear calls follow it.
 
     `labels` tells that it has a mean over labels as well.
     """
@@ -170,7 +171,7 @@ class _Following(TorchFunctionMode):
 
 
 def _mixed(name: str, given: list[Tensor], mixes: list[Mix]) -> Mix:
-    """What the result of a call is made of.
+    """The sums that the result of a call is made of.
 
     Whole numbers count only where they are calculated with: elsewhere they choose.
     """
@@ -331,3 +332,46 @@ def _other(one: BatchSum) -> Diagnostic:
             'or allow statistics of each part: `step "..." relax(batch_stats) {`',
         ),
     )
+
+
+# ---- How many labels a loss counts, read where it is called: from the targets that it is given.
+
+
+class Counting(TorchFunctionMode):
+    """Runs beside a forward on the meta device, beside what `values` knows.
+
+    `found` are the labels that count, of each mean of cross-entropies whose labels are known.
+    """
+
+    def __init__(self, values: OnMeta) -> None:
+        super().__init__()
+        self.values = values
+        self.found: list[float] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the call; of a cross-entropy, count its labels."""
+        kwargs = dict(kwargs or {})
+        if func in (F.cross_entropy, F.nll_loss):
+            given = {**dict(zip(("input", "target"), args)), **kwargs}
+            target = self.values.constants.real(given["target"])
+            if target is not None and given.get("reduction", "mean") == "mean":
+                ignored = given.get("ignore_index", -100)
+                self.found.append(float(torch.ne(target, ignored).sum()))
+        return func(*args, **kwargs)
+
+
+# ---- A loss times a number: to train as under a loss scale.
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """The model's loss, or `loss(output, batch)`, times `factor`; None where there is none."""
+
+    loss: Callable[[Any, Mapping[str, Any]], Tensor] | None
+    factor: float
+
+    def __call__(self, output: Any, batch: Mapping[str, Any]) -> Tensor | None:
+        found = loss_of(output, batch, self.loss)
+        return None if found is None else found * self.factor

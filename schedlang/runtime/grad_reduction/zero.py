@@ -27,7 +27,7 @@ from schedlang.pipeline.timeline import Kind
 from schedlang.runtime.comm import world
 from schedlang.runtime.device import has_streams, settled
 from schedlang.runtime.mixed_precision import DTYPES
-from schedlang.runtime.storage.leaving import came, leaves
+from schedlang.runtime.storage.offloaded_gradients import accumulate_offloaded, offloads_gradient
 from schedlang.runtime.storage.tiers import CPU, DEVICE
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def groups_of(unit: FSDPModule) -> list[Any]:
     return list(groups)
 
 
-def settle(unit: FSDPModule) -> None:
+def end_gather(unit: FSDPModule) -> None:
     """End a gather that was begun for a unit that did not run.
 
     Else the unit's next forward would take what was gathered for values of now.
@@ -58,7 +58,7 @@ def settle(unit: FSDPModule) -> None:
             group._to_sharded()
 
 
-class _Once:
+class _WaitOnce:
     """An event that the host waits for once, however many ask."""
 
     def __init__(self, event: torch.Event) -> None:
@@ -70,17 +70,17 @@ class _Once:
         settled(event)
 
 
-def came_off(group: Any) -> None:
-    """Take the gradients that a group has reduced and copied to the host, and wait for none yet.
+def offload_reduced(group: Any) -> None:
+    """Add up the gradients that a group has reduced and copied to the host, and wait for none yet.
 
     torch would wait for each at the end of backward, and add another microbatch's to it at once.
     """
-    held = [one for one in group.fsdp_params if leaves(one.sharded_param)]
+    held = [one for one in group.fsdp_params if offloads_gradient(one.sharded_param)]
     # one stream has made them all: the last event stands for those before it
     events = [one.grad_offload_event for one in held if one.grad_offload_event is not None]
-    event: Any = _Once(events[-1]) if events else None
+    event: Any = _WaitOnce(events[-1]) if events else None
     for one in held:
-        came(one.sharded_param, event)
+        accumulate_offloaded(one.sharded_param, event)
         one.grad_offload_event = None
 
 
@@ -249,7 +249,7 @@ class Sliced:
             unit.set_modules_to_backward_prefetch(units[max(place - ahead, 0) : place][::-1])
 
     def through(self, forward: Callable[[], T]) -> T:
-        """What a forward of this stage gives: to torch it is the forward of a root of its units."""
+        """Run a forward of this stage: to torch it is the forward of a root of its units."""
         assert self._root is not None
         self._set_up()
         made: list[T] = []
@@ -264,7 +264,7 @@ class Sliced:
     def settle(self) -> None:
         """Forget what was gathered ahead for units that did not run."""
         for unit in self.units if self.ahead else ():
-            settle(unit)
+            end_gather(unit)
 
     def _fill(self, unit: FSDPModule, places: set[str]) -> None:
         """Let a gradient that only other ranks got (of an expert that no token here chose) be zero.
@@ -287,7 +287,7 @@ class Sliced:
                 elif held in met and whole.requires_grad:
                     whole.grad = torch.zeros_like(whole)
             inner(*unused)
-            came_off(group)
+            offload_reduced(group)
 
         return post_backward
 
@@ -342,7 +342,7 @@ class Sliced:
 
 
 class _Root(nn.Module):
-    """What torch takes for the model around the units of a stage; it holds nothing itself."""
+    """A module that torch takes for the model around the units of a stage; it is empty itself."""
 
     def __init__(self, units: Sequence[FSDPModule]) -> None:
         super().__init__()
@@ -405,7 +405,7 @@ def reshard(sliced: Mapping[int, Sliced]) -> None:
 
 
 def gathering(sliced: Mapping[int, Sliced]) -> Mapping[Kind, Handler]:
-    """What the rows do that hold stages gathered.
+    """The handlers of rows that hold stages gathered.
 
     REDUCE does nothing more: fully_shard reduces inside the backward before it.
     """

@@ -36,7 +36,7 @@ class Held:
 
     @property
     def home(self) -> Tensor:
-        """Where it lies between steps."""
+        """The tensor off the device, as it lies between steps."""
         return self._home
 
     def laid(self, value: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ class Streamed:
 
 
 class _Note:
-    """What autograd holds in the place of a streamed parameter, or of a view of one."""
+    """A note in the place of a streamed parameter, or of a view of one."""
 
     def __init__(self, unit: Streamed, held: Held, tensor: Tensor) -> None:
         self.unit, self.held, self.view = unit, held, View.of(tensor)
@@ -217,7 +217,7 @@ def _place(tensor: Tensor) -> int:
 
 
 def _device(given: Any, usual: torch.device) -> torch.device:
-    """Where the first tensor of the arguments lies."""
+    """The device of the first tensor of the arguments."""
     return next((v.device for v in pytree.tree_leaves(given) if isinstance(v, Tensor)), usual)
 
 

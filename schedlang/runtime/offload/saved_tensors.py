@@ -28,15 +28,14 @@ from schedlang.runtime.storage.saved import (
     slot,
     within,
 )
-from schedlang.runtime.storage.scratch import Scratch
-from schedlang.runtime.storage.tiers import CPU, DEVICE, DISK, gone, reference_to
+from schedlang.runtime.storage.tiers import CPU, DEVICE, DISK, Scratch, gone, reference_to
 
 # ---- Keep a module's saved activations in host memory, or on disk, between forward and backward.
 # Saved-tensor hooks around the forward of one module instance copy every storage that autograd
 # wants to keep, once however many views of it are saved, and let go of the original (Rhu et al.,
 # "vDNN", 2016).  Parameters and buffers stay where they are.  On an accelerator copies go through
 # pinned memory on a stream of their own; backward of one module starts the reload of the one
-# before it.  On a CPU the copies are as real, so that a `Ledger` shows what lies where.
+# before it.  On a CPU the copies are as real.
 
 
 SMALLEST = 1 << 16  # bytes; what is smaller costs more to move than to keep
@@ -44,7 +43,7 @@ SMALLEST = 1 << 16  # bytes; what is smaller costs more to move than to keep
 
 @dataclass
 class Store:
-    """Where the offloaded activations of one program go; share it among its modules.
+    """The store of the offloaded activations of one program; share it among its modules.
 
     `prefetch` modules are reloaded ahead of the one whose backward runs; 0 reloads each tensor when
     it is asked for.  Storages of fewer than `smallest` bytes stay.  With `scratch` they go to disk.
@@ -108,7 +107,7 @@ class Store:
 
 
 class Tracks(Protocol):
-    """What is told of storages."""
+    """A listener to the storages of a store."""
 
     def track(self, tier: str, tensor: Tensor) -> None:
         """A storage lies on a tier."""
@@ -198,7 +197,7 @@ def _counts_apart(tensor: Tensor) -> bool:
 
 
 class _Packed:
-    """What autograd holds in a saved tensor's place: its storage's copy and how it views it."""
+    """A note in a saved tensor's place: its storage's copy, and how it lies there."""
 
     def __init__(self, call: _Call, copied: _Copy, tensor: Tensor) -> None:
         self.call = call

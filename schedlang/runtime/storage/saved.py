@@ -73,7 +73,7 @@ def outside() -> Pack:
 
 
 class _Outside(NamedTuple):
-    """What other hooks have made of a tensor, and how they give it back."""
+    """A tensor as other hooks keep it, and how they give it back."""
 
     packed: Any
     back: Callable[[Any], Tensor]
@@ -92,7 +92,7 @@ class View(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> View:
-        """That of a tensor."""
+        """The view that a tensor is."""
         return View(tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def on(self, raw: Tensor, start: int = 0) -> Tensor:
@@ -227,7 +227,7 @@ def is_copy(tensor: Tensor, weight: Tensor) -> bool:
 
 
 def places(module: nn.Module) -> Iterator[int]:
-    """Where parameters and buffers lie now: FSDP gathers those of submodules during forward."""
+    """The places of parameters and buffers now: FSDP gathers those of submodules during forward."""
     return map(place, own(module))
 
 
@@ -240,7 +240,7 @@ def own(module: nn.Module) -> Iterator[Tensor]:
 
 
 class Addresses:
-    """Where a module's own tensors lie in one call, found anew only when some of them have moved.
+    """The places of a module's own tensors in one call, found anew only when some have moved.
 
     fully_shard gathers parameters, and offloading brings them, for a whole module at a time: so
     one parameter of each submodule tells. `address` is equal for tensors in the same memory, and
@@ -277,7 +277,7 @@ def _told(parameter: Tensor | None) -> tuple[int, int]:
 
 
 def given_whole(arguments: Any) -> frozenset[int]:
-    """Where the tensors lie that a module is given as they are: without a gradient, or weights."""
+    """The places of tensors that a module is given as they are: without a gradient, or weights."""
     tensors = (t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor))
     return frozenset(
         place(t) for t in tensors if not t.requires_grad or isinstance(t, nn.Parameter)
