@@ -129,7 +129,8 @@ def peer_of(
     assert axis is not None
     everyone = world.gathered(len(rounds))
     group = replace(builder.ranks.group(axis), pg=builder.ranks.again(axis, "peer"))
-    return Peer(group, found, rounds, max(everyone[rank] for rank in group.ranks))
+    most = max(everyone[rank] for rank in group.ranks)
+    return Peer(group, found, rounds, most, builder.ranks.on_host(axis, "peer sizes"))
 
 
 def state_rounds(plan: Plan, holdings: Mapping[str, Holding], rank: int) -> Iterator[int]:

@@ -51,18 +51,12 @@ def chains_of(counting: Counting) -> Chains:
     2024). Raises Refusal S841 at a row for which there is too little.
     """
     plan = counting.plan
-    rows = budgets(plan)
+    rows = [(a, row.budget) for a, row in plan.rows_with(Recomputing) if row.budget is not None]
     if not rows:
         return {}
     names = tuple(dict.fromkeys(site for action, _ in rows for site in action.sites))
     costs = dict(zip(names, costs_of(counting, names)))
     return {a.sites: tuple(_chosen(counting, a, budget, costs)) for a, budget in rows}
-
-
-def budgets(plan: Plan) -> list[tuple[Action, Budgeted]]:
-    """The rows with a limit of memory, and their plans."""
-    found = ((action, row.budget) for action, row in plan.rows_with(Recomputing))
-    return [(action, budget) for action, budget in found if budget is not None]
 
 
 def _chosen(
@@ -87,8 +81,9 @@ def told(plan: Plan, chains: Chains) -> list[str]:
     """What rows with a limit of memory chose, in words, a line for each stage."""
     return [
         f"`{action.name}` of {' to '.join(dict.fromkeys((names[0], names[-1])))}:"
-        f" {budget.said(found)}"
-        for action, budget in budgets(plan)
+        f" {row.budget.said(found)}"
+        for action, row in plan.rows_with(Recomputing)
+        if row.budget is not None
         for names, found in chains.get(action.sites, ())
     ]
 

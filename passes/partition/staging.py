@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.features import Recomputing
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.elaborate.legality import check_cuts
@@ -230,11 +231,12 @@ def _numbers(cutting: _Cutting, graph: StageGraph, timeline: Timeline) -> tuple[
 
 def _weight(cutting: _Cutting, graph: StageGraph, timeline: Timeline) -> Weight | None:
     """What stages are balanced by; None: by nothing, they are even."""
-    from schedlang.passes.partition.chains import Counting, budgets, time_of
+    from schedlang.passes.partition.chains import Counting, time_of
     from schedlang.passes.partition.stages import weight_of
 
     plan = cutting.plan
-    rows = [(action, budget) for action, budget in budgets(plan) if budget.cuts]
+    planned = plan.rows_with(Recomputing)
+    rows = [(action, row.budget) for action, row in planned if row.budget and row.budget.cuts]
     if rows:
         counting = Counting(plan, cutting.traced, None, cutting.batch, cutting.loss)
         return time_of(counting, rows, graph, timeline)

@@ -414,6 +414,7 @@ QUIET = (
     "checkpoint",
     "parked on the host",
     "parked on a peer",
+    "optimizer on a peer",
     "Varuna",
     "Chimera",
     "sequence slices",

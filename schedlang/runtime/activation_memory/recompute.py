@@ -57,34 +57,25 @@ class Rerun:
         return self.inner(*args, **kwargs)
 
 
-class Draws(AbstractContextManager[None]):
-    """All that a call's numbers hang on besides its arguments: torch's generators, and autocast."""
+def draws(module: nn.Module, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """All that a call's numbers hang on besides its arguments: torch's generators, and autocast.
 
-    def __init__(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
-        kinds = sorted({t.device.type for t in tensors} | {"cpu"} - {"meta"})
-        self.casts = [_autocast(kind) for kind in kinds if kind != "meta"]
-        default = default_generators(t.device for t in tensors)
-        self.replayed = Replayed([*default, *own_generators(module)])
-        self.stacks: list[ExitStack] = []
-
-    def __enter__(self) -> None:
-        with ExitStack() as stack:
-            stack.enter_context(self.replayed)
-            for kind, options in self.casts:
-                stack.enter_context(torch.amp.autocast(kind, **options))
-            self.stacks.append(stack.pop_all())
-
-    def __exit__(self, *error: Any) -> None:
-        self.stacks.pop().__exit__(*error)
+    As they are now; to be entered for a second run.
+    """
+    kinds = sorted({t.device.type for t in tensors} | {"cpu"})
+    default = default_generators(t.device for t in tensors)
+    casts = [_autocast(kind) for kind in kinds if kind != "meta"]
+    return _Together([Replayed([*default, *own_generators(module)]), *casts])
 
 
-def _autocast(kind: str) -> tuple[str, dict[str, Any]]:
-    options = dict(
+def _autocast(kind: str) -> partial[torch.amp.autocast]:
+    return partial(
+        torch.amp.autocast,
+        kind,
         dtype=torch.get_autocast_dtype(kind),
         enabled=torch.is_autocast_enabled(kind),
         cache_enabled=torch.is_autocast_cache_enabled(),
     )
-    return kind, options
 
 
 def contexts(
@@ -104,20 +95,23 @@ def contexts(
 
 
 def _together(parts: list[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
-    return parts[0] if len(parts) == 1 else _Together(parts) if parts else nullcontext()
+    return parts[0] if len(parts) == 1 else _Together(parts)
+
+
+Context = AbstractContextManager[Any] | partial[Any]
 
 
 class _Together(AbstractContextManager[None]):
-    """Several contexts, the last innermost; it may be entered again."""
+    """Several contexts, the last innermost; those that are partial are made anew at each entry."""
 
-    def __init__(self, parts: list[AbstractContextManager[Any]]) -> None:
+    def __init__(self, parts: Sequence[Context]) -> None:
         self.parts = parts
         self.stacks: list[ExitStack] = []
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
             for part in self.parts:
-                stack.enter_context(part)
+                stack.enter_context(part() if isinstance(part, partial) else part)
             self.stacks.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> None:
@@ -292,7 +286,7 @@ class Call:
         self.module, self.rerun = module, rerun
         self.needs_grad = tuple(t.requires_grad for t in rerun.tensors)
         self.forward, self.again = contexts(save)
-        self.draws = Draws(module, rerun.tensors)
+        self.draws = draws(module, rerun.tensors)
         self.inside: tuple[tuple[int, ...], ...] = ()  # for each region: which arguments it keeps
 
     def run(self, around: tuple[Region, ...]) -> Any:

@@ -92,6 +92,12 @@ def plain_torch() -> Iterator[None]:
         yield
 
 
+def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros, so that padding is what it always is; on the CPU, whatever function mode is on."""
+    with plain_torch():
+        return torch.zeros(tuple(shape), dtype=dtype)
+
+
 # -- writing ---------------------------------------------------------------------------------------
 
 

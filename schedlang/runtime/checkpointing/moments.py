@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.checkpointing.boxes import Boxed, plain_torch, whole
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, quoted
+from schedlang.runtime.checkpointing.boxes import Boxed, whole, zeros
 from schedlang.runtime.checkpointing.holding import Block, blocks
-from schedlang.runtime.checkpointing.index import DTYPE_NAMES
+from schedlang.runtime.checkpointing.index import DTYPE_NAMES, DTYPES
 from schedlang.runtime.comm import world
 from schedlang.runtime.storage.folder import together
 from schedlang.runtime.storage.offloaded_gradients import local
@@ -105,25 +105,19 @@ def put_back(program: Program, told: Moments, parts: Mapping[tuple[str, str], Te
             program.optimizer.state[parameter] = state
 
 
-def grouped_otherwise(program: Program, told: Moments) -> list[str]:
-    """Two names of one group here whose saved hyperparameters differ; empty: none."""
+def misfit(program: Program, told: Moments) -> str:
+    """Why saved hyperparameters are none for a group here; empty: they are."""
     owned = {id(p): name for name, p in named(program).items()}
-    for group in program.optimizer.param_groups if program.optimizer is not None else ():
-        names = [owned[id(p)] for p in group["params"] if id(p) in owned]
+    groups = program.optimizer.param_groups if program.optimizer is not None else ()
+    named_groups = [(g, [owned[id(p)] for p in g["params"] if id(p) in owned]) for g in groups]
+    for _, names in named_groups:
         other = next((n for n in names if told.of[n] != told.of[names[0]]), None)
         if other is not None:
-            return [names[0], other]
-    return []
-
-
-def unfit(program: Program, told: Moments) -> str:
-    """A hyperparameter whose saved value is none here; empty: there is none."""
-    owned = {id(p): name for name, p in named(program).items()}
-    for group in program.optimizer.param_groups if program.optimizer is not None else ():
-        found = next((owned[id(p)] for p in group["params"] if id(p) in owned), None)
-        for key, value in told.groups[told.of[found]].items() if found is not None else ():
+            return f"its parameter groups differ: {quoted([names[0], other])} were in two"
+    for group, names in named_groups:
+        for key, value in told.groups[told.of[names[0]]].items() if names else ():
             if key in group and not _fits(group[key], value):
-                return key
+                return f"`{key}` of its groups has a different type here"
     return ""
 
 
@@ -291,30 +285,28 @@ def residue_tensors(program: Program) -> list[Boxed]:
     return found
 
 
-def residue_blank(program: Program, told: Told | None) -> dict[tuple[str, str], Boxed]:
-    """Room for what a checkpoint has of this rank's parts, by what it is and name."""
+def residue_blank(program: Program, told: Told | None) -> list[Boxed]:
+    """Room for what a checkpoint has of this rank's parts."""
     c = program.assembly.compressor
     if c is None or told is None:
-        return {}
-    found: dict[tuple[str, str], Boxed] = {}
+        return []
+    found: list[Boxed] = []
     places = told["places"]
     mine = (_place(program),) if places == c.group.size else tuple(range(places))
     for name in c.names:
         kind = told["errors"].get(name) if c.codec.feedback else None
         if kind is not None:
             shape = local(program.assembly.parameters[name]).shape
-            empty = _zeros((len(mine), *shape), kind)
-            found["error", name] = _errors(program, name, empty, mine, places)
+            empty = zeros((len(mine), *shape), DTYPES[kind])
+            found.append(_errors(program, name, empty, mine, places))
         start = f"{name} {_part(program, name)}"
         size, kind = told["starts"].get(start, ((0, 0), ""))
         if c.codec.kind == "powersgd" and size[1] == c.codec.rank:
-            found["start", name] = whole((*STARTS, start), _zeros(size, kind))
+            found.append(whole((*STARTS, start), zeros(size, DTYPES[kind])))
     return found
 
 
-def restore_residue(
-    program: Program, told: Told | None, parts: Mapping[tuple[str, str], Boxed]
-) -> None:
+def restore_residue(program: Program, told: Told | None, parts: Sequence[Boxed]) -> None:
     """Go on from what was read; from nothing where nothing was."""
     from schedlang.runtime.grad_reduction.compressed import Memory
 
@@ -323,14 +315,16 @@ def restore_residue(
         return
     c.step = told["step"] if told is not None else 0
     c.memories.clear()
-    for (what, name), boxed in parts.items():
+    for one in parts:
+        error = one.path[:-1] == ERRORS
+        name = one.path[-1] if error else one.path[-1].rpartition(" ")[0]
         device = program.assembly.parameters[name].device
         memory = c.memories.setdefault(name, Memory())
-        if what == "error":
-            share = boxed.local.sum(0) / (1 if len(boxed.local) == 1 else c.group.size)
+        if error:
+            share = one.local.sum(0) / (1 if len(one.local) == 1 else c.group.size)
             memory.error = share.reshape(share.shape[0], -1).to(device)
         else:
-            memory.q = boxed.local.to(device)
+            memory.q = one.local.to(device)
 
 
 def _errors(
@@ -371,8 +365,3 @@ def _part(program: Program, name: str) -> str:
     a = program.assembly
     runs = a.holdings[name].segments(a.ranks.mesh, a.ranks.rank)
     return ",".join("+".join(f"{run.start}:{run.length}" for run in dim) for dim in runs)
-
-
-def _zeros(shape: Any, kind: str) -> Tensor:
-    with plain_torch():
-        return torch.zeros(tuple(shape), dtype=getattr(torch, kind))

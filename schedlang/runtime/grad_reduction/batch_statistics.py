@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from schedlang.runtime.propagation.pending import ADDS, LINEAR, PRODUCTS, TIMES
 from schedlang.runtime.propagation.trace import Stack
 from schedlang.runtime.tracing.constants import OnMeta
 from schedlang.runtime.tracing.record import loss_of
-from schedlang.runtime.tracing.torch_calls import name_of, tensors_in
+from schedlang.runtime.tracing.torch_calls import model_line, name_of, tensors_in
 
 # ---- Finds the sums over all rows of a batch that a loss is made of, but for that of its labels.
 # One forward on the meta device with a number of rows that divides no other size: a dim that holds
@@ -45,7 +43,6 @@ SUMS = {
     *(PRODUCTS - {"linear", "conv1d", "conv2d", "conv3d"}),
 }
 MEANS = {"mean"}
-_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
 
 @dataclass(frozen=True)
@@ -99,14 +96,6 @@ def batch_sums(
         return Reaching(sums, LABELS in found)
 
     return at_many_rows(model, batch, run)
-
-
-def own_line() -> str:
-    """File and line of the model's code that runs: the innermost outside torch and this package."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 LABELS = "labels"  # stands for the mean over labels, which parts are weighed by
@@ -167,7 +156,7 @@ class _Following(TorchFunctionMode):
         if name not in SUMS | MEANS or not self.inside:
             return {}
         at = self.stack.frames[-1][0], name, turn, given, tuple(out.shape)
-        return {BatchSum(*at, line=own_line()): True}
+        return {BatchSum(*at, line=model_line()): True}
 
 
 def _mixed(name: str, given: list[Tensor], mixes: list[Mix]) -> Mix:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.collectives import Group, count
-from schedlang.runtime.device import has_streams, settled
+from schedlang.runtime.device import HOST, has_streams, settled
 from schedlang.runtime.grad_reduction.gradient import buckets, local_gradient
 from schedlang.runtime.offload.parameters import Window
 from schedlang.runtime.optim.whole_step import WholeStep, step_on
@@ -44,6 +44,7 @@ class Peer:
     """This rank's place in a ring, the parameters whose state is out, and what it holds.
 
     rounds  the names of each round, of this rank; `most` is how many rounds the ring makes
+    hosts   the same ring for hosts, who tell each other how many bytes come
     held    by round: what lies here for the rank before, as bytes
     """
 
@@ -51,6 +52,7 @@ class Peer:
     parameters: Mapping[str, nn.Parameter]
     rounds: Sequence[Sequence[str]]
     most: int
+    hosts: world.ProcessGroup | None = None
     held: dict[int, Tensor] = field(default_factory=dict)
 
     def steps(self, optimizer: torch.optim.Optimizer) -> Iterator[Sequence[str]]:
@@ -119,10 +121,7 @@ class Peer:
         kept = any(there)
         parts = [] if kept else [_raw(_dense(local(state[key]))) for state, key in places]
         out = torch.cat(parts) if parts else self._empty(0)
-        told = torch.tensor([_KEPT if kept else out.numel()], device=self._device)
-        theirs = torch.empty_like(told)
-        self._exchange(told, theirs, home=False, header=True)
-        size = int(theirs)
+        size = self._told(_KEPT if kept else out.numel())
         into = self._empty(max(size, 0))
         self._exchange(out, into, home=False)
         if size != _KEPT:
@@ -141,20 +140,31 @@ class Peer:
     def _empty(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
-    def _exchange(
-        self, out: Tensor | None, into: Tensor, *, home: bool, header: bool = False
-    ) -> None:
+    def _exchange(self, out: Tensor | None, into: Tensor, *, home: bool) -> None:
         """Send `out` one way round the ring and fill `into` from the other; wait for both."""
-        ring, by = self.group, -1 if home else 1
-        to = ring.ranks[(ring.rank + by) % ring.size]
-        source = ring.ranks[(ring.rank - by) % ring.size]
+        to, source = self._beside(-1 if home else 1)
         with torch._C.DisableTorchFunction():
             sent = [] if out is None or not out.numel() else [(out, to)]
-            if sent and not header:
-                count("send", ring, sent[0][0])
+            if sent:
+                count("send", self.group, sent[0][0])
             wanted = [(into, source)] if into.numel() else []
-            for work in world.both_ways(sent, wanted, ring.pg):
+            for work in world.both_ways(sent, wanted, self.group.pg):
                 work.wait()
+
+    def _told(self, number: int) -> int:
+        """Tell the next rank's host a number, and hear that of the rank before."""
+        to, source = self._beside(1)
+        with torch._C.DisableTorchFunction():
+            mine = torch.tensor([number], dtype=torch.int64, device=HOST)
+            theirs = torch.empty_like(mine)
+            for work in world.both_ways([(mine, to)], [(theirs, source)], self.hosts):
+                work.wait()
+            return int(theirs)
+
+    def _beside(self, by: int) -> tuple[int, int]:
+        """The ranks so many places behind this one in the ring, and before it."""
+        ranks, place = self.group.ranks, self.group.rank
+        return ranks[(place + by) % len(ranks)], ranks[(place - by) % len(ranks)]
 
 
 def _dense(tensor: Tensor) -> Tensor:
