@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from schedlang.ir.features import Grouping, Recomputing, Uniform, check_called
+from schedlang.ir.features import Grouping
+from schedlang.ir.features import Recomputing
+from schedlang.ir.features import Uniform
+from schedlang.ir.features import check_called
+from schedlang.ir.features import Budgeted
 from schedlang.ir.primitive import refuse
 from schedlang.language.value import Bytes
 from schedlang.remat import Tree, groups, places, regions, root, runs
@@ -113,145 +117,33 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
 
     def lower(self, sites: tuple[Site, ...], copy: Copy) -> None:
         """Recompute modules of the copy."""
-        from schedlang.runtime.activation_memory.dynamic import dynamic
         from schedlang.runtime.activation_memory.recompute import checkpoint as recompute
-        from schedlang.runtime.activation_memory.recompute_region import regions as recompute_as
+        from schedlang.runtime.activation_memory.recompute import regions
 
-        if self._alone:
-            for site in sites:
-                recompute(copy.at(site.fqn), self.save)
-            return
         names = tuple(site.fqn for site in sites)
-        if self.plan is None:
+        if self.budget is not None:
+            self.budget.lower(copy.chains[names], copy)
+        elif self._alone:
+            for name in names:
+                recompute(copy.at(name), self.save)
+        else:
             for run in runs(names):
-                recompute_as([copy.at(name) for name in run], self._tree(run), self.save)
-            return
-        if self.plan == "dtr":
-            dynamic([copy.at(name) for name in names], copy.chains[names][0][1])
-            return
-        for run, found in copy.chains[names]:
-            if self.plan == "rotor":
-                recompute_as([copy.at(name) for name in run], found)
-                continue
-            if self.plan == "pofo":
-                _mix([copy.at(name) for name in run], found)
-                continue
-            for name, choice in zip(run, found):
-                if choice.kept is not None:
-                    recompute(copy.at(name), chosen=choice.kept)
+                regions([copy.at(name) for name in run], self._tree(run), self.save)
 
     @property
-    def limit(self) -> int | None:
-        """The memory that a plan fits its modules into."""
-        return self.memory if self.plan is not None else None
+    def budget(self) -> _Plan | None:
+        """The plan that fits its modules into memory."""
+        if self.plan is None or self.memory is None:
+            return None
+        if self.bandwidth is not None:
+            return _Pofo(self.plan, self.memory, self.tflops * 1e12 / self.bandwidth)
+        return _PLANS[self.plan](self.plan, self.memory)
 
     def reruns(self, sites: tuple[str, ...], found: Sequence[Any]) -> Sequence[Again] | None:
         """Regions, and what is kept for them; of a plan those that it chose."""
-        if self.plan is None:
+        if self.budget is None:
             return [Again(names, self.save, once=not self._alone) for names in self.together(sites)]
-        if self.plan == "dtr":
-            return None
-        return [again for run, chosen in found for again in self._chosen(run, chosen)]
-
-    def _chosen(self, run: tuple[str, ...], found: Any) -> list[Again]:
-        """What a plan lets run again of one chain."""
-        if self.plan == "rotor":
-            chosen = [tuple(run[place] for place in region) for region in regions(found)]
-            return [Again(names, once=True) for names in chosen]
-        if self.plan == "pofo":
-            return [Again((name,)) for name, way in zip(run, found.ways) if way == "recompute"]
-        return [
-            Again((name,), chosen=frozenset(choice.kept))
-            for name, choice in zip(run, found)
-            if choice.kept is not None
-        ]
-
-    @property
-    def cuts(self) -> bool:
-        """Whether the stages of a pipeline are cut by what the plan repeats on each."""
-        return self.plan == "adapipe"
-
-    @property
-    def keeps(self) -> bool:
-        """Whether the plan drops and makes again while it runs."""
-        return self.plan == "dtr"
-
-    @property
-    def moves(self) -> bool:
-        """Whether the plan says what is moved to the host, and when."""
-        return self.plan == "pofo"
-
-    def fit(self, chain: Sequence[Cost], memory: int, play: Callable[[Any], Any]) -> Any:
-        """What a plan does with modules of these costs; refuses memory that is too little."""
-        from schedlang.remat.operators import needed, pareto
-        from schedlang.remat.rotor import least, rotor
-
-        if self.plan == "dtr":
-            return self._budget(len(chain), memory, play)
-        if self.plan == "pofo":
-            return self._mixed(chain, memory)
-        found = rotor(chain, memory) if self.plan == "rotor" else pareto(chain, memory)
-        if found is None:
-            largest, whole = max(c.saved for c in chain), sum(c.saved for c in chain)
-            _too_little(
-                memory,
-                least(chain)[0] if self.plan == "rotor" else needed(chain),
-                len(chain),
-                f"recomputing the largest module saves {largest} bytes; all modules without"
-                f" recomputation save {whole}",
-            )
-        return found
-
-    def said(self, found: Any) -> str:
-        """What a plan chose, in words."""
-        from schedlang.remat import pofo
-        from schedlang.remat.operators import words
-
-        if self.plan == "dtr":
-            return f"at most {found} bytes, dropped and made again while it runs"
-        if self.plan == "pofo":
-            return pofo.words(found)
-        if self.plan != "rotor":
-            return words(found)
-        inside = [len(region) for region in regions(found)]
-        return f"{len(places(found)) - sum(inside)} kept whole, {sum(inside)} in" + (
-            f" {len(inside)} regions, which may hold regions: {inside}" if inside else " no region"
-        )
-
-    def _mixed(self, chain: Sequence[Cost], memory: int) -> Any:
-        """Which modules are kept, recomputed or moved, with copies as quick as the row says."""
-        from schedlang.remat.pofo import needed, pofo
-
-        assert self.bandwidth is not None
-        found = pofo(chain, memory, self.tflops * 1e12 / self.bandwidth)
-        if found is None:
-            _too_little(
-                memory,
-                needed(chain),
-                len(chain),
-                f"the backward of the largest module needs {max(c.saved for c in chain)}"
-                f" bytes; all modules without recomputation save"
-                f" {sum(c.saved for c in chain)}",
-            )
-        return found
-
-    def _budget(self, count: int, memory: int, play: Callable[[Any], Any]) -> int:
-        """The bytes that all modules share while they run; tried with a share of them first."""
-        from schedlang.runtime.activation_memory.dynamic import pools
-
-        def peak(budget: int) -> int:
-            return max(pool.peak for pool in pools(play(budget)))
-
-        if peak(memory) > memory:
-            _too_little(
-                memory,
-                peak(0),
-                count,
-                "the inputs of modules are kept, and so is what one operator needs"
-                " while it is recomputed",
-            )
-        assert self.memory is not None
-        return self.memory
+        return self.budget.reruns(found)
 
     def _check_plan(self) -> None:
         """A plan needs its memory, and chooses groups by itself."""
@@ -274,7 +166,7 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
                 "`group`, `every` and `save` choose it as well",
                 helps=(
                     MIXED
-                    if self.moves
+                    if self.plan == "pofo"
                     else f"drop them: `checkpoint(plan={self.plan}, memory=2GiB)`",
                 ),
             )
@@ -308,17 +200,197 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
         return groups(len(run), size, self.every)
 
 
-def _mix(modules: Sequence[Any], found: Mixed) -> None:
-    """Recompute some modules of a chain, and move to the host what others save."""
-    from schedlang.runtime.activation_memory.recompute import checkpoint as recompute
-    from schedlang.runtime.offload.saved_tensors import Store, offload
+# ---- Plans: what each chooses for chains of modules, and how that is done.
 
-    store = Store(paced=True)
-    for module, way in zip(modules, found.ways, strict=True):
-        if way == "recompute":
-            recompute(module)
-        elif way == "offload":
-            offload(module, store)
+
+@dataclass(frozen=True)
+class _Plan(Budgeted):
+    """A plan by its name, and the bytes that modules may keep."""
+
+    name: str
+    memory: int
+
+    def reruns(self, found: Sequence[tuple[tuple[str, ...], Any]]) -> Sequence[Again] | None:
+        """What runs again of chains; None: that shows only while it runs."""
+        return [again for run, chosen in found for again in self.chosen(run, chosen)]
+
+    def chosen(self, run: tuple[str, ...], found: Any) -> list[Again]:
+        """What runs again of one chain, as far as it is known before."""
+        return []
+
+
+class _Rotor(_Plan):
+    """Regions, and regions within regions."""
+
+    def fit(self, chain: Sequence[Cost], memory: int, play: Callable[[Any], Any]) -> Tree:
+        """The tree that computes least again."""
+        from schedlang.remat.rotor import least, rotor
+
+        found = rotor(chain, memory)
+        if found is None:
+            _largest(memory, least(chain)[0], chain)
+        return found
+
+    def chosen(self, run: tuple[str, ...], found: Tree) -> list[Again]:
+        """Its outermost regions."""
+        return [Again(tuple(run[k] for k in region), once=True) for region in regions(found)]
+
+    def lower(self, chains: Sequence[tuple[tuple[str, ...], Tree]], copy: Copy) -> None:
+        """Recompute as the tree says."""
+        from schedlang.runtime.activation_memory.recompute import regions
+
+        for run, found in chains:
+            regions([copy.at(name) for name in run], found)
+
+    def said(self, found: Tree) -> str:
+        """How many modules are kept, and how many are in regions."""
+        inside = [len(region) for region in regions(found)]
+        return f"{len(places(found)) - sum(inside)} kept whole, {sum(inside)} in" + (
+            f" {len(inside)} regions, which may hold regions: {inside}" if inside else " no region"
+        )
+
+
+class _Pareto(_Plan):
+    """Operators whose results are kept."""
+
+    def fit(self, chain: Sequence[Cost], memory: int, play: Callable[[Any], Any]) -> Any:
+        """The choices that compute least again."""
+        from schedlang.remat.operators import needed, pareto
+
+        found = pareto(chain, memory)
+        if found is None:
+            _largest(memory, needed(chain), chain)
+        return found
+
+    def chosen(self, run: tuple[str, ...], found: Any) -> list[Again]:
+        """The modules that are not kept whole."""
+        return [
+            Again((name,), chosen=frozenset(choice.kept))
+            for name, choice in zip(run, found)
+            if choice.kept is not None
+        ]
+
+    def lower(self, chains: Sequence[tuple[tuple[str, ...], Any]], copy: Copy) -> None:
+        """Recompute them, but for the results that were chosen."""
+        from schedlang.runtime.activation_memory.recompute import checkpoint as recompute
+
+        for run, found in chains:
+            for one in self.chosen(run, found):
+                recompute(copy.at(one.modules[0]), chosen=one.chosen)
+
+    def said(self, found: Any) -> str:
+        """What is kept."""
+        from schedlang.remat.operators import words
+
+        return words(found)
+
+
+class _AdaPipe(_Pareto):
+    """The same, in stages that are cut so that their times are in balance."""
+
+    cuts = True
+
+
+@dataclass(frozen=True)
+class _Pofo(_Plan):
+    """Modules that are kept, recomputed, or moved to the host."""
+
+    rate: float = 0.0  # operations in the time in which a byte is copied
+    moves = True
+
+    def fit(self, chain: Sequence[Cost], memory: int, play: Callable[[Any], Any]) -> Mixed:
+        """The ways that take least time, with copies as quick as the row says."""
+        from schedlang.remat.pofo import needed, pofo
+
+        found = pofo(chain, memory, self.rate)
+        if found is None:
+            _too_little(
+                memory,
+                needed(chain),
+                len(chain),
+                f"the backward of the largest module needs {max(c.saved for c in chain)}"
+                f" bytes; all modules without recomputation save"
+                f" {sum(c.saved for c in chain)}",
+            )
+        return found
+
+    def chosen(self, run: tuple[str, ...], found: Mixed) -> list[Again]:
+        """The modules that are recomputed."""
+        return [Again((name,)) for name, way in zip(run, found.ways) if way == "recompute"]
+
+    def lower(self, chains: Sequence[tuple[tuple[str, ...], Mixed]], copy: Copy) -> None:
+        """Recompute some modules of a chain, and move to the host what others save."""
+        from schedlang.runtime.activation_memory.recompute import checkpoint as recompute
+        from schedlang.runtime.offload.saved_tensors import Store, offload
+
+        for run, found in chains:
+            store = Store(paced=True)
+            for name, way in zip(run, found.ways, strict=True):
+                if way == "recompute":
+                    recompute(copy.at(name))
+                elif way == "offload":
+                    offload(copy.at(name), store)
+
+    def said(self, found: Mixed) -> str:
+        """Which way each goes."""
+        from schedlang.remat.pofo import words
+
+        return words(found)
+
+
+class _Dtr(_Plan):
+    """What is dropped and made again while it runs; `found` is the bytes that all modules share."""
+
+    keeps = True
+
+    def fit(self, chain: Sequence[Cost], memory: int, play: Callable[[Any], Any]) -> int:
+        """All of the memory, for all microbatches; tried with the share of one first."""
+        from schedlang.runtime.activation_memory.dynamic import pools
+
+        def peak(budget: int) -> int:
+            return max(pool.peak for pool in pools(play(budget)))
+
+        if peak(memory) > memory:
+            _too_little(
+                memory,
+                peak(0),
+                len(chain),
+                "the inputs of modules are kept, and so is what one operator needs"
+                " while it is recomputed",
+            )
+        return self.memory
+
+    def reruns(self, found: Sequence[tuple[tuple[str, ...], Any]]) -> None:
+        """Nobody knows before."""
+
+    def lower(self, chains: Sequence[tuple[tuple[str, ...], int]], copy: Copy) -> None:
+        """Give the modules of all chains one pool."""
+        from schedlang.runtime.activation_memory.dynamic import dynamic
+
+        dynamic([copy.at(name) for run, _ in chains for name in run], chains[0][1])
+
+    def said(self, found: int) -> str:
+        """How many bytes."""
+        return f"at most {found} bytes, dropped and made again while it runs"
+
+
+_PLANS: dict[str, Callable[[str, int], _Plan]] = {
+    "rotor": _Rotor,
+    "pareto": _Pareto,
+    "adapipe": _AdaPipe,
+    "dtr": _Dtr,
+}
+
+
+def _largest(memory: int, need: int, chain: Sequence[Cost]) -> NoReturn:
+    largest, whole = max(c.saved for c in chain), sum(c.saved for c in chain)
+    _too_little(
+        memory,
+        need,
+        len(chain),
+        f"recomputing the largest module saves {largest} bytes; all modules without"
+        f" recomputation save {whole}",
+    )
 
 
 def _too_little(memory: int, need: int, count: int, why: str) -> NoReturn:

@@ -115,7 +115,7 @@ class offload(Uniform):  # noqa: N801
     def _check_plans(self, site: Site, plan: Plan) -> None:
         """No row beside a plan that says by itself what is kept, or moved."""
         near = [(a, a.primitive) for a in plan.rows_near(site.fqn) if _meet(a.sites, site.fqn)]
-        met = [(a, row) for a, row in near if isinstance(row, Recomputing)]
+        met = [(a, row.budget) for a, row in near if isinstance(row, Recomputing) and row.budget]
         row = next((a for a, one in met if one.keeps), None)
         if row is not None and self.what in MOVES:
             refuse(

@@ -72,7 +72,8 @@ class pipeline_split(Primitive):  # noqa: N801
                 "`balance` needs a list of modules; this row selects single modules",
                 helps=("leave out `balance`", "or select the list of modules to cut"),
             )
-        row = next((action for action, one in plan.rows_with(Recomputing) if one.cuts), None)
+        rows = plan.rows_with(Recomputing)
+        row = next((action for action, one in rows if one.budget and one.budget.cuts), None)
         if row is not None and (not lists or self.balance != "even"):
             refuse(
                 "S845",

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from schedlang.passes.partition.staging import Staged
     from schedlang.passes.propagate.dryrun import Loss
     from schedlang.passes.propagate.propagate import Traced
-    from schedlang.runtime.activation_memory.sensitivity import Place, Seen
+    from schedlang.runtime.activation_memory.costs import Place, Seen
     from schedlang.runtime.propagation.trace import Saved
     from schedlang.runtime.sequence_pipelining.slices import Slicing
 
@@ -175,9 +175,9 @@ def _seen(
 
     from schedlang.passes.propagate.context import hollow
     from schedlang.passes.propagate.propagate import backward_root
-    from schedlang.runtime.activation_memory.sensitivity import places_of
     from schedlang.runtime.tracing.constants import without_values
     from schedlang.runtime.tracing.meta import hollow_model
+    from schedlang.runtime.activation_memory.costs import places_of
 
     blocks = {row.fqn: row.block for row in rows}
     empty = hollow(plan.model.model)
@@ -232,7 +232,7 @@ def kept_by_ranks(counting: Counting, chains: Chains) -> Parts | None:
 
 
 def _of_ranks(plan: Plan, axis: str) -> Refusal:
-    row = next(action for action, one in meeting(plan) if one.limit is not None)
+    row = next(action for action, one in meeting(plan) if one.budget is not None)
     return Refusal(
         Diagnostic(
             "S857",
@@ -307,7 +307,7 @@ def _saved(
     """
     from schedlang.runtime.propagation.trace import Stack, watch_saved
     from schedlang.runtime.sharding.leaf import know_coded
-    from schedlang.runtime.storage.fewer import put_inside, summing
+    from schedlang.runtime.storage.saved import put_inside, summing
 
     found: dict[str, Any] = {}
 

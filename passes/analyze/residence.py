@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from schedlang.runtime.checkpointing.holding import Holding
     from schedlang.runtime.grad_reduction.zero import Sliced
     from schedlang.runtime.offload.parameters import Held, Window
-    from schedlang.runtime.offload.peer import Peer
-    from schedlang.runtime.offload.step import Away, Home, Tiers
-    from schedlang.runtime.storage.scratch import Scratch
+    from schedlang.runtime.offload.step import Away, Home, Peer, Tiers
+    from schedlang.runtime.storage.tiers import Scratch
 
 # ---- What lies on the next rank of a pipeline: what is refused, and in which rounds state goes.
 
@@ -109,9 +108,9 @@ def peer_of(
 ) -> Peer | None:
     """This rank's place in the ring; None where no state goes to a peer, or nobody steps here."""
     from schedlang.runtime.comm import world
-    from schedlang.runtime.offload.peer import Peer
+    from schedlang.runtime.offload.step import Peer
     from schedlang.runtime.optim.whole_step import is_elementwise, is_tensorwise
-    from schedlang.runtime.storage.leaving import local
+    from schedlang.runtime.storage.offloaded_gradients import local
 
     rows = on_peers(builder.plan, "optimizer")
     if not rows or optimizer is None:
@@ -130,7 +129,8 @@ def peer_of(
     assert axis is not None
     everyone = world.gathered(len(rounds))
     group = replace(builder.ranks.group(axis), pg=builder.ranks.again(axis, "peer"))
-    return Peer(group, found, rounds, max(everyone[rank] for rank in group.ranks))
+    most = max(everyone[rank] for rank in group.ranks)
+    return Peer(group, found, rounds, most, builder.ranks.on_host(axis, "peer sizes"))
 
 
 def state_rounds(plan: Plan, holdings: Mapping[str, Holding], rank: int) -> Iterator[int]:
@@ -146,7 +146,7 @@ def state_rounds(plan: Plan, holdings: Mapping[str, Holding], rank: int) -> Iter
 
 def _rounds(sizes: Sequence[int]) -> list[list[int]]:
     """Which parameters of these bytes travel together."""
-    from schedlang.runtime.grad_reduction.flat import buckets
+    from schedlang.runtime.grad_reduction.gradient import buckets
 
     return buckets([(size, None) for size in sizes])
 
@@ -274,9 +274,8 @@ def away(
     from schedlang.runtime.offload.parameters import Window
     from schedlang.runtime.offload.step import Away
     from schedlang.runtime.optim.whole_step import is_tensorwise
-    from schedlang.runtime.storage.leaving import let_leave
-    from schedlang.runtime.storage.scratch import Scratch
-    from schedlang.runtime.storage.tiers import CPU, DISK
+    from schedlang.runtime.storage.offloaded_gradients import offload_gradients
+    from schedlang.runtime.storage.tiers import CPU, DISK, Scratch
 
     plan = builder.plan
     disk = any(row.tier == DISK for row in plan.stores)
@@ -290,7 +289,7 @@ def away(
         leave = {name: found[name] for name, one in tiers.items() if one.gradient == tier}
         # fully_shard copies gradients to where slices lie, and waits for it where there are hooks
         told = [p for n, p in leave.items() if n in homes and isinstance(homes[n], Shard)]
-        let_leave(leave.values(), to, told if to is None else ())
+        offload_gradients(leave.values(), to, told if to is None else ())
     alone = optimizer is None or is_tensorwise(optimizer)
     files = any(r.tier == DISK and r.what in ("parameters", "optimizer") for r in plan.stores)
     ring = peer_of(builder, found, tiers, optimizer)

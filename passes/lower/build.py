@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.assembly import Assembly, Weight
     from schedlang.runtime.checkpointing.holding import Holding
     from schedlang.runtime.comm.ranks import Ranks
-    from schedlang.runtime.grad_reduction.flat import Held
+    from schedlang.runtime.grad_reduction.gradient import Held
     from schedlang.runtime.program import Program
     from schedlang.runtime.step_batch import Comparing
 
@@ -256,7 +256,7 @@ def _ends_early(plan: Plan, staged: Staged) -> bool:
 
 def _own(plan: Plan, module: nn.Module, ranks: Ranks, holdings: Mapping[str, Holding]) -> Held:
     """The parameters that this rank holds, by name."""
-    from schedlang.runtime.grad_reduction.flat import Held
+    from schedlang.runtime.grad_reduction.gradient import Held
 
     held = {name for name, holding in holdings.items() if holding.held(plan.mesh, ranks.rank)}
     return Held({name: p for name, p in module.named_parameters() if name in held})

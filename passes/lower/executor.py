@@ -230,7 +230,8 @@ def _parks(staged: Staged, ranks: Ranks) -> tuple[Any, ...]:
 
     if staged.axis is None or not (staged.timeline.kind == Kind.EVICT).any():
         return ()
-    return tuple(ranks.again(staged.axis, f"parked {way}") for way in range(4))
+    ways = [ranks.again(staged.axis, f"parked {way}") for way in range(4)]
+    return (*ways, ranks.on_host(staged.axis, "parked sizes"))
 
 
 def _late(plan: Plan) -> frozenset[str] | None:

@@ -83,7 +83,7 @@ def code(one: Kept, copy: Copy, bits: Mapping[str, Any]) -> None:
 def _store(one: Stored, builder: Builder) -> None:
     """Keep what a module saves off the device."""
     from schedlang.runtime.offload.saved_tensors import Store, lodge, offload
-    from schedlang.runtime.storage.scratch import Scratch
+    from schedlang.runtime.storage.tiers import Scratch
 
     if one.tier == "peer":
         lodge(builder.at(one.fqn))

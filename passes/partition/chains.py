@@ -9,7 +9,7 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from schedlang.ir.features import Recomputing
+from schedlang.ir.features import Budgeted, Recomputing
 from schedlang.ir.plan import Action, Plan
 from schedlang.passes.partition.stages import Weight, in_flight
 from schedlang.passes.propagate.context import tokens_of
@@ -51,27 +51,26 @@ def chains_of(counting: Counting) -> Chains:
     2024). Raises Refusal S841 at a row for which there is too little.
     """
     plan = counting.plan
-    rows = [(a, row) for a, row in plan.rows_with(Recomputing) if row.limit is not None]
+    rows = [(a, row.budget) for a, row in plan.rows_with(Recomputing) if row.budget is not None]
     if not rows:
         return {}
     names = tuple(dict.fromkeys(site for action, _ in rows for site in action.sites))
     costs = dict(zip(names, costs_of(counting, names)))
-    return {a.sites: tuple(_chosen(counting, a, row, costs)) for a, row in rows}
+    return {a.sites: tuple(_chosen(counting, a, budget, costs)) for a, budget in rows}
 
 
 def _chosen(
-    counting: Counting, action: Action, row: Recomputing, costs: Mapping[str, Cost]
+    counting: Counting, action: Action, budget: Budgeted, costs: Mapping[str, Cost]
 ) -> list[tuple[tuple[str, ...], Any]]:
     from schedlang.diagnostics.diagnostic import Refusal
 
     found = []
-    limit = row.limit
-    assert limit is not None and counting.staged is not None
+    assert counting.staged is not None
     for names, share in _by_stage(counting.staged, action.sites):
         try:
             chain = [costs[name] for name in names]
-            play = partial(_played, counting, row, names)
-            chosen = row.fit(chain, int(limit / share), play)
+            play = partial(_played, counting, budget, names)
+            chosen = budget.fit(chain, int(budget.memory / share), play)
         except Refusal as refusal:
             raise refusal.at(action.span) if action.span is not None else refusal from None
         found.append((names, chosen))
@@ -81,8 +80,10 @@ def _chosen(
 def told(plan: Plan, chains: Chains) -> list[str]:
     """What rows with a limit of memory chose, in words, a line for each stage."""
     return [
-        f"`{action.name}` of {' to '.join(dict.fromkeys((names[0], names[-1])))}: {row.said(found)}"
+        f"`{action.name}` of {' to '.join(dict.fromkeys((names[0], names[-1])))}:"
+        f" {row.budget.said(found)}"
         for action, row in plan.rows_with(Recomputing)
+        if row.budget is not None
         for names, found in chains.get(action.sites, ())
     ]
 
@@ -136,7 +137,7 @@ def alone(counting: Counting) -> Counting:
 def run_again(plan: Plan, model: Any, chains: Chains) -> None:
     """Let modules of a throwaway model run again as rows say that start from fewer bits."""
     from schedlang.passes.propagate.saved_parts import experts_of, meeting
-    from schedlang.runtime.storage.fewer import put_inside, uncoded
+    from schedlang.runtime.storage.saved import put_inside, uncoded
 
     put_inside(uncoded, model, experts_of(plan))
     for action, row in meeting(plan):
@@ -144,14 +145,12 @@ def run_again(plan: Plan, model: Any, chains: Chains) -> None:
         row.lower(sites, Skeleton(plan, model, chains))
 
 
-def _played(counting: Counting, row: Recomputing, names: tuple[str, ...], chosen: Any) -> Any:
+def _played(counting: Counting, budget: Budgeted, names: tuple[str, ...], chosen: Any) -> Any:
     """The local model, in which these modules did as chosen, after a forward and a backward."""
     from schedlang.runtime.sharding import redistribute
 
     def change(model: Any) -> None:
-        sites = tuple(counting.plan.model.sites[name] for name in names)
-        given = Skeleton(counting.plan, model, {names: ((names, chosen),)})
-        row.lower(sites, given)
+        budget.lower([(names, chosen)], Skeleton(counting.plan, model, {}))
 
     with running(counting, change) as (model, root):
         if root is not None:
@@ -182,8 +181,8 @@ def running(
 
 def costs_of(counting: Counting, names: Sequence[str]) -> list[Cost]:
     """Operations of a forward, bytes saved and bytes of the input of modules, on one rank."""
-    from schedlang.runtime.activation_memory.candidates import Menu
     from schedlang.runtime.tracing.record import counted
+    from schedlang.runtime.activation_memory.costs import Menu
 
     menu = Menu(len(names))
 
@@ -222,7 +221,7 @@ class _Row:
 
 def time_of(
     counting: Counting,
-    rows: Sequence[tuple[Action, Recomputing]],
+    rows: Sequence[tuple[Action, Budgeted]],
     graph: StageGraph,
     timeline: Timeline,
 ) -> Weight:
@@ -241,7 +240,7 @@ def time_of(
             works[homes.index(name)] += cost.forward
     sums = [0.0, *accumulate(works)]
     beside = _beside(timeline)
-    made = [_row(action.sites, row, costs, homes, beside) for action, row in rows]
+    made = [_row(action.sites, budget, costs, homes, beside) for action, budget in rows]
 
     def weight(stage: int, low: int, high: int) -> float:
         again = sum(r.repeated.of(stage, r.before[low], r.before[high]) for r in made)
@@ -263,7 +262,7 @@ def _homes(units: Sequence[str], costs: Mapping[str, Any]) -> list[str | None]:
 
 def _row(
     sites: Sequence[str],
-    row: Recomputing,
+    budget: Budgeted,
     costs: Mapping[str, Cost],
     homes: Sequence[str | None],
     beside: Sequence[float],
@@ -272,9 +271,7 @@ def _row(
     mine = sorted((firsts[name], name) for name in sites if name in firsts)
     starts = [place for place, _ in mine]
     before = tuple(sum(place < unit for place in starts) for unit in range(len(homes) + 1))
-    limit = row.limit
-    assert limit is not None
-    memory = [int(limit / share) for share in beside]
+    memory = [int(budget.memory / share) for share in beside]
     return _Row(Repeated([costs[name] for _, name in mine], memory), before)
 
 

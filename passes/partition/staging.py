@@ -235,7 +235,8 @@ def _weight(cutting: _Cutting, graph: StageGraph, timeline: Timeline) -> Weight 
     from schedlang.passes.partition.stages import weight_of
 
     plan = cutting.plan
-    rows = [(action, row) for action, row in plan.rows_with(Recomputing) if row.cuts]
+    planned = plan.rows_with(Recomputing)
+    rows = [(action, row.budget) for action, row in planned if row.budget and row.budget.cuts]
     if rows:
         counting = Counting(plan, cutting.traced, None, cutting.batch, cutting.loss)
         return time_of(counting, rows, graph, timeline)

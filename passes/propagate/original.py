@@ -78,7 +78,7 @@ def record(
     from schedlang.runtime.propagation.stand_ins import hollow_out
     from schedlang.runtime.propagation.trace import Recorded, Stack, Trace, reached, watch_saved
     from schedlang.runtime.rng.logical_dropout import Watched
-    from schedlang.runtime.storage.fewer import put_inside, uncoded
+    from schedlang.runtime.storage.saved import put_inside, uncoded
     from schedlang.runtime.tracing.constants import without_values
     from schedlang.runtime.tracing.lossless import is_loss, no_loss, not_a_loss
     from schedlang.runtime.tracing.meta import hollow_model

@@ -176,7 +176,7 @@ def _together(plan: Plan) -> int:
     """Return the most modules that are recomputed as one; those under a limit all may be."""
     rows = plan.rows_changing(Facet.RECOMPUTE)
     sizes = [len(region) for action in rows for region in action.together]
-    limited = (a for a, row in plan.rows_with(Recomputing) if row.limit is not None)
+    limited = (a for a, row in plan.rows_with(Recomputing) if row.budget is not None)
     return max([1, *sizes, *(len(action.sites) for action in limited)])
 
 

@@ -183,7 +183,7 @@ def _buckets(
     plan: Plan, names: list[str], shapes: list[tuple[int, ...]], bytes_: int | None
 ) -> Iterator[tuple[int, str]]:
     """Bytes of each bucket, with the module that holds all of it (one number more a parameter)."""
-    from schedlang.runtime.grad_reduction.flat import buckets
+    from schedlang.runtime.grad_reduction.gradient import buckets
 
     facts = [plan.model.unique[n] for n in names]
     counts = [math.prod(shape) for shape in shapes]

@@ -31,10 +31,9 @@ from schedlang.runtime.scope import capture, current, site
 from schedlang.runtime.tracing.torch_calls import tensors_in
 
 # ---- The original whose modules run again in backward from what is kept in fewer bits.
-# Written apart from what programs run (torch's `checkpoint`,
-# `runtime/activation_memory/recompute_region.py` and `selective.py`): here the second run comes at
-# once, and backward is handed what it saved.  Both share the names by which single operators are
-# known.
+# Written apart from what programs run (`recompute.py` and `selective.py` of
+# `runtime/activation_memory`): here the second run comes at once, and backward is handed what it
+# saved.  Both share the names by which single operators are known.
 
 
 def with_second_runs(plan: Plan, module: nn.Module, known: Prepared | None) -> None:

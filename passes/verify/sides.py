@@ -45,7 +45,7 @@ from schedlang.runtime.batch import followed, split
 from schedlang.runtime.comm import world
 from schedlang.runtime.float64 import Float64, as_float64
 from schedlang.runtime.float64 import widened as wide
-from schedlang.runtime.grad_reduction.loss_weights import Scaled
+from schedlang.runtime.grad_reduction.batch_statistics import Scaled
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.offload.saved_tensors import everything_moves
 from schedlang.runtime.program import Program
@@ -345,6 +345,7 @@ def program_of(case: Case, **options: Any) -> Program:
 
 def built(case: Case, condition: Condition) -> Program:
     """The program that a rank runs under a condition; what it offloads moves, however small."""
+    from schedlang.runtime.grad_reduction.batch_statistics import Scaled
     run = condition.case or case
     loss = run.loss if condition.scale == 1 else Scaled(run.loss, condition.scale)
     with everything_moves():

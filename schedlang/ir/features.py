@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,6 +160,35 @@ class Gaining(Primitive, feature=True):
 # ---- Recomputation.
 
 
+class Budgeted(ABC):
+    """A plan by which modules keep at most so many bytes on a rank for their backwards.
+
+    cuts   stages begin where what the plan repeats leaves them in balance
+    keeps  it keeps by itself what a backward needs, so that nothing else can move it
+    moves  it says by itself what of its modules is moved to the host, and when
+    """
+
+    memory: int
+    cuts: ClassVar[bool] = False
+    keeps: ClassVar[bool] = False
+    moves: ClassVar[bool] = False
+
+    @abstractmethod
+    def fit(self, chain: Sequence[Any], memory: int, play: Callable[[Any], Any]) -> Any:
+        """Choose what is done with modules of these costs, in `memory` bytes.
+
+        `play` does it with a model without values, which it gives back after a backward.
+        """
+
+    @abstractmethod
+    def lower(self, chains: Sequence[tuple[tuple[str, ...], Any]], copy: Copy) -> None:
+        """Do with modules of the copy, by chains, what `fit` found for them."""
+
+    @abstractmethod
+    def said(self, found: Any) -> str:
+        """Say in words what `fit` found."""
+
+
 class Recomputing(Lowered, feature=True):
     """A row that lets modules run again in backward (`remat`)."""
 
@@ -170,40 +199,12 @@ class Recomputing(Lowered, feature=True):
         return [(site,) for site in sites]
 
     @property
-    def limit(self) -> int | None:
-        """The bytes that the modules may keep on a rank, which then `fit` is asked about; None: as
-        many as they do."""
+    def budget(self) -> Budgeted | None:
+        """The plan that fits its modules into memory; None: they keep as much as they do."""
         return None
 
-    @property
-    def cuts(self) -> bool:
-        """Whether stages begin where what the row repeats leaves them in balance."""
-        return False
-
-    @property
-    def keeps(self) -> bool:
-        """Whether it keeps by itself what a backward needs, so that nothing else can move it."""
-        return False
-
-    @property
-    def moves(self) -> bool:
-        """Whether it says by itself what of its modules is moved to the host, and when."""
-        return False
-
-    def fit(self, chain: Sequence[Any], memory: int, play: Callable[[Any], Any]) -> Any:
-        """What is done with modules of these costs, in `memory` bytes; `lower` finds it in
-        `copy.chains`.
-
-        `play` does it with a model without values, which it gives back after a backward.
-        """
-        raise NotImplementedError
-
-    def said(self, found: Any) -> str:
-        """What `fit` found, in words."""
-        raise NotImplementedError
-
     def reruns(self, sites: tuple[str, ...], found: Sequence[Any]) -> Sequence[Any] | None:
-        """What runs again in backward (remat/again.py), `found` being what `fit` found for the
+        """What runs again in backward (remat/again.py), `found` being what the budget found for the
         chains of the sites; None where nothing does, or where it is told only while it runs."""
         return None
 

@@ -17,8 +17,7 @@ from schedlang.runtime.comm.ranks import Ranks
 from schedlang.runtime.context_parallel.install import Exchanging
 from schedlang.runtime.context_parallel.local_tokens import Tokens
 from schedlang.runtime.grad_reduction.compressed import Compressor
-from schedlang.runtime.grad_reduction.flat import Held, held_of
-from schedlang.runtime.grad_reduction.gradient import Sum
+from schedlang.runtime.grad_reduction.gradient import Held, Sum, held_of
 from schedlang.runtime.grad_reduction.zero import Sliced
 from schedlang.runtime.pipeline.executor import Pipeline
 from schedlang.runtime.pipeline.overlapped_sums import EarlySums

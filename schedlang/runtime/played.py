@@ -162,7 +162,7 @@ def play(program: Program, cut: Cut, batch: Batch, footprint: Footprint | None =
     pipeline = assembly.pipeline
     for mail in (pipeline.mail, pipeline.parking.out, pipeline.parking.home):
         mail.device = torch.device("meta")
-    vars(pipeline.parking)["told"] = lambda source, work: ()  # nobody is there to tell
+    vars(pipeline.parking)["told"] = lambda source: ()  # nobody is there to tell
     _overhear(pipeline.mail, played.letters)
     parts, _, _ = played._parts(batch, local=False)
     seat, split = parts[0].seat, assembly.tokens

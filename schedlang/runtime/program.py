@@ -47,7 +47,7 @@ from schedlang.runtime.pipeline.weight_versions import Versions, totals, version
 from schedlang.runtime.scope import Scope, entered
 from schedlang.runtime.sharding import redistribute
 from schedlang.runtime.step_batch import Comparing, dealt
-from schedlang.runtime.storage.leaving import drop_gradient
+from schedlang.runtime.storage.offloaded_gradients import drop_gradient
 from schedlang.runtime.storage.tiers import DEVICE
 from schedlang.runtime.training import Training
 from schedlang.runtime.weights import Number, positive

@@ -16,7 +16,11 @@ from schedlang.runtime.offload.saved_tensors import Store, everything_moves
 from schedlang.runtime.offload.saved_tensors import offload as offloaded
 from schedlang.runtime.pipeline.parking import offload, reload
 from schedlang.runtime.storage import copies
-from schedlang.runtime.storage.leaving import all_arrived, gradient_of, let_leave
+from schedlang.runtime.storage.offloaded_gradients import (
+    gradient_of,
+    offload_gradients,
+    wait_for_offloaded,
+)
 from tests.accelerator.parked import parked as stage
 from tests.accelerator.trained import Block, here
 from tests.proofs import planned
@@ -123,7 +127,7 @@ def _leaving(more: Callable[[list[Tensor]], list[Tensor | None]]) -> float:
     """Gradients of more microbatches than may be under way, asked for in some way."""
     model, plain = Blocks().double().to(here()), Blocks().double()
     given = [p for p in model.parameters()]
-    let_leave(given)
+    offload_gradients(given)
     for seed in range(3):
         model(rows(seed).to(here())).backward()
         plain(rows(seed)).backward()
@@ -137,7 +141,7 @@ def gradients_asked() -> float:
 
 def gradients_arrived() -> float:
     def arrived(given: list[Tensor]) -> list[Tensor | None]:
-        all_arrived(given)
+        wait_for_offloaded(given)
         return [gradient_of(p) for p in given]
 
     return _leaving(arrived)
@@ -146,7 +150,7 @@ def gradients_arrived() -> float:
 def gradients_of_one_microbatch() -> float:
     """None of them has had to be added."""
     layer, x = nn.Linear(WIDTH, WIDTH).double().to(here()), rows(0).to(here())
-    let_leave(layer.parameters())
+    offload_gradients(layer.parameters())
     layer(x).sum().backward()
     found = [gradient_of(p) for p in layer.parameters()]
     wanted = [x.sum(0).expand(WIDTH, WIDTH), torch.full((WIDTH,), float(len(x)))]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from schedlang.pipeline.timeline import Kind, Op
 from schedlang.runtime.pipeline.flight import Bag, address, work_of
-from schedlang.runtime.storage.own import Addresses
+from schedlang.runtime.storage.saved import Addresses
 
 
 def parked(model: nn.Module, x: Tensor) -> tuple[Tensor, Bag, Any, Op]:

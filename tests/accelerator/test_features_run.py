@@ -413,6 +413,8 @@ QUIET = (
     "zero 2",
     "checkpoint",
     "parked on the host",
+    "parked on a peer",
+    "optimizer on a peer",
     "Varuna",
     "Chimera",
     "sequence slices",

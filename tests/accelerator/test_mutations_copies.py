@@ -30,7 +30,7 @@ UNREACHED = {
     ): "before the clock is read: without it times are wrong, and no values",
 }
 _STORAGE = "schedlang.runtime.storage."
-NEAR = (f"{_STORAGE}copies", f"{_STORAGE}leaving", "schedlang.runtime.pipeline.parking")
+NEAR = (f"{_STORAGE}copies", f"{_STORAGE}offloaded_gradients", "schedlang.runtime.pipeline.parking")
 
 SLICES = "schedlang.runtime.grad_reduction.zero"
 

@@ -32,12 +32,10 @@ LIBRARIES = {
     "runtime/activation_memory/dynamic.py": {
         "fsdp"
     },  # FSDPModule: gathers are no part of a recomputation
-    "runtime/activation_memory/recompute_region.py": {"fsdp"},
+    "runtime/activation_memory/recompute.py": {"fsdp"},
     "runtime/checkpointing/boxes.py": {"checkpoint"},  # the format of its files
-    "runtime/storage/leaving.py": {"tensor"},
-    "runtime/grad_reduction/compressed.py": {"tensor"},
-    "runtime/grad_reduction/gradient.py": {"tensor"},
-    "runtime/grad_reduction/flat.py": {"tensor"},  # DTensor: parts have no flat gradient
+    "runtime/storage/offloaded_gradients.py": {"tensor"},
+    "runtime/grad_reduction/gradient.py": {"tensor"},  # DTensor: parts have no flat gradient
     "runtime/grad_reduction/zero.py": {"fsdp", "device_mesh"},  # the mesh that fully_shard is given
     "kernels/sharding.py": {"tensor"},
 }

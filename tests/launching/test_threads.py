@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from schedlang import runtime
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.activation_memory.selective import KeepCollectives
+from schedlang.runtime.activation_memory.selective import Chosen, Turns
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.launch.pool import Hang, RankDied, progress
 from tests.engine import Mismatch, Threads
@@ -252,14 +252,14 @@ def test_modes_see_the_collectives(threads: Threads) -> None:
     """Operators go through torch's dispatcher, as those of gloo: what keeps results sees them."""
 
     def work() -> tuple[list[float], int]:
-        keep = KeepCollectives()
+        keep = Chosen(Turns, (), collectives=True)
         found = []
         for mode in (keep.forward, keep.again):
             with mode:
                 x = torch.tensor([1.0 + dist.get_rank()])
                 dist.all_reduce(x)
                 found.append(x.item())
-        return found, len(keep.kept)
+        return found, len(keep.sent)
 
     assert threads.run(work, 2) == [([3, 3], 1)] * 2
 

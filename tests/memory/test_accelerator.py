@@ -148,16 +148,20 @@ def test_written_behind(acc: Any) -> None:
 
 def test_gradients_wait_for_none(acc: Any) -> None:
     """A second microbatch of gradients that leave has the host wait for nothing."""
-    from schedlang.runtime.storage.leaving import all_arrived, gradient_of, let_leave
+    from schedlang.runtime.storage.offloaded_gradients import (
+        gradient_of,
+        offload_gradients,
+        wait_for_offloaded,
+    )
 
     layers = [nn.Linear(8, 8).to("sim") for _ in range(2)]
     parameters = [p for layer in layers for p in layer.parameters()]
-    let_leave(parameters)
+    offload_gradients(parameters)
     x = torch.randn(4, 8, device="sim")
     with acc.no_synchronisation():
         for _ in range(2):
             layers[1](layers[0](x)).sum().backward()
-    all_arrived(parameters)
+    wait_for_offloaded(parameters)
     found = [gradient_of(p) for p in parameters]
     plain = [nn.Linear(8, 8).to("sim") for _ in range(2)]
     for one, other in zip(plain, layers):

@@ -19,7 +19,7 @@ from schedlang.passes.lower.build import build
 from schedlang.passes.propagate.propagate import root_of
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.simulate.account import account
-from schedlang.runtime.activation_memory.sensitivity import Place, places_of
+from schedlang.runtime.activation_memory.costs import Place, places_of
 from schedlang.runtime.forward import layers_of
 from tests import models
 from tests.engine import Threads

@@ -17,7 +17,7 @@ from schedlang.passes.partition.chains import Counting, costs_of
 from schedlang.passes.simulate.account import account
 from schedlang.remat.operators import Operator, choices, frontier, needed, pareto
 from schedlang.remat.rotor import Cost
-from schedlang.runtime.activation_memory.candidates import Menu
+from schedlang.runtime.activation_memory.costs import Menu
 from schedlang.runtime.activation_memory.recompute import checkpoint
 from schedlang.runtime.tracing.record import counted
 from tests import models

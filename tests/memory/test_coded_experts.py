@@ -11,7 +11,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.prove import Case, prove
 from schedlang.runtime.activation_memory.quantized import Coding, Tally, code
-from schedlang.runtime.storage.fewer import put_inside, uncoded
+from schedlang.runtime.storage.saved import put_inside, uncoded
 from tests import expert_models as models
 from tests.engine import Threads
 from tests.memory.test_coded import drawn

@@ -13,7 +13,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.prove import Case, prove
 from schedlang.runtime.offload import saved_tensors
-from schedlang.runtime.storage.own import is_copy
+from schedlang.runtime.storage.saved import is_copy
 from tests import models
 from tests.engine import Threads
 from tests.memory.test_coded import ROW, tokens

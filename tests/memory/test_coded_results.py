@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,7 +113,7 @@ def test_results_that_were_kept_as_they_are_are_found(
     """If kept results were not rounded, gradients would not be those of the one process."""
     from schedlang.runtime.activation_memory import recompute
 
-    monkeypatch.setattr(recompute, "keeper", lambda: None)
+    monkeypatch.setattr(recompute, "around", SimpleNamespace(code=None))
     found = kinds_that_differ(threads, monkeypatch, KEEP.format("linear") + ROW.format("int2"))
     assert "gradients" in found and "loss" not in found
 
@@ -122,9 +123,9 @@ def test_a_group_that_begins_anew_within_is_found(
 ) -> None:
     """If each module of a group started from its own rounded input, gradients would not be those
     of a second run of the group."""
-    from schedlang.runtime.activation_memory import recompute_region
+    from schedlang.runtime.activation_memory import recompute
 
-    monkeypatch.setattr(recompute_region.Region, "made", lambda self, output: None)
+    monkeypatch.setattr(recompute.Region, "made", lambda self, output: None)
     found = kinds_that_differ(threads, monkeypatch, GROUP.format(2) + ROW.format("int2"))
     assert "gradients" in found and "loss" not in found
 
@@ -269,7 +270,7 @@ def test_parts_of_sums_that_are_rounded_are_found(
     process, which has no such part."""
     from schedlang.runtime.activation_memory import selective
 
-    monkeypatch.setattr(selective, "is_summed", lambda: False)
+    monkeypatch.setattr(selective, "around", SimpleNamespace(summed=False))
     rows = GPT2 + KEEP.format("linear") + ROW.format("int2")
     assert "gradients" in kinds_that_differ(threads, monkeypatch, rows, "tp=2")
 

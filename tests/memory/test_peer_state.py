@@ -37,7 +37,7 @@ def test_same_bits(
     threads: Threads, monkeypatch: pytest.MonkeyPatch, size: int, rows: str, base: str, mesh: str
 ) -> None:
     """Losses, gradients, weights and state of three clipped steps are those of no rows."""
-    monkeypatch.setattr("schedlang.runtime.grad_reduction.flat.BUCKET_BYTES", size)
+    monkeypatch.setattr("schedlang.runtime.grad_reduction.gradient.BUCKET_BYTES", size)
     seen, plain = (
         trained(threads, planned(words(), r + base, mesh), BATCHES, adamw, clip=0.5)
         for r in (rows, "")
@@ -118,7 +118,7 @@ def most_home(plan: Any) -> tuple[int, int]:
 
 def test_one_round_is_home_at_a_time(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a step is made, no more comes home than the largest parameter's two moments."""
-    monkeypatch.setattr("schedlang.runtime.grad_reduction.flat.BUCKET_BYTES", 1)
+    monkeypatch.setattr("schedlang.runtime.grad_reduction.gradient.BUCKET_BYTES", 1)
     plan = planned(words(tied=False), ALL + PIPE, "pp=2")
     largest = max(2 * p.nbytes for p in words().layers[0].parameters())
     for most, out in threads.run(most_home, 2, plan):

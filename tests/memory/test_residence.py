@@ -23,12 +23,12 @@ from schedlang.passes.simulate.account import account
 from schedlang.runtime.grad_reduction.gradient import local_gradient
 from schedlang.runtime.offload.step import Tiers
 from schedlang.runtime.program import Program
-from schedlang.runtime.storage.leaving import local
-from schedlang.runtime.storage.scratch import Scratch
-from schedlang.runtime.storage.tiers import Residence, tier_of
+from schedlang.runtime.storage.offloaded_gradients import local
+from schedlang.runtime.storage.tiers import Scratch, tier_of
 from schedlang.viz.show import text, view
 from tests.engine import Threads
 from tests.proofs import adamw, assert_same, planned, proven, refused, sgd, trained
+from tests.residence import Residence
 
 WIDTH, WORDS = 24, 11
 ALL = "offload(parameters, to={0})\noffload(optimizer, to={0})\noffload(gradients, to={0})"
@@ -222,7 +222,7 @@ def test_device_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> Non
     """With layers streamed, 4, 8 and 16 of them need the same bytes on the device; else they grow
     with every layer, and so does what lies on the host."""
     monkeypatch.setattr("schedlang.runtime.offload.saved_tensors.SMALLEST", 0)
-    monkeypatch.setattr("schedlang.runtime.grad_reduction.flat.BUCKET_BYTES", 1)
+    monkeypatch.setattr("schedlang.runtime.grad_reduction.gradient.BUCKET_BYTES", 1)
     rows = "layers.* checkpoint()\nlayers.* offload(activations)\n" + ALL.format("cpu")
     four, eight, sixteen = (peaks(rows, layers) for layers in (4, 8, 16))
     assert four["device"] == eight["device"] == sixteen["device"]

@@ -51,7 +51,7 @@ def parked(plan: Timeline, how: str, rank: int = -1) -> Timeline:
 
 
 def _groups() -> list[Any]:
-    return [dist.new_group() for _ in range(4)] if dist.is_initialized() else []
+    return [dist.new_group() for _ in range(5)] if dist.is_initialized() else []
 
 
 def _train(make: Any, batch: Any, plan: Timeline, shift: bool) -> Any:

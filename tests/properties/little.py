@@ -11,10 +11,10 @@ ROOM = "schedlang.runtime"
 SIZES = {
     f"{ROOM}.offload.saved_tensors.SMALLEST": 1,  # every activation moves
     f"{ROOM}.pipeline.flight.SMALL": 64,  # bytes: most tensors cross a cut by themselves
-    f"{ROOM}.grad_reduction.flat.BUCKET_BYTES": 256,  # many sums of gradients
+    f"{ROOM}.grad_reduction.gradient.BUCKET_BYTES": 256,  # many sums of gradients
     f"{ROOM}.activation_memory.quantized.AT_ONCE": 16,  # elements: what is coded is coded in pieces
     f"{ROOM}.optim.whole_step.AT_ONCE": 16,
-    f"{ROOM}.storage.scratch._PIECE": 40,  # bytes, in the midst of a number
+    f"{ROOM}.storage.tiers._PIECE": 40,  # bytes, in the midst of a number
 }
 
 

@@ -86,8 +86,8 @@ def test_3_memory_rows_change_no_bit(threads: Threads, drawn: Drawn, data: st.Da
 def _owned(drawn: Drawn) -> list[dict[str, list[float]]]:
     """On this rank: the numbers of the elements that it holds of each parameter after a step."""
     from schedlang.passes.lower.build import build
-    from schedlang.runtime.checkpointing.moments import local
     from schedlang.runtime.grad_reduction.zero import reshard
+    from schedlang.runtime.storage.offloaded_gradients import local
 
     plan = engine.plan_of(drawn)
     start = 1.0

@@ -14,16 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedlang.runtime.checkpointing import boxes
-from schedlang.runtime.checkpointing.checksum import (
+from schedlang.runtime.checkpointing.index import (
     BEFORE,
     BY_NAME,
     NAME,
     ROWS,
     WORDS,
     Checksum,
+    Unreadable,
     checksum,
+    read_index,
 )
-from schedlang.runtime.checkpointing.index import Unreadable, read_index
 
 ROW, BLOCK = 8 * WORDS, 8 * WORDS * ROWS  # bytes
 DATA = random.Random(0).randbytes(2 * BLOCK + 3 * ROW + 1003)

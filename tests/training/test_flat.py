@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from schedlang.runtime.comm.collectives import Group
-from schedlang.runtime.grad_reduction import flat
-from schedlang.runtime.grad_reduction.flat import Flat, Held
-from schedlang.runtime.grad_reduction.gradient import Sum, sum_gradients
+from schedlang.runtime.grad_reduction import gradient
+from schedlang.runtime.grad_reduction.gradient import Flat, Held, Sum, sum_gradients
 from schedlang.runtime.launch.pool import Pool
 from tests.benchmarks import steps
 from tests.ranks import run_ranks
@@ -67,7 +66,7 @@ def test_ranks_of_one_sum_have_the_same_buckets(
 ) -> None:
     """Two stages share tied parameters, and lay them together with others of their own: what they
     send each other is cut in the same places all the same."""
-    monkeypatch.setattr(flat, "BUCKET_BYTES", most or flat.BUCKET_BYTES)
+    monkeypatch.setattr(gradient, "BUCKET_BYTES", most or gradient.BUCKET_BYTES)
     tied, sent = ("a", "b", "c"), []
     for own in (("x", *tied), (*tied, "y", "z"), ("x", "y", *tied, "z")):
         held = parameters(*own)

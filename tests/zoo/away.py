@@ -7,11 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from schedlang.runtime.offload.parameters import Held
-from schedlang.runtime.offload.peer import Peer
-from schedlang.runtime.offload.step import Away
+from schedlang.runtime.offload.step import Away, Peer
 from schedlang.runtime.pipeline.flight import work_of
 from schedlang.runtime.pipeline.parking import Parking, bag_of
-from schedlang.runtime.storage import leaving
+from schedlang.runtime.storage import offloaded_gradients
 from schedlang.runtime.storage.tiers import DISK
 from tests.zoo.bug import Operator, Patch, Site, bug
 
@@ -25,14 +24,14 @@ def brought_once(patch: Patch, site: Site) -> None:
 @bug("C14", "offload", Operator.REDUCTION, "streamed", row="offload(what=parameters")
 def last_microbatch_alone(patch: Patch, site: Site) -> None:
     """A gradient that leaves takes the place of the earlier microbatches'."""
-    plain = leaving._leave
+    plain = offloaded_gradients._offload
 
     def leave(scratch: Any, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            vars(parameter).pop(leaving._SLOT, None)
+            vars(parameter).pop(offloaded_gradients._SLOT, None)
         plain(scratch, parameter)
 
-    patch.setattr(leaving, "_leave", leave)
+    patch.setattr(offloaded_gradients, "_offload", leave)
 
 
 @bug("C15", "offload", Operator.SKIP, "streamed", row="offload(what=optimizer")

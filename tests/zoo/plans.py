@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from schedlang.runtime.activation_memory import dynamic, selective
+from schedlang.runtime.activation_memory import dynamic
 from schedlang.runtime.activation_memory.selective import Chosen
 from tests.zoo.bug import Operator, Patch, Site, bug
 
@@ -32,22 +32,22 @@ def one_store_for_all_microbatches(patch: Patch, site: Site) -> None:
 @bug("C17", "checkpoint", Operator.SLICE, "chosen", row="checkpoint(plan=pareto")
 def results_of_other_calls(patch: Patch, site: Site) -> None:
     """A second run is given the result that another call of the operator left."""
-    plain = selective._Second.__torch_dispatch__
+    plain = Chosen._second
 
-    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        swapped = dict(self.chosen.store)
+    def given(self: Any, *call: Any) -> Any:
+        swapped = dict(self.store)
         alike: dict[Any, Any] = {}
-        for key, held in self.chosen.store.items():
-            kind = (key[0], getattr(getattr(held, "tensor", None), "shape", None))
+        for key, held in self.store.items():
+            kind = (key[0], getattr(getattr(held, "saved", None), "shape", None))
             other = alike.setdefault(kind, key)
-            swapped[key], swapped[other] = self.chosen.store[other], held
-        before, self.chosen.store = self.chosen.store, swapped
+            swapped[key], swapped[other] = self.store[other], held
+        before, self.store = self.store, swapped
         try:
-            return plain(self, func, types, args, kwargs)
+            return plain(self, *call)
         finally:
-            self.chosen.store = before
+            self.store = before
 
-    patch.setattr(selective._Second, "__torch_dispatch__", dispatch)
+    patch.setattr(Chosen, "_second", given)
 
 
 @bug("C18", "checkpoint", Operator.SLICE, "budget", row="checkpoint(plan=dtr")

@@ -112,7 +112,7 @@ def saved_wrong(patch: Patch, site: Site) -> None:
     """What is saved of slices is not what the program holds."""
     import torch
 
-    from schedlang.runtime.checkpointing.moments import local
+    from schedlang.runtime.storage.offloaded_gradients import local
 
     plain = Program.save
 

@@ -1,1 +1,1 @@
-"""What is kept for a backward: recomputed, quantised, evicted under a budget."""
+"""Activations between forward and backward: recomputed, quantised, evicted under a budget."""

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,10 +17,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.activation_memory.recompute import versions, written_twice
-from schedlang.runtime.activation_memory.selective import alias, draws, fresh
+from schedlang.runtime.activation_memory.selective import draws, fresh
 from schedlang.runtime.device import Replayed, default_generators
 from schedlang.runtime.forward import layers_of, wrap
-from schedlang.runtime.tracing.record import key_of, operations
+from schedlang.runtime.tracing.record import key_of
+from schedlang.runtime.tracing.record import operations
+from schedlang.runtime.storage.saved import Policy
+from schedlang.runtime.storage.saved import alias
+from schedlang.runtime.storage.saved import slot
 
 # ---- What can be dropped and made again: storages with the operators that make them, within a
 # budget.
@@ -148,7 +151,7 @@ class Block:
 
     @property
     def parents(self) -> Sequence[Block]:
-        """What it is made of."""
+        """The blocks that it is made of."""
         return self.node.parents if self.node is not None else ()
 
     def __del__(self) -> None:
@@ -174,6 +177,11 @@ class Ref:
         ):
             return base
         return base.as_strided(self.shape, self.stride, self.offset)
+
+    def tensor(self) -> Tensor:
+        """This tensor, made again if it was dropped."""
+        with torch.no_grad():
+            return self.of(self.block.pool.bring(self.block))
 
 
 @dataclass(frozen=True)
@@ -212,7 +220,7 @@ class Node:
             parent.users.add(self)
 
     def run(self) -> list[Tensor | None]:
-        """What it gives, as it gave it."""
+        """Run again; the outputs, as they were."""
         self.filled([one.tensor for one in self._outside])
         with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
             copied = None if self.into is None else _copy(self.into)
@@ -303,19 +311,17 @@ def pools(model: nn.Module) -> list[Pool]:
     return list({id(one.pool): one.pool for one in found if isinstance(one, Dynamic)}.values())
 
 
-class Dynamic:
-    """The layer around the forward of one module."""
+class Dynamic(Policy):
+    """In a pool of so many bytes, which drops what is worth least and makes it again."""
 
     def __init__(self, module: nn.Module, pool: Pool) -> None:
         self.module, self.pool = module, pool
 
-    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `inner`, and note its operators; plainly where no gradient is recorded."""
-        if not torch.is_grad_enabled():
-            return inner(*args, **kwargs)
+    def saving(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run `inner`, and note its operators."""
         before = versions(self.module)
         noted = _Noted(self.module, self.pool)
-        with saved_tensors_hooks(noted.pack, _unpack), noted:
+        with slot(noted.pack), noted:
             output = inner(*args, **kwargs)
         noted.known.clear()
         written_twice(self.module, before)
@@ -392,7 +398,7 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return block.ref(tensor)
 
     def _entered(self, tensor: Tensor) -> Block:
-        """What this call did not make: it is kept as it is."""
+        """Keep a tensor that this call did not make as it is."""
         block = self._know(tensor)
         self.pool.hold(block, alias(tensor))
         return block
@@ -400,7 +406,7 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _write(
         self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], written: Sequence[Tensor]
     ) -> Any:
-        """What a tensor becomes is another block, made of the one that it was."""
+        """Run an operator that writes: a tensor becomes another block, made of what it was."""
         block = self._block(written[0]) if _plain(written[0]) else None
         if (
             len(written) > 1
@@ -425,7 +431,7 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _before_write(self, tensor: Tensor) -> None:
-        """What was made of a tensor can no longer be made once it is another one: it stays."""
+        """Pin all that was made of a tensor: once that is another one, it cannot be made again."""
         if not _plain(tensor) or self._weight(tensor):
             return
         block = self._block(tensor)
@@ -452,14 +458,6 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if block.tensor is None:
             self.pool.hold(block, tensor.detach().as_strided(*block.base))
         return block.ref(tensor)
-
-
-def _unpack(saved: Any) -> Tensor:
-    if isinstance(saved, Tensor):
-        return saved
-    with torch.no_grad():
-        found: Tensor = saved.of(saved.block.pool.bring(saved.block))
-    return found
 
 
 def _nothing() -> None:

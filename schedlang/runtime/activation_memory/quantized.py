@@ -17,18 +17,23 @@ from schedlang.runtime import scope
 from schedlang.runtime.comm import world
 from schedlang.runtime.device import on_accelerator
 from schedlang.runtime.forward import wrap
-from schedlang.runtime.offload.saved_tensors import Move, back, mover
 from schedlang.runtime.rng.logical_dropout import mixed
 from schedlang.runtime.sharding.leaf import know_coded
-from schedlang.runtime.storage.fewer import is_uncoded, keeping
-from schedlang.runtime.storage.own import (
+from schedlang.runtime.storage.saved import (
     HALVES,
     Addresses,
+    Pack,
+    Policy,
+    around,
+    as_it_is,
     given_whole,
     is_candidate,
     is_copy,
     own,
     place,
+    slot,
+    unpack,
+    within,
 )
 from schedlang.runtime.storage.tiers import reference_to
 
@@ -61,7 +66,7 @@ class Tipped:
         self.found[stream] = places, values
 
     def everyone(self) -> Found:
-        """What all ranks noted; those that share a stream draw alike for parts of their own."""
+        """The notes of all ranks; those that share a stream draw alike for parts of their own."""
         if world.size() == 1:
             return self.found
         out: dict[int, tuple[Tensor, Tensor]] = {}
@@ -155,7 +160,7 @@ class Rounded:
 
     @property
     def nbytes(self) -> int:
-        """What it takes."""
+        """The bytes that it takes."""
         return sum(t.untyped_storage().nbytes() for t in (self.codes, self.least, self.step))
 
     def tensor(self) -> Tensor:
@@ -256,7 +261,7 @@ class Ends:
         return away
 
     def one(self) -> Tensor:
-        """What stands for all of them; no number where there are some on both sides."""
+        """The value for all of them; no number where there are some on both sides."""
         above = torch.where(self.least > 0, self.most, torch.nan)
         return torch.where(self.most < 0, self.least, above)
 
@@ -317,7 +322,7 @@ def _unpacked(codes: Tensor, coding: Coding) -> Tensor:
 # that the call saves, so that a tensor is rounded alike in every layout that cuts the batch in the
 # same parts.  Ranks that split a tensor draw alike for their parts of it: so copies of what they
 # do not split stay alike. Inside of an offloaded module the whole numbers move.  Results that a
-# recomputation keeps beside what autograd saves come here by `fewer.keeper`.  Experts that ranks
+# recomputation keeps beside what autograd saves come here by `around.code`.  Experts that ranks
 # share out compute rows of other ranks, in an order that no single process has: what they save is
 # kept as it is.
 #
@@ -328,7 +333,7 @@ def _unpacked(codes: Tensor, coding: Coding) -> Tensor:
 
 @dataclass
 class Tally:
-    """What the coded modules of one program have kept so far: bytes before and after, tensors."""
+    """Counts of the coded modules of one program so far: bytes before and after, tensors."""
 
     before: int = 0
     after: int = 0
@@ -357,8 +362,8 @@ def code(
 
 
 @dataclass(eq=False)
-class Code:
-    """The layer around a module's forward."""
+class Code(Policy):
+    """In whole numbers of few bits."""
 
     module: nn.Module
     fqn: str
@@ -368,15 +373,12 @@ class Code:
     loose: int = 0  # calls outside of any scope
     looked: dict[tuple[object, ...], bool] = field(default_factory=dict)  # at values of a device
 
-    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `inner` with the hooks on; plainly where no gradient is recorded."""
-        if not torch.is_grad_enabled():
-            return inner(*args, **kwargs)
-        call = _Call(
-            self, _words(self), given_whole((args, kwargs)), mover(), Addresses(self.module)
-        )
+    def saving(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run `inner`; its whole numbers, and what is kept as it is, go to the offload around."""
+        given, move = given_whole((args, kwargs)), around.offload or as_it_is
+        call = _Call(self, _words(self), given, move, Addresses(self.module))
         try:
-            with keeping(call.pack), torch.autograd.graph.saved_tensors_hooks(call.pack, unpack):
+            with within(code=call.pack), slot(call.pack):
                 return inner(*args, **kwargs)
         finally:
             call.known.clear()
@@ -394,7 +396,7 @@ class Code:
         return any(is_copy(tensor, one) for one in own(self.module))
 
     def sees(self, asked: Callable[[Tensor], bool], tensor: Tensor, *turn: object) -> bool:
-        """What is asked of a tensor's values; on an accelerator, what was found there before."""
+        """Look at a tensor's values; on an accelerator, give what was found there before."""
         if not on_accelerator(tensor):
             return asked(tensor)
         key = asked.__name__, tensor.dtype, *turn
@@ -404,7 +406,7 @@ class Code:
 
 
 def _words(layer: Code) -> tuple[object, ...]:
-    """What tells one call of a module from all others of a training."""
+    """The words that tell one call of a module from all others of a training."""
     here = scope.current()
     if here is None:
         layer.loose += 1
@@ -419,6 +421,10 @@ class Moved:
     rest: Rounded
     codes: Any
 
+    def tensor(self) -> Tensor:
+        """The values that are meant, back on the device."""
+        return replace(self.rest, codes=unpack(self.codes)).tensor()
+
 
 @dataclass
 class _Call:
@@ -427,7 +433,7 @@ class _Call:
     layer: Code
     words: tuple[object, ...]
     given: frozenset[int]
-    move: Move
+    move: Pack
     own: Addresses
     asked: int = 0  # tensors that may be coded, so far; `saved`: those that have numbers
     saved: int = 0
@@ -435,8 +441,8 @@ class _Call:
     known: dict[tuple[object, ...], tuple[Any, Rounded | Moved]] = field(default_factory=dict)
 
     def pack(self, tensor: Tensor) -> Any:
-        """What autograd keeps of a tensor; one that is saved twice is kept once."""
-        if is_uncoded() or not is_candidate(tensor, self.given):
+        """Keep a tensor for autograd; one that is saved twice is kept once."""
+        if around.uncoded or not is_candidate(tensor, self.given):
             return self.move(tensor)
         if place(tensor) in self.own:
             return self.move(tensor)
@@ -489,15 +495,6 @@ def _shaped(made: Rounded, shape: torch.Size) -> Rounded:
     if made.shape == shape:
         return made
     return replace(made, shape=shape, stride=torch.empty(shape, device="meta").stride())
-
-
-def unpack(packed: Any) -> Tensor:
-    """What backward is given."""
-    if isinstance(packed, Rounded):
-        return packed.tensor()
-    if isinstance(packed, Moved):
-        return replace(packed.rest, codes=back(packed.codes)).tensor()
-    return back(packed)
 
 
 def extreme(tensor: Tensor) -> bool:

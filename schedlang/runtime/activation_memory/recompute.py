@@ -1,200 +1,138 @@
-"""Recompute a module's activations in backward instead of keeping them."""
+"""Run modules again in backward instead of keeping what they save: one alone, or several as one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.fsdp import FSDPModule
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir import nests as pytree
+from schedlang.remat import Tree, paths
 from schedlang.remat.operators import Key
-from schedlang.runtime.activation_memory.selective import (
-    Chosen,
-    KeepCollectives,
-    Kinds,
-    Numbers,
-    Turns,
-    draws,
-    fresh,
-    name_of,
-)
+from schedlang.runtime.activation_memory.selective import CLASSES, Chosen, numbers
 from schedlang.runtime.device import Replayed, default_generators, own_generators
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.inside import modules_in
 from schedlang.runtime.modes import reentry
 from schedlang.runtime.pipeline.arguments import put, take
+from schedlang.runtime.pipeline.stage import enter
 from schedlang.runtime.scope import site
-from schedlang.runtime.storage.fewer import keeper
+from schedlang.runtime.storage.saved import Policy, around, slot
 
-# ---- All that a call's numbers hang on besides its arguments, as it was before the call.
+# ---- A second run: its arguments, and all that its numbers hang on besides.
+# A collective inside a module is issued again in backward.  Every rank recomputes the same modules
+# in the same order, because backward order is that of the same graph, so that they meet.
 
 
-class Draws(AbstractContextManager[None]):
-    """All that a call's numbers hang on besides its arguments: torch's generators, and autocast."""
+class Rerun:
+    """A forward: first with the arguments as they came, later with these rebuilt of tensors."""
 
-    def __init__(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
-        kinds = sorted({t.device.type for t in tensors} | {"cpu"} - {"meta"})
-        self.casts = [_autocast(kind) for kind in kinds if kind != "meta"]
-        default = default_generators(t.device for t in tensors)
-        self.replayed = Replayed([*default, *own_generators(module)])
+    def __init__(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self.inner = inner
+        self.first: tuple[Any, Any] | None = (args, kwargs)
+        self.tensors: list[Tensor] = []  # of the arguments, until somebody takes them
+        self.template = take((args, kwargs), self.tensors)
+
+    def taken(self) -> list[Tensor]:
+        """The tensors of the arguments, of which this lets go."""
+        tensors, self.tensors = self.tensors, []
+        return tensors
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """Run it."""
+        if self.first is not None:
+            (args, kwargs), self.first = self.first, None  # let go of the tensors
+        else:
+            args, kwargs = put(self.template, tensors)
+        return self.inner(*args, **kwargs)
+
+
+def draws(module: nn.Module, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """All that a call's numbers hang on besides its arguments: torch's generators, and autocast.
+
+    As they are now; to be entered for a second run.
+    """
+    kinds = sorted({t.device.type for t in tensors} | {"cpu"})
+    default = default_generators(t.device for t in tensors)
+    casts = [_autocast(kind) for kind in kinds if kind != "meta"]
+    return _Together([Replayed([*default, *own_generators(module)]), *casts])
+
+
+def _autocast(kind: str) -> partial[torch.amp.autocast]:
+    return partial(
+        torch.amp.autocast,
+        kind,
+        dtype=torch.get_autocast_dtype(kind),
+        enabled=torch.is_autocast_enabled(kind),
+        cache_enabled=torch.is_autocast_cache_enabled(),
+    )
+
+
+def contexts(
+    save: tuple[str, ...],
+    generators: Sequence[torch.Generator] = (),
+    chosen: frozenset[Key] = frozenset(),
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts of the forward and of the recomputation, in which `generators` draw alike."""
+    again: list[AbstractContextManager[Any]] = [reentry()]
+    if generators:
+        again.append(Replayed(generators))
+    if not (chosen or save):
+        return nullcontext(), _together(again)
+    keep = around.code
+    some = Chosen(*numbers(save, chosen, keep is not None), keep, "collective" in save)
+    return some.forward, _together([*again, some.again])
+
+
+def _together(parts: list[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    return parts[0] if len(parts) == 1 else _Together(parts)
+
+
+Context = AbstractContextManager[Any] | partial[Any]
+
+
+class _Together(AbstractContextManager[None]):
+    """Several contexts, the last innermost; those that are partial are made anew at each entry."""
+
+    def __init__(self, parts: Sequence[Context]) -> None:
+        self.parts = parts
         self.stacks: list[ExitStack] = []
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            stack.enter_context(self.replayed)
-            for kind, options in self.casts:
-                stack.enter_context(torch.amp.autocast(kind, **options))
+            for part in self.parts:
+                stack.enter_context(part() if isinstance(part, partial) else part)
             self.stacks.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> None:
         self.stacks.pop().__exit__(*error)
 
 
-def _autocast(kind: str) -> tuple[str, dict[str, Any]]:
-    options = dict(
-        dtype=torch.get_autocast_dtype(kind),
-        enabled=torch.is_autocast_enabled(kind),
-        cache_enabled=torch.is_autocast_cache_enabled(),
-    )
-    return kind, options
+# ---- Buffers that a forward changes, which a second one would change once more.
 
 
-# ---- Recompute a module's activations in backward instead of keeping them.
-# Activation checkpointing (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016) by
-# torch's non-reentrant `checkpoint`, put around the forward of one module instance: names, hooks
-# and state_dict stay.  The module's own hooks lie outside, in `__call__`, and so run once; hooks
-# of its submodules run again in recomputation, as FSDP's must.
-#
-# A collective inside the module is issued again in backward.  Every rank recomputes the same
-# modules in the same order, because backward order is that of the same graph, so that they meet.
-
-
-_OPERATORS = {
-    "linear": (
-        "aten::mm aten::addmm aten::bmm aten::baddbmm aten::linear aten::_grouped_mm "
-        "aten::_scaled_mm mkldnn::_linear_pointwise"
-    ),
-    "attention": (
-        "aten::_scaled_dot_product_flash_attention "
-        "aten::_scaled_dot_product_flash_attention_for_cpu "
-        "aten::_scaled_dot_product_efficient_attention "
-        "aten::_scaled_dot_product_cudnn_attention "
-        "aten::_scaled_dot_product_fused_attention_overrideable "
-        "aten::_flash_attention_forward aten::_efficient_attention_forward "
-        "aten::_cudnn_attention_forward flex_attention"
-    ),
-    "collective": (
-        "_c10d_functional::all_gather_into_tensor _c10d_functional::all_reduce "
-        "_c10d_functional::all_to_all_single _c10d_functional::reduce_scatter_tensor "
-        "_c10d_functional::broadcast _c10d_functional::wait_tensor"
-    ),
-}
-CLASSES = tuple(_OPERATORS)
 Versions = dict[str, tuple[int, int]]  # of buffers: identity and count of changes in place
 
 
-def checkpoint(module: nn.Module, save: Collection[str] = (), chosen: Collection[Key] = ()) -> None:
-    """Recompute `module` in backward, in place; gradients stay the same bit by bit.
-
-    `save` names classes of operators (of CLASSES) whose results are kept: `linear` matrix products,
-    `attention` the fused attention kernels, those of packages among them (see attends),
-    `collective` communication, which then is not repeated.
-    `chosen`, without `save`, are single operators instead (see selective.py).
-    Inside of a coded module the results that are kept are coded, too (see quantized.py).
-    A kernel that draws random numbers is recomputed all the same: were it skipped, the draws after
-    it would differ.  The random state is restored for the recomputation, and the ambient modes are
-    entered again.  Raises Refusal when a forward changes a buffer, which would change it twice.
-    """
-    assert set(save) <= set(CLASSES), save
-    layer = Checkpoint(module, tuple(sorted(save)))
-    layer.chosen = frozenset(chosen)
-    wrap(module, "checkpoint", layer)
-
-
-def updates_buffers(model: nn.Module, run: Callable[[], object]) -> dict[str, tuple[str, ...]]:
-    """The buffers that each module changes itself during `run()`: {module path: buffer names}.
-
-    `run` calls the model once, on the meta device or a real one; in-place changes and replaced
-    tensors both count.  Modules whose forward changes nothing are left out.
-    """
-    before = {path: versions(module, False) for path, module in model.named_modules()}
-    with _Statistics() as statistics:
-        run()
-    changed: dict[str, tuple[str, ...]] = {}
-    for path, module in model.named_modules():
-        after = versions(module, False)
-        names = tuple(
-            name
-            for name, state in after.items()
-            if state != before[path].get(name) or state[0] in statistics.written
-        )
-        if names:
-            changed[path] = names
-    return changed
-
-
-def versions(module: nn.Module, recurse: bool = True) -> Versions:
-    """What changes when a buffer of a module is written into or replaced, by its name."""
+def versions(module: nn.Module) -> Versions:
+    """Facts of each buffer, by name, that change when it is written into or replaced."""
     found: Versions = {}
-    for path, one in modules_in(module) if recurse else [("", module)]:
+    for path, one in modules_in(module):
         for name, buffer in one._buffers.items():
             if buffer is not None:
                 version = 0 if buffer.is_inference() else buffer._version
                 found[f"{path}.{name}" if path else name] = (id(buffer), version)
     return found
-
-
-class _Statistics(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Finds running statistics written by batch norms, which say nowhere that they write."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.written: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        named = dict(zip((a.name for a in func._schema.arguments), args)) | (kwargs or {})
-        # without a flag `training` in its schema, a variant of the operator always trains
-        if "batch_norm" in func._schema.name and named.get("training", True):
-            self.written |= {id(named.get("running_mean")), id(named.get("running_var"))}
-        return func(*args, **(kwargs or {}))
-
-
-class Checkpoint:
-    """The layer around a module's forward: torch's checkpoint, with all tensors as its inputs.
-
-    Tensors among keyword arguments and inside containers become positional inputs, so that hooks
-    around the checkpoint (offloading) see them.
-    """
-
-    def __init__(self, module: nn.Module, save: tuple[str, ...]) -> None:
-        self.module = module
-        self.save = save
-        self.chosen: frozenset[Key] = frozenset()
-
-    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `inner` under checkpoint; plainly where no gradient is recorded."""
-        if not torch.is_grad_enabled():
-            return inner(*args, **kwargs)
-        before = versions(self.module)
-        tensors: list[Tensor] = []
-        template = take((args, kwargs), tensors)
-        region = _Region(inner, args, kwargs, template)
-        out = torch_checkpoint(
-            region,
-            *tensors,
-            use_reentrant=False,
-            context_fn=partial(contexts, self.save, own_generators(self.module), self.chosen),
-        )
-        written_twice(self.module, before)
-        return out
 
 
 def written_twice(module: nn.Module, before: Versions) -> None:
@@ -219,94 +157,338 @@ def _own_class(module: nn.Module) -> str:
     return names[names.index("FSDPModule") + 1 if "FSDPModule" in names else 0]
 
 
-class _Region:
-    """The function that checkpoint calls: first with the arguments as they came, later rebuilt."""
-
-    def __init__(self, inner: Callable[..., Any], args: Any, kwargs: Any, template: Any) -> None:
-        self.inner = inner
-        self.first: tuple[Any, Any] | None = (args, kwargs)
-        self.template = template
-
-    def __call__(self, *tensors: Tensor) -> Any:
-        if self.first is not None:
-            (args, kwargs), self.first = self.first, None  # let go of the tensors
-        else:
-            args, kwargs = put(self.template, tensors)
-        return self.inner(*args, **kwargs)
+# ---- One module: torch's non-reentrant `checkpoint`, put around the forward of one instance.
+# Activation checkpointing (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
+# Names, hooks and state_dict stay.  The module's own hooks lie outside, in `__call__`, and so run
+# once; hooks of its submodules run again in recomputation, as FSDP's must.
 
 
-def contexts(
-    save: tuple[str, ...],
-    generators: Sequence[torch.Generator] = (),
-    chosen: frozenset[Key] = frozenset(),
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts of the forward and of the recomputation, in which `generators` draw alike."""
-    forward: list[AbstractContextManager[Any]] = []
-    again: list[AbstractContextManager[Any]] = [reentry()]
-    if generators:
-        again.append(Replayed(generators))
-    if "collective" in save:
-        sent = KeepCollectives()
-        forward.append(sent.forward)
-        again.append(sent.again)
-    if chosen or save:
-        keep = keeper()
-        some = Chosen(*numbers(save, chosen, keep is not None), keep)
-        forward.append(some.forward)
-        again.append(some.again)
-    return _together(forward), _together(again)
+def checkpoint(module: nn.Module, save: Collection[str] = (), chosen: Collection[Key] = ()) -> None:
+    """Recompute `module` in backward, in place; gradients stay the same bit by bit.
 
-
-def _together(parts: list[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
-    return parts[0] if len(parts) == 1 else _Together(parts) if parts else nullcontext()
-
-
-class _Together(AbstractContextManager[None]):
-    """Several contexts, the last innermost; it may be entered again."""
-
-    def __init__(self, parts: list[AbstractContextManager[Any]]) -> None:
-        self.parts = parts
-        self.stacks: list[ExitStack] = []
-
-    def __enter__(self) -> None:
-        with ExitStack() as stack:
-            for part in self.parts:
-                stack.enter_context(part)
-            self.stacks.append(stack.pop_all())
-
-    def __exit__(self, *error: Any) -> None:
-        self.stacks.pop().__exit__(*error)
-
-
-def numbers(
-    save: tuple[str, ...], chosen: frozenset[Key], coded: bool
-) -> tuple[Callable[[], Numbers], Collection[Hashable] | None]:
-    """How the calls are named whose results are kept, and the names that are (None: all).
-
-    Results that are `coded` are rounded by draws that follow from their numbers: only what every
-    layout records may have one.
+    `save` names classes of operators (of CLASSES) whose results are kept: `linear` matrix products,
+    `attention` the fused attention kernels, those of packages among them (see attends),
+    `collective` communication, which then is not repeated.
+    `chosen`, without `save`, are single operators instead (see selective.py).
+    Inside of a coded module the results that are kept are coded, too (see quantized.py).
+    A kernel that draws random numbers is recomputed all the same: were it skipped, the draws after
+    it would differ.  The random state is restored for the recomputation, and the ambient modes are
+    entered again.  Raises Refusal when a forward changes a buffer, which would change it twice.
     """
-    if chosen:
-        return Turns, chosen
-    return partial(Kinds, partial(keeps, operators(save)), coded), None
+    assert set(save) <= set(CLASSES), save
+    layer = Checkpoint(module, tuple(sorted(save)))
+    layer.chosen = frozenset(chosen)
+    wrap(module, "checkpoint", layer)
 
 
-def operators(save: tuple[str, ...]) -> frozenset[str]:
-    """The names of the operators of some classes."""
-    return frozenset(save) | {name for each in save for name in _OPERATORS[each].split()}
+class Checkpoint(Policy):
+    """Dropped, and made again by torch's checkpoint, with all tensors as its inputs.
+
+    Tensors among keyword arguments and inside containers become positional inputs, so that hooks
+    around the checkpoint (offloading) see them.
+    """
+
+    def __init__(self, module: nn.Module, save: tuple[str, ...]) -> None:
+        self.module = module
+        self.save = save
+        self.chosen: frozenset[Key] = frozenset()
+
+    def saving(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run `inner` under checkpoint."""
+        before = versions(self.module)
+        rerun = Rerun(inner, args, kwargs)
+        out = torch_checkpoint(
+            rerun,
+            *rerun.taken(),
+            use_reentrant=False,
+            context_fn=partial(contexts, self.save, own_generators(self.module), self.chosen),
+        )
+        written_twice(self.module, before)
+        return out
 
 
-def keeps(kept: frozenset[str], operator: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the result of a call is kept: of these operators, new, and the same again."""
-    wanted = name_of(operator) in kept or ("attention" in kept and attends(operator))
-    return wanted and fresh(operator) and not draws(operator, args, kwargs)
+# ---- Several modules as one region, while the model's own loop calls them one by one.
+# A region keeps what enters it from outside, and drops what autograd saves within. When backward
+# asks for the first of that, its modules run again, in the order and with the arguments of their
+# calls: a tensor that one of them made comes from that one's second run, any other was kept. What
+# the code between two calls does is not run again: it need not be known, and what it makes is an
+# input that is kept. Regions may hold regions: then an inner one is an input of the outer one's
+# second run (nested checkpoints; Beaumont et al., Optimal checkpointing for heterogeneous chains,
+# 2019).
 
 
-def attends(operator: Any) -> bool:
-    """Whether an operator that is not torch's own says by its name that it is an attention's
-    forward, as `flash_attn::_flash_attn_forward`, and writes into nothing."""
-    space, _, _ = name_of(operator).partition("::")
-    said = name_of(operator).lower()
-    back = any(word in said for word in ("backward", "bwd", "grad"))
-    named = "attn" in said or "attention" in said
-    return space not in ("aten", "prims") and named and not back and fresh(operator)
+Source = tuple[bool, int, int]  # made within, the region's call, and which of its tensors
+
+
+def regions(modules: Sequence[nn.Module], tree: Tree, save: tuple[str, ...] = ()) -> None:
+    """Recompute modules, which a model calls one after another, as the regions of a tree.
+
+    `save` is that of `checkpoint`; where regions hold regions it is empty. A call out of
+    turn begins a region of its own. Gradients stay the same bit by bit.
+    """
+    chain = Chain(tree, save)
+    for place, module in enumerate(modules):
+        if chain.paths[place]:
+            wrap(module, "checkpoint", Link(chain, place, module))
+
+
+class Link(Policy):
+    """Dropped with what other modules of a chain save, and made again with it."""
+
+    def __init__(self, chain: Chain, place: int, module: nn.Module) -> None:
+        self.chain, self.place, self.module = chain, place, module
+
+    @property
+    def save(self) -> tuple[str, ...]:
+        """The classes of operators whose results are kept."""
+        return self.chain.save
+
+    def saving(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run `inner` within its regions."""
+        return self.chain.call(self.place, Call(self.module, Rerun(inner, args, kwargs), self.save))
+
+
+class Chain:
+    """Modules that are called one after another, and which regions are open in this pass."""
+
+    def __init__(self, tree: Tree, save: tuple[str, ...]) -> None:
+        self.tree, self.save, self.paths = tree, tuple(sorted(save)), paths(tree)
+        self.next = -1
+        self.open: dict[int, Region] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Chain:
+        """The chain of a copy of the modules, with nothing open."""
+        return Chain(self.tree, self.save)
+
+    def call(self, place: int, call: Call) -> Any:
+        """One call of a module: it goes on with the open regions if its turn has come."""
+        if place != self.next:
+            self.open = {}
+        path = self.paths[place]
+        self.open = {number: self.open.get(number) or Region() for number in path}
+        around = tuple(self.open.values())
+        self.next = place + 1
+        after = self.paths[place + 1] if place + 1 < len(self.paths) else ()
+        try:
+            return call.run(around)
+        except BaseException:
+            self.next = -1  # the pass ends here, and so do its regions
+            raise
+        finally:
+            # a region that ends here lives on in what autograd saved, and nowhere else
+            self.open = {n: r for n, r in self.open.items() if n in after and self.next >= 0}
+
+
+class Call:
+    """One call of a module: what its second run needs, but for the tensors."""
+
+    def __init__(self, module: nn.Module, rerun: Rerun, save: tuple[str, ...]) -> None:
+        self.module, self.rerun = module, rerun
+        self.needs_grad = tuple(t.requires_grad for t in rerun.tensors)
+        self.forward, self.again = contexts(save)
+        self.draws = draws(module, rerun.tensors)
+        self.inside: tuple[tuple[int, ...], ...] = ()  # for each region: which arguments it keeps
+
+    def run(self, around: tuple[Region, ...]) -> Any:
+        """The first run, within these regions, the outermost first."""
+        tensors, before = self.rerun.taken(), versions(self.module)
+        with ExitStack() as stack:
+            kept: list[tuple[int, ...]] = []
+            for region in around:  # what an inner region keeps is saved to the outer one
+                kept.append(region.begin(self, tensors, len(kept)))
+                stack.enter_context(slot(region.pack))
+            self.inside = tuple(kept)
+            stack.enter_context(self.forward)
+            output = self.rerun(*tensors)
+        written_twice(self.module, before)
+        for region in around:
+            region.made(output)
+        return output
+
+    def repeat(self, depth: int, tensors: Sequence[Tensor]) -> Any:
+        """The second run, of the region at this depth; regions inside of it drop and keep anew."""
+        if isinstance(self.module, FSDPModule):
+            self.module.unshard()  # it is freed after its backward, as ever
+        given = [_entering(t, needs) for t, needs in zip(tensors, self.needs_grad, strict=True)]
+        with self.draws, self.again, ExitStack() as stack:
+            for kept in self.inside[depth + 1 :]:
+                hold([tensors[k] for k in kept])
+                stack.enter_context(slot(_forget))
+            return self.rerun(*given)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A call as one region sees it: where each of its tensors comes from."""
+
+    call: Call
+    depth: int
+    sources: tuple[Source, ...]
+    kept: Callable[[], Sequence[Tensor]]  # what came from outside and no call before had
+
+
+class Region:
+    """Some calls of modules, recomputed together."""
+
+    def __init__(self) -> None:
+        self.entries: list[_Entry] = []
+        self.dropped: list[weakref.ref[_Dropped]] = []
+        self._known: list[_Known] = []
+
+    # -- forward -----------------------------------------------------------------------------
+
+    def begin(self, call: Call, tensors: Sequence[Tensor], depth: int) -> tuple[int, ...]:
+        """Take note of a call; keeps those of its tensors that are new here: their places."""
+        sources: list[Source] = []
+        kept: list[int] = []
+        for place, tensor in enumerate(tensors):
+            source = next((known.source for known in self._known if known.is_(tensor)), None)
+            if source is None:
+                source = (False, len(self.entries), len(kept))
+                kept.append(place)
+                self._know(source, tensor)
+            sources.append(source)
+        held = hold([tensors[place] for place in kept])
+        self.entries.append(_Entry(call, depth, tuple(sources), held))
+        return tuple(kept)
+
+    def made(self, output: Any) -> None:
+        """Know the tensors that the last call gave, should a later one take them."""
+        number = len(self.entries) - 1
+        for k, leaf in enumerate(_leaves(output)):
+            self._know((True, number, k), leaf)
+
+    def _know(self, source: Source, value: Any) -> None:
+        if type(value) is Tensor:  # of others the storage does not say what they are
+            self._known.append(_Known(source, value))
+
+    def pack(self, tensor: Tensor) -> _Dropped:
+        """Drop a tensor that autograd saves."""
+        dropped = _Dropped(self, tuple(tensor.shape), tensor.dtype)
+        self.dropped.append(weakref.ref(dropped))
+        return dropped
+
+    # -- backward ----------------------------------------------------------------------------
+
+    def again(self) -> None:
+        """Run all calls once more, and fill in what was dropped."""
+        count = 0
+
+        def fill(tensor: Tensor) -> Tensor:
+            nonlocal count
+            dropped = self.dropped[count]() if count < len(self.dropped) else None
+            count += 1
+            value = tensor.detach()
+            if dropped is not None:
+                self._check(dropped, value)
+                dropped.value = value
+            if count >= len(self.dropped):
+                raise _Enough
+            return value
+
+        made: list[Sequence[Any]] = []
+        kept: list[Sequence[Any]] = []
+        try:
+            with torch.enable_grad(), slot(fill):
+                for entry in self.entries:
+                    kept.append(entry.kept())
+                    tensors = [(made if own else kept)[c][k] for own, c, k in entry.sources]
+                    output = entry.call.repeat(entry.depth, tensors)
+                    made.append([_alone(leaf) for leaf in _leaves(output)])
+        except _Enough:
+            return
+        self._fail(f"saved {count} tensors the second time, {len(self.dropped)} the first")
+
+    def _check(self, dropped: _Dropped, value: Tensor) -> None:
+        if (tuple(value.shape), value.dtype) != (dropped.shape, dropped.dtype):
+            self._fail(
+                f"saved {value.dtype}{list(value.shape)} the second time where it saved "
+                f"{dropped.dtype}{list(dropped.shape)} the first"
+            )
+
+    def _fail(self, what: str) -> None:
+        names = ", ".join(dict.fromkeys(type(e.call.module).__name__ for e in self.entries))
+        raise RuntimeError(f"recomputation of {names} took another way: it {what}")
+
+
+@dataclass(eq=False)
+class _Dropped:
+    """A note in place of a saved tensor; the first that is asked for brings all."""
+
+    region: Region
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    value: Tensor | None = field(default=None)
+
+    def tensor(self) -> Tensor:
+        """Give it once: another backward runs the region again."""
+        if self.value is None:
+            self.region.again()
+        value, self.value = self.value, None
+        assert value is not None
+        return value
+
+
+class _Known:
+    """A tensor that is known again without being held: by its storage, view and version."""
+
+    def __init__(self, source: Source, tensor: Tensor) -> None:
+        self.source = source
+        self.storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self.facts = _facts(tensor)
+
+    def is_(self, tensor: Tensor) -> bool:
+        """Whether this is that tensor, or the same view of it, not written into since."""
+        if type(tensor) is not Tensor or self.storage.expired():  # type: ignore[no-untyped-call]
+            return False
+        return bool(
+            tensor.untyped_storage()._cdata == self.storage.cdata and _facts(tensor) == self.facts
+        )
+
+
+class _Enough(BaseException):
+    """All that was saved is back; not an Exception, so that no model catches it."""
+
+
+class _Hold(torch.autograd.Function):
+    """Saves tensors, through whatever hooks are on, and hands out nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty_like(anchor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("nothing depends on what is held")
+
+
+def hold(tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+    """Keep tensors as autograd keeps them; the result gives them back, again and again."""
+    if not tensors:
+        return tuple
+    anchor = torch.empty(0, device="cpu", requires_grad=True)
+    held: Any = _Hold.apply(anchor, *[t.detach() for t in tensors])  # type: ignore[no-untyped-call]
+    return lambda: held.grad_fn.saved_tensors
+
+
+def _entering(tensor: Tensor, needs_grad: bool) -> Tensor:
+    """An argument of a second run: it may be written into, and its history is not asked for."""
+    return enter(tensor.detach().requires_grad_()) if needs_grad else tensor.detach()
+
+
+def _leaves(output: Any) -> list[Any]:
+    return [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
+
+
+def _alone(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _facts(tensor: Tensor) -> tuple[Any, ...]:
+    view = (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
+    return (*view, tensor.is_conj(), tensor.is_neg(), tensor._version)
+
+
+def _forget(tensor: Tensor) -> None:
+    return None  # nobody asks for it: the graph of a second run is never walked

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from schedlang.runtime.activation_memory.recompute import numbers
+from schedlang.runtime.activation_memory.recompute import hold
+from schedlang.runtime.activation_memory.selective import Numbered, numbers
 from schedlang.runtime.device import Replayed, on_host, own_generators
 from schedlang.runtime.pipeline.arguments import put, take
 from schedlang.runtime.scope import capture, site
+from schedlang.runtime.storage.saved import as_it_is, slot
 from schedlang.runtime.tracing.torch_calls import name_of
 from schedlang.runtime.tracing.units import Switch
 
@@ -62,7 +63,7 @@ class Repeats:
         self.quiet = False
 
     def run(self, forward: Any) -> list[Difference]:
-        """What differs during `forward()`, which calls the model."""
+        """The differences during `forward()`, which calls the model."""
         switch = Switch(self.model, self.names)
         try:
             with switch.using(self._call):
@@ -143,7 +144,7 @@ class _Listening(TorchFunctionMode):
 
 
 def _said(value: Any) -> str:
-    """What a value is, of tensors what is known without data."""
+    """A value as text; of tensors, all that is known without data."""
     if isinstance(value, Tensor):
         known = f"{list(value.shape)}"
         if type(value) is Tensor and on_host(value) and not value.requires_grad:
@@ -169,21 +170,8 @@ def _line() -> str:
 
 def through(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors as the innermost hooks give them back, detached; each asks for its gradient."""
-    if not tensors:
-        return []
-    begin = torch.zeros((), device=tensors[0].device).requires_grad_()  # without it none is saved
-    made: Any = _Keep.apply(begin, *tensors)  # type: ignore[no-untyped-call]
-    kept = made.grad_fn.saved_tensors
-    return [new.detach().requires_grad_(old.requires_grad) for old, new in zip(tensors, kept)]
-
-
-class _Keep(torch.autograd.Function):
-    """Saves its inputs, and computes nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, begin: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return begin.clone()
+    both = zip(tensors, hold(tensors)())
+    return [new.detach().requires_grad_(old.requires_grad) for old, new in both]
 
 
 def watch_again(model: nn.Module, modules: Iterable[str]) -> None:
@@ -201,7 +189,7 @@ def _again(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     take((args, kwargs), tensors)
     with torch._C.DisableTorchFunction():
         through(tensors)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+    with slot(as_it_is):
         return inner(*args, **kwargs)
 
 
@@ -212,7 +200,7 @@ def _again(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @dataclass
 class _Result:
-    """What one operator gave: where it ran, its tensors with their versions, and their values.
+    """The result of one operator: where it ran, its tensors with their versions, and their values.
 
     `whole`: it is kept as it is; where it was written into since, it is made again (`stale`).
     """
@@ -258,7 +246,7 @@ class Results:
         """The first run."""
         if not self.some:
             return inner(*args, **kwargs)
-        with _Noting(self):
+        with Numbered(self.numbers, self._note):
             return inner(*args, **kwargs)
 
     def keep(self) -> None:
@@ -270,43 +258,24 @@ class Results:
         """The second run, in which they take the place of what their operators would give."""
         if not self.some:
             return inner(*args, **kwargs)
-        with _Giving(self):
+        with Numbered(self.numbers, self._give):
             return inner(*args, **kwargs)
 
-
-class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, results: Results) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.results, self.turns = results, results.numbers()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        key = self.turns.of(func, args, kwargs)
+    def _note(self, run: Numbered, func: Any, args: Any, kwargs: Any) -> Any:
+        key = run.turns.of(func, args, kwargs)
         out = func(*args, **kwargs)
-        if self.results.names(key):
+        if self.names(key):
             leaves, spec = tree_flatten(out)
             # a later operator may write into them
             copies = [(t._version, t.clone()) for t in leaves if isinstance(t, torch.Tensor)]
-            whole = any(_inside(site(), part) for part in self.results.parts)
-            self.results.found[key] = _Result(capture(), leaves, spec, whole, copies)
+            whole = any(_inside(site(), part) for part in self.parts)
+            self.found[key] = _Result(capture(), leaves, spec, whole, copies)
         return out
+
+    def _give(self, run: Numbered, func: Any, args: Any, kwargs: Any) -> Any:
+        kept = self.found.get(run.turns.of(func, args, kwargs))
+        return func(*args, **kwargs) if kept is None or kept.stale else kept.given()
 
 
 def _inside(fqn: str, part: str) -> bool:
     return fqn == part or fqn.startswith(f"{part}.")
-
-
-class _Giving(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, results: Results) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.results, self.turns = results, results.numbers()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        key = self.turns.of(func, args, kwargs)
-        kept = self.results.found.get(key)
-        return func(*args, **kwargs) if kept is None or kept.stale else kept.given()

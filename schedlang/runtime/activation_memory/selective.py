@@ -1,9 +1,10 @@
-"""Results that are kept for a recomputation: of collectives, and of single operators."""
+"""Results kept for a recomputation: of classes of operators, of single ones, of collectives."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -12,10 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedlang.remat.operators import Key
-from schedlang.runtime.activation_memory.quantized import unpack
-from schedlang.runtime.storage.fewer import Keep, is_summed
+from schedlang.runtime.storage.saved import Kept, Pack, alias, around, unpack
 
-# ---- Keep the results of collectives for a recomputation, so that no rank communicates twice.
+# ---- Collectives, whose results are kept so that no rank communicates twice.
 # torch's selective checkpointing keeps what an operator returns.  The collectives of
 # torch.distributed write into a tensor of the caller's instead; skipped, they would leave it as it
 # was, and the gradients would be wrong without a word.  Here the recomputation copies the kept
@@ -36,15 +36,6 @@ _NAMES = (
 )
 
 
-class KeepCollectives:
-    """Two dispatch modes over one store: `forward` fills it, `again` reads it in the same order."""
-
-    def __init__(self) -> None:
-        self.kept: list[tuple[list[Tensor], list[int], Any]] = []
-        self.forward = _Record(self.kept)
-        self.again = _Replay(self.kept)
-
-
 def _is_collective(func: Any) -> bool:
     namespace, _, name = func.name().partition("::")
     name, _, _ = name.partition(".")
@@ -60,70 +51,6 @@ def _written(args: tuple[Any, ...]) -> list[Tensor]:
         return [tensor for each in value for tensor in flat(each)]
 
     return flat(args[0])
-
-
-class Seeing(TorchDispatchMode):
-    """A mode that sees operators of a higher order (flex_attention), and leaves alone what is
-    compiled."""
-
-    supports_higher_order_operators = True
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()  # type: ignore[no-untyped-call]
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Whether functions stay compiled."""
-        return True
-
-
-class _Record(Seeing):
-    def __init__(self, kept: list[tuple[list[Tensor], list[int], Any]]) -> None:
-        super().__init__()
-        self.kept = kept
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if _is_collective(func):
-            tensors = [alias(tensor) for tensor in _written(args)]
-            self.kept.append((tensors, [tensor._version for tensor in tensors], result))
-        return result
-
-
-class _Replay(Seeing):
-    def __init__(self, kept: list[tuple[list[Tensor], list[int], Any]]) -> None:
-        super().__init__()
-        self.kept = kept
-        self.next = 0
-
-    def __enter__(self) -> Any:
-        self.next = 0  # a second backward through a retained graph starts over
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if not _is_collective(func):
-            return func(*args, **(kwargs or {}))
-        tensors, versions, result = self.kept[self.next]
-        self.next += 1
-        if versions != [tensor._version for tensor in tensors]:
-            return func(*args, **(kwargs or {}))
-        for target, source in zip(_written(args), tensors, strict=True):
-            target.copy_(source)
-        return result
-
-
-def alias(tensor: Tensor) -> Tensor:
-    """The same storage and count of writes, without history."""
-    # within a dispatch mode a plain detach would not share the count
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
 
 
 # ---- Operators of a module whose results are kept when it is recomputed.
@@ -203,93 +130,104 @@ class Numbers(Protocol):
         """The name of this call; None for one whose result is not kept."""
 
 
+class Numbered(TorchDispatchMode):
+    """Names the calls of operators in one run, and lets `gives` say what each of them gives.
+
+    It sees operators of a higher order (flex_attention), and leaves alone what is compiled.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, numbers: Callable[[], Numbers], gives: Gives) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.numbers, self.gives = numbers, gives
+        self.turns, self.sent = numbers(), 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether functions stay compiled."""
+        return True
+
+    def __enter__(self) -> Any:
+        self.turns, self.sent = self.numbers(), 0  # a second backward through a graph starts over
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self.gives(self, func, args, kwargs or {})
+
+
+Gives = Callable[[Numbered, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
 class Chosen:
     """Two dispatch modes over one store: `forward` keeps what was chosen, `again` finds it there.
 
     Both count; a second backward through a retained graph finds the same again. `chosen` are the
     names that are kept (None: all that get one). Inside of a coded module results are kept in fewer
-    bits (`keep`, see fewer.keeper), but for parts of sums.
+    bits (`keep`, how that keeps a tensor), but for parts of sums. With `collectives` those of
+    torch.distributed are not repeated.
     """
 
     def __init__(
         self,
         numbers: Callable[[], Numbers],
         chosen: Collection[Hashable] | None = None,
-        keep: Keep | None = None,
+        keep: Pack | None = None,
+        collectives: bool = False,
     ) -> None:
-        self.numbers, self.chosen, self.keep = numbers, chosen, keep
+        self.chosen, self.keep, self.collectives = chosen, keep, collectives
         self.order: list[str] = []
         self.store: dict[Hashable, Any] = {}
-        self.forward, self.again = _First(self), _Second(self)
+        self.sent: list[tuple[list[Kept], Any]] = []  # what each collective wrote, and gave
+        self.forward = Numbered(numbers, self._first)
+        self.again = Numbered(numbers, self._second)
 
-    def held(self, tensor: Tensor) -> _Held | _Few:
-        """A result, to be found again."""
-        coded = self.keep is not None and not is_summed()
-        packed = self.keep(tensor) if coded and self.keep is not None else tensor
-        return _Held(tensor) if packed is tensor else _Few(packed)
-
-
-class _Mode(Seeing):
-    def __init__(self, chosen: Chosen) -> None:
-        super().__init__()
-        self.chosen, self.turns = chosen, chosen.numbers()
-
-
-class _First(_Mode):
-    def __init__(self, chosen: Chosen) -> None:
-        super().__init__(chosen)
-        self.turns.order = chosen.order
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        key, chosen = self.turns.of(func, args, kwargs or {}), self.chosen
-        out = func(*args, **(kwargs or {}))
-        if key is not None and (chosen.chosen is None or key in chosen.chosen):
-            chosen.store[key] = tree_map_only(Tensor, chosen.held, out)
+    def _first(self, run: Numbered, func: Any, args: Any, kwargs: Any) -> Any:
+        self.order = run.turns.order
+        if self.collectives and _is_collective(func):
+            out = func(*args, **kwargs)
+            self.sent.append(([Kept(tensor) for tensor in _written(args)], out))
+            return out
+        key = run.turns.of(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if key is not None and (self.chosen is None or key in self.chosen):
+            self.store[key] = tree_map_only(Tensor, self.held, out)
         return out
 
+    def held(self, tensor: Tensor) -> Kept | _Few:
+        """A result, to be found again."""
+        coded = tensor if self.keep is None or around.summed else self.keep(tensor)
+        return Kept(tensor) if coded is tensor else _Few(coded)
 
-class _Second(_Mode):
-    def __enter__(self) -> Any:
-        self.turns = self.chosen.numbers()
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        key = self.turns.of(func, args, kwargs or {})
+    def _second(self, run: Numbered, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.collectives and _is_collective(func):
+            return self._sent_before(run, func, args, kwargs)
+        key = run.turns.of(func, args, kwargs)
         if key is not None:
-            self._check(len(self.turns.order) - 1)
-        kept = self.chosen.store.get(key)
-        if kept is None or any(isinstance(one, _Held) and one.stale for one in tree_leaves(kept)):
-            return func(*args, **(kwargs or {}))
-        return tree_map_only((_Held, _Few), lambda held: held.get(), kept)
+            self._check(run.turns.order)
+        kept = self.store.get(key)
+        if kept is None or any(isinstance(one, Kept) and one.stale for one in tree_leaves(kept)):
+            return func(*args, **kwargs)
+        return tree_map_only((Kept, _Few), lambda one: alias(unpack(one)), kept)
 
-    def _check(self, place: int) -> None:
-        first, second = self.chosen.order, self.turns.order
-        if place >= 0 and (place >= len(first) or first[place] != second[place]):
+    def _sent_before(self, run: Numbered, func: Any, args: Any, kwargs: Any) -> Any:
+        kept, out = self.sent[run.sent]
+        run.sent += 1
+        if any(one.stale for one in kept):
+            return func(*args, **kwargs)
+        for target, source in zip(_written(args), kept, strict=True):
+            target.copy_(source.saved)
+        return out
+
+    def _check(self, second: Sequence[str]) -> None:
+        first, place = self.order, len(second) - 1
+        if place >= len(first) or first[place] != second[place]:
             was = f"`{first[place]}`" if place < len(first) else "nothing"
             raise RuntimeError(
                 f"recomputation took another way: `{second[place]}` where there was {was}"
             )
-
-
-class _Held:
-    """A result that is kept as it is."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = alias(tensor)
-        self.version = tensor._version
-
-    @property
-    def stale(self) -> bool:
-        """Whether somebody has written into it since."""
-        return self.tensor._version != self.version
-
-    def get(self) -> Tensor:
-        """The same values, for autograd to make its own."""
-        return alias(self.tensor)
 
 
 class _Few:
@@ -298,8 +236,8 @@ class _Few:
     def __init__(self, packed: Any) -> None:
         self.packed = packed
 
-    def get(self) -> Tensor:
-        """What the whole numbers say."""
+    def tensor(self) -> Tensor:
+        """The values that the whole numbers mean."""
         return unpack(self.packed)
 
 
@@ -340,3 +278,63 @@ def _rates(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
             given = kwargs.get(argument.name, args[place] if place < len(args) else 0.0)
             found.append(float(given) if isinstance(given, int | float) else 0.0)
     return found
+
+
+# ---- Classes of operators, by which a row names results.
+
+
+_OPERATORS = {
+    "linear": (
+        "aten::mm aten::addmm aten::bmm aten::baddbmm aten::linear aten::_grouped_mm "
+        "aten::_scaled_mm mkldnn::_linear_pointwise"
+    ),
+    "attention": (
+        "aten::_scaled_dot_product_flash_attention "
+        "aten::_scaled_dot_product_flash_attention_for_cpu "
+        "aten::_scaled_dot_product_efficient_attention "
+        "aten::_scaled_dot_product_cudnn_attention "
+        "aten::_scaled_dot_product_fused_attention_overrideable "
+        "aten::_flash_attention_forward aten::_efficient_attention_forward "
+        "aten::_cudnn_attention_forward flex_attention"
+    ),
+    "collective": (
+        "_c10d_functional::all_gather_into_tensor _c10d_functional::all_reduce "
+        "_c10d_functional::all_to_all_single _c10d_functional::reduce_scatter_tensor "
+        "_c10d_functional::broadcast _c10d_functional::wait_tensor"
+    ),
+}
+CLASSES = tuple(_OPERATORS)
+
+
+def numbers(
+    save: tuple[str, ...], chosen: frozenset[Key], coded: bool
+) -> tuple[Callable[[], Numbers], Collection[Hashable] | None]:
+    """How the calls are named whose results are kept, and the names that are (None: all).
+
+    Results that are `coded` are rounded by draws that follow from their numbers: only what every
+    layout records may have one.
+    """
+    if chosen:
+        return Turns, chosen
+    return partial(Kinds, partial(keeps, operators(save)), coded), None
+
+
+def operators(save: tuple[str, ...]) -> frozenset[str]:
+    """The names of the operators of some classes."""
+    return frozenset(save) | {name for each in save for name in _OPERATORS[each].split()}
+
+
+def keeps(kept: frozenset[str], operator: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the result of a call is kept: of these operators, new, and the same again."""
+    wanted = name_of(operator) in kept or ("attention" in kept and attends(operator))
+    return wanted and fresh(operator) and not draws(operator, args, kwargs)
+
+
+def attends(operator: Any) -> bool:
+    """Whether an operator that is not torch's own says by its name that it is an attention's
+    forward, as `flash_attn::_flash_attn_forward`, and writes into nothing."""
+    space, _, _ = name_of(operator).partition("::")
+    said = name_of(operator).lower()
+    back = any(word in said for word in ("backward", "bwd", "grad"))
+    named = "attn" in said or "attention" in said
+    return space not in ("aten", "prims") and named and not back and fresh(operator)

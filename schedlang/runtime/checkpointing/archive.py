@@ -7,7 +7,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,32 +19,31 @@ from schedlang.runtime.checkpointing import steps
 from schedlang.runtime.checkpointing.boxes import (
     Boxed,
     indexed,
-    plain_torch,
     read,
     read_value,
     reason,
     whole,
     write,
+    zeros,
 )
 from schedlang.runtime.checkpointing.holding import blocks
-from schedlang.runtime.checkpointing.index import DTYPES, Index, Unreadable, state_of
+from schedlang.runtime.checkpointing.index import DTYPE_NAMES, DTYPES, Index, Unreadable, state_of
 from schedlang.runtime.checkpointing.moments import (
     Moments,
     described,
-    grouped_otherwise,
     like_parameter,
-    local,
+    misfit,
     named,
     put_back,
     residue_blank,
     residue_described,
     residue_tensors,
     restore_residue,
-    unfit,
 )
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.grad_reduction.zero import reshard
 from schedlang.runtime.storage.folder import together
+from schedlang.runtime.storage.offloaded_gradients import local
 
 if TYPE_CHECKING:
     from schedlang.runtime.program import Program
@@ -166,7 +164,7 @@ def _scale(found: Any) -> bool:
 
 
 def _plain(found: Any) -> bool:
-    """What `moments` writes of a value: numbers, texts, lists of such, and tensors."""
+    """Is it what `moments` writes of a value: numbers, texts, lists of such, and tensors?"""
     if isinstance(found, dict):
         tensor, moved = found.get("tensor"), found.get("moved")
         return len(found) == 2 and type(tensor) is Tensor and isinstance(moved, bool)
@@ -190,6 +188,8 @@ def _list(right: Is) -> Is:
 
 
 CONTENTS = ("schedlang",)  # where the small things lie
+_Parts = tuple[list[Boxed], list[Boxed], list[Boxed]]  # model, optimizer's state, compressed sums
+_Found = tuple[dict[str, Any], Moments, _Parts]
 PATIENCE = 20.0  # seconds of a load while another job saves and takes old checkpoints away
 
 FAILURES = (OSError, Unreadable)
@@ -240,17 +240,6 @@ def save(program: Program, path: str | os.PathLike[str], keep: int | None = 3) -
     steps.save_step(target, id_, program.step, rank, keep, fill, told)
 
 
-@dataclass
-class _Found:
-    """What a checkpoint has for this rank, read whole and looked at."""
-
-    contents: dict[str, Any]
-    told: Moments
-    model: dict[str, Boxed]
-    moments: dict[tuple[str, str], Boxed]
-    kept: dict[tuple[str, str], Boxed]
-
-
 def load(program: Program, path: str | os.PathLike[str]) -> None:
     """Take over what `save` wrote, under whatever layout; all ranks together.
 
@@ -273,12 +262,13 @@ def load(program: Program, path: str | os.PathLike[str]) -> None:
             again = missed and _moved(folder, target) and time.monotonic() < end
             if not comm.told_by(0, again):
                 raise
-    _take_over(program, {name: tensor.local for name, tensor in found.model.items()})
-    put_back(program, found.told, {key: tensor.local for key, tensor in found.moments.items()})
-    restore_residue(program, found.contents.get("sums"), found.kept)
+    contents, told, (model, moments, sums) = found
+    _take_over(program, {one.path[-1]: one.local for one in model})
+    put_back(program, told, {(one.path[-2], one.path[-1]): one.local for one in moments})
+    restore_residue(program, contents.get("sums"), sums)
     if program.loss_scale is not None:
-        program.loss_scale.put_back(found.contents.get("loss scale"))
-    program.step = found.contents["step"]
+        program.loss_scale.put_back(contents.get("loss scale"))
+    program.step = contents["step"]
 
 
 def _last(program: Program, folder: Path) -> tuple[Path, str | None]:
@@ -295,7 +285,7 @@ def _moved(folder: Path, target: Path) -> bool:
 
 
 def _read(program: Program, folder: Path, target: Path, id_: str | None) -> _Found:
-    """All of this rank's parts, none of which is in the program yet."""
+    """A checkpoint's parts for this rank, whole and looked at; none is in the program yet."""
 
     def reading(step: Callable[[], Any]) -> Any:  # whatever a crafted folder leads to
         return together(step, partial(_unread, folder, target), (Exception,))
@@ -304,18 +294,16 @@ def _read(program: Program, folder: Path, target: Path, id_: str | None) -> _Fou
     first = comm.told_by(0, index.mark)
     told = Moments(**contents["optimizer"])
     _check(program, contents, told)
-    model, moments, kept = reading(lambda: _blank(program, contents, told))
-    every = [*model.values(), *moments.values(), *kept.values()]
-    reading(lambda: read(target, index, every))
+    parts = reading(lambda: _blank(program, contents, told))
+    reading(lambda: read(target, index, [one for some in parts for one in some]))
     reading(lambda: _unmoved(target, before, index.mark == first))
-    return _Found(contents, told, model, moments, kept)
+    return contents, told, parts
 
 
-def _blank(program: Program, contents: Mapping[str, Any], told: Moments) -> Any:
+def _blank(program: Program, contents: Mapping[str, Any], told: Moments) -> _Parts:
     """Room for this rank's parts: of the model, of the optimizer's state, of compressed sums."""
-    model = {t.path[-1]: t for t in _model_tensors(program, blank=True)}
     sums = residue_blank(program, contents.get("sums"))
-    return model, _blank_moments(program, told), sums
+    return _model_tensors(program, blank=True), _moment_tensors(program, told), sums
 
 
 def _unmoved(target: Path, before: tuple[int, ...], same: bool) -> None:
@@ -334,38 +322,30 @@ def _model_tensors(program: Program, blank: bool = False) -> list[Boxed]:
     out = []
     for name, parameter in a.parameters.items():
         part = local(parameter)
-        out.append(
-            _part(program, name, ("model", name), _empty(part, part.dtype) if blank else part)
-        )
+        if blank:
+            part = zeros(part.shape, part.dtype)
+        out.append(_part(program, name, ("model", name), part))
     place = a.ranks.rank
     for name, buffer in _buffers(program).items():
-        tensor = _empty(buffer, buffer.dtype) if blank else buffer.detach()
+        tensor = zeros(buffer.shape, buffer.dtype) if blank else buffer.detach()
         out.append(whole(("model", name), tensor, speaks=place == _speaker(program, name)))
     return out
 
 
-def _moment_tensors(program: Program) -> list[Boxed]:
-    optimizer = program.optimizer
-    return [
-        _part(program, name, _moment_path(name, key), local(value))
-        for name, parameter in named(program).items()
-        for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items()
-        if like_parameter(value, parameter)
-    ]
-
-
-def _blank_moments(program: Program, told: Moments) -> dict[tuple[str, str], Boxed]:
-    return {
-        (name, key): _part(
-            program, name, _moment_path(name, key), _empty(local(parameter), getattr(torch, dtype))
-        )
-        for name, parameter in named(program).items()
-        for key, dtype in told.parts.get(name, {}).items()
-    }
-
-
-def _moment_path(name: str, key: str) -> tuple[str, ...]:
-    return ("optim", "state", name, key)
+def _moment_tensors(program: Program, told: Moments | None = None) -> list[Boxed]:
+    """This rank's parts of the optimizer's state; empty ones of what a checkpoint tells."""
+    out = []
+    for name, parameter in named(program).items():
+        if told is None:
+            state = program.optimizer.state.get(parameter, {}) if program.optimizer else {}
+            parts = {k: local(v) for k, v in state.items() if like_parameter(v, parameter)}
+        else:
+            shape = local(parameter).shape
+            known = told.parts.get(name, {})
+            parts = {key: zeros(shape, DTYPES[dtype]) for key, dtype in known.items()}
+        for key, part in parts.items():
+            out.append(_part(program, name, ("optim", "state", name, key), part))
+    return out
 
 
 def _part(program: Program, name: str, path: tuple[str, ...], tensor: Tensor) -> Boxed:
@@ -374,12 +354,6 @@ def _part(program: Program, name: str, path: tuple[str, ...], tensor: Tensor) ->
     shape = holding.layout.shape
     boxes = tuple(blocks(holding.segments(mesh, rank), shape))
     return Boxed(path, tensor, shape, boxes, holding.primary(mesh, rank))
-
-
-def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros, so that padding is what it always is; on the CPU, whatever function mode is on."""
-    with plain_torch():
-        return torch.zeros(like.shape, dtype=dtype)
 
 
 def _buffers(program: Program) -> dict[str, Tensor]:
@@ -401,7 +375,7 @@ def _speaker(program: Program, name: str) -> int:
 def _dtypes(program: Program) -> dict[str, str]:
     """The dtypes of all parameters, of this rank's and of others', and of buffers."""
     tensors = {**dict(program.assembly.module.named_parameters()), **_buffers(program)}
-    return {name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()}
+    return {name: DTYPE_NAMES[t.dtype] for name, t in tensors.items()}
 
 
 # -- what is read ----------------------------------------------------------------------------------
@@ -436,12 +410,8 @@ def _check(program: Program, contents: Mapping[str, Any], told: Moments) -> None
     kinds = [kind for kind, _ in found if kind is not None]
     if kinds:
         _check_optimizer(kinds[0], {name for _, names in found for name in names}, told)
-        mixed = next((m for m in comm.distinct(grouped_otherwise(program, told)) if m), None)
-        if mixed:
-            raise _other_optimizer(f"its parameter groups differ: {quoted(mixed)} were in two")
-        odd = next((key for key in comm.distinct(unfit(program, told)) if key), None)
-        if odd:
-            raise _other_optimizer(f"`{odd}` of its groups has a different type here")
+        if odd := next(filter(None, comm.distinct(misfit(program, told))), None):
+            raise _other_optimizer(odd)
 
 
 def _check_optimizer(kind: str, names: set[str], told: Moments) -> None:

@@ -27,12 +27,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.utils.serialization import config
 
-from schedlang.runtime.checkpointing.checksum import BY_NAME, Checksum
 from schedlang.runtime.checkpointing.holding import Block
 from schedlang.runtime.checkpointing.index import (
+    BY_NAME,
     DCPS,
+    DTYPE_NAMES,
     DTYPES,
     MINE,
+    Checksum,
     Entry,
     Index,
     Place,
@@ -90,12 +92,18 @@ def plain_torch() -> Iterator[None]:
         yield
 
 
+def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros, so that padding is what it always is; on the CPU, whatever function mode is on."""
+    with plain_torch():
+        return torch.zeros(tuple(shape), dtype=dtype)
+
+
 # -- writing ---------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Written:
-    """What a rank has written: the entries of its boxes and values, and their paths."""
+    """A rank's file: the entries of its boxes and values, and their paths."""
 
     tensors: dict[str, Entry]
     values: dict[str, Place]
@@ -129,7 +137,7 @@ def write(
                 part = _packed(box.of_local(tensor.local))
                 boxes.append(Stored(box.whole, box.size, writer.item(name, part)))
             if boxes:
-                kind = str(tensor.local.dtype).removeprefix("torch.")
+                kind = DTYPE_NAMES[tensor.local.dtype]
                 done.tensors[tensor.key] = Entry(tensor.shape, kind, tuple(boxes))
                 done.paths[tensor.key] = tensor.path
         writer.flush()
@@ -260,7 +268,7 @@ def _info(place: Place) -> _StorageInfo:
 
 @dataclass(frozen=True)
 class _Piece:
-    """What of a stored box goes where."""
+    """A part of a stored box, and the tensor that it goes into."""
 
     taken: tuple[slice, ...]
     into: Tensor
@@ -278,7 +286,7 @@ def read(folder: Path, index: Index, tensors: Sequence[Boxed]) -> None:
         entry = index.tensors.get(tensor.key)
         if entry is None or entry.shape != tensor.shape:
             raise Unreadable(f"`{tensor.key}` of {list(tensor.shape)} is not in it")
-        kind = str(tensor.local.dtype).removeprefix("torch.")
+        kind = DTYPE_NAMES[tensor.local.dtype]
         if entry.dtype != kind:
             raise Unreadable(f"`{tensor.key}` is {entry.dtype} in it, but should be {kind}")
         for box, pieces in _pieces(tensor, entry):
@@ -350,7 +358,7 @@ def _opened(folder: Path, index: Index, name: str) -> Iterator[IO[bytes]]:
 
 
 def _value(file: IO[bytes], index: Index, place: Place, what: str) -> Any:
-    """What `torch.save` wrote there, of plain data only."""
+    """Read what `torch.save` wrote there, of plain data only."""
     file.seek(place.at)
     if os.fstat(file.fileno()).st_size < place.at + place.length:
         raise Unreadable(f"`{place.file}` ends before {what} does")

@@ -15,12 +15,12 @@ from schedlang.ir.mesh import Mesh
 from schedlang.ir.placement import Layout, Segment
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.ranks import Ranks
-from schedlang.runtime.grad_reduction.flat import buckets
+from schedlang.runtime.grad_reduction.gradient import buckets
 
 
 @dataclass(frozen=True)
 class Holding:
-    """Where the parts of one parameter lie.
+    """The places of the parts of one parameter.
 
     layout   its splits by `shard` and `pad`
     sliced   axes over which dim 0 of what `layout` leaves is cut once more (ZeRO)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.checkpointing.boxes import Boxed, plain_torch, whole
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, quoted
+from schedlang.runtime.checkpointing.boxes import Boxed, whole, zeros
 from schedlang.runtime.checkpointing.holding import Block, blocks
+from schedlang.runtime.checkpointing.index import DTYPE_NAMES, DTYPES
 from schedlang.runtime.comm import world
 from schedlang.runtime.storage.folder import together
+from schedlang.runtime.storage.offloaded_gradients import local
 
 if TYPE_CHECKING:
     from schedlang.runtime.program import Program
@@ -47,7 +49,7 @@ class Moments:
 
 
 def described(program: Program) -> Moments:
-    """What the optimizers of all ranks know.
+    """Gather what the optimizers of all ranks know.
 
     Raises Refusal S637, alike on all ranks, for what is neither a tensor nor plain data, or what
     differs between ranks although it does not lie in parts.
@@ -79,12 +81,7 @@ def named(program: Program) -> dict[str, nn.Parameter]:
     return {name: p for name, p in program.assembly.parameters.items() if id(p) in own}
 
 
-def local(value: Any) -> Any:
-    """A tensor's part on this rank, as a plain tensor."""
-    return value.to_local() if hasattr(value, "to_local") else value.detach()
-
-
-def like_parameter(value: Any, parameter: nn.Parameter) -> bool:
+def like_parameter(value: Any, parameter: nn.Parameter) -> TypeGuard[Tensor]:
     """Does this state lie as the parameter does?"""
     return isinstance(value, Tensor) and local(value).shape == local(parameter).shape
 
@@ -103,30 +100,24 @@ def put_back(program: Program, told: Moments, parts: Mapping[tuple[str, str], Te
         program.optimizer.state.pop(parameter, None)
         state = {key: _copied(v, parameter) for key, v in told.values.get(name, {}).items()}
         for key in told.parts.get(name, {}):
-            state[key] = _laid(parts[name, key], parameter)
+            state[key] = laid(parts[name, key], parameter)
         if state:
             program.optimizer.state[parameter] = state
 
 
-def grouped_otherwise(program: Program, told: Moments) -> list[str]:
-    """Two names of one group here whose saved hyperparameters differ; empty: none."""
+def misfit(program: Program, told: Moments) -> str:
+    """Why saved hyperparameters are none for a group here; empty: they are."""
     owned = {id(p): name for name, p in named(program).items()}
-    for group in program.optimizer.param_groups if program.optimizer is not None else ():
-        names = [owned[id(p)] for p in group["params"] if id(p) in owned]
+    groups = program.optimizer.param_groups if program.optimizer is not None else ()
+    named_groups = [(g, [owned[id(p)] for p in g["params"] if id(p) in owned]) for g in groups]
+    for _, names in named_groups:
         other = next((n for n in names if told.of[n] != told.of[names[0]]), None)
         if other is not None:
-            return [names[0], other]
-    return []
-
-
-def unfit(program: Program, told: Moments) -> str:
-    """A hyperparameter whose saved value is none here; empty: there is none."""
-    owned = {id(p): name for name, p in named(program).items()}
-    for group in program.optimizer.param_groups if program.optimizer is not None else ():
-        found = next((owned[id(p)] for p in group["params"] if id(p) in owned), None)
-        for key, value in told.groups[told.of[found]].items() if found is not None else ():
+            return f"its parameter groups differ: {quoted([names[0], other])} were in two"
+    for group, names in named_groups:
+        for key, value in told.groups[told.of[names[0]]].items() if names else ():
             if key in group and not _fits(group[key], value):
-                return key
+                return f"`{key}` of its groups has a different type here"
     return ""
 
 
@@ -143,7 +134,7 @@ def _fits(known: Any, new: Any) -> bool:
 
 
 def _mine(program: Program) -> Moments:
-    """What this rank says: of the parameters whose part it speaks for."""
+    """This rank's state: of the parameters whose part it speaks for."""
     out, optimizer, a = Moments(), program.optimizer, program.assembly
     if optimizer is None:
         return out
@@ -159,7 +150,7 @@ def _mine(program: Program) -> Moments:
             continue
         for key, value in optimizer.state.get(parameter, {}).items():
             if like_parameter(value, parameter):
-                kind = str(value.dtype).removeprefix("torch.")
+                kind = DTYPE_NAMES[value.dtype]
                 out.parts.setdefault(name, {})[key] = kind
             else:
                 out.values.setdefault(name, {})[key] = _saved(f"{name}.{key}", value)
@@ -223,7 +214,7 @@ def _set_group(group: dict[str, Any], hyper: Hyper) -> None:
             group[key] = new
 
 
-def _laid(part: Tensor, parameter: nn.Parameter) -> Tensor:
+def laid(part: Tensor, parameter: nn.Parameter) -> Tensor:
     """A state tensor that lies as the parameter does."""
     made = torch.zeros_like(parameter, dtype=part.dtype, requires_grad=False)
     local(made).copy_(part)
@@ -261,9 +252,11 @@ def residue_described(program: Program) -> dict[str, Any] | None:
     if c is None:
         return None
     mine = {
-        "errors": {n: _kind(m.error) for n, m in c.memories.items() if m.error is not None},
+        "errors": {
+            n: DTYPE_NAMES[m.error.dtype] for n, m in c.memories.items() if m.error is not None
+        },
         "starts": {
-            f"{n} {_part(program, n)}": [list(m.q.shape), _kind(m.q)]
+            f"{n} {_part(program, n)}": [list(m.q.shape), DTYPE_NAMES[m.q.dtype]]
             for n, m in c.memories.items()
             if m.q is not None
         },
@@ -276,7 +269,7 @@ def residue_described(program: Program) -> dict[str, Any] | None:
 
 
 def residue_tensors(program: Program) -> list[Boxed]:
-    """What this rank keeps."""
+    """The tensors that this rank keeps."""
     c = program.assembly.compressor
     found: list[Boxed] = []
     if c is None:
@@ -292,30 +285,28 @@ def residue_tensors(program: Program) -> list[Boxed]:
     return found
 
 
-def residue_blank(program: Program, told: Told | None) -> dict[tuple[str, str], Boxed]:
-    """Room for what a checkpoint has of this rank's parts, by what it is and name."""
+def residue_blank(program: Program, told: Told | None) -> list[Boxed]:
+    """Room for what a checkpoint has of this rank's parts."""
     c = program.assembly.compressor
     if c is None or told is None:
-        return {}
-    found: dict[tuple[str, str], Boxed] = {}
+        return []
+    found: list[Boxed] = []
     places = told["places"]
     mine = (_place(program),) if places == c.group.size else tuple(range(places))
     for name in c.names:
         kind = told["errors"].get(name) if c.codec.feedback else None
         if kind is not None:
             shape = local(program.assembly.parameters[name]).shape
-            empty = _zeros((len(mine), *shape), kind)
-            found["error", name] = _errors(program, name, empty, mine, places)
+            empty = zeros((len(mine), *shape), DTYPES[kind])
+            found.append(_errors(program, name, empty, mine, places))
         start = f"{name} {_part(program, name)}"
         size, kind = told["starts"].get(start, ((0, 0), ""))
         if c.codec.kind == "powersgd" and size[1] == c.codec.rank:
-            found["start", name] = whole((*STARTS, start), _zeros(size, kind))
+            found.append(whole((*STARTS, start), zeros(size, DTYPES[kind])))
     return found
 
 
-def restore_residue(
-    program: Program, told: Told | None, parts: Mapping[tuple[str, str], Boxed]
-) -> None:
+def restore_residue(program: Program, told: Told | None, parts: Sequence[Boxed]) -> None:
     """Go on from what was read; from nothing where nothing was."""
     from schedlang.runtime.grad_reduction.compressed import Memory
 
@@ -324,14 +315,16 @@ def restore_residue(
         return
     c.step = told["step"] if told is not None else 0
     c.memories.clear()
-    for (what, name), boxed in parts.items():
+    for one in parts:
+        error = one.path[:-1] == ERRORS
+        name = one.path[-1] if error else one.path[-1].rpartition(" ")[0]
         device = program.assembly.parameters[name].device
         memory = c.memories.setdefault(name, Memory())
-        if what == "error":
-            share = boxed.local.sum(0) / (1 if len(boxed.local) == 1 else c.group.size)
+        if error:
+            share = one.local.sum(0) / (1 if len(one.local) == 1 else c.group.size)
             memory.error = share.reshape(share.shape[0], -1).to(device)
         else:
-            memory.q = boxed.local.to(device)
+            memory.q = one.local.to(device)
 
 
 def _errors(
@@ -372,12 +365,3 @@ def _part(program: Program, name: str) -> str:
     a = program.assembly
     runs = a.holdings[name].segments(a.ranks.mesh, a.ranks.rank)
     return ",".join("+".join(f"{run.start}:{run.length}" for run in dim) for dim in runs)
-
-
-def _kind(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _zeros(shape: Any, kind: str) -> Tensor:
-    with plain_torch():
-        return torch.zeros(tuple(shape), dtype=getattr(torch, kind))

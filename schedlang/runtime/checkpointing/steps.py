@@ -249,7 +249,7 @@ def checked_index(folder: Path, id_: str | None) -> Index:
 
 
 def _sweep(target: Path) -> None:
-    """What saves that died have left; under the lock nobody else is at work here."""
+    """Remove what saves that died have left; under the lock nobody else is at work here."""
     made = re.compile(rf"\.{LATEST}\.[0-9a-f]{{8}}{re.escape(SAVING)}")
     for path in list(target.iterdir()):
         if _PARTS.fullmatch(path.name):

@@ -69,10 +69,10 @@ class Ranks:
         """A further process group over the same ranks, for traffic that waits for no other."""
         return self.world.made(self.mesh.groups(self.mesh.fold(over)), purpose)
 
-    def on_host(self, over: str | Sequence[str]) -> comm.ProcessGroup | None:
+    def on_host(self, over: str | Sequence[str], purpose: str = "") -> comm.ProcessGroup | None:
         """A process group over the same ranks for facts of the host; None for a group of one."""
         groups = self.mesh.groups(self.mesh.fold(over))
-        return self.world.on_host(groups) if len(groups[0]) > 1 else None
+        return self.world.on_host(groups, purpose) if len(groups[0]) > 1 else None
 
     @property
     def one_way(self) -> bool:

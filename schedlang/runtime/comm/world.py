@@ -128,12 +128,12 @@ class World:
         """All ranks, for facts of the host; the first time it is asked for by all of them."""
         return self.on_host([tuple(range(self.size))])
 
-    def on_host(self, groups: Groups) -> ProcessGroup | None:
-        """This rank's of these groups, for tensors of the host."""
+    def on_host(self, groups: Groups, purpose: str = "") -> ProcessGroup | None:
+        """This rank's of these groups, for tensors of the host; for a `purpose`, as of `made`."""
         if not self.backends or devices.HOST.type in self.backends:
-            return self.made(groups)
+            return self.made(groups, purpose)
         with self._unbound():
-            return self._once(groups, "host", lambda: self._each(groups, _HOSTS))
+            return self._once(groups, f"host {purpose}", lambda: self._each(groups, _HOSTS))
 
     @contextmanager
     def _unbound(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ from schedlang.runtime.context_parallel.masks import Dropout
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.rng.logical_dropout import LogicalDropout, Slices, Window, within
 from schedlang.runtime.rng.native import NativeDropout
-from schedlang.runtime.storage.fewer import keeper
+from schedlang.runtime.storage.saved import around
 
 
 def install(model: nn.Module, tokens: Tokens, hows: Mapping[str, How]) -> list[Any]:
@@ -79,7 +79,7 @@ class Unseen(Exchanging):
     def drawn(self, seat: Seat, p: float, rows: int, heads: int) -> Dropout:
         """A mask of the right shape; raises Refusal S935 inside of what is kept in fewer bits, for
         attention that drops weights saves scores in one process, and none of them here."""
-        if keeper() is not None:
+        if around.code is not None:
             raise Refusal(
                 Diagnostic(
                     "S935",

@@ -1,4 +1,4 @@
-"""Find the sums over the batch in a forward that sees a part of it, and make them whole."""
+"""Shares of a loss in that of the whole batch: sums over rows, made whole, and labels."""
 
 from __future__ import annotations
 
@@ -17,9 +17,17 @@ from torch.overrides import TorchFunctionMode
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import scope
 from schedlang.runtime.comm.collectives import Group, summed
-from schedlang.runtime.propagation.call_rules import ADDS, LINEAR, SUMMING, TIMES
-from schedlang.runtime.propagation.trace import Lattice, Running, Stack
-from schedlang.runtime.tracing.torch_calls import model_line, name_of, tensors_in
+from schedlang.runtime.propagation.call_rules import ADDS
+from schedlang.runtime.propagation.call_rules import LINEAR
+from schedlang.runtime.propagation.call_rules import SUMMING
+from schedlang.runtime.propagation.call_rules import TIMES
+from schedlang.runtime.propagation.trace import Lattice
+from schedlang.runtime.propagation.trace import Running
+from schedlang.runtime.propagation.trace import Stack
+from schedlang.runtime.tracing.torch_calls import model_line
+from schedlang.runtime.tracing.torch_calls import name_of
+from schedlang.runtime.tracing.torch_calls import tensors_in
+from schedlang.runtime.tracing.record import loss_of
 
 # ---- Finds the sums over all rows of a batch that a loss is made of, but for that of its labels.
 # One forward on the meta device with a number of rows that divides no other size: a dim that holds
@@ -60,7 +68,7 @@ class BatchSum:
 
 @dataclass(frozen=True)
 class Reaching:
-    """What a loss is made of: sums over rows, each with whether only linear calls follow it.
+    """The parts of a loss: sums over rows, each with whether only linear calls follow it.
 
     `labels` tells that it has a mean over labels as well.
     """
@@ -138,7 +146,7 @@ class Sums(Lattice):
 
 
 def _mixed(name: str, given: list[Tensor], mixes: list[Mix]) -> Mix:
-    """What the result of a call is made of.
+    """The sums that the result of a call is made of.
 
     Whole numbers count only where they are calculated with: elsewhere they choose.
     """
@@ -299,3 +307,18 @@ def _other(one: BatchSum) -> Diagnostic:
             'or allow statistics of each part: `step "..." relax(batch_stats) {`',
         ),
     )
+
+
+# ---- A loss times a number: to train as under a loss scale.
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """The model's loss, or `loss(output, batch)`, times `factor`; None where there is none."""
+
+    loss: Callable[[Any, Mapping[str, Any]], Tensor] | None
+    factor: float
+
+    def __call__(self, output: Any, batch: Mapping[str, Any]) -> Tensor | None:
+        found = loss_of(output, batch, self.loss)
+        return None if found is None else found * self.factor

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from schedlang.runtime.comm.collectives import Group, all_gather, all_reduce
 from schedlang.runtime.device import sent
-from schedlang.runtime.grad_reduction.gradient import _set_gradient, local_gradient
+from schedlang.runtime.grad_reduction.gradient import local_gradient, replace_gradient
+from schedlang.runtime.storage.offloaded_gradients import local
 
 # ---- Codecs of gradients: a low-rank product, eight bits, one bit; each with what it leaves out.
 # Vogels et al., PowerSGD (2019); Dettmers, 8-bit approximations (2016), with stochastic rounding
@@ -153,7 +153,7 @@ class Codec:
 
 @dataclass
 class Memory:
-    """What a rank keeps of one parameter from step to step."""
+    """The memory of a rank for one parameter, from step to step."""
 
     error: Tensor | None = None
     q: Tensor | None = None
@@ -185,12 +185,11 @@ class Compressor:
         found: dict[str, Tensor] = {}
         for name, count in zip(held, there):
             if count:
-                local = _local(parameters[name])
                 grad = local_gradient(parameters[name])
-                found[name] = torch.zeros_like(local) if grad is None else grad
+                found[name] = torch.zeros_like(local(parameters[name])) if grad is None else grad
         sums = self._sums(found, step)
         for name, value in sums.items():
-            _set_gradient(parameters[name], value)
+            replace_gradient(parameters[name], value)
 
     def _sums(self, parts: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
         small = {n: part for n, part in parts.items() if not self.codec.smaller(part.shape)}
@@ -240,7 +239,7 @@ class Compressor:
         return started(q, name, step)
 
     def _few_bits(self, parts: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
-        """What every rank has coded is gathered, and added up in the order of ranks."""
+        """Gather what every rank has coded, and add it up in the order of ranks."""
         mine: dict[str, Coded] = {}
         for name, part in parts.items():
             mine[name] = encoded(self.codec, part, name, step, self.group.rank)
@@ -302,7 +301,3 @@ def decoded(codec: Codec, coded: Coded, count: int) -> Tensor:
     """The numbers that a code means."""
     read: Callable[[Coded, int, int], Tensor] = from_bits if codec.kind == "onebit" else from_int8
     return read(coded, count, codec.block)
-
-
-def _local(parameter: nn.Parameter) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -27,7 +27,7 @@ from schedlang.pipeline.timeline import Kind
 from schedlang.runtime.comm import world
 from schedlang.runtime.device import has_streams, settled
 from schedlang.runtime.mixed_precision import DTYPES
-from schedlang.runtime.storage.leaving import came, leaves
+from schedlang.runtime.storage.offloaded_gradients import accumulate_offloaded, offloads_gradient
 from schedlang.runtime.storage.tiers import CPU, DEVICE
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def groups_of(unit: FSDPModule) -> list[Any]:
     return list(groups)
 
 
-def settle(unit: FSDPModule) -> None:
+def end_gather(unit: FSDPModule) -> None:
     """End a gather that was begun for a unit that did not run.
 
     Else the unit's next forward would take what was gathered for values of now.
@@ -58,7 +58,7 @@ def settle(unit: FSDPModule) -> None:
             group._to_sharded()
 
 
-class _Once:
+class _WaitOnce:
     """An event that the host waits for once, however many ask."""
 
     def __init__(self, event: torch.Event) -> None:
@@ -70,17 +70,17 @@ class _Once:
         settled(event)
 
 
-def came_off(group: Any) -> None:
-    """Take the gradients that a group has reduced and copied to the host, and wait for none yet.
+def offload_reduced(group: Any) -> None:
+    """Add up the gradients that a group has reduced and copied to the host, and wait for none yet.
 
     torch would wait for each at the end of backward, and add another microbatch's to it at once.
     """
-    held = [one for one in group.fsdp_params if leaves(one.sharded_param)]
+    held = [one for one in group.fsdp_params if offloads_gradient(one.sharded_param)]
     # one stream has made them all: the last event stands for those before it
     events = [one.grad_offload_event for one in held if one.grad_offload_event is not None]
-    event: Any = _Once(events[-1]) if events else None
+    event: Any = _WaitOnce(events[-1]) if events else None
     for one in held:
-        came(one.sharded_param, event)
+        accumulate_offloaded(one.sharded_param, event)
         one.grad_offload_event = None
 
 
@@ -190,9 +190,9 @@ class Sliced:
         self.used: set[nn.Parameter] = set()  # what got a gradient of its own in this step
         self.calls: list[int] = []  # of each unit in this step, where values decide on them
         self._root: _Root | None = None  # where no unit is around all others: in a pipeline
-        self._fresh: list[_Root] = []  # of all stages of this rank, until they are set up
-        self._said: tuple[bool, bool] | None = None
-        self._coming: list[UnshardHandle] | None = None  # while rows hold the parameters gathered
+        self._new_roots: list[_Root] = []  # of all stages of this rank, until they are set up
+        self._synced: tuple[bool, bool] | None = None
+        self._unshards: list[UnshardHandle] | None = None  # while rows hold the parameters gathered
 
     def add(
         self, module: nn.Module, mesh: DeviceMesh, unit: Unit, met: Collection[nn.Parameter]
@@ -223,7 +223,7 @@ class Sliced:
             reshard_after_forward=self.between and not (unit.root or unit.waits),
         )
         assert isinstance(module, FSDPModule)
-        self._fill(module, places)
+        self._zero_missing(module, places)
         module.set_gradient_divide_factor(1.0)
         # a plain sum: a factor of one would go through an operator that gloo does not have
         module.set_force_sum_reduction_for_comms(True)
@@ -249,7 +249,7 @@ class Sliced:
             unit.set_modules_to_backward_prefetch(units[max(place - ahead, 0) : place][::-1])
 
     def through(self, forward: Callable[[], T]) -> T:
-        """What a forward of this stage gives: to torch it is the forward of a root of its units."""
+        """Run a forward of this stage: to torch it is the forward of a root of its units."""
         assert self._root is not None
         self._set_up()
         made: list[T] = []
@@ -258,15 +258,15 @@ class Sliced:
 
     def _set_up(self) -> None:
         """Do what the first call of each root does, before anything is gathered."""
-        while self._fresh:
-            self._fresh.pop()(lambda: None)
+        while self._new_roots:
+            self._new_roots.pop()(lambda: None)
 
     def settle(self) -> None:
         """Forget what was gathered ahead for units that did not run."""
         for unit in self.units if self.ahead else ():
-            settle(unit)
+            end_gather(unit)
 
-    def _fill(self, unit: FSDPModule, places: set[str]) -> None:
+    def _zero_missing(self, unit: FSDPModule, places: set[str]) -> None:
         """Let a gradient that only other ranks got (of an expert that no token here chose) be zero.
 
         fully_shard would reduce another set of parameters on each rank. Its own setting for that
@@ -274,9 +274,9 @@ class Sliced:
         """
         for group in groups_of(unit):
             met = {one for one in group.fsdp_params if name_in(unit, one) in places}
-            group.post_backward = self._filling(group, met, group.post_backward)
+            group.post_backward = self._zeroing_missing(group, met, group.post_backward)
 
-    def _filling(self, group: Any, met: set[Any], inner: Callable[..., None]) -> Any:
+    def _zeroing_missing(self, group: Any, met: set[Any], inner: Callable[..., None]) -> Any:
         def post_backward(*unused: object) -> None:
             for held in group.fsdp_params if group.reduce_grads else ():
                 if not hasattr(held, "_unsharded_param"):
@@ -287,7 +287,7 @@ class Sliced:
                 elif held in met and whole.requires_grad:
                     whole.grad = torch.zeros_like(whole)
             inner(*unused)
-            came_off(group)
+            offload_reduced(group)
 
         return post_backward
 
@@ -306,10 +306,10 @@ class Sliced:
 
     def before_backward(self, last: bool, reduces: bool = True) -> None:
         """Say whether the backward to come is the last of this step, and whether it reduces."""
-        if (last, reduces) == self._said:
+        if (last, reduces) == self._synced:
             return
-        self._said = (last, reduces)
-        frees = self._coming is None and (last or self.stage == 3)
+        self._synced = (last, reduces)
+        frees = self._unshards is None and (last or self.stage == 3)
         for unit in self.units:
             unit.set_requires_gradient_sync(last or self.stage > 1 and reduces, recurse=False)
             unit.set_is_last_backward(last)
@@ -317,24 +317,24 @@ class Sliced:
 
     def unshard(self) -> None:
         """Begin to gather all units, and hold what is gathered; each unit waits for its own."""
-        assert self.stage == 3 and self._coming is None
+        assert self.stage == 3 and self._unshards is None
         self._set_up()
         self._hold(True)
         handles = (unit.unshard(async_op=True) for unit in self.units)
-        self._coming = [handle for handle in handles if handle is not None]
+        self._unshards = [handle for handle in handles if handle is not None]
 
     def reshard(self) -> None:
         """Free what has been held since `unshard`."""
-        assert self._coming is not None
-        for handle in self._coming:  # a unit that did not run has not waited: it would keep the
+        assert self._unshards is not None
+        for handle in self._unshards:  # a unit that did not run has not waited: it would keep the
             handle.wait()  # values of now for its next gather
         for unit in self.units:
             unit.reshard()
-        self._coming = None
+        self._unshards = None
         self._hold(False)
 
     def _hold(self, held: bool) -> None:
-        self._said = None
+        self._synced = None
         for unit in self.units:
             frees = self.between and not held and unit not in self.waiting
             unit.set_reshard_after_forward(frees, recurse=False)
@@ -342,7 +342,7 @@ class Sliced:
 
 
 class _Root(nn.Module):
-    """What torch takes for the model around the units of a stage; it holds nothing itself."""
+    """A module that torch takes for the model around the units of a stage; it is empty itself."""
 
     def __init__(self, units: Sequence[FSDPModule]) -> None:
         super().__init__()
@@ -362,7 +362,7 @@ def join(stages: Sequence[Sliced]) -> None:
     """
     fresh: list[Any] = []
     for one in stages:
-        one._root, one._fresh = _Root(one.units), fresh
+        one._root, one._new_roots = _Root(one.units), fresh
         fresh.append(fully_shard(one._root, mesh=one.mesh, ignored_params=one.ignored))
         # torch would take the order of the latest forwards, which here are of other microbatches;
         # the first unit gathers itself, which is nothing: without any torch takes its own order
@@ -405,7 +405,7 @@ def reshard(sliced: Mapping[int, Sliced]) -> None:
 
 
 def gathering(sliced: Mapping[int, Sliced]) -> Mapping[Kind, Handler]:
-    """What the rows do that hold stages gathered.
+    """The handlers of rows that hold stages gathered.
 
     REDUCE does nothing more: fully_shard reduces inside the backward before it.
     """

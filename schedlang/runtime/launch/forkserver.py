@@ -41,7 +41,7 @@ PROGRAMS = (
     "schedlang.runtime.moe.choices",
     "schedlang.runtime.sharding.leaf",
     "schedlang.runtime.pipeline.arguments",
-    "schedlang.runtime.grad_reduction.loss_weights",
+    "schedlang.runtime.grad_reduction.batch_statistics",
     "torch._dynamo",
 )
 _PASSES = "schedlang.passes."  # a job that names one of these will build a program

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from schedlang.ir import nests as pytree
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.storage import copies
+from schedlang.runtime.storage.saved import Pack, View, outside, slot
 
 
 class Held:
@@ -35,7 +36,7 @@ class Held:
 
     @property
     def home(self) -> Tensor:
-        """Where it lies between steps."""
+        """The tensor off the device, as it lies between steps."""
         return self._home
 
     def laid(self, value: Tensor) -> Tensor:
@@ -163,8 +164,7 @@ class Streamed:
         try:
             if not torch.is_grad_enabled():
                 return inner(*args, **kwargs)
-            pack, unpack = self._hooks()
-            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            with slot(self._pack()):
                 return inner(*args, **kwargs)
         finally:
             self._hide()
@@ -181,53 +181,28 @@ class Streamed:
         if not self.working and not _in_backward():
             self.window.drop(self)
 
-    def _hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        """Keep a note of a parameter; anything else as the hooks outside of these keep it.
-
-        Of several hooks torch asks the innermost alone, so these ask those that were there before.
-        """
+    def _pack(self) -> Pack:
+        """Keep a note of a parameter; anything else as the hooks around keep it."""
         places = {h.there().untyped_storage().data_ptr(): h for h in self.held if h.home.numel()}
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        outer = outside()
 
         def pack(tensor: Tensor) -> Any:
             held = None if tensor.is_meta else places.get(_place(tensor))
-            if held is not None:
-                return _Note(self, held, tensor)
-            return tensor if outer is None else _Other(outer[0](tensor))
+            return outer(tensor) if held is None else _Note(self, held, tensor)
 
-        def unpack(packed: Any) -> Tensor:
-            if isinstance(packed, _Note):
-                return packed.tensor()
-            unpacked: Tensor = packed
-            if isinstance(packed, _Other):
-                assert outer is not None
-                unpacked = outer[1](packed.packed)
-            return unpacked
-
-        return pack, unpack
-
-
-class _Other:
-    """What the hooks outside have made of a tensor."""
-
-    def __init__(self, packed: Any) -> None:
-        self.packed = packed
+        return pack
 
 
 class _Note:
-    """What autograd holds in the place of a streamed parameter, or of a view of one."""
+    """A note in the place of a streamed parameter, or of a view of one."""
 
     def __init__(self, unit: Streamed, held: Held, tensor: Tensor) -> None:
-        self.unit, self.held, self.dtype = unit, held, tensor.dtype
-        self.view = (tensor.storage_offset(), tensor.size(), tensor.stride())
+        self.unit, self.held, self.view = unit, held, View.of(tensor)
 
     def tensor(self) -> Tensor:
         """The parameter as it was saved, on the device."""
         self.unit.window.turn(self.unit, back=True)
-        copy = self.held.there()
-        with torch._C.DisableTorchFunction():
-            empty = torch.empty(0, dtype=self.dtype, device=copy.device)
-            return empty.set_(copy.untyped_storage(), *self.view)
+        return self.view.on(self.held.there())
 
 
 def stream(module: nn.Module, held: Sequence[Held], window: Window, ahead: int) -> None:
@@ -242,7 +217,7 @@ def _place(tensor: Tensor) -> int:
 
 
 def _device(given: Any, usual: torch.device) -> torch.device:
-    """Where the first tensor of the arguments lies."""
+    """The device of the first tensor of the arguments."""
     return next((v.device for v in pytree.tree_leaves(given) if isinstance(v, Tensor)), usual)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,18 +16,26 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from schedlang.runtime import scope
 from schedlang.runtime.device import settled
 from schedlang.runtime.forward import wrap
-from schedlang.runtime.pipeline.flight import bag_at_hand
 from schedlang.runtime.storage import copies
-from schedlang.runtime.storage.own import Addresses, place
-from schedlang.runtime.storage.scratch import Scratch
-from schedlang.runtime.storage.tiers import CPU, DEVICE, DISK, gone, reference_to
+from schedlang.runtime.storage.saved import (
+    Addresses,
+    Kept,
+    Policy,
+    View,
+    around,
+    place,
+    plain,
+    slot,
+    within,
+)
+from schedlang.runtime.storage.tiers import CPU, DEVICE, DISK, Scratch, gone, reference_to
 
 # ---- Keep a module's saved activations in host memory, or on disk, between forward and backward.
 # Saved-tensor hooks around the forward of one module instance copy every storage that autograd
 # wants to keep, once however many views of it are saved, and let go of the original (Rhu et al.,
 # "vDNN", 2016).  Parameters and buffers stay where they are.  On an accelerator copies go through
 # pinned memory on a stream of their own; backward of one module starts the reload of the one
-# before it.  On a CPU the copies are as real, so that a `Ledger` shows what lies where.
+# before it.  On a CPU the copies are as real.
 
 
 SMALLEST = 1 << 16  # bytes; what is smaller costs more to move than to keep
@@ -36,7 +43,7 @@ SMALLEST = 1 << 16  # bytes; what is smaller costs more to move than to keep
 
 @dataclass
 class Store:
-    """Where the offloaded activations of one program go; share it among its modules.
+    """The store of the offloaded activations of one program; share it among its modules.
 
     `prefetch` modules are reloaded ahead of the one whose backward runs; 0 reloads each tensor when
     it is asked for.  Storages of fewer than `smallest` bytes stay.  With `scratch` they go to disk.
@@ -100,7 +107,7 @@ class Store:
 
 
 class Tracks(Protocol):
-    """What is told of storages."""
+    """A listener to the storages of a store."""
 
     def track(self, tier: str, tensor: Tensor) -> None:
         """A storage lies on a tier."""
@@ -143,17 +150,15 @@ def offload(module: nn.Module, store: Store) -> None:
     wrap(module, "offload", Offload(module, store))
 
 
-class Offload:
-    """The layer around a module's forward."""
+class Offload(Policy):
+    """Off the device, in a store."""
 
     def __init__(self, module: nn.Module, store: Store) -> None:
         self.module = module
         self.store = store
 
-    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `inner` with the hooks on; plainly where no gradient is recorded."""
-        if not torch.is_grad_enabled():
-            return inner(*args, **kwargs)
+    def saving(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run `inner`, whose storages go to the host; what a policy inside makes of them, too."""
         call, own = self.store.begin(), Addresses(self.module)
 
         def pack(tensor: Tensor) -> Any:
@@ -163,17 +168,13 @@ class Offload:
                 tensor = tensor.detach().clone()
             return _Packed(call, call.keep(tensor), tensor)
 
-        with _moving(pack), torch.autograd.graph.saved_tensors_hooks(pack, back):
+        with within(offload=pack), slot(pack):
             output = inner(*args, **kwargs)
         self.store.end()
         return output
 
     def _stays(self, tensor: Tensor, own: Addresses) -> bool:
-        if type(tensor) is not Tensor or tensor.layout != torch.strided:
-            return True
-        if tensor.is_meta and _watching is None:
-            return True
-        if tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
+        if not plain(tensor) or (tensor.is_meta and _watching is None):
             return True
         storage = tensor.untyped_storage()
         if storage.nbytes() < self.store.smallest or place(tensor) == 0:
@@ -196,50 +197,17 @@ def _counts_apart(tensor: Tensor) -> bool:
 
 
 class _Packed:
-    """What autograd holds in a saved tensor's place: its storage's copy and how it views it."""
+    """A note in a saved tensor's place: its storage's copy, and how it lies there."""
 
     def __init__(self, call: _Call, copied: _Copy, tensor: Tensor) -> None:
         self.call = call
         self.copied = copied
-        self.dtype = tensor.dtype
-        self.view = (tensor.storage_offset(), tensor.size(), tensor.stride())
+        self.view = View.of(tensor)
 
     def tensor(self) -> Tensor:
         """The saved tensor, on its device again, with its own strides."""
         self.call.touch()
-        raw = self.copied.use()
-        empty = torch.empty(0, dtype=self.dtype, device=raw.device)
-        return empty.set_(raw.untyped_storage(), *self.view)
-
-
-def back(packed: Any) -> Tensor:
-    """A saved tensor again, from what was kept in its place."""
-    unpacked: Tensor = packed.tensor() if isinstance(packed, _Packed) else packed
-    return unpacked
-
-
-Move = Callable[[Tensor], Any]  # a tensor to what is kept in its place
-
-
-class _Here(threading.local):
-    move: Move | None = None
-
-
-_here = _Here()
-
-
-def mover() -> Move:
-    """How an offloaded module around what runs keeps a tensor; as it is where there is none."""
-    return _here.move or (lambda tensor: tensor)
-
-
-@contextmanager
-def _moving(move: Move) -> Iterator[None]:
-    before, _here.move = _here.move, move
-    try:
-        yield
-    finally:
-        _here.move = before
+        return self.view.on(self.copied.use())
 
 
 class _Call:
@@ -318,31 +286,13 @@ def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
 # time.
 
 
-class Lodged:
-    """The layer around a module's forward."""
+class Lodged(Policy):
+    """In the bag of the forward that runs, if there is one."""
 
-    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `inner`; what autograd saves goes into the bag, if there is one."""
-        if not torch.is_grad_enabled():
+    def saving(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run `inner`; what stays is kept without its history, which would live on with it."""
+        with slot(around.park or Kept):
             return inner(*args, **kwargs)
-        bag = bag_at_hand()
-        kept = torch.autograd.graph.saved_tensors_hooks(_Kept, _Kept.tensor)
-        with kept if bag is None else bag.collecting():
-            return inner(*args, **kwargs)
-
-
-class _Kept:
-    """A saved tensor that stays, without its history: autograd would keep that alive with it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.saved = tensor.detach()
-        self.version = self.saved._version
-
-    def tensor(self) -> Tensor:
-        """The tensor, if it is what it was."""
-        if self.saved._version != self.version:
-            raise RuntimeError("a value that backward needs was written into after it was saved")
-        return self.saved
 
 
 def lodge(module: nn.Module) -> None:

@@ -1,16 +1,10 @@
-"""A step where parameters, gradients or the optimizer's state lie off the device.
-
-Some parameters at a time: their values, gradients and state are brought together in host memory,
-the user's own optimizer steps on these, and everything goes back to where it lies (Ren et al.,
-ZeRO-Offload, 2021).  What is on disk is written anew, and takes the old one's place only when all
-ranks have written all of theirs: a full disk leaves everything as it was before the step.
-"""
+"""A step where parameters, gradients or the optimizer's state lie off the device, or on a peer."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
@@ -20,23 +14,184 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.device import has_streams, settled
-from schedlang.runtime.grad_reduction.flat import buckets
-from schedlang.runtime.grad_reduction.gradient import local_gradient
+from schedlang.runtime.comm import world
+from schedlang.runtime.comm.collectives import Group, count
+from schedlang.runtime.device import HOST, has_streams, settled
+from schedlang.runtime.grad_reduction.gradient import buckets, local_gradient
 from schedlang.runtime.offload.parameters import Window
-from schedlang.runtime.offload.peer import Peer
 from schedlang.runtime.optim.whole_step import WholeStep, step_on
 from schedlang.runtime.storage import copies
-from schedlang.runtime.storage.leaving import all_arrived, give_back, local
-from schedlang.runtime.storage.scratch import Scratch
-from schedlang.runtime.storage.tiers import CPU, DEVICE, DISK, PEER, mark, plain_copy
+from schedlang.runtime.storage.offloaded_gradients import (
+    local,
+    restore_gradient,
+    wait_for_offloaded,
+)
+from schedlang.runtime.storage.tiers import CPU, DEVICE, DISK, PEER, Scratch, mark, plain_copy
+
+# ---- The optimizer's state in the memory of the next rank of a pipeline; it comes for the step.
+# State travels in rounds, the same number on all ranks of a ring: the state of some parameters
+# comes home, they step, it goes out again.  Each half of a round starts all of its messages
+# before it waits for any, so no two ranks wait for each other.  What is out is a tensor on the
+# meta device in the optimizer's own state: its shape is known, and nothing can be read of it by
+# mistake.
+
+
+_KEPT = -1  # a header that says: what you hold is still right
+
+
+@dataclass
+class Peer:
+    """This rank's place in a ring, the parameters whose state is out, and what it holds.
+
+    rounds  the names of each round, of this rank; `most` is how many rounds the ring makes
+    hosts   the same ring for hosts, who tell each other how many bytes come
+    held    by round: what lies here for the rank before, as bytes
+    """
+
+    group: Group
+    parameters: Mapping[str, nn.Parameter]
+    rounds: Sequence[Sequence[str]]
+    most: int
+    hosts: world.ProcessGroup | None = None
+    held: dict[int, Tensor] = field(default_factory=dict)
+
+    def steps(self, optimizer: torch.optim.Optimizer) -> Iterator[Sequence[str]]:
+        """Round by round the names whose state is home; it goes out when the next is asked for."""
+        for turn in range(self.most):
+            self._bring(turn, optimizer)
+            yield self._names(turn)
+            self._send(turn, optimizer)
+
+    @contextmanager
+    def home(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """All state is where its parameters are, while something reads or saves it."""
+        for turn in range(self.most):
+            self._bring(turn, optimizer)
+        try:
+            yield
+        finally:
+            self.settle(optimizer)
+
+    def settle(self, optimizer: torch.optim.Optimizer) -> None:
+        """Send out all that is home, after it was loaded or read."""
+        for turn in range(self.most):
+            self._send(turn, optimizer)
+
+    def held_bytes(self) -> int:
+        """The bytes that lie here for the rank before."""
+        return sum(one.nbytes for one in self.held.values())
+
+    # -- a round -----------------------------------------------------------------------------------
+
+    def _names(self, turn: int) -> Sequence[str]:
+        return self.rounds[turn] if turn < len(self.rounds) else ()
+
+    def _moving(
+        self, turn: int, optimizer: torch.optim.Optimizer
+    ) -> list[tuple[dict[str, Any], str]]:
+        """The places in the optimizer's state that travel: those shaped as their parameter."""
+        found = []
+        for name in self._names(turn):
+            parameter = self.parameters[name]
+            state, shape = optimizer.state.get(parameter, {}), local(parameter).shape
+            found += [
+                (state, key)
+                for key, value in state.items()
+                if isinstance(value, Tensor) and local(value).shape == shape and shape.numel()
+            ]
+        return found
+
+    def _bring(self, turn: int, optimizer: torch.optim.Optimizer) -> None:
+        places = self._moving(turn, optimizer)
+        out = self.held.pop(turn, None)
+        flat = self._empty(sum(state[key].nbytes for state, key in places if state[key].is_meta))
+        self._exchange(out, flat, home=True)
+        at = 0
+        for state, key in places:
+            like = state[key]
+            if like.is_meta:
+                made = torch.empty_like(like, device=self._device)
+                _raw(made).copy_(flat[at : at + made.nbytes])
+                state[key], at = made, at + made.nbytes
+
+    def _send(self, turn: int, optimizer: torch.optim.Optimizer) -> None:
+        places = self._moving(turn, optimizer)
+        there = [state[key].is_meta for state, key in places]
+        assert all(there) or not any(there), "state of one round is half out"
+        kept = any(there)
+        parts = [] if kept else [_raw(_dense(local(state[key]))) for state, key in places]
+        out = torch.cat(parts) if parts else self._empty(0)
+        size = self._told(_KEPT if kept else out.numel())
+        into = self._empty(max(size, 0))
+        self._exchange(out, into, home=False)
+        if size != _KEPT:
+            self.held.pop(turn, None)
+            if size:
+                self.held[turn] = mark(into, PEER)
+        for state, key in () if kept else places:
+            state[key] = torch.empty_like(local(state[key]), device="meta")
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    @property
+    def _device(self) -> torch.device:
+        return next((local(p).device for p in self.parameters.values()), torch.device("cpu"))
+
+    def _empty(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def _exchange(self, out: Tensor | None, into: Tensor, *, home: bool) -> None:
+        """Send `out` one way round the ring and fill `into` from the other; wait for both."""
+        to, source = self._beside(-1 if home else 1)
+        with torch._C.DisableTorchFunction():
+            sent = [] if out is None or not out.numel() else [(out, to)]
+            if sent:
+                count("send", self.group, sent[0][0])
+            wanted = [(into, source)] if into.numel() else []
+            for work in world.both_ways(sent, wanted, self.group.pg):
+                work.wait()
+
+    def _told(self, number: int) -> int:
+        """Tell the next rank's host a number, and hear that of the rank before."""
+        to, source = self._beside(1)
+        with torch._C.DisableTorchFunction():
+            mine = torch.tensor([number], dtype=torch.int64, device=HOST)
+            theirs = torch.empty_like(mine)
+            for work in world.both_ways([(mine, to)], [(theirs, source)], self.hosts):
+                work.wait()
+            return int(theirs)
+
+    def _beside(self, by: int) -> tuple[int, int]:
+        """The ranks so many places behind this one in the ring, and before it."""
+        ranks, place = self.group.ranks, self.group.rank
+        return ranks[(place + by) % len(ranks)], ranks[(place - by) % len(ranks)]
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The tensor, laid in memory as one made like it is."""
+    return tensor if tensor.is_contiguous() else torch.empty_like(tensor).copy_(tensor)
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """The bytes of a dense tensor, as it lies in memory."""
+    with torch._C.DisableTorchFunction():
+        flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+        return flat.view(torch.uint8)
+
+
+# ---- A step where parameters, gradients or the optimizer's state lie off the device.
+# Some parameters at a time: their values, gradients and state are brought together in host memory,
+# the user's own optimizer steps on these, and everything goes back to where it lies (Ren et al.,
+# ZeRO-Offload, 2021).  What is on disk is written anew, and takes the old one's place only when all
+# ranks have written all of theirs: a full disk leaves everything as it was before the step.
+
 
 UNDONE = "nothing was changed: the state is that before the step"
 
 
 @dataclass(frozen=True)
 class Tiers:
-    """Where a parameter lies, its gradients between their making and the step, and its state."""
+    """The tiers of a parameter, of its gradients until the step, and of its state."""
 
     parameter: str = DEVICE
     gradient: str = DEVICE
@@ -49,17 +204,17 @@ class Tiers:
 
     @property
     def step(self) -> str:
-        """Where the step is computed."""
+        """The tier on which the step is computed."""
         near = self.parameter == DEVICE and self.state in (DEVICE, PEER)
         return DEVICE if near else CPU
 
 
 class Home(Protocol):
-    """Where a parameter lies off the device: whole (`Held`), or its slice (`Shard`)."""
+    """A parameter off the device: whole (`Held`), or its slice (`Shard`)."""
 
     @property
     def home(self) -> Tensor:
-        """What lies there."""
+        """The tensor that lies there."""
 
     def laid(self, value: Tensor) -> Tensor:
         """New values as they would lie there."""
@@ -70,7 +225,7 @@ class Home(Protocol):
 
 @dataclass
 class _Made:
-    """What a step has made of a parameter, and what it was; nothing else knows of it yet."""
+    """A parameter after a step, and before it; nothing else knows of it yet."""
 
     name: str
     parameter: nn.Parameter
@@ -91,7 +246,7 @@ class _Fetched:
 
 
 class _Batch(NamedTuple):
-    """What steps together, and what to wait for before the host reads it."""
+    """Parameters that step together, and the events to wait for before the host reads them."""
 
     each: Sequence[_Fetched]
     copied: Sequence[torch.Event | None]
@@ -111,7 +266,7 @@ def _ahead(some: Iterable[T]) -> Iterator[T]:
 
 @dataclass
 class Away:
-    """What of this rank's parameters lies where.
+    """This rank's parameters, and where each of their parts lies.
 
     disk        whether any row puts anything on disk, on any rank
     rewritten   whether a step writes files, on any rank
@@ -152,7 +307,7 @@ class Away:
     def arrived(self) -> None:
         """All gradients have been made: those that left are there, and parameters are gone."""
         self.window.clear()
-        all_arrived(self.parameters.values())
+        wait_for_offloaded(self.parameters.values())
 
     def step(self, optimizer: torch.optim.Optimizer | None, whole: WholeStep | None) -> None:
         """The optimizer's step.
@@ -161,7 +316,7 @@ class Away:
         """
         if whole is not None:
             for parameter in self.parameters.values():
-                give_back(parameter)
+                restore_gradient(parameter)
             self.check(UNDONE)
             whole.step(optimizer)
             self.settle(optimizer)
@@ -186,7 +341,7 @@ class Away:
             raise
         if optimizer is None:
             for parameter in self.parameters.values():  # the step is the caller's own
-                give_back(parameter)
+                restore_gradient(parameter)
             return
         self._commit(optimizer, made)
         if self.tensorwise or not self.tiers:
@@ -238,7 +393,7 @@ class Away:
             yield [names[k] for k in bucket]
 
     def _coming(self) -> Iterator[_Batch]:
-        """What steps together; where it is copied, the next while this is stepped on."""
+        """The batches that step together; where they are copied, the next one ahead."""
         fetched = map(self._fetched, self._batches())
         return _ahead(fetched) if self._devices else fetched
 
@@ -251,7 +406,7 @@ class Away:
         return [device for device in lies if has_streams(device)]
 
     def _fetched(self, names: Sequence[str]) -> _Batch:
-        """What the step on some parameters needs, on its way to where the step is computed."""
+        """Bring what the step on some parameters needs to where it is computed."""
         found, copied = [], False
         for name in names:
             parameter, tiers = self.parameters[name], self.tiers.get(name, Tiers())
@@ -285,7 +440,7 @@ class Away:
         return made
 
     def _master(self, optimizer: torch.optim.Optimizer, fetched: _Fetched) -> _Made:
-        """What stands for a parameter in the step: a copy, or the parameter's own values."""
+        """Make a parameter for the step: of a copy, or of the parameter's own values."""
         parameter = self.parameters[fetched.name]
         old, master = optimizer.state.pop(parameter, {}), nn.Parameter(fetched.value)
         master.grad = copies.ready(fetched.grad, fetched.event)

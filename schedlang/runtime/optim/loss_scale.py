@@ -47,7 +47,7 @@ class LossScale:
             self.noted = [~torch.stack(norms).isfinite().all() for norms in _largest(real)]
 
     def told(self, like: Tensor) -> Tensor:
-        """What this rank has noted, to be added up over all ranks; nothing without a scale."""
+        """This rank's note, to be added up over all ranks; nothing without a scale."""
         found = like.new_zeros(int(self.growth > 0))
         for one in self.noted if self.growth > 0 else ():
             found += one.to(like)
@@ -71,7 +71,7 @@ class LossScale:
         return not self.overflow
 
     def described(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The state that a checkpoint keeps."""
         return {"scale": self.scale, "good": self.good}
 
     def put_back(self, told: Mapping[str, Any] | None) -> None:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.checkpointing.holding import Holding, assemble, take
-from schedlang.runtime.checkpointing.moments import _laid, like_parameter, local
+from schedlang.runtime.checkpointing.moments import laid, like_parameter
 from schedlang.runtime.comm.ranks import Ranks
 from schedlang.runtime.device import on_accelerator
 from schedlang.runtime.grad_reduction.gradient import local_gradient
+from schedlang.runtime.storage.offloaded_gradients import local
 
 # ---- Does an optimizer treat each element, or each tensor, by itself?  Tried on small ones.
 
@@ -222,7 +223,7 @@ class WholeStep:
             local(mine).copy_(part(whole.detach()))
             state = optimizer.state.pop(whole, {})
             optimizer.state[mine] = {
-                key: _laid(part(value), mine) if like_parameter(value, whole) else value
+                key: laid(part(value), mine) if like_parameter(value, whole) else value
                 for key, value in state.items()
             }
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 
 from schedlang.pipeline.timeline import Op
 from schedlang.runtime.pipeline.split_backward import SplitBackward
+from schedlang.runtime.storage.saved import Kept, View, plain, slot, within
 from schedlang.runtime.tracing.graph import Token
 
 # ---- What autograd saved in one forward of a stage, as a bag that can be carried elsewhere and
@@ -29,24 +29,24 @@ ALIGNED = 64  # bytes, at which storages begin that travel together
 
 
 @dataclass
-class _Slot:
+class _Storage:
     """One storage of some bytes; they lie in `raw` from `start` on, or are away.
 
-    `views` are tensors over it with their counts of writes when they were saved.
+    `views` are the tensors over it that were saved.
     """
 
     size: int
     raw: Tensor | None
     start: int = 0
-    views: list[tuple[Tensor, int]] = field(default_factory=list)
+    views: list[Kept] = field(default_factory=list)
 
     def check(self) -> None:
         """As autograd does for what it saves itself."""
-        if any(view._version != count for view, count in self.views):
-            raise RuntimeError("a value that backward needs was written into after it was saved")
+        for view in self.views:
+            view.tensor()
 
     def taken(self) -> Tensor:
-        """The bytes, of which this slot lets go."""
+        """The bytes, of which this lets go."""
         self.check()
         raw, self.raw = self.raw, None
         assert raw is not None
@@ -55,13 +55,21 @@ class _Slot:
 
 
 class _Saved(NamedTuple):
-    """A saved tensor: which slot, and how it is seen in there."""
+    """A saved tensor: in which storage it lies, and how."""
 
-    slot: int
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
+    held: _Storage
+    view: View
+
+    def tensor(self) -> Tensor:
+        """Give it, where the bytes of its storage lie now."""
+        self.held.check()
+        return self.lies()
+
+    def lies(self) -> Tensor:
+        """Give it, whatever was written there."""
+        raw = self.held.raw
+        assert raw is not None, "a backward began before what it needs was called back"
+        return self.view.on(raw, self.held.start)
 
 
 class Bag:
@@ -73,28 +81,23 @@ class Bag:
 
     def __init__(self, stays: Container[int] = (), hollow: bool = False) -> None:
         self._stays, self._hollow = stays, hollow
-        self._slots: list[_Slot] = []
-        self._known: dict[int, int] = {}  # while the forward runs: address -> slot
+        self._storages: list[_Storage] = []
+        self._known: dict[int, _Storage] = {}  # while the forward runs: by address
         self._leaves: list[tuple[Tensor, _Saved]] = []
         self._bring: Callable[[], Sequence[Tensor]] | None = None
 
     @property
     def bytes(self) -> int:
         """How many bytes of it are on this rank now."""
-        return sum(slot.size for slot in self._slots if slot.raw is not None)
+        return sum(one.size for one in self._storages if one.raw is not None)
 
     def collecting(self) -> AbstractContextManager[Any]:
         """Around a forward: what it saves goes into this bag."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return slot(self._pack)
 
-    @contextmanager
-    def at_hand(self) -> Iterator[None]:
+    def at_hand(self) -> AbstractContextManager[None]:
         """Around a forward: modules that ask for it put into this bag what they save."""
-        before, _here.bag = _here.bag, self
-        try:
-            yield
-        finally:
-            _here.bag = before
+        return within(park=self._pack)
 
     def close(self, leaves: Iterable[Tensor]) -> None:
         """The forward has ended; the memory of its received `leaves` is the bag's as well."""
@@ -112,7 +115,7 @@ class Bag:
         """The bytes of the bag in parts; it refers to none of them any more."""
         packed = []
         for part in self._parts():
-            raws = [slot.taken() for slot in part]
+            raws = [one.taken() for one in part]
             for leaf, _ in self._leaves:
                 leaf.data = leaf.data.new_zeros(()).expand(leaf.shape)
             packed.append(raws[0] if len(raws) == 1 else _together(raws))
@@ -127,66 +130,38 @@ class Bag:
         bring, self._bring = self._bring, None
         for part, raw in zip(self._parts(), bring() if bring is not None else ()):
             at = 0
-            for slot in part:
-                slot.raw, slot.start = raw, at
-                at += _room(slot)
+            for one in part:
+                one.raw, one.start = raw, at
+                at += _room(one)
         for leaf, saved in self._leaves if bring is not None else ():
-            leaf.data = self._view(saved)
+            leaf.data = saved.lies()
 
     def _pack(self, tensor: Tensor) -> Any:
         key = address(tensor)
         taken = key in self._known or (
-            _plain(tensor) and (self._hollow or not tensor.is_meta) and key not in self._stays
+            plain(tensor) and (self._hollow or not tensor.is_meta) and key not in self._stays
         )
         return self._put(tensor) if taken else tensor
 
     def _put(self, tensor: Tensor) -> _Saved:
-        key = address(tensor)
-        if key not in self._known:
-            self._known[key] = len(self._slots)
+        known = self._known.get(address(tensor))
+        if known is None:
             storage = tensor.untyped_storage()
             raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            self._slots.append(_Slot(storage.nbytes(), raw))
-        view = tensor.detach()  # has the same count of writes
-        slot = self._known[key]
-        self._slots[slot].views.append((view, view._version))
-        offset = int(view.storage_offset())
-        return _Saved(slot, view.dtype, offset, view.size(), view.stride())
+            known = self._known[address(tensor)] = _Storage(storage.nbytes(), raw)
+            self._storages.append(known)
+        known.views.append(Kept(tensor))
+        return _Saved(known, View.of(tensor))
 
-    def _unpack(self, saved: Any) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        self._slots[saved.slot].check()
-        return self._view(saved)
-
-    def _view(self, saved: _Saved) -> Tensor:
-        slot = self._slots[saved.slot]
-        assert slot.raw is not None, "a backward began before what it needs was called back"
-        at = slot.start // saved.dtype.itemsize + saved.offset
-        empty = torch.empty(0, dtype=saved.dtype, device=slot.raw.device)
-        return empty.set_(slot.raw.untyped_storage(), at, saved.size, saved.stride)
-
-    def _parts(self) -> list[list[_Slot]]:
+    def _parts(self) -> list[list[_Storage]]:
         """Large storages alone, all small ones together."""
-        small = [slot for slot in self._slots if slot.size < SMALL]
-        large = [[slot] for slot in self._slots if slot.size >= SMALL]
+        small = [one for one in self._storages if one.size < SMALL]
+        large = [[one] for one in self._storages if one.size >= SMALL]
         return [*large, *([small] if small else [])]
 
 
-class _Here(threading.local):
-    bag: Bag | None = None
-
-
-_here = _Here()
-
-
-def bag_at_hand() -> Bag | None:
-    """The bag of the forward that runs, where only some modules put into it what they save."""
-    return _here.bag
-
-
-def _room(slot: _Slot) -> int:
-    return -(-slot.size // ALIGNED) * ALIGNED
+def _room(one: _Storage) -> int:
+    return -(-one.size // ALIGNED) * ALIGNED
 
 
 def _together(raws: Sequence[Tensor]) -> Tensor:
@@ -198,13 +173,6 @@ def _together(raws: Sequence[Tensor]) -> Tensor:
         flat[at : at + raw.numel()].copy_(raw)
         at += room
     return flat
-
-
-def _plain(tensor: Tensor) -> bool:
-    """Whether a tensor is bytes in memory and nothing else."""
-    if type(tensor) is not Tensor or tensor.layout != torch.strided:
-        return False
-    return not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
 
 
 def address(tensor: Tensor) -> int:

@@ -8,9 +8,17 @@ from typing import Any
 
 from torch import nn
 
-from schedlang.runtime.grad_reduction.flat import Flat, Held, held_of
-from schedlang.runtime.grad_reduction.gradient import Started, Sum, begin, begin_one, local_gradient
-from schedlang.runtime.storage.leaving import leaves
+from schedlang.runtime.grad_reduction.gradient import (
+    Flat,
+    Held,
+    Started,
+    Sum,
+    begin,
+    begin_one,
+    held_of,
+    local_gradient,
+)
+from schedlang.runtime.storage.offloaded_gradients import offloads_gradient
 
 Members = Flat | Sequence[nn.Parameter]
 LATER = (
@@ -124,7 +132,7 @@ class Armed:
     def _watched(self, place: int) -> list[nn.Parameter]:
         members = self.learned.waiting[place][1]
         if not isinstance(members, Flat):
-            return [p for p in members if not leaves(p)]
+            return [p for p in members if not offloads_gradient(p)]
         last = self.learned.last.get(place)
         return members.parameters if last is None else [members.parameters[last]]
 

@@ -7,12 +7,13 @@ LOAD takes it home (Kim et al., BPipe, 2023); OFFLOAD and RELOAD go to host memo
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from schedlang.pipeline.timeline import Op
 from schedlang.runtime.comm import world
-from schedlang.runtime.device import not_there, sent
+from schedlang.runtime.device import HOST, not_there
 from schedlang.runtime.pipeline.flight import Bag, Work, work_of
 from schedlang.runtime.pipeline.p2p import Mail
 from schedlang.runtime.pipeline.step import Step
@@ -26,21 +27,27 @@ Groups = Sequence[world.ProcessGroup | None]
 class Parking:
     """The two ways between partners, out and home, apart from the messages between stages.
 
-    `groups`: two for the way out (to higher ranks, to lower) and two for the way home.
+    `groups`: two for the way out (to higher ranks, to lower), two for the way home, and one of
+    hosts, who tell each other how many bytes come: nobody waits for a device to know it.
     """
 
     def __init__(self, groups: Groups, device: torch.device, pairs: Pairs = ()) -> None:
-        ways = (*groups, None, None, None, None)
+        ways = (*groups, None, None, None, None, None)
         self.out = Mail(ways[0], ways[1], device, pairs, PEER)
         self.home = Mail(ways[2], ways[3], device, pairs)
+        self.hosts = ways[4]
+        self._sizes: list[tuple[Any, torch.Tensor]] = []  # on their way to partners
         self.sent: dict[int, int] = {}  # stage -> bytes of a microbatch's that left, at most
-        self._held: dict[Work, int] = {}
+        self._held: set[Work] = set()
         self._last: Work | None = None
 
     def finish(self) -> None:
         """Everything that was sent has arrived."""
         self.out.finish()
         self.home.finish()
+        for message, _ in self._sizes:
+            message.wait()
+        self._sizes.clear()
         self._last = None
         assert not self._held, "activations of other ranks were not given back"
 
@@ -51,11 +58,18 @@ class Parking:
         bag, self._last = bag_of(step, work), work
         told = bag.sizes()
         self.sent[work.stage] = max(self.sent.get(work.stage, 0), sum(told))
-        sizes = sent(torch.tensor(told, dtype=torch.int64), self.out.device)
-        self.out.send(to, (work, "sizes"), [sizes], header=True)
-        self.out.send(to, (work, "bytes"), bag.pack(), header=False)
+        if not not_there(self.out.device):
+            self._tell(to, told)
+        self.out.send(to, work, bag.pack(), header=False)
         if not_there(self.out.device):
             self._free()  # there is nothing on its way
+
+    def _tell(self, to: int, sizes: Sequence[int]) -> None:
+        """Tell the host of a partner how many parts come, and the bytes of each."""
+        with torch._C.DisableTorchFunction():
+            for numbers in ([len(sizes)], sizes):
+                message = torch.tensor(numbers, dtype=torch.int64, device=HOST)
+                self._sizes.append((world.isend(message, to, self.hosts), message))
 
     def make_room(self) -> None:
         """Before memory is needed: activations that left are gone.
@@ -70,28 +84,33 @@ class Parking:
 
     def _free(self) -> None:
         last, self._last = self._last, None
-        for part in ("sizes", "bytes") if last is not None else ():
-            self.out.free((last, part))
+        if last is not None:
+            self.out.free(last)
 
     def hold(self, step: Step, op: Op) -> None:
         """Take in what a partner sends."""
         work, source = work_of(op), step.pipe.ranks[op.peer]
-        sizes = self.told(source, work)
+        sizes = self.told(source)
         layout = tuple((torch.uint8, (int(size),)) for size in sizes)
-        self.out.post(source, (work, "bytes"), len(sizes), lambda: layout)
-        self._held[work] = len(sizes)
+        self.out.post(source, work, len(sizes), lambda: layout)
+        self._held.add(work)
 
-    def told(self, source: int, work: Work) -> Sequence[int]:
+    def told(self, source: int) -> Sequence[int]:
         """The bytes of each part that a partner is about to send."""
-        self.out.post(source, (work, "sizes"), 1, lambda: None)
-        sizes: list[int] = self.out.take((work, "sizes"))[0].tolist()
-        return sizes
+        (count,) = self._heard(source, 1)
+        return self._heard(source, count)
+
+    def _heard(self, source: int, count: int) -> list[int]:
+        with torch._C.DisableTorchFunction():
+            message = torch.empty(count, dtype=torch.int64, device=HOST)
+            world.irecv(message, source, self.hosts).wait()
+            return message.tolist()
 
     def give(self, step: Step, op: Op) -> None:
         """Send back what a partner has parked here."""
         work = work_of(op)
-        del self._held[work]
-        self.home.send(step.pipe.ranks[op.peer], work, self.out.take((work, "bytes")), header=False)
+        self._held.remove(work)
+        self.home.send(step.pipe.ranks[op.peer], work, self.out.take(work), header=False)
         if not self.out.tells:  # LOAD stands before GIVE in the order of all rows
             self.home.free(work)
 

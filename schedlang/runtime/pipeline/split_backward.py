@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from schedlang.runtime.storage.leaving import accumulated
+from schedlang.runtime.storage.offloaded_gradients import run_hooks
 
 
 class SplitBackward:
@@ -147,4 +147,4 @@ def _variable(node: Any) -> torch.Tensor:
 def _accumulate(weight: torch.Tensor, grad: torch.Tensor | None) -> None:
     if grad is not None:
         weight.grad = grad if weight.grad is None else weight.grad + grad
-        accumulated(weight)
+        run_hooks(weight)

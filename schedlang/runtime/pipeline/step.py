@@ -20,7 +20,7 @@ from schedlang.runtime.pipeline.p2p import Layout, layout_of
 from schedlang.runtime.pipeline.split_backward import SplitBackward
 from schedlang.runtime.pipeline.stage import Forwarded, Stage, enter, signature
 from schedlang.runtime.scope import noted, remember
-from schedlang.runtime.storage.own import Addresses
+from schedlang.runtime.storage.saved import Addresses
 from schedlang.runtime.tracing.graph import Token
 from schedlang.runtime.tracing.lossless import is_loss, no_loss, not_a_loss
 from schedlang.runtime.weights import Number, filled

@@ -18,7 +18,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.pipeline.timeline import Kind, Op, Timeline
 from schedlang.pipeline.timeline.versions import BACKWARD, is_stale, updates
-from schedlang.runtime.storage.leaving import drop_gradients
+from schedlang.runtime.storage.offloaded_gradients import drop_gradients
 
 if TYPE_CHECKING:
     from schedlang.runtime.pipeline.executor import Pipeline

@@ -15,10 +15,15 @@ from schedlang.ir import nests as pytree
 from schedlang.ir.placement import EVEN, Uneven, positions
 from schedlang.runtime.batch import named_tensors, rows_of
 from schedlang.runtime.rng.draws import masks, shapes_of
-from schedlang.runtime.storage.fewer import is_uncoded, keeping
-from schedlang.runtime.storage.own import given_whole, is_candidate, places
-from schedlang.runtime.tracing.constants import OnMeta, without_values
+from schedlang.runtime.tracing.constants import OnMeta
+from schedlang.runtime.tracing.constants import without_values
 from schedlang.runtime.tracing.meta import hollow_model
+from schedlang.runtime.storage.saved import around
+from schedlang.runtime.storage.saved import given_whole
+from schedlang.runtime.storage.saved import is_candidate
+from schedlang.runtime.storage.saved import places
+from schedlang.runtime.storage.saved import slot
+from schedlang.runtime.storage.saved import within
 from schedlang.runtime.tracing.torch_calls import model_line, name_of, tensors_in
 
 # ---- A forward beside which one mode runs, and tells lattices of every call of torch.
@@ -510,11 +515,11 @@ def _watched(module: nn.Module, stack: Stack, found: list[Saved]) -> Callable[..
 
         def pack(tensor: Tensor) -> Tensor:
             with torch._C.DisableTorchFunction():
-                if not is_uncoded() and is_candidate(tensor, whole):
+                if not around.uncoded and is_candidate(tensor, whole):
                     found.append(Saved(stack.frames[-1][0], tuple(tensor.shape)))
             return tensor
 
-        with keeping(pack), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with within(code=pack), slot(pack):
             return inner(*args, **kwargs)
 
     return forward

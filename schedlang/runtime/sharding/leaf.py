@@ -24,7 +24,7 @@ from schedlang.runtime.sharding.shard import (
     region,
     without_padding,
 )
-from schedlang.runtime.storage.fewer import summing, uncoded
+from schedlang.runtime.storage.saved import summing, uncoded
 
 # ---- An embedding bag with the rows, or the part of each row, that a rank holds.
 # Of the rows the sum over a bag has them all: every rank looks up its own and adds nothing for the

@@ -1,1 +1,1 @@
-"""Where tensors lie (device, host memory, disk, folders), and what moves between."""
+"""Tensors on device, host, disk and in folders, and the copies between; saved activations."""

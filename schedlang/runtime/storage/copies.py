@@ -24,8 +24,7 @@ from schedlang.runtime.device import (
     used_on,
     wait,
 )
-from schedlang.runtime.storage.scratch import Scratch
-from schedlang.runtime.storage.tiers import empty
+from schedlang.runtime.storage.tiers import Scratch, empty
 
 
 def to_host(source: Tensor, scratch: Scratch | None = None) -> Tensor:
@@ -97,7 +96,7 @@ def settle() -> None:
 
 
 def mark(device: torch.device) -> torch.Event | None:
-    """What to wait for until all copies of a device to the host are done so far; None: they are."""
+    """An event behind all copies of a device to the host so far; None: they are done."""
     return record(side_stream(device)) if has_streams(device) else None
 
 

@@ -36,7 +36,7 @@ class Held(Exception):
         super().__init__(told)
 
     def told(self, folder: Path) -> Diagnostic:
-        """That another job is at work in, or on, this folder."""
+        """The message that another job is at work in, or on, this folder."""
         who = f"process {self.pid} on `{self.host}`" if self.pid else "another job"
         return Diagnostic(
             "S638",
@@ -270,7 +270,7 @@ def beside_of(target: Path, ending: str) -> Path:
 
 
 def leftovers(target: Path, ending: str) -> list[Path]:
-    """What jobs that died have left beside the target."""
+    """The leftovers of jobs that died beside the target."""
     ours = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}{re.escape(ending)}")
     return [path for path in target.parent.iterdir() if ours.fullmatch(path.name)]
 
@@ -351,7 +351,7 @@ def settle(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """What is in a file, or the names that are in a folder, reach the disk."""
+    """Have a file, or the names in a folder, reach the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -41,7 +41,7 @@ class Message:
 
 @dataclass
 class Work:
-    """Of one stretch of a step.
+    """The work of one stretch of a step.
 
     operators   (operations, bytes read and written) of each operator -> how often it ran.
                 Operations count as 16-bit ones: in 32 bits they are twice as many, as tensor cores
@@ -82,7 +82,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """Of one operator, by torch's formula; none for those that only move bytes."""
+    """The operations of one operator, by torch's formula; none for those that only move bytes."""
     own = FORMULAS.get(func._overloadpacket)
     if own is not None:
         return own(*args)
@@ -134,7 +134,7 @@ class Block:
 
 @dataclass
 class Stretch:
-    """What ran between two marks: its first event, the blocks alive at its end, what it did."""
+    """A run between two marks: its first event, the blocks alive at its end, its work."""
 
     what: Any
     start: int

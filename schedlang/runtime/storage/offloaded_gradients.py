@@ -21,35 +21,34 @@ from torch.distributed.tensor import DTensor
 
 from schedlang.runtime.device import has_streams, settled
 from schedlang.runtime.storage import copies
-from schedlang.runtime.storage.scratch import Scratch
-from schedlang.runtime.storage.tiers import CPU, mark
+from schedlang.runtime.storage.tiers import CPU, Scratch, mark
 
-_SLOT, AWAY = "_schedlang_gradient", "_schedlang_gradient_leaves"
+_SLOT, OFFLOADED = "_schedlang_gradient", "_schedlang_gradient_leaves"
 _MOST = 4  # gradients, or units of them, that lie twice in host memory: they are yet to be added
 
 
-class _UnderWay:
+class _InFlight:
     """Gradients that lie twice in host memory; of a parameter that is copied, none do."""
 
     def __init__(self) -> None:
-        self._gone: deque[tuple[object, list[weakref.ref[_Gone]]]] = deque()  # by their event
+        self._queue: deque[tuple[object, list[weakref.ref[_Offloaded]]]] = deque()  # by their event
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _UnderWay, ()
+        return _InFlight, ()
 
-    def put(self, away: _Gone, event: object) -> None:
+    def put(self, away: _Offloaded, event: object) -> None:
         """One more; the oldest are added, for which the host waits."""
-        if not self._gone or self._gone[-1][0] is not event:
-            self._gone.append((event, []))
-        self._gone[-1][1].append(weakref.ref(away))
-        while len(self._gone) > _MOST:
-            for reference in self._gone.popleft()[1]:
+        if not self._queue or self._queue[-1][0] is not event:
+            self._queue.append((event, []))
+        self._queue[-1][1].append(weakref.ref(away))
+        while len(self._queue) > _MOST:
+            for reference in self._queue.popleft()[1]:
                 oldest = reference()
                 if oldest is not None:
                     oldest.whole()
 
 
-class _Gone:
+class _Offloaded:
     """A gradient off the device: the sum of those that were added, and those on their way.
 
     `apart`: they come on a stream of somebody else, not on that of our copies.
@@ -82,7 +81,7 @@ class _Gone:
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
     """The gradient of a parameter, wherever it lies."""
-    away: _Gone | None = vars(parameter).get(_SLOT)
+    away: _Offloaded | None = vars(parameter).get(_SLOT)
     return parameter.grad if away is None else away.whole()
 
 
@@ -91,15 +90,15 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
     return [p.grad if _SLOT not in p.__dict__ else gradient_of(p) for p in parameters]
 
 
-def leaves(parameter: Tensor) -> bool:
+def offloads_gradient(parameter: Tensor) -> bool:
     """Whether the gradients of a parameter leave."""
-    return AWAY in vars(parameter)
+    return OFFLOADED in vars(parameter)
 
 
 def set_gradient(parameter: Tensor, value: Tensor) -> None:
     """Give a parameter a gradient, away if its gradients leave."""
-    if leaves(parameter):
-        setattr(parameter, _SLOT, _Gone(value))
+    if offloads_gradient(parameter):
+        setattr(parameter, _SLOT, _Offloaded(value))
     else:
         parameter.grad = value
 
@@ -117,64 +116,64 @@ def drop_gradients(parameters: Iterable[Tensor]) -> None:
         parameter.grad = None
 
 
-def let_leave(
+def offload_gradients(
     parameters: Iterable[nn.Parameter],
     scratch: Scratch | None = None,
     told: Collection[nn.Parameter] = (),
 ) -> None:
     """From now on gradients of these leave as they are made, with `scratch` to disk.
 
-    Those of `told` are made off the device by somebody else, who tells it by `came`.
+    Those of `told` are made off the device by others, who tell it by `accumulate_offloaded`.
     """
-    under_way, tells = _UnderWay(), set(told)
+    under_way, tells = _InFlight(), set(told)
     for parameter in parameters:
         if parameter.requires_grad and not parameter.is_meta:
-            vars(parameter)[AWAY] = under_way
+            vars(parameter)[OFFLOADED] = under_way
             if parameter in tells:
                 continue
-            hook = partial(_leave, scratch)
+            hook = partial(_offload, scratch)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def gradient_device(parameter: Tensor) -> torch.device:
-    """Where the gradient of a parameter lies at the end of a step, also if it has none now."""
-    return torch.device("cpu") if leaves(parameter) else local(parameter).device
+    """The device of a parameter's gradient at the end of a step, also if it has none now."""
+    return torch.device("cpu") if offloads_gradient(parameter) else local(parameter).device
 
 
-def all_arrived(parameters: Iterable[Tensor]) -> None:
+def wait_for_offloaded(parameters: Iterable[Tensor]) -> None:
     """Wait once for the gradients of these that are on their way, if any are."""
-    gone = [away for parameter in parameters if (away := vars(parameter).get(_SLOT)) is not None]
-    gone = [away for away in gone if not away.apart]  # waited for when they are read
-    if gone:
+    found = [away for parameter in parameters if (away := vars(parameter).get(_SLOT)) is not None]
+    found = [away for away in found if not away.apart]  # waited for when they are read
+    if found:
         copies.settle()
-    for away in gone:
+    for away in found:
         away.arrived()
 
 
-def came(parameter: Tensor, event: torch.Event | None) -> None:
+def accumulate_offloaded(parameter: Tensor, event: torch.Event | None) -> None:
     """A gradient of a parameter was made in host memory; with `event` it is there behind that."""
     made: Tensor | None = parameter.grad
     if made is None:
         return
-    away: _Gone | None = vars(parameter).get(_SLOT)
+    away: _Offloaded | None = vars(parameter).get(_SLOT)
     parameter.grad = None
     with torch._C.DisableTorchFunction():
         part = local(made)
         if event is not None:
             _add(parameter, mark(part, CPU), event, apart=True)
         elif away is None:
-            setattr(parameter, _SLOT, _Gone(copies.to_host(part)))
+            setattr(parameter, _SLOT, _Offloaded(copies.to_host(part)))
         else:
             away.whole().add_(part)
 
 
-def accumulated(parameter: Tensor) -> None:
+def run_hooks(parameter: Tensor) -> None:
     """Tell the hooks of a parameter that a gradient was added by hand."""
     for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
         hook(parameter)
 
 
-def give_back(parameter: nn.Parameter) -> None:
+def restore_gradient(parameter: nn.Parameter) -> None:
     """The gradient becomes the parameter's own, where the parameter lies."""
     away = vars(parameter).pop(_SLOT, None)
     if away is None:
@@ -198,9 +197,9 @@ def local(value: Tensor) -> Tensor:
     return part
 
 
-def _leave(scratch: Scratch | None, parameter: Tensor) -> None:
+def _offload(scratch: Scratch | None, parameter: Tensor) -> None:
     made: Tensor | None = parameter.grad
-    away: _Gone | None = vars(parameter).get(_SLOT)
+    away: _Offloaded | None = vars(parameter).get(_SLOT)
     if made is None:
         return
     parameter.grad = None
@@ -208,7 +207,7 @@ def _leave(scratch: Scratch | None, parameter: Tensor) -> None:
         part = local(made)
         if scratch is not None:
             part = part if away is None else away.whole() + part.cpu()
-            setattr(parameter, _SLOT, _Gone(copies.to_host(part, scratch)))
+            setattr(parameter, _SLOT, _Offloaded(copies.to_host(part, scratch)))
         elif away is not None and not has_streams(part.device):
             away.whole().add_(part)
         else:
@@ -217,10 +216,10 @@ def _leave(scratch: Scratch | None, parameter: Tensor) -> None:
 
 def _add(parameter: Tensor, host: Tensor, event: torch.Event | None, apart: bool = False) -> None:
     """A gradient is on its way to the host, where it is added to that of earlier microbatches."""
-    away: _Gone | None = vars(parameter).get(_SLOT)
+    away: _Offloaded | None = vars(parameter).get(_SLOT)
     if away is None:
-        setattr(parameter, _SLOT, _Gone(host, event, apart=apart))
+        setattr(parameter, _SLOT, _Offloaded(host, event, apart=apart))
         return
     away.come(host, event)
-    under_way: _UnderWay = vars(parameter)[AWAY]
+    under_way: _InFlight = vars(parameter)[OFFLOADED]
     under_way.put(away, event)
