@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from schedlang.ir.features import Grouping
-from schedlang.ir.features import Recomputing
-from schedlang.ir.features import Uniform
-from schedlang.ir.features import check_called
-from schedlang.ir.features import Budgeted
+from schedlang.ir.features import Budgeted, Grouping, Recomputing, Uniform, check_called
 from schedlang.ir.primitive import refuse
 from schedlang.language.value import Bytes
 from schedlang.remat import Tree, groups, places, regions, root, runs

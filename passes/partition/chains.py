@@ -181,8 +181,8 @@ def running(
 
 def costs_of(counting: Counting, names: Sequence[str]) -> list[Cost]:
     """Operations of a forward, bytes saved and bytes of the input of modules, on one rank."""
-    from schedlang.runtime.tracing.record import counted
     from schedlang.runtime.activation_memory.costs import Menu
+    from schedlang.runtime.tracing.record import counted
 
     menu = Menu(len(names))
 

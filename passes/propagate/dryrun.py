@@ -416,12 +416,8 @@ class Run:
         from schedlang.runtime.propagation.narrowed import Narrowed, dry_parts
         from schedlang.runtime.propagation.trace import Note, Tag, watch_saved
         from schedlang.runtime.sharding.shard import Edge
-        from schedlang.runtime.sharding.sizes import Counted
-        from schedlang.runtime.sharding.sizes import WithSizes
-        from schedlang.runtime.sharding.sizes import number_at
-        from schedlang.runtime.sharding.sizes import set_number
-        from schedlang.runtime.storage.saved import put_inside
-        from schedlang.runtime.storage.saved import uncoded
+        from schedlang.runtime.sharding.sizes import Counted, WithSizes, number_at, set_number
+        from schedlang.runtime.storage.saved import put_inside, uncoded
         from schedlang.runtime.tracing.meta import hollow_model
 
         plan = self.plan

@@ -345,7 +345,6 @@ def program_of(case: Case, **options: Any) -> Program:
 
 def built(case: Case, condition: Condition) -> Program:
     """The program that a rank runs under a condition; what it offloads moves, however small."""
-    from schedlang.runtime.grad_reduction.batch_statistics import Scaled
     run = condition.case or case
     loss = run.loss if condition.scale == 1 else Scaled(run.loss, condition.scale)
     with everything_moves():

@@ -20,11 +20,8 @@ from schedlang.runtime.activation_memory.recompute import versions, written_twic
 from schedlang.runtime.activation_memory.selective import draws, fresh
 from schedlang.runtime.device import Replayed, default_generators
 from schedlang.runtime.forward import layers_of, wrap
-from schedlang.runtime.tracing.record import key_of
-from schedlang.runtime.tracing.record import operations
-from schedlang.runtime.storage.saved import Policy
-from schedlang.runtime.storage.saved import alias
-from schedlang.runtime.storage.saved import slot
+from schedlang.runtime.storage.saved import Policy, alias, slot
+from schedlang.runtime.tracing.record import key_of, operations
 
 # ---- What can be dropped and made again: storages with the operators that make them, within a
 # budget.

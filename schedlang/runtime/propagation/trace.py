@@ -15,15 +15,9 @@ from schedlang.ir import nests as pytree
 from schedlang.ir.placement import EVEN, Uneven, positions
 from schedlang.runtime.batch import named_tensors, rows_of
 from schedlang.runtime.rng.draws import masks, shapes_of
-from schedlang.runtime.tracing.constants import OnMeta
-from schedlang.runtime.tracing.constants import without_values
+from schedlang.runtime.storage.saved import around, given_whole, is_candidate, places, slot, within
+from schedlang.runtime.tracing.constants import OnMeta, without_values
 from schedlang.runtime.tracing.meta import hollow_model
-from schedlang.runtime.storage.saved import around
-from schedlang.runtime.storage.saved import given_whole
-from schedlang.runtime.storage.saved import is_candidate
-from schedlang.runtime.storage.saved import places
-from schedlang.runtime.storage.saved import slot
-from schedlang.runtime.storage.saved import within
 from schedlang.runtime.tracing.torch_calls import model_line, name_of, tensors_in
 
 # ---- A forward beside which one mode runs, and tells lattices of every call of torch.
