@@ -141,8 +141,6 @@ def check_rows(plan: Plan, sample: Mapping[str, Any]) -> None:
     from schedlang.runtime.batch import named_tensors, rows_of
     from schedlang.runtime.tracing.numbered import names_rows
 
-    if plan.shares * plan.micro == 1:
-        return
     rows = rows_of(sample)
     suspects = {
         key: value

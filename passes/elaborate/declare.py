@@ -188,9 +188,12 @@ def mesh(node: n.Mesh, state: State) -> State:
         sizes[arg.name] = _size(arg, state)
         if isinstance(arg.value, n.Name) and arg.value.text in state.knobs:
             sized[arg.name] = arg.value.text
-        _not_a_knob(arg, state)
-    _known_axes(node, sizes, state.settings)
-    axes = _filled(node, sizes, state.settings)
+        if arg.name in state.knobs:
+            _not_a_knob(arg)
+    if state.settings.mesh:
+        _known_axes(node, sizes, state.settings)
+    settings = state.settings
+    axes = tuple((a, _rest(node, sizes, settings) if n is None else n) for a, n in sizes.items())
     return replace(state.with_mesh(Mesh(axes, (), node.on)), sized=sized)
 
 
@@ -224,9 +227,8 @@ def _size(arg: n.Keyword, state: State) -> int | None:
     return int(size)
 
 
-def _not_a_knob(arg: n.Keyword, state: State) -> None:
-    own = isinstance(arg.value, n.Name) and arg.value.text == arg.name
-    if arg.name in state.knobs and not own:
+def _not_a_knob(arg: n.Keyword) -> None:
+    if not isinstance(arg.value, n.Name) or arg.value.text != arg.name:
         help_ = f"give the axis the size of the knob, `{arg.name}={arg.name}`, or rename one"
         title = f"`{arg.name}` is a knob and also an axis of another size"
         refused("S101", title, arg.span, "", help_)
@@ -240,13 +242,9 @@ def _known_axes(node: n.Mesh, sizes: Mapping[str, Any], settings: Settings) -> N
             refused("S204", title, node.span, "", help_, facts=facts)
 
 
-def _filled(
-    node: n.Mesh, sizes: Mapping[str, int | None], settings: Settings
-) -> tuple[tuple[str, int], ...]:
-    """The axes with `_` replaced by what is left: of the job's ranks, else of `on NAMExN`."""
+def _rest(node: n.Mesh, sizes: Mapping[str, int | None], settings: Settings) -> int:
+    """The size of the axis `_`: what is left of the job's ranks, else of `on NAMExN`."""
     blanks = [name for name, size in sizes.items() if size is None]
-    if not blanks:
-        return tuple((name, size) for name, size in sizes.items() if size is not None)
     if len(blanks) > 1:
         given = ", ".join(f"{k}={'_' if k == blanks[0] else v or 2}" for k, v in sizes.items())
         help_ = f"give the others a size: `mesh({given})`"
@@ -260,8 +258,7 @@ def _filled(
         help_ = "the product of their sizes must divide the number of ranks"
         title = f"the ranks do not divide: `{blanks[0]}` has no integer size"
         refused("S111", title, node.span, said, help_)
-    rest = world // taken
-    return tuple((name, rest if size is None else size) for name, size in sizes.items())
+    return world // taken
 
 
 def view(node: n.View, state: State) -> State:

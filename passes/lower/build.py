@@ -14,12 +14,13 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.fewer_bits import Bits
 from schedlang.passes.analyze.prepare import Prepared, check_axes, prepare
+from schedlang.passes.analyze.reductions import reductions
 from schedlang.passes.analyze.residence import away
 from schedlang.passes.analyze.staleness import check_build
 from schedlang.passes.analyze.taking import at_the_forward
 from schedlang.passes.analyze.whole_step import whole_step
 from schedlang.passes.complete.complete import completed
-from schedlang.passes.lower.drawing import Asked, drawing_of
+from schedlang.passes.lower.drawing import Asked, Drawing, drawing_of
 from schedlang.passes.lower.executor import (
     compressor_of,
     early_sums,
@@ -70,6 +71,12 @@ class Builder:
     def at(self, fqn: str) -> nn.Module:
         """The module of this name in the copy that is being built."""
         return self.module.get_submodule(fqn)
+
+    def at_home(self, edge: Any) -> Any:
+        """Give an edge (or statistics) that was traced the process group of this rank."""
+        axes = edge.group.axes
+        group = self.ranks.group(axes[0] if len(axes) == 1 else axes)
+        return replace(edge, group=replace(group, label=edge.group.label))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,27 +136,40 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
 
 def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     from schedlang.runtime.assembly import Assembly
+    from schedlang.runtime.comm.agreement import agree, others
 
     loss = given.loss
-    _alike(plan, batch, given)
-    plan = completed(plan, batch, loss)
+    if given.compare != "nothing" and not given.hollow and others():
+        from schedlang.passes.lower.alike import built_from
+
+        agree(built_from(plan, batch, given), given.wait)
+    if plan.completing:
+        plan = completed(plan, batch, loss)
     ranks = check_job(plan, given.hollow)
     prepared = given.prepared or _prepared(plan, batch, given)
     traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
-    check_build(staged, given.optimizer, given.clip, given.hollow)
+    if plan.order is not None:
+        check_build(staged, given.optimizer, given.clip, given.hollow)
     if given.check is not None:
         given.check(plan, batch, prepared)
     module = _local_copy(plan, holdings, ranks, given.hollow)
     builder = Builder(plan, module, traced, ranks, prepared.chains, prepared.bits)
-    _lower(builder, prepared)
-    sliced = slice_state(plan, module, ranks, prepared)
+    if prepared.tokens is not None:
+        exchange(plan, module, prepared.tokens, ranks)
+    lower(builder, lambda: shape_up(module, traced, builder.at_home))
+    sliced = slice_state(plan, module, ranks, prepared) if plan.replicas else {}
     found = _own(plan, module, ranks, holdings)
-    lying = None if given.hollow else away(builder, staged, found, sliced, given.optimizer)
-    sums = sums_of(plan, traced, holdings, found, ranks)
-    drawing = drawing_of(plan, prepared, ranks, module, _asked(plan, batch, given))
-    pipeline = pipeline_of(
-        plan, module, ranks, prepared, cast_loss(plan, loss), given.weight, sliced
-    )
+    lying = None
+    if plan.stores and not given.hollow:
+        lying = away(builder, staged, found, sliced, given.optimizer)
+    planned = reductions(plan, traced, holdings)
+    sums = sums_of(plan, planned, found, ranks)
+    drawing = Drawing()
+    if traced.random:
+        drawing = drawing_of(plan, prepared, ranks, module, _asked(plan, batch, given))
+    if plan.casts:
+        loss = cast_loss(plan, loss)
+    pipeline = pipeline_of(plan, module, ranks, prepared, loss, given.weight, sliced)
     assembly = Assembly(
         module=module,
         pipeline=pipeline,
@@ -158,27 +178,22 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         micro=plan.micro,
         parameters=found,
         holdings=holdings,
-        buffer_stages=buffer_stages(staged),
-        buffer_homes=next(iter(buffer_homes(staged)), {}),
         ties=(*plan.model.ties, *plan.model.shared_buffers),
-        sums=tuple(sums),
+        sums=sums,
         sliced=sliced,
         keys=tuple(plan.model.model.state_dict()),
         loss_dtype=_loss_dtype(plan),
         weight=given.weight or _weight(prepared, plan.shares * plan.micro),
-        compressor=compressor_of(plan, traced, holdings, found, ranks),
-        early=early_sums(plan, staged, found, sums),
-        last_rank=_last_rank(plan, staged),
-        stage_axis=staged.axis,
+        compressor=compressor_of(plan, planned, holdings, found, ranks),
+        early=early_sums(staged, found, sums) if plan.overlapping("gradients") else None,
         dropout=drawing.dropout,
         native=drawing.native,
         drawn_because=drawing.why,
         inputs=frozenset(batch),
         lossless=traced.lossless,
-        outputs_missing=staged.cut.missing if staged.axis is not None else (),
-        ends_early=_ends_early(plan, staged),
         tokens=prepared.tokens,
         context=plan.context_axes,
+        **(_of_stages(plan, staged, staged.axis) if staged.axis is not None else {}),
     )
     return _trained(plan, staged, assembly, lying, given)
 
@@ -187,10 +202,12 @@ def _trained(plan: Plan, staged: Staged, a: Assembly, lying: Any, given: Options
     """The program with its optimizer."""
     from schedlang.runtime.program import Program
 
-    whole = whole_step(a, staged, given.optimizer)
-    optimizer = _optimizer(a, given.optimizer)
+    whole = optimizer = None
+    if given.optimizer is not None:
+        whole = whole_step(a, staged, given.optimizer)
+        optimizer = _optimizer(a, given.optimizer)
     comparing = _steered_alike(a.parameters, optimizer, given)
-    scale = loss_scale(plan)
+    scale = loss_scale(plan) if plan.casts else None
     return Program(
         a, optimizer, given.clip, whole=whole, away=lying, loss_scale=scale, comparing=comparing
     )
@@ -214,15 +231,6 @@ def _asked(plan: Plan, batch: Mapping[str, Any], given: Options) -> Asked:
     return Asked(kind, given.seed, rows_of(sample), given.hollow)
 
 
-def _alike(plan: Plan, batch: Mapping[str, Any], given: Options) -> None:
-    """Refuse (S650, S651) to build where the ranks of a job would not build the same."""
-    from schedlang.passes.lower.alike import built_from
-    from schedlang.runtime.comm.agreement import agree, others
-
-    if given.compare != "nothing" and not given.hollow and others():
-        agree(built_from(plan, batch, given), given.wait)
-
-
 def _steered_alike(
     found: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None, given: Options
 ) -> Comparing | None:
@@ -234,7 +242,8 @@ def _steered_alike(
     if given.compare == "nothing" or given.hollow or not others():
         return None
     names = {id(parameter): name for name, parameter in found.items()}
-    agree(optimized_by(optimizer, names), given.wait)
+    if given.optimizer is not None:  # alike on all ranks, those too that train nothing
+        agree(optimized_by(optimizer, names), given.wait)
     if given.compare != "batches":
         return None
     return Comparing(lambda: optimized_by(optimizer, names))
@@ -249,10 +258,19 @@ def _agreed(prepared: Prepared) -> Prepared:
     return replace(prepared, bits=world.told_by(0, prepared.bits))
 
 
-def _ends_early(plan: Plan, staged: Staged) -> bool:
-    """Do stages send on what is frozen, so that no gradient comes back to what it was made of?"""
+def _of_stages(plan: Plan, staged: Staged, axis: str) -> dict[str, Any]:
+    """List the fields of an assembly that only a model of several stages has."""
     frozen = any(not fact.requires_grad for fact in plan.model.parameters.values())
-    return frozen and staged.axis is not None and staged.cut.constant
+    last = dict.fromkeys(plan.mesh.sizes, 0) | {axis: staged.ranks[-1]}
+    return {
+        "stage_axis": axis,
+        "buffer_stages": buffer_stages(staged),
+        "buffer_homes": next(iter(buffer_homes(staged)), {}),
+        "last_rank": plan.mesh.rank(last),
+        "outputs_missing": staged.cut.missing,
+        # stages send on what is frozen: no gradient comes back to what it was made of
+        "ends_early": frozen and staged.cut.constant,
+    }
 
 
 def _own(plan: Plan, module: nn.Module, ranks: Ranks, holdings: Mapping[str, Holding]) -> Held:
@@ -264,23 +282,17 @@ def _own(plan: Plan, module: nn.Module, ranks: Ranks, holdings: Mapping[str, Hol
 
 
 def _optimizer(
-    a: Assembly, make: Callable[..., torch.optim.Optimizer] | None
+    a: Assembly, make: Callable[..., torch.optim.Optimizer]
 ) -> torch.optim.Optimizer | None:
-    """The optimizer of what this rank trains; None where there is nothing."""
+    """Make the optimizer of what this rank trains; None where there is nothing."""
     from schedlang.runtime.optim.whole_step import check_closure
 
     trained = [(name, p) for name, p in a.parameters.items() if p.requires_grad]
-    if make is None or not trained:
+    if not trained:
         return None
     made = make(trained)
     check_closure(made)
     return made
-
-
-def _last_rank(plan: Plan, staged: Staged) -> int:
-    """A rank of the last stage, at place 0 of all other axes."""
-    last = {staged.axis: staged.ranks[-1]} if staged.axis is not None else {}
-    return plan.mesh.rank(dict.fromkeys(plan.mesh.sizes, 0) | last)
 
 
 def check_job(plan: Plan, hollow: bool = False) -> Ranks:
@@ -353,22 +365,6 @@ def _check_state(plan: Plan) -> None:
                 helps=("leave it out: override `get_extra_state` in a subclass",),
             )
         )
-
-
-def _lower(builder: Builder, prepared: Prepared) -> None:
-    """Put into the copy what the plan and the traced model say of its modules."""
-    from schedlang.runtime.grad_reduction.batch_statistics import Statistics
-    from schedlang.runtime.sharding.shard import Edge
-
-    ranks = builder.ranks
-    exchange(builder.plan, builder.module, prepared.tokens, ranks)
-
-    def at_home(edge: Edge | Statistics) -> Edge | Statistics:
-        axes = edge.group.axes
-        group = ranks.group(axes[0] if len(axes) == 1 else axes)
-        return replace(edge, group=replace(group, label=edge.group.label))
-
-    lower(builder, lambda: shape_up(builder.module, builder.traced, at_home))
 
 
 def _loss_dtype(plan: Plan) -> torch.dtype:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.ir.facets import Kept, Stored
 from schedlang.ir.features import Copy, Lowered
 from schedlang.ir.primitive import Facet
+from schedlang.passes.propagate.casts import cast_modules
 
 if TYPE_CHECKING:
     from schedlang.passes.lower.build import Builder
@@ -33,17 +34,18 @@ def lower(builder: Builder, crossings: Callable[[], None]) -> None:
 
     `crossings` puts in place what the traced model says of activations at the edges of modules.
     """
-    annotations: Mapping[Facet, Callable[[], None]] = {
-        Facet.PLACEMENT: crossings,
-        Facet.DTYPE: partial(_cast, builder),
-        Facet.RESIDENCE: partial(_save, builder),
-    }
-    rows = builder.plan.rows_with(Lowered)
+    plan = builder.plan
+    annotations: dict[Facet, Callable[[], None]] = {Facet.PLACEMENT: crossings}
+    if plan.casts:
+        annotations[Facet.DTYPE] = partial(cast_modules, plan, builder.module)
+    if plan.kept or plan.stores:
+        annotations[Facet.RESIDENCE] = partial(_save, builder)
+    rows = plan.rows_with(Lowered)
     phases = {action.row: _phase(row) for action, row in rows}
     for phase in range(len(ORDER) + 1):
         for action, row in rows:
             if phases[action.row] == phase:
-                for target in builder.plan.targets(action):
+                for target in plan.targets(action):
                     row.lower(target, builder)
         if phase < len(ORDER) and ORDER[phase] in annotations:
             annotations[ORDER[phase]]()
@@ -51,14 +53,6 @@ def lower(builder: Builder, crossings: Callable[[], None]) -> None:
 
 def _phase(row: Lowered) -> int:
     return next((place for place, facet in enumerate(ORDER) if row.changes(facet)), len(ORDER))
-
-
-def _cast(copy: Copy) -> None:
-    """Put casts around modules."""
-    from schedlang.runtime.mixed_precision import cast
-
-    for one in copy.plan.casts:
-        cast(copy.module, one.fqn, one.dtype, one.params)
 
 
 def _save(builder: Builder) -> None:

@@ -109,7 +109,7 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     axis = plan.cuts[0].axis if plan.cuts else None
     timeline = timeline_of(plan)
     if axis is None or timeline.stages == 1:
-        if traced.entries:
+        if plan.unrolled and traced.entries:
             _as_often(plan, traced)
         return _one_stage(plan, timeline, traced.outside)
     check_cuts(plan)
@@ -157,9 +157,12 @@ def _as_often(plan: Plan, traced: Traced) -> None:
 
 def timeline_of(plan: Plan) -> Timeline:
     """The order of the plan, with backwards in halves where rows ask for it."""
-    from schedlang.pipeline.timeline import halved
+    from schedlang.pipeline.timeline import Kind, Op, halved, timeline
 
-    made = _ordered(plan)
+    if plan.cuts or plan.order is not None:
+        made = _ordered(plan)
+    else:
+        made = timeline([[Op(Kind.F, 0, 0), Op(Kind.B, 0, 0)]])
     return made if plan.late is None else halved(made)
 
 
@@ -174,7 +177,7 @@ def _ordered(plan: Plan) -> Timeline:
     wanted = plan.order
     try:
         if wanted is None:
-            return order("GPipe", plan.mesh.size(axis) if axis is not None else 1, 1)
+            return order("GPipe", plan.mesh.size(plan.cuts[0].axis), 1)
         if axis is not None:
             return wanted.timeline(plan.mesh.size(axis))
         known = None if wanted.table else find(wanted.name)

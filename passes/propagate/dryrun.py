@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from schedlang.runtime.propagation.dry import Leaf
     from schedlang.runtime.propagation.narrowed import Narrowed
-    from schedlang.runtime.propagation.trace import Mismatch, Note, Recording, SavedBy
+    from schedlang.runtime.propagation.trace import Mismatch, Note, Recording, SavedBy, Stack
     from schedlang.runtime.sharding.shard import Edge
     from schedlang.runtime.sharding.sizes import Counted
 
@@ -37,8 +37,17 @@ class Number(NamedTuple):
     local: int
 
 
-def _opaque(leaves: Mapping[str, Leaf]) -> Callable[[str], bool]:
-    return lambda fqn: fqn in leaves and bool(leaves[fqn].kind)
+def _watch(plan: Plan, model: nn.Module, stack: Stack, leaves: Mapping[str, Leaf]) -> SavedBy:
+    """Let the stack note which module runs; what is saved, where rows keep it in fewer bits."""
+    from schedlang.runtime.activation_memory.second_run import watch_again
+    from schedlang.runtime.propagation.trace import watch_saved
+    from schedlang.runtime.storage.fewer import put_inside, uncoded
+
+    if plan.kept:
+        put_inside(uncoded, model, experts_of(plan))
+        watch_again(model, (name for one in recomputed(plan) for name in one.modules))
+    stack.watch(model, lambda fqn: fqn in leaves and bool(leaves[fqn].kind))
+    return watch_saved(model, coded_by(plan), stack) if plan.kept else {}
 
 
 def call(model: nn.Module, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
@@ -60,13 +69,11 @@ def record(
     leaves: Mapping[str, Leaf],
 ) -> Recording:
     """What the model as it is calls, in order, with the shapes of each call."""
-    from schedlang.runtime.activation_memory.second_run import watch_again
     from schedlang.runtime.propagation.many_rows import unbatched_draws
     from schedlang.runtime.propagation.reach import reached
     from schedlang.runtime.propagation.stand_ins import hollow_out
-    from schedlang.runtime.propagation.trace import Recorder, Stack, watch_saved
+    from schedlang.runtime.propagation.trace import Recorder, Stack
     from schedlang.runtime.rng.logical_dropout import Watched
-    from schedlang.runtime.storage.fewer import put_inside, uncoded
     from schedlang.runtime.tracing.constants import on_meta
     from schedlang.runtime.tracing.lossless import is_loss, no_loss, not_a_loss
     from schedlang.runtime.tracing.meta import hollow_model
@@ -74,11 +81,9 @@ def record(
 
     model, stack = hollow_model(plan.model.model, {}), Stack()
     model.train()
-    hollow_out(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
-    put_inside(uncoded, model, experts_of(plan))
-    watch_again(model, (name for one in recomputed(plan) for name in one.modules))
-    stack.watch(model, _opaque(leaves))
-    saved = watch_saved(model, coded_by(plan), stack)
+    if plan.computes:
+        hollow_out(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
+    saved = _watch(plan, model, stack, leaves)
     watched = Watched(lambda: stack.frames[-1][0])
     with on_meta(batch, inputs) as values, watched, Recorder(stack, inputs) as recorder:
         values.drew = watched.drew
@@ -293,12 +298,10 @@ class Run:
         return None
 
     def _copy(self) -> nn.Module:
-        from schedlang.runtime.activation_memory.second_run import watch_again
         from schedlang.runtime.propagation.dry import dry_forward
         from schedlang.runtime.propagation.narrowed import dry_parts
-        from schedlang.runtime.propagation.trace import Note, Tag, watch_saved
+        from schedlang.runtime.propagation.trace import Note, Tag
         from schedlang.runtime.sharding.sizes import WithSizes, set_number
-        from schedlang.runtime.storage.fewer import put_inside, uncoded
         from schedlang.runtime.tracing.meta import hollow_model
         from schedlang.runtime.tracing.torch_calls import tensors_in
 
@@ -331,10 +334,7 @@ class Run:
             module = model.get_submodule(fqn)
             forward = dry_forward(leaf, module, self.follower, self._group_at(fqn), self.edges)
             module.forward = forward
-        put_inside(uncoded, model, experts_of(plan))
-        watch_again(model, (name for one in recomputed(plan) for name in one.modules))
-        self.stack.watch(model, _opaque(self.leaves))
-        self.saved = watch_saved(model, coded_by(plan), self.stack)
+        self.saved = _watch(plan, model, self.stack, self.leaves)
         return model
 
     def _cut(self, fqn: str, part: Narrowed, now: Narrowed | None) -> None:

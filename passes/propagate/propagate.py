@@ -213,7 +213,7 @@ def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
         partial=partial,
         masks=run.follower.masks,
         layouts=run.layouts,
-        saved=saved_parts(plan, recording.saved, run.saved),
+        saved=saved_parts(plan, recording.saved, run.saved) if plan.kept else None,
         **shared,  # type: ignore[arg-type]
     )
 

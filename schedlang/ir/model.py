@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from schedlang.uncollected import uncollected
-
 if TYPE_CHECKING:
     from torch import nn
 
@@ -109,7 +107,6 @@ class ModelFacts:
         self.changes: tuple[Change, ...] = changes
         self.class_name: str = type(model).__name__
         self._modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
-        self._classes: dict[type, tuple[str, ...]] = {}
         self.cache: dict[object, object] = {}  # answers of probes, by what was asked
         self.given: dict[str, Any] = {}  # replacements that were named in Python
 
@@ -161,10 +158,6 @@ class ModelFacts:
     @cached_property
     def parameters(self) -> Mapping[str, ParameterFact]:
         """Every parameter by every name it has; tied names share one fact."""
-        with uncollected():
-            return self._parameters()
-
-    def _parameters(self) -> Mapping[str, ParameterFact]:
         names: dict[int, list[str]] = {}
         tensors = {
             f"{fqn}.{name}" if fqn else name: tensor
@@ -212,16 +205,15 @@ class ModelFacts:
     @cached_property
     def sites(self) -> Mapping[str, Site]:
         """Every module by its name; the model itself is ""."""
-        facts, modules = self.parameters, self._modules
-        with uncollected():
-            return {fqn: self._site(fqn, module, facts) for fqn, module in modules.items()}
-
-    def _site(self, fqn: str, module: nn.Module, facts: Mapping[str, ParameterFact]) -> Site:
-        prefix = f"{fqn}." if fqn else ""
-        own = {name: facts[prefix + name] for name in _there(module._parameters)}
-        classes = self._classes.get(type(module)) or _bases(type(module))
-        self._classes[type(module)] = classes
-        return Site(fqn, classes, _there(module._modules), own, _there(module._buffers))
+        facts, classes, found = self.parameters, dict[type, tuple[str, ...]](), {}
+        for fqn, module in self._modules.items():
+            kind, prefix = type(module), f"{fqn}." if fqn else ""
+            if kind not in classes:
+                classes[kind] = _bases(kind)
+            own = {name: facts[prefix + name] for name in _there(module._parameters)}
+            children, buffers = _there(module._modules), _there(module._buffers)
+            found[fqn] = Site(fqn, classes[kind], children, own, buffers)
+        return found
 
     # -- what selectors ask ------------------------------------------------------------------
 

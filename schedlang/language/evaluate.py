@@ -41,6 +41,8 @@ def evaluate(node: n.Node, names: Names) -> Any:
     match node:
         case n.Lit(text):
             return literal(text)
+        case n.Name((word,)):
+            return names.lookup(word)
         case n.Name(parts):
             return _named(node, parts, names)
         case n.List(items):
@@ -58,8 +60,6 @@ def evaluate(node: n.Node, names: Names) -> Any:
 
 
 def _named(node: n.Name, parts: tuple[str, ...], names: Names) -> Any:
-    if len(parts) == 1:
-        return names.lookup(parts[0])
     if parts[0] == "model" and "model" not in names.arguments:
         return _fact(node, parts, names)
     return names.lookup(node.text) if names.here is not None else Symbol(node.text)
