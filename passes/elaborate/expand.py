@@ -21,7 +21,7 @@ from schedlang.language.evaluate import evaluate
 from schedlang.language.knob import unknown_settings
 from schedlang.language.selector import Selector
 from schedlang.language.value import UNKNOWN, Names, bare, shown
-from schedlang.passes.elaborate import bases, declare, expect, legality
+from schedlang.passes.elaborate import bases, declare, legality
 from schedlang.passes.elaborate.declare import arguments_of
 from schedlang.passes.elaborate.state import (
     RELAXABLE,
@@ -287,26 +287,23 @@ class Expander:
         try:
             if self.rows > bases.ROWS or self.depth > bases.DEEPEST:
                 raise bases.outgrown(self.rows, node.span)
-            self._statement(node, roots, names)
+            match node:
+                case n.Rule(call=call):
+                    self._call(call, self._select(node, roots, names), names, chosen=True)
+                case n.Do(_, call):
+                    self._call(call, roots, names, chosen=False)
+                case n.At(block=block):
+                    inner = self._select(node, roots, names)
+                    for statement in block.body:
+                        self.statement(statement, inner, names)
+                case n.When(test, block, orelse):
+                    self._when(test, block, orelse, roots, names)
+                case n.Expect():
+                    self._expect(node, names)
         except Refusal as refusal:
             self._note(refusal)
         finally:
             self.depth -= 1
-
-    def _statement(self, node: n.Stmt, roots: Roots, names: Names) -> None:
-        match node:
-            case n.Rule(call=call):
-                self._call(call, self._select(node, roots, names), names, chosen=True)
-            case n.Do(_, call):
-                self._call(call, roots, names, chosen=False)
-            case n.At(block=block):
-                inner = self._select(node, roots, names)
-                for statement in block.body:
-                    self.statement(statement, inner, names)
-            case n.When(test, block, orelse):
-                self._when(test, block, orelse, roots, names)
-            case n.Expect():
-                self._expect(node, names)
 
     def _note(self, refusal: Refusal) -> None:
         """What is wrong and does not follow from what was said already."""
@@ -319,7 +316,7 @@ class Expander:
 
     def _expect(self, node: n.Expect, names: Names) -> None:
         """Note a bound on the plan; it is held against it once its costs are counted."""
-        found, plan = expect.read(node, names), self.state.plan
+        found, plan = declare.expectation(node, names), self.state.plan
         if found is not None and plan is not None:
             plan = replace(plan, expected=(*plan.expected, found))
             self.state = replace(self.state, plan=plan)
@@ -357,13 +354,19 @@ class Expander:
     def _call(self, call: n.Call, sites: Roots, names: Names, chosen: bool) -> None:
         """A definition's body, or one row of the plan."""
         name = call.name.text
-        defs = self.state.defs
-        if name in defs:
+        if name in self.state.defs:
             self._expand(call, sites, names)
-        elif (kind := find(name)) is not None:
-            self._row(kind, call, sites, names, chosen)
-        else:
+            return
+        kind = find(name)
+        if kind is None:
             raise Refusal(no_primitive(call.name, self.state))
+        primitive = bind(kind, arguments(call, names), call.span, names.axes)
+        if kind.takes == "model" and chosen:
+            title = f"`{kind.__name__}` takes no selector"
+            help_ = f"leave the selector out: `{spelling.expr(call)}`"
+            label = Label(call.span, "acts on the whole scope")
+            raise Refusal(Diagnostic("S306", title, label, helps=(help_,)))
+        self.add(resolved(primitive, self.state, call.span), sites, call.span)
 
     def _expand(self, call: n.Call, sites: Roots, names: Names) -> None:
         """Execute the body of a definition with its arguments, in the names of its own file."""
@@ -377,18 +380,6 @@ class Expander:
         self.state = replace(self.state, defs=outer.defs, patterns=outer.patterns)
         said = Label(call.span, f"in this call of `{call.name.text}`")
         self.problems[known:] = [replace(d, also=(*d.also, said)) for d in self.problems[known:]]
-
-    def _row(
-        self, kind: type[Primitive], call: n.Call, sites: Roots, names: Names, chosen: bool
-    ) -> None:
-        primitive = bind(kind, arguments(call, names), call.span, names.axes)
-        if kind.takes == "model" and chosen:
-            title = f"`{kind.__name__}` takes no selector"
-            help_ = f"leave the selector out: `{spelling.expr(call)}`"
-            label = Label(call.span, "acts on the whole scope")
-            raise Refusal(Diagnostic("S306", title, label, helps=(help_,)))
-        primitive = resolved(primitive, self.state, call.span)
-        self.add(primitive, sites, call.span)
 
     def add(self, primitive: Primitive, sites: Roots, span: Span) -> None:
         """One row: all its sites, or none and a refusal."""

@@ -15,7 +15,7 @@ from schedlang.language import nodes as n
 from schedlang.language import spelling
 from schedlang.language.evaluate import evaluate
 from schedlang.language.knob import Knob
-from schedlang.language.misread import walk
+from schedlang.language.nodes import walk
 from schedlang.language.value import shown
 from schedlang.passes.elaborate.declare import with_knobs
 

@@ -1,17 +1,18 @@
-"""From a plan, a model and a batch to the program that this rank runs.
-
-The order is fixed, whatever the order of rows: the local copy with this rank's parts; structure
-(kernels, fusion); crossings; recomputation; residence; stages; slices of data-parallel state.
-"""
+"""From a plan, a model and a batch to the program that this rank runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.facets import Kept, Stored
+from schedlang.ir.features import Copy, Lowered
 from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.fewer_bits import Bits
 from schedlang.passes.analyze.prepare import Prepared, check_axes, prepare
 from schedlang.passes.analyze.reductions import reductions
@@ -28,11 +29,10 @@ from schedlang.passes.lower.executor import (
     slice_state,
     sums_of,
 )
-from schedlang.passes.lower.lowering import lower
 from schedlang.passes.partition.chains import Chains
 from schedlang.passes.partition.staging import Staged, buffer_homes, buffer_stages, shape_up
 from schedlang.passes.propagate.batch_weights import weight_of
-from schedlang.passes.propagate.casts import cast_loss, loss_scale
+from schedlang.passes.propagate.casts import cast_loss, cast_modules, loss_scale
 from schedlang.passes.propagate.context import exchange, weight_by_tokens
 from schedlang.passes.propagate.propagate import Traced
 
@@ -46,6 +46,83 @@ if TYPE_CHECKING:
     from schedlang.runtime.grad_reduction.flat import Held
     from schedlang.runtime.program import Program
     from schedlang.runtime.step_batch import Comparing
+
+
+# ---- What a plan says of modules, put into the copy that is built: by kind, in one order.
+
+
+# Whatever the order of rows: what modules compute; how they lie, which wraps that; casts around it,
+# so that what is sent is cast already; then what is kept of all this.
+ORDER = (
+    Facet.STRUCTURE,
+    Facet.PLACEMENT,
+    Facet.DTYPE,
+    Facet.RECOMPUTE,
+    Facet.RESIDENCE,
+    Facet.STAGE,
+    Facet.STATE,
+    Facet.ORDER,
+)
+
+
+def lower(builder: Builder, crossings: Callable[[], None]) -> None:
+    """Execute the annotations of a plan, and the rows that lower themselves, facet by facet.
+
+    `crossings` puts in place what the traced model says of activations at the edges of modules.
+    """
+    plan = builder.plan
+    annotations: dict[Facet, Callable[[], None]] = {Facet.PLACEMENT: crossings}
+    if plan.casts:
+        annotations[Facet.DTYPE] = partial(cast_modules, plan, builder.module)
+    if plan.kept or plan.stores:
+        annotations[Facet.RESIDENCE] = partial(_save, builder)
+    rows = plan.rows_with(Lowered)
+    phases = {action.row: _phase(row) for action, row in rows}
+    for phase in range(len(ORDER) + 1):
+        for action, row in rows:
+            if phases[action.row] == phase:
+                for target in plan.targets(action):
+                    row.lower(target, builder)
+        if phase < len(ORDER) and ORDER[phase] in annotations:
+            annotations[ORDER[phase]]()
+
+
+def _phase(row: Lowered) -> int:
+    return next((place for place, facet in enumerate(ORDER) if row.changes(facet)), len(ORDER))
+
+
+def _save(builder: Builder) -> None:
+    """Let modules keep less of what they save, or keep it elsewhere, in the order of rows."""
+    found: Iterable[Kept | Stored] = chain(builder.plan.kept, builder.plan.stores)
+    for one in sorted(found, key=lambda one: one.row):
+        if isinstance(one, Kept):
+            code(one, builder, builder.bits)
+        elif one.what == "activations":
+            _store(one, builder)
+
+
+def code(one: Kept, copy: Copy, bits: Mapping[str, Any]) -> None:
+    """Let a module keep what it saves in fewer bits; `bits` of single tensors, by modules."""
+    from schedlang.runtime.activation_memory.quantized import Coding
+    from schedlang.runtime.activation_memory.quantized import code as coded
+
+    table = {each.number: each.bits for each in bits.get(one.fqn, ())}
+    coded(copy.at(one.fqn), one.fqn, Coding(one.bits, one.block), bits=table)
+
+
+def _store(one: Stored, builder: Builder) -> None:
+    """Keep what a module saves off the device."""
+    from schedlang.runtime.offload.saved_tensors import Store, lodge, offload
+    from schedlang.runtime.storage.scratch import Scratch
+
+    if one.tier == "peer":
+        lodge(builder.at(one.fqn))
+        return
+    scratch = builder.shared("scratch", Scratch) if one.tier == "disk" else None
+    key = ("offload", one.ahead, one.tier)
+    store = builder.shared(key, lambda: Store(one.ahead, scratch=scratch))
+    offload(builder.at(one.fqn), store)
+
 
 Loss = Callable[..., Any]
 

@@ -14,8 +14,7 @@ from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.analyze.reductions import Reduction, sliced_names, sliced_over
 from schedlang.passes.analyze.residence import tier_of_unit
 from schedlang.passes.analyze.sequence import slices_of
-from schedlang.passes.partition.parks import meet, on_peers
-from schedlang.passes.partition.staging import Staged, local_skeleton
+from schedlang.passes.partition.staging import Staged, local_skeleton, meet, on_peers
 from schedlang.passes.propagate.casts import gathered_in
 from schedlang.passes.propagate.context import exchange
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.facets import Stored
 from schedlang.ir.features import Recomputing
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.elaborate.legality import check_cuts
-from schedlang.passes.partition.parks import lodged
 from schedlang.passes.partition.stages import Unit, Weight, at_units, balanced, check_regions, even
 from schedlang.passes.propagate.casts import cast_modules
 from schedlang.passes.propagate.propagate import Traced
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
     from schedlang.pipeline.timeline import Timeline
     from schedlang.runtime.tracing.graph import Cut, StageGraph
+
+
+# ---- The stages of a plan: the model cut by replay, the order of the pipeline, and who runs
+# what.
+
 
 Loss = Callable[..., Any]
 UNCALLED = tuple(f"torch.nn.modules.container.{kind}" for kind in ("ModuleList", "ModuleDict"))
@@ -299,3 +304,78 @@ def buffer_homes(staged: Staged) -> tuple[dict[str, int], ...]:
             for homes, row in zip(found, staged.homes):
                 homes[name] = min(homes.get(name, row[stage]), row[stage])
     return tuple(found)
+
+
+# ---- Activations on the next rank of the pipeline: which stages give them away, and their
+# rows.
+
+
+def on_peers(plan: Plan, *what: str) -> list[Stored]:
+    """Where one of these (or anything) of a module is kept on a peer."""
+    return [s for s in plan.stores if s.tier == "peer" and (not what or s.what in what)]
+
+
+def lodged(plan: Plan, staged: Staged) -> Staged:
+    """The same stages; those with modules that rows say give away what these save.
+
+    What a stage gave is called back as early as the farthest of its rows says.  Raises Refusal S851
+    where the order says by itself what forwards keep.
+    """
+    ahead = _ahead(plan, staged)
+    if not ahead:
+        return staged
+    from schedlang.pipeline.timeline import with_parks
+
+    _check_order(plan, staged.timeline)
+    return replace(staged, timeline=with_parks(staged.timeline, ahead))
+
+
+def at_home(plan: Plan, staged: Staged) -> Staged:
+    """The same stages, all of which keep what they save."""
+    from schedlang.pipeline.timeline import Kind
+
+    t = staged.timeline
+    if not _ahead(plan, staged):
+        return staged
+    return replace(staged, timeline=t.pick((t.kind != Kind.EVICT) & (t.kind != Kind.LOAD)))
+
+
+def meet(one: str, other: str) -> bool:
+    """Whether a module is, holds or lies in another."""
+    a, b = f"{one}.".lstrip("."), f"{other}.".lstrip(".")
+    return a.startswith(b) or b.startswith(a)
+
+
+def _ahead(plan: Plan, staged: Staged) -> dict[int, int]:
+    """Stage -> before how many operations its activations come home."""
+    found: dict[int, int] = {}
+    for one in on_peers(plan, "activations"):
+        if one.over != staged.axis:
+            continue  # what is refused
+        for stage in range(staged.cut.stages):
+            units = [staged.cut.graph.units[k] for k in staged.cut.units(stage)]
+            if any(meet(unit, one.fqn) for unit in units):
+                found[stage] = max(found.get(stage, 0), one.ahead)
+    return found
+
+
+def _check_order(plan: Plan, timeline: Timeline) -> None:
+    from schedlang.pipeline.timeline import Kind
+
+    own = [kind for kind in (Kind.EVICT, Kind.OFFLOAD, Kind.RECOMPUTE) if kind in timeline.kind]
+    if not own:
+        return
+    order = plan.order.name if plan.order is not None else ""
+    row = plan.origin(on_peers(plan, "activations")[0])
+    refusal = Refusal(
+        Diagnostic(
+            "S851",
+            f"the order `{order}` already decides what happens to saved activations",
+            notes=(f"its timeline has {own[0].name} operations",),
+            helps=(
+                "drop this row",
+                'or use an order without them: `pipeline(order="1F1B", micro=4)`',
+            ),
+        )
+    )
+    raise refusal.at(row.span) if row is not None and row.span is not None else refusal

@@ -12,7 +12,7 @@ from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.holdings import holdings_of, slicing
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.analyze.reductions import Booked, sliced_over
-from schedlang.passes.partition.parks import at_home
+from schedlang.passes.partition.staging import at_home
 
 if TYPE_CHECKING:
     from schedlang.passes.partition.staging import Staged

@@ -15,7 +15,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest
 from schedlang.language import nodes as n
 from schedlang.language import spelling
 from schedlang.language.evaluate import evaluate, reached
-from schedlang.language.misread import walk
+from schedlang.language.nodes import walk
 from schedlang.language.value import UNKNOWN, Missing, Names, Symbol, bare, shown
 
 SEEN = ("params", "dtype", "fqn", "index")  # of every module, in a `where`

@@ -10,7 +10,7 @@ from torch import nn
 import schedlang
 from schedlang.diagnostics.source import Source
 from schedlang.language import nodes as n
-from schedlang.language.edits import folded
+from schedlang.language.nodes import folded
 from schedlang.language.spelling import path
 from schedlang.language.syntax import parse
 from tests import models
