@@ -24,7 +24,7 @@ from schedlang.ir.facets import BOUNDS, Expectation
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.primitive import find
 from schedlang.language import nodes as n
-from schedlang.language import patterns, spelling
+from schedlang.language import patterns, printer
 from schedlang.language.evaluate import evaluate
 from schedlang.language.kinds import Axis, Mismatch, NoAxis, convert, describe
 from schedlang.language.knob import alternatives, decided, declare, unknown_settings
@@ -308,7 +308,7 @@ def require(node: n.Require, state: State) -> State:
         value = evaluate(left, state.names)
         value = int(value) if isinstance(value, AxisSize) else value
         if not isinstance(left, n.Lit):
-            label = f"{spelling.expr(left)} is {shown(value)}"
+            label = f"{printer.expr(left)} is {shown(value)}"
     note = f"with {decided(knobs)}" if knobs else ""
     refused("S104", "`require` fails", node.span, label, *helps, note=note)
 
@@ -451,15 +451,15 @@ def expectation(node: n.Expect, names: Names) -> Expectation | None:
         left, op, right = right, MIRRORED[op], left
     name = _measure(left)
     if name is None:
-        word = left.text if isinstance(left, n.Name) else spelling.expr(left)
+        word = left.text if isinstance(left, n.Name) else printer.expr(left)
         help_, facts = guess(word, MEASURES, "measures are"), unknown(word, MEASURES)
         _refuse(node, f"`{word}` is not a measure of a plan", help_, facts=facts)
     axes = _arguments(node, name, left, names)
     bound = evaluate(right, names)
     if bound is UNKNOWN:
         return None
-    _check_bound(node, name, bound, spelling.expr(right))
-    said = spelling.expr(node.test)
+    _check_bound(node, name, bound, printer.expr(right))
+    said = printer.expr(node.test)
     return Expectation(name, axes, op, float(bound), said, node.on, node.span)
 
 

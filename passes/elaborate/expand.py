@@ -15,7 +15,7 @@ from schedlang.diagnostics.source import Span
 from schedlang.ir.features import Located
 from schedlang.ir.primitive import Primitive, find
 from schedlang.language import nodes as n
-from schedlang.language import spelling
+from schedlang.language import printer
 from schedlang.language.binding import bind
 from schedlang.language.evaluate import evaluate
 from schedlang.language.knob import unknown_settings
@@ -363,7 +363,7 @@ class Expander:
         primitive = bind(kind, arguments(call, names), call.span, names.axes)
         if kind.takes == "model" and chosen:
             title = f"`{kind.__name__}` takes no selector"
-            help_ = f"leave the selector out: `{spelling.expr(call)}`"
+            help_ = f"leave the selector out: `{printer.expr(call)}`"
             label = Label(call.span, "acts on the whole scope")
             raise Refusal(Diagnostic("S306", title, label, helps=(help_,)))
         self.add(resolved(primitive, self.state, call.span), sites, call.span)

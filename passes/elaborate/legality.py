@@ -27,7 +27,9 @@ def check(plan: Plan, primitive: Primitive, sites: Sequence[str], span: Span) ->
     sites = tuple(sites)
     if primitive.changes(Facet.RECOMPUTE):
         _once_each(sites, span)
-    for first in plan.actions if primitive.foremost else _met(plan, sites):
+    rows = range(len(plan.actions))
+    near = rows if primitive.foremost else sorted(plan.trail.around(sites, plan.model.ties))
+    for first in map(plan.actions.__getitem__, near):
         relation = conflicts(first.primitive, primitive)
         if relation not in ("clash", "both"):
             continue
@@ -38,17 +40,6 @@ def check(plan: Plan, primitive: Primitive, sites: Sequence[str], span: Span) ->
             continue
         for rule in filter(None, map(RULES.get, both_change(first.primitive, primitive))):
             rule(plan, first, primitive, pairs, span)
-
-
-def _met(plan: Plan, sites: tuple[str, ...]) -> Iterator[Action]:
-    """The rows of the plan that meet one at these sites, in order."""
-    rows = plan.trail.around(sites)
-    here = set(sites)
-    for names in plan.model.ties:
-        owners = {name.rpartition(".")[0] for name in names}
-        if owners & here:
-            rows.update(row for at in plan.trail.at.many(tuple(owners), ()) for row in at)
-    return (plan.actions[row] for row in sorted(rows))
 
 
 class Meetings(Sequence[Meeting]):

@@ -246,6 +246,11 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         drawing = drawing_of(plan, prepared, ranks, module, _asked(plan, batch, given))
     if plan.casts:
         loss = cast_loss(plan, loss)
+    compressor = None
+    if plan.compression is not None:
+        compressor = compressor_of(plan, plan.compression, planned, holdings, found, ranks)
+    # by labels that count; without any by rows, and by tokens where sequences are split
+    weigh = weight_of if prepared.tokens is None else weight_by_tokens
     pipeline = pipeline_of(plan, module, ranks, prepared, loss, given.weight, sliced)
     assembly = Assembly(
         module=module,
@@ -260,8 +265,8 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         sliced=sliced,
         keys=tuple(plan.model.model.state_dict()),
         loss_dtype=_loss_dtype(plan),
-        weight=given.weight or _weight(prepared, plan.shares * plan.micro),
-        compressor=compressor_of(plan, planned, holdings, found, ranks),
+        weight=given.weight or weigh(traced, plan.shares * plan.micro),
+        compressor=compressor,
         early=early_sums(staged, found, sums) if plan.overlapping("gradients") else None,
         dropout=drawing.dropout,
         native=drawing.native,
@@ -383,12 +388,6 @@ def check_job(plan: Plan, hollow: bool = False) -> Ranks:
         return Ranks(plan.mesh)
     lies = next((one.device for one in plan.model.model.parameters()), None)
     return Ranks(plan.mesh, world.here().home(lies))
-
-
-def _weight(prepared: Prepared, parts: int) -> Weight:
-    """What a part of a batch weighs; where sequences are split, by tokens if it has no labels."""
-    by = weight_of if prepared.tokens is None else weight_by_tokens
-    return by(prepared.traced, parts)
 
 
 # -- what lies where ---------------------------------------------------------------------------

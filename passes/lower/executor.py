@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from schedlang.ir.facets import Compression
 from schedlang.ir.features import Injected
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
@@ -103,19 +104,19 @@ def sums_of(
 
 def compressor_of(
     plan: Plan,
+    how: Compression,
     planned: Sequence[Reduction],
     holdings: Mapping[str, Holding],
     found: Mapping[str, nn.Parameter],
     ranks: Ranks,
 ) -> Compressor | None:
-    """What does the compressed sums of this rank, where a row asks for them."""
-    how = plan.compression
-    one = next((one for one in planned if one.kind == "compressed"), None)
-    if how is None or one is None:
-        return None
+    """What does the compressed sums of this rank; None where there is nobody to sum with."""
     from schedlang.runtime.checkpointing.holding import cleaned
     from schedlang.runtime.grad_reduction.compressed import Codec, Compressor
 
+    one = next((one for one in planned if one.kind == "compressed"), None)
+    if one is None:
+        return None
     codec = Codec(how.kind, how.rank, how.block, how.feedback)
     names = tuple(name for name in one.names if name in found)
 

@@ -68,16 +68,6 @@ def _place(names: Sequence[str], start: str) -> int:
     raise refusal("S613", start, title, *helps, facts=facts)
 
 
-def at_indices(units: Sequence[Unit], starts: Sequence[int]) -> tuple[int, ...]:
-    """A new stage starts at each trunk unit of these numbers (from 0)."""
-    trunk = [unit.name for unit in units if unit.trunk]
-    for start in starts:
-        if not 0 < start < len(trunk):
-            reason = f"no cut is possible before module {start} of the {len(trunk)} of the list"
-            raise refusal("S613", "", reason, f"1 to {len(trunk) - 1}")
-    return at_units(units, [trunk[start] for start in starts])
-
-
 def even(units: Sequence[Unit], stages: int) -> tuple[int, ...]:
     """Trunk units in equal runs; where they do not divide, earlier stages take one more.
 

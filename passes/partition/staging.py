@@ -108,7 +108,7 @@ def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) ->
 
 def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss | None) -> Staged:
     """Cut the model as the plan asks; without cuts everything is one stage."""
-    from schedlang.runtime.tracing.graph import cut
+    from schedlang.runtime.tracing.graph import Cut, Reads, StageGraph, cut
     from schedlang.runtime.training import Training
 
     axis = plan.cuts[0].axis if plan.cuts else None
@@ -116,7 +116,8 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     if axis is None or timeline.stages == 1:
         if plan.unrolled and traced.entries:
             _as_often(plan, traced)
-        return _one_stage(plan, timeline, traced.outside)
+        whole = StageGraph(("",), (Reads(),), Reads(), {}, (Reads(), Reads()), {})
+        return Staged(Cut(whole, (0,)), timeline, ((0,),), None, _trunk(plan), traced.outside)
     check_cuts(plan)
     skeleton = local_skeleton(plan, traced)
     Training(skeleton).on()
@@ -192,13 +193,6 @@ def _ordered(plan: Plan) -> Timeline:
     except OrderError as error:
         told = Diagnostic("S608", error.reason, helps=(error.legal,))
         raise placed(Refusal(told), plan, Facet.ORDER) from error
-
-
-def _one_stage(plan: Plan, timeline: Timeline, outside: frozenset[tuple[str, str]]) -> Staged:
-    from schedlang.runtime.tracing.graph import Cut, Reads, StageGraph
-
-    whole = StageGraph(("",), (Reads(),), Reads(), {}, (Reads(), Reads()), {})
-    return Staged(Cut(whole, (0,)), timeline, ((0,),), None, _trunk(plan), outside)
 
 
 @dataclass(frozen=True)

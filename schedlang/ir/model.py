@@ -209,7 +209,9 @@ class ModelFacts:
         for fqn, module in self._modules.items():
             kind, prefix = type(module), f"{fqn}." if fqn else ""
             if kind not in classes:
-                classes[kind] = _bases(kind)
+                names = [f"{c.__module__}.{c.__qualname__}" for c in kind.__mro__]
+                known = (name for name in names if name not in (BASE, "builtins.object"))
+                classes[kind] = tuple(known) or (BASE,)
             own = {name: facts[prefix + name] for name in _there(module._parameters)}
             children, buffers = _there(module._modules), _there(module._buffers)
             found[fqn] = Site(fqn, classes[kind], children, own, buffers)
@@ -278,12 +280,6 @@ def _there(held: Mapping[str, object]) -> tuple[str, ...]:
     if not held:
         return ()
     return tuple([name for name, value in held.items() if value is not None])
-
-
-def _bases(kind: type) -> tuple[str, ...]:
-    """The qualified names of a class of modules and of its bases."""
-    names = (f"{c.__module__}.{c.__qualname__}" for c in kind.__mro__)
-    return tuple(name for name in names if name not in (BASE, "builtins.object")) or (BASE,)
 
 
 def inside(name: str, fqn: str) -> bool:

@@ -274,9 +274,14 @@ class Trail:
         at, below = _noted(self.at, place, sites), _noted(self.below, place, holding)
         return Trail(rows, self.alone or alone, at, below)
 
-    def around(self, sites: tuple[str, ...]) -> set[int]:
-        """The rows at these modules, at what holds them and at what they hold."""
-        holding = self.at.many(tuple(above(sites)), ())
+    def around(self, sites: tuple[str, ...], ties: Sequence[tuple[str, ...]] = ()) -> set[int]:
+        """The rows at these modules, at what holds them and at what they hold.
+
+        `ties`: names of parameters that are one tensor; rows at their other modules, too.
+        """
+        tied = [{name.rpartition(".")[0] for name in names} for names in ties]
+        others = {owner for owners in tied if not owners.isdisjoint(sites) for owner in owners}
+        holding = self.at.many((*above(sites), *others), ())
         marks = {*holding, *self.at.many(sites, ()), *self.below.many(sites, ())}
         return {row for rows in marks for row in rows}
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from schedlang.diagnostics.diagnostic import Diagnostic, Facts, Label, Refusal, guess, unknown
 from schedlang.ir.placement import P, S
 from schedlang.language import nodes as n
-from schedlang.language import spelling
+from schedlang.language import printer
 from schedlang.language.grammar import LONGEST
 from schedlang.language.value import (
     UNKNOWN,
@@ -242,7 +242,7 @@ def _arithmetic(
     if UNKNOWN in (left, right):
         return UNKNOWN
     if right == 0 and op in ("/", "//", "%"):
-        word = spelling.expr(item)
+        word = printer.expr(item)
         help_ = f"set it: `--knob {word}=1`" if word in names.knobs else "divide by another number"
         refused(node, "S107", "division by zero", f"`{word}` is 0", help_)
     result = ARITHMETIC[op](left, right)

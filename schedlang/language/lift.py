@@ -15,7 +15,7 @@ from schedlang.diagnostics.source import NOWHERE, Source, Span, python_span
 from schedlang.ir.placement import P, Replicate, S
 from schedlang.ir.primitive import Primitive, find
 from schedlang.language import nodes as n
-from schedlang.language import spelling
+from schedlang.language import printer
 from schedlang.language.binding import surface
 from schedlang.language.evaluate import evaluate
 from schedlang.language.syntax import KEYWORDS, parse
@@ -274,7 +274,7 @@ def _statement(item: n.Item) -> Iterator[str]:
     match item:
         case n.Rule(call=call):
             for path in item.paths:
-                yield f'sch["{spelling.path(path)}"].{_call(call)}'
+                yield f'sch["{printer.path(path)}"].{_call(call)}'
         case n.Do(call=call):
             known = find(call.name.text)
             if known is None:
@@ -288,7 +288,7 @@ def _statement(item: n.Item) -> Iterator[str]:
             yield f"sch.mesh({', '.join(names)})"
         case n.Expect(test) | n.Require(test):
             word = type(item).__name__.lower()
-            yield f"sch.{word}({spelling.expr(test)!r})".replace("'", '"')
+            yield f"sch.{word}({printer.expr(test)!r})".replace("'", '"')
         case n.Use(path, None, None):
             yield f'sch.use("{path}")'
         case _:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest, quoted, unknown
 from schedlang.language import nodes as n
-from schedlang.language import spelling
+from schedlang.language import printer
 from schedlang.language.evaluate import evaluate, reached
 from schedlang.language.nodes import walk
 from schedlang.language.value import UNKNOWN, Missing, Names, Symbol, bare, shown
@@ -268,7 +268,7 @@ class Selector:
             if holds is True:
                 kept.append(fqn)
         if lacking and len(lacking) == len(found):
-            label = Label(test.span, f"in `{spelling.expr(test)}`")
+            label = Label(test.span, f"in `{printer.expr(test)}`")
             title = f"no selected module has an attribute `{lacking[0]}`"
             own = self.tree.attributes(found[0])
             helps: tuple[str, ...] = (f"every module has {quoted(SEEN)}",)

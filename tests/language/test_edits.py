@@ -11,7 +11,7 @@ import schedlang
 from schedlang.diagnostics.source import Source
 from schedlang.language import nodes as n
 from schedlang.language.nodes import folded
-from schedlang.language.spelling import path
+from schedlang.language.printer import path
 from schedlang.language.syntax import parse
 from tests import models
 
