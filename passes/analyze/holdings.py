@@ -27,7 +27,7 @@ def holdings_of(plan: Plan, staged: Staged) -> dict[str, Holding]:
     """Where the parts of every parameter lie."""
     from schedlang.runtime.checkpointing.holding import Holding
 
-    sliced, _ = slicing(plan)
+    sliced = slicing(plan)[0] if plan.replicas else None
     axes = plan.mesh.fold(sliced.axes) if sliced is not None else ()
     owners = _owners(staged) if staged.axis is not None else {}
     unsliced = _unsliced(plan, staged) if axes else frozenset()

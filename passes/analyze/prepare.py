@@ -18,7 +18,7 @@ from schedlang.passes.analyze.residence import check_peers
 from schedlang.passes.analyze.routing import check_routing
 from schedlang.passes.analyze.sequence import slicing_of
 from schedlang.passes.analyze.staleness import check_stale
-from schedlang.passes.analyze.taking import check_keys, check_loss, check_rows
+from schedlang.passes.analyze.taking import check_keys, check_rows
 from schedlang.passes.partition.chains import Chains, Counting, chains_of
 from schedlang.passes.partition.staging import Staged, stages_of
 from schedlang.passes.propagate.batch_weights import Weight, with_statistics
@@ -155,10 +155,10 @@ def prepare(
     traced = propagate(plan, sample, loss)
     if traced.apart and plan.mesh.world > 1:
         raise _apart(traced)
-    if trains:
-        check_loss(traced)
-    if traced.lossless is None:  # else the key may be what a loss would read
+    if traced.lossless is None:
         check_keys(plan, sample, loss, weight)
+    elif trains:  # without a loss any key may be what one would read
+        raise Refusal(traced.lossless)
     check_settled(plan, traced)
     if plan.casts:
         check_casts(plan, sample, loss)

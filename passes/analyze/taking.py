@@ -1,4 +1,4 @@
-"""Who takes what of a batch: refuses a key that nobody takes, and a model that gives no loss."""
+"""Who takes what of a batch: refuses a key that nobody takes, and rows that cannot be split."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from inspect import unwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
-
-if TYPE_CHECKING:
-    from schedlang.passes.propagate.propagate import Traced
 
 Function = Callable[..., Any]
 
@@ -191,9 +188,3 @@ def at_the_forward(model: Any) -> Iterator[None]:
         line = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
         note = f"it is given to the forward of `{type(model).__name__}`, at {line}"
         raise Refusal(replace(first, notes=(*first.notes, note))) from None
-
-
-def check_loss(traced: Traced) -> None:
-    """There is a loss to train by; else refuse (S615)."""
-    if traced.lossless is not None:
-        raise Refusal(traced.lossless)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from schedlang.diagnostics.source import Source
 from schedlang.language import printer
-from schedlang.passes.elaborate.fold import pattern
+from schedlang.passes.elaborate.rows import pattern
 from schedlang.passes.reduce_model.blocks import Blocks
 
 PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+|\*")

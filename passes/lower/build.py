@@ -1,4 +1,8 @@
-"""From a plan, a model and a batch to the program that this rank runs."""
+"""From a plan, a model and a batch to the program that this rank runs.
+
+The order is fixed, whatever the order of rows: the local copy with this rank's parts; structure
+(kernels, fusion); crossings; recomputation; residence; stages; slices of data-parallel state.
+"""
 
 from __future__ import annotations
 
@@ -122,6 +126,9 @@ def _store(one: Stored, builder: Builder) -> None:
     key = ("offload", one.ahead, one.tier)
     store = builder.shared(key, lambda: Store(one.ahead, scratch=scratch))
     offload(builder.at(one.fqn), store)
+
+
+# ---- The program of one rank, put together.
 
 
 Loss = Callable[..., Any]

@@ -299,9 +299,7 @@ class Run:
 
     def _copy(self) -> nn.Module:
         from schedlang.runtime.propagation.dry import dry_forward
-        from schedlang.runtime.propagation.narrowed import dry_parts
         from schedlang.runtime.propagation.trace import Note, Tag
-        from schedlang.runtime.sharding.sizes import WithSizes, set_number
         from schedlang.runtime.tracing.meta import hollow_model
         from schedlang.runtime.tracing.torch_calls import tensors_in
 
@@ -320,6 +318,20 @@ class Run:
             self.follower.put(tensor, Note(tags, frozenset() if tags else frozenset([name])))
         for given in tensors_in(dict(self.inputs)):
             self.follower.put(given, Note({}, frozenset(), True))
+        if self.divided:
+            self._divide(model)
+        for fqn, leaf in self.leaves.items():
+            module = model.get_submodule(fqn)
+            forward = dry_forward(leaf, module, self.follower, self._group_at(fqn), self.edges)
+            module.forward = forward
+        self.saved = _watch(plan, model, self.stack, self.leaves)
+        return model
+
+    def _divide(self, model: nn.Module) -> None:
+        """Divide the numbers, and take the parts of arguments, that this run is about."""
+        from schedlang.runtime.propagation.narrowed import dry_parts
+        from schedlang.runtime.sharding.sizes import WithSizes, set_number
+
         for fqn, attribute, value in self._places():
             set_number(model.get_submodule(fqn), attribute, value)
             self.numbers.append((fqn, attribute, value))
@@ -330,12 +342,6 @@ class Run:
         for fqn, parts in self._narrowed():
             module = model.get_submodule(fqn)
             module.forward = dry_parts(module, parts, self.follower, partial(self._cut, fqn))
-        for fqn, leaf in self.leaves.items():
-            module = model.get_submodule(fqn)
-            forward = dry_forward(leaf, module, self.follower, self._group_at(fqn), self.edges)
-            module.forward = forward
-        self.saved = _watch(plan, model, self.stack, self.leaves)
-        return model
 
     def _cut(self, fqn: str, part: Narrowed, now: Narrowed | None) -> None:
         """Note how an argument is cut; it is at every call, or at none."""

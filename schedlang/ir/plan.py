@@ -150,8 +150,7 @@ class Plan:
 
     def __getstate__(self) -> tuple[dict[str, Any], tuple[type, ...]]:
         """With the model made fit to be sent, and the classes of what it takes and returns."""
-        from schedlang.ir.nests import known_classes
-        from schedlang.ir.pickling import let_travel
+        from schedlang.ir.nests import known_classes, let_travel
 
         for module in {id(m): m for m in (self.model.model, self.model.base.model)}.values():
             let_travel(module)
@@ -159,8 +158,7 @@ class Plan:
 
     def __setstate__(self, state: tuple[dict[str, Any], tuple[type, ...]]) -> None:
         """In another process, with what making the model there would have noted."""
-        from schedlang.ir.nests import open_classes
-        from schedlang.ir.pickling import register
+        from schedlang.ir.nests import open_classes, register
 
         vars(self).update(state[0])
         open_classes(state[1])

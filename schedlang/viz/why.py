@@ -12,7 +12,7 @@ from schedlang.diagnostics.tables import size
 from schedlang.language import nodes as n
 from schedlang.language import printer
 from schedlang.passes.elaborate.bases import spliced
-from schedlang.passes.elaborate.fold import folded
+from schedlang.passes.elaborate.rows import folded
 
 if TYPE_CHECKING:
     from schedlang.ir.plan import Action, Plan
