@@ -41,8 +41,6 @@ def check_settled(plan: Plan, traced: Traced) -> None:
             try:
                 row.settled(target, plan, traced)
             except Refusal as refusal:
-                if action.span is None:
-                    raise
                 raise refusal.at(action.span) from refusal
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
-from schedlang.diagnostics.source import NOWHERE, Span
+from schedlang.diagnostics.source import Span
 from schedlang.ir.features import Injected, Renewing
 from schedlang.ir.primitive import Facet, Primitive, both_change, conflicts, overturned
 from schedlang.ir.sharing import above, holders
@@ -119,7 +119,7 @@ def _refuse(
     notes: Iterable[str] = (),
     helps: Iterable[str] = (),
 ) -> None:
-    also = (Label(first.span or NOWHERE, before),)
+    also = (Label(first.span, before),)
     raise Refusal(Diagnostic(code, title, Label(span, now), also, tuple(notes), tuple(helps)))
 
 
@@ -269,13 +269,6 @@ def check_cuts(plan: Plan) -> None:
     row = plan.rows_changing(Facet.STAGE)[0]
     made = f"{len(starts)} cut{'s make' if len(starts) > 1 else ' makes'} {len(starts) + 1} stages"
     each = f"{ranks} ranks with {chunks} chunk{'s' * (chunks > 1)} each"
-    label = Label(row.span) if row.span is not None else Label()
-    raise Refusal(
-        Diagnostic(
-            "S609",
-            f"{made}, and {needed} are needed",
-            label,
-            notes=(each,),
-            helps=(f"select {needed - 1} modules at which stages start",),
-        )
-    )
+    title = f"{made}, and {needed} are needed"
+    helps = (f"select {needed - 1} modules at which stages start",)
+    raise Refusal(Diagnostic("S609", title, Label(row.span), notes=(each,), helps=helps))

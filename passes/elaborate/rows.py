@@ -43,7 +43,7 @@ def only(plan: Plan, rows: Sequence[Action]) -> Plan:
 def shown(action: Action) -> str:
     """A row as text: its place and what it does."""
     span = action.span
-    where = f"{span.source.name}:{span.line}: " if span is not None and span.line else ""
+    where = f"{span.source.name}:{span.line}: " if span else ""
     sites = (
         action.sites[0]
         if len(action.sites) == 1
@@ -66,9 +66,7 @@ def only_lines(plan: Plan, lines: str) -> Plan:
                 )
             )
         wanted |= set(range(int(first), int(last or first) + 1))
-    rows = [
-        action for action in plan.actions if action.span is not None and action.span.line in wanted
-    ]
+    rows = [action for action in plan.actions if action.span.line in wanted]
     if not rows:
         raise Refusal(
             Diagnostic(

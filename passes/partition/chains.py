@@ -73,7 +73,7 @@ def _chosen(
             play = partial(_played, counting, row, names)
             chosen = row.fit(chain, int(limit / share), play)
         except Refusal as refusal:
-            raise refusal.at(action.span) if action.span is not None else refusal from None
+            raise refusal.at(action.span) from None
         found.append((names, chosen))
     return found
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest, quoted, unknown
-from schedlang.diagnostics.source import NOWHERE
 from schedlang.ir.facets import Cut
 from schedlang.ir.memory import MOMENTS
 from schedlang.ir.plan import Plan
@@ -133,9 +132,7 @@ def check_regions(plan: Plan, graph: StageGraph, stage_of: Sequence[int]) -> Non
                 does = REGIONS[facet]
                 what = "checkpointed" if facet == Facet.RECOMPUTE else "replaced"
                 ends = dict.fromkeys((region[0], region[-1]))
-                one = Label(
-                    action.span or NOWHERE, f"{does} {' to '.join(map(_quoted, ends))} as one"
-                )
+                one = Label(action.span, f"{does} {' to '.join(map(_quoted, ends))} as one")
                 raise Refusal(
                     Diagnostic(
                         "S603",

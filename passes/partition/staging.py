@@ -271,7 +271,7 @@ def _elements(plan: Plan, fqn: str) -> Iterator[str]:
 def placed(refusal: Refusal, plan: Plan, facet: Facet) -> Refusal:
     """The refusal at the first row that writes a facet."""
     row = next(iter(plan.rows_changing(facet)), None)
-    return refusal.at(row.span) if row is not None and row.span is not None else refusal
+    return refusal.at(row.span) if row is not None else refusal
 
 
 def buffer_stages(staged: Staged) -> dict[str, frozenset[int] | None]:
@@ -372,4 +372,4 @@ def _check_order(plan: Plan, timeline: Timeline) -> None:
             ),
         )
     )
-    raise refusal.at(row.span) if row is not None and row.span is not None else refusal
+    raise refusal.at(row.span) if row is not None else refusal

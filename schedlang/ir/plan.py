@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from schedlang.diagnostics.source import NOWHERE, Span
 from schedlang.ir.facets import (
     Annotation,
     Boundary,
@@ -31,7 +32,6 @@ from schedlang.ir.placement import Layout
 from schedlang.ir.sharing import Trail, changed, holders, persistent, shared
 
 if TYPE_CHECKING:
-    from schedlang.diagnostics.source import Span
     from schedlang.ir.primitive import Facet, Primitive
 
 F = TypeVar("F")
@@ -45,7 +45,7 @@ class Action:
     sites: tuple[str, ...]
     step: str
     row: int
-    span: Span | None = field(default=None, compare=False)
+    span: Span = field(default=NOWHERE, compare=False)
 
     @property
     def name(self) -> str:
@@ -187,7 +187,7 @@ class Plan:
         sites: Sequence[str],
         *,
         step: str = "",
-        span: Span | None = None,
+        span: Span = NOWHERE,
     ) -> Plan:
         """The plan with one more row, applied to all its sites or to none.
 
