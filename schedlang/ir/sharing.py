@@ -32,9 +32,10 @@ class Persistent(Mapping[K, V]):
     base, so that `own` is what was put since it was laid.  Order is that of a dict: of first puts.
     """
 
+    _asked: tuple[Sequence[K], object, list[Any]] | None = None  # the last answer of `many`
+
     def __init__(self, base: Mapping[K, V], layers: tuple[dict[K, V], ...] = ()) -> None:
         self._base, self._layers = base, layers
-        self._asked: tuple[Sequence[K], object, list[Any]] | None = None  # of `many`
 
     def put(self, items: Mapping[K, V]) -> Persistent[K, V]:
         """The mapping with these items, instead of those that it has for the same keys."""
@@ -58,8 +59,9 @@ class Persistent(Mapping[K, V]):
 
         The last answer is kept: one row asks for those of its modules several times.
         """
-        if self._asked is not None and self._asked[:2] == (keys, missing):
-            return self._asked[2]
+        asked = self._asked
+        if asked is not None and asked[:2] == (keys, missing):
+            return asked[2]
         base = self._base
         if isinstance(base, Persistent):
             found = base.many(keys, missing)
