@@ -305,10 +305,13 @@ def _trained(plan: Plan, staged: Staged, a: Assembly, lying: Any, given: Options
 def _prepared(plan: Plan, batch: Mapping[str, Any], given: Options) -> Prepared:
     """What is known before ranks run, found on each of them alike."""
     from schedlang.runtime.batch import sample_of
+    from schedlang.runtime.comm import world
 
     with at_the_forward(plan.model.model):
         sample = sample_of(batch, 1 if given.local else plan.shares, plan.micro)
-    return _agreed(prepare(plan, sample, given.loss, given.weight, trains=False))
+    found = prepare(plan, sample, given.loss, given.weight, trains=False)
+    # each rank has measured its own table of bits, on a machine of its own: the first one's counts
+    return replace(found, bits=world.told_by(0, found.bits)) if found.bits else found
 
 
 def _asked(plan: Plan, batch: Mapping[str, Any], given: Options) -> Asked:
@@ -336,15 +339,6 @@ def _steered_alike(
     if given.compare != "batches":
         return None
     return Comparing(lambda: optimized_by(optimizer, names))
-
-
-def _agreed(prepared: Prepared) -> Prepared:
-    """With the first rank's table of bits: each has measured its own, on a machine of its own."""
-    from schedlang.runtime.comm import world
-
-    if not prepared.bits:
-        return prepared
-    return replace(prepared, bits=world.told_by(0, prepared.bits))
 
 
 def _of_stages(plan: Plan, staged: Staged, axis: str) -> dict[str, Any]:

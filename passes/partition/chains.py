@@ -231,9 +231,7 @@ def time_of(
     """The work of a run of units in forward, backward and second runs, which rows with a limit
     keep to what the memory of a stage makes them repeat."""
     tokens = tokens_of(counting.plan, counting.traced, counting.sample, counting.loss, None)
-    whole = Counting(
-        counting.plan, counting.traced, counting.staged, counting.sample, counting.loss, tokens
-    )
+    whole = replace(counting, tokens=tokens)
     names = tuple(dict.fromkeys(site for action, _ in rows for site in action.sites))
     costs = dict(zip(names, costs_of(whole, names)))
     homes = _homes(graph.units, costs)

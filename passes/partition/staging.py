@@ -12,7 +12,16 @@ from schedlang.ir.features import Recomputing
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.elaborate.legality import check_cuts
-from schedlang.passes.partition.stages import Unit, Weight, at_units, balanced, check_regions, even
+from schedlang.passes.partition.chains import Counting, time_of
+from schedlang.passes.partition.stages import (
+    Unit,
+    Weight,
+    at_units,
+    balanced,
+    check_regions,
+    even,
+    weight_of,
+)
 from schedlang.passes.propagate.casts import cast_modules
 from schedlang.passes.propagate.propagate import Traced
 
@@ -123,7 +132,10 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     Training(skeleton).on()
     try:
         graph = _graph(plan, traced, skeleton, batch, loss)
-        made = cut(graph, _stage_numbers(_Cutting(plan, traced, batch, loss), graph, timeline))
+        counting = Counting(plan, traced, None, batch, loss)
+        numbers = _stage_numbers(counting, graph, timeline)
+        check_regions(plan, graph, numbers)
+        made = cut(graph, numbers)
     except Refusal as refusal:
         raise placed(refusal, plan, Facet.STAGE) from refusal
     homes = tuple(tuple(row) for row in timeline.homes.tolist())
@@ -195,27 +207,11 @@ def _ordered(plan: Plan) -> Timeline:
         raise placed(Refusal(told), plan, Facet.ORDER) from error
 
 
-@dataclass(frozen=True)
-class _Cutting:
-    """What is cut, and with what it is counted."""
-
-    plan: Plan
-    traced: Traced
-    batch: Mapping[str, Any]
-    loss: Loss | None
-
-
-def _stage_numbers(cutting: _Cutting, graph: StageGraph, timeline: Timeline) -> tuple[int, ...]:
-    """The stage of every unit, from the cuts of the plan; no cut lies inside of a region."""
-    found = _numbers(cutting, graph, timeline)
-    check_regions(cutting.plan, graph, found)
-    return found
-
-
-def _numbers(cutting: _Cutting, graph: StageGraph, timeline: Timeline) -> tuple[int, ...]:
+def _stage_numbers(counting: Counting, graph: StageGraph, timeline: Timeline) -> tuple[int, ...]:
+    """The stage of every unit, from the cuts of the plan."""
     from schedlang.runtime.tracing.units import in_trunk
 
-    plan = cutting.plan
+    plan = counting.plan
     trunks = [fqn for c in plan.cuts for fqn in c.trunks]
     inside = in_trunk(plan.model.model, graph.units, trunks, dict(plan.unrolled))
     units = [
@@ -225,21 +221,17 @@ def _numbers(cutting: _Cutting, graph: StageGraph, timeline: Timeline) -> tuple[
     starts = [fqn for c in plan.cuts for fqn in c.before]
     if starts:
         return at_units(units, starts)
-    weight = _weight(cutting, graph, timeline)
+    weight = _weight(counting, graph, timeline)
     if weight is None:
         return even(units, timeline.stages)
     return balanced(units, timeline.stages, weight)
 
 
-def _weight(cutting: _Cutting, graph: StageGraph, timeline: Timeline) -> Weight | None:
+def _weight(counting: Counting, graph: StageGraph, timeline: Timeline) -> Weight | None:
     """What stages are balanced by; None: by nothing, they are even."""
-    from schedlang.passes.partition.chains import Counting, time_of
-    from schedlang.passes.partition.stages import weight_of
-
-    plan = cutting.plan
+    plan = counting.plan
     rows = [(action, row) for action, row in plan.rows_with(Recomputing) if row.cuts]
     if rows:
-        counting = Counting(plan, cutting.traced, None, cutting.batch, cutting.loss)
         return time_of(counting, rows, graph, timeline)
     balance = plan.cuts[0].balance
     return None if balance == "even" else weight_of(balance, plan, graph, timeline)
