@@ -14,11 +14,11 @@ from lark.exceptions import UnexpectedInput, UnexpectedToken
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest, unknown
 from schedlang.diagnostics.other_systems import VERBS
 from schedlang.diagnostics.source import Source, Span, bytes_of
+from schedlang.language import grammar
 from schedlang.language import nodes as n
 from schedlang.language.grammar import (
     CLOSES,
     DEEPEST,
-    EDITION,
     OPENS,
     TooDeep,
     TreeMaker,
@@ -295,7 +295,7 @@ def _found(source: Source, token: Token) -> tuple[Span, str]:
 def form_problems(file: n.File) -> list[Diagnostic]:
     """S004 (a call on a glob or a type), S006 (the version), S007 (a reserved word bound)."""
     found = []
-    if file.header.version != str(EDITION):
+    if file.header.version != str(grammar.EDITION):
         found.append(misfit(file.header.version, file.header.span))
     for node in n.walk(file):
         if isinstance(node, n.Do):
