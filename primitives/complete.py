@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from schedlang.ir.facets import Completion
 from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import Primitive, refuse
+from schedlang.ir.primitive import Primitive, refuse, refuse_inside
 from schedlang.language.kinds import Axis
 
 if TYPE_CHECKING:
@@ -41,13 +41,7 @@ class complete(Primitive):  # noqa: N801
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse a second row for one axis, and one inside of a module."""
-        if site.fqn:
-            refuse(
-                "S408",
-                "`complete` is for the whole model",
-                f"this row is inside `{site}`",
-                helps=("move the row out of its `at`",),
-            )
+        refuse_inside("complete", site.fqn)
         if any(one.axis == self.over for one in plan.completing):
             refuse(
                 "S501",

@@ -10,7 +10,7 @@ from schedlang.ir.facets import Compression, Kept
 from schedlang.ir.features import check_called
 from schedlang.ir.mesh import offered
 from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import Facet, Primitive, refuse
+from schedlang.ir.primitive import Facet, Primitive, refuse, refuse_inside
 from schedlang.language.kinds import Axes
 
 if TYPE_CHECKING:
@@ -150,13 +150,7 @@ class compress(Primitive):  # noqa: N801
 
     def _check_sums(self, site: Site, plan: Plan) -> None:
         """Sums are the whole model's, over axes whose ranks hold whole gradients."""
-        if site.fqn:
-            refuse(
-                "S408",
-                "`compress(gradients)` is for the whole model",
-                f"this row is inside `{site}`",
-                helps=("move the row out of its `at`",),
-            )
+        refuse_inside("compress(gradients)", site.fqn)
         if plan.compression is not None:
             refuse("S509", "gradients are compressed already", helps=("drop one of the two rows",))
         if plan.scaled is not None:

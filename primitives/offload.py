@@ -8,7 +8,6 @@ from math import prod
 from typing import TYPE_CHECKING, Literal
 
 from schedlang.diagnostics.diagnostic import Label
-from schedlang.diagnostics.source import NOWHERE
 from schedlang.diagnostics.tables import size
 from schedlang.ir.facets import Stored
 from schedlang.ir.features import Recomputing, Uniform, check_called
@@ -126,7 +125,7 @@ class offload(Uniform):  # noqa: N801
                     "drop one of the two",
                     "or use a plan that is made before the run: `checkpoint(plan=rotor, ...)`",
                 ),
-                also=(Label(row.span or NOWHERE, "drops and recomputes activations"),),
+                also=(Label(row.span, "drops and recomputes activations"),),
             )
 
         row = next((a for a, one in met if one.moves), None)
@@ -139,7 +138,7 @@ class offload(Uniform):  # noqa: N801
                     "drop this row",
                     "or use a plan that offloads nothing: `checkpoint(plan=rotor, ...)`",
                 ),
-                also=(Label(row.span or NOWHERE, "offloads activations of these modules"),),
+                also=(Label(row.span, "offloads activations of these modules"),),
             )
 
     def _check_peer(self, site: Site, plan: Plan) -> None:

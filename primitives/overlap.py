@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from schedlang.ir.facets import Overlap
 from schedlang.ir.mesh import offered
 from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import Primitive, refuse
+from schedlang.ir.primitive import Primitive, refuse, refuse_inside
 from schedlang.language.kinds import Many
 
 if TYPE_CHECKING:
@@ -47,13 +47,7 @@ class overlap(Primitive):  # noqa: N801
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse what has no stages, and a second row about the same."""
-        if site.fqn:
-            refuse(
-                "S408",
-                "`overlap` is for the whole model",
-                f"this row is inside `{site}`",
-                helps=("move the row out of its `at`",),
-            )
+        refuse_inside("overlap", site.fqn)
         if "transfers" in self.what and not plan.cuts:
             row = offered("layers  pipeline_split(over={})", plan.mesh.names, "stages")
             refuse(

@@ -12,7 +12,7 @@ from schedlang.diagnostics.source import text_of
 from schedlang.ir.facets import Order
 from schedlang.ir.features import Located, Resolved
 from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import refuse
+from schedlang.ir.primitive import refuse, refuse_inside
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -124,13 +124,7 @@ class pipeline(Located, Resolved):  # noqa: N801
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse a second order, and sizes that an order does not run."""
-        if site.fqn:
-            refuse(
-                "S408",
-                "`pipeline` is for the whole model",
-                f"this row is inside `{site}`",
-                helps=("move the row out of its `at`",),
-            )
+        refuse_inside("pipeline", site.fqn)
         if plan.order is not None:
             refuse("S509", "the pipeline already has an order", helps=("drop one of the two rows",))
         self._check_order(plan)

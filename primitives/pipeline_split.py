@@ -6,7 +6,6 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING, Literal
 
 from schedlang.diagnostics.diagnostic import Label
-from schedlang.diagnostics.source import NOWHERE
 from schedlang.ir.facets import Cut
 from schedlang.ir.features import Recomputing
 from schedlang.ir.plan import Plan
@@ -83,7 +82,7 @@ class pipeline_split(Primitive):  # noqa: N801
                     "leave out `balance`, and select the list of modules to cut",
                     "or use a plan that keeps the cuts: `checkpoint(plan=pareto, memory=...)`",
                 ),
-                also=(Label(row.span or NOWHERE, "balances the stages by their recomputation"),),
+                also=(Label(row.span, "balances the stages by their recomputation"),),
             )
         if plan.cuts and (lists or plan.cuts[0].trunks):
             refuse("S509", "the model is already cut", helps=("only one row may cut a list",))

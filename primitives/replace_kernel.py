@@ -148,7 +148,7 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
         diagnostic = Diagnostic(
             "S875",
             f"`{site}` is sharded in a way that computes its logits before the loss",
-            also=tuple(Label(a.span, f"by `{a.primitive}`") for a in rows if a.span is not None),
+            also=tuple(Label(a.span, f"by `{a.primitive}`") for a in rows if a.span),
             notes=(
                 "the kernel needs a head that is replicated, or sharded along `vocab` over one"
                 " axis",

@@ -10,8 +10,19 @@ from typing import TYPE_CHECKING, Any, Literal
 from schedlang.diagnostics.diagnostic import Facts
 from schedlang.ir.facets import Boundary
 from schedlang.ir.features import SplittingHeads, Uniform, check_called
-from schedlang.ir.fitting import Cut, blocks_of, remedies, remedy, some
-from schedlang.ir.placement import EVEN, P, Placement, R, Replicate, S
+from schedlang.ir.placement import (
+    EVEN,
+    Cut,
+    P,
+    Placement,
+    R,
+    Replicate,
+    S,
+    blocks_of,
+    remedies,
+    remedy,
+    some,
+)
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import refuse
 from schedlang.language.kinds import Axis, Rest
@@ -90,7 +101,14 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
                     f" `shard(input=S(1), {over})`",
                 ),
             )
-        self._check_blocks()
+        sizes = (self.blocks,) if isinstance(self.blocks, int) else self.blocks
+        if not sizes or min(sizes) < 1:
+            refuse(
+                "S304",
+                "`blocks` must be the number of blocks, or a list of their sizes",
+                f"this is {self.blocks}",
+                helps=("`blocks=3`", "`blocks=[8, 4, 4]`"),
+            )
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse what cannot be split so, with the sizes that can."""
@@ -131,7 +149,8 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
     def transform(self, site: Site, plan: Plan) -> Plan:
         """Split the parameters and note the boundary."""
         axis = str(self.over)
-        if self._whole(plan):
+        one_head = self.heads == 1 and self.uneven == "replicate"
+        if one_head and plan.mesh.size(self.over) > 1:  # every rank holds all
             return plan.with_boundary(site.fqn, Boundary(axis, self.input or R, R, differ=True))
         for _, fact, dim in self._splits(site):
             layout = plan.layout(fact.name)
@@ -196,10 +215,6 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
         sizes = (size // blocks,) * blocks if isinstance(blocks, int) else tuple(blocks)
         return Cut(sizes, self.heads, self.uneven)
 
-    def _whole(self, plan: Plan) -> bool:
-        """Does every rank hold all, because there is one head?"""
-        return self.heads == 1 and self.uneven == "replicate" and plan.mesh.size(self.over) > 1
-
     def _edges(self, site: Site) -> tuple[Placement | None, Placement | None]:
         """The placements that the module wants and hands on."""
         splits = {site.dims.get(name, ())[dim] for name, _, dim in self._splits(site) if site.dims}
@@ -259,17 +274,6 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
                 "S404",
                 f"`{site}` takes the max of each bag, and a shard has only some of its rows",
                 helps=(better,),
-            )
-
-    def _check_blocks(self) -> None:
-        """Refuse what is no count of blocks, and no list of their sizes."""
-        sizes = (self.blocks,) if isinstance(self.blocks, int) else self.blocks
-        if not sizes or min(sizes) < 1:
-            refuse(
-                "S304",
-                "`blocks` must be the number of blocks, or a list of their sizes",
-                f"this is {self.blocks}",
-                helps=("`blocks=3`", "`blocks=[8, 4, 4]`"),
             )
 
     def _check_together(self, site: Site) -> None:

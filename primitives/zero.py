@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from schedlang.ir.facets import Replicas
 from schedlang.ir.features import Slicing
 from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import refuse
+from schedlang.ir.primitive import refuse, refuse_inside
 from schedlang.language.kinds import Axes
 from schedlang.language.value import Bytes
 
@@ -89,13 +89,7 @@ class zero(Slicing):  # noqa: N801
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse axes that already have other work."""
-        if site.fqn:
-            refuse(
-                "S408",
-                "`zero` is for the whole model",
-                f"this row is inside `{site}`",
-                helps=("move the row out of its `at`",),
-            )
+        refuse_inside("zero", site.fqn)
         mine = set(plan.mesh.fold(self.over))
         for other in plan.replicas:
             for axis in sorted(mine & set(plan.mesh.fold(other.axes))):

@@ -17,7 +17,7 @@ from schedlang.diagnostics.diagnostic import (
 from schedlang.diagnostics.source import python_span
 from schedlang.diagnostics.tables import html_table, number
 from schedlang.ir.primitive import Primitive
-from schedlang.language import lift, spelling
+from schedlang.language import lift, printer
 from schedlang.language import nodes as n
 from schedlang.language.syntax import parse_path
 
@@ -56,7 +56,7 @@ class Cursor:
         called(Caller(self._schedule, self._roots, self._path, verb), args, named)
 
     def __repr__(self) -> str:
-        said = spelling.path(self._path)
+        said = printer.path(self._path)
         try:
             found = self.modules
         except Refusal as refusal:
@@ -85,7 +85,7 @@ class Cursor:
         ]
         if len(found) > MOST_SHOWN:
             rows.append((f"and {len(found) - MOST_SHOWN} more", "", "", ""))
-        title = f'sch["{spelling.path(self._path)}"]'
+        title = f'sch["{printer.path(self._path)}"]'
         return html_table(title, rows, ("module", "class", "parameters", "rows that act on it"))
 
     def do(self, primitive: Primitive) -> Cursor:
@@ -121,7 +121,7 @@ class Caller:
         called(self, args, named)
 
     def __repr__(self) -> str:
-        on = "sch" if self._path is None else f'sch["{spelling.path(self._path)}"]'
+        on = "sch" if self._path is None else f'sch["{printer.path(self._path)}"]'
         return f"<{on}.{self._name}: call it to add the row>"
 
 

@@ -23,13 +23,12 @@ from schedlang.diagnostics.diagnostic import (
 from schedlang.diagnostics.source import NOWHERE, Source, Span, python_span
 from schedlang.ir.primitive import Primitive, load_all, registry
 from schedlang.language import (
-    in_python,  # noqa: F401  (helps are spelled by it)
     lift,
     patterns,
     printer,
 )
 from schedlang.language import nodes as n
-from schedlang.language.edits import folded, without_last
+from schedlang.language.nodes import folded, without_last
 from schedlang.language.selector import Selector
 from schedlang.language.syntax import parse, parse_expr, parse_path, read
 from schedlang.passes.elaborate.expand import Expander, expand, open_step

@@ -35,7 +35,7 @@ ROOMS = """
 The language (text, names, plans) is read and tested without torch; what runs on ranks (`runtime`,
 `kernels`) knows nothing of schedules. A primitive is one file that no pass knows by name: what it
 makes of a plan are typed annotations (`ir/facets.py`), which know their row and are executed by
-their kind, in one order (`passes/lower/lowering.py`); what one feature alone asks of a row is a
+their kind, in one order (`passes/lower/build.py`); what one feature alone asks of a row is a
 class that the primitive derives from (`ir/features.py`). [How it works](how_it_works.md) follows
 one schedule through the doors. The command `python -m schedlang.testing.gpu` stands beside them: it
 uses any of them, and none uses it.

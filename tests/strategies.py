@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.lark import from_lark
 
 from schedlang.language.grammar import parser
-from schedlang.language.misread import RESERVED
+from schedlang.language.syntax import RESERVED
 
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,5}", fullmatch=True).filter(
     lambda name: name not in RESERVED

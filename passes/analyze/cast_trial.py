@@ -10,7 +10,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.ir.facets import Cast
 from schedlang.ir.model import inside
 from schedlang.ir.plan import Plan
-from schedlang.passes.elaborate.fold import pattern, shape_of
+from schedlang.passes.elaborate.rows import pattern, shape_of
 from schedlang.passes.propagate.casts import cast_loss, cast_modules
 
 if TYPE_CHECKING:

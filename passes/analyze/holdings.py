@@ -27,16 +27,17 @@ def holdings_of(plan: Plan, staged: Staged) -> dict[str, Holding]:
     """Where the parts of every parameter lie."""
     from schedlang.runtime.checkpointing.holding import Holding
 
-    sliced, _ = slicing(plan)
+    sliced = slicing(plan)[0] if plan.replicas else None
     axes = plan.mesh.fold(sliced.axes) if sliced is not None else ()
-    owners = _owners(staged)
-    unsliced = _unsliced(plan, staged)
+    owners = _owners(staged) if staged.axis is not None else {}
+    unsliced = _unsliced(plan, staged) if axes else frozenset()
     holdings = {}
     for name, fact in plan.model.unique.items():
         stages = None
         if staged.axis is not None:
             stages = owners.get(name) or _home(staged, fact.names)
-        cut = () if name in unsliced or not fact.shape else _left(plan, name, axes)
+        whole = not axes or name in unsliced or not fact.shape
+        cut = () if whole else _left(plan, name, axes)
         holdings[name] = Holding(name, plan.held(name), cut, staged.axis, stages)
     return holdings
 
@@ -62,10 +63,9 @@ def _home(staged: Staged, names: tuple[str, ...]) -> frozenset[int]:
 def _owners(staged: Staged) -> dict[str, frozenset[int]]:
     """The places along the pipeline axis that hold each parameter."""
     owners: dict[str, set[int]] = {}
-    if staged.axis is not None:
-        for stage in range(staged.cut.stages):
-            for name in staged.cut.parameters(stage):
-                owners.setdefault(name, set()).update(staged.places(stage))
+    for stage in range(staged.cut.stages):
+        for name in staged.cut.parameters(stage):
+            owners.setdefault(name, set()).update(staged.places(stage))
     return {name: frozenset(places) for name, places in owners.items()}
 
 

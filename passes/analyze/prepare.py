@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.culprit import told
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.ir.features import Settled
-from schedlang.ir.plan import Plan
+from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.cast_trial import check_casts
 from schedlang.passes.analyze.fewer_bits import Bits, allotted, check_kept, kept_by_ranks
@@ -17,7 +17,7 @@ from schedlang.passes.analyze.holdings import holdings_of
 from schedlang.passes.analyze.residence import check_peers
 from schedlang.passes.analyze.routing import check_routing
 from schedlang.passes.analyze.staleness import check_stale
-from schedlang.passes.analyze.taking import check_keys, check_loss, check_rows
+from schedlang.passes.analyze.taking import check_keys, check_rows
 from schedlang.passes.partition.chains import Chains, Counting, chains_of
 from schedlang.passes.partition.staging import Staged, stages_of
 from schedlang.passes.propagate.context import slicing_of, tokens_of
@@ -40,8 +40,6 @@ def check_settled(plan: Plan, traced: Traced) -> None:
             try:
                 row.settled(target, plan, traced)
             except Refusal as refusal:
-                if action.span is None:
-                    raise
                 raise refusal.at(action.span) from refusal
 
 
@@ -51,7 +49,9 @@ def check_settled(plan: Plan, traced: Traced) -> None:
 _SHOWN = 60
 
 
-def check_repeats(plan: Plan, sample: Mapping[str, Any], loss: Loss | None = None) -> None:
+def check_repeats(
+    plan: Plan, rows: Sequence[Action], sample: Mapping[str, Any], loss: Loss | None
+) -> None:
     """Refuse (S843) a row that recomputes what draws from elsewhere than torch's generators.
 
     One module of each kind is run on the meta device, once for each row and plan.
@@ -61,10 +61,9 @@ def check_repeats(plan: Plan, sample: Mapping[str, Any], loss: Loss | None = Non
     from schedlang.runtime.tracing.constants import without_values
     from schedlang.runtime.tracing.meta import hollow_model
 
-    rows = plan.rows_changing(Facet.RECOMPUTE)
     kinds = {site: _kind(plan, site) for action in rows for site in action.sites}
     key = ("repeats", tuple(sorted(kinds)))
-    if not kinds or key in plan.model.cache:
+    if key in plan.model.cache:
         return
     model: Any = hollow_model(plan.model.model, {})
     model.train()
@@ -142,40 +141,56 @@ def prepare(
     """
     assert not plan.completing, "rows are completed before a plan is prepared"
     check_axes(plan)
-    check_routing(plan)
+    parts = plan.shares * plan.micro
+    if plan.told:
+        check_routing(plan)
     if weight is not None:
         _check_weight(weight, sample)
-    check_rows(plan, sample)
+    if parts > 1:
+        check_rows(plan, sample)
     traced = propagate(plan, sample, loss)
-    _check_draws(plan, traced)
-    if trains:
-        check_loss(traced)
-    if traced.lossless is None:  # else the key may be what a loss would read
+    if traced.apart and plan.mesh.world > 1:
+        raise _apart(traced)
+    if traced.lossless is None:
         check_keys(plan, sample, traced, loss, weight)
+    elif trains:  # without a loss any key may be what one would read
+        raise Refusal(traced.lossless)
     check_settled(plan, traced)
-    check_casts(plan, sample, loss)
-    traced = with_statistics(plan, traced, sample, loss, weight is not None)
+    if plan.casts:
+        check_casts(plan, sample, loss)
+    if parts > 1 or plan.contexts:
+        traced = with_statistics(plan, traced, sample, loss, weight is not None)
     staged = stages_of(plan, traced, sample, loss)
-    check_stale(plan, staged)
-    check_peers(plan, staged)
-    slicing = slicing_of(plan, traced, staged, sample, loss, weight)
-    check_kept(plan, traced, staged, slicing)
-    tokens = tokens_of(plan, traced, sample, loss, weight)
+    slicing, tokens = None, None
+    chains: Chains = {}
+    if plan.order is not None:
+        check_stale(plan, staged)
+        slicing = slicing_of(plan, traced, staged, sample, loss, weight)
+    if plan.stores:
+        check_peers(plan, staged)
+    if plan.kept:
+        check_kept(plan, traced, staged, slicing)
+    if plan.contexts:
+        tokens = tokens_of(plan, traced, sample, loss, weight)
     counting = Counting(plan, traced, staged, sample, loss, tokens)
-    chains = chains_of(counting)
-    traced = replace(traced, saved=kept_by_ranks(counting, chains))
-    check_repeats(plan, sample, loss)
-    bits = allotted(plan, sample, loss, chains) if bits is None else bits
+    again = plan.rows_changing(Facet.RECOMPUTE)
+    if again:
+        chains = chains_of(counting)
+    if plan.kept:
+        traced = replace(traced, saved=kept_by_ranks(counting, chains))
+    if again:
+        check_repeats(plan, again, sample, loss)
+    if bits is None:
+        bits = allotted(plan, sample, loss, chains) if plan.kept else {}
     return Prepared(traced, staged, holdings_of(plan, staged), slicing, tokens, chains, bits)
 
 
-def _check_draws(plan: Plan, traced: Traced) -> None:
-    """Several ranks must draw alike: refuses (S812) what no rank could draw as the model does."""
-    if plan.mesh.world > 1 and traced.apart:
-        from schedlang.runtime.rng.logical_dropout import without_form
+def _apart(traced: Traced) -> Refusal:
+    """S812: several ranks must draw alike, and cannot draw this as the model does."""
+    from schedlang.runtime.rng.logical_dropout import without_form
 
-        name, (site, line) = next(iter(traced.apart.items()))
-        raise without_form(name, site, line)
+    name, (site, line) = next(iter(traced.apart.items()))
+    return without_form(name, site, line)
 
 
 def _check_weight(weight: Weight, sample: Mapping[str, Any]) -> None:

@@ -45,8 +45,8 @@ def reductions(plan: Plan, traced: Traced, holdings: Mapping[str, Holding]) -> l
     trained = [name for name, fact in plan.model.unique.items() if fact.requires_grad]
     return [
         *_partial(plan, traced, trained),
-        *_tied(holdings, trained),
-        *_replicas(plan, holdings, trained),
+        *(_tied(holdings, trained) if plan.cuts else ()),
+        *(_replicas(plan, holdings, trained) if plan.data_axes else ()),
     ]
 
 

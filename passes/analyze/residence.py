@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.facets import Stored
 from schedlang.ir.plan import Plan
-from schedlang.passes.partition.parks import on_peers
+from schedlang.passes.partition.staging import on_peers
 
 if TYPE_CHECKING:
     import torch

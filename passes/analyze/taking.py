@@ -192,8 +192,6 @@ def check_rows(plan: Plan, sample: Mapping[str, Any]) -> None:
     from schedlang.runtime.batch import named_tensors, rows_of
     from schedlang.runtime.propagation.feeds import names_rows
 
-    if plan.shares * plan.micro == 1:
-        return
     rows = rows_of(sample)
     suspects = {
         key: value
@@ -244,9 +242,3 @@ def at_the_forward(model: Any) -> Iterator[None]:
         line = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
         note = f"it is given to the forward of `{type(model).__name__}`, at {line}"
         raise Refusal(replace(first, notes=(*first.notes, note))) from None
-
-
-def check_loss(traced: Traced) -> None:
-    """There is a loss to train by; else refuse (S615)."""
-    if traced.lossless is not None:
-        raise Refusal(traced.lossless)

@@ -363,7 +363,7 @@ def propose(
     """
     from schedlang.ir.model import ModelFacts
     from schedlang.ir.plan import Plan
-    from schedlang.passes.analyze.taking import at_the_forward, check_keys, check_loss
+    from schedlang.passes.analyze.taking import at_the_forward, check_keys
     from schedlang.passes.propagate.propagate import propagate
     from schedlang.runtime.batch import rows_of
 
@@ -372,7 +372,8 @@ def propose(
     with at_the_forward(model):
         rows_of(batch)
     traced = propagate(Plan(facts), batch, loss)
-    check_loss(traced)
+    if traced.lossless is not None:
+        raise Refusal(traced.lossless)
     check_keys(Plan(facts), batch, traced, loss, weight)
     blocks = blocks_of(facts)
     asked = Asked(Trial(facts, blocks, batch, loss, weight), blocks, mesh, batch)

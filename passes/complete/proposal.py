@@ -16,7 +16,7 @@ from schedlang.ir.plan import Plan
 from schedlang.language import printer
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
-from schedlang.passes.elaborate.fold import pattern
+from schedlang.passes.elaborate.rows import pattern
 from schedlang.passes.propagate.original import rejected
 from schedlang.passes.reduce_model.blocks import TABLES, Blocks, leaf_kind, shorter, splits
 

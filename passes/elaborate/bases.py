@@ -51,17 +51,16 @@ def count_use(text: str, span: Span) -> None:
         )
 
 
-def statement(rows: int, depth: int, span: Span) -> None:
-    """One more statement that is executed, inside of so many others; S116 where it is too much."""
+def outgrown(rows: int, span: Span) -> Refusal:
+    """Tell (S116) that statements are too many, or else nested too deep."""
     if rows > ROWS:
         title = f"this schedule has more than {ROWS:,} rows"
         helps = ("use fewer rows: one selector with `*` selects many modules",)
         label = Label(span, "including the rows of all definitions that are called")
-        raise Refusal(Diagnostic("S116", title, label, helps=helps))
-    if depth > DEEPEST:
-        title = f"blocks and calls are nested more than {DEEPEST} deep"
-        helps = ("call definitions one after another, not each from another",)
-        raise Refusal(Diagnostic("S116", title, Label(span), helps=helps))
+        return Refusal(Diagnostic("S116", title, label, helps=helps))
+    title = f"blocks and calls are nested more than {DEEPEST} deep"
+    helps = ("call definitions one after another, not each from another",)
+    return Refusal(Diagnostic("S116", title, Label(span), helps=helps))
 
 
 # ---- Bases: a used file with steps or rows is spliced in; `override` and `drop` change its

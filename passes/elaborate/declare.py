@@ -1,4 +1,4 @@
-"""Declarations: header, knob, mesh, view, require, use and def, each from State to State."""
+"""Declarations, each from State to State: header, knob, mesh, view, require, use, def; `expect`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from schedlang.diagnostics.diagnostic import (
     Diagnostic,
@@ -20,19 +20,24 @@ from schedlang.diagnostics.diagnostic import (
     unknown,
 )
 from schedlang.diagnostics.source import Source, Span
+from schedlang.ir.facets import BOUNDS, Expectation
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.primitive import find
 from schedlang.language import nodes as n
-from schedlang.language import patterns, spelling
+from schedlang.language import patterns, printer
 from schedlang.language.evaluate import evaluate
 from schedlang.language.kinds import Axis, Mismatch, NoAxis, convert, describe
 from schedlang.language.knob import alternatives, decided, declare, unknown_settings
-from schedlang.language.misread import walk
+from schedlang.language.nodes import walk
 from schedlang.language.syntax import parse, read
-from schedlang.language.value import UNKNOWN, AxisSize, Bytes, Names, bare, shown
+from schedlang.language.value import UNKNOWN, AxisSize, Bytes, Names, Seconds, bare, shown
 from schedlang.passes.elaborate import bases
 from schedlang.passes.elaborate.bases import ALONE
 from schedlang.passes.elaborate.state import Definition, Settings, State, no_primitive, start
+
+if TYPE_CHECKING:
+    from schedlang.ir.facets import Expectation
+
 
 # ---- Arguments of a call to the parameters of a `def`.
 
@@ -188,9 +193,12 @@ def mesh(node: n.Mesh, state: State) -> State:
         sizes[arg.name] = _size(arg, state)
         if isinstance(arg.value, n.Name) and arg.value.text in state.knobs:
             sized[arg.name] = arg.value.text
-        _not_a_knob(arg, state)
-    _known_axes(node, sizes, state.settings)
-    axes = _filled(node, sizes, state.settings)
+        if arg.name in state.knobs:
+            _not_a_knob(arg)
+    if state.settings.mesh:
+        _known_axes(node, sizes, state.settings)
+    settings = state.settings
+    axes = tuple((a, _rest(node, sizes, settings) if n is None else n) for a, n in sizes.items())
     return replace(state.with_mesh(Mesh(axes, (), node.on)), sized=sized)
 
 
@@ -224,9 +232,8 @@ def _size(arg: n.Keyword, state: State) -> int | None:
     return int(size)
 
 
-def _not_a_knob(arg: n.Keyword, state: State) -> None:
-    own = isinstance(arg.value, n.Name) and arg.value.text == arg.name
-    if arg.name in state.knobs and not own:
+def _not_a_knob(arg: n.Keyword) -> None:
+    if not isinstance(arg.value, n.Name) or arg.value.text != arg.name:
         help_ = f"give the axis the size of the knob, `{arg.name}={arg.name}`, or rename one"
         title = f"`{arg.name}` is a knob and also an axis of another size"
         refused("S101", title, arg.span, "", help_)
@@ -240,13 +247,9 @@ def _known_axes(node: n.Mesh, sizes: Mapping[str, Any], settings: Settings) -> N
             refused("S204", title, node.span, "", help_, facts=facts)
 
 
-def _filled(
-    node: n.Mesh, sizes: Mapping[str, int | None], settings: Settings
-) -> tuple[tuple[str, int], ...]:
-    """The axes with `_` replaced by what is left: of the job's ranks, else of `on NAMExN`."""
+def _rest(node: n.Mesh, sizes: Mapping[str, int | None], settings: Settings) -> int:
+    """The size of the axis `_`: what is left of the job's ranks, else of `on NAMExN`."""
     blanks = [name for name, size in sizes.items() if size is None]
-    if not blanks:
-        return tuple((name, size) for name, size in sizes.items() if size is not None)
     if len(blanks) > 1:
         given = ", ".join(f"{k}={'_' if k == blanks[0] else v or 2}" for k, v in sizes.items())
         help_ = f"give the others a size: `mesh({given})`"
@@ -260,8 +263,7 @@ def _filled(
         help_ = "the product of their sizes must divide the number of ranks"
         title = f"the ranks do not divide: `{blanks[0]}` has no integer size"
         refused("S111", title, node.span, said, help_)
-    rest = world // taken
-    return tuple((name, rest if size is None else size) for name, size in sizes.items())
+    return world // taken
 
 
 def view(node: n.View, state: State) -> State:
@@ -306,7 +308,7 @@ def require(node: n.Require, state: State) -> State:
         value = evaluate(left, state.names)
         value = int(value) if isinstance(value, AxisSize) else value
         if not isinstance(left, n.Lit):
-            label = f"{spelling.expr(left)} is {shown(value)}"
+            label = f"{printer.expr(left)} is {shown(value)}"
     note = f"with {decided(knobs)}" if knobs else ""
     refused("S104", "`require` fails", node.span, label, *helps, note=note)
 
@@ -410,3 +412,92 @@ def _library(
             case _:
                 raise AssertionError("a base, whose items are executed one by one")
     return inner
+
+
+# ---- `expect`: bounds on what a plan costs, read while it is made; simulate/expected.py holds
+# them.
+
+
+TIME = "time"
+MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+MEASURES = {
+    "peak_memory": "peak_memory < 70GiB",
+    "comm_bytes": "comm_bytes(tp) < 2GiB",
+    "bubble": "bubble < 0.2",
+    TIME: "time(step) < 180ms",
+}
+UNITS: Mapping[str, tuple[type, ...]] = {  # what bounds may be, beside plain numbers
+    "peak_memory": (Bytes,),
+    "comm_bytes": (Bytes,),
+    "bubble": (),
+    TIME: (Seconds,),
+}
+
+
+def expectation(node: n.Expect, names: Names) -> Expectation | None:
+    """What a statement expects; None where its bound needs a model that is not there.
+
+    Raises Refusal S861 for anything but a measure compared with a bound.
+    """
+    from schedlang.ir.facets import Expectation
+
+    if not isinstance(node.test, n.Chain) or len(node.test.items) != 3:
+        _refuse(node, "`expect` must compare a measure with a bound")
+    left, op, right = node.test.items
+    assert isinstance(op, str)
+    if isinstance(left, str) or isinstance(right, str) or op not in BOUNDS:
+        _refuse(node, f"a bound is one of {', '.join(BOUNDS)}")
+    if _measure(left) is None and _measure(right) is not None:
+        left, op, right = right, MIRRORED[op], left
+    name = _measure(left)
+    if name is None:
+        word = left.text if isinstance(left, n.Name) else printer.expr(left)
+        help_, facts = guess(word, MEASURES, "measures are"), unknown(word, MEASURES)
+        _refuse(node, f"`{word}` is not a measure of a plan", help_, facts=facts)
+    axes = _arguments(node, name, left, names)
+    bound = evaluate(right, names)
+    if bound is UNKNOWN:
+        return None
+    _check_bound(node, name, bound, printer.expr(right))
+    said = printer.expr(node.test)
+    return Expectation(name, axes, op, float(bound), said, node.on, node.span)
+
+
+def _measure(expr: n.Expr | str) -> str | None:
+    """The name of the measure that an expression is, if it is one."""
+    text = expr.text if isinstance(expr, n.Name) else ""
+    text = expr.name.text if isinstance(expr, n.Call) else text
+    return text if text in MEASURES else None
+
+
+def _check_bound(node: n.Expect, name: str, bound: Any, said: str) -> None:
+    """A bound is a number of the measure's own unit; a time says which."""
+    if isinstance(bound, bool) or not isinstance(bound, int | float):
+        _refuse(node, f"the bound is {shown(bound)}, not a number")
+    other = isinstance(bound, Bytes | Seconds) and not isinstance(bound, UNITS[name])
+    if other or (name == TIME and not isinstance(bound, Seconds)):
+        what = {"bubble": "a share", TIME: "a time with its unit"}.get(name, "a number of bytes")
+        _refuse(node, f"the bound of `{name}` must be {what}, not `{said}`")
+
+
+def _arguments(node: n.Expect, name: str, measure: n.Expr, names: Names) -> tuple[str, ...]:
+    """The axes of a measure that has some; a time is that of a step."""
+    given = measure.args if isinstance(measure, n.Call) else ()
+    found = [arg.text if isinstance(arg, n.Name) else "" for arg in given]
+    if name == TIME:
+        if found != ["step"]:
+            _refuse(node, "`time` needs `step`: `time(step)`")
+        return ()
+    if found and name != "comm_bytes":
+        _refuse(node, f"`{name}` takes no arguments")
+    for text in found:
+        if text not in names.axes:
+            title = f"`{name}` takes axes of the mesh"
+            help_, facts = guess(text, names.axes, "the mesh has"), unknown(text, names.axes)
+            _refuse(node, title, help_, facts=facts)
+    return tuple(found)
+
+
+def _refuse(node: n.Expect, title: str, *helps: str, facts: Facts = ()) -> NoReturn:
+    legal = f"for example {', '.join(f'`expect {one}`' for one in MEASURES.values())}"
+    raise Refusal(Diagnostic("S861", title, Label(node.span), helps=(*helps, legal), facts=facts))

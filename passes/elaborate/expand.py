@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,13 @@ from schedlang.diagnostics.source import Span
 from schedlang.ir.features import Located
 from schedlang.ir.primitive import Primitive, find
 from schedlang.language import nodes as n
-from schedlang.language import spelling
+from schedlang.language import printer
 from schedlang.language.binding import bind
 from schedlang.language.evaluate import evaluate
 from schedlang.language.knob import unknown_settings
+from schedlang.language.selector import Selector
 from schedlang.language.value import UNKNOWN, Names, bare, shown
-from schedlang.passes.elaborate import bases, declare, expect, legality
+from schedlang.passes.elaborate import bases, declare, legality
 from schedlang.passes.elaborate.declare import arguments_of
 from schedlang.passes.elaborate.state import (
     RELAXABLE,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from schedlang.ir.model import ModelFacts
-    from schedlang.language.selector import Selector
 
 # ---- Steps: their names, and what their rows may give up.
 
@@ -101,32 +101,32 @@ Roots = Sequence[str] | None  # the modules of a scope; None where there is no m
 
 
 @uncollected()
-@bases.counted()
 def expand(file: n.File, facts: ModelFacts | None, settings: Settings | None = None) -> State:
     """Execute a whole file; every independent mistake is in the refusal.
 
     Without `facts` syntax, names and arguments are checked, and the state's plan is None.
     """
-    whole = bases.spliced(file)
-    settings = _sizing_knobs(whole.items, settings or Settings())
-    runner = Expander(start(facts, settings))
-    runner.problems += whole.problems
-    for header in whole.headers:
-        runner.attempt(partial(declare.header, header, runner.state))
-    for item in whole.items:
-        runner.item(item)
-    if not runner.problems:
-        runner.attempt(lambda: _settings_used(file, runner.state))
-    if not runner.problems:
-        runner.attempt(lambda: _ended(runner.state))
+    uses = any(isinstance(item, n.Use | n.Override | n.Drop) for item in file.items)
+    with bases.counted() if uses else nullcontext():
+        whole = bases.spliced(file) if uses else bases.Spliced(file.items, (file.header,))
+        settings = settings or Settings()
+        if settings.mesh:
+            settings = _sizing_knobs(whole.items, settings)
+        runner = Expander(start(facts, settings))
+        runner.problems += whole.problems
+        for header in whole.headers:
+            runner.attempt(partial(declare.header, header, runner.state))
+        for item in whole.items:
+            runner.item(item)
     if runner.problems:
         raise Refusal(*runner.problems)
-    return runner.state
-
-
-def _ended(state: State) -> State:
-    """What can only be counted when all rows are there."""
-    if state.plan is not None:
+    state = runner.state
+    if settings.knobs:
+        unknown_settings(settings.knobs, state.knobs, file.header.span)
+    if settings.mesh and state.mesh is None:
+        label = Label(file.header.span)
+        raise Refusal(Diagnostic("S204", "the schedule has no mesh to set", label))
+    if state.plan is not None and state.plan.cuts:  # all of them are there
         legality.check_cuts(state.plan)
     return state
 
@@ -147,15 +147,6 @@ def _sizing_knobs(items: Sequence[n.Item], settings: Settings) -> Settings:
                 raise Refusal(Diagnostic("S109", title, Label(arg.span), helps=("set one",)))
             knobs[name] = size
     return replace(settings, knobs=knobs)
-
-
-def _settings_used(file: n.File, state: State) -> State:
-    unknown_settings(state.settings.knobs, state.knobs, file.header.span)
-    if state.settings.mesh and state.mesh is None:
-        raise Refusal(
-            Diagnostic("S204", "the schedule has no mesh to set", Label(file.header.span))
-        )
-    return state
 
 
 @dataclass(frozen=True)
@@ -184,8 +175,6 @@ class Expander:
         self.depth: int = 0  # blocks and calls around the one that is executed
         self.selector = selector
         if selector is None and state.facts is not None:
-            from schedlang.language.selector import Selector
-
             self.selector = Selector(state.facts)
 
     @property
@@ -296,37 +285,25 @@ class Expander:
         self.rows += 1
         self.depth += 1
         try:
-            bases.statement(self.rows, self.depth, node.span)
-            self._statement(node, roots, names)
+            if self.rows > bases.ROWS or self.depth > bases.DEEPEST:
+                raise bases.outgrown(self.rows, node.span)
+            match node:
+                case n.Rule(call=call):
+                    self._call(call, self._select(node, roots, names), names, chosen=True)
+                case n.Do(_, call):
+                    self._call(call, roots, names, chosen=False)
+                case n.At(block=block):
+                    inner = self._select(node, roots, names)
+                    for statement in block.body:
+                        self.statement(statement, inner, names)
+                case n.When(test, block, orelse):
+                    self._when(test, block, orelse, roots, names)
+                case n.Expect():
+                    self._expect(node, names)
         except Refusal as refusal:
             self._note(refusal)
         finally:
             self.depth -= 1
-
-    def _statement(self, node: n.Stmt, roots: Roots, names: Names) -> None:
-        match node:
-            case n.Rule(call=call):
-                sites = self._or_nowhere(lambda: self._select(node.paths, roots, names))
-                self._call(call, sites, names, chosen=True)
-            case n.Do(_, call):
-                self._call(call, roots, names, chosen=False)
-            case n.At(block=block):
-                inner = self._or_nowhere(lambda: self._scope(node, roots, names))
-                for statement in block.body:
-                    self.statement(statement, inner, names)
-            case n.When(test, block, orelse):
-                self._when(test, block, orelse, roots, names)
-            case n.Expect():
-                self._expect(node, names)
-
-    def _or_nowhere(self, select: Callable[[], Roots]) -> Roots:
-        """The modules of a selection; of one that is refused none, and what is done with them is
-        checked for its names and arguments only."""
-        try:
-            return select()
-        except Refusal as refusal:
-            self._note(refusal)
-            return None
 
     def _note(self, refusal: Refusal) -> None:
         """What is wrong and does not follow from what was said already."""
@@ -339,23 +316,25 @@ class Expander:
 
     def _expect(self, node: n.Expect, names: Names) -> None:
         """Note a bound on the plan; it is held against it once its costs are counted."""
-        found, plan = expect.read(node, names), self.state.plan
+        found, plan = declare.expectation(node, names), self.state.plan
         if found is not None and plan is not None:
             plan = replace(plan, expected=(*plan.expected, found))
             self.state = replace(self.state, plan=plan)
 
-    def _select(self, paths: Sequence[n.Path], roots: Roots, names: Names) -> Roots:
+    def _select(self, node: n.Rule | n.At, roots: Roots, names: Names) -> Roots:
+        """The modules of a selection; of one that is refused none, and what is done with them is
+        checked for its names and arguments only."""
         if self.selector is None or roots is None:
             return None
         selector = self.selector = current(self.selector, self.state)
-        found = [selector.select(path, roots, names) for path in paths]
-        return found[0] if len(found) == 1 else selector.sort(itertools.chain(*found))
-
-    def _scope(self, node: n.At, roots: Roots, names: Names) -> Roots:
-        if self.selector is None or roots is None:
+        try:
+            if isinstance(node, n.At):
+                return selector.scope(node, roots, names)
+            found = [selector.select(path, roots, names) for path in node.paths]
+            return found[0] if len(found) == 1 else selector.sort(itertools.chain(*found))
+        except Refusal as refusal:
+            self._note(refusal)
             return None
-        self.selector = current(self.selector, self.state)
-        return self.selector.scope(node, roots, names)
 
     def _when(
         self, test: n.Expr, block: n.Block, orelse: n.Block | None, roots: Roots, names: Names
@@ -375,13 +354,19 @@ class Expander:
     def _call(self, call: n.Call, sites: Roots, names: Names, chosen: bool) -> None:
         """A definition's body, or one row of the plan."""
         name = call.name.text
-        defs = self.state.defs
-        if name in defs:
+        if name in self.state.defs:
             self._expand(call, sites, names)
-        elif (kind := find(name)) is not None:
-            self._row(kind, call, sites, names, chosen)
-        else:
+            return
+        kind = find(name)
+        if kind is None:
             raise Refusal(no_primitive(call.name, self.state))
+        primitive = bind(kind, arguments(call, names), call.span, names.axes)
+        if kind.takes == "model" and chosen:
+            title = f"`{kind.__name__}` takes no selector"
+            help_ = f"leave the selector out: `{printer.expr(call)}`"
+            label = Label(call.span, "acts on the whole scope")
+            raise Refusal(Diagnostic("S306", title, label, helps=(help_,)))
+        self.add(resolved(primitive, self.state, call.span), sites, call.span)
 
     def _expand(self, call: n.Call, sites: Roots, names: Names) -> None:
         """Execute the body of a definition with its arguments, in the names of its own file."""
@@ -395,18 +380,6 @@ class Expander:
         self.state = replace(self.state, defs=outer.defs, patterns=outer.patterns)
         said = Label(call.span, f"in this call of `{call.name.text}`")
         self.problems[known:] = [replace(d, also=(*d.also, said)) for d in self.problems[known:]]
-
-    def _row(
-        self, kind: type[Primitive], call: n.Call, sites: Roots, names: Names, chosen: bool
-    ) -> None:
-        primitive = bind(kind, arguments(call, names), call.span, names.axes)
-        if kind.takes == "model" and chosen:
-            title = f"`{kind.__name__}` takes no selector"
-            help_ = f"leave the selector out: `{spelling.expr(call)}`"
-            label = Label(call.span, "acts on the whole scope")
-            raise Refusal(Diagnostic("S306", title, label, helps=(help_,)))
-        primitive = resolved(primitive, self.state, call.span)
-        self.add(primitive, sites, call.span)
 
     def add(self, primitive: Primitive, sites: Roots, span: Span) -> None:
         """One row: all its sites, or none and a refusal."""
@@ -425,7 +398,8 @@ class Expander:
                 primitive = primitive.located(_folder(span))
             except Refusal as refusal:
                 raise refusal.at(span) from None
-        allowed(primitive, self.state, span)
+        if primitive.gives_up - {"rounding"}:
+            allowed(primitive, self.state, span)
         step = self.state.step
         try:
             legality.check(plan, primitive, sites, span)

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
-from schedlang.diagnostics.source import NOWHERE, Span
+from schedlang.diagnostics.source import Span
 from schedlang.ir.features import Injected, Renewing
 from schedlang.ir.primitive import Facet, Primitive, both_change, conflicts, overturned
 from schedlang.ir.sharing import above, holders
@@ -27,7 +27,9 @@ def check(plan: Plan, primitive: Primitive, sites: Sequence[str], span: Span) ->
     sites = tuple(sites)
     if primitive.changes(Facet.RECOMPUTE):
         _once_each(sites, span)
-    for first in plan.actions if primitive.foremost else _met(plan, sites):
+    rows = range(len(plan.actions))
+    near = rows if primitive.foremost else sorted(plan.trail.around(sites, plan.model.ties))
+    for first in map(plan.actions.__getitem__, near):
         relation = conflicts(first.primitive, primitive)
         if relation not in ("clash", "both"):
             continue
@@ -38,17 +40,6 @@ def check(plan: Plan, primitive: Primitive, sites: Sequence[str], span: Span) ->
             continue
         for rule in filter(None, map(RULES.get, both_change(first.primitive, primitive))):
             rule(plan, first, primitive, pairs, span)
-
-
-def _met(plan: Plan, sites: tuple[str, ...]) -> Iterator[Action]:
-    """The rows of the plan that meet one at these sites, in order."""
-    rows = plan.trail.around(sites)
-    here = set(sites)
-    for names in plan.model.ties:
-        owners = {name.rpartition(".")[0] for name in names}
-        if owners & here:
-            rows.update(row for at in plan.trail.at.many(tuple(owners), ()) for row in at)
-    return (plan.actions[row] for row in sorted(rows))
 
 
 class Meetings(Sequence[Meeting]):
@@ -128,7 +119,7 @@ def _refuse(
     notes: Iterable[str] = (),
     helps: Iterable[str] = (),
 ) -> None:
-    also = (Label(first.span or NOWHERE, before),)
+    also = (Label(first.span, before),)
     raise Refusal(Diagnostic(code, title, Label(span, now), also, tuple(notes), tuple(helps)))
 
 
@@ -278,13 +269,6 @@ def check_cuts(plan: Plan) -> None:
     row = plan.rows_changing(Facet.STAGE)[0]
     made = f"{len(starts)} cut{'s make' if len(starts) > 1 else ' makes'} {len(starts) + 1} stages"
     each = f"{ranks} ranks with {chunks} chunk{'s' * (chunks > 1)} each"
-    label = Label(row.span) if row.span is not None else Label()
-    raise Refusal(
-        Diagnostic(
-            "S609",
-            f"{made}, and {needed} are needed",
-            label,
-            notes=(each,),
-            helps=(f"select {needed - 1} modules at which stages start",),
-        )
-    )
+    title = f"{made}, and {needed} are needed"
+    helps = (f"select {needed - 1} modules at which stages start",)
+    raise Refusal(Diagnostic("S609", title, Label(row.span), notes=(each,), helps=helps))

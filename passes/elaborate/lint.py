@@ -12,10 +12,10 @@ from schedlang.diagnostics.source import Span
 from schedlang.ir.features import Checking
 from schedlang.ir.primitive import find
 from schedlang.language import nodes as n
-from schedlang.language import spelling
+from schedlang.language import printer
 from schedlang.language.evaluate import evaluate
 from schedlang.language.knob import Knob
-from schedlang.language.misread import walk
+from schedlang.language.nodes import walk
 from schedlang.language.value import shown
 from schedlang.passes.elaborate.declare import with_knobs
 
@@ -94,7 +94,7 @@ def _never(file: n.File, state: State) -> Iterator[Diagnostic]:
     """W105: a `when` that holds for no values of the knobs."""
     for node in _statements(file):
         if isinstance(node, n.When) and _holds(node.test, state) == {False}:
-            title = f"`{spelling.expr(node.test)}` is never true"
+            title = f"`{printer.expr(node.test)}` is never true"
             names = {part for inner in walk(node.test) for part in _uses(inner)}
             knobs = [knob for name, knob in state.knobs.items() if name in names and knob.options]
             label = ", ".join(f"`{k.name}` is one of {shown(k.options)}" for k in knobs[:2])

@@ -142,7 +142,7 @@ def record(plan: Plan) -> dict[str, object]:
         "expected": [
             {
                 **{name: plain(getattr(one, name)) for name in EXPECTED},
-                "from": _line_and_column(one.span or NOWHERE),
+                "from": _line_and_column(one.span),
             }
             for one in plan.expected
         ],
@@ -154,7 +154,7 @@ def record(plan: Plan) -> dict[str, object]:
                 "at": list(action.sites),
                 "do": action.name,
                 "args": arguments(action.primitive),
-                "from": _line_and_column(action.span or NOWHERE),
+                "from": _line_and_column(action.span),
             }
             for action in plan.actions
         ],

@@ -1,11 +1,12 @@
-"""Some rows of a plan alone; and whether another text comes to the same plan."""
+"""Rows of a plan: some of them alone, other rows that come to the same, modules in few words."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.plan import Action, Plan
@@ -15,6 +16,7 @@ from schedlang.passes.elaborate.state import Settings
 
 if TYPE_CHECKING:
     from schedlang.ir.model import ModelFacts
+
 
 # ---- Some rows of a plan alone: those of given lines, or those that are suspected.
 
@@ -41,7 +43,7 @@ def only(plan: Plan, rows: Sequence[Action]) -> Plan:
 def shown(action: Action) -> str:
     """A row as text: its place and what it does."""
     span = action.span
-    where = f"{span.source.name}:{span.line}: " if span is not None and span.line else ""
+    where = f"{span.source.name}:{span.line}: " if span else ""
     sites = (
         action.sites[0]
         if len(action.sites) == 1
@@ -64,9 +66,7 @@ def only_lines(plan: Plan, lines: str) -> Plan:
                 )
             )
         wanted |= set(range(int(first), int(last or first) + 1))
-    rows = [
-        action for action in plan.actions if action.span is not None and action.span.line in wanted
-    ]
+    rows = [action for action in plan.actions if action.span.line in wanted]
     if not rows:
         raise Refusal(
             Diagnostic(
@@ -106,3 +106,73 @@ def comes_to(file: n.File, plan: Plan, facts: ModelFacts, settings: Settings) ->
 def _done(plan: Plan) -> Counter[tuple[str, str, tuple[str, ...]]]:
     """What is done in which step, to which modules at a time."""
     return Counter((repr(a.primitive), a.step, at) for a in plan.actions for at in a.each)
+
+
+# ---- Many names of modules as one short text, and as few patterns of the language.
+
+
+Key = TypeVar("Key")
+
+
+def folded(sites: Sequence[str]) -> str:
+    """transformer.h.*.mlp for sites that differ in numbers only; else the first and a count."""
+    if len(sites) == 1:
+        return sites[0] or "the model"
+    rows = [site.split(".") for site in sites]
+    if len({len(row) for row in rows}) == 1:
+        merged = [_segment(column) for column in zip(*rows)]
+        if all(merged):
+            return ".".join(merged)
+    return f"{sites[0] or 'the model'} and {len(sites) - 1} more"
+
+
+def _segment(column: Sequence[str]) -> str:
+    """One segment of all names: the same, or `*` for numbers; empty if they differ otherwise."""
+    if len(set(column)) == 1:
+        return column[0]
+    return "*" if all(name.isdigit() for name in column) else ""
+
+
+def shape_of(site: str) -> str:
+    """The name with every number replaced: equal for modules that stand alike in other layers."""
+    return ".".join("*" if part.isdigit() else part for part in site.split("."))
+
+
+def alike(
+    sites: Iterable[str], key: Callable[[str], Key]
+) -> Mapping[tuple[str, Key], tuple[str, ...]]:
+    """Sites that stand alike and have equal keys, in the order of the first of each."""
+    found: dict[tuple[str, Key], list[str]] = {}
+    for site in sites:
+        found.setdefault((shape_of(site), key(site)), []).append(site)
+    return {place: tuple(group) for place, group in found.items()}
+
+
+def pattern(group: Sequence[str], everyone: Iterable[str]) -> str:
+    """One text for sites that stand alike: `h.*` if they are all that stand so among `everyone`.
+
+    Otherwise their numbers as a slice, `h[0:6]`, `h[0:6:2]` or `h[1, 5]`.
+    """
+    if len(group) == 1:
+        return group[0] or "the model"
+    shape = shape_of(group[0])
+    if len(group) == sum(1 for site in everyone if shape_of(site) == shape):
+        return shape
+    columns = [list(dict.fromkeys(column)) for column in zip(*(s.split(".") for s in group))]
+    if math.prod(map(len, columns)) != len(group):
+        return f"{group[0]} and {len(group) - 1} more"
+    text = ""
+    for numbers in columns:
+        dot = "." if text else ""
+        text += dot + numbers[0] if len(numbers) == 1 else _slice([int(n) for n in numbers])
+    return text
+
+
+def _slice(numbers: Sequence[int]) -> str:
+    """Numbers as the language writes them: `[2:5]`, `[0:8:2]`, `[1, 5, 6]`."""
+    step = numbers[1] - numbers[0]
+    if step > 0 and list(numbers) == list(range(numbers[0], numbers[-1] + 1, step)):
+        end = numbers[-1] + 1
+        if len(numbers) > 2 or step == 1:
+            return f"[{numbers[0]}:{end}]" if step == 1 else f"[{numbers[0]}:{end}:{step}]"
+    return f"[{', '.join(map(str, numbers))}]"

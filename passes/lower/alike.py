@@ -24,9 +24,29 @@ _OWN_TO_A_RANK = ("rank", "device", "host", "node", "pid", "path", "dir", "file"
 
 def built_from(plan: Plan, batch: Mapping[str, Any], given: Options) -> list[Item]:
     """All that a program is made of, item by item; the first that differs is what is named."""
+    import torch
+
+    import schedlang
     from schedlang.runtime.comm.agreement import Item
 
     model = plan.model.model
+    versions = {
+        "schedlang": schedlang.__version__,
+        "torch": str(torch.__version__).partition("+")[0],
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+    }
+    parameters = {
+        name: f"{fact.dtype} {tuple(fact.shape)}"
+        + ("" if fact.requires_grad else ", frozen")
+        + (f", also {', '.join(fact.names[1:])}" if len(fact.names) > 1 else "")
+        for name, fact in plan.model.unique.items()
+    }
+    kinds = {
+        name: f"{value.dtype}, {value.dim()} dims"
+        if isinstance(value, torch.Tensor)
+        else type(value).__name__
+        for name, value in sorted(batch.items())
+    }
     options = {
         "clip": given.clip,
         "seed": given.seed,
@@ -36,7 +56,7 @@ def built_from(plan: Plan, batch: Mapping[str, Any], given: Options) -> list[Ite
         "optimizer": None if given.optimizer is None else "a function",
     }
     return [
-        Item("version", dict(_versions()), helps=("install the same on all nodes",)),
+        Item("version", versions, helps=("install the same on all nodes",)),
         Item(
             "mesh",
             {
@@ -50,7 +70,7 @@ def built_from(plan: Plan, batch: Mapping[str, Any], given: Options) -> list[Ite
             dict(_modules(model)),
             helps=("build the model from the same file and config on every rank",),
         ),
-        Item("parameters", dict(_parameters(plan))),
+        Item("parameters", parameters),
         Item(
             "code of the model",
             dict(_codes(model)),
@@ -69,7 +89,7 @@ def built_from(plan: Plan, batch: Mapping[str, Any], given: Options) -> list[Ite
             shown=False,
             helps=("give the same `loss` and `weight` on every rank",),
         ),
-        Item("batch to build from", dict(_kinds(batch))),
+        Item("batch to build from", kinds),
         Item(
             "initial weights",
             dict(_values(model)),
@@ -113,16 +133,6 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, str]:
 # -- items -------------------------------------------------------------------------------------
 
 
-def _versions() -> Iterator[tuple[str, str]]:
-    import torch
-
-    import schedlang
-
-    yield "schedlang", schedlang.__version__
-    yield "torch", str(torch.__version__).partition("+")[0]
-    yield "Python", ".".join(platform.python_version_tuple()[:2])
-
-
 def _modules(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Class and plain settings of each module; a setting that is named for a rank is its own."""
     for name, module in model.named_modules():
@@ -138,13 +148,6 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, str]]:
         yield name or "the model", " ".join((said, *own))
 
 
-def _parameters(plan: Plan) -> Iterator[tuple[str, str]]:
-    for name, fact in plan.model.unique.items():
-        trained = "" if fact.requires_grad else ", frozen"
-        tied = f", also {', '.join(fact.names[1:])}" if len(fact.names) > 1 else ""
-        yield name, f"{fact.dtype} {tuple(fact.shape)}{trained}{tied}"
-
-
 def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "knobs", str({name: plain(value) for name, value in plan.decisions})
     for place, action in enumerate(plan.actions, 1):
@@ -155,14 +158,6 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
             where += f" and {len(action.sites) - 1} more ({sites})"
         yield f"row {place}", f"{action.name}({args}) at {where}"
     yield "relaxed", str(sorted(plan.relaxed))
-
-
-def _kinds(batch: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    from torch import Tensor
-
-    for name, value in sorted(batch.items()):
-        tensor = isinstance(value, Tensor)
-        yield name, f"{value.dtype}, {value.dim()} dims" if tensor else type(value).__name__
 
 
 def _values(model: nn.Module) -> Iterator[tuple[str, str]]:

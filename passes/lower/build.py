@@ -6,19 +6,25 @@ The order is fixed, whatever the order of rows: the local copy with this rank's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.facets import Kept, Stored
+from schedlang.ir.features import Copy, Lowered
 from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.fewer_bits import Bits
 from schedlang.passes.analyze.prepare import Prepared, check_axes, prepare
+from schedlang.passes.analyze.reductions import reductions
 from schedlang.passes.analyze.residence import away
 from schedlang.passes.analyze.staleness import check_build, whole_step
 from schedlang.passes.analyze.taking import at_the_forward
 from schedlang.passes.complete.complete import completed
-from schedlang.passes.lower.drawing import Asked, drawing_of
+from schedlang.passes.lower.drawing import Asked, Drawing, drawing_of
 from schedlang.passes.lower.executor import (
     compressor_of,
     early_sums,
@@ -26,10 +32,9 @@ from schedlang.passes.lower.executor import (
     slice_state,
     sums_of,
 )
-from schedlang.passes.lower.lowering import lower
 from schedlang.passes.partition.chains import Chains
 from schedlang.passes.partition.staging import Staged, buffer_homes, buffer_stages, shape_up
-from schedlang.passes.propagate.casts import cast_loss, loss_scale
+from schedlang.passes.propagate.casts import cast_loss, cast_modules, loss_scale
 from schedlang.passes.propagate.context import exchange, weight_by_tokens
 from schedlang.passes.propagate.original import weight_of
 from schedlang.passes.propagate.propagate import Traced
@@ -44,6 +49,86 @@ if TYPE_CHECKING:
     from schedlang.runtime.grad_reduction.gradient import Held
     from schedlang.runtime.program import Program
     from schedlang.runtime.step_batch import Comparing
+
+
+# ---- What a plan says of modules, put into the copy that is built: by kind, in one order.
+
+
+# Whatever the order of rows: what modules compute; how they lie, which wraps that; casts around it,
+# so that what is sent is cast already; then what is kept of all this.
+ORDER = (
+    Facet.STRUCTURE,
+    Facet.PLACEMENT,
+    Facet.DTYPE,
+    Facet.RECOMPUTE,
+    Facet.RESIDENCE,
+    Facet.STAGE,
+    Facet.STATE,
+    Facet.ORDER,
+)
+
+
+def lower(builder: Builder, crossings: Callable[[], None]) -> None:
+    """Execute the annotations of a plan, and the rows that lower themselves, facet by facet.
+
+    `crossings` puts in place what the traced model says of activations at the edges of modules.
+    """
+    plan = builder.plan
+    annotations: dict[Facet, Callable[[], None]] = {Facet.PLACEMENT: crossings}
+    if plan.casts:
+        annotations[Facet.DTYPE] = partial(cast_modules, plan, builder.module)
+    if plan.kept or plan.stores:
+        annotations[Facet.RESIDENCE] = partial(_save, builder)
+    rows = plan.rows_with(Lowered)
+    phases = {action.row: _phase(row) for action, row in rows}
+    for phase in range(len(ORDER) + 1):
+        for action, row in rows:
+            if phases[action.row] == phase:
+                for target in plan.targets(action):
+                    row.lower(target, builder)
+        if phase < len(ORDER) and ORDER[phase] in annotations:
+            annotations[ORDER[phase]]()
+
+
+def _phase(row: Lowered) -> int:
+    return next((place for place, facet in enumerate(ORDER) if row.changes(facet)), len(ORDER))
+
+
+def _save(builder: Builder) -> None:
+    """Let modules keep less of what they save, or keep it elsewhere, in the order of rows."""
+    found: Iterable[Kept | Stored] = chain(builder.plan.kept, builder.plan.stores)
+    for one in sorted(found, key=lambda one: one.row):
+        if isinstance(one, Kept):
+            code(one, builder, builder.bits)
+        elif one.what == "activations":
+            _store(one, builder)
+
+
+def code(one: Kept, copy: Copy, bits: Mapping[str, Any]) -> None:
+    """Let a module keep what it saves in fewer bits; `bits` of single tensors, by modules."""
+    from schedlang.runtime.activation_memory.quantized import Coding
+    from schedlang.runtime.activation_memory.quantized import code as coded
+
+    table = {each.number: each.bits for each in bits.get(one.fqn, ())}
+    coded(copy.at(one.fqn), one.fqn, Coding(one.bits, one.block), bits=table)
+
+
+def _store(one: Stored, builder: Builder) -> None:
+    """Keep what a module saves off the device."""
+    from schedlang.runtime.offload.saved_tensors import Store, lodge, offload
+    from schedlang.runtime.storage.tiers import Scratch
+
+    if one.tier == "peer":
+        lodge(builder.at(one.fqn))
+        return
+    scratch = builder.shared("scratch", Scratch) if one.tier == "disk" else None
+    key = ("offload", one.ahead, one.tier)
+    store = builder.shared(key, lambda: Store(one.ahead, scratch=scratch))
+    offload(builder.at(one.fqn), store)
+
+
+# ---- The program of one rank, put together.
+
 
 Loss = Callable[..., Any]
 
@@ -69,6 +154,12 @@ class Builder:
     def at(self, fqn: str) -> nn.Module:
         """The module of this name in the copy that is being built."""
         return self.module.get_submodule(fqn)
+
+    def at_home(self, edge: Any) -> Any:
+        """Give an edge (or statistics) that was traced the process group of this rank."""
+        axes = edge.group.axes
+        group = self.ranks.group(axes[0] if len(axes) == 1 else axes)
+        return replace(edge, group=replace(group, label=edge.group.label))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,27 +219,45 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
 
 def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     from schedlang.runtime.assembly import Assembly
+    from schedlang.runtime.comm.agreement import agree, others
 
     loss = given.loss
-    _alike(plan, batch, given)
-    plan = completed(plan, batch, loss)
+    if given.compare != "nothing" and not given.hollow and others():
+        from schedlang.passes.lower.alike import built_from
+
+        agree(built_from(plan, batch, given), given.wait)
+    if plan.completing:
+        plan = completed(plan, batch, loss)
     ranks = check_job(plan, given.hollow)
     prepared = given.prepared or _prepared(plan, batch, given)
     traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
-    check_build(staged, given.optimizer, given.clip, given.hollow)
+    if plan.order is not None:
+        check_build(staged, given.optimizer, given.clip, given.hollow)
     if given.check is not None:
         given.check(plan, batch, prepared)
     module = _local_copy(plan, holdings, ranks, given.hollow)
     builder = Builder(plan, module, traced, ranks, prepared.chains, prepared.bits)
-    _lower(builder, prepared)
-    sliced = slice_state(plan, module, ranks, prepared)
+    if prepared.tokens is not None:
+        exchange(plan, module, prepared.tokens, ranks)
+    lower(builder, lambda: shape_up(module, traced, builder.at_home))
+    sliced = slice_state(plan, module, ranks, prepared) if plan.replicas else {}
     found = _own(plan, module, ranks, holdings)
-    lying = None if given.hollow else away(builder, staged, found, sliced, given.optimizer)
-    sums = sums_of(plan, traced, holdings, found, ranks)
-    drawing = drawing_of(plan, prepared, ranks, module, _asked(plan, batch, given))
-    pipeline = pipeline_of(
-        plan, module, ranks, prepared, cast_loss(plan, loss), given.weight, sliced
-    )
+    lying = None
+    if plan.stores and not given.hollow:
+        lying = away(builder, staged, found, sliced, given.optimizer)
+    planned = reductions(plan, traced, holdings)
+    sums = sums_of(plan, planned, found, ranks)
+    drawing = Drawing()
+    if traced.random:
+        drawing = drawing_of(plan, prepared, ranks, module, _asked(plan, batch, given))
+    if plan.casts:
+        loss = cast_loss(plan, loss)
+    compressor = None
+    if plan.compression is not None:
+        compressor = compressor_of(plan, plan.compression, planned, holdings, found, ranks)
+    # by labels that count; without any by rows, and by tokens where sequences are split
+    weigh = weight_of if prepared.tokens is None else weight_by_tokens
+    pipeline = pipeline_of(plan, module, ranks, prepared, loss, given.weight, sliced)
     assembly = Assembly(
         module=module,
         pipeline=pipeline,
@@ -157,27 +266,22 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         micro=plan.micro,
         parameters=found,
         holdings=holdings,
-        buffer_stages=buffer_stages(staged),
-        buffer_homes=next(iter(buffer_homes(staged)), {}),
         ties=(*plan.model.ties, *plan.model.shared_buffers),
-        sums=tuple(sums),
+        sums=sums,
         sliced=sliced,
         keys=tuple(plan.model.model.state_dict()),
         loss_dtype=_loss_dtype(plan),
-        weight=given.weight or _weight(prepared, plan.shares * plan.micro),
-        compressor=compressor_of(plan, traced, holdings, found, ranks),
-        early=early_sums(plan, staged, found, sums),
-        last_rank=_last_rank(plan, staged),
-        stage_axis=staged.axis,
+        weight=given.weight or weigh(traced, plan.shares * plan.micro),
+        compressor=compressor,
+        early=early_sums(staged, found, sums) if plan.overlapping("gradients") else None,
         dropout=drawing.dropout,
         native=drawing.native,
         drawn_because=drawing.why,
         inputs=frozenset(batch),
         lossless=traced.lossless,
-        outputs_missing=staged.cut.missing if staged.axis is not None else (),
-        ends_early=_ends_early(plan, staged),
         tokens=prepared.tokens,
         context=plan.context_axes,
+        **(_of_stages(plan, staged, staged.axis) if staged.axis is not None else {}),
     )
     return _trained(plan, staged, assembly, lying, given)
 
@@ -186,10 +290,12 @@ def _trained(plan: Plan, staged: Staged, a: Assembly, lying: Any, given: Options
     """The program with its optimizer."""
     from schedlang.runtime.program import Program
 
-    whole = whole_step(a, staged, given.optimizer)
-    optimizer = _optimizer(a, given.optimizer)
+    whole = optimizer = None
+    if given.optimizer is not None:
+        whole = whole_step(a, staged, given.optimizer)
+        optimizer = _optimizer(a, given.optimizer)
     comparing = _steered_alike(a.parameters, optimizer, given)
-    scale = loss_scale(plan)
+    scale = loss_scale(plan) if plan.casts else None
     return Program(
         a, optimizer, given.clip, whole=whole, away=lying, loss_scale=scale, comparing=comparing
     )
@@ -198,10 +304,13 @@ def _trained(plan: Plan, staged: Staged, a: Assembly, lying: Any, given: Options
 def _prepared(plan: Plan, batch: Mapping[str, Any], given: Options) -> Prepared:
     """What is known before ranks run, found on each of them alike."""
     from schedlang.runtime.batch import sample_of
+    from schedlang.runtime.comm import world
 
     with at_the_forward(plan.model.model):
         sample = sample_of(batch, 1 if given.local else plan.shares, plan.micro)
-    return _agreed(prepare(plan, sample, given.loss, given.weight, trains=False))
+    found = prepare(plan, sample, given.loss, given.weight, trains=False)
+    # each rank has measured its own table of bits, on a machine of its own: the first one's counts
+    return replace(found, bits=world.told_by(0, found.bits)) if found.bits else found
 
 
 def _asked(plan: Plan, batch: Mapping[str, Any], given: Options) -> Asked:
@@ -211,15 +320,6 @@ def _asked(plan: Plan, batch: Mapping[str, Any], given: Options) -> Asked:
     kind = given.dropout or ("logical" if given.seed is not None else None)
     sample = sample_of(batch, 1 if given.local else plan.shares, plan.micro)
     return Asked(kind, given.seed, rows_of(sample), given.hollow)
-
-
-def _alike(plan: Plan, batch: Mapping[str, Any], given: Options) -> None:
-    """Refuse (S650, S651) to build where the ranks of a job would not build the same."""
-    from schedlang.passes.lower.alike import built_from
-    from schedlang.runtime.comm.agreement import agree, others
-
-    if given.compare != "nothing" and not given.hollow and others():
-        agree(built_from(plan, batch, given), given.wait)
 
 
 def _steered_alike(
@@ -233,25 +333,26 @@ def _steered_alike(
     if given.compare == "nothing" or given.hollow or not others():
         return None
     names = {id(parameter): name for name, parameter in found.items()}
-    agree(optimized_by(optimizer, names), given.wait)
+    if given.optimizer is not None:  # alike on all ranks, those too that train nothing
+        agree(optimized_by(optimizer, names), given.wait)
     if given.compare != "batches":
         return None
     return Comparing(lambda: optimized_by(optimizer, names))
 
 
-def _agreed(prepared: Prepared) -> Prepared:
-    """With the first rank's table of bits: each has measured its own, on a machine of its own."""
-    from schedlang.runtime.comm import world
-
-    if not prepared.bits:
-        return prepared
-    return replace(prepared, bits=world.told_by(0, prepared.bits))
-
-
-def _ends_early(plan: Plan, staged: Staged) -> bool:
-    """Do stages send on what is frozen, so that no gradient comes back to what it was made of?"""
+def _of_stages(plan: Plan, staged: Staged, axis: str) -> dict[str, Any]:
+    """List the fields of an assembly that only a model of several stages has."""
     frozen = any(not fact.requires_grad for fact in plan.model.parameters.values())
-    return frozen and staged.axis is not None and staged.cut.constant
+    last = dict.fromkeys(plan.mesh.sizes, 0) | {axis: staged.ranks[-1]}
+    return {
+        "stage_axis": axis,
+        "buffer_stages": buffer_stages(staged),
+        "buffer_homes": next(iter(buffer_homes(staged)), {}),
+        "last_rank": plan.mesh.rank(last),
+        "outputs_missing": staged.cut.missing,
+        # stages send on what is frozen: no gradient comes back to what it was made of
+        "ends_early": frozen and staged.cut.constant,
+    }
 
 
 def _own(plan: Plan, module: nn.Module, ranks: Ranks, holdings: Mapping[str, Holding]) -> Held:
@@ -263,23 +364,17 @@ def _own(plan: Plan, module: nn.Module, ranks: Ranks, holdings: Mapping[str, Hol
 
 
 def _optimizer(
-    a: Assembly, make: Callable[..., torch.optim.Optimizer] | None
+    a: Assembly, make: Callable[..., torch.optim.Optimizer]
 ) -> torch.optim.Optimizer | None:
-    """The optimizer of what this rank trains; None where there is nothing."""
+    """Make the optimizer of what this rank trains; None where there is nothing."""
     from schedlang.runtime.optim.whole_step import check_closure
 
     trained = [(name, p) for name, p in a.parameters.items() if p.requires_grad]
-    if make is None or not trained:
+    if not trained:
         return None
     made = make(trained)
     check_closure(made)
     return made
-
-
-def _last_rank(plan: Plan, staged: Staged) -> int:
-    """A rank of the last stage, at place 0 of all other axes."""
-    last = {staged.axis: staged.ranks[-1]} if staged.axis is not None else {}
-    return plan.mesh.rank(dict.fromkeys(plan.mesh.sizes, 0) | last)
 
 
 def check_job(plan: Plan, hollow: bool = False) -> Ranks:
@@ -293,12 +388,6 @@ def check_job(plan: Plan, hollow: bool = False) -> Ranks:
         return Ranks(plan.mesh)
     lies = next((one.device for one in plan.model.model.parameters()), None)
     return Ranks(plan.mesh, world.here().home(lies))
-
-
-def _weight(prepared: Prepared, parts: int) -> Weight:
-    """What a part of a batch weighs; where sequences are split, by tokens if it has no labels."""
-    by = weight_of if prepared.tokens is None else weight_by_tokens
-    return by(prepared.traced, parts)
 
 
 # -- what lies where ---------------------------------------------------------------------------
@@ -352,22 +441,6 @@ def _check_state(plan: Plan) -> None:
                 helps=("leave it out: override `get_extra_state` in a subclass",),
             )
         )
-
-
-def _lower(builder: Builder, prepared: Prepared) -> None:
-    """Put into the copy what the plan and the traced model say of its modules."""
-    from schedlang.runtime.grad_reduction.batch_statistics import Statistics
-    from schedlang.runtime.sharding.shard import Edge
-
-    ranks = builder.ranks
-    exchange(builder.plan, builder.module, prepared.tokens, ranks)
-
-    def at_home(edge: Edge | Statistics) -> Edge | Statistics:
-        axes = edge.group.axes
-        group = ranks.group(axes[0] if len(axes) == 1 else axes)
-        return replace(edge, group=replace(group, label=edge.group.label))
-
-    lower(builder, lambda: shape_up(builder.module, builder.traced, at_home))
 
 
 def _loss_dtype(plan: Plan) -> torch.dtype:

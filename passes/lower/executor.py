@@ -6,18 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from schedlang.ir.facets import Compression
 from schedlang.ir.features import Injected
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.holdings import gathers_by_rows, slicing
 from schedlang.passes.analyze.prepare import Prepared
-from schedlang.passes.analyze.reductions import reductions, sliced_names, sliced_over
+from schedlang.passes.analyze.reductions import Reduction, sliced_names, sliced_over
 from schedlang.passes.analyze.residence import tier_of_unit
-from schedlang.passes.partition.parks import meet, on_peers
-from schedlang.passes.partition.staging import Staged, local_skeleton
+from schedlang.passes.partition.staging import Staged, local_skeleton, meet, on_peers
 from schedlang.passes.propagate.casts import gathered_in
 from schedlang.passes.propagate.context import exchange, slices_of
-from schedlang.passes.propagate.propagate import Traced
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -77,19 +76,16 @@ def _waits(plan: Plan, fqn: str) -> bool:
 
 
 def sums_of(
-    plan: Plan,
-    traced: Traced,
-    holdings: Mapping[str, Holding],
-    found: Mapping[str, nn.Parameter],
-    ranks: Ranks,
-) -> list[Sum]:
+    plan: Plan, planned: Sequence[Reduction], found: Mapping[str, nn.Parameter], ranks: Ranks
+) -> tuple[Sum, ...]:
     """The reductions after the last backward: over ties, over parts, over whole replicas."""
     from schedlang.runtime.grad_reduction.gradient import Sum
 
     sums = []
-    for axes in (plan.data_axes, plan.row_axes, plan.context_axes):
-        ranks.group(axes)  # made on every rank: outputs are gathered over it on some
-    for one in reductions(plan, traced, holdings):
+    if data := plan.data_axes:
+        for axes in (data, plan.row_axes, plan.context_axes):
+            ranks.group(axes)  # made on every rank: outputs are gathered over it on some
+    for one in planned:
         names = tuple(name for name in one.names if name in found)
         if one.stages is not None:  # every rank takes part in making these groups
             ends = sorted(one.stages)
@@ -102,25 +98,24 @@ def sums_of(
                 group = replace(group, pg=ranks.again(one.axes, "early"))
         if one.kind != "compressed" and group is not None and names:
             sums.append(Sum(group, names, one.kind, one.bucket))
-    return sums
+    return tuple(sums)
 
 
 def compressor_of(
     plan: Plan,
-    traced: Traced,
+    how: Compression,
+    planned: Sequence[Reduction],
     holdings: Mapping[str, Holding],
     found: Mapping[str, nn.Parameter],
     ranks: Ranks,
 ) -> Compressor | None:
-    """What does the compressed sums of this rank, where a row asks for them."""
+    """What does the compressed sums of this rank; None where there is nobody to sum with."""
     from schedlang.runtime.checkpointing.holding import cleaned
     from schedlang.runtime.grad_reduction.compressed import Codec, Compressor
 
-    how = plan.compression
-    rows = [one for one in reductions(plan, traced, holdings) if one.kind == "compressed"]
-    if how is None or not rows:
+    one = next((one for one in planned if one.kind == "compressed"), None)
+    if one is None:
         return None
-    (one,) = rows
     codec = Codec(how.kind, how.rank, how.block, how.feedback)
     names = tuple(name for name in one.names if name in found)
 
@@ -146,16 +141,23 @@ def pipeline_of(
     sliced: Mapping[int, Any],
 ) -> Pipeline:
     """The stages of this rank's module in the order of the plan; `sliced` are those of `zero`."""
+    from schedlang.pipeline.timeline import Kind
     from schedlang.runtime.grad_reduction.zero import gathering
     from schedlang.runtime.pipeline.executor import Pipeline
     from schedlang.runtime.pipeline.stage import Stage, Stub
     from schedlang.runtime.tracing.units import Switch
 
     staged, device = prepared.staged, ranks.device
-    slices = slices_of(prepared.slicing, module, prepared.traced, weight)
+    slices = None
+    if prepared.slicing is not None:
+        slices = slices_of(prepared.slicing, module, prepared.traced, weight)
+    halves: Mapping[int, Mapping[str, Any]] = {}
+    if (staged.timeline.kind == Kind.W).any():
+        late = _late(plan)
+        each = range(staged.cut.stages)
+        halves = {s: {"split": _splits(plan, staged, s, sliced), "late": late} for s in each}
     if staged.axis is None:
-        split = _splits(plan, staged, 0, sliced)
-        stage = Stage(module, staged.cut, 0, loss=loss, split=split, late=_late(plan))
+        stage = Stage(module, staged.cut, 0, loss=loss, **halves.get(0, {}))
         alone = (ranks.rank,)
         return Pipeline({0: stage}, staged.timeline, alone, device=device, slices=slices)
     group = ranks.group(staged.axis)
@@ -165,7 +167,6 @@ def pipeline_of(
     skeleton = local_skeleton(plan, prepared.traced)
     exchange(plan, skeleton, prepared.tokens, ranks)
     stub = Stub(skeleton, staged.cut)
-    late = _late(plan)
     stages = {
         s: Stage(
             module,
@@ -174,8 +175,7 @@ def pipeline_of(
             switch=switch,
             stub=stub,
             loss=loss,
-            split=_splits(plan, staged, s, sliced),
-            late=late,
+            **halves.get(s, {}),
             through=sliced[s].through if s in sliced else None,
         )
         for s in staged.stages_at(place)
@@ -196,14 +196,10 @@ def pipeline_of(
     )
 
 
-def early_sums(
-    plan: Plan, staged: Staged, found: Mapping[str, nn.Parameter], sums: Sequence[Sum]
-) -> EarlySums | None:
-    """The sums that begin before the step ends, where a row asks for it."""
+def early_sums(staged: Staged, found: Mapping[str, nn.Parameter], sums: Sequence[Sum]) -> EarlySums:
+    """The sums that begin before the step ends."""
     from schedlang.runtime.pipeline.overlapped_sums import EarlySums
 
-    if not plan.overlapping("gradients"):
-        return None
     if staged.axis is None:
         return EarlySums(found, sums, dict.fromkeys(found, frozenset([0])))
     held = [(stage, staged.cut.parameters(stage)) for stage in range(staged.cut.stages)]

@@ -72,7 +72,7 @@ def _chosen(
             play = partial(_played, counting, budget, names)
             chosen = budget.fit(chain, int(budget.memory / share), play)
         except Refusal as refusal:
-            raise refusal.at(action.span) if action.span is not None else refusal from None
+            raise refusal.at(action.span) from None
         found.append((names, chosen))
     return found
 
@@ -228,9 +228,7 @@ def time_of(
     """The work of a run of units in forward, backward and second runs, which rows with a limit
     keep to what the memory of a stage makes them repeat."""
     tokens = tokens_of(counting.plan, counting.traced, counting.sample, counting.loss, None)
-    whole = Counting(
-        counting.plan, counting.traced, counting.staged, counting.sample, counting.loss, tokens
-    )
+    whole = replace(counting, tokens=tokens)
     names = tuple(dict.fromkeys(site for action, _ in rows for site in action.sites))
     costs = dict(zip(names, costs_of(whole, names)))
     homes = _homes(graph.units, costs)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest, quoted, unknown
-from schedlang.diagnostics.source import NOWHERE
 from schedlang.ir.facets import Cut
 from schedlang.ir.memory import MOMENTS
 from schedlang.ir.plan import Plan
@@ -66,16 +65,6 @@ def _place(names: Sequence[str], start: str) -> int:
     helps = (f"did you mean `{near}`?",) if near else (", ".join(names),)
     title = "is not a module at which a stage can start"
     raise refusal("S613", start, title, *helps, facts=facts)
-
-
-def at_indices(units: Sequence[Unit], starts: Sequence[int]) -> tuple[int, ...]:
-    """A new stage starts at each trunk unit of these numbers (from 0)."""
-    trunk = [unit.name for unit in units if unit.trunk]
-    for start in starts:
-        if not 0 < start < len(trunk):
-            reason = f"no cut is possible before module {start} of the {len(trunk)} of the list"
-            raise refusal("S613", "", reason, f"1 to {len(trunk) - 1}")
-    return at_units(units, [trunk[start] for start in starts])
 
 
 def even(units: Sequence[Unit], stages: int) -> tuple[int, ...]:
@@ -143,9 +132,7 @@ def check_regions(plan: Plan, graph: StageGraph, stage_of: Sequence[int]) -> Non
                 does = REGIONS[facet]
                 what = "checkpointed" if facet == Facet.RECOMPUTE else "replaced"
                 ends = dict.fromkeys((region[0], region[-1]))
-                one = Label(
-                    action.span or NOWHERE, f"{does} {' to '.join(map(_quoted, ends))} as one"
-                )
+                one = Label(action.span, f"{does} {' to '.join(map(_quoted, ends))} as one")
                 raise Refusal(
                     Diagnostic(
                         "S603",

@@ -7,12 +7,21 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.facets import Stored
 from schedlang.ir.features import Recomputing
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.elaborate.legality import check_cuts
-from schedlang.passes.partition.parks import lodged
-from schedlang.passes.partition.stages import Unit, Weight, at_units, balanced, check_regions, even
+from schedlang.passes.partition.chains import Counting, time_of
+from schedlang.passes.partition.stages import (
+    Unit,
+    Weight,
+    at_units,
+    balanced,
+    check_regions,
+    even,
+    weight_of,
+)
 from schedlang.passes.propagate.casts import cast_modules
 from schedlang.passes.propagate.propagate import Traced
 
@@ -21,6 +30,11 @@ if TYPE_CHECKING:
 
     from schedlang.pipeline.timeline import Timeline
     from schedlang.runtime.tracing.graph import Cut, StageGraph
+
+
+# ---- The stages of a plan: the model cut by replay, the order of the pipeline, and who runs
+# what.
+
 
 Loss = Callable[..., Any]
 UNCALLED = tuple(f"torch.nn.modules.container.{kind}" for kind in ("ModuleList", "ModuleDict"))
@@ -103,21 +117,25 @@ def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) ->
 
 def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss | None) -> Staged:
     """Cut the model as the plan asks; without cuts everything is one stage."""
-    from schedlang.runtime.tracing.graph import cut
+    from schedlang.runtime.tracing.graph import Cut, Reads, StageGraph, cut
     from schedlang.runtime.training import Training
 
     axis = plan.cuts[0].axis if plan.cuts else None
     timeline = timeline_of(plan)
     if axis is None or timeline.stages == 1:
-        if traced.entries:
+        if plan.unrolled and traced.entries:
             _as_often(plan, traced)
-        return _one_stage(plan, timeline, traced.outside)
+        whole = StageGraph(("",), (Reads(),), Reads(), {}, (Reads(), Reads()), {})
+        return Staged(Cut(whole, (0,)), timeline, ((0,),), None, _trunk(plan), traced.outside)
     check_cuts(plan)
     skeleton = local_skeleton(plan, traced)
     Training(skeleton).on()
     try:
         graph = _graph(plan, traced, skeleton, batch, loss)
-        made = cut(graph, _stage_numbers(_Cutting(plan, traced, batch, loss), graph, timeline))
+        counting = Counting(plan, traced, None, batch, loss)
+        numbers = _stage_numbers(counting, graph, timeline)
+        check_regions(plan, graph, numbers)
+        made = cut(graph, numbers)
     except Refusal as refusal:
         raise placed(refusal, plan, Facet.STAGE) from refusal
     homes = tuple(tuple(row) for row in timeline.homes.tolist())
@@ -157,9 +175,12 @@ def _as_often(plan: Plan, traced: Traced) -> None:
 
 def timeline_of(plan: Plan) -> Timeline:
     """The order of the plan, with backwards in halves where rows ask for it."""
-    from schedlang.pipeline.timeline import halved
+    from schedlang.pipeline.timeline import Kind, Op, halved, timeline
 
-    made = _ordered(plan)
+    if plan.cuts or plan.order is not None:
+        made = _ordered(plan)
+    else:
+        made = timeline([[Op(Kind.F, 0, 0), Op(Kind.B, 0, 0)]])
     return made if plan.late is None else halved(made)
 
 
@@ -174,7 +195,7 @@ def _ordered(plan: Plan) -> Timeline:
     wanted = plan.order
     try:
         if wanted is None:
-            return order("GPipe", plan.mesh.size(axis) if axis is not None else 1, 1)
+            return order("GPipe", plan.mesh.size(plan.cuts[0].axis), 1)
         if axis is not None:
             return wanted.timeline(plan.mesh.size(axis))
         known = None if wanted.table else find(wanted.name)
@@ -186,34 +207,11 @@ def _ordered(plan: Plan) -> Timeline:
         raise placed(Refusal(told), plan, Facet.ORDER) from error
 
 
-def _one_stage(plan: Plan, timeline: Timeline, outside: frozenset[tuple[str, str]]) -> Staged:
-    from schedlang.runtime.tracing.graph import Cut, Reads, StageGraph
-
-    whole = StageGraph(("",), (Reads(),), Reads(), {}, (Reads(), Reads()), {})
-    return Staged(Cut(whole, (0,)), timeline, ((0,),), None, _trunk(plan), outside)
-
-
-@dataclass(frozen=True)
-class _Cutting:
-    """What is cut, and with what it is counted."""
-
-    plan: Plan
-    traced: Traced
-    batch: Mapping[str, Any]
-    loss: Loss | None
-
-
-def _stage_numbers(cutting: _Cutting, graph: StageGraph, timeline: Timeline) -> tuple[int, ...]:
-    """The stage of every unit, from the cuts of the plan; no cut lies inside of a region."""
-    found = _numbers(cutting, graph, timeline)
-    check_regions(cutting.plan, graph, found)
-    return found
-
-
-def _numbers(cutting: _Cutting, graph: StageGraph, timeline: Timeline) -> tuple[int, ...]:
+def _stage_numbers(counting: Counting, graph: StageGraph, timeline: Timeline) -> tuple[int, ...]:
+    """The stage of every unit, from the cuts of the plan."""
     from schedlang.runtime.tracing.units import in_trunk
 
-    plan = cutting.plan
+    plan = counting.plan
     trunks = [fqn for c in plan.cuts for fqn in c.trunks]
     inside = in_trunk(plan.model.model, graph.units, trunks, dict(plan.unrolled))
     units = [
@@ -223,22 +221,18 @@ def _numbers(cutting: _Cutting, graph: StageGraph, timeline: Timeline) -> tuple[
     starts = [fqn for c in plan.cuts for fqn in c.before]
     if starts:
         return at_units(units, starts)
-    weight = _weight(cutting, graph, timeline)
+    weight = _weight(counting, graph, timeline)
     if weight is None:
         return even(units, timeline.stages)
     return balanced(units, timeline.stages, weight)
 
 
-def _weight(cutting: _Cutting, graph: StageGraph, timeline: Timeline) -> Weight | None:
+def _weight(counting: Counting, graph: StageGraph, timeline: Timeline) -> Weight | None:
     """What stages are balanced by; None: by nothing, they are even."""
-    from schedlang.passes.partition.chains import Counting, time_of
-    from schedlang.passes.partition.stages import weight_of
-
-    plan = cutting.plan
+    plan = counting.plan
     planned = plan.rows_with(Recomputing)
     rows = [(action, row.budget) for action, row in planned if row.budget and row.budget.cuts]
     if rows:
-        counting = Counting(plan, cutting.traced, None, cutting.batch, cutting.loss)
         return time_of(counting, rows, graph, timeline)
     balance = plan.cuts[0].balance
     return None if balance == "even" else weight_of(balance, plan, graph, timeline)
@@ -270,7 +264,7 @@ def _elements(plan: Plan, fqn: str) -> Iterator[str]:
 def placed(refusal: Refusal, plan: Plan, facet: Facet) -> Refusal:
     """The refusal at the first row that writes a facet."""
     row = next(iter(plan.rows_changing(facet)), None)
-    return refusal.at(row.span) if row is not None and row.span is not None else refusal
+    return refusal.at(row.span) if row is not None else refusal
 
 
 def buffer_stages(staged: Staged) -> dict[str, frozenset[int] | None]:
@@ -297,3 +291,78 @@ def buffer_homes(staged: Staged) -> tuple[dict[str, int], ...]:
             for homes, row in zip(found, staged.homes):
                 homes[name] = min(homes.get(name, row[stage]), row[stage])
     return tuple(found)
+
+
+# ---- Activations on the next rank of the pipeline: which stages give them away, and their
+# rows.
+
+
+def on_peers(plan: Plan, *what: str) -> list[Stored]:
+    """Where one of these (or anything) of a module is kept on a peer."""
+    return [s for s in plan.stores if s.tier == "peer" and (not what or s.what in what)]
+
+
+def lodged(plan: Plan, staged: Staged) -> Staged:
+    """The same stages; those with modules that rows say give away what these save.
+
+    What a stage gave is called back as early as the farthest of its rows says.  Raises Refusal S851
+    where the order says by itself what forwards keep.
+    """
+    ahead = _ahead(plan, staged)
+    if not ahead:
+        return staged
+    from schedlang.pipeline.timeline import with_parks
+
+    _check_order(plan, staged.timeline)
+    return replace(staged, timeline=with_parks(staged.timeline, ahead))
+
+
+def at_home(plan: Plan, staged: Staged) -> Staged:
+    """The same stages, all of which keep what they save."""
+    from schedlang.pipeline.timeline import Kind
+
+    t = staged.timeline
+    if not _ahead(plan, staged):
+        return staged
+    return replace(staged, timeline=t.pick((t.kind != Kind.EVICT) & (t.kind != Kind.LOAD)))
+
+
+def meet(one: str, other: str) -> bool:
+    """Whether a module is, holds or lies in another."""
+    a, b = f"{one}.".lstrip("."), f"{other}.".lstrip(".")
+    return a.startswith(b) or b.startswith(a)
+
+
+def _ahead(plan: Plan, staged: Staged) -> dict[int, int]:
+    """Stage -> before how many operations its activations come home."""
+    found: dict[int, int] = {}
+    for one in on_peers(plan, "activations"):
+        if one.over != staged.axis:
+            continue  # what is refused
+        for stage in range(staged.cut.stages):
+            units = [staged.cut.graph.units[k] for k in staged.cut.units(stage)]
+            if any(meet(unit, one.fqn) for unit in units):
+                found[stage] = max(found.get(stage, 0), one.ahead)
+    return found
+
+
+def _check_order(plan: Plan, timeline: Timeline) -> None:
+    from schedlang.pipeline.timeline import Kind
+
+    own = [kind for kind in (Kind.EVICT, Kind.OFFLOAD, Kind.RECOMPUTE) if kind in timeline.kind]
+    if not own:
+        return
+    order = plan.order.name if plan.order is not None else ""
+    row = plan.origin(on_peers(plan, "activations")[0])
+    refusal = Refusal(
+        Diagnostic(
+            "S851",
+            f"the order `{order}` already decides what happens to saved activations",
+            notes=(f"its timeline has {own[0].name} operations",),
+            helps=(
+                "drop this row",
+                'or use an order without them: `pipeline(order="1F1B", micro=4)`',
+            ),
+        )
+    )
+    raise refusal.at(row.span) if row is not None else refusal

@@ -15,7 +15,7 @@ from schedlang.ir.mesh import neighbours
 from schedlang.ir.placement import EVEN, P, R, S, Uneven
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.propagate.saved_parts import coded_by, experts_of, recomputed
+from schedlang.passes.propagate.original import watch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -411,13 +411,11 @@ class Run:
         return None
 
     def _copy(self) -> nn.Module:
-        from schedlang.runtime.activation_memory.second_run import watch_again
         from schedlang.runtime.propagation.dry import dry_forward
         from schedlang.runtime.propagation.narrowed import Narrowed, dry_parts
-        from schedlang.runtime.propagation.trace import Note, Tag, watch_saved
+        from schedlang.runtime.propagation.trace import Note, Tag
         from schedlang.runtime.sharding.shard import Edge
         from schedlang.runtime.sharding.sizes import Counted, WithSizes, number_at, set_number
-        from schedlang.runtime.storage.saved import put_inside, uncoded
         from schedlang.runtime.tracing.meta import hollow_model
 
         plan = self.plan
@@ -452,10 +450,7 @@ class Run:
             module = model.get_submodule(fqn)
             forward = dry_forward(leaf, module, self.follower, self._group_at(fqn), self.edges)
             module.forward = forward
-        put_inside(uncoded, model, experts_of(plan))
-        watch_again(model, (name for one in recomputed(plan) for name in one.modules))
-        self.stack.watch(model, lambda fqn: fqn in self.leaves and bool(self.leaves[fqn].kind))
-        self.saved = watch_saved(model, coded_by(plan), self.stack)
+        self.saved = watch(plan, model, self.stack, self.leaves)
         return model
 
     def _cut(self, fqn: str, part: Narrowed, now: Narrowed | None) -> None:

@@ -66,6 +66,20 @@ class Recording(NamedTuple):
     original: Original
 
 
+def watch(plan: Plan, model: nn.Module, stack: Stack, leaves: Mapping[str, Leaf]) -> SavedBy:
+    """Let the stack note which module runs; returns what is saved, if rows keep it in fewer bits."""
+    stack.watch(model, lambda fqn: fqn in leaves and bool(leaves[fqn].kind))
+    if not plan.kept:
+        return {}
+    from schedlang.runtime.activation_memory.second_run import watch_again
+    from schedlang.runtime.propagation.trace import watch_saved
+    from schedlang.runtime.storage.saved import put_inside, uncoded
+
+    put_inside(uncoded, model, experts_of(plan))
+    watch_again(model, (name for one in recomputed(plan) for name in one.modules))
+    return watch_saved(model, coded_by(plan), stack)
+
+
 def record(
     plan: Plan, batch: Mapping[str, Any], loss: Loss | None, leaves: Mapping[str, Leaf]
 ) -> Recording:
@@ -73,12 +87,10 @@ def record(
 
     Raises Refusal where the model, or the loss beside it, does not run.
     """
-    from schedlang.runtime.activation_memory.second_run import watch_again
     from schedlang.runtime.pipeline.stage import signature
     from schedlang.runtime.propagation.stand_ins import hollow_out
-    from schedlang.runtime.propagation.trace import Recorded, Stack, Trace, reached, watch_saved
+    from schedlang.runtime.propagation.trace import Recorded, Stack, Trace, reached
     from schedlang.runtime.rng.logical_dropout import Watched
-    from schedlang.runtime.storage.saved import put_inside, uncoded
     from schedlang.runtime.tracing.constants import without_values
     from schedlang.runtime.tracing.lossless import is_loss, no_loss, not_a_loss
     from schedlang.runtime.tracing.meta import hollow_model
@@ -86,11 +98,9 @@ def record(
 
     model, stack = hollow_model(plan.model.model, {}), Stack()
     model.train()
-    hollow_out(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
-    put_inside(uncoded, model, experts_of(plan))
-    watch_again(model, (name for one in recomputed(plan) for name in one.modules))
-    stack.watch(model, lambda fqn: fqn in leaves and bool(leaves[fqn].kind))
-    saved = watch_saved(model, coded_by(plan), stack)
+    if plan.computes:
+        hollow_out(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
+    saved = watch(plan, model, stack, leaves)
     watched, read = Watched(lambda: stack.frames[-1][0]), set[str]()
     with without_values(batch) as (inputs, values):
         seen, values.drew = Recorded(stack, inputs, values), watched.drew

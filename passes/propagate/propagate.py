@@ -175,7 +175,7 @@ def _traced(plan: Plan, recording: Recording, run: Run) -> Traced:
         partial={name: frozenset(axes) for name, axes in run.follower.partial.items()},
         masks=run.follower.masks,
         layouts=run.layouts,
-        saved=saved_parts(plan, recording.saved, run.saved),
+        saved=saved_parts(plan, recording.saved, run.saved) if plan.kept else None,
     )
 
 

@@ -52,7 +52,7 @@ def lodgings(
 
 def _row(plan: Plan) -> int | None:
     """The row that asks for it: of activations, or of the order."""
-    from schedlang.passes.partition.parks import on_peers
+    from schedlang.passes.partition.staging import on_peers
 
     rows = on_peers(plan, "activations") or plan.rows_changing(Facet.ORDER)
     return rows[0].row if rows else None

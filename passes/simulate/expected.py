@@ -12,7 +12,7 @@ from schedlang.ir.facets import Expectation
 from schedlang.ir.memory import heaviest
 from schedlang.ir.mesh import offered
 from schedlang.ir.plan import Plan
-from schedlang.passes.elaborate.expect import TIME
+from schedlang.passes.elaborate.declare import TIME
 from schedlang.passes.propagate.dryrun import Loss
 from schedlang.passes.propagate.original import Weight
 from schedlang.passes.simulate.account import Account, account

@@ -236,8 +236,7 @@ def _play(step: _Step, of: RankClass) -> Played:
 
 def _short(plan: Plan, staged: Staged) -> tuple[Plan, Staged]:
     """The plan with a few microbatches: as many as show each stage that parks what it saves."""
-    from schedlang.passes.partition.parks import lodged
-    from schedlang.passes.partition.staging import timeline_of
+    from schedlang.passes.partition.staging import lodged, timeline_of
 
     def parking(one: Staged) -> set[int]:
         return set(one.timeline.stage[one.timeline.kind == Kind.EVICT].tolist())

@@ -16,10 +16,9 @@ from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.holdings import gathers, slicing
 from schedlang.passes.analyze.reductions import Reduction, reductions, sliced_names, sliced_over
 from schedlang.passes.analyze.residence import state_rounds
-from schedlang.passes.lower.lowering import code
+from schedlang.passes.lower.build import code
 from schedlang.passes.partition.chains import Skeleton
-from schedlang.passes.partition.parks import on_peers
-from schedlang.passes.partition.staging import Staged
+from schedlang.passes.partition.staging import Staged, on_peers
 from schedlang.passes.propagate.propagate import backward_root
 from schedlang.passes.simulate.memory import gathered_bytes
 

@@ -14,7 +14,7 @@ from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.holdings import holdings_of, slicing
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.analyze.reductions import Booked, sliced_over
-from schedlang.passes.partition.parks import at_home
+from schedlang.passes.partition.staging import at_home
 from schedlang.passes.static_checks.claim import Claim, axis_row, facet_row, folded, placed
 
 if TYPE_CHECKING:

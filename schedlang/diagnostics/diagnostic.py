@@ -20,7 +20,7 @@ from schedlang.diagnostics.told_once import in_a_job, install
 T = TypeVar("T")
 Spell = Callable[[str], str]
 Facts = tuple[tuple[str, str], ...]
-# how helps are spelled for a caller in Python: `schedlang.language.in_python` knows, and says so
+# how helps are spelled for a caller in Python: `schedlang.language.lift` knows, and says so
 SPELLED: list[Spell] = []
 TYPED = {"<stdin>"}  # lines that Python does not keep: there is nothing to show of them
 SIMILAR = 0.6  # below this a guess does more harm than good

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from schedlang.diagnostics.source import NOWHERE, Span
 from schedlang.ir.placement import Placement, R
 
 if TYPE_CHECKING:
-    from schedlang.diagnostics.source import Span
     from schedlang.ir.mesh import Mesh
     from schedlang.pipeline.timeline import Timeline
 
@@ -224,7 +224,7 @@ class Expectation:
     bound: float
     said: str
     on: str | None = None
-    span: Span | None = field(default=None, compare=False)
+    span: Span = field(default=NOWHERE, compare=False)
 
     def applies(self, mesh: Mesh) -> bool:
         """What is expected on a machine is about plans on it, or on none that is named."""

@@ -40,7 +40,7 @@ class Copy(Protocol):
 
 class Lowered(Primitive, feature=True):
     """A row that changes modules itself when a program is built, after and before others as the
-    facets say that it writes (`passes/lower/lowering.py`)."""
+    facets say that it writes (`passes/lower/build.py`)."""
 
     @abstractmethod
     def lower(self, site: Any, copy: Copy) -> None:

@@ -1,14 +1,11 @@
-"""Axes by what they are usually called: which one of a mesh a help names, and what a mesh lacks."""
+"""The mesh: named axes of ranks, who shares a group, and what axes are usually called."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-
-# ---- The mesh: named axes of ranks, views that fold several axes into one, and who shares a
-# group.
 
 
 @dataclass(frozen=True)
@@ -24,6 +21,10 @@ class Mesh:
     axes: tuple[tuple[str, int], ...] = ()
     views: tuple[tuple[str, tuple[str, ...]], ...] = ()
     device: str | None = None
+    # what was folded before: asked for by every part of every tensor, and a mesh never changes
+    _folded: dict[tuple[str, ...], tuple[str, ...]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes] + [name for name, _ in self.views]
@@ -52,21 +53,13 @@ class Mesh:
         only mesh order numbers them so.  `b.a` stands for axes of which the first is the slowest.
         """
         named = (over,) if isinstance(over, str) else tuple(over)
-        if named not in self._folded:  # asked for by every part of every tensor
-            self._folded[named] = self._fold(named)
+        if named not in self._folded:
+            views, order = dict(self.views), list(self.sizes)
+            names = [one for name in named for one in name.split(".")]
+            plain = {axis for name in names for axis in views.get(name, (name,))}
+            mesh_order = sorted(plain, key=lambda name: order.index(_run(name)[0]))
+            self._folded[named] = tuple(mesh_order)
         return self._folded[named]
-
-    @cached_property
-    def _folded(self) -> dict[tuple[str, ...], tuple[str, ...]]:
-        """What was folded before: a mesh never changes, so neither does what it gives."""
-        return {}
-
-    def _fold(self, named: Sequence[str]) -> tuple[str, ...]:
-        views = dict(self.views)
-        names = [one for name in named for one in name.split(".")]
-        plain = {axis for name in names for axis in views.get(name, (name,))}
-        order = list(self.sizes)
-        return tuple(sorted(plain, key=lambda name: order.index(_run(name)[0])))
 
     def ordered(self, names: Collection[str]) -> tuple[str, ...]:
         """Some axes, views and runs in mesh order, without runs along an axis that is named."""
@@ -110,12 +103,7 @@ class Mesh:
 
     def group(self, rank: int, over: str | Sequence[str]) -> tuple[int, ...]:
         """The ranks that differ from `rank` along `over` only, in the order of `index`."""
-        here, folded = self.coordinates(rank), self._numbered(over)
-        first = {a: here[_run(a)[0]] - here[_run(a)[0]] % self._extent(a) for a in folded}
-        return tuple(
-            self.rank(here | {_run(axis)[0]: first[axis] + at for axis, at in place.items()})
-            for place in self._places(folded)
-        )
+        return tuple(self.member(rank, over, place) for place in range(self.size(over)))
 
     def member(self, rank: int, over: str | Sequence[str], place: int) -> int:
         """The rank at one place of the group of `rank` along `over`, without the others."""
@@ -142,13 +130,6 @@ class Mesh:
             offsets = [at + stride * k for at in offsets for k in range(length)]
             firsts = [at + stride * k for at in firsts for k in range(0, size, length)]
         return [tuple([first + offset for offset in offsets]) for first in firsts]
-
-    def _places(self, axes: Sequence[str]) -> Iterator[dict[str, int]]:
-        for number in range(math.prod(self._extent(axis) for axis in axes)):
-            place: dict[str, int] = {}
-            for axis in reversed(axes):
-                number, place[axis] = divmod(number, self._extent(axis))
-            yield place
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={size}" for name, size in self.axes) or "one rank"

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from schedlang.uncollected import uncollected
-
 if TYPE_CHECKING:
     from torch import nn
 
@@ -111,7 +109,6 @@ class ModelFacts:
         self.changes: tuple[Change, ...] = changes
         self.class_name: str = type(model).__name__
         self._modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
-        self._classes: dict[type, tuple[str, ...]] = {}
         self.cache: dict[object, object] = {}  # answers of probes, by what was asked
         self.given: dict[str, Any] = {}  # replacements that were named in Python
 
@@ -163,10 +160,6 @@ class ModelFacts:
     @cached_property
     def parameters(self) -> Mapping[str, ParameterFact]:
         """Every parameter by every name it has; tied names share one fact."""
-        with uncollected():
-            return self._parameters()
-
-    def _parameters(self) -> Mapping[str, ParameterFact]:
         names: dict[int, list[str]] = {}
         tensors = {
             f"{fqn}.{name}" if fqn else name: tensor
@@ -214,19 +207,19 @@ class ModelFacts:
     @cached_property
     def sites(self) -> Mapping[str, Site]:
         """Every module by its name; the model itself is ""."""
-        facts, modules = self.parameters, self._modules
-        with uncollected():
-            return {fqn: self._site(fqn, module, facts) for fqn, module in modules.items()}
-
-    def _site(self, fqn: str, module: nn.Module, facts: Mapping[str, ParameterFact]) -> Site:
-        prefix = f"{fqn}." if fqn else ""
-        own = {name: facts[prefix + name] for name in _there(module._parameters)}
-        classes = self._classes.get(type(module)) or _bases(type(module))
-        self._classes[type(module)] = classes
-        calls = (
-            getattr(module.forward, "__name__", "") != "_forward_unimplemented"
-        )  # torch's own, of lists
-        return Site(fqn, classes, _there(module._modules), own, _there(module._buffers), calls)
+        facts, classes, found = self.parameters, dict[type, tuple[str, ...]](), {}
+        for fqn, module in self._modules.items():
+            kind, prefix = type(module), f"{fqn}." if fqn else ""
+            if kind not in classes:
+                names = [f"{c.__module__}.{c.__qualname__}" for c in kind.__mro__]
+                known = (name for name in names if name not in (BASE, "builtins.object"))
+                classes[kind] = tuple(known) or (BASE,)
+            own = {name: facts[prefix + name] for name in _there(module._parameters)}
+            children, buffers = _there(module._modules), _there(module._buffers)
+            # torch's own forward, of lists and dicts, only raises
+            calls = getattr(module.forward, "__name__", "") != "_forward_unimplemented"
+            found[fqn] = Site(fqn, classes[kind], children, own, buffers, calls)
+        return found
 
     # -- what selectors ask ------------------------------------------------------------------
 
@@ -291,12 +284,6 @@ def _there(held: Mapping[str, object]) -> tuple[str, ...]:
     if not held:
         return ()
     return tuple([name for name, value in held.items() if value is not None])
-
-
-def _bases(kind: type) -> tuple[str, ...]:
-    """The qualified names of a class of modules and of its bases."""
-    names = (f"{c.__module__}.{c.__qualname__}" for c in kind.__mro__)
-    return tuple(name for name in names if name not in (BASE, "builtins.object")) or (BASE,)
 
 
 def inside(name: str, fqn: str) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from schedlang.diagnostics.source import NOWHERE, Span
 from schedlang.ir.facets import (
     Annotation,
     Boundary,
@@ -31,11 +32,8 @@ from schedlang.ir.placement import Layout
 from schedlang.ir.sharing import Trail, changed, holders, persistent, shared
 
 if TYPE_CHECKING:
-    from schedlang.diagnostics.source import Span
     from schedlang.ir.primitive import Facet, Primitive
 
-K = TypeVar("K")
-V = TypeVar("V")
 F = TypeVar("F")
 
 
@@ -47,7 +45,7 @@ class Action:
     sites: tuple[str, ...]
     step: str
     row: int
-    span: Span | None = field(default=None, compare=False)
+    span: Span = field(default=NOWHERE, compare=False)
 
     @property
     def name(self) -> str:
@@ -152,8 +150,7 @@ class Plan:
 
     def __getstate__(self) -> tuple[dict[str, Any], tuple[type, ...]]:
         """With the model made fit to be sent, and the classes of what it takes and returns."""
-        from schedlang.ir.nests import known_classes
-        from schedlang.ir.pickling import let_travel
+        from schedlang.ir.nests import known_classes, let_travel
 
         for module in {id(m): m for m in (self.model.model, self.model.base.model)}.values():
             let_travel(module)
@@ -161,8 +158,7 @@ class Plan:
 
     def __setstate__(self, state: tuple[dict[str, Any], tuple[type, ...]]) -> None:
         """In another process, with what making the model there would have noted."""
-        from schedlang.ir.nests import open_classes
-        from schedlang.ir.pickling import register
+        from schedlang.ir.nests import open_classes, register
 
         vars(self).update(state[0])
         open_classes(state[1])
@@ -191,7 +187,7 @@ class Plan:
         sites: Sequence[str],
         *,
         step: str = "",
-        span: Span | None = None,
+        span: Span = NOWHERE,
     ) -> Plan:
         """The plan with one more row, applied to all its sites or to none.
 
@@ -199,8 +195,11 @@ class Plan:
         """
         primitive.agree(self.mesh.names)
         action = Action(primitive, tuple(sites), step, self.next_row, span)
-        together = shared(self, action)
-        plan = together or self._each(action)
+        together = shared(self, action) if len(sites) > 1 else None
+        plan = together or self
+        for target in self.targets(action) if together is None else ():
+            primitive.check(target, plan)
+            plan = primitive.transform(target, plan)
         actions = (*self.actions, action)
         wide = len(sites) > 1 or bool(self.model.children(sites[0]))
         alone = wide and together is None and changed(self, plan)
@@ -229,14 +228,6 @@ class Plan:
         """Which rows stand at each module: kept as rows are added, found anew for other rows."""
         return self.known if self.known.of is self.actions else Trail.along(self.actions)
 
-    def _each(self, action: Action) -> Plan:
-        """The plan after a row, every module (or group of them) taken by itself."""
-        plan, primitive = self, action.primitive
-        for target in self.targets(action):
-            primitive.check(target, plan)
-            plan = primitive.transform(target, plan)
-        return plan
-
     def targets(self, action: Action) -> Iterator[Any]:
         """What the primitive of an action is given, one after the other: a site, or several."""
         return (action.target(group, self.model) for group in action.each)
@@ -255,7 +246,7 @@ class Plan:
     def with_layout(self, parameter: str, layout: Layout) -> Plan:
         """The plan in which a parameter, under all its names, lies as given."""
         name = self.model.parameters[parameter].name
-        return replace(self, layouts=_put(self.layouts, name, layout))
+        return replace(self, layouts=persistent(self.layouts).put({name: layout}))
 
     def with_spread(self, parameter: str, layout: Layout) -> Plan:
         """The plan in which a parameter lies as given, and its module completes its gradient."""
@@ -265,13 +256,14 @@ class Plan:
 
     def with_kind(self, fqn: str, kind: str, told: Any = None) -> Plan:
         """The plan in which a module computes as a kind of its own."""
-        told = self.told if told is None else _put(self.told, fqn, told)
-        return replace(self, computes=_put(self.computes, fqn, kind), told=told)
+        said = self.told if told is None else persistent(self.told).put({fqn: told})
+        return replace(self, computes=persistent(self.computes).put({fqn: kind}), told=said)
 
     def with_boundary(self, fqn: str, boundary: Boundary) -> Plan:
         """The plan with one more boundary at a module."""
         known, boundary = self.boundaries.get(fqn, ()), replace(boundary, row=self.next_row)
-        return replace(self, boundaries=_put(self.boundaries, fqn, (*known, boundary)))
+        more = persistent(self.boundaries).put({fqn: (*known, boundary)})
+        return replace(self, boundaries=more)
 
     @property
     def micro(self) -> int:
@@ -356,7 +348,3 @@ class Plan:
     def rows_near(self, fqn: str) -> list[Action]:
         """The actions at this module, at what holds it and at what it holds."""
         return [self.actions[place] for place in sorted(self.trail.around((fqn,)))]
-
-
-def _put(known: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
-    return persistent(known).put({key: value})

@@ -62,6 +62,17 @@ def refuse(
     raise Refusal(told)
 
 
+def refuse_inside(row: str, fqn: str) -> None:
+    """Refuse (S408) a row about the whole model that stands in the scope of a module."""
+    if fqn:
+        refuse(
+            "S408",
+            f"`{row}` is for the whole model",
+            f"this row is inside `{fqn}`",
+            helps=("move the row out of its `at`",),
+        )
+
+
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Primitive:
     """A verb.  A subclass is a primitive, its annotated fields are the arguments, an instance is

@@ -32,6 +32,8 @@ class Persistent(Mapping[K, V]):
     base, so that `own` is what was put since it was laid.  Order is that of a dict: of first puts.
     """
 
+    _asked: tuple[Sequence[K], object, list[Any]] | None = None  # the last answer of `many`
+
     def __init__(self, base: Mapping[K, V], layers: tuple[dict[K, V], ...] = ()) -> None:
         self._base, self._layers = base, layers
 
@@ -53,7 +55,13 @@ class Persistent(Mapping[K, V]):
         return {**self._base, **self.own}
 
     def many(self, keys: Sequence[K], missing: D) -> list[V | D]:
-        """The values of many keys, `missing` where there is none; much faster than one by one."""
+        """The values of many keys, `missing` where there is none; much faster than one by one.
+
+        The last answer is kept: one row asks for those of its modules several times.
+        """
+        asked = self._asked
+        if asked is not None and asked[:2] == (keys, missing):
+            return asked[2]
         base = self._base
         if isinstance(base, Persistent):
             found = base.many(keys, missing)
@@ -61,6 +69,7 @@ class Persistent(Mapping[K, V]):
             found = list(map(base.get, keys, repeat(missing))) if base else [missing] * len(keys)
         for layer in self._layers:
             found = list(map(layer.get, keys, found))
+        self._asked = keys, missing, found
         return found
 
     def get(self, key: K, default: D | None = None) -> V | D | None:  # type: ignore[override]
@@ -239,12 +248,6 @@ def near(values: Sequence[T], fqn: str) -> Iterator[T]:
 
 Rows = tuple[int, ...]
 
-MANY = 16  # modules, from which on keeping an answer is worth its place
-
-
-def _none() -> Persistent[str, Rows]:
-    return Persistent({})
-
 
 @dataclass(frozen=True)
 class Trail:
@@ -255,11 +258,8 @@ class Trail:
 
     of: tuple[Any, ...] = ()
     alone: bool = False
-    at: Persistent[str, Rows] = field(default_factory=_none)
-    below: Persistent[str, Rows] = field(default_factory=_none)
-    answers: dict[tuple[str, tuple[str, ...]], list[Rows]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
+    at: Persistent[str, Rows] = field(default_factory=lambda: Persistent({}))
+    below: Persistent[str, Rows] = field(default_factory=lambda: Persistent({}))
 
     @staticmethod
     def along(rows: tuple[Any, ...]) -> Trail:
@@ -273,39 +273,23 @@ class Trail:
         """The trail of rows that are one more than these."""
         place, sites = len(rows) - 1, rows[-1].sites
         holding = tuple(above(sites))
-        at = _noted(self.at, place, sites, self.standing(sites))
-        below = _noted(self.below, place, holding, self.within(holding))
-        self.answers.clear()  # who asks next asks the next one
+        at, below = _noted(self.at, place, sites), _noted(self.below, place, holding)
         return Trail(rows, self.alone or alone, at, below)
 
-    def standing(self, sites: tuple[str, ...]) -> list[Rows]:
-        """The rows at each of some modules."""
-        return self._answer("at", sites)
+    def around(self, sites: tuple[str, ...], ties: Sequence[tuple[str, ...]] = ()) -> set[int]:
+        """The rows at these modules, at what holds them and at what they hold.
 
-    def within(self, sites: tuple[str, ...]) -> list[Rows]:
-        """The rows inside of each of some modules."""
-        return self._answer("below", sites)
-
-    def _answer(self, which: str, sites: tuple[str, ...]) -> list[Rows]:
-        """An answer for many modules is kept: it is asked for several times of one row."""
-        known: Persistent[str, Rows] = getattr(self, which)
-        if len(sites) < MANY:
-            return known.many(sites, ())
-        found = self.answers.get((which, sites))
-        if found is None:
-            found = self.answers[which, sites] = known.many(sites, ())
-        return found
-
-    def around(self, sites: tuple[str, ...]) -> set[int]:
-        """The rows at these modules, at what holds them and at what they hold."""
-        holding = self.standing(tuple(above(sites)))
-        marks = {*self.standing(sites), *holding, *self.within(sites)}
+        `ties`: names of parameters that are one tensor; rows at their other modules, too.
+        """
+        tied = [{name.rpartition(".")[0] for name in names} for names in ties]
+        others = {owner for owners in tied if not owners.isdisjoint(sites) for owner in owners}
+        holding = self.at.many((*above(sites), *others), ())
+        marks = {*holding, *self.at.many(sites, ()), *self.below.many(sites, ())}
         return {row for rows in marks for row in rows}
 
 
-def _noted(
-    known: Persistent[str, Rows], row: int, sites: tuple[str, ...], before: list[Rows]
-) -> Persistent[str, Rows]:
+def _noted(known: Persistent[str, Rows], row: int, sites: tuple[str, ...]) -> Persistent[str, Rows]:
+    before = known.many(sites, ())
     longer = {rows: (*rows, row) for rows in set(before)}
     return known.put(dict(zip(sites, map(longer.__getitem__, before))))
 
@@ -336,7 +320,7 @@ def shared(plan: Plan, action: Action) -> Plan | None:
     a row lists (`LISTS`) of one module it does not see at the others.
     """
     sites, primitive = action.sites, action.primitive
-    if not isinstance(primitive, Uniform) or len(sites) < 2 or len(action.each) < len(sites):
+    if not isinstance(primitive, Uniform) or len(action.each) < len(sites):
         return None
     if len(set(sites)) < len(sites) or above(sites) & set(sites):
         return None
@@ -447,7 +431,7 @@ def alike(plan: Plan, sites: tuple[str, ...]) -> list[list[str]]:
     looked = {name for verb in uniform for name in verb.looks_at}
     answers = [
         list(map(classes(plan.model, tuple(sorted(looked))).__getitem__, sites)),
-        plan.trail.standing(sites),
+        plan.trail.at.many(sites, ()),
         _around(plan, sites),
         _inside(plan, sites),
         *(_lying(plan, sites) if plan.trail.alone else ()),
@@ -468,7 +452,7 @@ def _parted(sites: tuple[str, ...], answers: list[list[Any]]) -> list[list[str]]
 def _around(plan: Plan, sites: tuple[str, ...]) -> list[object]:
     """The rows at what holds each module, from the inside out."""
     there = tuple(above(sites))
-    marks = dict(zip(there, plan.trail.standing(there)))
+    marks = dict(zip(there, plan.trail.at.many(there, ())))
     if not any(marks.values()):
         return [None]
     parents = [site.rpartition(".")[0] for site in sites]
@@ -478,7 +462,7 @@ def _around(plan: Plan, sites: tuple[str, ...]) -> list[object]:
 
 def _inside(plan: Plan, sites: tuple[str, ...]) -> list[object]:
     """The rows at what each module holds."""
-    below = plan.trail.within(sites)
+    below = plan.trail.below.many(sites, ())
     if not any(below):
         return [None]
     return [_marks(plan, site) if rows else None for site, rows in zip(sites, below)]

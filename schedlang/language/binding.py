@@ -39,18 +39,17 @@ class Argument:
 
 @dataclass(frozen=True)
 class Surface:
-    """The arguments that a primitive takes, read from its annotations."""
+    """The arguments that a primitive takes, read from its annotations.
+
+    `keywords` may stand before `=`; `rest` takes all others, `many` all arguments without a name.
+    """
 
     types: Mapping[str, Any]
+    keywords: tuple[str, ...]
     positional: tuple[str, ...]
     required: tuple[str, ...]
     rest: str | None = None
     many: str | None = None
-
-    @property
-    def keywords(self) -> tuple[str, ...]:
-        """What may stand before `=`."""
-        return tuple(name for name in self.types if name not in (self.rest, self.many))
 
 
 _SURFACES: WeakKeyDictionary[type[Any], Surface] = WeakKeyDictionary()
@@ -58,20 +57,17 @@ _SURFACES: WeakKeyDictionary[type[Any], Surface] = WeakKeyDictionary()
 
 def surface(primitive: type[Any]) -> Surface:
     """The arguments of a primitive; reading its annotations takes longer than binding a row."""
-    if primitive not in _SURFACES:
-        _SURFACES[primitive] = _read(primitive)
-    return _SURFACES[primitive]
-
-
-def _read(primitive: type[Any]) -> Surface:
+    if primitive in _SURFACES:
+        return _SURFACES[primitive]
     hints = typing.get_type_hints(primitive, include_extras=True)
     own = [f for f in dataclasses.fields(primitive) if f.init]
     kinds = {f.name: hints[f.name] for f in own}
     marks = {name: getattr(kind, "__metadata__", ("",))[0] for name, kind in kinds.items()}
     special = [name for name, mark in marks.items() if mark in (REST, MANY)]
     missing = dataclasses.MISSING
-    return Surface(
+    _SURFACES[primitive] = Surface(
         kinds,
+        tuple(name for name in kinds if name not in special),
         tuple(f.name for f in own if not f.kw_only and f.name not in special),
         tuple(
             f.name
@@ -81,6 +77,7 @@ def _read(primitive: type[Any]) -> Surface:
         next((name for name in special if marks[name] == REST), None),
         next((name for name in special if marks[name] == MANY), None),
     )
+    return _SURFACES[primitive]
 
 
 def bind(
@@ -94,7 +91,12 @@ def bind(
     Refuses S302 (no such argument), S303 (unknown symbol), S304 (another type), S305 (missing) and
     S204 (no such axis); all independent mistakes of the call at once.
     """
-    return Binder(primitive, span, axes).bind(arguments)
+    binder = Binder(primitive, span, axes)
+    if not binder.fits(arguments):
+        from schedlang.language.suggest import in_our_words
+
+        raise Refusal(*in_our_words(binder, arguments))
+    return binder.made()
 
 
 class Binder:
@@ -114,14 +116,6 @@ class Binder:
     def name(self) -> str:
         """The word of the language."""
         return self.primitive.__name__
-
-    def bind(self, arguments: Sequence[Argument]) -> Primitive:
-        """The bound primitive, or a refusal with every mistake."""
-        if not self.fits(arguments):
-            from schedlang.language.suggest import in_our_words
-
-            raise Refusal(*in_our_words(self, arguments))
-        return self.made()
 
     def made(self) -> Primitive:
         """The primitive with the arguments that were taken in, and had no problem."""

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from schedlang.diagnostics.diagnostic import Diagnostic, Facts, Label, Refusal, guess, unknown
 from schedlang.ir.placement import P, S
 from schedlang.language import nodes as n
-from schedlang.language import spelling
+from schedlang.language import printer
 from schedlang.language.grammar import LONGEST
 from schedlang.language.value import (
     UNKNOWN,
@@ -41,6 +41,8 @@ def evaluate(node: n.Node, names: Names) -> Any:
     match node:
         case n.Lit(text):
             return literal(text)
+        case n.Name((word,)):
+            return names.lookup(word)
         case n.Name(parts):
             return _named(node, parts, names)
         case n.List(items):
@@ -58,8 +60,6 @@ def evaluate(node: n.Node, names: Names) -> Any:
 
 
 def _named(node: n.Name, parts: tuple[str, ...], names: Names) -> Any:
-    if len(parts) == 1:
-        return names.lookup(parts[0])
     if parts[0] == "model" and "model" not in names.arguments:
         return _fact(node, parts, names)
     return names.lookup(node.text) if names.here is not None else Symbol(node.text)
@@ -242,7 +242,7 @@ def _arithmetic(
     if UNKNOWN in (left, right):
         return UNKNOWN
     if right == 0 and op in ("/", "//", "%"):
-        word = spelling.expr(item)
+        word = printer.expr(item)
         help_ = f"set it: `--knob {word}=1`" if word in names.knobs else "divide by another number"
         refused(node, "S107", "division by zero", f"`{word}` is 0", help_)
     result = ARITHMETIC[op](left, right)

@@ -9,7 +9,7 @@ from typing import Any
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, guess, unknown
 from schedlang.diagnostics.source import Span
 from schedlang.language import nodes as n
-from schedlang.language import spelling
+from schedlang.language import printer
 from schedlang.language.evaluate import evaluate
 from schedlang.language.value import AxisSize, Choice, Names, Symbol, listed, shown
 
@@ -150,7 +150,7 @@ def _bool(text: str) -> bool:
 
 def _outside(knob: Knob, node: n.Knob, value: Any, from_setting: bool) -> None:
     assert node.domain is not None
-    said = spelling.expr(node.domain)
+    said = printer.expr(node.domain)
     many = f"set `{knob.name}` to one of {said}" if knob.choices else f"choose from {said}"
     title = f"`{knob.name}` cannot be {shown(value).strip('`')}"
     also = () if from_setting or node.default is None else (Label(node.default.span, "default"),)

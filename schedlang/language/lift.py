@@ -1,25 +1,41 @@
-"""Python values to syntax: how a call made in Python is written in a schedule."""
+"""Python and the language: values to syntax, and rows as calls."""
 
 from __future__ import annotations
 
 import dataclasses
+import keyword
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
-from schedlang.diagnostics.source import NOWHERE, Span, python_span
+from schedlang.diagnostics.diagnostic import SPELLED, Diagnostic, Label, Refusal
+from schedlang.diagnostics.source import NOWHERE, Source, Span, python_span
 from schedlang.ir.placement import P, Replicate, S
-from schedlang.ir.primitive import Primitive
+from schedlang.ir.primitive import Primitive, find
 from schedlang.language import nodes as n
+from schedlang.language import printer
 from schedlang.language.binding import surface
 from schedlang.language.evaluate import evaluate
-from schedlang.language.misread import KEYWORDS
+from schedlang.language.syntax import KEYWORDS, parse
 from schedlang.language.value import UNITS, Names, Symbolic
 
+# ---- Python values to syntax: how a call made in Python is written in a schedule.
+
+
 MEASURED = re.compile(rf"\d+(\.\d+)?({'|'.join(UNITS)})")  # "40GiB": a number of bytes or seconds
+
+
+def _operator(op: str, swapped: bool = False) -> Callable[[Remembered, object], Remembered]:
+    """Make the method of an operator, which Python asks of the right value, too (`swapped`)."""
+
+    def method(self: Remembered, other: object) -> Remembered:
+        pair = [self._node, lift(other)]
+        left, right = pair[::-1] if swapped else pair
+        return Remembered(_chain(left, op, right), self._names)
+
+    return method
 
 
 class Remembered:
@@ -37,64 +53,24 @@ class Remembered:
         """What it is now."""
         return evaluate(self._node, self._names())
 
-    def _with(self, op: str, other: object, swapped: bool = False) -> Remembered:
-        pair = [self._node, lift(other)]
-        left, right = pair[::-1] if swapped else pair
-        return Remembered(_chain(left, op, right), self._names)
-
-    def __add__(self, other: object) -> Remembered:
-        return self._with("+", other)
-
-    def __radd__(self, other: object) -> Remembered:
-        return self._with("+", other, True)
-
-    def __sub__(self, other: object) -> Remembered:
-        return self._with("-", other)
-
-    def __rsub__(self, other: object) -> Remembered:
-        return self._with("-", other, True)
-
-    def __mul__(self, other: object) -> Remembered:
-        return self._with("*", other)
-
-    def __rmul__(self, other: object) -> Remembered:
-        return self._with("*", other, True)
-
-    def __truediv__(self, other: object) -> Remembered:
-        return self._with("/", other)
-
-    def __floordiv__(self, other: object) -> Remembered:
-        return self._with("//", other)
-
-    def __rtruediv__(self, other: object) -> Remembered:
-        return self._with("/", other, True)
-
-    def __rfloordiv__(self, other: object) -> Remembered:
-        return self._with("//", other, True)
-
-    def __mod__(self, other: object) -> Remembered:
-        return self._with("%", other)
-
-    def __rmod__(self, other: object) -> Remembered:
-        return self._with("%", other, True)
-
-    def __eq__(self, other: object) -> Remembered:  # type: ignore[override]
-        return self._with("==", other)
-
-    def __ne__(self, other: object) -> Remembered:  # type: ignore[override]
-        return self._with("!=", other)
-
-    def __lt__(self, other: object) -> Remembered:
-        return self._with("<", other)
-
-    def __le__(self, other: object) -> Remembered:
-        return self._with("<=", other)
-
-    def __gt__(self, other: object) -> Remembered:
-        return self._with(">", other)
-
-    def __ge__(self, other: object) -> Remembered:
-        return self._with(">=", other)
+    __add__ = _operator("+")
+    __radd__ = _operator("+", True)
+    __sub__ = _operator("-")
+    __rsub__ = _operator("-", True)
+    __mul__ = _operator("*")
+    __rmul__ = _operator("*", True)
+    __truediv__ = _operator("/")
+    __floordiv__ = _operator("//")
+    __rtruediv__ = _operator("/", True)
+    __rfloordiv__ = _operator("//", True)
+    __mod__ = _operator("%")
+    __rmod__ = _operator("%", True)
+    __eq__ = _operator("==")  # type: ignore[assignment]
+    __ne__ = _operator("!=")  # type: ignore[assignment]
+    __lt__ = _operator("<")
+    __le__ = _operator("<=")
+    __gt__ = _operator(">")
+    __ge__ = _operator(">=")
 
     def __hash__(self) -> int:
         return hash(self._node)
@@ -171,12 +147,12 @@ def lift(value: object, span: Span = NOWHERE) -> n.Expr:
     if isinstance(value, Replicate):
         return n.Name(("R",), span=span)
     if isinstance(value, P):
-        return _call("P", (value.op,), {}, span)
+        return call("P", (value.op,), {}, span)
     if isinstance(value, S):
         blocks = list(value.blocks) if isinstance(value.blocks, tuple) else value.blocks
-        return _call("S", (value.dim,), {} if blocks == 1 else {"blocks": blocks}, span)
+        return call("S", (value.dim,), {} if blocks == 1 else {"blocks": blocks}, span)
     if isinstance(value, Symbolic):
-        return _call(value.name, value.args, dict(value.keywords), span)
+        return call(value.name, value.args, dict(value.keywords), span)
     _strange(value, span)
 
 
@@ -206,10 +182,6 @@ def _strange(value: object, span: Span) -> NoReturn:
     raise Refusal(Diagnostic("S304", title, label, helps=(help_,)))
 
 
-def _call(name: str, args: Any, named: Any, span: Span) -> n.Call:
-    return call(name, args, named, span)
-
-
 def call(name: str, args: Any, named: Any, span: Span = NOWHERE) -> n.Call:
     """The call `name(*args, **named)`; `except_=` stands for a word that Python reserves."""
     given: list[n.Expr | n.Keyword] = [lift(value, span) for value in args]
@@ -233,3 +205,127 @@ def call_of(primitive: Primitive, span: Span) -> n.Call:
             first = field.name in own.required and not field.kw_only and not named
             args.append(value) if first else named.update({field.name: value})
     return call(type(primitive).__name__, args, named, span)
+
+
+# ---- What helps offer, spelled for a caller in Python: rows as calls, names as texts.
+
+
+QUOTED = re.compile(r"`([^`]+)`")
+OPENED = re.compile(r'step ("[^"]*") relax\(([^)]*)\) \{')
+LOSS = re.compile(r"add to the model file:\n +def loss\(output, batch\):\n +return (.*)")
+RELAX = re.compile(r"relax\(([^)]*)\)")
+OPTION = re.compile(r"--(knob|mesh) (.+)")
+OWN = re.compile(r"\bsch\b|^with |^(\w+)=\1$")  # it is Python already
+ARGUMENT = re.compile(r"\w+=[^=].*")
+DOTS, HOLE = re.compile(r"\.\.\.?"), "what_you_choose"  # `micro=...` leaves a place to fill in
+_VERIFY = '"verify"'
+CALLED = ("S", "P")  # they are called in Python as in a schedule
+
+
+class _Unsayable(Exception):
+    """It has no counterpart of one line in Python."""
+
+
+def spelled(text: str) -> str:
+    """A help with each schedule in it as the call that says the same; the rest stays as it is."""
+    if given := LOSS.fullmatch(text):
+        return f"give one: `loss=lambda output, batch: {given[1]}`"
+    return QUOTED.sub(lambda found: f"`{_spelled(found[1])}`", text)
+
+
+def _spelled(said: str) -> str:
+    if opened := OPENED.fullmatch(said):
+        return f"with sch.step({opened[1]}, {_relaxed(opened[2])}):"
+    if relaxed := RELAX.fullmatch(said):
+        return f"sch.step(..., {_relaxed(relaxed[1])})"
+    if option := OPTION.fullmatch(said):
+        settings = ", ".join(option[2].split(","))
+        return f"sch.{'set' if option[1] == 'knob' else 'mesh'}({settings})"
+    try:
+        if OWN.search(said):
+            return said
+        if ARGUMENT.fullmatch(said):
+            given = [
+                one
+                for row in _items(f"x({said})")
+                if isinstance(row, n.Do)
+                for one in row.call.args
+            ]
+            return ", ".join(_arguments(given)).replace(HOLE, "...")
+        made = [call for item in _items(said) for call in _statement(item)]
+    except (Refusal, _Unsayable, AttributeError):
+        return said
+    return "; ".join(made).replace(HOLE, "...") or said
+
+
+def _relaxed(names: str) -> str:
+    several = [f'"{name.strip()}"' for name in names.split(",")]
+    return f"relax={several[0]}" if len(several) == 1 else f"relax=[{', '.join(several)}]"
+
+
+def _items(said: str) -> Sequence[n.Item]:
+    """The statements of a schedule that says just this; Refusal for what is none."""
+    quoted = re.split(r'("[^"]*")', said)
+    filled = [part if part[:1] == '"' else DOTS.sub(HOLE, part) for part in quoted]
+    return parse(Source("", f"schedule 1\n{''.join(filled)}\n")).items
+
+
+def _statement(item: n.Item) -> Iterator[str]:
+    match item:
+        case n.Rule(call=call):
+            for path in item.paths:
+                yield f'sch["{printer.path(path)}"].{_call(call)}'
+        case n.Do(call=call):
+            known = find(call.name.text)
+            if known is None:
+                raise _Unsayable  # a function of Python's, of the model file
+            if known.__name__ == "verify":  # `sch.verify(...)` verifies, here and now
+                yield f"sch.row({', '.join([_VERIFY, *_arguments(call.args)])})"
+            else:  # a module's verb stands behind the module that is spoken of
+                yield f"{'sch' * (known.takes == 'model')}.{_call(call)}"
+        case n.Mesh(given, on):
+            names = [*_arguments(given), *([f'on="{on}"'] if on else [])]
+            yield f"sch.mesh({', '.join(names)})"
+        case n.Expect(test) | n.Require(test):
+            word = type(item).__name__.lower()
+            yield f"sch.{word}({printer.expr(test)!r})".replace("'", '"')
+        case n.Use(path, None, None):
+            yield f'sch.use("{path}")'
+        case _:
+            raise _Unsayable
+
+
+def _call(call: n.Call) -> str:
+    return f"{call.name.text}({', '.join(_arguments(call.args))})"
+
+
+def _arguments(given: Sequence[n.Node]) -> Iterator[str]:
+    for one in given:
+        if isinstance(one, n.Keyword):
+            name = f"{one.name}_" if keyword.iskeyword(one.name) else one.name
+            yield f"{name}={_value(one.value)}"
+        else:
+            yield _value(one)
+
+
+def _value(node: n.Node) -> str:
+    """An argument as Python writes it: a bare name is a text there."""
+    match node:
+        case n.Lit(text):
+            constant = {"true": "True", "false": "False"}.get(text)
+            plain = text[:1] == '"' or re.fullmatch(r"[\d.e+-]+", text)
+            return constant or (text if plain else f'"{text}"')
+        case n.Name(parts):
+            return node.text if parts in (("R",), (HOLE,)) else f'"{node.text}"'
+        case n.List(items):
+            return f"[{', '.join(map(_value, items))}]"
+        case n.Group(items) if len(items) > 1:
+            return f"({', '.join(map(_value, items))})"
+        case n.Unary("-", operand):
+            return f"-{_value(operand)}"
+        case n.Call(name) if name.text in CALLED:
+            return _call(node)
+    raise _Unsayable
+
+
+SPELLED.append(spelled)

@@ -16,7 +16,7 @@ from schedlang.diagnostics.diagnostic import (
 )
 from schedlang.diagnostics.source import Source
 from schedlang.language import nodes as n
-from schedlang.language import spelling
+from schedlang.language import printer
 from schedlang.language.syntax import parse
 
 # what a pattern may be made of: a function of torch, and the order of its arguments in a pattern;
@@ -144,7 +144,7 @@ def declared(node: n.Pattern) -> Pattern:
     idle = [name for name in params if name not in _names(body)]
     if idle:
         _refused(f"the pattern does not use `{idle[0]}`", node, "drop it")
-    return Pattern(node.name, params, body, spelling.head(node))
+    return Pattern(node.name, params, body, printer.head(node))
 
 
 def read(text: str) -> Pattern:

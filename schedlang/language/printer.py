@@ -1,4 +1,4 @@
-"""Syntax tree to canonical text: two spaces, columns for runs of rules, comments kept."""
+"""Syntax tree to canonical text: expressions, selectors and heads on one line; whole files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,134 @@ from dataclasses import dataclass
 
 from schedlang.diagnostics.source import Source
 from schedlang.language import nodes as n
-from schedlang.language import spelling
 from schedlang.language.syntax import parse
+
+# ---- Expressions, selectors and heads of statements as canonical text on one line.
+
+
+def expr(node: n.Node | str) -> str:
+    """An expression, an argument or an operator as text."""
+    match node:
+        case str():
+            return node
+        case n.Lit(text):
+            return text
+        case n.Name():
+            return node.text
+        case n.Keyword(name, value):
+            return f"{name}={expr(value)}"
+        case n.Call(name, given):
+            return name.text + args(given)
+        case n.List(items):
+            return f"[{', '.join(map(expr, items))}]"
+        case n.Group(items):
+            return f"({', '.join(map(expr, items))})"
+        case n.Unary("not", operand):
+            return f"not {expr(operand)}"
+        case n.Unary(op, operand):
+            return op + expr(operand)
+        case n.Chain(items):
+            return " ".join(map(expr, items))
+        case n.Interval(low, high):
+            return f"{expr(low)}..{expr(high)}"
+    raise AssertionError(node)
+
+
+def args(given: Sequence[n.Node]) -> str:
+    """Arguments in their parentheses."""
+    return f"({', '.join(map(expr, given))})"
+
+
+def index(item: str | n.Slice) -> str:
+    """One index of a selector."""
+    if isinstance(item, str):
+        return item
+    text = f"{item.start or ''}:{item.stop or ''}"
+    return text if item.step is None else f"{text}:{item.step}"
+
+
+def seg(node: n.Seg) -> str:
+    """One segment of a selector with its indices."""
+    return node.text + (f"[{', '.join(map(index, node.index))}]" if node.index else "")
+
+
+def path(node: n.Path) -> str:
+    """A selector."""
+    kind = f":{node.type}" if node.type else ""
+    return ".".join(map(seg, node.segs)) + "?" * node.maybe + kind
+
+
+def params(given: Sequence[n.Param]) -> str:
+    """The parameters of a def or a pattern."""
+    return f"({', '.join(map(param, given))})"
+
+
+def param(node: n.Param) -> str:
+    """name: type = default, or name=default."""
+    kind = f": {node.type}" if node.type else ""
+    equals = " = " if node.type else "="
+    return node.name + kind + (equals + expr(node.default) if node.default is not None else "")
+
+
+def head(node: n.Node) -> str:
+    """A declaration on one line, or the part of a statement before its brace."""
+    match node:
+        case n.Header(version, model):
+            return f"schedule {version}" + _if(" for ", model)
+        case n.Use(file, alias, given):
+            return f'use "{file}"' + _if(" as ", alias) + (f" {args(given)}" if given else "")
+        case n.Mesh(given, on):
+            return f"mesh{args(given)}" + _if(" on ", on)
+        case n.View(name, size, axes):
+            return f"view {name}" + _opt(" = ", size) + f" of ({', '.join(axes)})"
+        case n.Knob(name, kind, default, domain):
+            return f"knob {name}: {kind}" + _opt(" = ", default) + _opt(" in ", domain)
+        case n.Require(test):
+            return f"require {expr(test)}"
+        case n.Expect(test, on):
+            return f"expect {expr(test)}" + _if(" on ", on)
+        case n.Drop(name):
+            return f'drop step "{name}"'
+        case n.Pattern(name, given, body):
+            return f"pattern {name}{params(given)} {{ {expr(body)} }}"
+    return _block_head(node)
+
+
+def _block_head(node: n.Node) -> str:
+    match node:
+        case n.Def(name, given, _):
+            return f"def {name}{params(given)}"
+        case n.Step(name, relax, _):
+            return f'step "{name}"' + (f" relax({', '.join(relax)})" if relax else "")
+        case n.Override(step):
+            return f"override {_block_head(step)}"
+        case n.At(paths, where, except_, _):
+            text = "at " + ", ".join(map(path, paths)) + _opt(" where ", where)
+            return text + (" except " + ", ".join(map(path, except_)) if except_ else "")
+        case n.When(test, _, _):
+            return f"when {expr(test)}"
+    raise AssertionError(node)
+
+
+def statement(node: n.Rule | n.Do) -> str:
+    """A row on one line."""
+    if isinstance(node, n.Do):
+        return path(node.path) + args(node.call.args)
+    return f"{paths(node.paths)}  {expr(node.call)}"
+
+
+def paths(several: Sequence[n.Path]) -> str:
+    """Selectors that stand side by side."""
+    return ", ".join(map(path, several))
+
+
+def _if(before: str, text: str | None) -> str:
+    return before + text if text else ""
+
+
+def _opt(before: str, node: n.Node | None) -> str:
+    return before + expr(node) if node is not None else ""
+
 
 # ---- Rows of a formatted file to text: runs of rules at one depth share their columns.
 
@@ -96,7 +222,7 @@ class Printer:
         """The whole file."""
         header = self.file.header
         self._leading(header)
-        self._put(spelling.head(header))
+        self._put(head(header))
         self._trailing(self._line(header))
         before: n.Item | None = None
         for item in self.file.items:
@@ -164,58 +290,58 @@ class Printer:
     def _statement(self, node: n.Node) -> None:
         match node:
             case n.Rule(call=call):
-                self._call(spelling.paths(node.paths), call.name.text, call.args)
-            case n.Do(path, call):
-                self._call("", spelling.path(path), call.args)
+                self._call(paths(node.paths), call.name.text, call.args)
+            case n.Do(name, call):
+                self._call("", path(name), call.args)
             case n.At(block=block):
                 self._at(node, block)
             case n.When(_, block, orelse):
                 self._when(node, block, orelse)
             case n.Def(block=block) | n.Step(block=block) | n.Override(n.Step(block=block)):
-                self._block(spelling.head(node), block)
+                self._block(head(node), block)
             case _:
-                self._put(spelling.head(node))
+                self._put(head(node))
         self._trailing(self._end(node))
 
-    def _call(self, left: str, name: str, args: Sequence[n.Node]) -> None:
+    def _call(self, left: str, name: str, given: Sequence[n.Node]) -> None:
         """A row; one argument per line where it would grow too long."""
-        text = name + spelling.args(args)
+        text = name + args(given)
         size = len(INDENT) * self.depth + len(left) + len("  ") * bool(left) + len(text)
-        first = text if size <= WIDTH or not args else name + "("
+        first = text if size <= WIDTH or not given else name + "("
         self._put(left or first, first if left else None)
         if first is not text:
-            for arg in args:
-                self._put(f"{INDENT}{spelling.expr(arg)},")
+            for arg in given:
+                self._put(f"{INDENT}{expr(arg)},")
             self._put(")")
 
     def _at(self, node: n.At, block: n.Block) -> None:
         """An `at` with one call and room stays on one line."""
-        head = spelling.head(node)
+        start = head(node)
         if len(block.body) == 1 and isinstance(block.body[0], n.Do):
-            line = f"{head} {{ {spelling.statement(block.body[0])} }}"
+            line = f"{start} {{ {statement(block.body[0])} }}"
             if len(INDENT) * self.depth + len(line) <= WIDTH and not self._holds_comment(block):
                 self._put(line)
                 return
-        self._block(head, block)
+        self._block(start, block)
 
     def _holds_comment(self, block: n.Block) -> bool:
         """Whether a comment stands between the braces."""
         return bool(self.comments) and self.comments[0].span.line < self._end(block)
 
-    def _block(self, head: str, block: n.Block) -> None:
+    def _block(self, start: str, block: n.Block) -> None:
         if not block.body and not self._holds_comment(block):
-            self._put(head + " {}")
+            self._put(start + " {}")
         else:
-            self._put(head + " {")
+            self._put(start + " {")
             self._body(block)
             self._put("}")
 
     def _when(self, node: n.When, block: n.Block, orelse: n.Block | None) -> None:
-        head = spelling.head(node)
+        start = head(node)
         if orelse is None:
-            self._block(head, block)
+            self._block(start, block)
             return
-        self._put(head + " {")
+        self._put(start + " {")
         self._body(block)
         if not orelse.body and not self._holds_comment(orelse):
             self._put("} else {}")

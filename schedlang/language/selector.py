@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest, quoted, unknown
 from schedlang.language import nodes as n
-from schedlang.language import spelling
+from schedlang.language import printer
 from schedlang.language.evaluate import evaluate, reached
-from schedlang.language.misread import walk
+from schedlang.language.nodes import walk
 from schedlang.language.value import UNKNOWN, Missing, Names, Symbol, bare, shown
 
 SEEN = ("params", "dtype", "fqn", "index")  # of every module, in a `where`
@@ -85,6 +85,8 @@ class Selector:
     def sort(self, modules: Iterable[str]) -> tuple[str, ...]:
         """Model order, each module once."""
         modules = tuple(modules)
+        if len(modules) < 2:
+            return modules
         places = list(map(self.order.__getitem__, modules))
         if all(map(operator.lt, places, places[1:])):
             return modules
@@ -101,7 +103,7 @@ class Selector:
         key = (path, tuple(roots))
         if key not in self._known:
             found = self._select(path, roots, names)
-            if not _fixed(path):
+            if any(seg.index for seg in path.segs) and not _fixed(path):
                 return found
             self._known[key] = found
         return self._known[key]
@@ -130,9 +132,12 @@ class Selector:
         found = []
         for group in groups:
             for fqn in group.modules:
-                key = (seg.text, tuple(self.tree.children(fqn)))
-                names = self._named[key] if key in self._named else _hits(*key)
-                self._named[key] = names
+                there = tuple(self.tree.children(fqn))
+                key = (seg.text, there)
+                if key not in self._named:
+                    plain = seg.text in there and seg.text.isidentifier()
+                    self._named[key] = (seg.text,) if plain else _hits(*key)
+                names = self._named[key]
                 if not names:
                     return []
                 prefix = f"{fqn}." if fqn else ""
@@ -263,7 +268,7 @@ class Selector:
             if holds is True:
                 kept.append(fqn)
         if lacking and len(lacking) == len(found):
-            label = Label(test.span, f"in `{spelling.expr(test)}`")
+            label = Label(test.span, f"in `{printer.expr(test)}`")
             title = f"no selected module has an attribute `{lacking[0]}`"
             own = self.tree.attributes(found[0])
             helps: tuple[str, ...] = (f"every module has {quoted(SEEN)}",)

@@ -1,20 +1,35 @@
-"""Text to syntax tree; nothing here knows what a primitive is."""
+"""Text to syntax tree, and what cannot be read, told; nothing here knows what a primitive is."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
 
-from lark.exceptions import UnexpectedInput
+from lark import Token
+from lark.exceptions import UnexpectedInput, UnexpectedToken
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest, unknown
+from schedlang.diagnostics.other_systems import VERBS
 from schedlang.diagnostics.source import Source, Span, bytes_of
+from schedlang.language import grammar
 from schedlang.language import nodes as n
-from schedlang.language.grammar import DEEPEST, TooDeep, parser, span_of
-from schedlang.language.misread import explain, form_problems
-from schedlang.language.treemaker import TreeMaker
+from schedlang.language.grammar import (
+    CLOSES,
+    DEEPEST,
+    OPENS,
+    TooDeep,
+    TreeMaker,
+    misfit,
+    parser,
+    span_of,
+)
 from schedlang.uncollected import uncollected
+
+# ---- Text to syntax tree.
+
 
 LARGEST = 2**20  # bytes of a schedule, some 20,000 rows
 COMMENT = re.compile(r'"[^"\n]*"|`[^`\n]+`|(#[^\n]*)')
@@ -110,3 +125,209 @@ def read(path: str | FilePath, name: str | None = None) -> Source:
         note = f"byte {error.start + 1}, on line {line}, is 0x{raw[error.start]:02x}"
         helps = ("save it as UTF-8",)
         raise Refusal(Diagnostic("S000", title, notes=(note,), helps=helps)) from None
+
+
+# ---- What the parser could not read, told to a person; and what it read but is no schedule.
+
+
+DECLARATIONS = (
+    "use",
+    "mesh",
+    "view",
+    "knob",
+    "require",
+    "pattern",
+    "def",
+    "step",
+    "override",
+    "drop",
+)
+STATEMENTS = ("at", "when", "expect")
+KEYWORDS = frozenset(DECLARATIONS + STATEMENTS) | {
+    *("schedule", "for", "as", "on", "of", "in", "relax", "where", "except", "else"),
+    *("or", "and", "not", "true", "false"),
+}
+NAMED = (n.Knob, n.View, n.Param, n.Pattern, n.Def)  # nodes that give their name a meaning
+RESERVED = KEYWORDS | {"model", "_"}
+CLOSING = {"(": ")", "[": "]", "{": "}"}
+WORDS = {
+    "LPAR": "`(`",
+    "RPAR": "`)`",
+    "LBRACE": "`{`",
+    "RBRACE": "`}`",
+    "LSQB": "`[`",
+    "RSQB": "`]`",
+    "EQUAL": "`=`",
+    "DOT": "`.`",
+    "COLON": "`:`",
+    "COMMA": "`,`",
+    "STRING": "a string in double quotes",
+    "INT": "a number",
+    "NAME": "a name",
+    "_NL": "the end of the line",
+    "$END": "the end of the file",
+    "SCHEDULE": "`schedule 1`",
+}
+
+
+def explain(source: Source, mistake: UnexpectedInput) -> Diagnostic:
+    """The message for what could not be read."""
+    if not isinstance(mistake, UnexpectedToken):
+        return _bad_character(source, mistake.line, mistake.column)
+    return _unclosed(source, mistake) or _unexpected(source, mistake.token, mistake.accepts)
+
+
+def _bad_character(source: Source, line: int, col: int) -> Diagnostic:
+    char = source.line(line)[col - 1 : col] or "\\r"
+    place = Span(source, line, col, line, col + 1)
+    rest = source.line(line)[col - 1 :]
+    if char == '"':
+        closing = Span(source, line, col, line, col + len(rest))
+        return Diagnostic("S001", "this string is never closed", Label(closing, 'no `"` follows'))
+    helps: tuple[str, ...] = ()
+    if char == "'":
+        helps = ('write strings in double quotes: `"..."`',)
+    elif char == ";":
+        helps = ("write one statement per line, without `;`",)
+    elif char == "%":
+        helps = ("write a percentage as a number: 0.4",)
+    shown = char if char.isprintable() else f"U+{ord(char[0]):04X}"
+    return Diagnostic("S001", f"unexpected character `{shown}`", Label(place), helps=helps)
+
+
+def _unclosed(source: Source, mistake: UnexpectedToken) -> Diagnostic | None:
+    """The bracket that is still open where the parser gave up, if it is to blame."""
+    token, ended = mistake.token, mistake.token.type == "$END"
+    opened: list[Token] = []
+    for one in mistake.interactive_parser.parser_state.value_stack:
+        if isinstance(one, Token) and one.type in OPENS:
+            opened.append(one)
+        elif isinstance(one, Token) and one.type in CLOSES:
+            opened.pop()
+    if not opened:
+        return None
+    char, bracket, found = str(opened[-1]), span_of(source, opened[-1]), span_of(source, token)
+    close = CLOSING[char]
+    wanted = {"(": "RPAR", "[": "RSQB"}.get(char) in mistake.accepts
+    if not ended and not (wanted and found.line > bracket.line):
+        return None
+    here = Label(bracket, "opened here")
+    if ended:
+        last = len(source.text.rstrip("\n").split("\n"))
+        end = len(source.line(last)) + 1
+        label = Label(
+            Span(source, last, end, last, end + 1), f"end of the file; expected `{close}`"
+        )
+    else:
+        word = re.match(r"[\w*{}]+", source.line(found.line)[found.col - 1 :])
+        width = min(3, len(word[0])) if word else 1
+        place = replace(found, end_line=found.line, end_col=found.col + width)
+        label = Label(place, f"expected `{close}` or `,` before this")
+    row = source.line(bracket.line).partition("#")[0].strip()
+    closed = (
+        "close it with `}` on a line of its own" if char == "{" else f"close it: `{row}{close}`"
+    )
+    return Diagnostic("S002", f"this `{char}` is never closed", here, (label,), helps=(closed,))
+
+
+def _unexpected(source: Source, token: Token, accepts: set[str]) -> Diagnostic:
+    place, shown = _found(source, token)
+    before = source.line(place.line)[: place.col - 1]
+    misspelt = _misspelt(before or str(token))
+    if token.type in ("_NL", "$END") and {"LPAR", "DOT", "COLON"} <= accepts and before.strip():
+        row = before.strip().split()[-1]
+        help_ = misspelt or f"add a primitive: `{row}  checkpoint()`"
+        title = f"expected `(`, `.` or `:`, found {shown}"
+        return Diagnostic("S003", title, Label(place, "the primitive is missing"), helps=(help_,))
+    expected = [WORDS[name] for name in WORDS if name in accepts]
+    if "AT" in accepts:
+        expected = ["a declaration", "a step"] if "KNOB" in accepts else ["a row", "`}`"]
+    elif "QUANTITY" in accepts:
+        expected = ["a value"]
+    elif "SCHEDULE" in accepts:
+        expected = ["`schedule 1`"]
+    wanted = " or ".join(expected[:3]) or "something else"
+    helps = [misspelt] if misspelt else []
+    first = (before.split() or [""])[0]
+    if first in DECLARATIONS and "KNOB" not in accepts and before[:1].isspace():
+        helps = [f"`{first}` must stand outside of steps and blocks"]
+    if "SCHEDULE" in accepts:
+        helps = ["a schedule begins with its version and its model: `schedule 1 for Class`"]
+    elif str(token) in KEYWORDS and "NAME" in accepts:
+        helps = [f"`{token}` is a keyword; in a selector write it in backquotes"]
+    said = tuple(helps) or _in_words(source.line(place.line))
+    return Diagnostic("S003", f"expected {wanted}, found {shown}", Label(place), helps=said)
+
+
+def _in_words(line: str) -> tuple[str, ...]:
+    """The helps for a row that is said in words, as `zero model stage 2 over dp`."""
+    words = re.match(r"\s*([a-z_]\w*)[ \t]+[^\s(]+(?:\s|$)", line)
+    if not words or words[1] in KEYWORDS:
+        return ()
+    form = "a row is a selector and a primitive: `layers.*  shard(col, over=tp)`"
+    return (*VERBS.get(words[1], ()), form)
+
+
+def _misspelt(line: str) -> str | None:
+    """The help for a line whose first word is almost one that begins a declaration."""
+    first = re.match(r"\s*([A-Za-z]+)", line)
+    if not first or first[1] in KEYWORDS:
+        return None
+    near = closest(first[1], DECLARATIONS + STATEMENTS)
+    return f"did you mean `{near}`?" if near else None
+
+
+def _found(source: Source, token: Token) -> tuple[Span, str]:
+    """Where the parser stopped, and what it saw there, in words."""
+    if token.type == "$END":
+        last = len(source.text.rstrip("\n").split("\n"))
+        end = len(source.line(last)) + 1
+        return Span(source, last, end, last, end + 1), "the end of the file"
+    if token.type == "_NL":
+        found = span_of(source, token)
+        return replace(found, end_line=found.line, end_col=found.col + 1), "the end of the line"
+    return span_of(source, token), f"`{token}`"
+
+
+# ---- what the grammar accepts and the language does not ----------------------------------
+
+
+def form_problems(file: n.File) -> list[Diagnostic]:
+    """S004 (a call on a glob or a type), S006 (the version), S007 (a reserved word bound)."""
+    found = []
+    if file.header.version != str(grammar.EDITION):
+        found.append(misfit(file.header.version, file.header.span))
+    for node in n.walk(file):
+        if isinstance(node, n.Do):
+            found += _call_on_path(node)
+        found += [_reserved(name, node.span) for name in _bound(node) if name in RESERVED]
+    return found
+
+
+def _bound(node: n.Node) -> Iterator[str]:
+    """The names that a node gives a meaning to."""
+    if isinstance(node, NAMED):
+        yield node.name
+    elif isinstance(node, n.Use) and node.alias:
+        yield node.alias
+    elif isinstance(node, n.Mesh):
+        yield from (arg.name for arg in node.args if isinstance(arg, n.Keyword))
+
+
+def _reserved(name: str, span: Span) -> Diagnostic:
+    label = Label(span, f"declares `{name}`")
+    return Diagnostic("S007", f"`{name}` is a keyword of the language", label, helps=("rename it",))
+
+
+def _call_on_path(do: n.Do) -> Iterator[Diagnostic]:
+    path = do.path
+    if path.type is not None:
+        left = ".".join(seg.text for seg in path.segs)
+        label = Label(path.span, "`:` selects modules by their class")
+        title = "a selector and its primitive are separated by a space"
+        help_ = f"write `{left}  {path.type}(...)`"
+        yield Diagnostic("S004", title, label, helps=(help_,))
+    elif path.maybe or any(seg.index or not seg.text.isidentifier() for seg in path.segs):
+        label = Label(path.span, "this is a selector without a primitive")
+        title = "the primitive is missing"
+        yield Diagnostic("S004", title, label, helps=("write `selector  primitive(...)`",))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -47,16 +47,16 @@ class Assembly:
     micro: int
     parameters: Mapping[str, nn.Parameter]
     holdings: Mapping[str, Holding]
-    buffer_stages: Mapping[str, frozenset[int] | None]
-    # the place whose value of a buffer counts: of stages laid twice, that of the first replica
-    buffer_homes: Mapping[str, int]
     ties: tuple[tuple[str, ...], ...]
     keys: tuple[str, ...]  # of the original's state_dict, in order
     sums: tuple[Sum, ...]
     sliced: Mapping[int, Sliced]  # stage -> its units
     weight: Weight
-    last_rank: int  # a rank of the last stage, at place 0 of all other axes
     stage_axis: str | None = None
+    last_rank: int = 0  # a rank of the last stage, at place 0 of all other axes
+    buffer_stages: Mapping[str, frozenset[int] | None] = field(default_factory=dict)
+    # the place whose value of a buffer counts: of stages laid twice, that of the first replica
+    buffer_homes: Mapping[str, int] = field(default_factory=dict)
     early: EarlySums | None = None
     compressor: Compressor | None = None  # does the sums that follow, in fewer bytes
     dropout: LogicalDropout | NativeDropout | None = None

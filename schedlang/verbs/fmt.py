@@ -32,7 +32,7 @@ def fmt(
     edition (`schedule 1` names it) to the edition of this schedlang, and says what it changed.
     """
     from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-    from schedlang.language.editions import Upgraded, upgraded
+    from schedlang.language.grammar import Upgraded, upgraded
     from schedlang.language.printer import fmt as canonical
     from schedlang.language.syntax import read
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from schedlang.diagnostics.diagnostic import quoted
 from schedlang.ir.primitive import Primitive
 from schedlang.language.value import shown
-from schedlang.passes.elaborate.fold import folded
+from schedlang.passes.elaborate.rows import folded
 from schedlang.passes.elaborate.state import arguments_text
 from schedlang.viz.elements import framed
 

@@ -12,8 +12,8 @@ from schedlang.ir.placement import Layout
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
 from schedlang.language.value import shown
-from schedlang.passes.elaborate.fold import alike, pattern
 from schedlang.passes.elaborate.record import record
+from schedlang.passes.elaborate.rows import alike, pattern
 from schedlang.passes.elaborate.state import arguments_text, short
 from schedlang.passes.simulate.account import ACTIVATIONS, Account
 from schedlang.passes.simulate.traffic import Collective

@@ -10,9 +10,9 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, guess, unknown
 from schedlang.diagnostics.source import Span
 from schedlang.diagnostics.tables import size
 from schedlang.language import nodes as n
-from schedlang.language import spelling
+from schedlang.language import printer
 from schedlang.passes.elaborate.bases import spliced
-from schedlang.passes.elaborate.fold import folded
+from schedlang.passes.elaborate.rows import folded
 
 if TYPE_CHECKING:
     from schedlang.ir.plan import Action, Plan
@@ -62,12 +62,12 @@ def _trails(node: object, span: Span, above: tuple[str, ...]) -> Iterator[tuple[
             yield from _trails(item, span, above)
     elif isinstance(node, n.Rule):
         if node.call.span == span:
-            yield (*above, spelling.paths(node.paths))
+            yield (*above, printer.paths(node.paths))
     elif isinstance(node, n.Do):
         if node.call.span == span:
             yield above
     elif isinstance(node, n.At):
-        paths = spelling.paths(node.paths)
+        paths = printer.paths(node.paths)
         yield from _trails(node.block.body, span, (*above, paths))
     elif isinstance(node, n.When):
         orelse = node.orelse.body if node.orelse else ()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.language.in_python import spelled
+from schedlang.language.lift import spelled
 from tests.proofs import planned
 
 ROWS = (

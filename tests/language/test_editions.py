@@ -11,8 +11,8 @@ from typer.testing import CliRunner, Result
 from schedlang.cli import app
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source
-from schedlang.language import editions
-from schedlang.language.editions import Change, upgraded
+from schedlang.language import grammar
+from schedlang.language.grammar import Change, upgraded
 from schedlang.language.syntax import parse
 
 OLD = "# remat is a name here\n\nschedule 1 for Net\n\nlayers.*  remat()  # all of them\n"
@@ -25,8 +25,8 @@ def third(monkeypatch: pytest.MonkeyPatch) -> None:
     first = Change("`remat` is `checkpoint`", lambda text: text.replace(" remat(", " checkpoint("))
     idle = Change("`cast` is `dtype`", lambda text: text.replace(" cast(", " dtype("))
     then = Change("`checkpoint` is `recompute`", lambda t: t.replace("checkpoint(", "recompute("))
-    monkeypatch.setattr(editions, "EDITION", 3)
-    monkeypatch.setattr(editions, "CHANGES", {1: [first, idle], 2: [then]})
+    monkeypatch.setattr(grammar, "EDITION", 3)
+    monkeypatch.setattr(grammar, "CHANGES", {1: [first, idle], 2: [then]})
 
 
 def run(*words: object) -> Result:

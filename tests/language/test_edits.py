@@ -10,8 +10,8 @@ from torch import nn
 import schedlang
 from schedlang.diagnostics.source import Source
 from schedlang.language import nodes as n
-from schedlang.language.edits import folded
-from schedlang.language.spelling import path
+from schedlang.language.nodes import folded
+from schedlang.language.printer import path
 from schedlang.language.syntax import parse
 from tests import models
 

@@ -11,7 +11,7 @@ import pytest
 
 from schedlang.diagnostics.diagnostic import Refusal, unknown
 from schedlang.diagnostics.source import Source
-from schedlang.ir.fitting import remedies, remedy
+from schedlang.ir.placement import remedies, remedy
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.elaborate.state import Settings

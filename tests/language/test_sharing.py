@@ -186,7 +186,8 @@ def _drawn_alike(drawn: Drawn) -> None:
     for place, row in enumerate(plan.actions):
         before = replace(plan, actions=plan.actions[:place])
         met = [a for a in before.actions if any(legality.meetings(plan, a.sites, row.sites))]
-        assert list(legality._met(before, row.sites)) == met
+        near = sorted(before.trail.around(row.sites, plan.model.ties))
+        assert [before.actions[one] for one in near] == met
 
 
 def test_a_mapping_with_puts_is_a_dict_with_puts() -> None:
@@ -201,8 +202,12 @@ def test_a_mapping_with_puts_is_a_dict_with_puts() -> None:
     for one, items in [*older, (known, want)]:
         assert list(one.items()) == list(items.items())
         assert one == items and [one.get(k, -1) for k in "ab"] == one.many("ab", -1)
+        assert [one.get(k, -2) for k in "ab"] == one.many(
+            "ab", -2
+        )  # asked again, for another value
         assert one.own == {k: v for k, v in items.items() if k != "a"}
-        assert pickle.loads(pickle.dumps(one)) == items
+        sent = pickle.loads(pickle.dumps(one))
+        assert sent == items and sent.many("ab", -1) == one.many("ab", -1)
 
 
 def test_values_spread_over_modules_are_those_at_each() -> None:

@@ -350,7 +350,7 @@ def test_cuts() -> None:
     """Even, by name, by index: what precedes the trunk is first, what follows it is last."""
     assert cuts.even(UNITS, 2) == (0, 0, 0, 0, 1, 1, 1)
     assert cuts.even(UNITS, 5) == (0, 0, 1, 2, 3, 4, 4)
-    assert cuts.at_indices(UNITS, [1, 4]) == (0, 0, 1, 1, 1, 2, 2)
+    assert cuts.at_units(UNITS, ["h.1", "h.4"]) == (0, 0, 1, 1, 1, 2, 2)
     assert cuts.at_units(UNITS, ["h.2", "head"]) == (0, 0, 0, 1, 1, 1, 2)
     assert cuts.at_units(UNITS, ["head", "h.2"]) == (0, 0, 0, 1, 1, 1, 2)  # any order
 
@@ -368,7 +368,8 @@ def test_balanced_is_best() -> None:
                 sums[stage] = sums.get(stage, 0) + unit.params
             return max(sums.values())
 
-        every = (cuts.at_indices(UNITS, places) for places in combinations(range(1, 5), stages - 1))
+        starts = combinations(["h.1", "h.2", "h.3", "h.4"], stages - 1)
+        every = (cuts.at_units(UNITS, names) for names in starts)
         assert largest(found) == min(largest(other) for other in every)
         assert sorted(set(found)) == list(range(stages))
 
@@ -380,7 +381,6 @@ def test_balanced_is_best() -> None:
         (lambda: cuts.at_units(UNITS, ["h.9"]), "did you mean"),
         (lambda: cuts.at_units(UNITS, ["h.3", "h.1", "h.3"]), "two stages start at one module"),
         (lambda: cuts.at_units(UNITS, ["embed"]), "`embed` is the first module"),
-        (lambda: cuts.at_indices(UNITS, [0]), "no cut is possible before module 0"),
     ],
 )
 def test_cuts_refused(call: Any, message: str) -> None:

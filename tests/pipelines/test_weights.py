@@ -90,7 +90,7 @@ def test_no_other_cut_is_lighter(balance: str) -> None:
         runs = [(s, stage_of.index(s), stage_of.index(s) + stage_of.count(s)) for s in range(3)]
         return max(weight(*run) for run in runs)
 
-    every = [cuts.at_indices(units, places) for places in combinations(range(1, 6), 2)]
+    every = [cuts.at_units(units, starts) for starts in combinations(graph.units[1:], 2)]
     found = heaviest(cuts.balanced(units, 3, weight))
     assert found == min(map(heaviest, every)) < max(map(heaviest, every))
 

@@ -11,7 +11,7 @@ from schedlang.diagnostics.source import Source
 from schedlang.ir.primitive import Primitive, load_all, registry
 from schedlang.language import nodes as n
 from schedlang.language.binding import surface
-from schedlang.language.misread import walk
+from schedlang.language.nodes import walk
 from schedlang.language.syntax import parse
 
 Row = n.Rule | n.Do  # with a path, and about the model

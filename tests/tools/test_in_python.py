@@ -17,7 +17,7 @@ from torch import nn
 
 import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.language.in_python import spelled
+from schedlang.language.lift import spelled
 from schedlang.schedule import Schedule
 from tests.tools.test_api import Block
 
@@ -343,10 +343,7 @@ def test_no_optimizer_before_the_first_batch() -> None:
 
 def test_verbs_need_not_be_loaded_before() -> None:
     """In a process that has met no verb yet a row is spelled as in any other."""
-    code = (
-        "from schedlang.language.in_python import spelled\n"
-        "print(spelled('`zero(stage=1, over=dp)`'))"
-    )
+    code = "from schedlang.language.lift import spelled\nprint(spelled('`zero(stage=1, over=dp)`'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == '`sch.zero(stage=1, over="dp")`', done
 

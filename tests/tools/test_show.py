@@ -8,7 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from schedlang.diagnostics.tables import number, size
-from schedlang.passes.elaborate.fold import pattern
+from schedlang.passes.elaborate.rows import pattern
 from schedlang.passes.simulate.account import account, delta
 from schedlang.pipeline.timeline import timing
 from schedlang.viz.picture import page, picture
