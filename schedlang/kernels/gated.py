@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from schedlang.kernels import check
 from schedlang.kernels.device import count, matrix, runs_kernel, tl, triton, wide
 from schedlang.kernels.rows import launch
 
@@ -269,17 +270,13 @@ packed_forward.register_autograd(_differentiate_packed, setup_context=_save_pack
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(check.Case):
     """One gated product to run: `shape` is that of gate and of up."""
 
     kernel: ClassVar[str] = "gated"
-    shape: tuple[int, ...]
-    dtype: str = "float32"
     act: str = "silu"
     pack: str = ""  # "gate first" or "up first": in one tensor
     scale: float = 1.0
-    seed: int = 0
-    strided: bool = False
 
     def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
         """The tensors that it is differentiated by, in float32."""

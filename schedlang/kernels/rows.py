@@ -21,9 +21,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, warps: int, **consta
 
 def forward(
     kernel: Any,
-    inputs: tuple[Tensor, ...],
-    given: tuple[Tensor, ...],
-    made: tuple[torch.dtype, ...],
+    inputs: tuple[Tensor | None, ...],
+    given: tuple[Tensor | None, ...],
+    made: tuple[torch.dtype | None, ...],
     numbers: int,
     *scalars: float,
     groups: int = 1,
@@ -33,25 +33,24 @@ def forward(
 
     The kernel takes inputs, given, results, numbers, how many rows, their size, the inputs' strides
     and the scalars.  Rows fall into `groups` of one size, which is what the kernel is told for
-    theirs: a program's second number is its group, and `numbers` are those of each group.
+    theirs: a program's second number is its group, and `numbers` are those of each group.  For None
+    the kernel gets the first input, which it must not use so; such results are empty.
     """
-    rows = [matrix(x) for x in inputs]
-    x, (length, size) = inputs[0], rows[0].shape
-    size //= groups
+    x, rows = _rows(inputs)
+    length, size = rows[0].shape[0], rows[0].shape[1] // groups
     height, block, warps = tile(size)
-    lines = x.shape[:-1] if groups == 1 else (*x.shape[:-1], groups)
-    results = [torch.empty(x.shape, dtype=kind, device=x.device) for kind in made]
+    results = _made(x, made)
+    lines = (*x.shape[:-1], groups)
     results += [torch.empty(lines, dtype=torch.float32, device=x.device) for _ in range(numbers)]
-    strides = (each.stride(0) for each in rows)
     launch(
         kernel,
         (triton.cdiv(length, height), groups),
         *rows,
-        *given,
-        *results,
+        *_present(given, rows[0]),
+        *(t if t.numel() else rows[0] for t in results),
         length,
         size,
-        *strides,
+        *(each.stride(0) for each in rows),
         *scalars,
         ROWS=height,
         BLOCK=block,
@@ -64,9 +63,9 @@ def forward(
 
 def backward(
     kernel: Any,
-    inputs: tuple[Tensor, ...],
-    given: tuple[Tensor, ...],
-    made: tuple[torch.dtype, ...],
+    inputs: tuple[Tensor | None, ...],
+    given: tuple[Tensor | None, ...],
+    made: tuple[torch.dtype | None, ...],
     sums: int,
     *scalars: float,
     groups: int = 1,
@@ -75,27 +74,27 @@ def backward(
     """Gradients of the inputs' shape in the types `made`, and so many float32 sums over rows.
 
     The kernel takes inputs, given, the gradients, the sums of each program, how many rows, their
-    size, the inputs' strides, how many tiles a program takes, and the scalars; `groups` as above.
+    size, the inputs' strides, how many tiles a program takes, and the scalars; `groups` and None as
+    above.
     """
-    rows = [matrix(x) for x in inputs]
-    x, (length, width) = inputs[0], rows[0].shape
+    x, rows = _rows(inputs)
+    length, width = rows[0].shape
     size = width // groups
     height, block, warps = tile(size)
     tiles = triton.cdiv(length, height)
     parts = min(tiles, max(1, programs(x) // groups))
-    grads = [torch.empty(x.shape, dtype=kind, device=x.device) for kind in made]
+    grads = _made(x, made)
     partial = torch.empty((parts, sums, width), dtype=torch.float32, device=x.device)
-    strides = (each.stride(0) for each in rows)
     launch(
         kernel,
         (parts, groups),
         *rows,
-        *given,
-        *grads,
+        *_present(given, rows[0]),
+        *(t if t.numel() else rows[0] for t in grads),
         partial,
         length,
         size,
-        *strides,
+        *(each.stride(0) for each in rows),
         triton.cdiv(tiles, parts),
         *scalars,
         ROWS=height,
@@ -105,6 +104,23 @@ def backward(
     )
     count(True)
     return *grads, *(partial[:, i].sum(0) for i in range(sums))  # each its own: no views of one
+
+
+def _rows(inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, list[Tensor]]:
+    """(the first input, all of them as rows)."""
+    first = inputs[0]
+    assert first is not None
+    lines = matrix(first)
+    return first, [lines, *(lines if x is None else matrix(x) for x in inputs[1:])]
+
+
+def _made(x: Tensor, kinds: tuple[torch.dtype | None, ...]) -> list[Tensor]:
+    shapes = [(0,) if kind is None else x.shape for kind in kinds]
+    return [torch.empty(s, dtype=k or x.dtype, device=x.device) for s, k in zip(shapes, kinds)]
+
+
+def _present(given: tuple[Tensor | None, ...], instead: Tensor) -> list[Tensor]:
+    return [instead if t is None else t.contiguous() for t in given]
 
 
 if triton is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.kernels.norm import LONGEST_CENTRED, Case, add_norm, fits
+from schedlang.kernels.norm import LONGEST_OF_MORE, Case, add_norm, fits
 from schedlang.kernels.norm_probes import Norm, probe_norm
 from schedlang.kernels.probe import Mismatch
 from schedlang.runtime.forward import decorated
@@ -227,8 +227,8 @@ class Summing:
             leave(self.module, "add_norm", "it adds two tensors of the same shape", a=a, b=b)
             total = a + b
             return total, owner(total)
-        if a.shape[-1] > LONGEST_CENTRED:
-            said = f"its rows have at most {LONGEST_CENTRED} elements"
+        if a.shape[-1] > LONGEST_OF_MORE:
+            said = f"its rows have at most {LONGEST_OF_MORE} elements"
             leave(self.module, "add_norm", said, a=a)
         norm = self.found.norms[name]
         weight = a.new_ones(a.shape[-1]) if norm.weight is None else getattr(owner, norm.weight)
