@@ -17,7 +17,8 @@ from schedlang.ir import nests as pytree
 from schedlang.runtime import scope
 from schedlang.runtime.batch import Batch, Part, dotted, rows_of
 from schedlang.runtime.comm.collectives import Group
-from schedlang.runtime.context_parallel import Layout, Mask
+from schedlang.runtime.context_parallel.masks import Mask
+from schedlang.runtime.context_parallel.token_layout import Layout
 from schedlang.runtime.sequence_pipelining.model_calls import items_of
 from schedlang.runtime.sequence_pipelining.slices import Place, length_of, runs_along, sections
 
