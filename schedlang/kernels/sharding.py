@@ -35,12 +35,12 @@ Rule = Callable[..., list[Way]]
 MODULES = (gated, grouped, linear_cross_entropy, norm, rope)
 
 
-def _rows(results: Sequence[str], arguments: str, last: bool = False) -> Rule:
+def _rows(results: Sequence[str], arguments: str, last: int | None = None) -> Rule:
     """A rule for operators on rows: split along any dim of the first argument but its last.
 
     Letters say what each result and argument is: "x" rows, split along; "w" the same for all rows,
     "p" a sum over rows, "-" no tensor; a number rows where that argument is a tensor, else empty.
-    `last`: the last dim may be split as well.
+    The last dim may be split as well where argument number `last` is a tensor.
     """
 
     def rule(first: Any, *others: Any) -> list[Way]:
@@ -54,7 +54,7 @@ def _rows(results: Sequence[str], arguments: str, last: bool = False) -> Rule:
             return [kinds[letter] for letter in letters]
 
         ways: list[Way] = []
-        for along in (None, *map(Shard, range(first.ndim - (not last)))):
+        for along in (None, *map(Shard, range(first.ndim - (last is None or none[last])))):
             inputs: list[Placement | None] = [*lie(arguments.replace("-", "w"), along)]
             for place, missing in enumerate(none):
                 inputs[place] = None if missing else inputs[place]
@@ -109,10 +109,8 @@ RULES: dict[str, Rule] = {
     "norm_forward": _rows("1xxx", "xxxww-------"),
     "norm_backward": _rows("xpp3", "xxxxwxx------"),
     "rope_turn": _turned,
-    "gated_forward": _rows("x", "xx-", last=True),
-    "gated_backward": _rows("xx", "xxx-", last=True),
-    "packed_forward": _rows("x", "x--"),
-    "packed_backward": _rows("x", "xx--"),
+    "gated_forward": _rows("x", "xx--", last=1),
+    "gated_backward": _rows("x2", "xxx--", last=2),
     "linear_statistics_forward": _rows("xxx", "xwwx---"),
     "linear_statistics_backward": _rows("xpp", "xwwxxxxx-----"),
     "linear_weighed": _rows("pxpp", "xwwxx------"),

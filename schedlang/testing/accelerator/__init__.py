@@ -17,7 +17,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from schedlang.testing.accelerator.build import Unavailable, unavailable
+    from schedlang.testing.accelerator.device import Unavailable, unavailable
+    from schedlang.testing.accelerator.group import Deadlock, Mismatch
     from schedlang.testing.accelerator.simulation import (
         Operation,
         Raced,
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
         could_overlap,
         simulated,
     )
-    from schedlang.testing.accelerator.works import Deadlock, Mismatch
     from schedlang.testing.accelerator.worlds import close, current, spawn
 
 __all__ = [
@@ -48,8 +48,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "build": ("Unavailable", "unavailable"),
-    "works": ("Deadlock", "Mismatch"),
+    "device": ("Unavailable", "unavailable"),
+    "group": ("Deadlock", "Mismatch"),
     "worlds": ("close", "current", "spawn"),
 }
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from schedlang.testing.accelerator import build
+from schedlang.testing.accelerator import device
 
 _PRELOAD = ("torch", "torch.distributed", "cloudpickle", "schedlang.testing.accelerator.warm")
 _pool: Any = None
@@ -38,8 +38,8 @@ def spawn(
     `current()` is the simulation of a rank. An error of a rank is raised as
     `schedlang.runtime.launch.pool.RankDied`.
     """
-    if reason := build.unavailable():
-        raise build.Unavailable(reason)
+    if reason := device.unavailable():
+        raise device.Unavailable(reason)
     options = {
         "backend": backend,
         "devices": devices or max(8, ranks),
@@ -75,7 +75,7 @@ def _ranks() -> Any:
     from schedlang.runtime.launch.pool import Pool
 
     if _pool is None or not _pool._finalizer.alive or _pool._owner != os.getpid():
-        build.load()  # compiled here, where an error can be told
+        device.load()  # compiled here, where an error can be told
         _pool = Pool(preload=_PRELOAD)
         atexit.register(_pool.close)
     return _pool

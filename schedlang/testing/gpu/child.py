@@ -26,8 +26,10 @@ LOST = 17  # the exit code where the device can no longer be used
 def cases_of(name: str, setup: Setup, words: str = "") -> list[Case]:
     """The cases of a part, or those whose names begin with some words."""
     part = next(part for part in PARTS if part.name == name)
-    home = import_module(f"schedlang.testing.gpu.{part.home}")
-    return [case for case in home.cases(setup) if case.name.startswith(words)]
+    home, _, function = part.home.partition(".")
+    module = import_module(f"schedlang.testing.gpu.{home}")
+    every: list[Case] = getattr(module, function or "cases")(setup)
+    return [case for case in every if case.name.startswith(words)]
 
 
 def found_of(part: str, case: Case, check: Callable[[], object] = bool) -> Found:
