@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from schedlang.kernels import check
-from schedlang.kernels.device import count, matrix, runs_kernel, tl, triton, wide
-from schedlang.kernels.rows import launch
+from schedlang.kernels.device import count, launch, matrix, runs_kernel, tl, triton, wide
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

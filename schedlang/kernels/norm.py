@@ -27,16 +27,23 @@ import torch
 from torch import Tensor
 
 from schedlang.kernels import check
-from schedlang.kernels.device import LONGEST, count, runs_kernel, tl, triton, wide
+from schedlang.kernels.device import (
+    LONGEST,
+    backward,
+    count,
+    forward,
+    runs_kernel,
+    tl,
+    triton,
+    wide,
+)
 from schedlang.kernels.gated import ACTIVATIONS, BACKWARD
-from schedlang.kernels.rows import backward, forward
 
 if triton is not None:
+    from schedlang.kernels.device import load_rows, load_vector, rounded, store_rows, tile_of
     from schedlang.kernels.gated import activation
-    from schedlang.kernels.rows import load_rows, load_vector, rounded, store_rows, tile_of
 
-# elements of a row, or of a group of one, with a mean, a sum or a gate; of twice as many some spill
-LONGEST_OF_MORE = 8192
+LONGEST_OF_MORE = 8192  # elements of a group with a mean, sum or gate; of twice as many some spill
 
 
 @dataclass(frozen=True)
@@ -406,12 +413,6 @@ if triton is not None:
             tl.store(place + width, by_bias, mask=columns < size)
 
 
-def _takes(form: Form, added: Tensor | None, x: Tensor, *others: Tensor | None) -> bool:
-    """Tell whether the kernel takes these tensors; `added` before the norm, or its gradient."""
-    longest = form.longest if added is None else LONGEST_OF_MORE
-    return runs_kernel(x, added, *others, longest=longest)
-
-
 def _constants(x: Tensor, weight: Tensor, added: Tensor | None, form: Form) -> dict[str, Any]:
     return {
         "groups": form.groups,
@@ -446,7 +447,8 @@ def norm_forward(
     form = Form(bool(centred), eps, offset, rounding, act, first, groups)
     assert centred or bias is None, "an RMSNorm with a bias"
     assert bool(act) == (gate is not None), "an activation, and a gate"
-    if not _takes(form, other, x, gate, weight, bias):
+    longest = form.longest if other is None else LONGEST_OF_MORE
+    if not runs_kernel(x, other, gate, weight, bias, longest=longest):
         count(False)
         return _by_torch(x, other, gate, weight, bias, form)
     total, y, mean, rstd = forward(
@@ -465,9 +467,7 @@ def norm_forward(
 
 @norm_forward.register_fake
 def _(x: Tensor, other: Tensor | None, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *tensors, centred, eps, offset, rounding, act, first, groups = given
-    form = Form(bool(centred), eps, offset, rounding, act, first, groups)
-    return _by_torch(x, other, *tensors, form)
+    return _by_torch(x, other, *given[:3], Form(bool(given[3]), *given[4:]))
 
 
 def _by_torch(
@@ -500,7 +500,8 @@ def norm_backward(
     empty where there is none.  An RMSNorm needs no `mean`.
     """
     form = Form(bool(centred), None, offset, rounding, act, first, groups)
-    if not _takes(form, dtotal, x, dy, gate, weight, rstd):
+    longest = form.longest if dtotal is None else LONGEST_OF_MORE
+    if not runs_kernel(x, dtotal, dy, gate, weight, rstd, longest=longest):
         count(False)
         return _back_by_torch(dy, x, dtotal, gate, weight, mean, rstd, form)
     dx, dgate, dweight, *more = backward(
@@ -518,9 +519,8 @@ def norm_backward(
 
 @norm_backward.register_fake
 def _(dy: Tensor, x: Tensor, dtotal: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
-    *tensors, centred, offset, rounding, act, first, groups = given
-    form = Form(bool(centred), None, offset, rounding, act, first, groups)
-    return _back_by_torch(dy, x, dtotal, *tensors, form)
+    form = Form(bool(given[4]), None, *given[5:])
+    return _back_by_torch(dy, x, dtotal, *given[:4], form)
 
 
 def _back_by_torch(

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from schedlang.kernels import check
-from schedlang.kernels.device import count, runs_kernel, tl, triton, wide
-from schedlang.kernels.rows import launch
+from schedlang.kernels.device import count, launch, runs_kernel, tl, triton, wide
 
 if triton is not None:
-    from schedlang.kernels.rows import rounded
+    from schedlang.kernels.device import rounded
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.kernels.norm import LONGEST_OF_MORE, Case, add_norm, fits
 from schedlang.kernels.norm_probes import Norm, probe_norm
-from schedlang.kernels.probe import Mismatch
+from schedlang.kernels.probe import Mismatch, seen
 from schedlang.runtime.forward import decorated
 from schedlang.runtime.fusion.dataflow import (
     Given,
@@ -29,7 +29,6 @@ from schedlang.runtime.fusion.dataflow import (
     touched,
     writes,
 )
-from schedlang.runtime.kernel_injection.probe_cache import seen
 from schedlang.runtime.left import leave
 
 # -- the probe -------------------------------------------------------------------------------------

@@ -25,10 +25,12 @@ if TYPE_CHECKING:
         Report,
         Simulation,
         Synchronisation,
+        close,
         could_overlap,
+        current,
         simulated,
+        spawn,
     )
-    from schedlang.testing.accelerator.worlds import close, current, spawn
 
 __all__ = [
     "Deadlock",
@@ -50,7 +52,6 @@ __all__ = [
 _HOMES = {
     "device": ("Unavailable", "unavailable"),
     "group": ("Deadlock", "Mismatch"),
-    "worlds": ("close", "current", "spawn"),
 }
 
 
