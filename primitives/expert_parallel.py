@@ -192,7 +192,7 @@ class expert_parallel(Primitive):  # noqa: N801
 
     def _inner(self, site: Site, plan: Plan) -> Any:
         """How every expert of the module is cut inside, or None; tried once for all equal ones."""
-        from schedlang.runtime.kernel_injection.probe_cache import seen
+        from schedlang.kernels.probe import seen
 
         module = plan.model.model.get_submodule(site.fqn)
         key = ("inner of experts", seen(module))
@@ -204,7 +204,7 @@ class expert_parallel(Primitive):  # noqa: N801
 
     def _experts(self, site: Site, plan: Plan) -> Any:
         """The experts of the module, or why it has none; tried once for all that are equal."""
-        from schedlang.runtime.kernel_injection.probe_cache import seen
+        from schedlang.kernels.probe import seen
 
         module = plan.model.model.get_submodule(site.fqn)
         key = ("experts", seen(module))

@@ -137,7 +137,7 @@ class fuse(Lowered, Tried, Gaining, Resolved):  # noqa: N801
 
         from schedlang.runtime.device import device_of
         from schedlang.runtime.fusion.checked import check_fused
-        from schedlang.runtime.rowwise_kernels.child import interpreted
+        from schedlang.runtime.rowwise_kernels.launch import interpreted
 
         module = copy.deepcopy(plan.model.model.get_submodule(site.fqn))
         self._compile(module, site, plan)

@@ -186,8 +186,8 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
 
     def _found(self, site: Site, plan: Plan) -> Any:
         """What probing says of a module, asked once for all that are equal."""
+        from schedlang.kernels.probe import judged
         from schedlang.runtime.kernel_injection.kernel import match
-        from schedlang.runtime.kernel_injection.probe_cache import judged
 
         module = plan.model.model.get_submodule(site.fqn)
         probe = partial(match, kernel=self.kernel)

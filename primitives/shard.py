@@ -449,7 +449,7 @@ def plain(site: Site, kind: str, plan: Plan) -> bool:
     """Does the module compute what its class says?  Tried once for all that are equal."""
     if plan.model.computes_as(site.fqn, kind):
         return True
-    from schedlang.runtime.kernel_injection.probe_cache import seen
+    from schedlang.kernels.probe import seen
 
     module = plan.model.model.get_submodule(site.fqn)
     key = ("plain", kind, seen(module))

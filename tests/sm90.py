@@ -18,7 +18,6 @@ from triton.backends.compiler import GPUTarget
 from schedlang.kernels import (
     cross_entropy,
     gated,
-    gated_norm,
     norm,
     rope,
 )
@@ -113,15 +112,16 @@ def _norm_kernels(size: int, dtype: torch.dtype, add: bool, centred: bool, early
     x, weight = torch.zeros(16, size, dtype=dtype), torch.zeros(size, dtype=dtype)
     row, partial = torch.zeros(16), torch.zeros(16, 2 if centred else 1, size)
     options = {"ADD": add, "CENTRED": centred, "EARLY": early, **_options(size)}
+    options |= {"GATE": "", "ACT": "", "SAME": True}
     named = {"size": size, "dtype": str(dtype), "centred": centred, "early": early}
-    forward = (x, x, weight, weight, x, x, row, row, 16, size, size, size, 1e-6, 0.0)
+    forward = (x, x, x, weight, weight, x, x, row, row, 16, size, *[size] * 3, 1e-6, 0.0)
     made = norm.forward_kernel.warmup(*forward, BIAS=centred, **options)
     yield {"kernel": "forward"} | named, made
     if add and dtype == torch.float32:  # as under a cast: what is added is bfloat16
         mixed = (x, x.bfloat16(), *forward[2:])
         made = norm.forward_kernel.warmup(*mixed, BIAS=centred, **options)
         yield {"kernel": "forward, two types"} | named, made
-    back = (x, x, x, weight, row, row, x, partial, 16, size, *[size] * 3, 1, 0.0)
+    back = (x, x, x, x, weight, row, row, x, x, partial, 16, size, *[size] * 4, 1, 0.0)
     yield {"kernel": "backward"} | named, norm.backward_kernel.warmup(*back, **options)
 
 
@@ -135,14 +135,14 @@ def rms_norm_kernels() -> Made:
 def layer_norm_kernels() -> Made:
     """Both kernels, with a bias, from short rows to the longest."""
     for size, dtype in SIZES:
-        yield from _norm_kernels(min(size, norm.LONGEST_CENTRED), dtype, False, True, False)
+        yield from _norm_kernels(min(size, norm.LONGEST_OF_MORE), dtype, False, True, False)
 
 
 def add_norm_kernels() -> Made:
     """Both kernels of both norms, from short rows to the longest."""
     for size, dtype in SIZES:
         for centred in (False, True):
-            yield from _norm_kernels(min(size, norm.LONGEST_CENTRED), dtype, True, centred, True)
+            yield from _norm_kernels(min(size, norm.LONGEST_OF_MORE), dtype, True, centred, True)
 
 
 def gated_kernels() -> Made:
@@ -188,19 +188,21 @@ def cross_entropy_kernels() -> Made:
 
 def gated_norm_kernels() -> Made:
     """Both kernels, a gate before groups of channels and after whole rows, of all lengths."""
-    for size, dtype in ((min(size, gated_norm.LONGEST), dtype) for size, dtype in SIZES):
+    for size, dtype in ((min(size, norm.LONGEST_OF_MORE), dtype) for size, dtype in SIZES):
         for first in (False, True):
             width = 8 * size if first else size
             x, weight = torch.zeros(16, width, dtype=dtype), torch.zeros(width, dtype=dtype)
             rstd, partial = torch.zeros(16, 8), torch.zeros(16, width)
-            options = {"ACT": "silu", "FIRST": first, "EARLY": True, "SAME": True}
+            options = {"ADD": False, "CENTRED": False, "EARLY": True, "SAME": True, "ACT": "silu"}
             options |= _options(size) | {"grid": (1, width // size)}
+            options["GATE"] = "before" if first else "after"
             named = {"size": size, "dtype": str(dtype), "first": first}
-            forward = (x, x, weight, x, rstd, 16, size, width, width, 1e-6, 0.0)
-            made = gated_norm.forward_kernel.warmup(*forward, **options)
+            forward = (x, x, x, weight, x, x, x, rstd, rstd, 16, size, *[width] * 3, 1e-6, 0.0)
+            made = norm.forward_kernel.warmup(*forward, BIAS=False, **options)
             yield {"kernel": "forward"} | named, made
-            back = (x, x, x, weight, rstd, x, x, partial, 16, size, *[width] * 3, 1, 0.0)
-            made = gated_norm.backward_kernel.warmup(*back, **options)
+            given = (x, x, x, x, weight, rstd, rstd, x, x, partial)
+            back = (*given, 16, size, *[width] * 4, 1, 0.0)
+            made = norm.backward_kernel.warmup(*back, **options)
             yield {"kernel": "backward"} | named, made
 
 

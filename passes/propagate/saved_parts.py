@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from schedlang.passes.partition.chains import Chains
     from schedlang.passes.propagate.propagate import Traced
     from schedlang.remat.again import Again
-    from schedlang.runtime.context_parallel import Layout
+    from schedlang.runtime.context_parallel.token_layout import Layout
     from schedlang.runtime.propagation.trace import Saved
 
 # ---- How ranks split what a module saves for backward: the blocks that one process has to round.
@@ -270,7 +270,7 @@ class TokenParts:
         return _placed(rows, 1, self._layout(rows.shape[1]), change).flatten(0, 1)
 
     def _layout(self, total: int) -> Layout:
-        from schedlang.runtime.context_parallel import Layout
+        from schedlang.runtime.context_parallel.token_layout import Layout
 
         return Layout.of(self.kind, total, self.ranks)
 

@@ -12,11 +12,12 @@ import json
 import os
 import subprocess
 import sys
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,30 +44,25 @@ class Comparison:
     ok: bool
 
 
-class Case(Protocol):
-    """One run of a kernel: a frozen dataclass of plain values, in the file of the kernel."""
+@dataclass(frozen=True)
+class Case:
+    """One run of a kernel, of plain values; the file of a kernel has its own kind.
+
+    `shape` is that of the first tensor, `dtype` the type of all floating ones; `strided`: the
+    elements of a row are not adjacent in memory.
+    """
 
     kernel: ClassVar[str]  # the file
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    seed: int = field(default=0, kw_only=True)
+    strided: bool = field(default=False, kw_only=True)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the first tensor."""
-
-    @property
-    def dtype(self) -> str:
-        """The type of all floating tensors."""
-
-    @property
-    def seed(self) -> int:
-        """The seed of the tensors."""
-
-    @property
-    def strided(self) -> bool:
-        """True where the elements of a row are not adjacent in memory."""
-
+    @abstractmethod
     def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
         """The tensors that it is differentiated by, in float32; `normal(*shape)` draws."""
 
+    @abstractmethod
     def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
         """Run the kernel, or its reference, on them in their own type."""
 
@@ -151,7 +147,7 @@ def run_kernel_check(
 
 
 def _encode(case: Case) -> dict[str, Any]:
-    return {"kernel": case.kernel, "fields": asdict(cast(Any, case))}
+    return {"kernel": case.kernel, "fields": asdict(case)}
 
 
 def _decode_case(found: dict[str, Any]) -> Case:

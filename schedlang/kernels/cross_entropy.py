@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schedlang.kernels.device import runs_kernel, tl, triton, wide
-from schedlang.kernels.rows import launch
+from schedlang.kernels.device import launch, runs_kernel, tl, triton, wide
 
 _BLOCK = 4096  # logits that a program holds at a time
 _AT_ONCE = 4 * 2**20  # bytes of a copy in plain torch operations, which is as wide as float32

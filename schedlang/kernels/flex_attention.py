@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from schedlang.kernels import check
 from schedlang.kernels.device import note, on_gpu, triton
 
 
@@ -190,18 +191,15 @@ def _mask_blocks(mask: Tensor, lengths: tuple[int, int], causal: bool) -> Any:
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(check.Case):
     """One attention to run: [rows, heads, length, size], of the type, in the form of a model."""
 
     kernel: ClassVar[str] = "flex_attention"
-    shape: tuple[int, ...]
     dtype: str = "bfloat16"
     keys: int = 2
     cap: float = 0.0
     sinks: bool = False
     padded: bool = False
-    seed: int = 0
-    strided: bool = False
 
     def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
         """The tensors that it is differentiated by, in float32."""

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from schedlang.kernels.device import count, matrix, runs_kernel, tl, triton, wide
-from schedlang.kernels.rows import launch
+from schedlang.kernels import check
+from schedlang.kernels.device import count, launch, matrix, runs_kernel, tl, triton, wide
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -45,13 +45,13 @@ def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
 
     Differentiable once, in both.
     """
-    y: Tensor = gated_forward(gate, up, act)
+    y: Tensor = gated_forward(gate, up, act, 1)
     return y
 
 
 def packed(both: Tensor, act: str, gate_first: bool = True) -> Tensor:
     """The same of one tensor that holds gate and up side by side in its last dim, or up first."""
-    y: Tensor = packed_forward(both, act, gate_first)
+    y: Tensor = gated_forward(both, None, act, int(gate_first))
     return y
 
 
@@ -161,125 +161,91 @@ def _launch(kernel: Any, act: str, tensors: list[Tensor], strides: list[int]) ->
     count(True)
 
 
-def _forward(gate: Tensor, up: Tensor, act: str) -> Tensor:
-    if not runs_kernel(gate, up, longest=None):
-        count(False)
-        return reference(gate, up, act).contiguous()
-    left, right = matrix(gate), matrix(up)
-    y = torch.empty(gate.shape, dtype=_result(gate, up), device=gate.device)
-    _launch(forward_kernel, act, [left, right, y], [left.stride(0), right.stride(0)])
-    return y
-
-
-def _backward(dy: Tensor, gate: Tensor, up: Tensor, act: str, dgate: Tensor, dup: Tensor) -> None:
-    """Write both gradients where they belong."""
-    if not runs_kernel(gate, up, dy, longest=None):
-        count(False)
-        for made, place in zip(_reference_backward(dy, gate, up, act), (dgate, dup)):
-            place.copy_(made)
-        return
-    tensors = [matrix(dy), matrix(gate), matrix(up), *(_flat(t) for t in (dgate, dup))]
-    _launch(backward_kernel, act, tensors, [t.stride(0) for t in tensors])
-
-
 def _flat(place: Tensor) -> Tensor:
     """As rows, never copied: it is to be written."""
     size = place.shape[-1]
     return place.view(-1, size) if place.is_contiguous() else place.flatten(0, -2)
 
 
-def _result(gate: Tensor, up: Tensor) -> torch.dtype:
-    return torch.promote_types(gate.dtype, up.dtype)
-
-
-def _halves(both: Tensor, gate_first: bool) -> tuple[Tensor, Tensor]:
-    first, second = both.chunk(2, -1)
-    return (first, second) if gate_first else (second, first)
+def _pair(first: Tensor, second: Tensor | None, gate_first: int) -> tuple[Tensor, Tensor]:
+    """(gate, up), of two tensors or of the halves of one."""
+    if second is not None:
+        return first, second
+    left, right = first.chunk(2, -1)
+    return (left, right) if gate_first else (right, left)
 
 
 @torch.library.custom_op("schedlang::gated_forward", mutates_args=())
-def gated_forward(gate: Tensor, up: Tensor, act: str) -> Tensor:
-    """act(gate) * up, contiguous."""
-    return _forward(gate, up, act)
+def gated_forward(first: Tensor, second: Tensor | None, act: str, gate_first: int) -> Tensor:
+    """act(gate) * up, contiguous; both are halves of the last dim of `first` without `second`."""
+    gate, up = _pair(first, second, gate_first)
+    if not runs_kernel(gate, up, longest=None):
+        count(False)
+        return reference(gate, up, act).contiguous()
+    left, right = matrix(gate), matrix(up)
+    y = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
+    _launch(forward_kernel, act, [left, right, y], [left.stride(0), right.stride(0)])
+    return y
 
 
 @torch.library.custom_op("schedlang::gated_backward", mutates_args=())
-def gated_backward(dy: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    """(gradient of gate, gradient of up), contiguous, in their types."""
-    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    dup = torch.empty(up.shape, dtype=up.dtype, device=up.device)
-    _backward(dy, gate, up, act, dgate, dup)
-    return dgate, dup
+def gated_backward(
+    dy: Tensor, first: Tensor, second: Tensor | None, act: str, gate_first: int
+) -> tuple[Tensor, Tensor]:
+    """(gradient of first, gradient of second), contiguous, in their types; the second empty where
+    there is none."""
+    dfirst, dsecond = _gradients(first, second)
+    gate, up = _pair(first, second, gate_first)
+    dgate, dup = _pair(dfirst, None if second is None else dsecond, gate_first)
+    if not runs_kernel(gate, up, dy, longest=None):
+        count(False)
+        for made, place in zip(_reference_backward(dy, gate, up, act), (dgate, dup)):
+            place.copy_(made)
+        return dfirst, dsecond
+    tensors = [matrix(dy), matrix(gate), matrix(up), *(_flat(t) for t in (dgate, dup))]
+    _launch(backward_kernel, act, tensors, [t.stride(0) for t in tensors])
+    return dfirst, dsecond
 
 
-@torch.library.custom_op("schedlang::packed_forward", mutates_args=())
-def packed_forward(both: Tensor, act: str, gate_first: bool) -> Tensor:
-    """act(gate) * up of the halves of the last dim, contiguous."""
-    return _forward(*_halves(both, gate_first), act)
-
-
-@torch.library.custom_op("schedlang::packed_backward", mutates_args=())
-def packed_backward(dy: Tensor, both: Tensor, act: str, gate_first: bool) -> Tensor:
-    """The gradient of both halves, contiguous."""
-    grad = torch.empty(both.shape, dtype=both.dtype, device=both.device)
-    _backward(dy, *_halves(both, gate_first), act, *_halves(grad, gate_first))
-    return grad
+def _gradients(first: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Memory for them."""
+    dsecond = first.new_empty(0) if second is None else second.new_empty(second.shape)
+    return first.new_empty(first.shape), dsecond
 
 
 @gated_forward.register_fake
-def _(gate: Tensor, up: Tensor, act: str) -> Tensor:
-    return gate.new_empty(gate.shape, dtype=_result(gate, up))
+def _(first: Tensor, second: Tensor | None, act: str, gate_first: int) -> Tensor:
+    gate, up = _pair(first, second, gate_first)
+    return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
 
 
 @gated_backward.register_fake
-def _(dy: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
-
-
-@packed_forward.register_fake
-def _(both: Tensor, act: str, gate_first: bool) -> Tensor:
-    return both.new_empty((*both.shape[:-1], both.shape[-1] // 2))
-
-
-@packed_backward.register_fake
-def _(dy: Tensor, both: Tensor, act: str, gate_first: bool) -> Tensor:
-    return both.new_empty(both.shape)
+def _(dy: Tensor, first: Tensor, second: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    return _gradients(first, second)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.act = inputs
+    *tensors, ctx.act, ctx.gate_first = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    return *gated_backward(dy, *ctx.saved_tensors, ctx.act), None
-
-
-def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    both, ctx.act, ctx.gate_first = inputs
-    ctx.save_for_backward(both)
-
-
-def _differentiate_packed(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    return packed_backward(dy, *ctx.saved_tensors, ctx.act, ctx.gate_first), None, None
+    first, second = ctx.saved_tensors
+    dfirst, dsecond = gated_backward(dy, first, second, ctx.act, ctx.gate_first)
+    return dfirst, None if second is None else dsecond, None, None
 
 
 gated_forward.register_autograd(_differentiate, setup_context=_save)
-packed_forward.register_autograd(_differentiate_packed, setup_context=_save_packed)
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(check.Case):
     """One gated product to run: `shape` is that of gate and of up."""
 
     kernel: ClassVar[str] = "gated"
-    shape: tuple[int, ...]
-    dtype: str = "float32"
     act: str = "silu"
     pack: str = ""  # "gate first" or "up first": in one tensor
     scale: float = 1.0
-    seed: int = 0
-    strided: bool = False
 
     def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
         """The tensors that it is differentiated by, in float32."""
@@ -289,8 +255,8 @@ class Case:
 
     def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
         """Run the kernel, or its reference."""
-        first = self.pack == "gate first"
         if self.pack and kernel:
-            return packed(given["input"], self.act, first)
-        pair = _halves(given["input"], first) if self.pack else (given["gate"], given["up"])
+            return packed(given["input"], self.act, self.pack == "gate first")
+        first, second = given["input" if self.pack else "gate"], given.get("up")
+        pair = _pair(first, second, self.pack == "gate first")
         return (gated if kernel else reference)(*pair, self.act)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from schedlang.kernels import check
 from schedlang.kernels.device import capability, note, on_gpu
 
 _ALIGNED = 16  # bytes at which the rows of a matrix begin that torch's product takes
@@ -130,17 +131,14 @@ def _flop_backward(dy: Any, x: Any, weight: Any, *_: Any, **__: Any) -> int:
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(check.Case):
     """One product to run: the shape of the rows, the type, the groups' sizes drawn, one empty."""
 
     kernel: ClassVar[str] = "grouped"
-    shape: tuple[int, ...]
     dtype: str = "bfloat16"
     groups: int = 4
     out: int = 16
     across: bool = False
-    seed: int = 0
-    strided: bool = False
 
     def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
         """The tensors that it is differentiated by, in float32."""

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from schedlang.kernels import check
 from schedlang.kernels.cross_entropy import gradient_
 from schedlang.kernels.cross_entropy import statistics as row_statistics
 from schedlang.kernels.device import count, runs_kernel, wide
@@ -374,15 +375,13 @@ held_forward.register_autograd(_through_held, setup_context=_save_held)
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(check.Case):
     """One head to run: `shape` is [tokens, in]; every seventh label is ignored.
 
     In chunks of `rows` tokens, or with its logits `held`.
     """
 
     kernel: ClassVar[str] = "linear_cross_entropy"
-    shape: tuple[int, ...]
-    dtype: str = "float32"
     classes: int = 300
     bias: bool = False
     smoothing: float = 0.0
@@ -390,8 +389,6 @@ class Case:
     cap: float = 0.0
     rows: int = 3
     spread: float = 1.0  # of the logits
-    seed: int = 0
-    strided: bool = False
     held: bool = False
 
     @property

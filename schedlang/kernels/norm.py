@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, of one tensor or of a residual sum: one Triton kernel each way.
+"""RMSNorm and LayerNorm, of one tensor, of a residual sum or beside a gate: one kernel each way.
 
 RMSNorm: y = x / sqrt(mean(x^2) + eps) * (weight + offset), after Zhang and Sennrich, "Root Mean
 Square Layer Normalization" (2019).  LayerNorm: the same of x - mean(x), plus a bias where there is
@@ -10,55 +10,81 @@ The offset of a LayerNorm is added in the type of its weight, as Nemotron does.
 Of a residual connection total = a + b and y = norm(total) are both needed: the sum is rounded to
 its type before it is normalised, as eager does, and backward adds the gradient of the total to the
 one that comes through the norm.
+
+A gate multiplies what goes into an RMSNorm, norm(x * act(gate)), as Mamba-2 has it (Dao and Gu,
+"Transformers are SSMs", 2024), or what comes out, norm(x) * act(gate), as gated linear attention
+does (Yang et al., 2023); over the whole row or over each of `groups` parts of it.  Its activation
+is one of kernels/gated.py, never rounded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from schedlang.kernels.device import LONGEST, count, runs_kernel, tl, triton, wide
-from schedlang.kernels.rows import backward, forward
+from schedlang.kernels import check
+from schedlang.kernels.device import (
+    LONGEST,
+    backward,
+    count,
+    forward,
+    runs_kernel,
+    tl,
+    triton,
+    wide,
+)
+from schedlang.kernels.gated import ACTIVATIONS, BACKWARD
 
 if triton is not None:
-    from schedlang.kernels.rows import load_rows, load_vector, rounded, store_rows, tile_of
+    from schedlang.kernels.device import load_rows, load_vector, rounded, store_rows, tile_of
+    from schedlang.kernels.gated import activation
 
-LONGEST_CENTRED = 8192  # elements of a row with a mean or a sum; of twice as many some spill
+LONGEST_OF_MORE = 8192  # elements of a group with a mean, sum or gate; of twice as many some spill
 
 
 @dataclass(frozen=True)
 class Form:
     """The form of a norm: a LayerNorm where `centred`, else an RMSNorm; see the file.
 
-    `eps` None is the spacing of the type that is computed in, as of torch.nn.RMSNorm.
+    `eps` None is the spacing of the type that is computed in, as of torch.nn.RMSNorm.  `act` is the
+    activation of a gate, one of gated.ACTIVATIONS, "" where there is none; `first`: the gate comes
+    before the norm, else after it.  Only an RMSNorm with a gate has several `groups`.
     """
 
     centred: bool = False
     eps: float | None = 1e-6
     offset: float = 0.0
     rounding: str = "late"
+    act: str = ""
+    first: bool = False
+    groups: int = 1
 
     @property
-    def values(self) -> tuple[int, float | None, float, str]:
+    def values(self) -> tuple[int, float | None, float, str, str, bool, int]:
         """The fields in order, as operators take them."""
-        return int(self.centred), self.eps, self.offset, self.rounding
+        more = self.act, self.first, self.groups
+        return int(self.centred), self.eps, self.offset, self.rounding, *more
 
     @property
     def longest(self) -> int:
         """The most elements of a row that the kernel takes where nothing is added before."""
-        return LONGEST_CENTRED if self.centred else LONGEST
+        return (LONGEST_OF_MORE if self.centred or self.act else LONGEST) * self.groups
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> Tensor:
+def norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, form: Form, gate: Tensor | None = None
+) -> Tensor:
     """Normalise the last dim of `x` (any leading shape); `weight` and `bias` have its size.
 
-    An RMSNorm has no bias.  Differentiable once, in all three.
+    An RMSNorm has no bias; `gate` has the shape of `x`, where the form has one.  The result has the
+    type of `x`, and is wider only where the weight is, comes last and rounds early.  Differentiable
+    once, in all four.
     """
-    y: Tensor = norm_forward(x, None, weight, bias, *form.values)[1]
+    y: Tensor = norm_forward(x, None, gate, weight, bias, *form.values)[1]
     return y
 
 
@@ -72,7 +98,7 @@ def add_norm(
     """
     if torch.promote_types(a.dtype, b.dtype) != a.dtype:
         a, b = b, a
-    total, y, _, _ = norm_forward(a, b, weight, bias, *form.values)
+    total, y, _, _ = norm_forward(a, b, None, weight, bias, *form.values)
     return total, y
 
 
@@ -82,9 +108,11 @@ def fits(a: Tensor, b: Tensor) -> bool:
     return alike and torch.promote_types(a.dtype, b.dtype) in (a.dtype, b.dtype)
 
 
-def reference(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> Tensor:
+def reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, form: Form, gate: Tensor | None = None
+) -> Tensor:
     """Compute `norm` in plain torch operations, in float32 or the input's wider type."""
-    return forward_of(x, weight, bias, form)[0]
+    return forward_of(x, gate, weight, bias, form)[0]
 
 
 def add_reference(
@@ -95,71 +123,90 @@ def add_reference(
     return total, reference(total, weight, bias, form)
 
 
-def result_of(x: Tensor, weight: Tensor, bias: Tensor | None, rounding: str) -> torch.dtype:
-    """The type of a norm: rounded early, a wider weight makes it wider."""
-    if rounding == "late":
+def result_of(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> torch.dtype:
+    """Return the type of a norm: rounded early, a wider weight makes it wider, unless a gate comes
+    after it."""
+    if form.rounding == "late" or (form.act and not form.first):
         return x.dtype
     found = torch.promote_types(x.dtype, weight.dtype)
     return found if bias is None else torch.promote_types(found, bias.dtype)
 
 
+def parts_of(value: Tensor, groups: int) -> Tensor:
+    """The last dim as so many parts of one size."""
+    return value.reshape(*value.shape[:-1], groups, value.shape[-1] // groups)
+
+
 def forward_of(
-    x: Tensor, weight: Tensor, bias: Tensor | None, form: Form
+    x: Tensor, gate: Tensor | None, weight: Tensor, bias: Tensor | None, form: Form
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (y, mean, 1 / deviation of each row) in plain torch operations.
+    """Return (y, mean, 1 / deviation of each group of a row) in plain torch operations.
 
     The mean of an RMSNorm is zero.
     """
-    kind = wide(x, weight, bias)
-    value = x.to(kind)
-    mean = value.mean(-1) if form.centred else value.new_zeros(value.shape[:-1])
-    value = value - mean.unsqueeze(-1) if form.centred else value
-    rstd = torch.rsqrt(value.square().mean(-1) + _eps(form, kind))
-    normal = value * rstd.unsqueeze(-1)
-    y = scaled(normal, x.dtype, weight, form.offset, form.rounding, form.centred)
+    kind = wide(x, gate, weight, bias)
+    lever = None if gate is None else ACTIVATIONS[form.act](gate.to(kind))
+    value = x.to(kind) * lever if lever is not None and form.first else x.to(kind)
+    parts = parts_of(value, form.groups)
+    mean = parts.mean(-1) if form.centred else parts.new_zeros(parts.shape[:-1])
+    parts = parts - mean.unsqueeze(-1) if form.centred else parts
+    rstd = torch.rsqrt(parts.square().mean(-1) + _eps(form, kind))
+    y = scaled((parts * rstd.unsqueeze(-1)).flatten(-2), x.dtype, weight, form)
     if bias is not None:
         y = y + (bias.to(kind) if form.rounding == "late" else bias)
-    return y.to(result_of(x, weight, bias, form.rounding)), mean, rstd
+    y = y * lever if lever is not None and not form.first else y
+    return y.to(result_of(x, weight, bias, form)), mean, rstd
 
 
-def scaled(
-    normal: Tensor,
-    kind: torch.dtype,
-    weight: Tensor,
-    offset: float,
-    rounding: str,
-    centred: bool = False,
-) -> Tensor:
+def scaled(normal: Tensor, kind: torch.dtype, weight: Tensor, form: Form) -> Tensor:
     """Multiply the normalised value of an input of type `kind` by its weight.
 
     Rounded early to `kind`; late, the product is still as wide as `normal`.
     """
-    if rounding == "late" and not centred:
-        return normal * (weight.to(normal.dtype) + offset)
-    scale = weight + offset if offset else weight
-    return normal.to(kind) * scale if rounding == "early" else normal * scale.to(normal.dtype)
+    if form.rounding == "late" and not form.centred:
+        return normal * (weight.to(normal.dtype) + form.offset)
+    scale = weight + form.offset if form.offset else weight
+    return normal.to(kind) * scale if form.rounding == "early" else normal * scale.to(normal.dtype)
 
 
 def backward_of(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, form: Form
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of (x, weight, bias) in plain torch operations.
+    dy: Tensor,
+    x: Tensor,
+    gate: Tensor | None,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    form: Form,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of (x, weight, bias, gate) in plain torch operations.
 
-    That of the bias is in the type of the weight, and empty for an RMSNorm.
+    That of the bias is in the type of the weight, and empty for an RMSNorm; that of the gate is
+    empty where there is none.
     """
-    kind = torch.promote_types(wide(x, weight), rstd.dtype)
-    value, grad = x.to(kind), dy.to(kind)
-    value = value - mean.unsqueeze(-1) if form.centred else value
-    normal = value * rstd.unsqueeze(-1)
-    inner = scaled(grad, kind, weight, form.offset, "late", form.centred)
-    dx = inner - normal * (inner * normal).mean(-1, keepdim=True)
-    if form.centred:
-        dx = dx - inner.mean(-1, keepdim=True)
+    kind = torch.promote_types(wide(x, gate, weight), rstd.dtype)
+    value, grad, size = x.to(kind), dy.to(kind), x.shape[-1]
+    lever = None if gate is None else ACTIVATIONS[form.act](gate.to(kind))
+    by_lever = value
+    parts = parts_of(value * lever if lever is not None and form.first else value, form.groups)
+    parts = parts if mean is None else parts - mean.unsqueeze(-1)
+    normal = (parts * rstd.unsqueeze(-1)).flatten(-2)
+    if lever is not None and not form.first:
+        by_lever = grad * scaled(normal, x.dtype, weight, form).to(kind)
+        grad = grad * lever
     factor = normal.to(x.dtype).to(kind) if form.rounding == "early" else normal
-    dweight = (grad * factor).reshape(-1, x.shape[-1]).sum(0)
-    dbias = grad.reshape(-1, x.shape[-1]).sum(0) if form.centred else grad.new_empty(0)
-    dx = rstd.unsqueeze(-1) * dx
-    return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype)
+    dweight = (grad * factor).reshape(-1, size).sum(0)
+    dbias = grad.reshape(-1, size).sum(0) if form.centred else grad.new_empty(0)
+    inner = scaled(grad, kind, weight, replace(form, rounding="late"))
+    inner, normal = parts_of(inner, form.groups), parts_of(normal, form.groups)
+    dparts = inner - normal * (inner * normal).mean(-1, keepdim=True)
+    dparts = dparts - inner.mean(-1, keepdim=True) if form.centred else dparts
+    dx = (rstd.unsqueeze(-1) * dparts).flatten(-2)
+    if lever is not None and form.first:
+        by_lever, dx = dx * value, dx * lever
+    dgate = grad.new_empty(0)
+    if gate is not None:
+        dgate = BACKWARD[form.act](by_lever, gate.to(kind)).to(gate.dtype)
+    return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype), dgate
 
 
 def _eps(form: Form, kind: torch.dtype) -> float:
@@ -167,6 +214,7 @@ def _eps(form: Form, kind: torch.dtype) -> float:
 
 
 if triton is not None:
+    HELD = tl.constexpr(4096)  # of longer rows beside a gate the weight is loaded for each tile
 
     @triton.jit  # type: ignore[untyped-decorator]
     def normal_of(value, inside, size, eps, CENTRED: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -189,9 +237,18 @@ if triton is not None:
         return inverse[:, None] * result
 
     @triton.jit  # type: ignore[untyped-decorator]
+    def scale_of(weight, column, size, offset, ROUNDED: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The factors of a row's elements."""
+        scale = load_vector(weight, column, size) + offset
+        if ROUNDED:
+            scale = rounded(scale, weight)
+        return scale
+
+    @triton.jit  # type: ignore[untyped-decorator]
     def forward_kernel(  # type: ignore[no-untyped-def]
         x,
         other,
+        gate,
         weight,
         bias,
         total,
@@ -202,30 +259,43 @@ if triton is not None:
         size,
         x_stride,
         other_stride,
+        gate_stride,
         eps,
         offset,
         ADD: tl.constexpr,
         CENTRED: tl.constexpr,
         BIAS: tl.constexpr,
         EARLY: tl.constexpr,
+        GATE: tl.constexpr,
+        ACT: tl.constexpr,
+        SAME: tl.constexpr,
         ROWS: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """Write y, 1/deviation, (CENTRED) the mean and (ADD) the total of ROWS rows."""
+        """Write y, 1/deviation, (CENTRED) the mean and (ADD) the total of ROWS rows.
+
+        Beside a GATE ("before" or "after") of one group of them.
+        """
         number = tl.program_id(0).to(tl.int64)
         row, column, inside = tile_of(number, rows, size, ROWS, BLOCK)
-        value = load_rows(x, row, column, x_stride, inside)
+        start, width, place = 0, size, row
+        if GATE != "":
+            group, groups = tl.program_id(1), tl.num_programs(1)
+            start, width, place = group * size, size * groups, row * groups + group
+        value = load_rows(x + start, row, column, x_stride, inside)
         if ADD:
             value += load_rows(other, row, column, other_stride, inside)
             value = rounded(value, total)
             store_rows(total, row, column, size, inside, value)
+        if GATE != "":
+            lever, _ = activation(load_rows(gate + start, row, column, gate_stride, inside), ACT)
+        if GATE == "before":
+            value = value * lever
         normal, middle, inverse = normal_of(value, inside, size, eps, CENTRED)
         if CENTRED:
-            tl.store(mean + row, middle, mask=row < rows)
-        tl.store(rstd + row, inverse, mask=row < rows)
-        scale = load_vector(weight, column, size) + offset
-        if EARLY or CENTRED:
-            scale = rounded(scale, weight)
+            tl.store(mean + place, middle, mask=row < rows)
+        tl.store(rstd + place, inverse, mask=row < rows)
+        scale = scale_of(weight + start, column, size, offset, EARLY or CENTRED)
         if EARLY:
             normal = rounded(normal, x)
         result = normal * scale[None, :]
@@ -233,117 +303,178 @@ if triton is not None:
             if EARLY:
                 result = rounded(result, y)
             result += load_vector(bias, column, size)[None, :]
-        store_rows(y, row, column, size, inside, result)
+        if GATE == "after":
+            if EARLY and SAME:
+                result = rounded(result, x)
+            result = result * lever
+        store_rows(y + start, row, column, width, inside, result)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def backward_kernel(  # type: ignore[no-untyped-def]
         dy,
         x,
         dtotal,
+        gate,
         weight,
         mean,
         rstd,
         dx,
+        dgate,
         partial,
         rows,
         size,
         dy_stride,
         x_stride,
         dtotal_stride,
+        gate_stride,
         tiles,
         offset,
         ADD: tl.constexpr,
         CENTRED: tl.constexpr,
         EARLY: tl.constexpr,
+        GATE: tl.constexpr,
+        ACT: tl.constexpr,
+        SAME: tl.constexpr,
         ROWS: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """Write dx of some tiles of rows, and their part of the gradients of weight and bias."""
+        """Write the gradients of some tiles of rows, and their part of those of the vectors."""
         program = tl.program_id(0).to(tl.int64)
         columns = tl.arange(0, BLOCK)
-        scale = load_vector(weight, columns, size) + offset
-        if CENTRED:
-            scale = rounded(scale, weight)
+        start, width = 0, size
+        if GATE != "":
+            group, groups = tl.program_id(1), tl.num_programs(1)
+            start, width = group * size, size * groups
+        ROUNDED: tl.constexpr = EARLY if GATE != "" else CENTRED
+        if GATE == "" or BLOCK <= HELD:
+            held = scale_of(weight + start, columns, size, offset, ROUNDED)
         by_weight = tl.zeros((BLOCK,), tl.float32)
         by_bias = tl.zeros((BLOCK,), tl.float32)
         for tile in range(tiles):
             number = program + tile * tl.num_programs(0)
             row, column, inside = tile_of(number, rows, size, ROWS, BLOCK)
-            grad = load_rows(dy, row, column, dy_stride, inside)
+            place = row
+            if GATE != "":
+                place = row * groups + group
+            grad = load_rows(dy + start, row, column, dy_stride, inside)
             if CENTRED:
-                middle = tl.load(mean + row, mask=row < rows, other=0.0)
-            inverse = tl.load(rstd + row, mask=row < rows, other=0.0)
-            value = load_rows(x, row, column, x_stride, inside)
+                middle = tl.load(mean + place, mask=row < rows, other=0.0)
+            value = load_rows(x + start, row, column, x_stride, inside)
+            if GATE != "":
+                lever, slope = activation(
+                    load_rows(gate + start, row, column, gate_stride, inside), ACT
+                )
+            inverse = tl.load(rstd + place, mask=row < rows, other=0.0)
+            if GATE == "" or BLOCK <= HELD:
+                scale = held
+            else:
+                scale = scale_of(weight + start, columns, size, offset, ROUNDED)
             if CENTRED:
                 value -= middle[:, None]
             normal = value * inverse[:, None]
-            result = through(grad * scale[None, :], normal, inverse, size, CENTRED)
+            if GATE == "before":
+                normal = normal * lever
+            if GATE != "":
+                factor = normal
+                if EARLY:
+                    factor = rounded(normal, x)
+                if GATE == "after":
+                    made = factor * scale[None, :]
+                    if EARLY and SAME:
+                        made = rounded(made, x)
+                    by_gate = made * grad * slope
+                    store_rows(dgate + start, row, column, width, inside, by_gate)
+                    grad = grad * lever
+                by_weight += tl.sum(grad * factor, 0)
+            scaled = grad * scale[None, :]
+            if GATE == "before":
+                along = tl.sum(scaled * normal, 1) / size
+                # the normalised value in another order: it need not be held meanwhile
+                again = lever * inverse[:, None] * value
+                result = inverse[:, None] * (scaled - again * along[:, None])
+                by_gate = value * result * slope
+                store_rows(dgate + start, row, column, width, inside, by_gate)
+                result = result * lever
+            else:
+                result = through(scaled, normal, inverse, size, CENTRED)
             if ADD:
                 result += load_rows(dtotal, row, column, dtotal_stride, inside)
-            store_rows(dx, row, column, size, inside, result)
-            if EARLY:
-                normal = rounded(normal, x)
-            by_weight += tl.sum(grad * normal, 0)
+            store_rows(dx + start, row, column, width, inside, result)
+            if GATE == "":  # last, or long rows spill
+                if EARLY:
+                    normal = rounded(normal, x)
+                by_weight += tl.sum(grad * normal, 0)
             if CENTRED:
                 by_bias += tl.sum(grad, 0)
         SUMS: tl.constexpr = 2 if CENTRED else 1
-        tl.store(partial + SUMS * program * size + columns, by_weight, mask=columns < size)
+        place = partial + SUMS * program * width + start + columns
+        tl.store(place, by_weight, mask=columns < size)
         if CENTRED:
-            place = partial + (SUMS * program + 1) * size + columns
-            tl.store(place, by_bias, mask=columns < size)
+            tl.store(place + width, by_bias, mask=columns < size)
+
+
+def _constants(x: Tensor, weight: Tensor, added: Tensor | None, form: Form) -> dict[str, Any]:
+    return {
+        "groups": form.groups,
+        "ADD": added is not None,
+        "CENTRED": form.centred,
+        "EARLY": form.rounding == "early",
+        "GATE": ("before" if form.first else "after") if form.act else "",
+        "ACT": form.act,
+        "SAME": x.dtype == weight.dtype,
+    }
 
 
 @torch.library.custom_op("schedlang::norm_forward", mutates_args=())
 def norm_forward(
     x: Tensor,
     other: Tensor | None,
+    gate: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     centred: int,
     eps: float | None,
     offset: float,
     rounding: str,
+    act: str,
+    first: bool,
+    groups: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(x + other, its norm, mean, 1 / deviation of each row), contiguous.
+    """(x + other, its norm, mean, 1 / deviation of each group of a row), contiguous.
 
     Without `other` the first is empty.  The last two are in float32 at least.
     """
+    form = Form(bool(centred), eps, offset, rounding, act, first, groups)
     assert centred or bias is None, "an RMSNorm with a bias"
-    form = Form(bool(centred), eps, offset, rounding)
-    longest = form.longest if other is None else LONGEST_CENTRED
-    if not runs_kernel(x, other, weight, bias, longest=longest):
+    assert bool(act) == (gate is not None), "an activation, and a gate"
+    longest = form.longest if other is None else LONGEST_OF_MORE
+    if not runs_kernel(x, other, gate, weight, bias, longest=longest):
         count(False)
-        return _by_torch(x, other, weight, bias, form)
-    shape = (0,) if other is None else x.shape
-    total = torch.empty(shape, dtype=x.dtype, device=x.device)
-    y, mean, rstd = forward(
+        return _by_torch(x, other, gate, weight, bias, form)
+    total, y, mean, rstd = forward(
         forward_kernel,
-        (x, x if other is None else other),
-        (*_vectors(weight, bias), total),
-        (result_of(x, weight, bias, rounding),),
+        (x, other, gate),
+        (weight, bias),
+        (None if other is None else x.dtype, result_of(x, weight, bias, form)),
         2,
         _eps(form, wide(x, weight)),
         offset,
-        ADD=other is not None,
-        CENTRED=bool(centred),
         BIAS=bias is not None,
-        EARLY=rounding == "early",
+        **_constants(x, weight, other, form),
     )
     return total, y, mean, rstd
 
 
 @norm_forward.register_fake
-def _(
-    x: Tensor, other: Tensor | None, weight: Tensor, bias: Tensor | None, *form: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _by_torch(x, other, weight, bias, Form(*form))
+def _(x: Tensor, other: Tensor | None, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _by_torch(x, other, *given[:3], Form(bool(given[3]), *given[4:]))
 
 
 def _by_torch(
-    x: Tensor, other: Tensor | None, weight: Tensor, bias: Tensor | None, form: Form
+    x: Tensor, other: Tensor | None, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total = x if other is None else x + other
-    y, mean, rstd = (t.contiguous() for t in forward_of(total, weight, bias, form))
+    y, mean, rstd = (t.contiguous() for t in forward_of(total, *given))
     return x.new_empty(0) if other is None else total.contiguous(), y, mean, rstd
 
 
@@ -352,127 +483,118 @@ def norm_backward(
     dy: Tensor,
     x: Tensor,
     dtotal: Tensor | None,
+    gate: Tensor | None,
     weight: Tensor,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     centred: int,
     offset: float,
     rounding: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of (what is normalised, with `dtotal` added; weight; bias), contiguous.
+    act: str,
+    first: bool,
+    groups: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of (what is normalised, with `dtotal` added; weight; bias; gate), contiguous.
 
-    That of the bias is in the type of the weight, and empty for an RMSNorm.
+    That of the bias is in the type of the weight, and empty for an RMSNorm; that of the gate is
+    empty where there is none.  An RMSNorm needs no `mean`.
     """
-    longest = LONGEST_CENTRED if centred or dtotal is not None else LONGEST
-    if not runs_kernel(x, dtotal, dy, weight, rstd, longest=longest):
+    form = Form(bool(centred), None, offset, rounding, act, first, groups)
+    longest = form.longest if dtotal is None else LONGEST_OF_MORE
+    if not runs_kernel(x, dtotal, dy, gate, weight, rstd, longest=longest):
         count(False)
-        form = Form(bool(centred), None, offset, rounding)
-        return _back_by_torch(dy, x, dtotal, weight, mean, rstd, form)
-    dx, dweight, *more = backward(
+        return _back_by_torch(dy, x, dtotal, gate, weight, mean, rstd, form)
+    dx, dgate, dweight, *more = backward(
         backward_kernel,
-        (dy, x, dy if dtotal is None else dtotal),
-        (weight.contiguous(), mean.contiguous(), rstd.contiguous()),
-        (x.dtype,),
+        (dy, x, dtotal, gate),
+        (weight, mean, rstd),
+        (x.dtype, None if gate is None else gate.dtype),
         1 + centred,
         offset,
-        ADD=dtotal is not None,
-        CENTRED=bool(centred),
-        EARLY=rounding == "early",
+        **_constants(x, weight, dtotal, form),
     )
     dbias = more[0].to(weight.dtype) if more else weight.new_empty(0)
-    return dx, dweight.to(weight.dtype), dbias
+    return dx, dweight.to(weight.dtype), dbias, dgate
 
 
 @norm_backward.register_fake
-def _(dy: Tensor, x: Tensor, dtotal: Tensor | None, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    weight, mean, rstd, centred, *rest = given
-    return _back_by_torch(dy, x, dtotal, weight, mean, rstd, Form(bool(centred), None, *rest))
+def _(dy: Tensor, x: Tensor, dtotal: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
+    form = Form(bool(given[4]), None, *given[5:])
+    return _back_by_torch(dy, x, dtotal, *given[:4], form)
 
 
 def _back_by_torch(
-    dy: Tensor,
-    x: Tensor,
-    dtotal: Tensor | None,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    form: Form,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dweight, dbias = backward_of(dy, x, weight, mean, rstd, form)
+    dy: Tensor, x: Tensor, dtotal: Tensor | None, *given: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dx, dweight, dbias, dgate = backward_of(dy, x, *given)
     dx = dx if dtotal is None else dx + dtotal
-    return dx.contiguous(), dweight.contiguous(), dbias.contiguous()
-
-
-def _vectors(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Both contiguous; for no bias the kernel is given what it does not read."""
-    scale = weight.contiguous()
-    return scale, scale if bias is None else bias.contiguous()
+    return dx.contiguous(), dweight.contiguous(), dbias.contiguous(), dgate.contiguous()
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, other, weight, bias, ctx.centred, _, *ctx.form = inputs
+    x, other, gate, weight, bias, ctx.centred, _, *ctx.form = inputs
     ctx.kinds = [None if t is None else t.dtype for t in (x, other, bias)]
     total, _, mean, rstd = output
-    # of an RMSNorm there is no mean: what stands in its place costs nothing
-    mean = mean if ctx.centred else rstd
-    ctx.save_for_backward(x if other is None else total, weight, mean, rstd)
+    kept = x if other is None else total
+    ctx.save_for_backward(kept, gate, weight, mean if ctx.centred else None, rstd)
 
 
 def _differentiate(ctx: Any, dtotal: Tensor, dy: Tensor, *_: Tensor) -> tuple[Any, ...]:
-    x, weight, mean, rstd = ctx.saved_tensors
+    x, *given = ctx.saved_tensors
     kind, other, bias = ctx.kinds
-    dx, dweight, dbias = norm_backward(
-        dy, x, None if other is None else dtotal, weight, mean, rstd, ctx.centred, *ctx.form
-    )
+    dtotal_ = None if other is None else dtotal
+    dx, dweight, dbias, dgate = norm_backward(dy, x, dtotal_, *given, ctx.centred, *ctx.form)
     by_other = None if other is None else dx.to(other)
     by_bias = None if bias is None else dbias.to(bias)
-    return dx.to(kind), by_other, dweight, by_bias, None, None, None, None
+    by_gate = None if given[0] is None else dgate
+    return dx.to(kind), by_other, by_gate, dweight, by_bias, *[None] * 7
 
 
 norm_forward.register_autograd(_differentiate, setup_context=_save)
 
 
 @dataclass(frozen=True)
-class Case:
-    """One norm to run, of a tensor of this shape, or (`add`) of a sum of two.
+class Case(check.Case):
+    """One norm to run, of a tensor of this shape, of a sum of two (`add`), or beside a gate.
 
-    The input is `scale` times standard normal; small scales expose eps.  `strided`: the elements of
-    a row do not lie side by side.  `right` is the type of the second tensor of a sum, if another.
+    The input is `scale` times standard normal; small scales expose eps.  `other` is the type of the
+    second tensor of a sum, or of the gate and the weight, if another.
     """
 
     kernel: ClassVar[str] = "norm"
-    shape: tuple[int, ...]
-    dtype: str = "float32"
     form: Form = Form()
     bias: bool = False
     add: bool = False
     scale: float = 1.0
-    seed: int = 0
-    strided: bool = False
-    right: str = ""
+    other: str = ""
 
     @property
     def name(self) -> str:
-        """The name of the kernel in `replace_kernel`."""
+        """The name of the kernel in `replace_kernel`, or of what it does more."""
         kind = "layer_norm" if self.form.centred else "rms_norm"
-        return "add_norm" if self.add else kind
+        return "add_norm" if self.add else "gated_norm" if self.form.act else kind
 
     def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
         """Draw the tensors that it is differentiated by, in float32."""
-        names = ("left", "right") if self.add else ("input",)
         shift = 0.3 if self.add or self.form.centred else 0.0
+        names = ("left", "right") if self.add else ("input",)
         found = {name: (normal(*self.shape) + shift) * self.scale for name in names}
-        if self.right:
-            found["right"] = found["right"].to(getattr(torch, self.right)).float()
+        found |= {"gate": normal(*self.shape)} if self.form.act else {}
         found["weight"] = normal(self.shape[-1]) * 0.2 + 1.0
-        return found | ({"bias": normal(self.shape[-1])} if self.bias else {})
+        found |= {"bias": normal(self.shape[-1])} if self.bias else {}
+        return {name: t.float() for name, t in self._cast(found).items()}
+
+    def _cast(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        """With the tensors of the other type in it."""
+        others = ("gate", "weight") if self.form.act else ("right",)
+        kinds = {name: getattr(torch, self.other) for name in others if self.other}
+        return {name: t.to(kinds.get(name, t.dtype)) for name, t in given.items()}
 
     def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
         """Run the kernel, or its reference; of a sum the total comes above its norm."""
-        vectors = given["weight"], given.get("bias")
-        if not self.add:
-            return (norm if kernel else reference)(given["input"], *vectors, self.form)
-        a, b = given["left"], given["right"]
-        if self.right and b.dtype != torch.float64:
-            b = b.to(getattr(torch, self.right))
-        return torch.stack((add_norm if kernel else add_reference)(a, b, *vectors, self.form))
+        given = given if given["weight"].dtype == torch.float64 else self._cast(given)
+        vectors = given["weight"], given.get("bias"), self.form
+        if self.add:
+            call = add_norm if kernel else add_reference
+            return torch.stack(call(given["left"], given["right"], *vectors))
+        return (norm if kernel else reference)(given["input"], *vectors, given.get("gate"))

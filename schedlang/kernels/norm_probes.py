@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from schedlang.kernels import gated_norm, norm
-from schedlang.kernels.check import Case
+from schedlang.kernels import liger
 from schedlang.kernels.gated import ACTIVATIONS
+from schedlang.kernels.norm import Case, Form, parts_of, reference
 from schedlang.kernels.probe import (
     TOLERANCE,
     Mismatch,
@@ -33,57 +33,57 @@ from schedlang.runtime.modes import ambient
 
 SCALES = (1.0, 50.0, 1e-2, 1e-3, 1e-10)
 RUNS = (("float32", 7), ("bfloat16", 7), ("float32", 1))  # types and rows of a kernel's trial
-Formula = Callable[..., Tensor]  # of the input, and of the gate where there is one
+LIBRARY = ("liger.rms_norm", "liger.layer_norm")  # kernels of an installed library
+_GATE = "rms_norm with a gate"
 
 
 @dataclass(frozen=True)
 class Norm:
-    """The formula of a norm module: (x / sqrt(mean(x^2) + eps)) * (weight + offset) [+ bias].
+    """The norm that a module computes, as its kernel knows it, and the module's names for it.
 
-    `kind` is "rms_norm", or "layer_norm" where x is centred first.  `weight` and `bias` are names
-    of the module's parameters, None where it has none (a weight is then one); `eps` and `rounding`
-    are those of kernels/norm.py.
+    `weight` and `bias` are names of the module's parameters, None where it has none (a weight is
+    then one); `inputs` the names of its two arguments where it has a gate.  `library` is the one of
+    LIBRARY that computes it, "" for our own kernel.
     """
 
-    kind: str
     size: int
     weight: str | None
     bias: str | None
-    offset: float
-    eps: float | None
-    rounding: str
+    form: Form
+    inputs: tuple[str, ...] = ()
+    library: str = ""
 
     @property
-    def form(self) -> norm.Form:
-        """The norm as its kernel knows it."""
-        return norm.Form(self.kind == "layer_norm", self.eps, self.offset, self.rounding)
+    def kind(self) -> str:
+        """The kernel of ours that computes it."""
+        return "layer_norm" if self.form.centred else "rms_norm"
 
     def cases(self) -> list[Case]:
         """Runs of the kernel in the form that was found, for the trial of a schedule."""
+        made = liger.Case if self.library else Case
         bias = self.bias is not None
-        return [norm.Case((rows, self.size), dtype, self.form, bias) for dtype, rows in RUNS]
+        return [made((rows, self.size), dtype, self.form, bias) for dtype, rows in RUNS]
 
 
-@dataclass(frozen=True)
-class GatedNorm:
-    """The formula of a norm with a gate; `inputs` are the names of its two arguments.
+def probe_named(module: nn.Module, kernel: str) -> Norm | Mismatch:
+    """Match one of LIBRARY against `module`, or say why it differs."""
+    found = probe_norm(module)
+    wanted = kernel.rpartition(".")[2]
+    if isinstance(found, Mismatch):
+        return found
+    if found.kind != wanted:
+        return Mismatch(f"is a {found.kind}, which `{kernel}` is not")
+    if found.weight is None:
+        return Mismatch(f"has no weight, and `{kernel}` needs one")
+    form = found.form
+    plain = form.offset == 0.0 and form.rounding == "late" and found.bias is not None
+    if wanted == "layer_norm" and not plain:
+        what = "no bias" if found.bias is None else "an offset, or rounds before its weight"
+        return Mismatch(f"has {what}, which `{kernel}` does not compute")
+    return replace(found, library=kernel)
 
-    `weight` is the name of a parameter, None where it has none (a weight is then one).
-    """
 
-    size: int
-    weight: str | None
-    inputs: tuple[str, str]
-    form: gated_norm.Form
-
-    kind = "rms_norm"
-
-    def cases(self) -> list[Case]:
-        """Runs of the kernel in the form that was found, for the trial of a schedule."""
-        return [gated_norm.Case((rows, self.size), dtype, self.form) for dtype, rows in RUNS]
-
-
-# -- what both kinds are judged by -----------------------------------------------------------------
+# -- the parameters, and what a formula is judged by -----------------------------------------------
 
 
 def size_of(module: nn.Module) -> int:
@@ -117,28 +117,6 @@ def structure(module: nn.Module) -> Mismatch | None:
     return None
 
 
-@torch.no_grad()
-def _distance(module: nn.Module, formula: Formula, size: int, inputs: int = 1) -> float:
-    """The largest relative difference over scales of the input, in training and evaluation."""
-    worst = 0.0
-    for number, scale in enumerate(SCALES):
-        given = [rows_of(size, seed=10 + number) * scale, rows_of(size, seed=40 + number)][:inputs]
-        expected = formula(*given)
-        for training in (True, False):
-            module.training = training
-            worst = max(worst, relative(run_rows(module, *given), expected))
-    return worst
-
-
-def _gradient_distance(
-    module: nn.Module, formula: Formula, size: int, params: list[Tensor], inputs: int = 1
-) -> float:
-    """The largest relative difference of a gradient, of the inputs or of a parameter."""
-    given = [rows_of(size, seed=seed).requires_grad_() for seed in (20, 22)[:inputs]]
-    leaves = [*given, *(p for p in params if p.requires_grad)]
-    return gradients_apart(run_rows(module, *given), formula(*given), leaves)
-
-
 def _scale_and_offset(far: Tensor, normal: Tensor, weight: Tensor) -> tuple[Tensor, float]:
     """What each column is multiplied by, far from zero where eps does not matter; and by how much
     that is more than the weight."""
@@ -168,127 +146,34 @@ def follows_type(eps: float) -> bool:
     return abs(eps - spacing) <= 1e-3 * spacing
 
 
-def _best_rounding(same: dict[str, float]) -> str | Mismatch:
-    """The order of rounding that nearly all elements show; sums may run in another order."""
-    best = max(same, key=lambda order: same[order])
-    if same[best] < 0.99:
-        return Mismatch(f"rounds differently in bfloat16: at best {same[best]:.0%} of bits agree")
-    return best
-
-
-# -- norms of one input ----------------------------------------------------------------------------
+# -- the probe -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Fit:
-    """A formula: the norm in float64, and the name of the parameter that is its bias."""
+    """A formula, and the name of the parameter that is its bias."""
 
-    form: norm.Form
+    form: Form
     bias: str | None
 
-    @property
-    def kind(self) -> str:
+    def __str__(self) -> str:
+        if self.form.act:
+            return _GATE
         return "layer_norm" if self.form.centred else "rms_norm"
 
-    def of(self, params: dict[str, Tensor]) -> Formula:
-        """The formula with these parameters."""
+    @property
+    def nearest(self) -> str:
+        """What tells it from others of its kind."""
+        form = self.form
+        if form.act:
+            return f"{form.act} {'before' if form.first else 'after'} it"
+        return f"eps {form.eps:.3g}"
+
+    def of(self, params: dict[str, Tensor]) -> Callable[..., Tensor]:
+        """The formula with these parameters, of an input and the gate where there is one."""
         weight = next(p for name, p in params.items() if name != self.bias or len(params) == 1)
         bias = None if self.bias is None else params[self.bias]
-        return lambda x: norm.reference(x, weight, bias, self.form)
-
-
-def probe_norm(module: nn.Module) -> Norm | Mismatch:
-    """The norm that `module` computes, or the measured reason why it is none."""
-    refused = structure(module) or one_input(module)
-    if refused:
-        return refused
-    copied = bare_copy(module, torch.float64)
-    size = size_of(module)
-    params = vectors_of(copied, size)
-    with torch.random.fork_rng(devices=[]), ambient(Float64):
-        try:
-            fits = [_fit(copied, params, size, centred) for centred in (False, True)]
-        except Exception as raised:  # the module's own code: whatever it raises is a mismatch
-            return Mismatch.raised(f"does not run on rows of {size} alone", raised)
-        errors = [_distance(copied, fit.of(params), size) for fit in fits]
-        best = errors.index(min(errors))
-        fit, error = fits[best], errors[best]
-        if not error <= TOLERANCE:
-            return Mismatch(f"differs from {fit.kind} (nearest: eps {fit.form.eps:.3g})", error)
-        error = _gradient_distance(copied, fit.of(params), size, [*params.values()])
-    if not error <= TOLERANCE:
-        return Mismatch(f"equals {fit.kind}, but its gradients differ", error)
-    with torch.random.fork_rng(devices=[]):
-        return _finish(module, copied, fit, size)
-
-
-def _finish(module: nn.Module, copied: nn.Module, fit: _Fit, size: int) -> Norm | Mismatch:
-    params = vectors_of(copied, size)
-    weight = next(name for name in params if name != fit.bias)
-    if len(params) - 1 != (fit.bias is not None):
-        return Mismatch(f"has parameters that do not change its output: {', '.join(params)}")
-    eps = _named_eps(module, fit, size)
-    if fit.kind == "rms_norm" and fit.bias is not None:
-        return Mismatch("is an rms_norm with a bias: there is no kernel for it")
-    rounding = _rounding(module, replace(fit, form=replace(fit.form, eps=eps)), size)
-    if isinstance(rounding, Mismatch):
-        return rounding
-    return Norm(fit.kind, size, weight or None, fit.bias, fit.form.offset, eps, rounding)
-
-
-@torch.no_grad()
-def _fit(module: nn.Module, params: dict[str, Tensor], size: int, centred: bool) -> _Fit:
-    """The parameters of the formula that fit best; whether they fit is judged afterwards."""
-    shift = run_rows(module, torch.zeros(1, 1, size, dtype=torch.float64))[0, 0]
-    near = (shift.norm() + 1.0) * TOLERANCE
-    bias = next((name for name, p in params.items() if (shift - p).norm() <= near), None)
-    weight = next((p for name, p in params.items() if name != bias), shift)
-    large, small = rows_of(size) * 1e3, rows_of(size, seed=2) * 1e-10
-    bare = norm.Form(centred, 0.0, 0.0, "late")
-    normal = norm.reference(large, torch.ones_like(weight), None, bare)
-    scale, offset = _scale_and_offset(run_rows(module, large) - shift, normal, weight)
-    inner = small - small.mean(-1, keepdim=True) if centred else small
-    eps = _added(run_rows(module, small) - shift, inner * scale, inner)
-    return _Fit(replace(bare, offset=offset, eps=eps), bias)
-
-
-def _named_eps(module: nn.Module, fit: _Fit, size: int) -> float | None:
-    """The measured eps as the module writes it: its own attribute, or nine digits."""
-    eps = fit.form.eps
-    assert eps is not None
-    named = named_eps(module, eps)
-    if named is not None:
-        return named
-    if follows_type(eps):
-        single = bare_copy(module, torch.float32)
-        x = (rows_of(size, seed=30) * 1e-3).float()
-        follows = replace(fit, form=replace(fit.form, eps=torch.finfo(torch.float32).eps))
-        exact = {name: p.double() for name, p in vectors_of(single, size).items()}
-        with torch.no_grad():
-            same = relative(run_rows(single, x), follows.of(exact)(x.double()))
-        if same <= 1e-6:
-            return None
-    return float(f"{eps:.9g}")
-
-
-def _rounding(module: nn.Module, fit: _Fit, size: int) -> str | Mismatch:
-    """Find the rounding order whose results equal a bfloat16 copy's bit by bit."""
-    copied = bare_copy(module, torch.bfloat16, seed=3)
-    params = {name: p.bfloat16() for name, p in vectors_of(copied, size).items()}
-    x = rows_of(size, seed=4, rows=64).bfloat16()
-    same: dict[str, float] = {}
-    with torch.no_grad():
-        try:
-            y = run_rows(copied, x)
-        except Exception as raised:  # the module's own code
-            return Mismatch(f"does not run in bfloat16: {type(raised).__name__}")
-        for order in ("early", "late"):
-            expected = replace(fit, form=replace(fit.form, rounding=order)).of(params)(x)
-            same[order] = float((y == expected).double().mean())
-    return _best_rounding(same)
-
-
-# -- norms with a gate -----------------------------------------------------------------------------
+        return lambda x, *gate: reference(x, weight, bias, self.form, *gate)
 
 
 def takes_gate(module: nn.Module) -> bool:
@@ -296,121 +181,192 @@ def takes_gate(module: nn.Module) -> bool:
     return len(inputs_of(module)) == 2
 
 
-def probe_gated_norm(module: nn.Module) -> GatedNorm | Mismatch:
-    """The norm with a gate that `module` computes, or the measured reason why it is none."""
-    refused = structure(module)
-    names = inputs_of(module)
+def probe_norm(module: nn.Module, gates: bool = False) -> Norm | Mismatch:
+    """The norm that `module` computes, or the measured reason why it is none.
+
+    With `gates` also one with a gate, its second argument.
+    """
+    gate = gates and takes_gate(module)
+    refused = structure(module) or (None if gate else one_input(module))
     if refused:
         return refused
+    if not gate:
+        return _Probe(module, ()).run()
+    names = inputs_of(module)
     what = f"takes `{names[1]}` beside its input"
     if len(list(module.parameters())) > 1:
         return Mismatch(f"{what}, but has two vectors as parameters: a norm with a gate has one")
-    size = size_of(module)
-    copied = bare_copy(module, torch.float64)
-    with torch.random.fork_rng(devices=[]):
-        try:
-            with ambient(Float64):
-                found = _nearest(copied, size)
-            if isinstance(found, gated_norm.Form):
-                found = _rounded(module, found, size)
-        except Exception as raised:  # the module's own code: whatever it raises is a mismatch
-            what += f", but does not run on rows of {size} with such a gate"
-            return Mismatch.raised(what, raised)
-    if isinstance(found, Mismatch):
-        return Mismatch(f"{what}, and {found.reason}", found.error)
-    (weight,) = vectors_of(copied, size)
-    return GatedNorm(size, weight or None, (names[0], names[1]), found)
+    found = _Probe(module, names).run()
+    if not isinstance(found, Mismatch):
+        return found
+    and_ = "but" if found.reason.startswith("does not run") else "and"
+    return Mismatch(f"{what}, {and_} {found.reason}", found.error)
 
 
-def _weight(module: nn.Module, size: int) -> Tensor:
-    (weight,) = vectors_of(module, size).values()
-    return weight
+class _Probe:
+    """One module, and its copy in float64; `inputs` are two names where it has a gate."""
 
+    def __init__(self, module: nn.Module, inputs: tuple[str, ...]) -> None:
+        self.module, self.inputs, self.size = module, inputs, size_of(module)
+        self.copied = bare_copy(module, torch.float64)
+        self.params = vectors_of(self.copied, self.size)
 
-def _formula(module: nn.Module, form: gated_norm.Form, size: int) -> Formula:
-    weight = _weight(module, size)
-    return lambda x, gate: gated_norm.reference(x, gate, weight, form)
+    def run(self) -> Norm | Mismatch:
+        """Return what it computes."""
+        with torch.random.fork_rng(devices=[]):
+            try:
+                with ambient(Float64):
+                    fit = self.nearest()
+            except Exception as raised:  # the module's own code: whatever it raises is a mismatch
+                more = "with such a gate" if self.inputs else "alone"
+                return Mismatch.raised(f"does not run on rows of {self.size} {more}", raised)
+            return fit if isinstance(fit, Mismatch) else self.finished(fit)
 
+    def nearest(self) -> _Fit | Mismatch:
+        """The formula whose results and gradients are the module's."""
+        fits = list(self.fits())
+        if not fits:
+            return Mismatch("normalises neither full rows nor groups of equal size")
+        errors = [self.distance(fit) for fit in fits]
+        best = errors.index(min(errors))
+        fit, error = fits[best], errors[best]
+        if not error <= TOLERANCE:
+            return Mismatch(f"differs from {fit} (nearest: {fit.nearest})", error)
+        error = self.gradient_distance(fit)
+        if not error <= TOLERANCE:
+            said = f", {fit.nearest}" if self.inputs else ""
+            return Mismatch(f"equals {fit}{said}, but its gradients differ", error)
+        return fit
 
-def _nearest(module: nn.Module, size: int) -> gated_norm.Form | Mismatch:
-    """The form whose results and gradients are the module's."""
-    groups = _groups(module, size)
-    if groups is None:
-        return Mismatch("normalises neither full rows nor groups of equal size")
-    forms = list(_forms(module, size, groups))
-    formulas = [_formula(module, form, size) for form in forms]
-    errors = [_distance(module, formula, size, 2) for formula in formulas]
-    best = errors.index(min(errors))
-    form, error = forms[best], errors[best]
-    said = f"{form.act} {'before' if form.first else 'after'} it"
-    if not error <= TOLERANCE:
-        return Mismatch(f"differs from rms_norm with a gate (nearest: {said})", error)
-    error = _gradient_distance(module, formulas[best], size, [*module.parameters()], 2)
-    if not error <= TOLERANCE:
-        return Mismatch(f"equals rms_norm with a gate, {said}, but its gradients differ", error)
-    return form
+    def given(self, *seeds: int, rows: int = 16) -> list[Tensor]:
+        """Rows, and those of a gate where there is one."""
+        return [rows_of(self.size, seed, rows) for seed in seeds[: 1 + bool(self.inputs)]]
 
+    @torch.no_grad()
+    def distance(self, fit: _Fit) -> float:
+        """The largest relative difference over scales of the input, in training and evaluation."""
+        worst = 0.0
+        for number, scale in enumerate(SCALES):
+            x, *gate = self.given(10 + number, 40 + number)
+            expected = fit.of(self.params)(x * scale, *gate)
+            for training in (True, False):
+                self.copied.training = training
+                made = run_rows(self.copied, x * scale, *gate)
+                worst = max(worst, relative(made, expected))
+        return worst
 
-@torch.no_grad()
-def _groups(module: nn.Module, size: int) -> int | None:
-    """Into how many parts a row falls: those that the first number of a row has a say in."""
-    x, ones = rows_of(size), torch.ones(2, 8, size, dtype=torch.float64)
-    other = x.clone()
-    other[..., 0] += 1.0
-    moved = (run_rows(module, x, ones) != run_rows(module, other, ones)).flatten(0, 1).any(0)
-    width = int(moved.sum())
-    whole = width > 0 and bool(moved[:width].all()) and size % width == 0
-    return size // width if whole else None
+    def gradient_distance(self, fit: _Fit) -> float:
+        """The largest relative difference of a gradient, of the inputs or of a parameter."""
+        given = [t.requires_grad_() for t in self.given(20, 22)]
+        leaves = [*given, *(p for p in self.params.values() if p.requires_grad)]
+        return gradients_apart(run_rows(self.copied, *given), fit.of(self.params)(*given), leaves)
 
+    # what fits
 
-@torch.no_grad()
-def _forms(module: nn.Module, size: int, groups: int) -> Iterator[gated_norm.Form]:
-    """Each activation, before the norm and after it, with the offset and eps that fit best.
+    @torch.no_grad()
+    def fits(self) -> Iterator[_Fit]:
+        """Every form, with the offset and eps that fit best; whether they do is judged after.
 
-    A gate of ones is a factor.  Far from zero eps does not matter and what is left is the factor of
-    each column; close to zero eps is all that matters.
-    """
-    ones = torch.ones(2, 8, size, dtype=torch.float64)
-    weight, flat = _weight(module, size), torch.ones(size, dtype=torch.float64)
-    large, small = rows_of(size) * 1e3, rows_of(size, seed=2) * 1e-10
-    far, near = run_rows(module, large, ones), run_rows(module, small, ones)
-    for act in ACTIVATIONS:
-        for first in (True, False):
-            bare = gated_norm.Form(0.0, 0.0, "late", act, first, groups)
-            normal = gated_norm.reference(large, ones, flat, bare)
+        A gate of ones is a factor.  Far from zero eps does not matter and what is left is the
+        factor of each column; close to zero eps is all that matters.
+        """
+        ones = [torch.ones(2, 8, self.size, dtype=torch.float64)] if self.inputs else []
+        zero = torch.zeros(2, 8, self.size, dtype=torch.float64)
+        shift = run_rows(self.copied, zero, *ones)[0, 0]
+        near = (shift.norm() + 1.0) * TOLERANCE
+        bias = next((n for n, p in self.params.items() if (shift - p).norm() <= near), None)
+        weight = next((p for name, p in self.params.items() if name != bias), shift)
+        large, small = rows_of(self.size) * 1e3, rows_of(self.size, seed=2) * 1e-10
+        far, close = (run_rows(self.copied, x, *ones) - shift for x in (large, small))
+        for bare in self._bare(ones):
+            normal = reference(large, torch.ones_like(weight), None, bare, *ones)
             scale, offset = _scale_and_offset(far, normal, weight)
-            eps = _added(gated_norm.parts_of(near, groups), *_inner(small, ones, scale, bare))
-            yield replace(bare, offset=offset, eps=eps)
+            inner = small - small.mean(-1, keepdim=True) if bare.centred else small
+            lever = float(ACTIVATIONS[bare.act](ones[0].flatten()[0])) if ones else 1.0
+            inner = inner * lever if bare.first else inner
+            scaled = inner * scale * (1.0 if bare.first else lever)
+            eps = _added(*(parts_of(t, bare.groups) for t in (close, scaled, inner)))
+            yield _Fit(replace(bare, offset=offset, eps=eps), bias)
 
+    def _bare(self, ones: list[Tensor]) -> Iterator[Form]:
+        if not ones:
+            yield from (Form(centred, 0.0) for centred in (False, True))
+        elif (groups := self._groups(ones[0])) is not None:
+            for act in ACTIVATIONS:
+                yield from (Form(False, 0.0, 0.0, "late", act, at, groups) for at in (True, False))
 
-def _inner(small: Tensor, gate: Tensor, scale: Tensor, form: gated_norm.Form) -> list[Tensor]:
-    """Groups of what is normalised of rows close to zero: times its factors, and bare."""
-    lever = float(ACTIVATIONS[form.act](gate.flatten()[0]))
-    inner = small * lever if form.first else small
-    scaled = inner * scale * (1.0 if form.first else lever)
-    return [gated_norm.parts_of(t, form.groups) for t in (scaled, inner)]
+    def _groups(self, ones: Tensor) -> int | None:
+        """Count the parts of a row: those that the first number of a row has a say in."""
+        x = rows_of(self.size)
+        other = x.clone()
+        other[..., 0] += 1.0
+        both = [run_rows(self.copied, each, ones) for each in (x, other)]
+        moved = (both[0] != both[1]).flatten(0, 1).any(0)
+        width = int(moved.sum())
+        whole = width > 0 and bool(moved[:width].all()) and self.size % width == 0
+        return self.size // width if whole else None
 
+    # eps as it is written, and roundings
 
-@torch.no_grad()
-def _rounded(module: nn.Module, form: gated_norm.Form, size: int) -> gated_norm.Form | Mismatch:
-    """The form with the order of rounding whose results are the module's bit by bit."""
-    if follows_type(form.eps):
-        return Mismatch(
-            "has an eps that depends on the dtype of the computation, which this kernel does"
-            " not support"
-        )
-    form = replace(form, eps=named_eps(module, form.eps) or float(f"{form.eps:.9g}"))
-    x, gate = (rows_of(size, seed=seed, rows=64).bfloat16() for seed in (4, 5))
-    same = {"early": 1.0, "late": 1.0}
-    for kind in (torch.bfloat16, torch.float32):
-        copied = bare_copy(module, kind, seed=3)
-        y = run_rows(copied, x, gate)
-        for order in same:
-            told = gated_norm.reference(
-                x, gate, _weight(copied, size).to(kind), replace(form, rounding=order)
+    def finished(self, fit: _Fit) -> Norm | Mismatch:
+        """The norm with its eps as the module writes it, and its order of rounding."""
+        weight = next(name for name in self.params if name != fit.bias)
+        if len(self.params) - 1 != (fit.bias is not None):
+            unused = ", ".join(self.params)
+            return Mismatch(f"has parameters that do not change its output: {unused}")
+        eps = fit.form.eps
+        assert eps is not None
+        if self.inputs and follows_type(eps):
+            return Mismatch(
+                "has an eps that depends on the dtype of the computation, which this kernel does"
+                " not support"
             )
-            if told.dtype != y.dtype:
-                same[order] = 0.0
-            same[order] = min(same[order], float((y == told).double().mean()))
-    best = _best_rounding(same)
-    return best if isinstance(best, Mismatch) else replace(form, rounding=best)
+        fit = replace(fit, form=replace(fit.form, eps=self.written_eps(fit, eps)))
+        if not fit.form.centred and fit.bias is not None:
+            return Mismatch("is an rms_norm with a bias: there is no kernel for it")
+        rounding = self.rounding(fit)
+        if isinstance(rounding, Mismatch):
+            return rounding
+        form = replace(fit.form, rounding=rounding)
+        return Norm(self.size, weight or None, fit.bias, form, self.inputs)
+
+    def written_eps(self, fit: _Fit, eps: float) -> float | None:
+        """The measured eps as the module writes it: an attribute of its own, or nine digits."""
+        named = named_eps(self.module, eps)
+        if named is None and follows_type(eps):
+            single = bare_copy(self.module, torch.float32)
+            x = (rows_of(self.size, seed=30) * 1e-3).float()
+            form = replace(fit.form, eps=torch.finfo(torch.float32).eps)
+            exact = {name: p.double() for name, p in vectors_of(single, self.size).items()}
+            with torch.no_grad():
+                expected = replace(fit, form=form).of(exact)(x.double())
+                if relative(run_rows(single, x), expected) <= 1e-6:
+                    return None
+        return float(f"{eps:.9g}") if named is None else named
+
+    @torch.no_grad()
+    def rounding(self, fit: _Fit) -> str | Mismatch:
+        """The order of rounding whose results are the module's bit by bit, in nearly all elements.
+
+        In bfloat16; beside a gate with a wider weight, too.  Sums may run in another order.
+        """
+        given = [t.bfloat16() for t in self.given(4, 5, rows=64)]
+        same = {"early": 1.0, "late": 1.0}
+        for kind in (torch.bfloat16, torch.float32) if self.inputs else (torch.bfloat16,):
+            copied = bare_copy(self.module, kind, seed=3)
+            params = {name: p.to(kind) for name, p in vectors_of(copied, self.size).items()}
+            try:
+                y = run_rows(copied, *given)
+            except Exception as raised:  # the module's own code
+                return Mismatch(f"does not run in bfloat16: {type(raised).__name__}")
+            for order in same:
+                told = replace(fit, form=replace(fit.form, rounding=order)).of(params)(*given)
+                share = float((y == told).double().mean())
+                alike = told.dtype == y.dtype or not self.inputs
+                same[order] = min(same[order], share if alike else 0.0)
+        best = max(same, key=lambda order: same[order])
+        if same[best] < 0.99:
+            return Mismatch(
+                f"rounds differently in bfloat16: at best {same[best]:.0%} of bits agree"
+            )
+        return best

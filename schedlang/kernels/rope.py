@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from schedlang.kernels.device import count, runs_kernel, tl, triton, wide
-from schedlang.kernels.rows import launch
+from schedlang.kernels import check
+from schedlang.kernels.device import count, launch, runs_kernel, tl, triton, wide
 
 if triton is not None:
-    from schedlang.kernels.rows import rounded
+    from schedlang.kernels.device import rounded
 
 
 @dataclass(frozen=True)
@@ -398,18 +398,17 @@ rope_turn.register_autograd(_differentiate, setup_context=_save)
 
 
 @dataclass(frozen=True)
-class Case:
-    """One rotation to run: `shape` is [rows, tokens, heads of q, heads of k, size of a head]."""
+class Case(check.Case):
+    """One rotation to run: `shape` is [rows, tokens, heads of q, heads of k, size of a head].
+
+    Strided, heads lie one after the other for each token, as projections give them.
+    """
 
     kernel: ClassVar[str] = "rope"
-    shape: tuple[int, ...]
-    dtype: str = "float32"
     width: int = 0  # 0: the whole head
     form: Form = Form()
     shared: bool = True  # the angles are those of all rows
     scale: float = 1.0
-    seed: int = 0
-    strided: bool = False  # heads lie one after the other for each token, as projections give them
 
     def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
         """The tensors that it is differentiated by, in float32."""

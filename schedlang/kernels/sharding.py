@@ -22,7 +22,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from schedlang.kernels import (
     gated,
-    gated_norm,
     grouped,
     linear_cross_entropy,
     norm,
@@ -33,15 +32,15 @@ from schedlang.kernels import (
 Way = tuple[list[Placement], list[Placement | None]]
 Rule = Callable[..., list[Way]]
 # who define the operators; held_backward writes into an argument, which DTensor cannot split
-MODULES = (gated, gated_norm, grouped, linear_cross_entropy, norm, rope)
+MODULES = (gated, grouped, linear_cross_entropy, norm, rope)
 
 
-def _rows(results: Sequence[str], arguments: str, last: bool = False) -> Rule:
+def _rows(results: Sequence[str], arguments: str, last: int | None = None) -> Rule:
     """A rule for operators on rows: split along any dim of the first argument but its last.
 
     Letters say what each result and argument is: "x" rows, split along; "w" the same for all rows,
-    "p" a sum over rows, "-" no tensor; "o" rows where the second argument is a tensor, else empty.
-    `last`: the last dim may be split as well.
+    "p" a sum over rows, "-" no tensor; a number rows where that argument is a tensor, else empty.
+    The last dim may be split as well where argument number `last` is a tensor.
     """
 
     def rule(first: Any, *others: Any) -> list[Way]:
@@ -51,11 +50,11 @@ def _rows(results: Sequence[str], arguments: str, last: bool = False) -> Rule:
         def lie(letters: Sequence[str], along: Placement | None) -> list[Placement]:
             summed = Partial() if along else Replicate()
             kinds: dict[str, Placement] = {"x": along or Replicate(), "w": Replicate(), "p": summed}
-            kinds["o"] = kinds["w"] if none[1] else kinds["x"]
+            kinds |= {str(n): kinds["w" if no else "x"] for n, no in enumerate(none)}
             return [kinds[letter] for letter in letters]
 
         ways: list[Way] = []
-        for along in (None, *map(Shard, range(first.ndim - (not last)))):
+        for along in (None, *map(Shard, range(first.ndim - (last is None or none[last])))):
             inputs: list[Placement | None] = [*lie(arguments.replace("-", "w"), along)]
             for place, missing in enumerate(none):
                 inputs[place] = None if missing else inputs[place]
@@ -107,15 +106,11 @@ def _turned(q: Any, k: Any, cos: Any, sin: Any, *form: Any) -> list[Way]:
 
 
 RULES: dict[str, Rule] = {
-    "norm_forward": _rows("oxxx", "xxww----"),
-    "norm_backward": _rows("xpp", "xxxwxx---"),
+    "norm_forward": _rows("1xxx", "xxxww-------"),
+    "norm_backward": _rows("xpp3", "xxxxwxx------"),
     "rope_turn": _turned,
-    "gated_norm_forward": _rows("xx", "xxw------"),
-    "gated_norm_backward": _rows("xxp", "xxxwx-----"),
-    "gated_forward": _rows("x", "xx-", last=True),
-    "gated_backward": _rows("xx", "xxx-", last=True),
-    "packed_forward": _rows("x", "x--"),
-    "packed_backward": _rows("x", "xx--"),
+    "gated_forward": _rows("x", "xx--", last=1),
+    "gated_backward": _rows("x2", "xxx--", last=2),
     "linear_statistics_forward": _rows("xxx", "xwwx---"),
     "linear_statistics_backward": _rows("xpp", "xwwxxxxx-----"),
     "linear_weighed": _rows("pxpp", "xwwxx------"),

@@ -15,7 +15,7 @@ from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.batch import Absent, Part, dotted, named_tensors, stack
 from schedlang.runtime.checkpointing.holding import assemble, take
 from schedlang.runtime.comm import world
-from schedlang.runtime.context_parallel import Layout
+from schedlang.runtime.context_parallel.token_layout import Layout
 from schedlang.runtime.grad_reduction.gradient import local_gradient
 from schedlang.runtime.grad_reduction.zero import reshard
 from schedlang.runtime.lazy_logits.vocab_parallel import ShardedLogits

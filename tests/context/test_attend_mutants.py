@@ -13,14 +13,12 @@ from schedlang.runtime.context_parallel import (
     attention,
     local_attention,
     masks,
-    nbody,
     ring,
-    ulysses,
 )
+from schedlang.runtime.context_parallel.attention import enough
 from schedlang.runtime.context_parallel.local_attention import Forward
 from schedlang.runtime.context_parallel.masks import Reach
 from schedlang.runtime.context_parallel.ring import Ring
-from schedlang.runtime.context_parallel.ulysses import enough
 from tests.attending import Case, dense, joined, rank
 from tests.engine import Faults, Threads
 
@@ -67,7 +65,7 @@ _near, _shift, _scores, _times = (
     local_attention._scores,
     local_attention._times,
 )
-_places, _of_heads = ulysses._places, masks.Dropout.of_heads
+_places, _of_heads = attention._places, masks.Dropout.of_heads
 
 
 def _sees_more(self: Reach, *args: Any) -> Any:
@@ -82,7 +80,7 @@ def _ends_early(self: Ring, prefix: Any) -> int:
     return max(0, _last(self, prefix) - 1)
 
 
-def _too_far(self: nbody.Bodies, step: int) -> int:
+def _too_far(self: ring.Bodies, step: int) -> int:
     return (self.ring.rank - step - (self.share.start if step else 0)) % self.ring.size
 
 
@@ -111,7 +109,7 @@ MUTANTS: dict[str, Change] = {
         "nothing",
         lambda self, queries, keys: not self.everything(queries, keys),
     ),
-    "tokens stay in the order in which they arrive": (ulysses, "_orders", lambda *_: None),
+    "tokens stay in the order in which they arrive": (attention, "_orders", lambda *_: None),
     "heads of keys are copied in turns": (
         attention,
         "copied",
@@ -139,11 +137,11 @@ MUTANTS: dict[str, Change] = {
     ),
     "gradients that arrive are not added": (ring, "added", lambda arrived, part: part),
     "members of a team do not weigh what they found": (
-        nbody,
+        ring,
         "finite",
         lambda lse: torch.zeros_like(lse),
     ),
-    "a share of the steps begins one team too far": (nbody.Bodies, "origin", _too_far),
+    "a share of the steps begins one team too far": (ring.Bodies, "origin", _too_far),
     "nothing that arrives is waited for": (ring.Moving, "wait", lambda self: self.packet),
 }
 

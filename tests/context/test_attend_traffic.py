@@ -14,9 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.runtime.comm.collectives import Group, listening
 from schedlang.runtime.comm.tap import Sent, playing
-from schedlang.runtime.context_parallel import Layout, local_attention, place_of
+from schedlang.runtime.context_parallel import local_attention
+from schedlang.runtime.context_parallel.attention import place_of
 from schedlang.runtime.context_parallel.local_attention import Rules, Tokens, pairs
 from schedlang.runtime.context_parallel.masks import Reach, Tags, wanted
+from schedlang.runtime.context_parallel.token_layout import Layout
 from tests.attending import SIZES, Case, attended, groups_of, part
 from tests.engine import Threads
 

@@ -16,8 +16,7 @@ from schedlang.testing.accelerator import unavailable
 from schedlang.testing.gpu import driver, page
 from schedlang.testing.gpu.__main__ import main
 from schedlang.testing.gpu.case import PARTS, Found, Part, Setup
-from schedlang.testing.gpu.programs import ONE
-from schedlang.testing.gpu.ranks import SEVERAL
+from schedlang.testing.gpu.programs import ONE, SEVERAL
 
 ROOT = Path(__file__).parents[2]
 CPU = Setup("cpu", "tiny")

@@ -13,8 +13,8 @@ from torch import Tensor
 import schedlang.kernels
 from schedlang.testing.gpu import correctness
 from schedlang.testing.gpu.case import Case, Setup, Told
-from schedlang.testing.gpu.child import found_of
 from schedlang.testing.gpu.contests import TINY, Contest, contested, contests, work_of
+from schedlang.testing.gpu.driver import found_of
 from schedlang.testing.gpu.steps import EIGHT, layers_for
 
 META = replace(TINY, device="meta")

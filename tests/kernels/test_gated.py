@@ -16,7 +16,6 @@ from schedlang.kernels.gated import (
     gated_backward,
     gated_forward,
     packed,
-    packed_forward,
     reference,
 )
 from schedlang.runtime.kernel_injection import gated_mlp
@@ -61,9 +60,11 @@ def test_opcheck_and_one_graph():
     """The operators are sound, and compile without a break."""
     both = torch.randn(3, 10, requires_grad=True)
     left, right = (t.detach().clone().requires_grad_() for t in both.chunk(2, -1))
-    torch.library.opcheck(gated_forward, (left, right, "silu"))
-    torch.library.opcheck(gated_backward, (left.detach(), left.detach(), right.detach(), "gelu"))
-    torch.library.opcheck(packed_forward, (both, "silu", True))
+    torch.library.opcheck(gated_forward, (left, right, "silu", 1))
+    apart = left.detach(), right.detach()
+    torch.library.opcheck(gated_backward, (apart[0], *apart, "gelu", 1))
+    torch.library.opcheck(gated_forward, (both, None, "silu", 1))
+    torch.library.opcheck(gated_backward, (apart[0], both.detach(), None, "gelu", 0))
     loss = lambda x: packed(x * 2, "gelu_tanh").square().sum()  # noqa: E731
     whole = torch.compile(loss, fullgraph=True, backend="aot_eager")
     pair = [torch.autograd.grad(f(both), both)[0] for f in (loss, whole)]

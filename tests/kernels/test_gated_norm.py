@@ -15,17 +15,17 @@ from torch.utils.checkpoint import checkpoint
 
 from schedlang.kernels.check import run_kernel_check
 from schedlang.kernels.device import runs
-from schedlang.kernels.gated_norm import (
+from schedlang.kernels.norm import (
     Case,
     Form,
     backward_of,
     forward_of,
-    gated_norm,
-    gated_norm_backward,
-    gated_norm_forward,
+    norm,
+    norm_backward,
+    norm_forward,
     reference,
 )
-from schedlang.kernels.norm_probes import GatedNorm
+from schedlang.kernels.norm_probes import Norm
 from schedlang.kernels.probe import Mismatch
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.kernel_injection.kernel import match, replace
@@ -36,14 +36,14 @@ from tests.engine import Threads
 from tests.proofs import planned, proven
 
 FORMS = [
-    Form(rounding="early", first=True, groups=3),  # Mamba-2, Zamba2, Bamba
-    Form(rounding="early"),  # Qwen3-Next
+    Form(rounding="early", act="silu", first=True, groups=3),  # Mamba-2, Zamba2, Bamba
+    Form(rounding="early", act="silu"),  # Qwen3-Next
     Form(act="sigmoid"),  # Kimi
-    Form(1e-5, 1.0, "early", "gelu_tanh", False, 2),
-    Form(1e-5, 1.0, "late", "relu", True, 1),
+    Form(False, 1e-5, 1.0, "early", "gelu_tanh", False, 2),
+    Form(False, 1e-5, 1.0, "late", "relu", True, 1),
 ]
 CASES = [
-    Case(shape, dtype, form, scale)
+    Case(shape, dtype, form, scale=scale)
     for dtype in ("float32", "bfloat16", "float16")
     for form in FORMS
     for shape, scale in [
@@ -58,7 +58,7 @@ CASES += [Case((7, 96), kind, form, other=other) for form in FORMS for kind, oth
 CASES += [Case((3, 5, 66), "float32", form, strided=True) for form in FORMS]
 FEW = [
     *(Case((2, 258), dtype, form) for dtype in ("float32", "bfloat16") for form in FORMS[:2]),
-    *(Case((1, 36), "float32", form, 1e-3) for form in FORMS[3:]),
+    *(Case((1, 36), "float32", form, scale=1e-3) for form in FORMS[3:]),
     *(
         Case((9, 12), kind, form, other=other)
         for form, (kind, other) in zip(FORMS, (*MIXED, ("float16", "")))
@@ -87,6 +87,11 @@ def test_kernel_is_as_right_as_eager_everywhere() -> None:
     right(CASES)
 
 
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, form: Form) -> Tensor:
+    """The norm with its tensors in the order of what is tested."""
+    return norm(x, weight, None, form, gate)
+
+
 def leaves(dtype: torch.dtype, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     x, gate = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
@@ -106,7 +111,7 @@ def test_operator_equals_autograd_of_the_reference(form: Form) -> None:
     """Forward and gradients in float64 equal plain autograd through the reference."""
     given = leaves(torch.float64, 4, 36)
     grad = torch.randn(4, 36, dtype=torch.float64)
-    ours, plain = gated_norm(*given, form), reference(*given, form)
+    ours, plain = gated_norm(*given, form), reference(given[0], given[2], None, form, given[1])
     pairs = zip(
         [ours, *torch.autograd.grad(ours, given, grad)],
         [plain, *torch.autograd.grad(plain, given, grad)],
@@ -120,10 +125,11 @@ def test_operator_equals_autograd_of_the_reference(form: Form) -> None:
 def test_opcheck(dtype: torch.dtype) -> None:
     """Schema, fake tensors, autograd and ahead-of-time tracing of both operators are sound."""
     given = leaves(dtype, 2, 3, 12)
-    torch.library.opcheck(gated_norm_forward, (*given, 1e-6, 0.0, "early", "silu", True, 2))
+    form = 0, 1e-6, 0.0, "early", "silu", True, 2
+    torch.library.opcheck(norm_forward, (given[0], None, *given[1:], None, *form))
     x, gate, weight = (t.detach() for t in given)
-    args = (x, x, gate, weight, torch.rand(2, 3, 2), 0.0, "late", "silu", False, 2)
-    torch.library.opcheck(gated_norm_backward, args)
+    args = (x, x, None, gate, weight, None, torch.rand(2, 3, 2), 0, 0.0, "late", "silu", False, 2)
+    torch.library.opcheck(norm_backward, args)
 
 
 def test_meta_says_what_real_gives() -> None:
@@ -131,13 +137,15 @@ def test_meta_says_what_real_gives() -> None:
     kinds = (torch.bfloat16, torch.float32)
     for form, inner, outer in itertools.product(FORMS, kinds, kinds):
         x = torch.randn(3, 12, 5).to(inner).transpose(1, 2)
-        given = x, torch.randn(3, 5, 12).to(outer), torch.rand(12).to(outer)
-        numbers = (form.offset, form.rounding, form.act, form.first, form.groups)
-        made = gated_norm_forward(*given, form.eps, *numbers)
-        back = gated_norm_backward(made[0], *given, made[1], *numbers)
-        meta = [t.to("meta") for t in given]
-        same = gated_norm_forward(*meta, form.eps, *numbers)
-        same += gated_norm_backward(same[0], *meta, same[1], *numbers)
+        given = [x, None, torch.randn(3, 5, 12).to(outer), torch.rand(12).to(outer), None]
+        meta = [None if t is None else t.to("meta") for t in given]
+        numbers = form.values[2:]
+        made, same = (norm_forward(*side, *form.values) for side in (given, meta))
+        back, told = (
+            norm_backward(ran[1], *side[:4], None, ran[3], 0, *numbers)
+            for ran, side in ((made, given), (same, meta))
+        )
+        same += told
         for a, b in zip((*made, *back), same, strict=True):
             assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
 
@@ -213,9 +221,9 @@ def wide(x: Tensor, z: Tensor, w: Tensor) -> Tensor:
 
 
 TOLD = [
-    (before, Form(3e-5, 0.0, "early", "silu", True, 4)),
-    (after, Form(1e-6, 1.0, "early", "sigmoid", False, 1)),
-    (wide, Form(1e-6, 0.0, "late", "silu", False, 1)),
+    (before, Form(False, 3e-5, 0.0, "early", "silu", True, 4)),
+    (after, Form(False, 1e-6, 1.0, "early", "sigmoid", False, 1)),
+    (wide, Form(False, 1e-6, 0.0, "late", "silu", False, 1)),
 ]
 
 
@@ -225,7 +233,7 @@ def test_names_every_form(form: Callable[..., Tensor], told: Form, device: str) 
     """What gates, where, and over which parts of a row is found by behaviour."""
     with torch.device(device):
         module = Gated(form)
-    assert match(module, "rms_norm") == GatedNorm(24, "gain", ("rows", "lever"), told)
+    assert match(module, "rms_norm") == Norm(24, "gain", None, told, ("rows", "lever"))
     other = match(module, "layer_norm")
     assert isinstance(other, Mismatch) and "`replace_kernel(rms_norm)` fits" in other.reason
 
@@ -304,11 +312,13 @@ def test_the_references_of_both_ways_agree_on_half_precision() -> None:
     """In bfloat16 the reference's backward is that of autograd, to a few roundings."""
     for form in FORMS:
         x, gate, weight = leaves(torch.bfloat16, 64, 48)
-        y = reference(x, gate, weight, form)
+        y = reference(x, weight, None, form, gate)
         by = torch.randn_like(y)
-        _, rstd = forward_of(x, gate, weight, form)
-        found = backward_of(by, x, gate, weight, rstd, form)
-        for a, b in zip(found, torch.autograd.grad(y, (x, gate, weight), by), strict=True):
+        _, _, rstd = forward_of(x, gate, weight, None, form)
+        dx, dweight, _, dgate = backward_of(by, x, gate, weight, None, rstd, form)
+        for a, b in zip(
+            (dx, dgate, dweight), torch.autograd.grad(y, (x, gate, weight), by), strict=True
+        ):
             assert (a.double() - b.double()).norm() <= 2e-2 * b.double().norm()
 
 
@@ -357,8 +367,8 @@ def test_a_model_with_the_kernel_is_the_model() -> None:
     expected = outcome(copy.deepcopy(model), batch)
     norms = [m for n, m in model.named_modules() if n.endswith("mixer.norm")]
     assert len(norms) == 2
-    for norm in norms:
-        replace(norm, match(norm, "rms_norm"))  # type: ignore[arg-type]
+    for each in norms:
+        replace(each, match(each, "rms_norm"))  # type: ignore[arg-type]
     before = runs()["reference"]
     for a, b in zip(outcome(model, batch), expected, strict=True):
         assert (a - b).norm() <= 1e-12 * (b.norm() + 1e-3)

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.kernels.probe import Mismatch
-from schedlang.runtime.kernel_injection.probe_cache import judged, seen, watched
+from schedlang.kernels.probe import Mismatch, judged, seen, watched
 from tests.kernels.test_gated import Mlp
 
 
@@ -141,7 +140,7 @@ def test_children_count() -> None:
     sch["*"].replace_kernel("add_norm")
     plan = sch.plan()
     row: Any = plan.actions[0].primitive
-    found = [row._found(plan.model.sites[name], plan).norms["norm"].eps for name in "01"]
+    found = [row._found(plan.model.sites[name], plan).norms["norm"].form.eps for name in "01"]
     assert found == [1e-6, 1e-3]
 
 

@@ -70,7 +70,9 @@ def test_norms_of_a_model(name):
     norms[0].register_forward_hook(lambda *_: seen.append(1))
     for norm in norms:
         found = match(norm, "rms_norm")
-        assert isinstance(found, Norm) and found.rounding == {"Llama": "early"}.get(name, "late")
+        assert isinstance(found, Norm) and found.form.rounding == {"Llama": "early"}.get(
+            name, "late"
+        )
         replace(norm, found)
         assert kernel_of(norm) == "rms_norm"
     before = runs().get("reference", 0)

@@ -58,7 +58,7 @@ CASES += [
     for shape, scale in [((5, 257), 1.0), ((1, 300), 1e-3), ((20, 8), 1.0)]
 ]
 CASES += [Case((2, 3, 257), dtype, form, bias, add=True) for form, bias in ADDED for dtype in TYPES]
-CASES += [Case((3, 70), form=form, add=True, right="bfloat16") for form in (RMS[0], LAYER[0][0])]
+CASES += [Case((3, 70), form=form, add=True, other="bfloat16") for form in (RMS[0], LAYER[0][0])]
 CASES += [Case((3, 300), form=LAYER[0][0], bias=True, add=True, scale=1e-3)]
 CASES += [
     Case(shape, dtype, form, form.centred, strided=True)
@@ -183,13 +183,13 @@ def test_opcheck(dtype: torch.dtype, add: bool) -> None:
     other = x.detach().clone().requires_grad_() if add else None
     kinds = [(False, None), (True, bias), (True, None)]
     for (centred, shift), rounding in zip(kinds, ("late", "late", "early"), strict=True):
-        given = (x, other, weight, shift, centred, 1e-6, 0.0, rounding)
+        given = (x, other, None, weight, shift, centred, 1e-6, 0.0, rounding, "", False, 1)
         torch.library.opcheck(norm_forward, given)
-    row = torch.rand(2, 3, dtype=torch.promote_types(dtype, torch.float32))
+    row = torch.rand(2, 3, 1, dtype=torch.promote_types(dtype, torch.float32))
     plain, total = x.detach(), x.detach().clone() if add else None
     for centred, rounding in ((False, "early"), (True, "early"), (True, "late")):
-        args = (plain, plain, total, weight.detach(), row, row.clone(), centred, 0.0, rounding)
-        torch.library.opcheck(norm_backward, args)
+        args = (plain, plain, total, None, weight.detach(), row if centred else None, row.clone())
+        torch.library.opcheck(norm_backward, (*args, centred, 0.0, rounding, "", False, 1))
 
 
 @pytest.mark.parametrize("centred", [False, True])
@@ -200,10 +200,11 @@ def test_meta_says_what_real_gives(centred: bool, add: bool) -> None:
         for rounding in ("early", "late"):
             x, weight = torch.randn(3, 16, 5).to(inner).transpose(1, 2), torch.rand(16).to(outer)
             bias = torch.rand(16) if centred else None
-            given = [x, x if add else None, weight, bias]
+            given = [x, x if add else None, None, weight, bias]
+            form = centred, 1e-6, 0.0, rounding, "", False, 1
             meta = [None if t is None else t.to("meta") for t in given]
-            real = norm_forward(*given, centred, 1e-6, 0.0, rounding)
-            told = norm_forward(*meta, centred, 1e-6, 0.0, rounding)
+            real = norm_forward(*given, *form)
+            told = norm_forward(*meta, *form)
             for a, b in zip(real, told, strict=True):
                 assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from schedlang.kernels.norm import Form
 from schedlang.kernels.norm_probes import Norm, probe_norm
 from schedlang.kernels.probe import Mismatch, bare_copy
 from schedlang.runtime.float64 import Float64
@@ -53,13 +54,13 @@ def test_names_every_form(form, offset, eps, rounding, device):
     """Offset, eps and rounding order are found by behaviour, with or without real parameters."""
     with torch.device(device):
         module = Rms(24, form)
-    assert probe_norm(module) == Norm("rms_norm", 24, "gain", None, offset, eps, rounding)
+    assert probe_norm(module) == Norm(24, "gain", None, Form(False, eps, offset, rounding))
 
 
 def test_layer_norm():
     """LayerNorm is told from RMSNorm, its bias found by what it does."""
     found = probe_norm(nn.LayerNorm(12, eps=1e-12))
-    assert found == Norm("layer_norm", 12, "weight", "bias", 0.0, 1e-12, "late")
+    assert found == Norm(12, "weight", "bias", Form(True, 1e-12))
     assert probe_norm(nn.LayerNorm(12, bias=False)).bias is None
 
 
@@ -73,7 +74,7 @@ def test_layer_norm():
 )
 def test_names_every_form_of_a_layer_norm(form, offset, rounding):
     """Cohere's without a bias, one that rounds before the weight, Nemotron's with one more."""
-    expected = Norm("layer_norm", 24, "gain", None, offset, 1e-5, rounding)
+    expected = Norm(24, "gain", None, Form(True, 1e-5, offset, rounding))
     assert probe_norm(Rms(24, form)) == expected
 
 
@@ -124,7 +125,7 @@ def test_norms_without_a_weight():
     ]:
         found = probe_norm(module)
         assert (found.kind, found.size, found.weight, found.bias) == (kind, size, None, None)
-        assert found.offset == 0.0 and found.eps == 1e-6
+        assert found.form.offset == 0.0 and found.form.eps == 1e-6
     assert "does not run" in probe_norm(nn.LayerNorm((3, 4), elementwise_affine=False)).reason
 
 
@@ -167,7 +168,7 @@ def test_the_modes_of_a_proof_change_nothing():
     with ambient(Float64()), torch.device("meta"):
         found = match(norm, "layer_norm")
         assert torch.ones(1).is_meta and torch.get_default_dtype() == torch.float64
-    assert isinstance(found, Norm) and found.rounding == "early"
+    assert isinstance(found, Norm) and found.form.rounding == "early"
     assert torch.get_default_dtype() == torch.float32
 
 
@@ -177,5 +178,5 @@ def test_transformers_norms():
     gemma = pytest.importorskip("transformers.models.gemma.modeling_gemma")
     with torch.device("meta"):
         first, second = llama.LlamaRMSNorm(16, eps=1e-5), gemma.GemmaRMSNorm(16)
-    assert probe_norm(first) == Norm("rms_norm", 16, "weight", None, 0.0, 1e-5, "early")
-    assert probe_norm(second) == Norm("rms_norm", 16, "weight", None, 1.0, 1e-6, "late")
+    assert probe_norm(first) == Norm(16, "weight", None, Form(False, 1e-5, rounding="early"))
+    assert probe_norm(second) == Norm(16, "weight", None, Form(offset=1.0))

@@ -20,7 +20,7 @@ from schedlang.runtime.kernel_injection.gains import eager, scheduled
 from schedlang.runtime.kernel_injection.gains import generated as made_of
 from schedlang.runtime.rowwise_kernels import launch, operator
 from schedlang.runtime.rowwise_kernels.chain import NotRowwise
-from schedlang.runtime.rowwise_kernels.child import interpreted
+from schedlang.runtime.rowwise_kernels.launch import interpreted
 from schedlang.runtime.rowwise_kernels.operator import Sort, graphs, sorts_of
 from tests.chains import CHAINS
 from tests.engine import Threads

@@ -42,9 +42,7 @@ WIDTH, WORDS = 16, 12
 @pytest.fixture
 def acc() -> Iterator[Any]:
     """A simulated accelerator; it must have seen no race."""
-    from schedlang.testing.accelerator import build as compiled
-
-    if reason := compiled.unavailable():
+    if reason := accelerators.unavailable():
         pytest.skip(reason)
     with accelerators.simulated() as one:
         yield one

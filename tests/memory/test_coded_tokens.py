@@ -12,7 +12,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.propagate.saved_parts import Cut, Saving, Split, TokenParts
 from schedlang.passes.prove import Case, prove
-from schedlang.runtime.context_parallel import Layout
+from schedlang.runtime.context_parallel.token_layout import Layout
 from tests import models
 from tests.engine import Threads
 from tests.memory.test_coded import ROW, drawn, tokens

@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from schedlang.kernels import sharding
 from schedlang.kernels.gated import gated, packed
-from schedlang.kernels.gated_norm import Form as Gate
-from schedlang.kernels.gated_norm import gated_norm
 from schedlang.kernels.grouped import grouped
 from schedlang.kernels.linear_cross_entropy import Form, statistics, weighed
 from schedlang.kernels.norm import Form as Norm
@@ -80,13 +78,16 @@ CASES: dict[str, Any] = {
     },
     **{
         f"a norm with a gate by {split}": (
-            lambda x, gate, w, form=form: gated_norm(x, gate, w, form),
+            lambda x, gate, w, form=form: norm(x, w, None, form, gate),
             [X, X + 1, W],
             [split, split, R],
             split,
             [split, split, Partial()],
         )
-        for split, form in [(S(0), Gate(first=True, groups=2)), (S(1), Gate(rounding="early"))]
+        for split, form in [
+            (S(0), Norm(act="silu", first=True, groups=2)),
+            (S(1), Norm(act="silu", rounding="early")),
+        ]
     },
     "a sum and its norm": (
         lambda a, b, w: torch.stack(add_norm(a, b, w, None, Norm(rounding="early"))),

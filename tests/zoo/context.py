@@ -10,7 +10,7 @@ from torch import Tensor
 
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.comm import collectives
-from schedlang.runtime.context_parallel import attention_products, local_tokens, model_calls, ring
+from schedlang.runtime.context_parallel import attention_products, install, local_tokens, ring
 from schedlang.runtime.context_parallel.described_attention import Mask
 from schedlang.runtime.context_parallel.local_attention import Forward
 from schedlang.runtime.context_parallel.local_tokens import Seat, Tokens
@@ -153,4 +153,4 @@ def padding_of_own_keys_only(patch: Patch, site: Site) -> None:
 @bug("X11", CP, Operator.ARGUMENT, "cp, sections", row=ROW)
 def not_causal_across_ranks(patch: Patch, site: Site) -> None:
     """Queries see the keys of all other ranks, whichever came first."""
-    patch.setattr(model_calls, "_rule", lambda seat, mask, causal: Mask())
+    patch.setattr(install, "_rule", lambda seat, mask, causal: Mask())

@@ -28,9 +28,9 @@ def bias_of_the_last_row(patch: Patch, site: Site) -> None:
     """The gradient of a LayerNorm's bias is that of the last row."""
     plain = norm.norm_backward
 
-    def backward(dy: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        dx, dweight, _ = plain(dy, *given)
-        return dx, dweight, dy.reshape(-1, dy.shape[-1])[-1].clone()
+    def backward(dy: Tensor, *given: Any) -> tuple[Tensor, ...]:
+        dx, dweight, _, dgate = plain(dy, *given)
+        return dx, dweight, dy.reshape(-1, dy.shape[-1])[-1].clone(), dgate
 
     patch.setattr(norm, "norm_backward", backward)
 

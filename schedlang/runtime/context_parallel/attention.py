@@ -1,23 +1,41 @@
-"""attend: one call of attention over a sequence that lies on several ranks, by a named method."""
+"""Attention over a sequence that is split over ranks: every method, as functions of tensors.
+
+    layout = Layout.of("zigzag", total=8192, ranks=4)
+    mine = layout.take(tokens, dim=1, place=place_of(groups))
+    out = attend(q, k, v, Mask(causal=True), Way("ring", (group,), layout))
+
+q is [batch, heads, local tokens, head_dim]; k and v may have fewer heads, v another head_dim.
+All of it is differentiable, and on meta tensors it counts what it would send.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from functools import lru_cache
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.comm.collectives import Group
-from schedlang.runtime.context_parallel import nbody
-from schedlang.runtime.context_parallel import ring as around
 from schedlang.runtime.context_parallel.local_attention import BLOCK, Rules, Tokens
-from schedlang.runtime.context_parallel.masks import Dropout, Mask, Reach
-from schedlang.runtime.context_parallel.ring import Gathered, Ring, Rounds
-from schedlang.runtime.context_parallel.token_layout import Layout, place_at
-from schedlang.runtime.context_parallel.ulysses import Team, copied
+from schedlang.runtime.context_parallel.masks import Dropout, Mask, Tags
+from schedlang.runtime.context_parallel.ring import (
+    Attention,
+    Bodies,
+    Call,
+    Gathered,
+    Packet,
+    Ring,
+    Rounds,
+    exchange,
+    gathered,
+)
+from schedlang.runtime.context_parallel.token_layout import Layout, Runs, place_at, spread
+from schedlang.runtime.device import HOST, sent
 
 # method -> how many groups it takes, the outermost first
 METHODS: dict[str, tuple[int, ...]] = {
@@ -92,19 +110,18 @@ def _attend(
     rules = Rules(mask.reach, scale, mask.cap, mask.slopes, mask.rows, way.dropout, way.block)
     if way.method in ("ulysses", "usp"):
         return _swapped(q, k, v, mask, rules, way, lse)
+    at = Tokens(way.layout.runs[way.place], mask.tags)
     if way.method == "nbody":
         ring, team = way.groups
+        bodies = Bodies(ring, team, way.layout)
         if mask.rows is not None and mask.rows.shape[2] == 1:
             rules = replace(rules, rows=mask.rows.expand(-1, -1, q.shape[2], -1))
-        return _shared(q, k, v, mask, rules, nbody.Bodies(ring, team, way.layout))
-    at = Tokens(way.layout.runs[way.place], mask.tags)
-    return _run(q, k, v, rules, mask.sinks, _rounds(way, mask.reach), at)
-
-
-def _rounds(way: Way, reach: Reach) -> Rounds:
+        at = Tokens(bodies.layout.runs[ring.rank], mask.tags)
+        return _run(q, k, v, rules, mask.sinks, bodies, at)
+    rounds: Rounds = Ring(way.groups, way.layout, mask.reach)
     if way.method == "gather":
-        return Gathered(way.groups[0], way.layout)
-    return Ring(way.groups, way.layout, reach)
+        rounds = Gathered(way.groups[0], way.layout)
+    return _run(q, k, v, rules, mask.sinks, rounds, at)
 
 
 def _swapped(
@@ -116,7 +133,7 @@ def _swapped(
     refuse_heads(q.shape[1], k.shape[1], inner.size)
     k, v = copied(k, inner.size), copied(v, inner.size)
     place, joined = place_of(outer), layout.joined(inner.size)
-    team = Team(inner, layout, place, joined.runs[place])
+    team = Ulysses(inner, layout, place, joined.runs[place])
     mine = q.shape[1] // inner.size
     heads = slice(inner.rank * mine, (inner.rank + 1) * mine)
     rules = replace(
@@ -161,27 +178,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, way: Way) -> None:
 def _run(
     q: Tensor, k: Tensor, v: Tensor, rules: Rules, sinks: Tensor | None, rounds: Rounds, at: Tokens
 ) -> tuple[Tensor, Tensor]:
-    plain = replace(rules, slopes=None, rows=None)
-    out, lse = cast(
-        tuple[Tensor, Tensor],
-        around.Attention.apply(  # type: ignore[no-untyped-call]
-            q, k, v, rules.slopes, rules.rows, around.Call(plain, rounds, at.runs), *at.tags
-        ),
-    )
+    call = Call(replace(rules, slopes=None, rows=None), rounds, at.runs)
+    made = Attention.apply(q, k, v, rules.slopes, rules.rows, call, *at.tags)  # type: ignore[no-untyped-call]
+    out, lse = cast(tuple[Tensor, Tensor], made)
     return _beside(out, lse, sinks), lse
-
-
-def _shared(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, rules: Rules, teams: nbody.Bodies
-) -> tuple[Tensor, Tensor]:
-    given = nbody.Given(teams, replace(rules, slopes=None, rows=None))
-    out, lse = cast(
-        tuple[Tensor, Tensor],
-        nbody.Attention.apply(  # type: ignore[no-untyped-call]
-            q, k, v, rules.slopes, rules.rows, given, *mask.tags
-        ),
-    )
-    return _beside(out, lse, mask.sinks), lse
 
 
 def _beside(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
@@ -190,3 +190,130 @@ def _beside(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
         return out
     share = (lse - sinks[:, None].to(lse.dtype)).sigmoid()
     return out * share[..., None].to(out.dtype)
+
+
+# -- Ulysses ---------------------------------------------------------------------------------------
+# From a part of the tokens with all heads to all tokens with a part of the heads, and back: one
+# all-to-all each way (Jacobs et al.: DeepSpeed-Ulysses, 2023); each is the other's backward.
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, team: Ulysses, to_heads: bool) -> Tensor:
+        ctx.team, ctx.to_heads = team, to_heads
+        with torch._C.DisableTorchFunction():
+            return _to_heads(x, team) if to_heads else _to_tokens(x, team)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        with torch._C.DisableTorchFunction():
+            back = _to_tokens if ctx.to_heads else _to_heads
+            return back(grads[0], ctx.team), None, None
+
+
+class Ulysses:
+    """The ranks that swap: their tokens, one after the other, and in the order of the sequence."""
+
+    def __init__(self, group: Group, layout: Layout, outer: int, joined: Runs) -> None:
+        self.group = group
+        first = outer * group.size
+        self.counts = layout.counts[first : first + group.size]
+        each = layout.runs[first : first + group.size]
+        self.arrived: Runs = tuple(run for runs in each for run in runs)
+        self.wanted: Runs = tuple(joined)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether tokens arrive in the order in which they are wanted."""
+        return _orders(self.arrived, self.wanted, HOST) is None
+
+    def heads(self, x: Tensor) -> Tensor:
+        """[rows, heads, my tokens, width] to [rows, my heads, the team's tokens, width]."""
+        return cast(Tensor, _Swap.apply(x, self, True))  # type: ignore[no-untyped-call]
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """Back again."""
+        return cast(Tensor, _Swap.apply(x, self, False))  # type: ignore[no-untyped-call]
+
+    def tags(self, tags: Tags) -> Tags:
+        """Those of all tokens of the team."""
+        given = [t for t in tags if t is not None]
+        if not given:
+            return tags
+        parts = gathered(Packet.of(given, [1] * len(given)), self.counts, self.group)
+        whole = iter(
+            [self.sorted(torch.cat(same, 1), 1) for same in zip(*(p.tensors for p in parts))]
+        )
+        return Tags(*(None if t is None else next(whole) for t in tags))
+
+    def rows(self, rows: Tensor, heads: int) -> Tensor:
+        """A mask [rows or 1, heads or 1, my tokens or 1, keys]: the team's tokens, my heads."""
+        if rows.shape[2] == 1:  # every rank has them
+            mine = heads // self.group.size
+            first = self.group.rank * mine
+            return rows if rows.shape[1] == 1 else rows[:, first : first + mine]
+        if rows.shape[1] == 1 and not rows.requires_grad:
+            parts = gathered(Packet.of([rows], [2]), self.counts, self.group)
+            return self.sorted(torch.cat([p.tensors[0] for p in parts], 2), 2)
+        rows = rows.expand(-1, heads, -1, -1)
+        if rows.dtype == torch.bool:
+            return self.heads(rows.to(torch.uint8)).bool()
+        return self.heads(rows)
+
+    def sorted(self, x: Tensor, dim: int) -> Tensor:
+        """What has arrived from the ranks one by one, in the order that is wanted."""
+        orders = _orders(self.arrived, self.wanted, x.device)
+        return x if orders is None else x.index_select(dim, orders[0])
+
+    def unsorted(self, x: Tensor, dim: int) -> Tensor:
+        """Back again."""
+        orders = _orders(self.arrived, self.wanted, x.device)
+        return x if orders is None else x.index_select(dim, orders[1])
+
+
+@lru_cache(maxsize=64)  # as many lengths of sequences: each is sent to the device once
+def _orders(arrived: Runs, wanted: Runs, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Of each wanted token the place where it arrives, and back; None where both are one order."""
+    with torch._C.DisableTorchFunction(), torch.inference_mode(False):
+        order = _places(spread(arrived), spread(wanted))
+        return None if order is None else (sent(order, device), sent(order.argsort(), device))
+
+
+def _places(arrived: Tensor, wanted: Tensor) -> Tensor | None:
+    if torch.equal(arrived, wanted):
+        return None
+    by_position = arrived.argsort()
+    return by_position[torch.searchsorted(arrived[by_position], wanted)]
+
+
+def _to_heads(x: Tensor, team: Ulysses) -> Tensor:
+    rows, heads, _, width = x.shape
+    mine = heads // team.group.size
+    shapes = [(rows, mine, tokens, width) for tokens in team.counts]
+    parts = exchange(x.chunk(team.group.size, 1), shapes, team.group)
+    return team.sorted(torch.cat(parts, 2), 2)
+
+
+def _to_tokens(x: Tensor, team: Ulysses) -> Tensor:
+    rows, heads, _, width = x.shape
+    tokens = team.counts[team.group.rank]
+    given = torch.split(team.unsorted(x, 2), list(team.counts), 2)
+    parts = exchange(given, [(rows, heads, tokens, width)] * team.group.size, team.group)
+    return torch.cat(parts, 1)
+
+
+def enough(kv_heads: int, ranks: int) -> int:
+    """How many copies of each head of keys and values let `ranks` have the same number of them.
+
+    The least one; 1 where they can be divided.
+    """
+    return math.lcm(kv_heads, ranks) // kv_heads
+
+
+def copied(x: Tensor, ranks: int) -> Tensor:
+    """Keys or values [rows, heads, ..] with each head as often as `ranks` need, one after another.
+
+    The gradient of a head is the sum of its copies'.
+    """
+    copies = enough(x.shape[1], ranks)
+    return x if copies == 1 else x.repeat_interleave(copies, 1)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schedlang.runtime.context_parallel import Mask
 from schedlang.runtime.context_parallel.described_attention import (
     Described,
     is_causal,
@@ -18,6 +17,7 @@ from schedlang.runtime.context_parallel.described_attention import (
     unknown,
 )
 from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, by_keys
+from schedlang.runtime.context_parallel.masks import Mask
 from schedlang.runtime.modes import Ambient
 from schedlang.runtime.sequence_pipelining.carry import Place, caller
 

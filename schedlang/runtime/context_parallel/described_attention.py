@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.context_parallel import Mask
 from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, by_keys, plain, seated
+from schedlang.runtime.context_parallel.masks import Mask
 from schedlang.runtime.kernel_injection.attention import implementation, switch
 from schedlang.runtime.scope import site
 from schedlang.runtime.tracing.torch_calls import model_line

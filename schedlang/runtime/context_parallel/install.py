@@ -1,26 +1,228 @@
-"""A model made ready to run on some tokens of its sequences."""
+"""A model made ready to run on some tokens of its sequences: its attentions, and its positions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import scope
 from schedlang.runtime.comm.collectives import enter, reduce
-from schedlang.runtime.context_parallel import described_attention, model_calls
+from schedlang.runtime.context_parallel import described_attention
 from schedlang.runtime.context_parallel.attention import Way, attend_lse
-from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, Tokens, seated
-from schedlang.runtime.context_parallel.masks import Dropout
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.context_parallel.attention_products import (
+    ADDED,
+    PRODUCTS,
+    Scores,
+    begin,
+    follow,
+)
+from schedlang.runtime.context_parallel.described_attention import (
+    is_causal,
+    of_few_tokens,
+    unknown,
+)
+from schedlang.runtime.context_parallel.local_tokens import (
+    Call,
+    How,
+    Seat,
+    Tokens,
+    followed,
+    known,
+    seated,
+)
+from schedlang.runtime.context_parallel.masks import Dropout, Mask
+from schedlang.runtime.forward import wrap
+from schedlang.runtime.modes import Ambient, ambient
 from schedlang.runtime.rng.logical_dropout import LogicalDropout, Slices, Window, within
 from schedlang.runtime.rng.native import NativeDropout
 from schedlang.runtime.storage.saved import around
+from schedlang.runtime.sequence_pipelining.carry import caller
+from schedlang.runtime.sequence_pipelining.carry import firsts
+from schedlang.runtime.sequence_pipelining.carry import items_of
+from schedlang.runtime.sequence_pipelining.carry import lasts
+from schedlang.runtime.sequence_pipelining.carry import upto
+from schedlang.runtime.sequence_pipelining.carry import Place
+
+# -- calls of torch's attention -------------------------------------------------------------------
+
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+_LOWEST = -1e4  # what is added to a score to hide a key is lower
+
+
+class Attention(Ambient):
+    """Inside a module that a row names: its calls of torch's attention, or products of its own.
+
+    `products` are the lines that multiply queries and keys.
+    """
+
+    eager = "ranks exchange keys and values in it"
+
+    def __init__(self, how: How, products: Collection[Place] = ()) -> None:
+        super().__init__()
+        self.how, self.products = how, frozenset(products)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        seat = seated()
+        if seat is not None and func is F.scaled_dot_product_attention:
+            given = {**dict(zip(_ARGUMENTS, args)), **kwargs}
+            query, key = given["query"], given["key"]
+            if query.shape[-2] == key.shape[-2] == seat.length:
+                return _attend(seat, self.how, given)
+        if seat is not None and any(type(value) is Scores for value in args):
+            return follow(func, args, kwargs)
+        if seat is not None and func in PRODUCTS | ADDED and caller() in self.products:
+            scores = begin(seat, self.how, func, args, kwargs)
+            if scores is not None:
+                return scores
+        return self.run(func, types, args, kwargs)
+
+
+def around(module: nn.Module, how: How, products: Collection[Place] = ()) -> None:
+    """Let a module's own calls of torch's attention meet the keys of other ranks."""
+
+    def layer(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if seated() is None:
+            return inner(*args, **kwargs)
+        with ambient(Attention(how, products)):
+            return inner(*args, **kwargs)
+
+    wrap(module, "context", layer)
+
+
+def _attend(seat: Seat, how: How, given: dict[str, Any]) -> Tensor:
+    query, key, value = given["query"], given["key"], given["value"]
+    flat = query.dim() == 3  # one head
+    if flat:
+        query, key, value = (t.unsqueeze(1) for t in (query, key, value))
+    if query.dim() != 4:
+        raise unknown(f"its queries have {query.dim()} dims")
+    rule = _rule(seat, given.get("attn_mask"), bool(given.get("is_causal")))
+    call = Call(query, key, value, rule, given.get("scale"), given.get("dropout_p", 0.0))
+    out = seat.attend(how, call)
+    return out.squeeze(1) if flat else out
+
+
+def _rule(seat: Seat, mask: Tensor | None, causal: bool) -> Mask:
+    """The mask of a call as a rule."""
+    if mask is None:
+        return Mask(causal=causal)
+    if mask.shape[-1] == seat.length and mask.dim() == 4 and mask.shape[1:3] == (1, 1):
+        return Mask(causal=causal, present=_present(mask[:, 0, 0]))
+    if mask.shape[-2:] == (seat.length, seat.layout.total) and mask.dim() <= 4:
+        rows = mask[(None,) * (4 - mask.dim())]
+        if rows.dtype == torch.bool and is_causal(seat, rows):
+            return Mask(causal=True)  # a ring leaves out what positions hide
+        return Mask(causal=causal, rows=rows)
+    raise unknown("its mask covers only the tokens of one rank, not all")
+
+
+def _present(mask: Tensor) -> Tensor:
+    """Which keys a mask lets through; it must be booleans, or zeros and very low numbers."""
+    if mask.dtype == torch.bool:
+        return mask
+    seen = mask == 0
+    if not mask.is_meta and not bool((seen | (mask < _LOWEST)).all()):
+        raise of_few_tokens()
+    return seen
+
+
+# -- positions -----------------------------------------------------------------------------------
+
+
+class Positions(Ambient):
+    """Lines that count positions by the length of what they are given count those of the seat.
+
+    `follow`: and what is made of positions, and of integers of the batch, is made for the whole
+    sequence.
+    """
+
+    eager = "the model counts positions, and ranks share the sequence"
+
+    def __init__(self, places: Collection[Place], follow: bool = False) -> None:
+        super().__init__()
+        self.places, self.follow = frozenset(places), follow
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        seat = seated()
+        if seat is not None and func in _COUNTED and caller() in self.places:
+            found = _COUNTED[func](seat, args, kwargs, self.follow)
+            if found is not None:
+                return found
+        if seat is not None and self.follow:
+            made = followed(seat, func, args, kwargs)
+            if made is not None:
+                return made
+            _refuse_sums(seat, func, args)
+        return self.run(func, types, args, kwargs)
+
+
+def _refuse_sums(seat: Seat, func: Any, args: Any) -> None:
+    """Sums along the tokens of a rank alone, where the model makes positions by such."""
+    if func not in (torch.cumsum, Tensor.cumsum) or args[0].is_floating_point():
+        return
+    if seat.length in args[0].shape[1:] and not args[0].is_meta:
+        raise unknown("it sums over tokens, of which each rank has only some")
+
+
+def _arange(seat: Seat, args: Any, kwargs: dict[str, Any], follow: bool) -> Tensor | None:
+    """torch.arange(length) and torch.arange(0, length)."""
+    if not upto(args, kwargs, seat.length):
+        return None
+    device = kwargs.get("device") or torch.get_default_device()
+    if follow:
+        whole = torch.arange(seat.layout.total, device=device, dtype=kwargs.get("dtype"))
+        return known(seat, whole, 0)
+    made = seat.positions(device)
+    return made.to(kwargs["dtype"]) if kwargs.get("dtype") else made
+
+
+def _getitem(seat: Seat, args: Any, kwargs: dict[str, Any], follow: bool) -> Tensor | None:
+    """table[:length] of a parameter or buffer; of two such dims the first counts queries.
+
+    Or the last ones of a table that a model has made, where what is made of it is followed.
+    """
+    tensor, index = args
+    items, ends = list(items_of(index)), lasts(tensor, index, seat.length)
+    first = firsts(index, seat.length)
+    runs = [k for k in range(len(items)) if first[k] or (follow and ends[k])]
+    if not runs or Ellipsis in items or any(isinstance(item, Tensor) for item in items):
+        return None
+    total = seat.layout.total
+    whole = [
+        slice(-total, None)
+        if k in runs and not first[k]
+        else slice(0, total)
+        if k in runs
+        else item
+        for k, item in enumerate(items)
+    ]
+    out: Tensor = tensor[tuple(whole)]
+    dims = [sum(not isinstance(item, int) for item in items[:k]) for k in runs]
+    for dim in dims[:-1] if len(dims) == 2 else () if follow else dims:
+        out = out.index_select(dim, seat.positions(out.device))
+    return known(seat, out, dims[-1], len(dims) == 2) if follow else out
+
+
+_COUNTED: dict[Any, Callable[[Seat, Any, dict[str, Any], bool], Tensor | None]] = {
+    torch.arange: _arange,
+    Tensor.__getitem__: _getitem,
+}
+
+
+# -- the model -----------------------------------------------------------------------------------
 
 
 def install(model: nn.Module, tokens: Tokens, hows: Mapping[str, How]) -> list[Any]:
@@ -29,7 +231,7 @@ def install(model: nn.Module, tokens: Tokens, hows: Mapping[str, How]) -> list[A
     for fqn, how in hows.items():
         module = model.get_submodule(fqn)
         described_attention.mark(module, how)
-        model_calls.around(module, how, tokens.products)
+        around(module, how, tokens.products)
     if tokens.shift != "head" or not tokens.head:
         return []
     return [model.get_submodule(tokens.head).register_forward_hook(_one_more)]
@@ -49,7 +251,7 @@ class Exchanging:
     def __init__(self, draw: LogicalDropout | NativeDropout | None = None) -> None:
         self.draw = draw
 
-    def __call__(self, seat: Seat, how: How, call: Call) -> torch.Tensor:
+    def __call__(self, seat: Seat, how: How, call: Call) -> Tensor:
         """See Seat.attend."""
         rows, heads = call.query.shape[:2]
         drop = call.drawn
@@ -98,7 +300,7 @@ class Unseen(Exchanging):
         return Dropout.fresh(p, rows, heads, seat.layout.total)
 
 
-def _mean(value: torch.Tensor, heads: int, how: How, total: int) -> torch.Tensor:
+def _mean(value: Tensor, heads: int, how: How, total: int) -> Tensor:
     """The mean value of all tokens, for each head of the queries."""
     mean = value.sum(2, keepdim=True) / total
     for group in how.groups:
@@ -111,9 +313,7 @@ class At:
 
     def __init__(self, tokens: Tokens | None) -> None:
         counts = tokens is not None and (tokens.places or tokens.follow)
-        self._mode = (
-            model_calls.Positions(tokens.places, tokens.follow) if tokens and counts else None
-        )
+        self._mode = Positions(tokens.places, tokens.follow) if tokens and counts else None
 
     @contextmanager
     def sitting(self, seat: Seat, around: AbstractContextManager[Any]) -> Iterator[None]:

@@ -1,9 +1,10 @@
-"""Ring attention: the order of keys and values, their transfers, and their gradients' way."""
+"""Attention over blocks that pass by: their order, their transfers, and their gradients' way."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,14 @@ from torch.autograd.function import once_differentiable
 
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.collectives import Group, all_gather, count, exchanged, reduce_scatter
-from schedlang.runtime.context_parallel.local_attention import Backward, Forward, Rules, Tokens
+from schedlang.runtime.context_parallel.local_attention import (
+    Backward,
+    Forward,
+    Rules,
+    Tokens,
+    finite,
+    wide,
+)
 from schedlang.runtime.context_parallel.masks import Reach, Tags, wanted
 from schedlang.runtime.context_parallel.token_layout import Layout, Runs, place_at
 
@@ -177,20 +185,55 @@ def unpacked(packet: Packet, tags: Tags, runs: Runs) -> tuple[Tensor, Tensor, To
 #           et al.: Ring Attention, 2023); with two groups a ring of rings, the inner one inside a
 #           node, with one transfer between nodes for each inner round (Sun et al.: BurstAttention,
 #           2024; Gu et al.: LoongTrain, 2024)
+# Bodies    teams of ranks share their queries, and the steps of a ring of teams
 #
-# Both keep nothing but a rank's own keys and values for the backward, which moves them again.
+# All keep nothing but a rank's own tokens for the backward, which moves them again.
 
 
 Contribute = Callable[[int, Packet], Packet]
 Offsets = tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Team:
+    """Ranks that share their queries and their keys; `counts` are the tokens of each."""
+
+    group: Group
+    counts: tuple[int, ...]
+
+    def together(self, own: Packet) -> Packet:
+        """The tokens of all of them side by side."""
+        parts = gathered(own, self.counts, self.group)
+        columns = zip(*(part.tensors for part in parts))
+        return Packet.of([torch.cat(c, d) for c, d in zip(columns, own.dims)], own.dims)
+
+    def apart(self, whole: Packet) -> Packet:
+        """This rank's tokens of the sum over all of them."""
+        cut = [torch.split(t, list(self.counts), d) for t, d in zip(whole.tensors, whole.dims)]
+        parts = [Packet.of(tensors, whole.dims) for tensors in zip(*cut)]
+        return scattered(parts, self.counts, self.group)
+
+    def met(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's tokens of what each of them found with its share of the keys."""
+        size = self.group.size
+        each = gathered(Packet.of([lse], [2]), [lse.shape[2]] * size, self.group)
+        whole = torch.stack([packet.tensors[0] for packet in each]).logsumexp(0)
+        weighed = out * (lse - finite(whole)).exp()[..., None]
+        (mine,) = self.apart(Packet.of([weighed], [2])).tensors
+        first = sum(self.counts[: self.group.rank])
+        return mine, whole[:, :, first : first + mine.shape[2]].contiguous()
+
+
 class Rounds(Protocol):
-    """How packets of keys and values come to this rank."""
+    """How packets of keys and values come to this rank, and who shares its queries."""
 
     @property
     def layout(self) -> Layout:
-        """Which tokens each place has."""
+        """Which tokens each packet has, by the place that it comes from."""
+
+    @property
+    def team(self) -> Team | None:
+        """The ranks that share queries, and whose keys are one packet; None: this one alone."""
 
     def forward(self, own: Packet) -> Iterator[tuple[int, Packet]]:
         """Every place that may be seen from somewhere, with its packet; this rank's own first."""
@@ -205,6 +248,7 @@ class Gathered:
 
     group: Group
     layout: Layout
+    team = None
 
     def forward(self, own: Packet) -> Iterator[tuple[int, Packet]]:
         """As `Rounds`."""
@@ -224,6 +268,7 @@ class Ring:
     groups: tuple[Group, ...]
     layout: Layout
     reach: Reach
+    team = None
 
     @property
     def here(self) -> tuple[int, ...]:
@@ -304,15 +349,117 @@ def added(arrived: Packet, part: Packet) -> Packet:
     return arrived
 
 
+@dataclass(frozen=True)
+class Bodies:
+    """Teams in a ring: attention as an n-body problem.
+
+    The ranks of a team gather their tokens, and each of them meets the keys of a part of the teams;
+    so blocks are larger and steps fewer, and what goes around the ring falls by the size of a team
+    (WallFacer, 2024; Driscoll et al.: A communication-optimal n-body algorithm, IPDPS 2013).
+    `ranks` has a place for every rank, those of a team one after the other.
+    """
+
+    ring: Group
+    members: Group
+    ranks: Layout
+
+    @cached_property
+    def layout(self) -> Layout:
+        """A place for every team: the tokens of its ranks, one rank after the other."""
+        size, runs = self.members.size, self.ranks.runs
+        return Layout(tuple(sum(runs[i : i + size], ()) for i in range(0, len(runs), size)))
+
+    @property
+    def team(self) -> Team | None:
+        """As `Rounds`."""
+        size = self.members.size
+        first = self.ring.rank * size
+        return Team(self.members, self.ranks.counts[first : first + size]) if size > 1 else None
+
+    @property
+    def share(self) -> range:
+        """The steps of the ring that this member of the team takes."""
+        each = -(-self.ring.size // self.members.size)
+        return range(self.ring.size)[self.members.rank * each : (self.members.rank + 1) * each]
+
+    def origin(self, step: int) -> int:
+        """The team whose packet is here after so many steps."""
+        return (self.ring.rank - step) % self.ring.size
+
+    def forward(self, own: Packet) -> Iterator[tuple[int, Packet]]:
+        """The packets of this member's share of the teams."""
+        packet = self._first(own)
+        for step in self.share:
+            coming = self._next(step, packet)
+            yield self.origin(step), packet
+            packet = packet if coming is None else coming.wait()
+
+    def backward(self, own: Packet, contribute: Contribute) -> Packet:
+        """As `Rounds`, of those that see this team's packet in the same share of steps."""
+        packet, arriving = self._first(own), None
+        for step in self.share:
+            coming = self._next(step, packet)
+            part = contribute(self.origin(step), packet)
+            total = part if arriving is None else added(arriving.wait(), part)
+            last = step == self.share[-1]
+            by, after = (self.ring.size - step, 0) if last else (1, step + 1)
+            arriving = self._moved(total, after, by % self.ring.size)
+            packet = packet if coming is None else coming.wait()
+        if arriving is None:  # this member has no share
+            zeros = [torch.zeros_like(t, dtype=wide(t.dtype)) for t in own.tensors[:2]]
+            return Packet.of(zeros, (2, 2))
+        return arriving.wait()
+
+    def _first(self, own: Packet) -> Packet:
+        """The packet that this member's share begins with, which jumps over the other shares."""
+        first = self.share.start if self.share else 0
+        return self._moved(own, first, first).wait()
+
+    def _next(self, step: int, packet: Packet) -> Moving | None:
+        return None if step == self.share[-1] else self._moved(packet, step + 1, 1)
+
+    def _moved(self, packet: Packet, step: int, by: int) -> Moving:
+        """Send `by` teams on, and receive what is here after `step` steps."""
+        if by == 0:
+            return Moving(packet, packet, ())
+        return shift(packet, self.layout.counts[self.origin(step)], self.ring, by)
+
+
 # ---- Attention of this rank's queries to keys and values that come by in rounds, and its
 # gradients.
 
 
+@dataclass(frozen=True)
 class Call:
-    """What a call of attention holds beside the tensors that autograd saves."""
+    """A call of attention: what it holds beside the tensors that autograd saves.
 
-    def __init__(self, rules: Rules, rounds: Rounds, runs: Runs) -> None:
-        self.rules, self.rounds, self.runs = rules, rounds, runs
+    `runs` are the tokens of the queries, those of the team where there is one.
+    """
+
+    rules: Rules
+    rounds: Rounds
+    runs: Runs
+
+    def keys(self, k: Tensor, v: Tensor, tags: Tags) -> tuple[Packet, Tokens]:
+        """The packet that this rank begins with, and the tokens of its queries."""
+        packet, team = packed(k, v, tags), self.rounds.team
+        if team is None:
+            return packet, Tokens(self.runs, tags)
+        packet = team.together(packet)
+        return packet, unpacked(packet, tags, self.runs)[2]
+
+    def met(self, place: int, packet: Packet, tags: Tags) -> tuple[Tensor, Tensor, Tokens]:
+        """Keys, values, and the tokens that they are."""
+        return unpacked(packet, tags, self.rounds.layout.runs[place])
+
+
+def _as_one(move: Callable[[Packet], Packet] | None, tensors: Sequence[Tensor | None]) -> list[Any]:
+    """Tensors with tokens along dim 2, or None, after one move of all of them; or as they are."""
+    there = [t for t in tensors if t is not None]
+    if move is not None:
+        there = list(move(Packet.of(there, [2] * len(there))).tensors)
+    rest = iter(there)
+    return [None if t is None else next(rest) for t in tensors]
 
 
 class Attention(torch.autograd.Function):
@@ -329,43 +476,50 @@ class Attention(torch.autograd.Function):
         call: Call,
         *given: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Meet the keys of all places, one after the other."""
-        tags = Tags(*given)
+        """Meet the keys of all places, one after the other; then the others of the team."""
+        tags, team = Tags(*given), call.rounds.team
         with torch._C.DisableTorchFunction():
-            rules = replace(call.rules, slopes=slopes, rows=rows)
-            state = Forward(rules, q, Tokens(call.runs, tags), v.shape[-1])
-            for place, packet in call.rounds.forward(packed(k, v, tags)):
-                state.add(*unpacked(packet, tags, call.rounds.layout.runs[place]))
-            out = state.out.to(q.dtype)
+            keys, mine = call.keys(k, v, tags)
+            all_q, all_rows = _as_one(None if team is None else team.together, (q, rows))
+            rules = replace(call.rules, slopes=slopes, rows=all_rows)
+            state = Forward(rules, all_q, mine, v.shape[-1])
+            passing = call.rounds.forward(keys)
+            del keys  # it may go when the next has come
+            for place, packet in passing:
+                state.add(*call.met(place, packet, tags))
+            out, lse = state.out, state.lse
+            out, lse = (out, lse) if team is None else team.met(out, lse)
+            out = out.to(q.dtype)
         ctx.call = call
         # in the order of torch's own operator: what is kept of each is told apart by its number
-        ctx.save_for_backward(k, q, v, slopes, rows, state.lse, out, *given)
+        ctx.save_for_backward(k, q, v, slopes, rows, lse, out, *given)
         ctx.set_materialize_grads(False)
-        return out, state.lse
+        return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         """Gradients of q, k, v, slopes and rows."""
         k, q, v, slopes, rows, lse, out, *given = ctx.saved_tensors
-        call, tags = ctx.call, Tags(*given)
+        call, tags, team = ctx.call, Tags(*given), ctx.call.rounds.team
         with torch._C.DisableTorchFunction():
             grad = torch.zeros_like(out) if grad is None else grad
             inner = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-            inner, plain = (inner, out) if grad_lse is None else (inner - grad_lse, None)
-            rules = replace(call.rules, slopes=slopes, rows=rows)
-            mine = Tokens(call.runs, tags)
-            state = Backward(rules, q, mine, lse, grad.to(lse.dtype), inner, plain)
+            plain = out if grad_lse is None and team is None else None
+            inner = inner if grad_lse is None else inner - grad_lse
+            keys, mine = call.keys(k, v, tags)
+            together, apart = (None, None) if team is None else (team.together, team.apart)
+            tensors = q, lse, grad, inner, rows
+            all_q, lse, grad, inner, all_rows = _as_one(together, tensors)
+            rules = replace(call.rules, slopes=slopes, rows=all_rows)
+            state = Backward(rules, all_q, mine, lse, grad.to(lse.dtype), inner, plain)
 
             def contribute(place: int, packet: Packet) -> Packet:
-                return Packet.of(
-                    state.add(*unpacked(packet, tags, call.rounds.layout.runs[place])), (2, 2)
-                )
+                return Packet.of(state.add(*call.met(place, packet, tags)), (2, 2))
 
-            dk, dv = call.rounds.backward(packed(k, v, tags), contribute).tensors
-            ds, drows = (
-                None if made is None else made.to(of.dtype)
-                for made, of in ((state.slopes, slopes), (state.rows, rows))
-            )
-        none = (None,) * (1 + len(given))
-        return (state.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), ds, drows, *none)
+            home = call.rounds.backward(keys, contribute)
+            dk, dv = (home if apart is None else apart(home)).tensors
+            dq, drows = _as_one(apart, (state.dq, state.rows))
+        made = zip((dq, dk, dv, state.slopes, drows), (q, k, v, slopes, rows), strict=True)
+        grads = (None if g is None else g.to(of.dtype) for g, of in made)
+        return (*grads, *[None] * (1 + len(given)))

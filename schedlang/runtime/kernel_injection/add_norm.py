@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.kernels.norm import LONGEST_CENTRED, Case, add_norm, fits
+from schedlang.kernels.norm import LONGEST_OF_MORE, Case, add_norm, fits
 from schedlang.kernels.norm_probes import Norm, probe_norm
-from schedlang.kernels.probe import Mismatch
+from schedlang.kernels.probe import Mismatch, seen
 from schedlang.runtime.forward import decorated
 from schedlang.runtime.fusion.dataflow import (
     Given,
@@ -29,7 +29,6 @@ from schedlang.runtime.fusion.dataflow import (
     touched,
     writes,
 )
-from schedlang.runtime.kernel_injection.probe_cache import seen
 from schedlang.runtime.left import leave
 
 # -- the probe -------------------------------------------------------------------------------------
@@ -227,8 +226,8 @@ class Summing:
             leave(self.module, "add_norm", "it adds two tensors of the same shape", a=a, b=b)
             total = a + b
             return total, owner(total)
-        if a.shape[-1] > LONGEST_CENTRED:
-            said = f"its rows have at most {LONGEST_CENTRED} elements"
+        if a.shape[-1] > LONGEST_OF_MORE:
+            said = f"its rows have at most {LONGEST_OF_MORE} elements"
             leave(self.module, "add_norm", said, a=a)
         norm = self.found.norms[name]
         weight = a.new_ones(a.shape[-1]) if norm.weight is None else getattr(owner, norm.weight)

@@ -13,9 +13,9 @@ from schedlang.ir import nests as pytree
 from schedlang.ir.features import Count, Gain
 from schedlang.runtime.fusion.fuse import Told, fuse_pattern
 from schedlang.runtime.fusion.rewrite import watched
+from schedlang.runtime.rowwise_kernels.chain import passes
 from schedlang.runtime.rowwise_kernels.launch import Kernel, shape_of
 from schedlang.runtime.rowwise_kernels.operator import Graphs, Pair, as_function, graphs, pair_for
-from schedlang.runtime.rowwise_kernels.source import passes
 
 # -- kernels and bytes of a function ---------------------------------------------------------------
 # Eager torch runs one kernel for each operator that is no view, and each reads what it is given

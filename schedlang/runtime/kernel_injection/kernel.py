@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from schedlang.kernels import liger
 from schedlang.kernels.check import Case
-from schedlang.kernels.gated_norm import LONGEST as LONGEST_GATED
-from schedlang.kernels.gated_norm import gated_norm
 from schedlang.kernels.norm import norm
-from schedlang.kernels.norm_probes import (
-    GatedNorm,
-    Norm,
-    probe_gated_norm,
-    probe_norm,
-    takes_gate,
-)
+from schedlang.kernels.norm_probes import LIBRARY, Norm, probe_named, probe_norm
 from schedlang.kernels.probe import Mismatch
 from schedlang.kernels.sharding import install
 from schedlang.runtime.forward import Layer, layers_of, the_input, wrap
@@ -49,88 +40,45 @@ from schedlang.runtime.lazy_logits.head import Head, Waiting, probe_head, probe_
 from schedlang.runtime.left import leave
 from schedlang.runtime.modes import outside
 
-# -- norms by the kernel of an installed library ---------------------------------------------------
+# -- norms -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Named:
-    """A norm that a library's kernel computes too; `kernel` is one of NAMED."""
+class Normed:
+    """The layer that computes a module's norm by a kernel, from the module's own parameters.
 
-    kernel: str
-    norm: Norm
+    With a gate a call without one is the module's own.
+    """
 
-    def cases(self) -> list[Case]:
-        """Runs of the library's kernel in the form that was found."""
-        kinds = ("float32", "bfloat16")
-        shape, bias = (7, self.norm.size), self.norm.bias is not None
-        return [liger.Case(shape, kind, self.norm.form, bias) for kind in kinds]
-
-
-NAMED = ("liger.rms_norm", "liger.layer_norm")
-
-
-def probe_named(module: nn.Module, kernel: str) -> Named | Mismatch:
-    """Match the library's kernel against `module`, or say why it differs."""
-    found = probe_norm(module)
-    wanted = kernel.rpartition(".")[2]
-    if isinstance(found, Mismatch):
-        return found
-    if found.kind != wanted:
-        return Mismatch(f"is a {found.kind}, which `{kernel}` is not")
-    if found.weight is None:
-        return Mismatch(f"has no weight, and `{kernel}` needs one")
-    plain = found.offset == 0.0 and found.rounding == "late" and found.bias is not None
-    if wanted == "layer_norm" and not plain:
-        what = "no bias" if found.bias is None else "an offset, or rounds before its weight"
-        return Mismatch(f"has {what}, which `{kernel}` does not compute")
-    return Named(kernel, found)
-
-
-class NamedNorm:
-    """The layer that computes a module's norm by a library's kernel."""
-
-    def __init__(self, module: nn.Module, named: Named) -> None:
-        self.module, self.norm, self.kernel = module, named.norm, named.kernel
-
-    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-        """Normalise the one input; `inner` is not called."""
-        x, found = the_input(self.module, args, kwargs), self.norm
-        assert found.weight is not None
-        weight: Tensor = getattr(self.module, found.weight)
-        bias = None if found.bias is None else getattr(self.module, found.bias)
-        return liger.norm(x, weight, bias, found.form)
-
-
-# -- norms with a gate -----------------------------------------------------------------------------
-
-
-class GatedNormed:
-    """The layer that computes a norm and its gate; a call without a gate is the module's own."""
-
-    kernel = "rms_norm"
-
-    def __init__(self, module: nn.Module, norm: GatedNorm) -> None:
+    def __init__(self, module: nn.Module, norm: Norm) -> None:
         self.module, self.norm = module, norm
+        self.kernel = norm.library or norm.kind
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute both, where the gate has the shape of the input."""
-        norm, module = self.norm, self.module
-        x, gate = _given(norm.inputs, args, kwargs)
-        if not isinstance(x, Tensor) or not isinstance(gate, Tensor) or x.shape != gate.shape:
-            leave(module, self.kernel, "it needs a gate of the shape of the input", x=x, gate=gate)
-            return inner(*args, **kwargs)
-        if x.shape[-1] > LONGEST_GATED * norm.form.groups:
-            leave(
-                module,
-                self.kernel,
-                f"with a gate its rows have at most {LONGEST_GATED} elements",
-                x=x,
-            )
-        weight = x.new_ones(norm.size) if norm.weight is None else getattr(module, norm.weight)
-        return gated_norm(x, gate, weight, norm.form)
+        """Normalise the one input, or it and the gate; `inner` is not called then."""
+        found, form, module = self.norm, self.norm.form, self.module
+        gate: list[Tensor] = []
+        if found.inputs:
+            x, *gate = _given(found.inputs, args, kwargs)
+            if not all(isinstance(t, Tensor) for t in (x, *gate)) or x.shape != gate[0].shape:
+                why = "it needs a gate of the shape of the input"
+                leave(module, self.kernel, why, x=x, gate=gate[0])
+                return inner(*args, **kwargs)
+        else:
+            x = the_input(module, args, kwargs)
+        if not found.library and x.shape[-1] > form.longest:
+            rows = "with a gate its rows" if gate else "its rows"
+            why = f"{rows} have at most {form.longest // form.groups} elements"
+            leave(module, self.kernel, why, x=x)
+        if found.weight is None:
+            weight = x.new_ones(x.shape[-1])  # its gradient is made as well, and left
+        else:
+            weight = getattr(module, found.weight)
+        bias = None if found.bias is None else getattr(module, found.bias)
+        compute: Callable[..., Tensor] = liger.norm if found.library else norm
+        return compute(x, weight, bias, form, *gate)
 
 
-def _given(names: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _given(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the two arguments of a call by name; None where one is missing, or more are given."""
     given = dict(zip(names, args)) | kwargs
     known = len(args) <= len(names) and given.keys() <= set(names)
@@ -142,12 +90,12 @@ def _given(names: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, Any]
 # on a built module.
 
 
-Found = Norm | GatedNorm | Attention | Adapted | Head | Gated | GroupedForm | Named | Rotary | Sums
+Found = Norm | Attention | Adapted | Head | Gated | GroupedForm | Rotary | Sums
 
 
-def _norm(kind: str) -> Callable[[nn.Module, Call | None], Norm | GatedNorm | Mismatch]:
-    def probe(module: nn.Module, call: Call | None) -> Norm | GatedNorm | Mismatch:
-        found = probe_gated_norm(module) if takes_gate(module) else probe_norm(module)
+def _norm(kind: str) -> Callable[[nn.Module, Call | None], Norm | Mismatch]:
+    def probe(module: nn.Module, call: Call | None) -> Norm | Mismatch:
+        found = probe_norm(module, gates=True)
         if not isinstance(found, Mismatch) and found.kind != kind:
             return Mismatch(f"is a {found.kind}: `replace_kernel({found.kind})` fits")
         return found
@@ -159,7 +107,7 @@ def _adapter(kernel: str) -> Callable[[nn.Module, Call | None], Adapted | Mismat
     return lambda module, call: match_adapter(module, kernel, call)
 
 
-def _library(kernel: str) -> Callable[[nn.Module, Call | None], Named | Mismatch]:
+def _library(kernel: str) -> Callable[[nn.Module, Call | None], Norm | Mismatch]:
     return lambda module, call: probe_named(module, kernel)
 
 
@@ -173,7 +121,7 @@ KERNELS: Mapping[str, Callable[[nn.Module, Call | None], Found | Mismatch]] = {
     "linear_cross_entropy": lambda module, call: probe_head(module),
     "sdpa": match_attention,
     **{name: _adapter(name) for name in ATTENTIONS},
-    **{name: _library(name) for name in NAMED},
+    **{name: _library(name) for name in LIBRARY},
     "grouped": lambda module, call: probe_grouped(module),
 }
 
@@ -210,35 +158,10 @@ def cases_of(found: Found) -> list[Case]:
     return [] if isinstance(found, Attention) else [*found.cases()]
 
 
-class Normed:
-    """The layer that computes a module's norm by our kernel, from the module's own parameters."""
-
-    kernel: str
-
-    def __init__(self, module: nn.Module, norm: Norm) -> None:
-        self.module, self.norm = module, norm
-        self.kernel = norm.kind
-
-    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-        """Normalise the one input; `inner` is not called."""
-        x = the_input(self.module, args, kwargs)
-        found, form = self.norm, self.norm.form
-        if x.shape[-1] > form.longest:
-            leave(self.module, found.kind, f"its rows have at most {form.longest} elements", x=x)
-        if found.weight is None:
-            weight = x.new_ones(x.shape[-1])  # its gradient is made as well, and left
-        else:
-            weight = getattr(self.module, found.weight)
-        bias = None if found.bias is None else getattr(self.module, found.bias)
-        return norm(x, weight, bias, form)
-
-
 LAYERS: Mapping[type, Callable[[nn.Module, Any], Layer]] = {
     Norm: Normed,
-    GatedNorm: GatedNormed,
     Gated: GatedMlp,
     GroupedForm: GroupedExperts,
-    Named: NamedNorm,
     Rotary: Turning,
     Sums: Summing,
 }

@@ -17,18 +17,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from schedlang.testing.accelerator.build import Unavailable, unavailable
+    from schedlang.testing.accelerator.device import Unavailable, unavailable
+    from schedlang.testing.accelerator.group import Deadlock, Mismatch
     from schedlang.testing.accelerator.simulation import (
         Operation,
         Raced,
         Report,
         Simulation,
         Synchronisation,
+        close,
         could_overlap,
+        current,
         simulated,
+        spawn,
     )
-    from schedlang.testing.accelerator.works import Deadlock, Mismatch
-    from schedlang.testing.accelerator.worlds import close, current, spawn
 
 __all__ = [
     "Deadlock",
@@ -48,9 +50,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "build": ("Unavailable", "unavailable"),
-    "works": ("Deadlock", "Mismatch"),
-    "worlds": ("close", "current", "spawn"),
+    "device": ("Unavailable", "unavailable"),
+    "group": ("Deadlock", "Mismatch"),
 }
 
 

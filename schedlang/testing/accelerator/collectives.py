@@ -17,15 +17,16 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from schedlang.testing.accelerator import transfers
-from schedlang.testing.accelerator.group import Group, communicators
-from schedlang.testing.accelerator.queues import Item, Transfer
-from schedlang.testing.accelerator.works import (
+from schedlang.testing.accelerator.group import (
     BACKEND,
+    Group,
     State,
     Together,
     Work,
+    communicators,
     publish,
 )
+from schedlang.testing.accelerator.transfers import Item, Transfer
 
 
 def register(core: Any) -> None:

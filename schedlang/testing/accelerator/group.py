@@ -1,4 +1,4 @@
-"""A group of ranks on simulated devices: NCCL's rules, and who waits for whom.
+"""A group of ranks on simulated devices: its operations, NCCL's rules, and who waits for whom.
 
 What a rank launches is written where the others read it, so that collectives that differ and
 circles of waiting ranks are named.
@@ -6,27 +6,246 @@ circles of waiting ranks are named.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
+import json
+import mmap
+import os
+import tempfile
+import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from schedlang.testing.accelerator.boards import Board
-from schedlang.testing.accelerator.queues import DuplicateDevice, Item, Queue, Transfer, Unequal
-from schedlang.testing.accelerator.works import (
-    BACKEND,
-    Deadlock,
-    Mismatch,
-    State,
-    Work,
-    span,
+from schedlang.testing.accelerator.transfers import (
+    DuplicateDevice,
+    Item,
+    Queue,
+    Started,
+    Transfer,
+    Unequal,
 )
+
+# -- a table of short texts that the ranks of one machine share: what each of them is at -----------
+
+_WIDTH = 512  # bytes of a cell: its length, then its text
+_LENGTH = 4
+
+
+class Board:
+    """Rows by rank; each rank writes its own row, and reads all of them without asking anybody."""
+
+    def __init__(self, store: Any, rank: int, size: int, columns: int) -> None:
+        self.rank, self.size, self.columns = rank, size, columns
+        if rank == 0:
+            handle, path = tempfile.mkstemp(prefix="simccl-")
+            os.ftruncate(handle, size * columns * _WIDTH)
+            store.set("board", path)
+        else:
+            path = store.get("board").decode()
+            handle = os.open(path, os.O_RDWR)
+        self._cells = mmap.mmap(handle, size * columns * _WIDTH)
+        os.close(handle)
+        if store.add("boards", 1) == size:  # all have it open, and it ends with the last of them
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+    def write(self, column: int, value: Any) -> None:
+        """Set a cell of this rank's row."""
+        text = json.dumps(value).encode()
+        if len(text) > _WIDTH - _LENGTH:
+            text = json.dumps(None).encode()
+        start = (self.rank * self.columns + column) * _WIDTH
+        self._cells[start : start + _LENGTH] = bytes(_LENGTH)  # empty while it is written
+        self._cells[start + _LENGTH : start + _LENGTH + len(text)] = text
+        self._cells[start : start + _LENGTH] = len(text).to_bytes(_LENGTH, "little")
+
+    def read(self, rank: int, column: int) -> Any:
+        """A cell of any row; None where nothing was written yet."""
+        start = (rank * self.columns + column) * _WIDTH
+        length = int.from_bytes(self._cells[start : start + _LENGTH], "little")
+        if not length:
+            return None
+        try:
+            return json.loads(self._cells[start + _LENGTH : start + _LENGTH + length])
+        except ValueError:
+            return None  # being written just now
+
+
+# -- operations: launched, on their way, and published ---------------------------------------------
+
+BACKEND = "simccl"
+_KIND = torch._C._autograd.DeviceType.PrivateUse1.value
+
+
+class Deadlock(RuntimeError):
+    """Ranks that wait for each other: none of them can go on."""
+
+
+class Mismatch(RuntimeError):
+    """Ranks of a group that do not do the same."""
+
+
+class State:
+    """What this process knows of all its communicators."""
+
+    core: Any = None
+    tickets = itertools.count(1)
+    open: dict[int, Work] = {}
+    world: Board | None = None
+    me = 0
+    waits = itertools.count(1)
+    stuck = False  # a deadlock was told here, and the others still have to see why
+
+
+def publish(ticket: int) -> None:
+    """The results of a work are asked for: a stream, or the host, is ordered after it."""
+    work = State.open.get(ticket)
+    if work is not None:
+        work.publish()
+
+
+class Work:
+    """One operation: launched, its inputs copied; its results come when a stream waits for it."""
+
+    def __init__(
+        self,
+        group: Group,
+        name: str,
+        ins: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        asynchronous: bool,
+        told: Any = None,
+        device: int | None = None,
+    ) -> None:
+        core = State.core
+        self.group, self.name, self.outs = group, name, list(outs)
+        self.device = group.checked(name, [*ins, *outs]) if device is None else device
+        now = core.current_stream(self.device)
+        self.stream = group.stream(self.device) if asynchronous else now
+        if asynchronous:
+            core.stream_waits(self.device, self.stream, core.snapshot(self.device, now))
+            stream = torch.Stream(
+                stream_id=self.stream, device_index=self.device, device_type=_KIND
+            )
+            for t in (*ins, *outs):  # NCCL's works keep their tensors until they are done
+                t.record_stream(stream)
+        group.publish_before(self, [*ins, *outs])
+        self.staged_in = [core.alias(t.detach()).clone() for t in ins]
+        self.staged_out = [torch.empty(t.shape, dtype=t.dtype) for t in outs]
+        index, when = core.launch(self.device, self.stream, f"{BACKEND}.{name}", ins, outs)
+        for t in outs:
+            if t.numel():
+                core.alias(t.detach()).view(-1).view(torch.uint8).fill_(0xFF)
+        self.clock = core.snapshot(self.device, self.stream)
+        self.ticket = next(State.tickets)
+        self.number = group.describe(name, told, self.device)
+        self.item: Item | None = None
+        self.transfer: Transfer | None = None
+        self.gloo: list[Any] = []
+        self.finish: Callable[[], None] = lambda: None
+        self.started, self.host_waits = False, False
+        self.finished = False
+        self._lock = threading.RLock()
+        State.open[self.ticket] = self
+        core.opened(self.ticket, index, when)
+
+    def start(self, begin: Callable[[], Started]) -> Work:
+        """Hand the data to gloo, in its turn."""
+        queue = self.group.whole
+        if queue.idle():
+            self.gloo, self.finish = begin()
+            self.group.latest = self.gloo
+            return self
+
+        def later() -> None:
+            self.gloo, self.finish = begin()
+            for work in self.gloo:
+                work.wait()
+
+        self.item = Item([], later)
+        queue.put(self.item)
+        return self
+
+    def publish(self) -> None:
+        """Wait until the data is there, and put it into the memory of the device."""
+        with self._lock:
+            if self.finished:
+                if self.group.failed is not None and self.staged_out:
+                    raise self.group.failed
+                return
+            self.finished = True
+            State.open.pop(self.ticket, None)
+            State.core.closed(self.ticket)
+            self.group.wait_for(self)
+            self.finish()
+            for out, staged in zip(self.outs, self.staged_out):
+                if out.numel() and out.untyped_storage().size():
+                    State.core.alias(out.detach()).copy_(staged)
+            self.staged_in, self.staged_out = [], []
+
+    def wait(self) -> bool:
+        """The current stream comes after this operation."""
+        core = State.core
+        self.publish()
+        now = core.current_stream(self.device)
+        core.stream_waits(self.device, now, self.clock)
+        if self.host_waits:
+            core.synchronise("barrier", self.device, now)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the results are there."""
+        return self.finished
+
+    def result(self) -> list[Tensor]:
+        """The tensors that it writes."""
+        return self.outs
+
+    def __str__(self) -> str:
+        if self.transfer is not None:
+            return f"{self.transfer} in {self.group}"
+        shapes = ", ".join(
+            f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in self.outs
+        )
+        return f"{self.name} of {shapes or 'nothing'}, number {self.number} of {self.group}"
+
+
+class Together:
+    """Works that were launched as one."""
+
+    def __init__(self, works: Sequence[Work], device: int, stream: int) -> None:
+        self.works, self.device, self.stream = list(works), device, stream
+
+    def wait(self) -> bool:
+        """The current stream comes after all of them."""
+        for work in self.works:
+            work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether all results are there."""
+        return all(work.finished for work in self.works)
+
+    def result(self) -> list[Tensor]:
+        """The tensors that they write."""
+        return [t for work in self.works for t in work.outs]
+
+
+def span(t: Tensor) -> tuple[int, int]:
+    """Its first byte, and one past its last."""
+    start = t.data_ptr()
+    return start, start + t.numel() * t.element_size()
+
+
+# -- groups ----------------------------------------------------------------------------------------
 
 STUCK_AFTER = 2.0  # seconds without a result before a rank looks whether it can still come
 RING = 64  # collectives whose descriptions are kept

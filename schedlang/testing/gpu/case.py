@@ -81,7 +81,7 @@ class Found:
 class Part:
     """One part, in a process of its own.
 
-    home     the module whose `cases(setup)` are run
+    home     the module whose `cases(setup)` are run, or `module.function`
     limit    seconds of all of it; `quick` with small shapes
     each     seconds of one case, after which its process is ended
     timed    it is a benchmark: elsewhere than on a GPU its numbers are not told
@@ -102,13 +102,15 @@ PARTS = (
     Part(
         "programs",
         "Programs of one rank, in a world of the device's own library",
-        "programs",
+        "programs.on_one_rank",
         55,
         25,
     ),
-    Part("ranks", "Several ranks on one device, through gloo", "ranks", 85, 30),
-    Part("compiled", "Compiled regions", "compiled", 60, 35),
-    Part("offload", "Offloading to pinned memory of the host, and back", "offload", 25, 10),
+    Part("ranks", "Several ranks on one device, through gloo", "programs.on_ranks", 85, 30),
+    Part("compiled", "Compiled regions", "programs.compiled", 60, 35),
+    Part(
+        "offload", "Offloading to pinned memory of the host, and back", "programs.offloaded", 25, 10
+    ),
     Part(
         "contests",
         "Kernels beside eager, torch.compile, Liger and the floor of the device",

@@ -18,7 +18,6 @@ from torch import Tensor
 from schedlang.kernels import (
     flex_attention,
     gated,
-    gated_norm,
     grouped,
     linear_cross_entropy,
     norm,
@@ -232,7 +231,7 @@ def _norms(sizes: Sizes) -> Iterator[Contest]:
     rms, centred = liger_of("liger_rms_norm"), liger_of("liger_layer_norm")
     both = liger_of("liger_fused_add_rms_norm")
     form, layer = norm.Form(eps=1e-5, rounding="early"), norm.Form(True, 1e-5)
-    lever = gated_norm.Form(eps=1e-5, rounding="early", first=True)
+    lever = norm.Form(eps=1e-5, rounding="early", act="silu", first=True)
     yield Contest(
         "rms_norm",
         ways(
@@ -257,8 +256,8 @@ def _norms(sizes: Sizes) -> Iterator[Contest]:
         "rms_norm with a gate",
         ways(
             sizes,
-            lambda x, z, w: gated_norm.gated_norm(x, z, w, lever),
-            lambda x, z, w: gated_norm.reference(x, z, w, lever),
+            lambda x, z, w: norm.norm(x, w, None, lever, z),
+            lambda x, z, w: norm.reference(x, w, None, lever, z),
         ),
         (line, line, row),
     )

@@ -19,7 +19,6 @@ from schedlang.kernels import (
     flash_attention,
     flex_attention,
     gated,
-    gated_norm,
     grouped,
     linear_cross_entropy,
     norm,
@@ -69,8 +68,8 @@ def _whole(sizes: contests.Sizes, dtype: str) -> Iterator[Any]:
     yield gated.Case((rows, width), dtype, "gelu_tanh", "gate first")
     yield norm.Case((rows, width), dtype, add=True)
     yield norm.Case((rows, odd), dtype, norm.Form(True, rounding="early"), True, add=True)
-    yield gated_norm.Case((rows, width), dtype, gated_norm.Form(rounding="early"))
-    yield gated_norm.Case((rows, odd + 1), dtype, gated_norm.Form(first=True, groups=4))
+    yield norm.Case((rows, width), dtype, norm.Form(rounding="early", act="silu"))
+    yield norm.Case((rows, odd + 1), dtype, norm.Form(act="silu", first=True, groups=4))
     yield rope.Case((2, rows // 2, *heads, size), dtype)
     yield rope.Case((2, rows // 2, 5, 3, 96), dtype, 64, rope.Form(True, True), shared=False)
     yield linear_cross_entropy.Case((rows, 128), dtype, 500, rows=max(1, rows // 3))
@@ -86,7 +85,7 @@ def _ragged(sizes: contests.Sizes, dtype: str) -> Iterator[Any]:
     yield norm.Case((few, odd), dtype, norm.Form(True))
     yield gated.Case((3, few, odd), dtype, "gelu")
     yield norm.Case((1, odd), dtype, add=True)
-    yield gated_norm.Case((few, odd), dtype)
+    yield norm.Case((few, odd), dtype, norm.Form(act="silu"))
     yield rope.Case((3, 7, 3, 1, 24), dtype, 16)
     yield linear_cross_entropy.Case((few, 33), dtype, 301, bias=True, smoothing=0.1, cap=5.0)
     yield linear_cross_entropy.Case((few, 33), dtype, 301, bias=True, smoothing=0.1, held=True)

@@ -1,4 +1,11 @@
-"""Runs the parts one after the other, each in processes of its own with a limit of time."""
+"""Run the parts one after the other, each in processes of its own with a limit of time.
+
+    python -m schedlang.testing.gpu.driver PART DEVICE SIZE FILE WORDS FIRST
+
+is such a process.  It adds lines of JSON to FILE: the names of all cases, then for each that it
+begins and what came of it.  It begins with case FIRST: whoever reads starts it again behind a case
+that ended it.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from schedlang.testing.gpu.case import PARTS, Found, Part, Setup
+from schedlang.testing.gpu.case import PARTS, Case, Found, Part, Setup, Skipped, Wrong
 
 Say = Callable[[str], None]
 _TIME_IS_UP = "the time of its part was up before it was done"
@@ -82,7 +92,7 @@ class _Run:
                 [
                     sys.executable,
                     "-m",
-                    "schedlang.testing.gpu.child",
+                    "schedlang.testing.gpu.driver",
                     self.part.name,
                     self.setup.device,
                     self.setup.size,
@@ -178,3 +188,95 @@ def _last(log: Path) -> str:
     """The last line that a child has printed."""
     lines = [one.strip() for one in log.read_text(errors="replace").splitlines() if one.strip()]
     return f": {lines[-1][:300]}" if lines else ""
+
+
+# -- in such a process -----------------------------------------------------------------------------
+
+LOST = 17  # the exit code where the device can no longer be used
+
+
+def cases_of(name: str, setup: Setup, words: str = "") -> list[Case]:
+    """The cases of a part, or those whose names begin with some words."""
+    part = next(part for part in PARTS if part.name == name)
+    home, _, function = part.home.partition(".")
+    module = import_module(f"schedlang.testing.gpu.{home}")
+    every: list[Case] = getattr(module, function or "cases")(setup)
+    return [case for case in every if case.name.startswith(words)]
+
+
+def found_of(part: str, case: Case, check: Callable[[], object] = bool) -> Found:
+    """Run a case, and `check` behind it; nothing is raised."""
+    start, numbers, note = time.perf_counter(), {}, ""
+    try:
+        told = case.run()
+        check()
+        outcome, note, numbers = "ok", told.note, dict(told.numbers)
+    except Wrong as error:
+        outcome, note = "wrong", str(error)
+    except Skipped as error:
+        outcome, note = "skipped", str(error)
+    except Exception as error:  # a kernel of anybody's, on a device that nobody has tried
+        outcome, note = "failed", in_a_line(error)
+        traceback.print_exc()
+    return Found(part, case.name, outcome, note, numbers, round(time.perf_counter() - start, 3))
+
+
+def in_a_line(error: BaseException) -> str:
+    """The error's kind and its first line that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}".rstrip(": ")
+
+
+def _lost(note: str) -> bool:
+    """Tell whether a failure leaves the device unusable for this process."""
+    return "CUDA error" in note or "AcceleratorError" in note or "unspecified launch" in note
+
+
+def _device(setup: Setup) -> Callable[[], object]:
+    """Set up the device for this process; return the check for races after each case."""
+    if setup.device != "sim":
+        return bool
+    from schedlang.testing.accelerator import simulated
+
+    simulation = _alive.enter_context(simulated())
+
+    def check() -> None:
+        simulation.check()
+        simulation.reset()
+
+    return check
+
+
+_alive = ExitStack()
+
+
+def main(words: list[str]) -> None:
+    """Run them."""
+    name, device, size, file, some, first = words
+    setup = Setup(device, size)
+    with open(file, "a") as out:
+
+        def tell(**line: Any) -> None:
+            out.write(json.dumps(line) + "\n")
+            out.flush()
+
+        check = _device(setup)
+        cases = cases_of(name, setup, some)
+        tell(names=[case.name for case in cases])
+        for place, case in enumerate(cases):
+            if place < int(first):
+                continue
+            tell(begins=place)
+            found = found_of(name, case, check)
+            tell(found=found.plain())
+            if found.outcome == "failed" and _lost(found.note):
+                out.flush()
+                os._exit(LOST)
+        tell(ends=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(0)  # whatever else is alive (ranks, compilers) goes with their pipes
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

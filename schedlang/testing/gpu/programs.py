@@ -1,4 +1,5 @@
-"""Programs of one rank, and their world, against the untouched model on the same device.
+"""Programs against the untouched model on the same device: on one rank, on several, compiled, and
+with what steps keep on the host.
 
 In float64 they are equal to the last digits; in other types a program may err, against float64, a
 few times as much as the untouched model does in that type.
@@ -7,10 +8,12 @@ few times as much as the untouched model does in that type.
 from __future__ import annotations
 
 import atexit
+import math
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,11 +26,13 @@ from schedlang.kernels.device import INTERPRETED, runs, triton
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.state import Settings
 from schedlang.passes.lower.build import build
+from schedlang.runtime import device as devices
 from schedlang.runtime.comm import world
 from schedlang.schedule import Schedule
 from schedlang.testing.gpu import models
 from schedlang.testing.gpu.case import Case, Setup, Skipped, Told, Wrong
 from schedlang.testing.gpu.models import Optimizer, Seen, Shape, adamw, sgd
+from schedlang.testing.gpu.timing import cleared
 
 EXACT = 1e-9
 TIMES = 6.0  # as often as eager's error: gradients pass several kernels, and three steps follow
@@ -94,7 +99,7 @@ ONE = {
 }
 
 
-def cases(setup: Setup) -> list[Case]:
+def on_one_rank(setup: Setup) -> list[Case]:
     """The world of one rank, and each schedule in it."""
     return [Case("collectives of one rank", partial(_collectives, setup))] + [
         Case(name, partial(_alone, subject, setup)) for name, subject in ONE.items()
@@ -172,12 +177,16 @@ def _alone(subject: Subject, setup: Setup) -> Told:
     if subject.kernels and not (triton and (setup.timed or INTERPRETED)):
         raise Skipped("Triton compiles nothing for this device, and is not interpreted here")
     world_of_one(setup)
-    shape = shape_of(setup, subject.rate)
     before = _kernels()
-    found = trained(subject, shape, setup.device)
+    told = _compared(subject, setup)
     if subject.kernels and _kernels() == before:
         raise Wrong("no kernel ran: the torch references did")
-    return against(subject, shape, setup.device, found)
+    return told
+
+
+def _compared(subject: Subject, setup: Setup) -> Told:
+    shape = shape_of(setup, subject.rate)
+    return against(subject, shape, setup.device, trained(subject, shape, setup.device))
 
 
 def _kernels() -> int:
@@ -228,3 +237,191 @@ def _collectives(setup: Setup) -> Told:
         raise Wrong(f"{', '.join(wrong)} in a world of {kind}")
     dist.barrier()
     return Told(f"{len(found)} kinds, by {kind}")
+
+
+# -- several ranks on one device -------------------------------------------------------------------
+# Gloo carries the tensors: NCCL refuses two ranks on one device, so this shows streams, transfers
+# and sums, not that library. On the simulated device each rank has a device of its own, and a
+# library by NCCL's rules.
+
+
+CUT = "blocks  pipeline_split(over=pp)\n"
+TENSOR = "blocks.*.mlp.{gate,up}  shard(col, over=tp)\nblocks.*.mlp.down  shard(row, over=tp)\n"
+SEVERAL = {
+    "data": Subject("zero(stage=0, over=dp)\noverlap(gradients)", "dp=2"),
+    "zero 1": Subject("zero(stage=1, over=dp)", "dp=2", make=adamw),
+    "zero 2": Subject("zero(stage=2, over=dp)", "dp=2"),
+    "zero 3": Subject("zero(stage=3, over=dp)", "dp=2", make=adamw),
+    "tensor": Subject(TENSOR, "tp=2"),
+    "pipeline, 1F1B": Subject(CUT + 'pipeline(order="1F1B", micro=4)', "pp=2"),
+    "pipeline, ZB-V": Subject(CUT + 'pipeline(order="ZB-V", micro=4)', "pp=2"),
+    "pipeline, activations on the host": Subject(
+        "blocks.*  offload(activations)\n" + CUT + 'pipeline(order="1F1B", micro=4)',
+        "pp=2",
+    ),
+    "context, ring": Subject(
+        "blocks.*.attn  context_parallel(ring, over=cp)\nzero(stage=0, over=cp)",
+        "cp=2",
+    ),
+    "data, tensor and pipeline": Subject(
+        TENSOR + CUT + 'zero(stage=1, over=dp)\npipeline(order="1F1B", micro=2)',
+        "dp=2, tp=2, pp=2",
+    ),
+}
+
+
+def on_ranks(setup: Setup) -> list[Case]:
+    """Each way to split the model."""
+    return [Case(name, partial(_several, subject, setup)) for name, subject in SEVERAL.items()]
+
+
+def _several(subject: Subject, setup: Setup) -> Told:
+    shape = shape_of(setup)
+    count = math.prod(int(size.split("=")[1]) for size in subject.mesh.split(","))
+    if setup.device == "sim":
+        from schedlang.testing.accelerator import spawn
+
+        found: Any = spawn(trained, subject, shape, setup.device, ranks=count)
+    else:
+        found = _pool().run(trained, count, subject, shape, setup.device)
+    first: Seen = found[0]
+    return against(subject, shape, setup.device, first)
+
+
+@cache
+def _pool() -> Any:
+    from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
+    from schedlang.runtime.launch.pool import Pool
+
+    return Pool(preload=(*BASE, *PROGRAMS))
+
+
+# -- regions that inductor compiles, in training ---------------------------------------------------
+
+
+REGIONS = {
+    "MLPs": Subject("blocks.*.mlp  fuse()", dtype="float32"),
+    "blocks": Subject("blocks.*  fuse()", dtype="float32"),
+    "blocks, recomputed": Subject("blocks.*  fuse()\nblocks.*  checkpoint()", dtype="float32"),
+    "blocks in bfloat16": Subject(
+        "blocks.*  fuse()\ncast(bf16)",
+        dtype="float32",
+        low="bfloat16",
+        relax="dtype",
+    ),
+    "blocks with kernels of ours": Subject(
+        "blocks.*.norm  replace_kernel(rms_norm)\nblocks.*  fuse()",
+        dtype="float32",
+    ),
+}
+
+
+def compiled(setup: Setup) -> list[Case]:
+    """Each kind of region."""
+    return [Case(name, partial(_fused, one, setup)) for name, one in REGIONS.items()]
+
+
+def _fused(subject: Subject, setup: Setup) -> Told:
+    from schedlang.runtime.fusion.fuse import graphs, unavailable
+
+    if setup.device == "sim":
+        raise Skipped("inductor does not compile for this device")
+    if (reason := unavailable()) and not setup.timed:
+        raise Skipped(reason)
+    cleared(setup.device)  # what a case before has compiled would be taken again
+    shape = shape_of(setup)
+    program = build(
+        plan_of(subject, shape, setup.device), models.batch(shape, 0), optimizer=subject.make
+    )
+    found: models.Seen = {}
+    for step, given in enumerate(models.batches(shape, setup.device)):
+        found[f"loss {step}"] = program.train_step(given).detach().cpu()
+    made: Any = [graphs(module) for module in program.assembly.module.modules()]
+    if not sum(made):
+        raise Wrong("nothing was compiled: the regions ran eagerly")
+    found |= models.moved(shape, getattr(torch, subject.dtype), program.state_dict())
+    told = against(subject, shape, setup.device, found)
+    return Told(f"{sum(made)} graphs, {told.note}", {**told.numbers, "graphs": sum(made)})
+
+
+# -- what lies on the host while a step runs -------------------------------------------------------
+
+
+MOVED = {
+    "activations": Subject("blocks.*  offload(activations)"),
+    "parameters": Subject("blocks.*  offload(parameters)"),
+    "parameters, gradients and optimizer": Subject(
+        "blocks.*  offload(parameters)\nblocks.*  offload(gradients)\noffload(optimizer)",
+        make=adamw,
+    ),
+}
+
+STAYS = "verify(train)"  # a row that changes nothing
+
+
+def offloaded(setup: Setup) -> list[Case]:
+    """Copies themselves, then what steps keep on the host, then what that saves."""
+    return [
+        Case("copies to the host and back", partial(_copies, setup)),
+        *(Case(name, partial(_compared, one, setup)) for name, one in MOVED.items()),
+        Case("bytes at the peak", partial(_peak, setup)),
+    ]
+
+
+def _copies(setup: Setup) -> Told:
+    """A tensor goes and comes on a stream of its own; the host memory is pinned."""
+    if setup.device == "cpu":
+        raise Skipped("a CPU has no memory apart from the host's")
+    device = torch.device(setup.device, 0)
+    x = torch.randn(setup.pick(2**26, 2**24, 2**8), device=device)
+    held = devices.host_empty(x.shape, x.dtype, beside=device)
+    if not held.is_pinned():
+        raise Wrong("host memory beside the device is not pinned")
+    back, side, here = (
+        torch.zeros_like(x),
+        devices.new_stream(device),
+        devices.current_stream(device),
+    )
+    assert side is not None and here is not None
+    side.wait_stream(here)
+    spans = []
+    for into, source in ((held, x), (back, held)):
+        start, end = (torch.Event(device, enable_timing=setup.timed) for _ in range(2))
+        with side:
+            side.record_event(start)
+            into.copy_(source, non_blocking=True)
+            side.record_event(end)
+        side.synchronize()
+        if setup.timed:
+            spans.append(start.elapsed_time(end) / 1e3)
+    here.wait_stream(side)
+    for one in (x, back):
+        one.record_stream(side)
+    if not torch.equal(back, x):
+        raise Wrong("what came back is not what went")
+    rates = [x.nbytes / span / 1e9 for span in spans]
+    names = ("to the host", "back")
+    said = ", ".join(f"{rate:.1f} GB/s {name}" for rate, name in zip(rates, names, strict=False))
+    return Told(said, {"bytes_per_second": [rate * 1e9 for rate in rates]})
+
+
+def _peak(setup: Setup) -> Told:
+    """The most bytes on the device in a step, with activations here and on the host."""
+    device = torch.device(setup.device)
+    if devices.peak_bytes(device) is None:
+        raise Skipped("nobody counts the bytes of this device")
+    shape = replace(shape_of(setup), rows=4 * shape_of(setup).rows, depth=8)
+    peak = [_step_peak(rows, shape, setup.device) for rows in (STAYS, MOVED["activations"].rows)]
+    if peak[1] >= peak[0]:
+        raise Wrong(f"{peak[1]} bytes with activations on the host, {peak[0]} without")
+    return Told(f"{peak[1] / peak[0]:.2f} of those without", {"peak": peak})
+
+
+def _step_peak(rows: str, shape: models.Shape, device: str) -> int:
+    subject = Subject(rows)
+    program = build(plan_of(subject, shape, device), models.batch(shape, 0), optimizer=subject.make)
+    given = models.batches(shape, device)
+    program.train_step(given[0])
+    devices.reset_peak(torch.device(device))
+    program.train_step(given[1])
+    return devices.peak_bytes(torch.device(device)) or 0
