@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from schedlang.diagnostics.culprit import told
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.diagnostics.source import NOWHERE
+from schedlang.ir.model import inside
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.propagate.saved_parts import coded_by, experts_of, recomputed
@@ -395,4 +396,4 @@ def _known_sums(plan: Plan, sample: Mapping[str, Any], loss: Loss | None) -> Rea
 def _again(plan: Plan, fqn: str) -> bool:
     """Whether the forward of a module is run again in backward, where nothing is shared."""
     sites = {s for a in plan.rows_changing(Facet.RECOMPUTE) for s in a.sites}
-    return any(not site or fqn == site or fqn.startswith(f"{site}.") for site in sites)
+    return any(inside(fqn, site) for site in sites)
