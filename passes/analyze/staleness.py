@@ -268,14 +268,14 @@ def whole_step(
     if optimizer is None or split is None or is_elementwise(optimizer):
         return None
     if is_stale(staged.timeline):
-        _refuse(
+        _of_whole(
             "this order updates each stage separately, and cannot gather parameters for a step",
             f"this optimizer needs full tensors, and `{split.name}` is sharded",
             "use a synchronous order, or an elementwise optimizer (SGD, Adam, AdamW, ...)",
         )
     if is_tensorwise(optimizer):
         return WholeStep(a.parameters, a.holdings, a.ranks)
-    _refuse(
+    _of_whole(
         "this optimizer does not update each parameter separately",
         f"`{split.name}` is sharded: it would be gathered for the step, a few parameters at a time,"
         " and the others would be updated differently",
@@ -284,5 +284,5 @@ def whole_step(
     )
 
 
-def _refuse(title: str, note: str, help_: str) -> NoReturn:
+def _of_whole(title: str, note: str, help_: str) -> NoReturn:
     raise Refusal(Diagnostic("S622", title, notes=(note,), helps=(help_,)))

@@ -198,7 +198,7 @@ def _priced(job: Job, plan: Plan, given: Mapping[str, Any]) -> Tried:
     from schedlang.ir.memory import heaviest
     from schedlang.passes.analyze.prepare import prepare
     from schedlang.passes.complete.complete import completed
-    from schedlang.passes.propagate.dryrun import rejected
+    from schedlang.passes.propagate.original import rejected
     from schedlang.passes.simulate.memory import rank_classes
     from schedlang.passes.simulate.rehearse import held, rehearse
     from schedlang.passes.simulate.step_time import step_time

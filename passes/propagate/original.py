@@ -171,22 +171,23 @@ def _unbatched(
     return {at: at in alike for at in seen.drawn} if alike else {}
 
 
-class Reading(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[misc]
-    """A batch that notes which of its keys are read: all else reads by these two."""
-
-    __len__, __setitem__, __delitem__ = dict.__len__, dict.__setitem__, dict.__delitem__
+class Reading(dict[str, Any]):
+    """A batch that notes which of its keys are read: by these two, by which all else reads."""
 
     def __init__(self, batch: Mapping[str, Any], seen: set[str]) -> None:
-        dict.__init__(self, batch)
+        super().__init__(batch)
         self.seen = seen
 
     def __getitem__(self, key: str) -> Any:
         self.seen.add(key)
-        return dict.__getitem__(self, key)
+        return super().__getitem__(key)
 
     def __iter__(self) -> Iterator[str]:
-        self.seen.update(dict.keys(self))
-        return dict.__iter__(self)
+        self.seen.update(super().keys())
+        return super().__iter__()
+
+    get, pop, __contains__ = Mapping.get, MutableMapping.pop, Mapping.__contains__  # type: ignore[assignment]
+    keys, values, items = Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
 
 
 def _telling(loss: Loss | None, read: set[str]) -> Loss | None:
