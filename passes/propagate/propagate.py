@@ -104,9 +104,9 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
         return Traced(**vars(recording.original))
     # what served before is tried first: the comparison proves it anew
     served: Any = plan.model.cache.setdefault(("divided", plan.mesh.axes), [])
-    rows = tuple(plan.boundaries.items()), tuple(plan.layouts.items()), tuple(plan.computes.items())
+    lies = repr((plan.mesh.axes, plan.boundaries, plan.layouts, plan.computes))
     gathers: Any = plan.model.cache.setdefault("hoisted", {})
-    leaves |= gathers.get((plan.mesh.axes, *rows), {})
+    leaves |= gathers.get(lies, {})
     # divided numbers, and at which call, and how, it failed without the last of them
     tries: list[tuple[frozenset[Choice], tuple[int, str]]] = [
         (found, (-1, "")) for found in (frozenset(), *served)
@@ -135,7 +135,7 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
         if failure is None:
             if divided and divided not in served:
                 served.append(divided)
-            gathers[plan.mesh.axes, *rows] = {
+            gathers[lies] = {
                 fqn: leaf for fqn, leaf in leaves.items() if any(w.hoisted for w in leaf.wanted)
             }
             return _traced(plan, recording, run)
