@@ -12,6 +12,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.diagnostics.source import NOWHERE
 from schedlang.ir.facets import Kept
 from schedlang.ir.features import Lowered, Recomputing
+from schedlang.ir.model import inside
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.routing import routings
@@ -366,9 +367,9 @@ def _check_meeting(row: Action, other: Action, facet: Facet, moves: bool) -> Non
     reruns = other.primitive
     again = isinstance(reruns, Recomputing) and reruns.reruns(other.sites, ()) is not None
     pairs = ((a, b) for a in row.sites for b in other.sites)
-    pairs = ((a, b) for a, b in pairs if not (moves and _holds(b, a)))  # whole numbers may move
-    pairs = ((a, b) for a, b in pairs if not (again and _holds(a, b)))  # inputs may be rounded
-    met = next(((a, b) for a, b in pairs if _holds(a, b) or _holds(b, a)), None)
+    pairs = ((a, b) for a, b in pairs if not (moves and inside(a, b)))  # whole numbers may move
+    pairs = ((a, b) for a, b in pairs if not (again and inside(b, a)))  # inputs may be rounded
+    met = next(((a, b) for a, b in pairs if inside(b, a) or inside(a, b)), None)
     if met is None:
         return
     label = Label(row.span or NOWHERE, f"compresses the activations of `{met[0]}`")
@@ -388,7 +389,7 @@ def _check_meeting(row: Action, other: Action, facet: Facet, moves: bool) -> Non
 def _check_choices(plan: Plan, traced: Traced) -> None:
     """A second run from rounded inputs would choose otherwise than the first (S857)."""
     for row, site in ((action, site) for action, _ in meeting(plan) for site in action.sites):
-        found = next((fqn for fqn in traced.choices if _holds(site, fqn)), None)
+        found = next((fqn for fqn in traced.choices if inside(fqn, site)), None)
         if found is not None:
             label = Label(row.span or NOWHERE, "recomputes from compressed inputs")
             raise Refusal(
@@ -425,10 +426,6 @@ def _check_results(plan: Plan) -> None:
         )
 
 
-def _inside(name: str, modules: tuple[str, ...]) -> bool:
-    return any(_holds(module, name) for module in modules)
-
-
 def _check_capacity(plan: Plan, row: Action) -> None:
     """A limit of experts counts tokens of the whole batch, and one process takes it in parts."""
     limited = [fqn for fqn, _ in routings(plan)]
@@ -449,10 +446,6 @@ def _check_capacity(plan: Plan, row: Action) -> None:
     )
 
 
-def _holds(outer: str, inner: str) -> bool:
-    return outer in ("", inner) or inner.startswith(f"{outer}.")
-
-
 def _check_split(plan: Plan, row: Action) -> None:
     """Blocks of a part are others than blocks of the whole; along one axis of weights one process
     can tell them."""
@@ -462,11 +455,16 @@ def _check_split(plan: Plan, row: Action) -> None:
     split = [a for a in split if a in plan.used_axes and a not in data | stage]
     weights = splitting(plan)
     apart = experts_of(plan)
-    experts = {a for n, one in plan.layouts.items() if _inside(n, apart) for a in one.axes}
+    experts = {
+        a
+        for n, lies in plan.layouts.items()
+        if any(inside(n, one) for one in apart)
+        for a in lies.axes
+    }
     routed = [
         axis
         for name, layout in plan.layouts.items()
-        if not _inside(name, apart)
+        if not any(inside(name, one) for one in apart)
         for axis in layout.axes
         if axis in data and plan.mesh.size(axis) > 1
     ]

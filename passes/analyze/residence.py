@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.facets import Stored
+from schedlang.ir.model import inside
 from schedlang.ir.plan import Plan
 from schedlang.passes.partition.staging import on_peers
 
@@ -193,8 +194,8 @@ def streamed_units(plan: Plan, trunk: frozenset[str]) -> dict[str, tuple[Stored,
     for name, row in streamed.items():
         for alias in plan.model.unique[name].names:
             owner = alias.rpartition(".")[0]
-            inside = any(_within(owner, fqn) and name in names for fqn, (_, names) in found.items())
-            if not inside:
+            held = any(inside(owner, fqn) and name in names for fqn, (_, names) in found.items())
+            if not held:
                 known = found.get(owner, (row, ()))[1]
                 found[owner] = (row, (*known, name))
     return found
@@ -218,7 +219,7 @@ def window_bytes(plan: Plan, staged: Staged, holdings: Mapping[str, Holding], pl
 
 def _units(plan: Plan, fqn: str, trunk: frozenset[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
     site = plan.model.sites[fqn]
-    holds = any(one != fqn and _within(one, fqn) for one in trunk)
+    holds = any(one != fqn and inside(one, fqn) for one in trunk)
     if fqn in trunk or not holds and not any(site.is_a(kind) for kind in UNCALLED):
         names = tuple(dict.fromkeys(fact.name for fact in plan.model.below(fqn)))
         if names:
@@ -229,10 +230,6 @@ def _units(plan: Plan, fqn: str, trunk: frozenset[str]) -> Iterator[tuple[str, t
     own = tuple(dict.fromkeys(fact.name for fact in site.parameters.values()))
     if own:
         yield fqn, own
-
-
-def _within(one: str, other: str) -> bool:
-    return one == other or not other or one.startswith(f"{other}.")
 
 
 def tier_of_unit(plan: Plan, fqn: str, names: Sequence[str]) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
@@ -91,14 +92,9 @@ def check_stale(plan: Plan, staged: Staged) -> None:
         check_versions(staged.timeline)
     except TimelineError as error:
         _refuse(f"the order uses wrong versions of weights: {error}", row, helps=(SYNCHRONOUS,))
-    _check_stages(staged, row)
-    _check_shared(staged, row)
-    _check_sliced(plan)
-    _check_early(plan)
-    _check_coded(plan)
-    _check_scaled(plan)
-    _check_residence(plan)
-    _check_recomputed(plan, staged)
+    clashes = chain(_of_stages(plan, staged, row), _of_rows(plan, staged))
+    for title, at, note, *helps in clashes:
+        _refuse(title, at, notes=(note,), helps=tuple(helps))
 
 
 def check_build(staged: Staged, optimizer: Any, clip: float | None, hollow: bool) -> None:
@@ -122,113 +118,89 @@ def check_build(staged: Staged, optimizer: Any, clip: float | None, hollow: bool
         )
 
 
-def _check_stages(staged: Staged, row: Action | None) -> None:
-    places = [place for replica in staged.homes for place in replica]
-    if len(set(places)) == len(places):
-        return
-    _refuse(
-        "two stages of one rank would be updated at different times",
-        row,
-        notes=("with stale weights each rank runs one stage, with its own optimizer",),
-        helps=("use a table with one stage on each rank", SYNCHRONOUS),
-    )
-
-
-def _check_shared(staged: Staged, row: Action | None) -> None:
-    """A weight of two stages would be updated by each at its own time."""
-    if staged.axis is None or not staged.cut.shared:
-        return
-    name, stages = next(iter(staged.cut.shared.items()))
-    said = " and ".join(map(str, stages))
-    _refuse(
-        f"`{name}` is used by the stages {said}, which are updated at different times",
-        row,
-        notes=("a tied weight needs one update for all stages that use it",),
-        helps=("untie it (`tie_word_embeddings=False` in most configs)", SYNCHRONOUS),
-    )
-
-
-def _check_sliced(plan: Plan) -> None:
-    if not any(one.stage and plan.mesh.size(one.axes) > 1 for one in plan.replicas):
-        return
-    _refuse(
-        "sharded parameters cannot be kept in several versions",
-        _row(plan, Facet.STATE),
-        notes=("the order keeps each version of the full weights, and shards are of one version",),
-        helps=("replicate them: `zero(stage=0, ...)`", SYNCHRONOUS),
-    )
-
-
-def _check_early(plan: Plan) -> None:
-    early = plan.overlapping("gradients")
-    if early is None:
-        return
-    _refuse(
-        "`overlap(gradients)` has no effect: gradients are summed at every update of a stage",
-        plan.origin(early),
-        notes=("the rank has no other stage whose backward could overlap with the sum",),
-        helps=("use `overlap(transfers)` only", SYNCHRONOUS),
-    )
-
-
-def _check_coded(plan: Plan) -> None:
-    """What one update leaves out would be added to gradients at other weights, stage by stage."""
-    if plan.compression is None:
-        return
-    _refuse(
-        "`compress` sums gradients once a step, but stages are updated several times in it",
-        plan.origin(plan.compression),
-        notes=("the error of compression is added to the gradient of the next step",),
-        helps=("drop this row: gradients are then summed uncompressed", SYNCHRONOUS),
-    )
-
-
-def _check_scaled(plan: Plan) -> None:
-    """Whether a step overflowed is heard when all ranks have ended it, and these update before."""
-    if plan.scaled is None:
-        return
-    _refuse(
-        "loss scaling may skip a step, but this order updates stages inside the step",
-        plan.origin(plan.scaled),
-        notes=("whether gradients overflowed on any rank is known only at the end of a step",),
-        helps=("use `cast(bf16)`, which needs no loss scale", SYNCHRONOUS),
-    )
-
-
-def _check_residence(plan: Plan) -> None:
-    """Versions are kept where the weights are, and an update cannot wait for other ranks' files."""
-    bad = [s for s in plan.stores if s.what != "activations"]
-    bad = [s for s in bad if s.tier != "cpu" or s.what != "optimizer"]
-    if not bad:
-        return
-    _refuse(
-        f"the {bad[0].what} of several versions cannot be kept {_WHERE[bad[0].tier]}",
-        plan.origin(bad[0]),
-        notes=("the order keeps the versions that it still needs on the device",),
-        helps=(
-            "keep only the optimizer state in host memory: `offload(optimizer, to=cpu)`",
-            SYNCHRONOUS,
-        ),
-    )
-
-
+# what does not go, at which row, why, and two ways out
+Clash = tuple[str, Action | None, str, str, str]
 _WHERE = {"cpu": "in host memory", "disk": "on disk", "peer": "on a peer"}
 
 
-def _check_recomputed(plan: Plan, staged: Staged) -> None:
-    """A recomputed forward would meet other weights than the first one, where nothing is kept."""
-    row = _row(plan, Facet.RECOMPUTE)
-    if row is None or not _moves(staged):
-        return
-    _refuse(
-        "recomputation would use other weights than the forward",
-        row,
-        notes=("the order keeps no versions: a backward uses the newest weights",),
-        helps=(
+def _of_stages(plan: Plan, staged: Staged, row: Action | None) -> Iterator[Clash]:
+    """What stages share: each is updated at its own time."""
+    places = [place for replica in staged.homes for place in replica]
+    if len(set(places)) != len(places):
+        yield (
+            "two stages of one rank would be updated at different times",
+            row,
+            "with stale weights each rank runs one stage, with its own optimizer",
+            "use a table with one stage on each rank",
+            SYNCHRONOUS,
+        )
+    if staged.axis is not None and staged.cut.shared:
+        name, stages = next(iter(staged.cut.shared.items()))
+        said = " and ".join(map(str, stages))
+        yield (
+            f"`{name}` is used by the stages {said}, which are updated at different times",
+            row,
+            "a tied weight needs one update for all stages that use it",
+            "untie it (`tie_word_embeddings=False` in most configs)",
+            SYNCHRONOUS,
+        )
+    if any(one.stage and plan.mesh.size(one.axes) > 1 for one in plan.replicas):
+        yield (
+            "sharded parameters cannot be kept in several versions",
+            _row(plan, Facet.STATE),
+            "the order keeps each version of the full weights, and shards are of one version",
+            "replicate them: `zero(stage=0, ...)`",
+            SYNCHRONOUS,
+        )
+
+
+def _of_rows(plan: Plan, staged: Staged) -> Iterator[Clash]:
+    """What other rows do once a step, or at weights that are no longer there."""
+    early = plan.overlapping("gradients")
+    if early is not None:
+        yield (
+            "`overlap(gradients)` has no effect: gradients are summed at every update of a stage",
+            plan.origin(early),
+            "the rank has no other stage whose backward could overlap with the sum",
+            "use `overlap(transfers)` only",
+            SYNCHRONOUS,
+        )
+    if plan.compression is not None:  # what one update leaves out would be added at other weights
+        yield (
+            "`compress` sums gradients once a step, but stages are updated several times in it",
+            plan.origin(plan.compression),
+            "the error of compression is added to the gradient of the next step",
+            "drop this row: gradients are then summed uncompressed",
+            SYNCHRONOUS,
+        )
+    if plan.scaled is not None:
+        yield (
+            "loss scaling may skip a step, but this order updates stages inside the step",
+            plan.origin(plan.scaled),
+            "whether gradients overflowed on any rank is known only at the end of a step",
+            "use `cast(bf16)`, which needs no loss scale",
+            SYNCHRONOUS,
+        )
+    # versions are kept where the weights are, and no update waits for other ranks' files
+    bad = [s for s in plan.stores if s.what != "activations"]
+    bad = [s for s in bad if s.tier != "cpu" or s.what != "optimizer"]
+    if bad:
+        yield (
+            f"the {bad[0].what} of several versions cannot be kept {_WHERE[bad[0].tier]}",
+            plan.origin(bad[0]),
+            "the order keeps the versions that it still needs on the device",
+            "keep only the optimizer state in host memory: `offload(optimizer, to=cpu)`",
+            SYNCHRONOUS,
+        )
+    again = _row(plan, Facet.RECOMPUTE)
+    if again is not None and _moves(staged):
+        yield (
+            "recomputation would use other weights than the forward",
+            again,
+            "the order keeps no versions: a backward uses the newest weights",
             'use an order that keeps them: `pipeline(order="PipeDream", micro=...)`',
             "or drop this row",
-        ),
-    )
+        )
 
 
 def _moves(staged: Staged) -> bool:
@@ -268,14 +240,14 @@ def whole_step(
     if optimizer is None or split is None or is_elementwise(optimizer):
         return None
     if is_stale(staged.timeline):
-        _refuse(
+        _of_whole(
             "this order updates each stage separately, and cannot gather parameters for a step",
             f"this optimizer needs full tensors, and `{split.name}` is sharded",
             "use a synchronous order, or an elementwise optimizer (SGD, Adam, AdamW, ...)",
         )
     if is_tensorwise(optimizer):
         return WholeStep(a.parameters, a.holdings, a.ranks)
-    _refuse(
+    _of_whole(
         "this optimizer does not update each parameter separately",
         f"`{split.name}` is sharded: it would be gathered for the step, a few parameters at a time,"
         " and the others would be updated differently",
@@ -284,5 +256,5 @@ def whole_step(
     )
 
 
-def _refuse(title: str, note: str, help_: str) -> NoReturn:
+def _of_whole(title: str, note: str, help_: str) -> NoReturn:
     raise Refusal(Diagnostic("S622", title, notes=(note,), helps=(help_,)))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from schedlang.ir.facets import Cast
+from schedlang.ir.model import inside
 from schedlang.ir.plan import Plan
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def gathered_in(plan: Plan, names: Iterable[str]) -> str | None:
 
 def _used_in(plan: Plan, name: str) -> str | None:
     """What the innermost row around a parameter casts it to."""
-    rows = [one for one in plan.casts if not one.fqn or name.startswith(f"{one.fqn}.")]
+    rows = [one for one in plan.casts if inside(name, one.fqn)]
     row = max(rows, key=lambda one: len(one.fqn), default=None)
     stored = plan.model.parameters[name].dtype
     return row.dtype if row is not None and row.params and stored == "float32" else None

@@ -297,7 +297,7 @@ def slicing_of(
     if count == 1:
         return None
     try:
-        found = _found(Subject(plan, traced, sample, loss, weight), count)
+        found = _of_slices(Subject(plan, traced, sample, loss, weight), count)
         found = replace(found, grain=_grain(traced))
         found.pieces(sample)  # are there enough tokens?
         return found
@@ -305,7 +305,7 @@ def slicing_of(
         raise _at(refusal, next(iter(plan.rows_changing(Facet.ORDER)), None)) from refusal
 
 
-def _found(subject: Subject, count: int) -> Slicing:
+def _of_slices(subject: Subject, count: int) -> Slicing:
     from schedlang.runtime.sequence_pipelining.probe import guess, probe, refusal
     from schedlang.runtime.sequence_pipelining.slices import Slicing
 

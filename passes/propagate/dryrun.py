@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.ir.facets import Boundary
 from schedlang.ir.mesh import neighbours
+from schedlang.ir.model import inside
 from schedlang.ir.placement import EVEN, P, R, S, Uneven
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
@@ -261,7 +262,7 @@ WANTED: Mapping[str, Callable[[Plan, str, str, Boundary], Wanted]] = {
 def touches(action: Action, fqn: str) -> bool:
     """Does this row shard the module, or something in it?"""
     shards = action.changes(Facet.PLACEMENT)
-    return shards and any(s == fqn or s.startswith(f"{fqn}.") or not fqn for s in action.sites)
+    return shards and any(inside(s, fqn) for s in action.sites)
 
 
 Loss = Callable[..., Any]
@@ -464,7 +465,7 @@ class Run:
             self.parts[fqn] = (*self.parts.get(fqn, ()), now)
 
     def _chosen(self, kind: type[C]) -> Iterator[tuple[str, list[C]]]:
-        """Modules, each with the choices of a kind about its class and the split things that it holds."""
+        """Modules, each with the choices of a kind that are about what it is and holds."""
         chosen: list[Any] = sorted((c for c in self.divided if isinstance(c, kind)), key=repr)
         for fqn, below in self.below.items() if chosen else ():
             of = self.plan.model.sites[fqn].classes[0], below

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from schedlang.diagnostics.culprit import told
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.diagnostics.source import NOWHERE
+from schedlang.ir.model import inside
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.propagate.saved_parts import coded_by, experts_of, recomputed
@@ -180,22 +181,23 @@ def _unbatched(
     return {at: at in alike for at in seen.drawn} if alike else {}
 
 
-class Reading(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[misc]
-    """A batch that notes which of its keys are read: all else reads by these two."""
-
-    __len__, __setitem__, __delitem__ = dict.__len__, dict.__setitem__, dict.__delitem__
+class Reading(dict[str, Any]):
+    """A batch that notes which of its keys are read: by these two, by which all else reads."""
 
     def __init__(self, batch: Mapping[str, Any], seen: set[str]) -> None:
-        dict.__init__(self, batch)
+        super().__init__(batch)
         self.seen = seen
 
     def __getitem__(self, key: str) -> Any:
         self.seen.add(key)
-        return dict.__getitem__(self, key)
+        return super().__getitem__(key)
 
     def __iter__(self) -> Iterator[str]:
-        self.seen.update(dict.keys(self))
-        return dict.__iter__(self)
+        self.seen.update(super().keys())
+        return super().__iter__()
+
+    get, pop, __contains__ = Mapping.get, MutableMapping.pop, Mapping.__contains__  # type: ignore[assignment]
+    keys, values, items = Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
 
 
 def _telling(loss: Loss | None, read: set[str]) -> Loss | None:
@@ -405,4 +407,4 @@ def _known_sums(plan: Plan, sample: Mapping[str, Any], loss: Loss | None) -> Rea
 def _again(plan: Plan, fqn: str) -> bool:
     """Whether the forward of a module is run again in backward, where nothing is shared."""
     sites = {s for a in plan.rows_changing(Facet.RECOMPUTE) for s in a.sites}
-    return any(not site or fqn == site or fqn.startswith(f"{site}.") for site in sites)
+    return any(inside(fqn, site) for site in sites)

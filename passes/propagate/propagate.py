@@ -104,9 +104,11 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
         return Traced(**vars(recording.original))
     # what served before is tried first: the comparison proves it anew
     served: Any = plan.model.cache.setdefault(("divided", plan.mesh.axes), [])
-    rows = tuple(plan.boundaries.items()), tuple(plan.layouts.items()), tuple(plan.computes.items())
-    gathers: Any = plan.model.cache.setdefault("hoisted", {})
-    leaves |= gathers.get((plan.mesh.axes, *rows), {})
+    lies = repr((plan.mesh.axes, plan.boundaries, plan.layouts, plan.computes))
+    hoists: Any = plan.model.cache.setdefault("hoisted", {})
+    gathers: list[tuple[str, str]] = [*hoists.get(lies, ())]  # by which module, over which axis
+    for fqn, axis in gathers:
+        leaves[fqn] = hoisted(fqn, leaves.get(fqn), axis)
     # divided numbers, and at which call, and how, it failed without the last of them
     tries: list[tuple[frozenset[Choice], tuple[int, str]]] = [
         (found, (-1, "")) for found in (frozenset(), *served)
@@ -128,6 +130,7 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
         except Hoist as place:
             for fqn in alike(plan, place.fqn):
                 leaves[fqn] = hoisted(fqn, leaves.get(fqn), place.axis)
+                gathers.append((fqn, place.axis))
             tries.append((divided, reached))
             continue
         except Refusal as refusal:
@@ -135,9 +138,7 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
         if failure is None:
             if divided and divided not in served:
                 served.append(divided)
-            gathers[plan.mesh.axes, *rows] = {
-                fqn: leaf for fqn, leaf in leaves.items() if any(w.hoisted for w in leaf.wanted)
-            }
+            hoists[lies] = tuple(gathers)
             return _traced(plan, recording, run)
         if best is None or _told(failure) > _told(best):
             best = failure

@@ -98,16 +98,15 @@ def _stage_of(staged: Staged) -> Any:
     return stage_of
 
 
+CODES = {"type": "S713", "missing": "S711", "often": "S712"}  # of calls that do not fit
+
+
 # ---- Proof that whatever is summed is a pending sum: only linear calls stand before a sum.
 
 
 def types(plan: Plan, gradients: Gradients) -> Claim:
     """The calls of one forward by their types on each axis (S713)."""
-    problems = [
-        (f.fqn, Diagnostic("S713", f.reason, placed(axis_row(plan, f.fqn, f.axis))))
-        for f in gradients.faults
-        if f.kind == "type"
-    ]
+    problems = [(f.fqn, _fault(plan, f)) for f in gradients.faults if f.kind == "type"]
     said = f"{gradients.calls} calls, {gradients.sums} pending sums"
     return Claim("placement types", said, folded(problems))
 
@@ -136,7 +135,7 @@ def ledger(plan: Plan, prepared: Prepared, gradients: Gradients, book: Book) -> 
         problems += ((name, d) for d in _copies(plan, name, gradient, mine))
         problems += ((name, d) for d in _divided(plan, name, mine))
         problems += ((name, d) for d in _stages(plan, prepared, name, gradient, mine))
-    problems += ((f.fqn, _fault(plan, f)) for f in gradients.faults if f.kind == "sum")
+    problems += ((f.fqn, _fault(plan, f)) for f in gradients.faults if f.kind != "type")
     still = len(plan.model.unique) - len(gradients.found)
     more = f", {still} without a gradient" if still else ""
     said = f"{len(gradients.found)} parameters, {len(kinds)} kind{'s' * (len(kinds) != 1)}{more}"
@@ -153,13 +152,10 @@ def _kind(gradient: Gradient) -> tuple[object, ...]:
     return (*shares, len(gradient.stages) > 1)
 
 
-def _fault(plan: Plan, fault: object) -> Diagnostic:
-    from schedlang.runtime.adjoint import Fault
-
-    assert isinstance(fault, Fault)
-    code = "S712" if "alike on all ranks" in fault.reason else "S711"
-    row = axis_row(plan, fault.fqn, fault.axis)
-    return Diagnostic(code, fault.reason, placed(row))
+def _fault(plan: Plan, fault: Fault) -> Diagnostic:
+    return Diagnostic(
+        CODES[fault.kind], fault.reason, placed(axis_row(plan, fault.fqn, fault.axis))
+    )
 
 
 def _axis(plan: Plan, name: str, gradient: Gradient, axis: str, mine: Book) -> Iterator[Diagnostic]:

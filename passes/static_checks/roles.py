@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic
 from schedlang.ir.facets import Order
+from schedlang.ir.model import inside
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.holdings import holdings_of, slicing
@@ -84,7 +85,7 @@ def _look(plan: Plan, prepared: Prepared, stage: int) -> object:
         )
         for unit in units
         for fqn, site in plan.model.sites.items()
-        if fqn == unit or fqn.startswith(f"{unit}.")
+        if inside(fqn, unit)
     )
     routes = tuple(
         (source - stage, target - stage, tuple(cut.graph.leaves[t] for t in tokens))

@@ -40,9 +40,12 @@ TALKING = (collectives, grid, norms, batch_statistics, vocab_parallel)
 
 @dataclass(frozen=True)
 class Fault:
-    """One call whose types do not fit: where, over which axis, and why."""
+    """One call whose types do not fit: where, over which axis, and why.
 
-    kind: str  # "type" or "sum"
+    kind   "type": no pending sum is summed; "missing": a sum; "often": what is whole is summed
+    """
+
+    kind: str
     fqn: str
     axis: str
     reason: str
@@ -319,7 +322,7 @@ class Typed(Lattice):
         fqn = one.label or self.site
         if axis not in before:
             reason = f"its {one.kind} sums what is alike on all ranks of `{axis}`"
-            self.faults.append(Fault("sum", fqn, axis, reason))
+            self.faults.append(Fault("often", fqn, axis, reason))
         elif plain:
             wrong = trouble(x, axis, self.varies)
             if wrong is not None:
@@ -456,12 +459,8 @@ class Adjoint:
             for axis, share in more.items():
                 if share != joined[axis]:
                     mine = joined[axis]
-                    self._fault(
-                        site,
-                        axis,
-                        f"adds a gradient that is {_said(share)} over `{axis}`"
-                        f" to one that is {_said(mine)}",
-                    )
+                    said = f"adds a gradient that is {_said(share)} over `{axis}`"
+                    self._missing(site, axis, f"{said} to one that is {_said(mine)}")
                     joined[axis] = max(share, mine, key=lambda s: (s.kind == PART, s.times))
         return joined
 
@@ -499,12 +498,8 @@ class Adjoint:
             kind = WHOLE if one.kind == "all-reduce" else OWN
         if into:
             if kind == PART:
-                self._fault(
-                    site,
-                    axis,
-                    f"a gradient that is a part over `{axis}` is taken for the"
-                    " whole, without a sum",
-                )
+                said = f"a gradient that is a part over `{axis}`"
+                self._missing(site, axis, f"{said} is taken for the whole, without a sum")
             kind = OWN
         return Share(kind, times) if (kind, times) != (share.kind, share.times) else share
 
@@ -515,21 +510,17 @@ class Adjoint:
             heard = [h for h in crossed.back if axis in h.axes and h.kind.startswith("reduce")]
             label = next((h.label for h in heard if h.label), site)
             if not heard:
-                self._fault(
-                    label,
-                    axis,
-                    f"its gradients are parts over `{axis}`, and its backward does not sum them",
-                )
+                said = f"its gradients are parts over `{axis}`"
+                self._missing(label, axis, f"{said}, and its backward does not sum them")
             elif shares[axis].kind == WHOLE:
-                self._fault(
-                    label, axis, f"its backward sums over `{axis}` what is alike on all ranks"
-                )
+                said = f"its backward sums over `{axis}` what is alike on all ranks"
+                self.faults.append(Fault("often", label, axis, said))
             if axis in into:
                 found[axis] = Share(OWN, shares[axis].times)
         return found
 
-    def _fault(self, fqn: str, axis: str, reason: str) -> None:
-        self.faults.append(Fault("sum", fqn, axis, reason))
+    def _missing(self, fqn: str, axis: str, reason: str) -> None:
+        self.faults.append(Fault("missing", fqn, axis, reason))
 
 
 def _crossed(node: Any) -> Crossed | None:

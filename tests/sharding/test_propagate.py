@@ -384,7 +384,7 @@ def test_a_model_is_recorded_once_and_followed_once(monkeypatch: pytest.MonkeyPa
         return mode
 
     monkeypatch.setattr(OnMeta, "__enter__", enter)
-    plan = planned(models.llama(1), LLAMA, "tp=2")
+    plan = planned(models.llama(1), LLAMA + LLAMA_ENDS, "tp=2")
     first = propagate(plan, TOKENS)
     assert len(ran) > 2 and first.edges
     ran.clear()

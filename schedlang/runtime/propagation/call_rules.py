@@ -145,7 +145,7 @@ def check_meeting(step: Step, axis: str) -> None:
     met = [Met(k, tag, shape) for k, (tag, shape) in enumerate(zip(notes, shapes)) if tag]
     how = _apart(step, met, step.follower.sizes[axis]) if len(met) > 1 else ""
     if how:
-        raise step.refuse(
+        raise step.follower.refuse(
             f"`{step.name}` gets tensors that are sharded over `{axis}` {how}",
             axis,
             "give the blocks of fused weights: `blocks=`",

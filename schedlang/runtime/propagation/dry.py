@@ -89,7 +89,7 @@ def dry_forward(
         note = follower.of(main)
         if follower.loose and not follower.noted(main):
             reason = f"`{leaf.fqn}` is sharded, and gets sharded logits"
-            raise Mismatch(follower.stack.frames[-1], reason, None, (), follower.agreed, (GATHER,))
+            raise follower.refuse(reason, None, GATHER)
         edges: tuple[Edge, ...] = ()
         for wanted in leaf.wanted:
             # what is crossed here may be gathered next: each edge takes what the last one leaves
@@ -121,8 +121,8 @@ def differently(follower: Follower, fqn: str, what: str, axis: str) -> Mismatch:
     frames = follower.stack.frames
     again = next((name for name, turn in frames if name and turn), frames[-1][0])
     reason = f"{fqn} is called several times, and its {what} arrives differently"
-    helps = (f"let each call give the full tensor: `{again}  shard(output=R, over={axis})`",)
-    return Mismatch(frames[-1], reason, axis, (), follower.agreed, helps)
+    help_ = f"let each call give the full tensor: `{again}  shard(output=R, over={axis})`"
+    return follower.refuse(reason, axis, help_)
 
 
 def _main(args: Any, kwargs: Any) -> Tensor:
@@ -138,8 +138,8 @@ def _computed(
     try:
         return sharded(*args, **kwargs)
     except NotSplit as fault:
-        frame, axis = follower.stack.frames[-1], sharded.edges[0].group.axes[0]
-        raise Mismatch(frame, str(fault), axis, (), follower.agreed, (GATHER_NORM,)) from fault
+        axis = sharded.edges[0].group.axes[0]
+        raise follower.refuse(str(fault), axis, GATHER_NORM) from fault
 
 
 def _hoist(edge: Edge, main: Tensor, follower: Follower) -> None:
@@ -175,33 +175,31 @@ def _left(edge: Edge, wanted: Wanted, out: Any, follower: Follower) -> Edge:
 
 def _enter(edge: Edge, follower: Follower, x: Tensor) -> Tensor:
     """Cross into a module whose own calls are followed, and note what arrives there."""
-    note, muted = follower.of(x), follower.stack.muted
-    follower.stack.muted += 1
-    crossed = shared(edge.entry(), x)
-    follower.stack.muted = muted
-    kept = {axis: tag for axis, tag in note.tags.items() if axis != edge.group.axes[0]}
-    if isinstance(edge.wants, S):
-        dim = dim_of(edge.wants) % x.ndim
-        kept[edge.group.axes[0]] = _tag(edge, edge.wants, dim, crossed, follower)
-    axis = edge.group.axes[0]
-    entered = note.entered | {axis} if edge.differ else note.entered
-    follower.put(crossed, Note(kept, frozenset(), True, entered))
-    return crossed
+    axes = frozenset(edge.group.axes[:1] if edge.differ else ())
+    return _cross(edge, follower, x, partial(shared, edge.entry()), edge.wants, axes)
 
 
 def _exit(edge: Edge, follower: Follower, x: Tensor) -> Tensor:
     if edge.computes == edge.leaves:
         return x
-    note, muted = follower.of(x), follower.stack.muted
-    follower.stack.muted += 1
-    crossed = edge.exit()(x)
-    follower.stack.muted = muted
-    axis = edge.group.axes[0]
+    return _cross(edge, follower, x, edge.exit(), edge.leaves, frozenset())
+
+
+def _cross(
+    edge: Edge,
+    follower: Follower,
+    x: Tensor,
+    cross: Callable[[Tensor], Tensor],
+    lies: Placement,
+    entered: frozenset[str],
+) -> Tensor:
+    """Cross an edge unseen, and note how what comes of it lies along the edge's axis."""
+    note, axis = follower.of(x), edge.group.axes[0]
+    crossed = follower.unseen(cross, x)
     kept = {other: tag for other, tag in note.tags.items() if other != axis}
-    if isinstance(edge.leaves, S):
-        dim = dim_of(edge.leaves)
-        kept[axis] = _tag(edge, edge.leaves, dim, crossed, follower)
-    follower.put(crossed, Note(kept, frozenset(), True, note.entered))
+    if isinstance(lies, S):
+        kept[axis] = _tag(edge, lies, dim_of(lies) % x.ndim, crossed, follower)
+    follower.put(crossed, Note(kept, frozenset(), True, note.entered | entered))
     return crossed
 
 

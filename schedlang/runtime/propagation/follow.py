@@ -175,7 +175,7 @@ class Follower(Lattice):
         elif self.loose and not self.stack.muted:
             for axis in (axis for tensor in call.inputs for axis in self.of(tensor).tags):
                 reason = f"`{call.name}` uses a tensor sharded over `{axis}` after sharded logits"
-                raise Mismatch(call.frame, reason, axis, (), self.agreed, (GATHER,))
+                raise self.refuse(reason, axis, GATHER)
 
     def after(self, call: Running) -> None:
         """Compare the call with the original's and note what its results are."""
@@ -194,7 +194,7 @@ class Follower(Lattice):
         if not isinstance(error, (RuntimeError, ValueError, IndexError)):
             return
         if self.stack.muted or self.loose:
-            raise self._unfit(call.frame, error) from error
+            raise self._unfit(error) from error
         raise self._failed(call, error) from error
 
     def _expected(self, call: Running) -> Call | None:
@@ -208,10 +208,21 @@ class Follower(Lattice):
             self.left_out += [one for one in skipped if one not in self.left_out]
         return calls[place] if place < len(calls) else None
 
-    def _unfit(self, frame: Frame, error: Exception) -> Mismatch:
+    def refuse(self, reason: str, axis: str | None, *helps: str) -> Mismatch:
+        """A mismatch in what runs now, that no division mends."""
+        return Mismatch(self.stack.frames[-1], reason, axis, (), self.agreed, helps)
+
+    def unseen(self, cross: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """What `cross(x)` gives, whose own calls are none of the model's."""
+        self.stack.muted += 1
+        crossed = cross(x)
+        self.stack.muted -= 1
+        return crossed
+
+    def _unfit(self, error: Exception) -> Mismatch:
         """A module that computes with its parts failed: they do not fit what it is given."""
-        helps = ("leave out `input=` and `output=`: a style sets placements that fit together",)
-        failure = Mismatch(frame, str(error).split("\n")[0], None, (), self.agreed, helps)
+        help_ = "leave out `input=` and `output=`: a style sets placements that fit together"
+        failure = self.refuse(str(error).split("\n")[0], None, help_)
         failure.raw = True
         return failure
 
@@ -261,12 +272,6 @@ class Step(Running):
         """A mismatch that dividing one of the original call's integers might mend."""
         integers = self.expected.integers if self.expected is not None else ()
         return Mismatch(self.frame, reason, axis, integers, self.follower.agreed, helps)
-
-    def refuse(
-        self, reason: str, axis: str | None, *helps: str, asked: tuple[tuple[str, str], ...] = ()
-    ) -> Mismatch:
-        """A mismatch that no division mends."""
-        return Mismatch(self.frame, reason, axis, (), self.follower.agreed, helps, asked)
 
     def finish(self) -> None:
         """Note every output; raise Mismatch if one is not what the original's shapes allow."""
@@ -433,13 +438,14 @@ class Step(Running):
         assert self.expected is not None
         sizes = [shape[tag.dim] for shape in self.expected.outputs]
         wanted = len(sizes) if len(set(sizes)) == 1 else sizes
-        raise self.refuse(
+        failure = self.follower.refuse(
             f"`{self.name}` takes {len(sizes)} parts out of a dim that is split over"
             f" `{axis}` as {len(tag.blocks)} block{'s' * (len(tag.blocks) > 1)}",
             axis,
             f"give the blocks that are side by side: `blocks={wanted}`",
-            asked=(("blocks", str(wanted)),),
         )
+        failure.asked = (("blocks", str(wanted)),)
+        raise failure
 
     def _sliced(self, axis: str, tag: Tag, dim: int) -> tuple[int, ...]:
         cut = index_at(self.args[1], dim, self.inputs[0].ndim)
@@ -461,7 +467,9 @@ class Step(Running):
         dims |= reaches(self.name, self.args, self.kwargs, whole, after, self.expected.integers)
         if tag.dim in dims:
             reason = f"`{self.name}` computes along a dim that is sharded over `{axis}`"
-            raise self.refuse(reason, axis, "gather it first: `output=R` on the row before")
+            raise self.follower.refuse(
+                reason, axis, "gather it first: `output=R` on the row before"
+            )
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -474,7 +482,7 @@ class Step(Running):
             if axis in note.parts or not (tensor.requires_grad and tensor.is_floating_point()):
                 continue
             if note.data or not note.roots:
-                raise self.refuse(
+                raise self.follower.refuse(
                     f"`{self.name}` mixes a tensor sharded over `{axis}` with a"
                     " replicated one, whose gradient nothing would sum over the ranks",
                     axis,

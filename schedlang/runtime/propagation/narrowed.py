@@ -103,16 +103,13 @@ def dry_parts(
     inner = module.forward
 
     def cut(part: Narrowed, x: Tensor) -> Tensor:
-        note, muted = follower.of(x), follower.stack.muted
-        axis = part.edge.group.axes[0]
+        note, axis = follower.of(x), part.edge.group.axes[0]
         if axis in note.tags or (part.unit and x.shape[part.dim] % part.unit):
             told(part, None)
             return x
         now = replace(part, summed=axis in note.entered)
         told(part, now)
-        follower.stack.muted += 1
-        local = now.cut(x)
-        follower.stack.muted = muted
+        local = follower.unseen(now.cut, x)
         tag = Tag(part.dim, block_sizes(part.placement(x), x.shape[part.dim]), now.edge.group.label)
         if not part.unit:
             follower.tokens.add((now.edge.group.label, axis))

@@ -454,18 +454,16 @@ class Mismatch(Exception):
         integers: tuple[int, ...],
         place: int,
         helps: tuple[str, ...] = (),
-        asked: tuple[tuple[str, str], ...] = (),
     ) -> None:
         super().__init__(reason)
         self.frame, self.reason, self.axis = frame, reason, axis
         self.integers, self.place, self.helps = integers, place, helps
-        self.asked = asked  # arguments of the row, by name, with which it would be legal
+        # arguments of the row, by name, with which it would be legal
+        self.asked: tuple[tuple[str, str], ...] = ()
         self.line = model_line()  # of the model, that ran
         self.call = ""  # the function that was called there
         self.by = ""  # the sharded module that split what fails
-        self.counted: tuple[
-            int, ...
-        ] = ()  # into which sizes (heads first) a view takes a split dim
+        self.counted: tuple[int, ...] = ()  # into which sizes (heads first) a view takes a dim
         self.raw = False  # the reason is in the words of torch
         self.mixed = False  # parts that one rank holds met parts that several do
         # parameters of which whole tensors that met a split one are made, and how many it has
