@@ -148,7 +148,6 @@ def _rank(
     case: Case, plain: Case, batch: Batch, folder: str, order: Sequence[Frame], parameter: str
 ) -> _Sight:
     """One rank's part in both runs."""
-
     with ambient(Float64()):
         program = program_of(case)
         view = _view(case, program, order)

@@ -198,7 +198,6 @@ def steps_of(plan: Plan) -> int:
 
 def _check_exact(plan: Plan, action: Action) -> None:
     """Bits can be asked of what gives up nothing: the rows of the same step."""
-
     allowed = given_up(plan)
     inexact = [a for a in plan.actions if a.step == action.step and a.primitive.gives_up & allowed]
     if inexact:
