@@ -270,7 +270,6 @@ class Report:
 
     def text(self, width: int = 100, *, verbose: bool = False) -> str:
         """The table and the verdict; `verbose`: also what was not exercised, line by line."""
-
         told = lines(self, width, verbose=verbose, more="report.gaps")
         return "\n".join(text for _, text in told).rstrip()
 
@@ -285,7 +284,6 @@ class Report:
 
     def _repr_html_(self) -> str:
         """The table with its errors on a scale, for notebooks."""
-
         return fragment(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:

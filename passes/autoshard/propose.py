@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -222,47 +222,22 @@ def headline(blocks: Blocks) -> str:
     return f"{total}, {said}." if said else f"{total}, no repeated blocks."
 
 
-def left_whole(
-    plan: Plan,
-    blocks: Blocks,
-    axis: str,
-    said: Sequence[str],
-    named: Set[str],
-    read: Mapping[str, str],
-) -> Iterator[str]:
-    """Notes on large weights that no row splits, none of them `named`, nor in what was `said`.
-
-    `read` has the line of the model at which each module's output is first used.
-    """
-    total = blocks.facts.numel("")
-    known = " ".join(said)
+def left_whole(plan: Plan, finder: Finder) -> Iterator[str]:
+    """Notes on large weights that no row splits or names, and of which nothing was noted yet."""
+    blocks, axis = finder.trial.blocks, finder.axis
+    total, known = blocks.facts.numel(""), {name for row in finder.rows for name in row.names}
+    known |= finder.left
     groups: dict[str, dict[str, None]] = {}
     for name, fact in blocks.facts.unique.items():
         owner = name.rpartition(".")[0]
         split = any(s.axis == axis for s in plan.held(name).splits)
         common = blocks.common(owner)
-        if split or common in named or len(fact.shape) < 2 or fact.numel * SMALL < total:
+        if split or common in known or len(fact.shape) < 2 or fact.numel * SMALL < total:
             continue
-        if not _mentioned(common, known):
-            why = _why(blocks, owner, len(fact.shape), read)
-            groups.setdefault(why, {})[common] = None
+        why = _why(blocks, owner, len(fact.shape), finder.trial.fed.read)
+        groups.setdefault(why, {})[common] = None
     for why, names in groups.items():
         yield f"replicated: {names_text(list(names))}: {why}"
-
-
-def _mentioned(common: str, known: str) -> bool:
-    """Is a name among some notes, where siblings stand in braces?"""
-    parent, _, last = common.rpartition(".")
-    braced = re.escape(parent) + r"\.\S*\{[^}]*\}\S*"
-    found = (match.group() for match in re.finditer(braced, known))
-    return common in known or any(_in_braces(last, text) for text in found)
-
-
-def _in_braces(last: str, text: str) -> bool:
-    front, _, rest = text.rpartition(".")[2].partition("{")
-    middle, _, back = rest.partition("}")
-    back = back.rstrip(":,")
-    return last in {front + one + back for one in middle.split(",")}
 
 
 def _why(blocks: Blocks, owner: str, dims: int, read: Mapping[str, str]) -> str:
@@ -445,12 +420,12 @@ def _rows(asked: Asked, notes: list[str]) -> dict[str, list[Row]]:
         else:
             context_rows(finder)
         if not finder.rows and asked.mesh[axis] > 1:
-            more = _remarks(asked, finder, said) if role == "parts" else [NONE[role]] * (not said)
+            more = _remarks(finder) if role == "parts" else [NONE[role]] * (not said)
             raise _idle(axis, [*said, *more])
         found[role] = sorted(finder.rows, key=lambda row: not _first(asked.blocks, row))
         notes += said
         if role == "parts":
-            notes += _remarks(asked, finder, notes)
+            notes += _remarks(finder)
     return found
 
 
@@ -467,14 +442,10 @@ def _idle(axis: str, said: list[str]) -> Refusal:
     return Refusal(Diagnostic("S212", title, notes=tuple(said[:8]), helps=helps))
 
 
-def _remarks(asked: Asked, finder: Finder, notes: list[str]) -> list[str]:
+def _remarks(finder: Finder) -> list[str]:
     """Note what else stays whole, and where transformers' own plan differs."""
-    plan = asked.trial.plan(finder.rows, finder.axis, finder.ranks)
-    blocks, axis = asked.trial.blocks, finder.axis
-    named = {name for row in finder.rows for name in row.names}
-    read = finder.trial.fed.read
-    whole = left_whole(plan, blocks, axis, notes, named, read)
-    return [*whole, *differences(plan, blocks, axis)]
+    plan = finder.trial.plan(finder.rows, finder.axis, finder.ranks)
+    return [*left_whole(plan, finder), *differences(plan, finder.trial.blocks, finder.axis)]
 
 
 # -- stages and the batch -------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from schedlang.passes.complete.proposal import Row, names_text
@@ -139,6 +139,7 @@ class Finder:
     ranks: int
     rows: list[Row]
     notes: list[str]
+    left: set[str] = field(default_factory=set)  # names of which is noted why they stay whole
 
     def mended(self, rows: Sequence[Row]) -> list[Row] | str:
         """The rows with what their refusals ask for, if they are legal then; else why not."""
@@ -207,6 +208,7 @@ class Finder:
 
     def whole(self, names: Sequence[str], why: str) -> None:
         """Note what stays replicated, and why."""
+        self.left.update(names)
         self.notes.append(f"replicated: {names_text(names)}: {why}")
 
 

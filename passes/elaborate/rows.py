@@ -15,6 +15,7 @@ from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.elaborate.state import Settings
 
 if TYPE_CHECKING:
+    from schedlang.ir.mesh import Mesh
     from schedlang.ir.model import ModelFacts
 
 
@@ -26,18 +27,21 @@ def only(plan: Plan, rows: Sequence[Action]) -> Plan:
 
     Raises Refusal where these rows alone are not legal.
     """
-    made = replace(
-        Plan.empty(plan.model, plan.mesh), decisions=plan.decisions, relaxed=plan.relaxed
-    )
+    used = of_rows(plan, rows).used_axes
+    axes = tuple((name, size if name in used else 1) for name, size in plan.mesh.axes)
+    return of_rows(plan, rows, replace(plan.mesh, axes=axes))
+
+
+def of_rows(plan: Plan, rows: Sequence[Action], mesh: Mesh | None = None) -> Plan:
+    """The plan of other rows than those of a plan, on its mesh or another one.
+
+    Raises Refusal where these rows alone are not legal.
+    """
+    made = Plan.empty(plan.model, mesh or plan.mesh)
+    made = replace(made, decisions=plan.decisions, relaxed=plan.relaxed)
     for action in rows:
         made = made.add(action.primitive, action.sites, step=action.step, span=action.span)
-    used = made.used_axes
-    axes = tuple((name, size if name in used else 1) for name, size in plan.mesh.axes)
-    smaller = replace(plan.mesh, axes=axes)
-    again = replace(Plan.empty(plan.model, smaller), decisions=plan.decisions, relaxed=plan.relaxed)
-    for action in rows:
-        again = again.add(action.primitive, action.sites, step=action.step, span=action.span)
-    return again
+    return made
 
 
 def shown(action: Action) -> str:

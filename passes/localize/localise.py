@@ -19,6 +19,7 @@ from schedlang.ir.features import Slicing
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.prepare import Prepared
+from schedlang.passes.elaborate.rows import of_rows
 from schedlang.passes.verify.observe import Batch, Condition, Observation
 from schedlang.passes.verify.sides import Case, modes_of, prepared, program_of, twin
 from schedlang.report import Row
@@ -100,16 +101,14 @@ def localise(case: Case, batch: Batch, pool: Pool, parameter: str = "") -> Locat
 
 def _plain(plan: Plan) -> Plan:
     """The plan without what changes no module: recomputation, offloading, slices of state."""
-    made = replace(
-        Plan.empty(plan.model, plan.mesh), decisions=plan.decisions, relaxed=plan.relaxed
+    rows = (a for a in plan.actions if not a.changes(Facet.RECOMPUTE, Facet.RESIDENCE))
+    return of_rows(
+        plan,
+        [
+            replace(a, primitive=a.primitive.unsliced()) if isinstance(a.primitive, Slicing) else a
+            for a in rows
+        ],
     )
-    for action in plan.actions:
-        if action.changes(Facet.RECOMPUTE, Facet.RESIDENCE):
-            continue
-        row = action.primitive
-        row = row.unsliced() if isinstance(row, Slicing) else row
-        made = made.add(row, action.sites, step=action.step, span=action.span)
-    return made
 
 
 def _opaque(plan: Plan) -> tuple[str, ...]:
@@ -148,7 +147,6 @@ def _rank(
     case: Case, plain: Case, batch: Batch, folder: str, order: Sequence[Frame], parameter: str
 ) -> _Sight:
     """One rank's part in both runs."""
-
     with ambient(Float64()):
         program = program_of(case)
         view = _view(case, program, order)

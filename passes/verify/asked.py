@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.features import Slicing
 from schedlang.ir.plan import Action, Plan
-from schedlang.ir.primitive import FACETS, Facet, Primitive
+from schedlang.ir.primitive import FACETS, Facet
+from schedlang.passes.elaborate.rows import of_rows
 from schedlang.passes.elaborate.state import arguments_text
 from schedlang.passes.propagate.saved_parts import meeting
 from schedlang.passes.verify.compare import compare
@@ -64,27 +65,19 @@ def baseline(plan: Plan, copies: int = 1) -> tuple[Plan, str] | None:
     """
     exact = [action for action in plan.actions if _exact(plan, action)]
     dropped = sorted({action.name for action in exact})
-    micro = plan.micro
     two = plan.mesh.size(plan.data_axes) * copies == 2
     words = [f"without {' and '.join(dropped)}"] if dropped else []
-    rows: list[tuple[Primitive, Action]] = []
+    rows: list[Action] = []
     for action in plan.actions:
         if action in exact or not action.acts:
             continue
-        primitive = row = action.primitive
+        row = action.primitive
         sliced = row if isinstance(row, Slicing) and row.slices else None
-        if sliced and two and (micro == 1 or not sliced.each_microbatch):
-            primitive = sliced.unsliced()
+        if sliced and two and (plan.micro == 1 or not sliced.each_microbatch):
             words.append(f"{action.name} {_UNSLICED}")
-        rows.append((primitive, action))
-    if not words:
-        return None
-    made = replace(
-        Plan.empty(plan.model, plan.mesh), decisions=plan.decisions, relaxed=plan.relaxed
-    )
-    for primitive, action in rows:
-        made = made.add(primitive, action.sites, step=action.step, span=action.span)
-    return made, ", ".join(words)
+            action = replace(action, primitive=sliced.unsliced())
+        rows.append(action)
+    return (of_rows(plan, rows), ", ".join(words)) if words else None
 
 
 def exact_rows(without: Observation, program: Observation, words: str) -> Iterator[Row]:
@@ -198,7 +191,6 @@ def steps_of(plan: Plan) -> int:
 
 def _check_exact(plan: Plan, action: Action) -> None:
     """Bits can be asked of what gives up nothing: the rows of the same step."""
-
     allowed = given_up(plan)
     inexact = [a for a in plan.actions if a.step == action.step and a.primitive.gives_up & allowed]
     if inexact:

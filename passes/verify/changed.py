@@ -9,21 +9,16 @@ the sum of those of its names, or none if frozen.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from schedlang.ir.model import ModelFacts
-from schedlang.passes.verify.original import loss_of, rows
+from schedlang.passes.verify.original import Sequential, rows
 from schedlang.passes.verify.sides import Case, modes_of
 from schedlang.report import Row
-from schedlang.runtime.batch import called, taken
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.scope import Scope, entered, named_sites
-from schedlang.runtime.training import Training
 
 KIND = "changed model"
 RTOL, ATOL = 1e-9, 1e-12
@@ -37,8 +32,8 @@ def changed_rows(case: Case) -> Iterator[Row]:
     yield _values(facts)
     modes, _ = modes_of(case)
     with ambient(*modes):
-        loss, named = _of_names(case, facts.base.model, facts.model)
-        own, grads = _of_parameters(case, facts.model)
+        named, grads = (_derived(case, one) for one in (_apart(facts), copy.deepcopy(facts.model)))
+    loss, own = named.pop(""), grads.pop("")
     yield _row("loss", loss, own, abs(float(loss.double().norm())))
     scale = max((float(g.double().norm()) for g in named.values()), default=0.0)
     for name, grad in grads.items():
@@ -57,50 +52,25 @@ def _values(facts: ModelFacts) -> Row:
     return Row("untouched", KIND, place, worst, 0.0, worst == 0.0, 0)
 
 
-def _of_parameters(case: Case, module: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of the changed model, and the gradients of what it trains."""
-    twin = copy.deepcopy(module)
-    held = {name: p for name, p in twin.named_parameters() if p.requires_grad}
-    loss = _loss(case, twin, lambda inputs: called(twin, inputs))
-    grads = torch.autograd.grad(loss, list(held.values()), allow_unused=True)
-    found = zip(held, grads)
-    return loss.detach(), {n: torch.zeros_like(held[n]) if g is None else g for n, g in found}
-
-
-def _of_names(
-    case: Case, untouched: nn.Module, changed: nn.Module
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of the untouched model at the changed one's values, and a gradient per name."""
-    twin = copy.deepcopy(untouched)
-    values = dict(changed.named_parameters(remove_duplicate=False))
-    places: dict[tuple[int, str], str] = {}  # a module that stands twice has its names once
-    for fqn, module in twin.named_modules(remove_duplicate=False):
-        for local, parameter in module._parameters.items():
+def _apart(facts: ModelFacts) -> nn.Module:
+    """A copy of the untouched model with a parameter for each name, at the changed one's values."""
+    twin = copy.deepcopy(facts.base.model)
+    values = dict(facts.model.named_parameters(remove_duplicate=False))
+    for fqn, module in twin.named_modules():  # one that stands twice has its names once
+        for local, parameter in list(module._parameters.items()):
             if parameter is not None:
-                places.setdefault((id(module), local), f"{fqn}.{local}".lstrip("."))
-    given = {
-        n: values[n].detach().clone().requires_grad_()
-        for n in places.values()
-        if values[n].is_floating_point()
-    }
-    loss = _loss(
-        case,
-        twin,
-        lambda inputs: functional_call(twin, given, (), taken(twin, inputs), tie_weights=False),
-    )
-    grads = torch.autograd.grad(loss, list(given.values()), allow_unused=True)
-    found = zip(given, grads)
-    return loss.detach(), {n: torch.zeros_like(given[n]) if g is None else g for n, g in found}
+                value = values[f"{fqn}.{local}".lstrip(".")].detach().clone()
+                setattr(module, local, nn.Parameter(value, value.is_floating_point()))
+    return twin
 
 
-def _loss(case: Case, module: nn.Module, run: Any) -> Tensor:
-    """The loss of the first batch in training mode, with logical dropout as everywhere."""
-    batch: Mapping[str, Any] = case.batches[0]
-    named_sites(module)
-    Training(module).on()
-    with entered(Scope(0, 0, tuple(range(rows(batch))))):
-        found: Tensor = (case.loss or loss_of)(run(dict(batch)), batch)
-    return found
+def _derived(case: Case, module: nn.Module) -> dict[str, Tensor]:
+    """The loss of the first batch in training mode, under "", and its gradients; none is zero."""
+    subject, batch = Sequential(module, loss=case.loss), case.batches[0]
+    found = {"": subject.derive(batch, range(rows(batch)))}
+    held = dict(module.named_parameters())
+    grads = subject.gradients().items()
+    return found | {n: torch.zeros_like(held[n]) if g is None else g for n, g in grads}
 
 
 def _row(name: str, want: Tensor, got: Tensor, scale: float) -> Row:

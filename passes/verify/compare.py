@@ -85,6 +85,7 @@ def _sets(expected: Observation, actual: Observation) -> Iterator[Row]:
 def tensor_rows(
     expected: Observation, actual: Observation, rtol: float, exact: bool
 ) -> Iterator[Row]:
+    """Compare tensor by tensor, in the order in which a difference arises."""
     scales = _scales(expected)
     place = {name: i for i, name in enumerate(expected.order)}
 
@@ -179,6 +180,7 @@ def _close(x: Tensor, r: Tensor, scale: float, most: float, rtol: float) -> tupl
 
 
 def over(a: float, b: float) -> float:
+    """Divide an error by what it may be; nothing over nothing is no error."""
     return a / b if b else (0.0 if a == 0 else math.inf)
 
 

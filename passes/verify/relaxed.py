@@ -251,7 +251,6 @@ class Compressed(Parted):
 
     def _sum(self, name: str, parts: Sequence[Tensor | None]) -> Tensor | None:
         """The gradient that every rank ends with, put together from what they hold."""
-
         given = next((part for part in parts if part is not None), None)
         if given is None:
             return None
@@ -304,7 +303,6 @@ def _low_rank(
     codec: Codec, name: str, step: int, own: Sequence[Tensor], kept: Kept
 ) -> tuple[Tensor, list[Tensor]]:
     """PowerSGD: the sum projected on what one step of a power iteration finds."""
-
     q = own[0].new_zeros(own[0].shape[1], codec.rank) if kept.q is None else kept.q
     total = torch.stack(list(own)).sum(0)
     p = orthogonal(total @ started(q, name, step))
@@ -316,7 +314,6 @@ def _few_bits(
     codec: Codec, name: str, step: int, own: Sequence[Tensor], kept: Kept
 ) -> tuple[Tensor, list[Tensor]]:
     """Each part in few bits, by itself; what they mean is added."""
-
     read = [
         decoded(codec, encoded(codec, part, name, step, place), part.numel()).view_as(part)
         for place, part in enumerate(own)
@@ -486,7 +483,6 @@ def _whole(
 
 def _first(args: Any, kwargs: Mapping[str, Any]) -> Any:
     """The dtype of the first float among the arguments, else float32."""
-
     found = [t.dtype for t in tree_leaves((args, kwargs)) if _is_float(t)]
     return found[0] if found else torch.float32
 

@@ -138,7 +138,6 @@ def as_worked(case: Case) -> Case | None:
 
 def _typed(case: Case) -> nn.Module:
     """The model in the dtype asked for."""
-
     module = case.plan.model.base.model
     if case.dtype in (None, "none"):
         return module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -69,6 +70,7 @@ def _calls(
 ) -> dict[str, dict[str, Call]]:
     """Give each module's first call, one with other values in the same shapes, one in others."""
     calls: dict[str, dict[str, Call]] = {}
+    model = copy.deepcopy(model).eval()
     for place, batch in enumerate(batches):
         try:
             found = _called(model, batch, wanted)
@@ -104,15 +106,10 @@ def _called(model: nn.Module, batch: Batch, wanted: set[str]) -> dict[str, Call]
         model.get_submodule(fqn).register_forward_pre_hook(noting(fqn), with_kwargs=True)
         for fqn in sorted(wanted)
     ]
-    flags = [(module, module.training) for module in model.modules()]
-    try:
-        with torch.no_grad():
-            called(model.eval(), batch)
-    finally:
-        for module, flag in flags:
-            module.training = flag
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad():
+        called(model, batch)
+    for handle in handles:
+        handle.remove()
     return calls
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,7 +81,7 @@ def within_rounding(
     low: float = 0.0,
     parts: Observation | None = None,
     draws: Sequence[Observation] = (),
-) -> Iterator[Row]:
+) -> tuple[Row, ...]:
     """Rows for outputs, loss, gradients, norm and parameter updates; an error of 1 is the gate.
 
     `exact` is the original in float64 started from the weights of the other two. For kinds in
@@ -92,7 +92,7 @@ def within_rounding(
     `draws`, runs of the original from values that differ by a rounding: in a right program some row
     is above twice their bound with a chance of at most `CHANCE`.
     """
-    rtol, unit = rtol or {}, unit_of(original)
+    rtol, unit, found = rtol or {}, unit_of(original), list[Row]()
     chance = CHANCE / max(1, len(exact.tensors))
     last = {key[:2]: key.step for key in exact.tensors}
     for key in exact.tensors:
@@ -105,13 +105,14 @@ def within_rounding(
             continue
         if key.kind in program.missing or is_left_out(key, program.left_out):
             continue
-        kind, gate = key.kind + IN_DTYPE, rtol.get(key.kind, 1.0)
+        gate = rtol.get(key.kind, 1.0)
+        row = Row(key.condition, key.kind + IN_DTYPE, key.name, math.inf, gate, False, key.step)
         if x is None or s is None or x.shape != r.shape:
-            yield Row(key.condition, kind, key.name, math.inf, gate, False, key.step, "missing")
+            found.append(replace(row, note="missing"))
             continue
         r, s, x = unhidden(key, r, s, x)
         if not low and bool((r.isfinite() & ~s.isfinite()).any()):
-            yield Row(key.condition, kind, key.name, math.nan, gate, False, key.step, OVERFLOWS)
+            found.append(replace(row, error=math.nan, note=OVERFLOWS))
             continue
         note = "the bound of the schedule" if key.kind in rtol else ""
         if key.kind in rtol:
@@ -124,7 +125,8 @@ def within_rounding(
             error = _error(x, s, r, _TIMES[key.kind])
         if draws and not error <= gate and key.kind not in rtol:
             error = min(error, _beyond(exact, program, draws, key, chance))
-        yield Row(key.condition, kind, key.name, error, gate, error <= gate, key.step, note)
+        found.append(replace(row, error=error, ok=error <= gate, note=note))
+    return tuple(found)
 
 
 def unit_of(original: Observation) -> float:
@@ -265,8 +267,7 @@ class Rounded:
         tensors = {k: v for k, v in self.exact.tensors.items() if k.condition == self.told[0].name}
         wanted, plan = replace(self.exact, tensors=tensors), self.working.plan
         rules: dict[str, Any] = {"rtol": asked(plan).rtol, "low": lowest(plan)}
-        found = within_rounding(wanted, plain, self.program, **rules, parts=parts, draws=draws)
-        return list(found)
+        return [*within_rounding(wanted, plain, self.program, **rules, parts=parts, draws=draws)]
 
     def _drawn_again(self, rows: list[Row], plain: Observation) -> list[Row]:
         """Hold the program against more runs of the original, where rows fail.
