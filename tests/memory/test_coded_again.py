@@ -18,20 +18,14 @@ from schedlang.runtime.activation_memory.recompute import checkpoint
 from schedlang.runtime.forward import layers_of
 from tests import models
 from tests.engine import Threads
-from tests.memory.test_coded import ROW, drawn, tokens
+from tests.memory.test_coded import PIPE, ROW, drawn, dropping, tokens
 from tests.proofs import planned, proven, sgd
 from tests.tiers import thinned
 from tests.zoo.scenes import GPT2, LLAMA
 
 AGAIN = "transformer.h.*  checkpoint()\n"
 INNER = "transformer.h.*.mlp  checkpoint()\n"
-PIPE = 'transformer.h pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)\n'
 CODED = "model.layers.*  checkpoint()\nmodel.layers.*  compress(activations, {}, block=16)\n"
-
-
-def dropping() -> nn.Module:
-    """GPT-2 with dropout."""
-    return models.gpt2(2, dropout=0.1)
 
 
 @pytest.mark.parametrize(

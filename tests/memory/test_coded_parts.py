@@ -16,18 +16,12 @@ from schedlang.runtime.offload import saved_tensors
 from schedlang.runtime.storage.saved import is_copy
 from tests import models
 from tests.engine import Threads
-from tests.memory.test_coded import ROW, tokens
+from tests.memory.test_coded import PIPE, ROW, dropping, tokens
 from tests.proofs import assert_same, planned, proven, trained
 from tests.tiers import thinned
 from tests.zoo.scenes import GPT2, LLAMA
 
-PIPE = 'transformer.h pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)\n'
 CODED = "model.layers.*  compress(activations, {}, block=16)\n"
-
-
-def dropping() -> nn.Module:
-    """GPT-2 with dropout."""
-    return models.gpt2(2, dropout=0.1)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from schedlang.runtime.activation_memory.recompute import checkpoint
 from tests import models
 from tests.counting import Counter
 from tests.engine import Threads
-from tests.memory.test_coded import ROW, drawn, tokens
+from tests.memory.test_coded import PIPE, ROW, drawn, dropping, tokens
 from tests.proofs import planned, proven, sgd
 from tests.zoo.scenes import GPT2, LLAMA
 
@@ -29,13 +29,7 @@ KEEP = "transformer.h.*  checkpoint(save=[{}])\n"
 INNER = "transformer.h.*.mlp  checkpoint(save=[linear])\n"
 GROUP = "transformer.h.*  checkpoint(group={})\n"
 PLAN = "transformer.h.*  checkpoint(plan={}, memory={})\n"
-PIPE = 'transformer.h pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)\n'
 RING = "transformer.h.*.attn  context_parallel(ring, over=cp)\n"
-
-
-def dropping(layers: int = 2) -> nn.Module:
-    """GPT-2 with dropout."""
-    return models.gpt2(layers, dropout=0.1)
 
 
 def four() -> nn.Module:

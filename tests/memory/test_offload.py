@@ -15,7 +15,7 @@ from schedlang.runtime.activation_memory.recompute import checkpoint
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.offload.saved_tensors import Store, everything_moves, offload
-from tests.residence import Ledger
+from schedlang.runtime.storage.tiers import Ledger
 
 SIZE = 32
 

@@ -13,13 +13,13 @@ from schedlang.passes.lower.build import build
 from schedlang.passes.simulate.account import account
 from schedlang.pipeline.schedules import order
 from schedlang.pipeline.timeline import Kind, Timeline, check, with_parks, with_transfers
+from schedlang.runtime.storage.tiers import Residence
 from tests import models
 from tests.drawn_orders import drawn
 from tests.engine import Threads
 from tests.memory.test_peer_state import built
 from tests.memory.test_residence import BATCHES, words
 from tests.proofs import adamw, assert_same, planned, proven, refused, sgd, trained
-from tests.residence import Residence
 
 CUT = "layers pipeline_split(over=pp)\n"
 PIPE = CUT + 'pipeline(order="1F1B", micro=4)'

@@ -20,10 +20,10 @@ from schedlang.remat import pofo as plans
 from schedlang.remat.pofo import WAYS, Way, needed, pofo
 from schedlang.remat.rotor import Cost
 from schedlang.runtime.offload import saved_tensors
+from schedlang.runtime.storage.tiers import Residence
 from tests import models
 from tests.engine import Threads
 from tests.proofs import planned, proven, refused
-from tests.residence import Residence
 
 BATCHES = [models.tokens(seed=seed) for seed in (1, 2, 3)]
 ROW = "transformer.h.*  checkpoint(plan=pofo, memory={}, bandwidth={})\n"

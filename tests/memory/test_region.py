@@ -15,8 +15,8 @@ from schedlang.remat import groups, paths, root, runs
 from schedlang.runtime.activation_memory.recompute import checkpoint, regions
 from schedlang.runtime.forward import layers_of
 from schedlang.runtime.offload.saved_tensors import Store, offload
+from schedlang.runtime.storage.tiers import Ledger
 from tests.memory.test_recompute import Block, Products
-from tests.residence import Ledger
 
 
 class Stack(nn.Module):

@@ -24,11 +24,10 @@ from schedlang.runtime.grad_reduction.gradient import local_gradient
 from schedlang.runtime.offload.step import Tiers
 from schedlang.runtime.program import Program
 from schedlang.runtime.storage.offloaded_gradients import local
-from schedlang.runtime.storage.tiers import Scratch, tier_of
+from schedlang.runtime.storage.tiers import Residence, Scratch, tier_of
 from schedlang.viz.show import text, view
 from tests.engine import Threads
 from tests.proofs import adamw, assert_same, planned, proven, refused, sgd, trained
-from tests.residence import Residence
 
 WIDTH, WORDS = 24, 11
 ALL = "offload(parameters, to={0})\noffload(optimizer, to={0})\noffload(gradients, to={0})"

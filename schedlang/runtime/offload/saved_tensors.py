@@ -35,7 +35,7 @@ from schedlang.runtime.storage.tiers import CPU, DEVICE, DISK, Scratch, gone, re
 # wants to keep, once however many views of it are saved, and let go of the original (Rhu et al.,
 # "vDNN", 2016).  Parameters and buffers stay where they are.  On an accelerator copies go through
 # pinned memory on a stream of their own; backward of one module starts the reload of the one
-# before it.  On a CPU the copies are as real.
+# before it.  On a CPU the copies are as real, so that a `Ledger` shows what lies where.
 
 
 SMALLEST = 1 << 16  # bytes; what is smaller costs more to move than to keep
