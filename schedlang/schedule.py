@@ -443,7 +443,7 @@ class Schedule(Scope):
             segs = tuple(n.Seg(part, span=span) for part in call.name.parts)
             node = n.Do(n.Path(segs, span=span), call, span=span)
         else:
-            node = n.Rule(path, call, span=span)
+            node = n.Rule((path,), call, span=span)
         self._run(lambda runner: runner.statement(node, roots, self._state.names), span)
         self._stack[-1].append(node)
 

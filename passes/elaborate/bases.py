@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, guess, unknown
@@ -16,34 +17,78 @@ from schedlang.language.syntax import parse, read
 # ---- What a schedule may grow to while it is executed: rows, calls inside calls, used files.
 
 
+ALONE = "remove one of these `use` lines"
 ROWS = 20_000  # definitions that call definitions double them: 25 lines are 30 million rows
 DEEPEST = 100  # blocks and calls inside one another
 USED = 2**21  # bytes of used files, each as often as it is read
 SMALLEST = 2**10  # what a file counts at least
 
-_used: ContextVar[list[int] | None] = ContextVar("bytes of used files", default=None)
+BEGINS = re.compile(r"(?:\s|#.*)*schedule[ \t]+\d")  # what a schedule begins with
+
+
+@dataclass
+class Reading:
+    """The used files of one schedule, by the names under which they are shown, and their bytes."""
+
+    size: int = 0
+    files: dict[str, n.File] = field(default_factory=dict)
+
+
+_reading: ContextVar[Reading | None] = ContextVar("used files", default=None)
 
 
 @contextmanager
 def counted() -> Iterator[None]:
-    """Count the used files that are read inside, together with those of what stands around."""
-    if _used.get() is not None:
+    """Read each used file once inside, and count all, with those of what stands around."""
+    if _reading.get() is not None:
         yield
         return
-    token = _used.set([0])
+    token = _reading.set(Reading())
     try:
         yield
     finally:
-        _used.reset(token)
+        _reading.reset(token)
+
+
+def place_of(use: n.Use, above: tuple[Path, ...]) -> Path:
+    """Where the file of a `use` lies; refuses S112 one of those `above`, which are being read."""
+    holder = Path(use.span.source.name).parent if use.span else Path()
+    place = (holder / use.path).resolve()
+    if place in above:
+        chain = " -> ".join(path.name for path in (*above, place))
+        label = Label(use.span, chain)
+        raise Refusal(Diagnostic("S112", "these files use each other", label, helps=(ALONE,)))
+    return place
+
+
+def file_of(use: n.Use, place: Path) -> n.File:
+    """The tree of a used file, parsed once for a schedule.
+
+    Refuses S003 a file that does not begin as a schedule does (nothing of it is shown), and what
+    `read` and `parse` refuse.
+    """
+    holder = Path(use.span.source.name).parent if use.span else Path()
+    name, known = str(holder / use.path), _reading.get()
+    if known is not None and name in known.files:
+        return known.files[name]
+    source = read(place, name)
+    if not BEGINS.match(source.text):
+        help_ = "a schedule begins with its version and its model: `schedule 1 for Class`"
+        label = Label(use.span, "used here")
+        raise Refusal(Diagnostic("S003", f"`{use.path}` is not a schedule", label, helps=(help_,)))
+    file = parse(source)
+    if known is not None:
+        known.files[name] = file
+    return file
 
 
 def count_use(text: str, span: Span) -> None:
     """One more file that is used; S116 where they are too much."""
-    count = _used.get()
-    if count is None:
+    known = _reading.get()
+    if known is None:
         return
-    count[0] += max(len(text), SMALLEST)
-    if count[0] > USED:
+    known.size += max(len(text), SMALLEST)
+    if known.size > USED:
         title = f"this schedule uses more than {USED // 2**20} MiB of other files"
         helps = ("a file counts each time it is used: use it once, at the top",)
         raise Refusal(
@@ -66,8 +111,6 @@ def outgrown(rows: int, span: Span) -> Refusal:
 # ---- Bases: a used file with steps or rows is spliced in; `override` and `drop` change its
 # steps.
 
-
-ALONE = "remove one of these `use` lines"
 
 DEFINES = (n.Knob, n.Require, n.Def, n.Use, n.Pattern)  # all that a library has
 
@@ -103,18 +146,12 @@ def opened(use: n.Use, above: tuple[Path, ...]) -> Spliced:
 
     Refuses S112 files that use each other, S115 a base under a name, S106 a knob it has not.
     """
-    holder = Path(use.span.source.name).parent if use.span else Path()
-    place = (holder / use.path).resolve()
-    if place in above:
-        chain = " -> ".join(path.name for path in (*above, place))
-        label = Label(use.span, chain)
-        raise Refusal(Diagnostic("S112", "these files use each other", label, helps=(ALONE,)))
+    place = place_of(use, above)
     try:
-        source = read(place, str(holder / use.path))
-        file = parse(source)
+        file = file_of(use, place)
     except Refusal:
         return Spliced()
-    count_use(source.text, use.span)
+    count_use(file.span.source.text, use.span)
     splicer = _Splicer((*above, place))
     for item in file.items:
         splicer.take(item)

@@ -19,7 +19,7 @@ from schedlang.diagnostics.diagnostic import (
     quoted,
     unknown,
 )
-from schedlang.diagnostics.source import Source, Span
+from schedlang.diagnostics.source import Span
 from schedlang.ir.facets import BOUNDS, Expectation
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.primitive import find
@@ -29,10 +29,8 @@ from schedlang.language.evaluate import evaluate
 from schedlang.language.kinds import Axis, Mismatch, NoAxis, convert, describe
 from schedlang.language.knob import alternatives, decided, declare, unknown_settings
 from schedlang.language.nodes import walk
-from schedlang.language.syntax import parse, read
 from schedlang.language.value import UNKNOWN, AxisSize, Bytes, Names, Seconds, bare, shown
 from schedlang.passes.elaborate import bases
-from schedlang.passes.elaborate.bases import ALONE
 from schedlang.passes.elaborate.state import Definition, Settings, State, no_primitive, start
 
 if TYPE_CHECKING:
@@ -131,7 +129,6 @@ def _no_axis(name: str, node: n.Node, names: Names) -> NoReturn:
 
 
 MOST = 2**20  # ranks along one axis
-BEGINS = re.compile(r"(?:\s|#.*)*schedule[ \t]+\d")  # what a schedule begins with
 
 
 def refused(
@@ -350,18 +347,12 @@ def _unknown_calls(node: n.Def, state: State) -> Iterator[Diagnostic]:
 
 def use(node: n.Use, state: State, above: tuple[Path, ...] = ()) -> State:
     """Bring in the definitions of a library (S112); `above` are the files being read."""
-    holder = Path(node.span.source.name).parent if node.span else Path()
-    place = (holder / node.path).resolve()
-    if place in above:
-        chain = " -> ".join(path.name for path in (*above, place))
-        refused("S112", "these files use each other", node.span, chain, ALONE)
+    place = bases.place_of(node, above)
     try:
-        source = read(place, str(holder / node.path))
-        _is_schedule(source, node)
-        file = parse(source)
+        file = bases.file_of(node, place)
     except Refusal as refusal:
         raise refusal.at(node.span) from None
-    bases.count_use(source.text, node.span)
+    bases.count_use(file.span.source.text, node.span)
     given: dict[str, Any] = {}
     for arg in node.args or ():
         if not isinstance(arg, n.Keyword):
@@ -375,14 +366,6 @@ def use(node: n.Use, state: State, above: tuple[Path, ...] = ()) -> State:
     for name in (*made, *drawn):
         _fresh(name, node.span, state)
     return replace(state, defs={**state.defs, **made}, patterns={**state.patterns, **drawn})
-
-
-def _is_schedule(source: Source, node: n.Use) -> None:
-    """Refuse (S003) a file that does not begin as a schedule does; nothing of it is shown."""
-    if not BEGINS.match(source.text):
-        title = f"`{node.path}` is not a schedule"
-        help_ = "a schedule begins with its version and its model: `schedule 1 for Class`"
-        refused("S003", title, node.span, "used here", help_)
 
 
 def pattern(node: n.Pattern, state: State) -> State:

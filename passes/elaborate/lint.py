@@ -92,7 +92,7 @@ def _unverified(steps: Sequence[n.Step]) -> Iterator[Diagnostic]:
 
 def _never(file: n.File, state: State) -> Iterator[Diagnostic]:
     """W105: a `when` that holds for no values of the knobs."""
-    for node in _statements(file):
+    for node in walk(file):
         if isinstance(node, n.When) and _holds(node.test, state) == {False}:
             title = f"`{printer.expr(node.test)}` is never true"
             names = {part for inner in walk(node.test) for part in _uses(inner)}
@@ -195,25 +195,7 @@ def _checks(row: n.Rule | n.Do) -> bool:
 
 
 def _rows(node: n.Node) -> Rows:
-    return [inner for inner in _statements(node) if isinstance(inner, n.Rule | n.Do)]
-
-
-def _statements(node: n.Node) -> Iterator[n.Node]:
-    """What stands below a node as a statement, in the order of the text; expressions are not."""
-    match node:
-        case n.File(items=body) | n.Block(body=body):
-            inner: tuple[n.Node, ...] = body
-        case n.Step(block=block) | n.Def(block=block) | n.At(block=block):
-            inner = block.body
-        case n.When(block=block, orelse=orelse):
-            inner = (*block.body, *(orelse.body if orelse else ()))
-        case n.Override(step=step):
-            inner = (step,)
-        case _:
-            inner = ()
-    for one in inner:
-        yield one
-        yield from _statements(one)
+    return [inner for inner in walk(node) if isinstance(inner, n.Rule | n.Do)]
 
 
 def _warning(code: str, title: str, node: n.Node, *helps: str, label: str = "") -> Diagnostic:

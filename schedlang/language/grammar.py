@@ -205,10 +205,10 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
 
     # ---- statements -------------------------------------------------------------------
 
-    def rule(self, at: Meta, path: n.Path, *rest: Any) -> n.Rule:
+    def rule(self, at: Meta, *parts: Any) -> n.Rule:
         """h.*, g.*  checkpoint()"""
-        *more, call = rest
-        return n.Rule(path, call, tuple(more), span=self._span(at))
+        *paths, call = parts
+        return n.Rule(tuple(paths), call, span=self._span(at))
 
     def do(self, at: Meta, path: n.Path, *args: Any) -> n.Do:
         """verify(forward)"""

@@ -135,16 +135,10 @@ class Block(Node):
 
 @dataclass(frozen=True)
 class Rule(Node):
-    """A row: path, path  primitive(arguments); mostly of one path, `more` are the others."""
+    """A row: path, path  primitive(arguments)"""
 
-    path: Path
+    paths: tuple[Path, ...]
     call: Call
-    more: tuple[Path, ...] = ()
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """All its paths."""
-        return (self.path, *self.more)
 
 
 @dataclass(frozen=True)
@@ -400,29 +394,19 @@ def _families(items: Sequence[Any]) -> Iterator[Family]:
             yield family
 
 
-def _paths(item: Any) -> tuple[Path, ...]:
-    if isinstance(item, Rule):
-        return item.paths
-    return item.paths if isinstance(item, At) else ()
-
-
 def _numbers(item: Any) -> Iterator[tuple[int, int]]:
     """Places and values of the numbers in the one path of a statement: h.3.mlp has 3, at 1."""
-    paths = _paths(item)
+    paths = item.paths if isinstance(item, Rule | At) else ()
     for place, seg in enumerate(paths[0].segs) if len(paths) == 1 else ():
         before = paths[0].segs[place - 1] if place else None
         if seg.text.isdigit() and not seg.index and before is not None and not before.index:
             yield place, int(seg.text)
 
 
-def _with(item: Fold, path: Path) -> Fold:
-    return replace(item, path=path) if isinstance(item, Rule) else replace(item, paths=(path,))
-
-
 def _without(item: Fold, place: int) -> Fold:
-    path = _paths(item)[0]
+    path = item.paths[0]
     segs = (*path.segs[:place], replace(path.segs[place], text=""), *path.segs[place + 1 :])
-    return _with(item, replace(path, segs=segs))
+    return replace(item, paths=(replace(path, segs=segs),))
 
 
 def _fold(items: Sequence[Any], family: Family) -> list[Any]:
@@ -441,8 +425,9 @@ def _fold(items: Sequence[Any], family: Family) -> list[Any]:
         str(step) if step > 1 else None,
     )
     first = mine[0][0]
-    path = _paths(first)[0]
+    path = first.paths[0]
     head = replace(path.segs[place - 1], index=(bounds,))
-    one = _with(first, replace(path, segs=(*path.segs[: place - 1], head, *path.segs[place + 1 :])))
+    segs = (*path.segs[: place - 1], head, *path.segs[place + 1 :])
+    one = replace(first, paths=(replace(path, segs=segs),))
     gone = {id(item) for item, _ in mine[1:]}
     return [one if item is first else item for item in items if id(item) not in gone]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source
 from schedlang.ir.model import ModelFacts
 from schedlang.language.syntax import parse
+from schedlang.passes.elaborate import bases
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.elaborate.state import Settings, State
 from schedlang.schedule import create_schedule, load
@@ -52,6 +54,20 @@ def _toys() -> Iterator[None]:
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "base.sched").write_text(BASE)
     return tmp_path
+
+
+def test_a_used_file_is_parsed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base and a library, however often they are used and looked at."""
+    (folder / "library.sched").write_text("schedule 1\n\ndef twice() {\n  checkpoint()\n}\n")
+    parsed: list[str] = []
+
+    def noting(source: Source) -> Any:
+        parsed.append(Path(source.name).name)
+        return parse(source)
+
+    monkeypatch.setattr(bases, "parse", noting)
+    _run(folder, 'use "base.sched"\nuse "library.sched" as a\nuse "library.sched" as b\n')
+    assert sorted(parsed) == ["base.sched", "library.sched"]
 
 
 def _run(folder: Path, body: str, model: bool = True, **settings: object) -> State:

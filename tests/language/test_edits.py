@@ -19,7 +19,7 @@ from tests import models
 def text(rows: str, same: Any = lambda items: True) -> list[str]:
     """The selectors of rows after they were folded."""
     items = folded(parse(Source("x", f"schedule 1\n{rows}")).items, same)
-    return [path(item.path) for item in items if isinstance(item, n.Rule)]
+    return [path(item.paths[0]) for item in items if isinstance(item, n.Rule)]
 
 
 @pytest.mark.parametrize(

@@ -202,9 +202,7 @@ def test_a_mapping_with_puts_is_a_dict_with_puts() -> None:
     for one, items in [*older, (known, want)]:
         assert list(one.items()) == list(items.items())
         assert one == items and [one.get(k, -1) for k in "ab"] == one.many("ab", -1)
-        assert [one.get(k, -2) for k in "ab"] == one.many(
-            "ab", -2
-        )  # asked again, for another value
+        assert [one.get(k, -2) for k in "ab"] == one.many("ab", -2)  # for another value
         assert one.own == {k: v for k, v in items.items() if k != "a"}
         sent = pickle.loads(pickle.dumps(one))
         assert sent == items and sent.many("ab", -1) == one.many("ab", -1)
