@@ -42,13 +42,8 @@ from schedlang.runtime.forward import wrap
 from schedlang.runtime.modes import Ambient, ambient
 from schedlang.runtime.rng.logical_dropout import LogicalDropout, Slices, Window, within
 from schedlang.runtime.rng.native import NativeDropout
+from schedlang.runtime.sequence_pipelining.carry import Place, caller, firsts, items_of, lasts, upto
 from schedlang.runtime.storage.saved import around
-from schedlang.runtime.sequence_pipelining.carry import caller
-from schedlang.runtime.sequence_pipelining.carry import firsts
-from schedlang.runtime.sequence_pipelining.carry import items_of
-from schedlang.runtime.sequence_pipelining.carry import lasts
-from schedlang.runtime.sequence_pipelining.carry import upto
-from schedlang.runtime.sequence_pipelining.carry import Place
 
 # -- calls of torch's attention -------------------------------------------------------------------
 

@@ -17,13 +17,10 @@ from schedlang.ir import nests as pytree
 from schedlang.runtime import scope
 from schedlang.runtime.batch import Batch, Part, dotted, rows_of
 from schedlang.runtime.comm.collectives import Group
-from schedlang.runtime.sequence_pipelining.carry import Place
-from schedlang.runtime.sequence_pipelining.carry import items_of
-from schedlang.runtime.sequence_pipelining.slices import length_of
-from schedlang.runtime.sequence_pipelining.slices import runs_along
-from schedlang.runtime.sequence_pipelining.slices import sections
 from schedlang.runtime.context_parallel.masks import Mask
 from schedlang.runtime.context_parallel.token_layout import Layout
+from schedlang.runtime.sequence_pipelining.carry import Place, items_of
+from schedlang.runtime.sequence_pipelining.slices import length_of, runs_along, sections
 
 # ---- The tokens of one microbatch that one rank has, and how its queries meet the keys of
 # others.
