@@ -68,7 +68,7 @@ class Recording(NamedTuple):
 
 
 def watch(plan: Plan, model: nn.Module, stack: Stack, leaves: Mapping[str, Leaf]) -> SavedBy:
-    """Let the stack note which module runs; returns what is saved, if rows keep it in fewer bits."""
+    """Let the stack note which module runs; returns what is saved where rows keep fewer bits."""
     stack.watch(model, lambda fqn: fqn in leaves and bool(leaves[fqn].kind))
     if not plan.kept:
         return {}

@@ -82,7 +82,7 @@ class Attention(Ambient):
         return self.run(func, types, args, kwargs)
 
 
-def around(module: nn.Module, how: How, products: Collection[Place] = ()) -> None:
+def distribute_attention(module: nn.Module, how: How, products: Collection[Place] = ()) -> None:
     """Let a module's own calls of torch's attention meet the keys of other ranks."""
 
     def layer(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -226,7 +226,7 @@ def install(model: nn.Module, tokens: Tokens, hows: Mapping[str, How]) -> list[A
     for fqn, how in hows.items():
         module = model.get_submodule(fqn)
         described_attention.mark(module, how)
-        around(module, how, tokens.products)
+        distribute_attention(module, how, tokens.products)
     if tokens.shift != "head" or not tokens.head:
         return []
     return [model.get_submodule(tokens.head).register_forward_hook(_one_more)]
