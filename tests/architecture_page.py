@@ -49,11 +49,11 @@ what is followed from tensor to tensor is a lattice over these calls.
 
 | lattice | in | follows | read by |
 |---|---|---|---|
-| `Recorded` | `propagation/trace.py` | the original's calls, labels, draws | `propagate/original.py` |
-| `Follower` | `propagation/follow.py` | how a rank's tensors lie, call by call | `propagate/dryrun.py` |
+| `Recorded` | `propagation/trace.py` | calls, labels, draws | `propagate/original.py` |
+| `Follower` | `propagation/follow.py` | how a rank's tensors lie | `propagate/dryrun.py` |
 | `Typed` | `adjoint.py` | which differ by rank, both ways | `static_checks/gradients.py` |
-| `Sums` | `grad_reduction/batch_statistics.py` | sums over rows | `propagate/original.py` |
-| `_Feeding` | `propagation/feeds.py` | outputs of projections | `complete`, for proposals |
+| `Sums` | `batch_statistics.py` | sums over rows | `propagate/original.py` |
+| `_Feeding` | `propagation/feeds.py` | outputs of projections | `complete` |
 | `_Naming` | `propagation/feeds.py` | numbers that name rows | `analyze/taking.py` |
 
 `Typed` reads nothing of the layouts that `Follower` finds: the two derive apart what is compared.
