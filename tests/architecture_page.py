@@ -40,6 +40,29 @@ class that the primitive derives from (`ir/features.py`). [How it works](how_it_
 one schedule through the doors. The command `python -m schedlang.testing.gpu` stands beside them: it
 uses any of them, and none uses it.
 
+## A forward, recorded
+
+Whatever is asked of a model before there are ranks is asked of a forward without values:
+`runtime/tracing/constants.py` lays the batch on the meta device (`without_values`), one mode runs
+beside the model and tells of every call of torch (`runtime/propagation/trace.py`: `Trace`), and
+what is followed from tensor to tensor is a lattice over these calls.
+
+| lattice | in | follows | read by |
+|---|---|---|---|
+| `Recorded` | `propagation/trace.py` | calls, labels, draws | `propagate/original.py` |
+| `Follower` | `propagation/follow.py` | how a rank's tensors lie | `propagate/dryrun.py` |
+| `Typed` | `adjoint.py` | which differ by rank, both ways | `static_checks/gradients.py` |
+| `Sums` | `batch_statistics.py` | sums over rows | `propagate/original.py` |
+| `_Feeding` | `propagation/feeds.py` | outputs of projections | `complete` |
+| `_Naming` | `propagation/feeds.py` | numbers that name rows | `analyze/taking.py` |
+
+`Typed` reads nothing of the layouts that `Follower` finds: the two derive apart what is compared.
+Modes that are no lattice, and why: the recorder of units (`tracing/record.py`) follows storages
+through operators, since what flows between stages by views and writes in place no function shows;
+`Watched` of `rng` and the `Ambient` modes of `sequence_pipelining` and `context_parallel` open
+functions that are composed of others, and change what these are given while a model really runs;
+`activation_memory/second_run.py` runs each module twice and compares the two.
+
 ## Rooms
 
 A file imports only from its own floor and from those below; `runtime` and `passes` have floors of
