@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.model import ModelFacts, Site
 from schedlang.ir.plan import Plan
 from schedlang.language import nodes as n
 from schedlang.passes.elaborate.expand import expand
@@ -37,7 +38,6 @@ from schedlang.report import Gap, Report
 if TYPE_CHECKING:
     from torch import nn
 
-    from schedlang.ir.model import ModelFacts, Site
     from schedlang.ir.modelfile import ModelFile
 
 # -- meshes that one machine runs ------------------------------------------------------------------
@@ -87,8 +87,6 @@ class Whole:
 
     def at(self, model: nn.Module, mesh: Mapping[str, int], requires: bool = True) -> Plan:
         """The same text planned for another model on another mesh."""
-        from schedlang.ir.model import ModelFacts
-
         facts = ModelFacts(model)
         facts.given.update(self.plan.model.replacements)  # the class made it, not the model file
         made = expand(self._tree(requires), facts, self._set(mesh)).plan
@@ -126,8 +124,6 @@ def whole(tree: n.File, settings: Settings, model: nn.Module) -> Whole:
     A mesh given from outside that one machine runs is the mesh of the reduced model, and full size
     is what the file says.
     """
-    from schedlang.ir.model import ModelFacts
-
     asked = expand(tree, None, settings).mesh if settings.mesh else None
     small = asked is not None and asked.world <= MOST
     if small:
@@ -293,7 +289,7 @@ def _rules(plan: Plan, model: nn.Module, mesh: Mapping[str, int]) -> Rules:
     splits = {Split(size, mesh[axis]) for axis, size in plan.mesh.axes if axis in over}
     rows = frozenset(
         Key(fqn, name, dim)
-        for fqn, site in _facts(model).sites.items()
+        for fqn, site in ModelFacts(model).sites.items()
         for name, dim in _tables(site)
     )
     return Rules(tuple(splits), tuple(dict.fromkeys(_pads(plan))), rows)
@@ -338,7 +334,7 @@ def _filled(
 
 def _flags(old: ModelFacts, made: nn.Module) -> None:
     """Copy requires_grad, dtype and training mode from the whole model."""
-    sites = _facts(made).sites
+    sites = ModelFacts(made).sites
     lists = {
         fqn: (len(site.children), len(old.children(fqn)))
         for fqn, site in sites.items()
@@ -384,12 +380,6 @@ def runs(model: nn.Module, batches: Sequence[Batch], loss: Any) -> None:
         raise refused(
             "S753", reason, "and `small_batch(seed)`: it returns a batch for it"
         ) from error
-
-
-def _facts(model: nn.Module) -> ModelFacts:
-    from schedlang.ir.model import ModelFacts
-
-    return ModelFacts(model)
 
 
 # ---- The reduced model, and what is said about it.
@@ -505,8 +495,6 @@ def _recipe(model: nn.Module, make: Callable[..., nn.Module] | None) -> Recipe:
 
 def _same_model(recipe: Recipe, model: nn.Module) -> None:
     """Made anew in full size it is the model, or reducing it would verify another one."""
-    from schedlang.ir.model import ModelFacts
-
     again = recipe.meta({})
     if again is None:
         raise refused("S751", "its class cannot be called with only its configuration")

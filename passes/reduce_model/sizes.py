@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.model import ModelFacts
 from schedlang.passes.reduce_model.blocks import LISTS
 
 if TYPE_CHECKING:
@@ -161,8 +162,6 @@ def deep_sizes(recipe: Recipe, facts: ModelFacts) -> list[Deep]:
 
     Experts in a list are no layers: their number is also a dim of what chooses among them.
     """
-    from schedlang.ir.model import ModelFacts
-
     lengths = {
         fqn: len(site.children)
         for fqn, site in facts.sites.items()
