@@ -1,8 +1,8 @@
 """Localise: which module is wrong, by feeding each alone what the original's gets.
 
 Two runs of the ranks on one batch. In the first nobody interferes, and the first activation that
-differs is found; in the second every module gets the right input and cotangent (`runtime/alone`),
-so that one that merely receives something wrong is not blamed.
+differs is found; in the second every module gets the right input and cotangent
+(`runtime/isolated`), so that one that merely receives something wrong is not blamed.
 """
 
 from __future__ import annotations
