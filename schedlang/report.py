@@ -338,9 +338,6 @@ def _single(row: Row) -> str:
 # dark.
 
 
-pass
-
-
 LOW, HIGH, WIDE = -18.0, 1.0, 228.0  # decades that a scale shows, and its points
 HOLDS: dict[bool | None, str] = {True: "equal", False: "different", None: "open"}
 # Okabe and Ito's blue and vermilion; what fails has another mark, and a word
