@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,8 +13,10 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.model import ModelFacts, Site
 from schedlang.ir.plan import Plan
 from schedlang.language import nodes as n
+from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.elaborate.state import Settings
+from schedlang.passes.partition.stages import Unit, elements, even
 from schedlang.passes.reduce_model.blocks import counterpart, shows_all
 from schedlang.passes.reduce_model.sizes import (
     Deep,
@@ -136,8 +139,6 @@ def whole(tree: n.File, settings: Settings, model: nn.Module) -> Whole:
 
 def _enough_layers(plan: Plan) -> None:
     """Refuse a list that is cut into more stages than it has layers (S613)."""
-    from schedlang.passes.partition.stages import Unit, elements, even
-
     for cut in plan.cuts:
         if cut.trunks:
             even([Unit(name, 1) for name in elements(plan, cut)], plan.stages(cut.axis))
@@ -150,7 +151,6 @@ def parts(plan: Plan) -> int:
 
 def trace(plan: Plan, batch: Batch, loss: Any) -> None:
     """Follow the shapes through the model on the meta device, as every rank would."""
-    from schedlang.passes.analyze.prepare import prepare
     from schedlang.runtime.batch import split
 
     micro = plan.micro
@@ -363,8 +363,6 @@ def _cutting(old: Plan, new: Plan, recipe: Recipe, chosen: Mapping[str, int]) ->
 
 def runs(model: nn.Module, batches: Sequence[Batch], loss: Any) -> None:
     """The reduced model and the loss take the reduced batches, or it is refused here (S753)."""
-    import copy
-
     import torch
 
     from schedlang.runtime.batch import called
