@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -184,7 +185,7 @@ def check_world(plan: Plan, verb: str = "verify") -> None:
     for axis in sizes:  # two ranks along an axis show what more of them would
         sizes[axis] = min(sizes[axis], 2)
     for axis in list(sizes):
-        if _product(sizes.values()) > MOST_RANKS:
+        if math.prod(sizes.values()) > MOST_RANKS:
             sizes[axis] = 1
     small = ",".join(f"{axis}={size}" for axis, size in sizes.items())
     raise Refusal(
@@ -195,13 +196,6 @@ def check_world(plan: Plan, verb: str = "verify") -> None:
             helps=(f"{verb} the same rows on a smaller mesh: `--mesh {small}`",),
         )
     )
-
-
-def _product(values: Iterable[int]) -> int:
-    out = 1
-    for value in values:
-        out *= value
-    return out
 
 
 # -- the two sides -----------------------------------------------------------------------------

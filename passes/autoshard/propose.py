@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.diagnostics.tables import number
+from schedlang.ir.model import ModelFacts
 from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.taking import at_the_forward, check_keys
 from schedlang.passes.complete.proposal import (
     Row,
     Trial,
@@ -22,6 +24,8 @@ from schedlang.passes.complete.proposal import (
     wrapped,
 )
 from schedlang.passes.complete.tensor_rows import Finder, flows, outputs_of, tensor_rows
+from schedlang.passes.partition.stages import Unit, balanced
+from schedlang.passes.propagate.propagate import propagate
 from schedlang.passes.reduce_model.blocks import (
     PROJECTIONS,
     TABLES,
@@ -336,10 +340,6 @@ def propose(
     Raises Refusal S211 for an axis of an unknown name, S212 where nothing can be split over one,
     and whatever refuses the model or the batch itself.
     """
-    from schedlang.ir.model import ModelFacts
-    from schedlang.ir.plan import Plan
-    from schedlang.passes.analyze.taking import at_the_forward, check_keys
-    from schedlang.passes.propagate.propagate import propagate
     from schedlang.runtime.batch import rows_of
 
     check_mesh(mesh)
@@ -503,7 +503,6 @@ def _cut_between(asked: Asked, axis: str, stages: int) -> Row:
 
     Raises Refusal S212 where there are fewer than stages, or the cut itself is refused.
     """
-    from schedlang.passes.partition.stages import Unit, balanced
     from schedlang.runtime.tracing.units import startable
 
     facts = asked.blocks.facts

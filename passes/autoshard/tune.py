@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, guess, unknown
 from schedlang.diagnostics.tables import GAP, fitted, size, table, widths
+from schedlang.ir.memory import heaviest
 from schedlang.language.value import shown
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.autoshard.propose import propose
+from schedlang.passes.complete.complete import completed
+from schedlang.passes.complete.proposal import planned
+from schedlang.passes.elaborate.expand import expand
+from schedlang.passes.elaborate.state import Settings
+from schedlang.passes.propagate.original import rejected
+from schedlang.passes.simulate.memory import rank_classes
+from schedlang.passes.simulate.rehearse import held, rehearse
+from schedlang.passes.simulate.step_time import step_time
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,9 +50,6 @@ def settings_of(
     interval its powers of two.  A knob whose domain lists nothing stays as it is.  Raises Refusal
     S106 for a knob that there is not, S109 for more than can be tried.
     """
-    from schedlang.passes.elaborate.expand import expand
-    from schedlang.passes.elaborate.state import Settings
-
     knobs = expand(tree, None, Settings(fixed)).knobs
     for name in wanted:
         if name not in knobs:
@@ -144,8 +152,6 @@ def tune(job: Job, tree: n.File, settings: Iterable[Mapping[str, Any]]) -> Itera
 
     Raises Refusal only for what no setting changes: what refuses one setting is told of that.
     """
-    from schedlang.passes.elaborate.expand import expand
-    from schedlang.passes.elaborate.state import Settings
 
     def planned(given: Mapping[str, Any]) -> Plan:
         plan = expand(tree, job.facts, Settings(given, {}, job.ranks)).plan
@@ -158,8 +164,6 @@ def tune(job: Job, tree: n.File, settings: Iterable[Mapping[str, Any]]) -> Itera
 
 def tune_meshes(job: Job, module: nn.Module, sizes: Iterable[Mapping[str, int]]) -> Iterator[Tried]:
     """The schedules that `init` writes for some meshes, priced one after the other."""
-    from schedlang.passes.autoshard.propose import propose
-    from schedlang.passes.complete.proposal import planned
 
     def proposed(mesh: Mapping[str, int]) -> Plan:
         return planned(propose(module, job.batch, mesh, job.loss).text, job.facts)
@@ -191,13 +195,6 @@ def _tried(
 
 def _priced(job: Job, plan: Plan, given: Mapping[str, Any]) -> Tried:
     """Its state alone first: most that is too large is so at once, and need not be played."""
-    from schedlang.ir.memory import heaviest
-    from schedlang.passes.analyze.prepare import prepare
-    from schedlang.passes.complete.complete import completed
-    from schedlang.passes.propagate.original import rejected
-    from schedlang.passes.simulate.memory import rank_classes
-    from schedlang.passes.simulate.rehearse import held, rehearse
-    from schedlang.passes.simulate.step_time import step_time
     from schedlang.runtime.batch import sample_of
 
     plan = completed(plan, job.batch, job.loss)

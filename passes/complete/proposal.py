@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.diagnostics.source import Source
+from schedlang.ir.model import ModelFacts
 from schedlang.ir.plan import Plan
 from schedlang.language import printer
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.elaborate.rows import pattern
+from schedlang.passes.partition.staging import stages_of
+from schedlang.passes.propagate.context import tokens_of
 from schedlang.passes.propagate.original import rejected
+from schedlang.passes.propagate.propagate import propagate
 from schedlang.passes.reduce_model.blocks import TABLES, Blocks, leaf_kind, shorter, splits
 
 if TYPE_CHECKING:
@@ -251,8 +255,6 @@ class Trial:
 
     def shorter(self, stages: int) -> Blocks:
         """The model with as few blocks as stages need, whether or not it runs with so few."""
-        from schedlang.ir.model import ModelFacts
-
         return self.all.of(ModelFacts(shorter(self.facts.model, self.all, stages)))
 
     def _uses(self, blocks: Blocks) -> Fed:
@@ -288,8 +290,6 @@ class Trial:
 
     def refusal(self, rows: Sequence[Row], axis: str, ranks: int) -> tuple[Refusal, int] | None:
         """Why rows are refused, and the number of the row that is to blame (-1: none); or None."""
-        from schedlang.passes.propagate.propagate import propagate
-
         lines = self._lines(rows)
         try:
             propagate(self.plan(rows, axis, ranks), self.sample, self.loss)
@@ -316,9 +316,6 @@ class Trial:
 
     def cut(self, row: Row, axis: str, stages: int) -> Refusal | None:
         """Why the model cannot be cut into stages by a row; None if it can."""
-        from schedlang.passes.partition.staging import stages_of
-        from schedlang.passes.propagate.propagate import propagate
-
         lines = [f"{', '.join(row.names)}  {row.call}"]
         for blocks in (self.shorter(stages), self.all):
             try:
@@ -336,9 +333,6 @@ class Trial:
 
     def by_tokens(self, rows: Sequence[Row], axis: str, ranks: int) -> Refusal | None:
         """Why the model cannot run on some of its tokens; None if it can, or has no values."""
-        from schedlang.passes.propagate.context import tokens_of
-        from schedlang.passes.propagate.propagate import propagate
-
         lines = [f"{path}  {row.call}" for row in rows for path in paths(row, self.all)]
         try:
             plan = planned_rows(lines, f"{axis}={ranks}", self.all.facts)

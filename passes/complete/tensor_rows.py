@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from schedlang.ir.model import Site
 from schedlang.passes.complete.proposal import Row, names_text
 from schedlang.passes.reduce_model.blocks import TABLES, Blocks, leaf_kind, splits
 
@@ -323,8 +324,6 @@ def _heads(finder: Finder, name: str) -> int:
 
 def outputs_of(site: object) -> int:
     """The outputs of a projection."""
-    from schedlang.ir.model import Site
-
     assert isinstance(site, Site)
     return site.parameters["weight"].shape[site.dims["weight"].index("out")]
 

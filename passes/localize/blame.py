@@ -325,7 +325,7 @@ def placed(refusal: Refusal, case: Case, told: Sequence[Condition], pool: Pool) 
 
     def stops(rows: Sequence[Action]) -> bool:
         try:
-            some = prepared(replace(case, plan=only(case.plan, rows)))
+            some = _with(case, rows)
         except Refusal:
             return False  # these rows alone are not legal
         try:

@@ -1,8 +1,8 @@
 """Localise: which module is wrong, by feeding each alone what the original's gets.
 
 Two runs of the ranks on one batch. In the first nobody interferes, and the first activation that
-differs is found; in the second every module gets the right input and cotangent (`runtime/alone`),
-so that one that merely receives something wrong is not blamed.
+differs is found; in the second every module gets the right input and cotangent
+(`runtime/isolated`), so that one that merely receives something wrong is not blamed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.elaborate.rows import of_rows
 from schedlang.passes.verify.observe import Batch, Condition, Observation
+from schedlang.passes.verify.probe import Probe
 from schedlang.passes.verify.sides import Case, modes_of, prepared, program_of, twin
 from schedlang.report import Row
-from schedlang.runtime.batch import Part, called, split
+from schedlang.runtime.batch import Part, called
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.grad_reduction.gradient import local_gradient
 from schedlang.runtime.isolated import Calls, Finding, Frame, Judge, Recorder, View, Watch, worst_of
@@ -116,11 +117,6 @@ def _opaque(plan: Plan) -> tuple[str, ...]:
     return tuple(site for a in plan.rows_changing(Facet.STRUCTURE) for site in a.sites)
 
 
-def _parts(case: Case, batch: Batch) -> list[list[Part]]:
-    """The microbatches of each data-parallel rank."""
-    return split(batch, case.plan.shares, case.plan.micro)
-
-
 # -- the original ------------------------------------------------------------------------------
 
 
@@ -128,7 +124,7 @@ def _record(case: Case, batch: Batch, folder: str) -> tuple[Frame, ...]:
     """Write down every call of the original for every part; the calls as they return."""
     modes, _ = modes_of(case)
     order: tuple[Frame, ...] = ()
-    for replica, share in enumerate(_parts(case, batch)):
+    for replica, share in enumerate(Probe(case, batch).shares):
         for micro, part in enumerate(share):
             module = twin(case).train()
             named_sites(module)
@@ -151,7 +147,7 @@ def _rank(
         program = program_of(case)
         view = _view(case, program, order)
         mesh = case.plan.mesh
-        parts = _parts(case, batch)[mesh.index(view.rank, case.plan.data_axes)]
+        parts = Probe(case, batch).shares[mesh.index(view.rank, case.plan.data_axes)]
         replica = mesh.index(view.rank, case.plan.data_axes)
         calls: list[Calls] = [
             torch.load(f"{folder}/{replica}-{k}", weights_only=False, mmap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,10 +10,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.model import ModelFacts, Site
 from schedlang.ir.plan import Plan
 from schedlang.language import nodes as n
+from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.elaborate.state import Settings
+from schedlang.passes.partition.stages import Unit, elements, even
 from schedlang.passes.reduce_model.blocks import counterpart, shows_all
 from schedlang.passes.reduce_model.sizes import (
     Deep,
@@ -37,7 +41,6 @@ from schedlang.report import Gap, Report
 if TYPE_CHECKING:
     from torch import nn
 
-    from schedlang.ir.model import ModelFacts, Site
     from schedlang.ir.modelfile import ModelFile
 
 # -- meshes that one machine runs ------------------------------------------------------------------
@@ -87,8 +90,6 @@ class Whole:
 
     def at(self, model: nn.Module, mesh: Mapping[str, int], requires: bool = True) -> Plan:
         """The same text planned for another model on another mesh."""
-        from schedlang.ir.model import ModelFacts
-
         facts = ModelFacts(model)
         facts.given.update(self.plan.model.replacements)  # the class made it, not the model file
         made = expand(self._tree(requires), facts, self._set(mesh)).plan
@@ -126,8 +127,6 @@ def whole(tree: n.File, settings: Settings, model: nn.Module) -> Whole:
     A mesh given from outside that one machine runs is the mesh of the reduced model, and full size
     is what the file says.
     """
-    from schedlang.ir.model import ModelFacts
-
     asked = expand(tree, None, settings).mesh if settings.mesh else None
     small = asked is not None and asked.world <= MOST
     if small:
@@ -140,8 +139,6 @@ def whole(tree: n.File, settings: Settings, model: nn.Module) -> Whole:
 
 def _enough_layers(plan: Plan) -> None:
     """Refuse a list that is cut into more stages than it has layers (S613)."""
-    from schedlang.passes.partition.stages import Unit, elements, even
-
     for cut in plan.cuts:
         if cut.trunks:
             even([Unit(name, 1) for name in elements(plan, cut)], plan.stages(cut.axis))
@@ -154,7 +151,6 @@ def parts(plan: Plan) -> int:
 
 def trace(plan: Plan, batch: Batch, loss: Any) -> None:
     """Follow the shapes through the model on the meta device, as every rank would."""
-    from schedlang.passes.analyze.prepare import prepare
     from schedlang.runtime.batch import split
 
     micro = plan.micro
@@ -293,7 +289,7 @@ def _rules(plan: Plan, model: nn.Module, mesh: Mapping[str, int]) -> Rules:
     splits = {Split(size, mesh[axis]) for axis, size in plan.mesh.axes if axis in over}
     rows = frozenset(
         Key(fqn, name, dim)
-        for fqn, site in _facts(model).sites.items()
+        for fqn, site in ModelFacts(model).sites.items()
         for name, dim in _tables(site)
     )
     return Rules(tuple(splits), tuple(dict.fromkeys(_pads(plan))), rows)
@@ -338,7 +334,7 @@ def _filled(
 
 def _flags(old: ModelFacts, made: nn.Module) -> None:
     """Copy requires_grad, dtype and training mode from the whole model."""
-    sites = _facts(made).sites
+    sites = ModelFacts(made).sites
     lists = {
         fqn: (len(site.children), len(old.children(fqn)))
         for fqn, site in sites.items()
@@ -367,8 +363,6 @@ def _cutting(old: Plan, new: Plan, recipe: Recipe, chosen: Mapping[str, int]) ->
 
 def runs(model: nn.Module, batches: Sequence[Batch], loss: Any) -> None:
     """The reduced model and the loss take the reduced batches, or it is refused here (S753)."""
-    import copy
-
     import torch
 
     from schedlang.runtime.batch import called
@@ -384,12 +378,6 @@ def runs(model: nn.Module, batches: Sequence[Batch], loss: Any) -> None:
         raise refused(
             "S753", reason, "and `small_batch(seed)`: it returns a batch for it"
         ) from error
-
-
-def _facts(model: nn.Module) -> ModelFacts:
-    from schedlang.ir.model import ModelFacts
-
-    return ModelFacts(model)
 
 
 # ---- The reduced model, and what is said about it.
@@ -505,8 +493,6 @@ def _recipe(model: nn.Module, make: Callable[..., nn.Module] | None) -> Recipe:
 
 def _same_model(recipe: Recipe, model: nn.Module) -> None:
     """Made anew in full size it is the model, or reducing it would verify another one."""
-    from schedlang.ir.model import ModelFacts
-
     again = recipe.meta({})
     if again is None:
         raise refused("S751", "its class cannot be called with only its configuration")

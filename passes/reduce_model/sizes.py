@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.model import ModelFacts
 from schedlang.passes.reduce_model.blocks import LISTS
 
 if TYPE_CHECKING:
@@ -161,8 +162,6 @@ def deep_sizes(recipe: Recipe, facts: ModelFacts) -> list[Deep]:
 
     Experts in a list are no layers: their number is also a dim of what chooses among them.
     """
-    from schedlang.ir.model import ModelFacts
-
     lengths = {
         fqn: len(site.children)
         for fqn, site in facts.sites.items()
@@ -349,6 +348,9 @@ WIDTH = 4096  # values tried for one size
 NODES = 50_000  # of the search
 
 
+Dims = dict[int, int]  # new sizes of dims by their old ones
+
+
 @dataclass(frozen=True)
 class Split:
     """An axis that splits tensors: its ranks as they are and after the reduction."""
@@ -391,6 +393,20 @@ class Rules:
         least = ROWS if q.key in self.tables else KEPT if not dividing else 1
         return new >= min(old, least) and (q.key not in self.tables or self._padded(old, new))
 
+    def fitting(self, made: Iterable[tuple[Quantity, int | None]], dims: Dims) -> Dims | None:
+        """Return new dims by their old size, these added, if all are allowed and keep their order.
+
+        None where they do not, or a quantity is no whole number.
+        """
+        dims = dict(dims)
+        for q, new in made:
+            if new is None or not self.allow(q, new):
+                return None
+            if q.key.is_dim and dims.setdefault(q.value, new) != new:
+                return None
+        sizes = [dims[old] for old in sorted(dims)]
+        return dims if all(a < b for a, b in zip(sizes, sizes[1:])) else None
+
     def _padded(self, old: int, new: int) -> bool:
         """Tell whether a dim is padded as before, with the last rank's shard not all padding."""
         for value, multiple in self.pads:
@@ -430,7 +446,7 @@ class Search:
         self.visited = 0
         yield from self._below({}, {})
 
-    def _below(self, chosen: dict[str, int], dims: dict[int, int]) -> Iterator[dict[str, int]]:
+    def _below(self, chosen: dict[str, int], dims: Dims) -> Iterator[dict[str, int]]:
         if len(chosen) == len(self.names):
             yield dict(chosen)
             return
@@ -440,7 +456,7 @@ class Search:
             if self.visited > NODES:
                 return
             tried = {**chosen, name: value}
-            found = self._fitting(tried, dims)
+            found = self._fitting(self.decided[len(chosen)], tried, dims)
             if found is not None:
                 yield from self._below(tried, found)
 
@@ -452,47 +468,20 @@ class Search:
             alone = [(f, q) for f, q in self.decided[place] if len(f.powers) == 1]
             size = self.sizes[name]
             wanted = (*range(1, min(size, WIDTH)), size)
-            out[name] = [v for v in wanted if self._allowed(alone, {name: v})]
+            out[name] = [v for v in wanted if self._fitting(alone, {name: v}, {}) is not None]
         return out
 
-    def _allowed(self, known: Sequence[tuple[Form, Quantity]], chosen: Mapping[str, int]) -> bool:
-        for form, q in known:
-            new = form.at(chosen)
-            if new is None or not self.rules.allow(q, new):
-                return False
-        return True
-
-    def _fitting(self, chosen: Mapping[str, int], dims: dict[int, int]) -> dict[int, int] | None:
-        """Return dims by their old size, if every quantity decided so far is allowed; else None."""
-        known = self.decided[len(chosen) - 1]
-        if not self._allowed(known, chosen):
-            return None
-        dims = dict(dims)
-        for form, q in known:
-            new = form.at(chosen)
-            if q.key.is_dim and new is not None and dims.setdefault(q.value, new) != new:
-                return None
-        return dims if in_order(dims) else None
-
-
-def in_order(dims: Mapping[int, int]) -> bool:
-    """Tell whether the order of dims is strictly kept."""
-    new = [dims[old] for old in sorted(dims)]
-    return all(a < b for a, b in zip(new, new[1:]))
+    def _fitting(
+        self, known: Sequence[tuple[Form, Quantity]], chosen: Mapping[str, int], dims: Dims
+    ) -> Dims | None:
+        return self.rules.fitting(((q, form.at(chosen)) for form, q in known), dims)
 
 
 def keeps(quantities: Sequence[Quantity], now: Mapping[Key, int], rules: Rules) -> bool:
     """Tell whether the sizes of a reduced model, as it was made, satisfy all rules."""
-    dims: dict[int, int] = {}
-    for q in quantities:
-        new = now.get(q.key)
-        if new is None:
-            continue  # of a module that a smaller count left out
-        if not rules.allow(q, new):
-            return False
-        if q.key.is_dim and dims.setdefault(q.value, new) != new:
-            return False
-    return in_order(dims) and _choices(quantities, now)
+    # what is of a module that a smaller count left out is not there
+    made = ((q, now[q.key]) for q in quantities if q.key in now)
+    return rules.fitting(made, {}) is not None and _choices(quantities, now)
 
 
 def _choices(quantities: Sequence[Quantity], now: Mapping[Key, int]) -> bool:

@@ -72,12 +72,14 @@ class Sequential:
         """Forward, loss, backward, clip and step on the whole batch; the loss."""
         assert self._optimizer is not None, "this subject was made without an optimizer"
         loss = self.derive(batch, range(rows(batch)))
-        self.grad_norm = clip_grad_norm_(
-            [p for _, p in self._named], math.inf if self.clip is None else self.clip
-        )
+        self._clip()
         self._optimizer.step()
         self._steps += 1
         return loss
+
+    def _clip(self) -> None:
+        most = math.inf if self.clip is None else self.clip
+        self.grad_norm = clip_grad_norm_([p for _, p in self._named], most)
 
     def derive(self, batch: Batch, samples: Sequence[int]) -> Tensor:
         """Loss of a part of a batch in training mode, its gradients in `gradients()`; no step."""

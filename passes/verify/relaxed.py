@@ -10,7 +10,6 @@ Nothing is shared with the program but the codecs, and the table of versions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -19,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.stateless import _reparametrize_module
 
 from schedlang.ir.facets import Cast
@@ -361,7 +359,7 @@ class Replayed(Parted):
         assert self._optimizer is not None, "this subject was made without an optimizer"
         newest = len(self._history) - 1
         self._fill(dict.fromkeys(self._stages(), newest))
-        self.grad_norm = clip_grad_norm_([p for _, p in self._named], math.inf)
+        self._clip()
         if total:
             self._optimizer.step()
         self._history.append(self._weights())
@@ -411,9 +409,7 @@ class ScaledSteps(Sequential):
         for value in self._inputs.values():
             if value.grad is not None:
                 value.grad /= times
-        self.grad_norm = clip_grad_norm_(
-            [p for _, p in self._named], math.inf if self.clip is None else self.clip
-        )
+        self._clip()
         scaler.step(self._optimizer)
         scaler.update()
         self._steps += 1

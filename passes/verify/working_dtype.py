@@ -53,7 +53,7 @@ from schedlang.runtime.moe.choices import Choices
 # runs of the original are more draws of the same error: one by the parts that the program makes,
 # whose sums are rounded one by one before they cancel (the larger of both counts), and several
 # from values that differ by one rounding, which together tell how large an error may be by luck
-# (`luck`). The program's may be twice that: it rounds parts of sums before it adds them.
+# (`pooled_draws`). The program's may be twice that: it rounds parts of sums before it adds them.
 
 
 # how much larger than the original's an error may be: above all that was measured on random models

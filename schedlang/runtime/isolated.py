@@ -231,14 +231,14 @@ class Recorder(Alone):
     def taken(self, frame: Frame, tensors: list[Tensor], starts: Starts) -> list[Tensor]:
         """The same, detached, and noted."""
         self._inputs[frame] = [kept(tensor) for tensor in tensors]
-        return [fresh(tensor, tensor.requires_grad) for tensor in tensors]
+        return [kept(tensor) for tensor in tensors]
 
     def returned(self, call: Running, tensors: list[Tensor], starts: Starts) -> list[Tensor]:
         """The same, detached, and noted with what the call does in backward."""
         outputs = [kept(tensor) for tensor in tensors]
         back, own = self.gradients(call)
         self.calls[call.frame] = Call(self._inputs.pop(call.frame), outputs, back, own)
-        return [fresh(tensor, tensor.requires_grad) for tensor in tensors]
+        return [kept(tensor) for tensor in tensors]
 
     def cotangent(self, place: Place, value: Tensor) -> Tensor:
         """The whole one."""

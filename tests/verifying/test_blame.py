@@ -1,11 +1,29 @@
-"""Tests of blame: it names exactly the rows that break a schedule."""
+"""Tests of blame: exactly the rows that break a schedule, and words that say what is wrong."""
+
+from __future__ import annotations
 
 import math
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedlang.passes.localize.blame import blame
+from schedlang.passes.localize.blame import blame, trials_of
+from schedlang.passes.prove import Case, prove
+from schedlang.passes.verify.observe import Condition, Observation
+from schedlang.report import Report, Row
+from schedlang.runtime.launch.pool import Pool
+from tests import models
+from tests.proofs import planned
+from tests.zoo.memory import other_masks_in_recomputation
+from tests.zoo.pipeline import last_microbatch_dropped
+from tests.zoo.pool import Mutated
+from tests.zoo.replicas import replicas_not_summed
+from tests.zoo.saved import saved_wrong
+from tests.zoo.scenes import GPT2
+from tests.zoo.steps import clip_ignored
+from tests.zoo.tensor import bias_on_every_rank
 
 
 @given(st.integers(1, 200), st.data())
@@ -71,3 +89,118 @@ def test_a_failure_without_rows_blames_none() -> None:
     """If the empty schedule fails, no row is to blame."""
     assert blame([1, 2], lambda rows: True).rows == ()
     assert blame([], lambda rows: True).rows == ()
+
+
+# ---- After a failure: the row that is named is the guilty one, and the words say what is wrong.
+
+
+TOKENS = tuple(models.tokens(rows=6, seed=seed) for seed in (5, 2))
+
+
+def _report(rows: str, mesh: str, bug: Any, pool: Pool) -> Report:
+    plan = planned(models.gpt2(2, 0.1), rows, mesh)
+    ranks: Any = Mutated(pool, bug)
+    return prove(Case(plan, TOKENS, dtype="none"), pool=ranks, command="schedlang verify x.sched")
+
+
+def _said(report: Report, head: str) -> str:
+    return " | ".join(text for known, text in report.localised if known == head)
+
+
+def test_the_module_leads_to_its_row(pool: Pool) -> None:
+    """One layer is wrong in backward: of eight rows on four ranks its row is named alone, at that
+    layer alone, without asking for the other rows."""
+    rows = GPT2 + "zero(stage=0, over=dp)"
+    report = _report(rows, "dp=2, tp=2", "T03@transformer.h.1.mlp.c_proj", pool)
+    assert len(report.blamed) == 1 and "mlp.c_proj" in report.blamed[0]
+    assert "transformer.h.1.mlp.c_proj: given what is right" in _said(report, "suspect")
+    assert "transformer.h.1.mlp.c_proj  shard(style=row" in _said(report, "smallest")
+    line = report.blamed[0].split(":")[1]
+    assert _said(report, "repeat these") == f"schedlang verify x.sched --only {line}"
+    found = report.to_json()["localised"]
+    assert ["suspect", _said(report, "suspect")] in found
+    shown = str(report)
+    assert "last good before" in shown and "smallest" in shown and "of 8 rows are needed" in shown
+
+
+def test_a_bias_once_per_rank(pool: Pool) -> None:
+    """The words say that it is exactly the bias, and which activation is the first to differ."""
+    report = _report(GPT2, "tp=2", bias_on_every_rank, pool)
+    assert "it holds its bias 2 times too often in every row: once per rank" in report.diagnosis
+    assert "transformer.h.0.attn.c_proj" in _said(report, "first activation")
+    assert "style=row" in report.blamed[0] and len(report.blamed) == 1
+
+
+def test_a_missing_sum_names_its_axis(pool: Pool) -> None:
+    """The ranks' own gradients add up to the right one over the axis that was left out."""
+    rows = GPT2 + "zero(stage=0, over=dp)"
+    report = _report(rows, "dp=2, tp=2", replicas_not_summed, pool)
+    assert "the sum over dp of the ranks' values is right" in report.diagnosis
+    assert len(report.blamed) == 1 and "zero(" in report.blamed[0]
+
+
+def test_a_microbatch_that_is_missing(pool: Pool) -> None:
+    """What is lacking is the share of the last part of the batch."""
+    report = _report('pipeline(order="GPipe", micro=3)', "", last_microbatch_dropped, pool)
+    assert report.diagnosis == "the share of part 2 of 3 is missing"
+
+
+def test_a_recomputation_is_named_at_the_fewest_modules(pool: Pool) -> None:
+    """No module alone recomputes: the row is found by bisection, and then a single site of it."""
+    rows = GPT2 + "transformer.h.* checkpoint()"
+    report = _report(rows, "tp=2", other_masks_in_recomputation, pool)
+    assert len(report.blamed) == 1 and "checkpoint()" in report.blamed[0]
+    assert "no module" in _said(report, "suspect")
+    assert _said(report, "smallest").endswith("transformer.h.0  checkpoint()")
+
+
+@pytest.mark.parametrize("bug, kind", [(clip_ignored, "gradients"), (saved_wrong, "saved state")])
+def test_what_shows_late_is_repeated_as_it_showed(bug: Any, kind: str, pool: Pool) -> None:
+    """A bug of clipping or of saving leaves the first steps of plain SGD right: the row is named
+    all the same, and not the others."""
+    rows = "transformer.h.0 checkpoint()\nzero(stage=2, over=dp)"
+    report = _report(rows, "dp=2", bug, pool)
+    assert report.first is not None and report.first.kind == kind
+    assert "zero(stage=2" in report.blamed[0] and len(report.blamed) == 1
+
+
+# -- how a failure is looked for again -----------------------------------------------------------
+
+
+def _row(condition: str, kind: str, step: int | None) -> Row:
+    return Row(condition, kind, "w", 1.0, 1e-9, False, step)
+
+
+def _failure() -> Any:
+    from schedlang.passes.localize.localise import Failure
+
+    batches = tuple({"n": k} for k in range(3))
+    told = [Condition(name, lambda named: None, batches) for name in ("SGD", "AdamW")]  # type: ignore[arg-type, return-value]
+    nothing = Observation()
+    return Failure(None, None, told, nothing, nothing, lambda *_: [])  # type: ignore[arg-type]
+
+
+def test_the_cheapest_way_comes_first() -> None:
+    """As few steps as show it, under the condition under which it showed; then all steps."""
+    rows = [_row("AdamW", "gradients", 1), _row("SGD", "gradients", 2), _row("AdamW", "loss", 0)]
+    found = trials_of(rows, _failure())
+    told = [(trial.condition.name, len(trial.condition.batches)) for trial in found]
+    assert told == [("AdamW", 1), ("AdamW", 2), ("AdamW", 3), ("SGD", 3)]
+
+
+@pytest.mark.parametrize(
+    "row, saved, working, kernels",
+    [
+        (_row("AdamW", "saved state", 2), True, False, False),
+        (_row("SGD", "gradients in working dtype", 0), False, True, False),
+        (_row("kernels", "fuse itself", None), False, False, True),
+        (_row("AdamW", "optimizer exp_avg", 2), False, False, False),
+    ],
+)
+def test_a_kind_is_looked_for_where_it_shows(
+    row: Row, saved: bool, working: bool, kernels: bool
+) -> None:
+    """Saved state by saving, the working dtype in it, kernels by themselves; one step first."""
+    first = trials_of([row], _failure())[0]
+    assert (first.saved, first.working, first.kernels) == (saved, working, kernels)
+    assert len(first.condition.batches) == 1

@@ -1,11 +1,13 @@
-"""Tests of report: its verdict, its JSON and its table."""
+"""Tests of report: its verdict, its JSON, and its table on terminals of any width."""
 
 import json
 import math
 import subprocess
 import sys
 
-from schedlang.report import Gap, Report, Row
+import pytest
+
+from schedlang.report import Gap, Report, Row, lines
 
 GOOD = Row("SGD", "gradients", "w", 1e-15, 1e-9, True, 0)
 EXACT = Row("SGD", "trainable set", "3 = 3", 0.0, 0.0, True)
@@ -73,3 +75,74 @@ def test_no_torch_is_needed() -> None:
     """A report can be read and printed where torch is not imported."""
     code = "import sys, schedlang.report as r; str(r.Report(())); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- A report on terminals of any width: no name is cut, one line says what was not exercised.
+
+
+NAMES = ("transformer.h.0.attn.c_attn.weight", "transformer.h.11.mlp.c_proj.bias")
+KINDS = ("outputs", "gradients", "optimizer exp_avg_sq")
+ROWS = tuple(Row("SGD", k, name, 1e-15, 1e-9, True, 0) for k in KINDS for name in NAMES)
+GAPS = tuple(
+    Gap(said, f"mistakes of kind {place}")
+    for place, said in enumerate(("no float inputs", "no dropout", "one length only", "no padding"))
+)
+FACTS = (("mesh", "dp=2, tp=2 (4 ranks)"), ("fused", "a sentence of its own, " * 6))
+
+
+def made(**more: object) -> Report:
+    return Report(ROWS, "x.sched", FACTS, gaps=GAPS, seconds=3.0, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_it_fits(width: int) -> None:
+    """No line is wider than the terminal, and every name stands in it as a whole word."""
+    shown = [text for _, text in lines(made(), width)]
+    assert max(map(len, shown)) <= width
+    words = {word for line in shown for word in line.split()}
+    assert NAMES[0] in words
+    # a wide one has each comparison on one line, a narrow one the name below
+    assert sum("2 / 2" in line and NAMES[0] in line for line in shown) == (3 if width > 90 else 0)
+
+
+def test_pass_stands_alone() -> None:
+    """The verdict, and one line of what was not exercised; all of it only where asked for."""
+    short = [text for _, text in lines(made(), 80)]
+    assert short[-2] == " PASS in 3.0 s · equal up to floating-point rounding"
+    assert short[-1] == " not exercised: no float inputs, no dropout and 2 more (--verbose)"
+    assert not any("could hide" in line for line in short)
+    long = [text for _, text in lines(made(), 80, verbose=True)]
+    assert [line for line in long if "could hide mistakes of kind" in line] == long[-4:]
+    assert "(report.gaps)" in str(made())
+
+
+def test_what_was_not_checked_is_always_said() -> None:
+    """It is no gap that may be folded: it decides the verdict."""
+    report = made(unchecked=("a kernel that nobody ran",))
+    text = str(report)
+    assert " not checked: a kernel that nobody ran" in text
+    assert "NOT FULLY CHECKED in 3.0 s · compared up to" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("exact", "equal bit by bit"),
+        ("algebraic", "equal up to floating-point rounding"),
+        ("relaxed (dtype, routing)", "under the same relaxed rules (dtype, routing)"),
+    ],
+)
+def test_equal_in_words(kind: str, said: str) -> None:
+    """How equal it is, without the words of the design."""
+    text = str(made(equivalence=kind))
+    assert said in text and "class" not in text and "algebraic" not in text
+
+
+def test_a_difference_is_never_called_equal() -> None:
+    """FAIL says how it was compared; `repr` names the first difference in one line."""
+    bad = Row("SGD", "gradients", "w", 0.5, 1e-9, False, 0)
+    report = Report((*ROWS, bad), "x.sched", gaps=GAPS)
+    verdict = next(line for line in str(report).splitlines() if "FAIL" in line)
+    assert "equal" not in verdict
+    assert "FAIL" in repr(report) and "gradients: w (SGD, step 0)" in repr(report)
+    assert "\n" not in repr(report) and len(repr(report)) < 200

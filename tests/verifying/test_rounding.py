@@ -1,22 +1,31 @@
-"""Tests of rounding: another order of sums passes in low precision, small mistakes do not."""
+"""Tests of the working dtype: another order of sums passes, small mistakes and luck do not."""
+
+from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.verify.observe import Key, Observation, conditions, observe
 from schedlang.passes.verify.original import Sequential
-from schedlang.passes.verify.working_dtype import nudged, tipped, within_rounding
+from schedlang.passes.verify.pooled_draws import LEAST, bound, quantile
+from schedlang.passes.verify.working_dtype import TIPPED, nudged, tipped, within_rounding
 from schedlang.report import Report
+from schedlang.runtime.activation_memory import quantized
+from schedlang.runtime.activation_memory.quantized import stream
 from schedlang.runtime.float64 import Float64, as_float64, widened
 from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.rng.logical_dropout import mixed
+from tests.engine import Threads
 from tests.proofs import planned
 
 
@@ -280,3 +289,160 @@ class Mean(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.one(x).square().mean()
+
+
+# ---- Tests of luck: how large an error may be by chance, told from several errors of its kind.
+
+
+@pytest.mark.parametrize(
+    "n, m, chance, wanted",
+    [
+        (1, 10, 0.001, 21.04),
+        (2, 4, 0.05, 6.944),
+        (4, 8, 0.01, 7.006),
+        (5, 10, 0.05, 3.326),
+        (10, 120, 0.001, 3.237),
+        (30, 30, 0.01, 2.386),
+    ],
+)
+def test_the_law_is_that_of_tables(n: int, m: int, chance: float, wanted: float) -> None:
+    """Upper quantiles of F, as printed in tables."""
+    assert quantile(chance, n, m) == pytest.approx(wanted, rel=2e-4)
+
+
+@pytest.mark.parametrize("chance", [1e-3, 1e-6, 1e-9])
+def test_small_chances(chance: float) -> None:
+    """F(2, m) has a closed form, P(F > f) = (1 + 2 f / m)^(-m/2), also far out in its tail."""
+    for m in (3.0, 16.0, 250.0):
+        assert quantile(chance, 2, m) == pytest.approx((chance ** (-2 / m) - 1) * m / 2, rel=1e-6)
+
+
+Law = Callable[[], Tensor]
+
+
+def _laws(n: int) -> dict[str, Law]:
+    generator = torch.Generator().manual_seed(n)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float64)
+
+    fading, shared = 0.5 ** torch.arange(n), normal(n)
+    return {
+        "each its own way": lambda: normal(n),
+        "some more than others": lambda: normal(n) * fading,
+        "together": lambda: shared * normal(1),
+        "with one mean": lambda: shared + 0.3 * normal(n),
+    }
+
+
+@pytest.mark.parametrize("law", _laws(1))
+def test_false_alarms_are_as_rare_as_said(law: str) -> None:
+    """Whatever the covariance of errors, one more is above the bound as often as asked for."""
+    for n in (1, 4, 64):
+        draw = _laws(n)[law]
+        above = {0.05: 0.0, 0.005: 0.0}
+        trials, each = 100, 50
+        for _ in range(trials):
+            known = [draw() for _ in range(9)]
+            more = [float(draw().norm()) for _ in range(each)]
+            for chance in above:
+                limit = bound(known, chance)
+                above[chance] += sum(size > limit for size in more) / trials / each
+        for chance, found in above.items():
+            assert found <= 3 * chance + 0.003, (n, chance, found)
+
+
+def test_a_bound_is_no_licence() -> None:
+    """Of many elements that err each its own way none may be half as large again; of one number,
+    of which nine draws tell little, up to some twenty times."""
+    for n, most in ((1000, 1.5), (64, 2.0), (16, 3.0), (1, 30.0)):
+        known = [_laws(n)["each its own way"]] * 9
+        limit = bound([draw() for draw in known], 1e-9)
+        assert math.sqrt(n) < limit < most * math.sqrt(n), (n, limit)
+
+
+def test_what_cannot_be_told() -> None:
+    """Too few errors, none at all, or such that are no numbers: no bound."""
+    one = torch.ones(3)
+    assert bound([one] * (LEAST - 1), 1e-6) == 0.0
+    assert bound([0 * one] * 9, 1e-6) == 0.0
+    assert bound([*[one] * 8, one * math.inf], 1e-6) == 0.0
+    assert bound([one] * 9, 1e-6) == pytest.approx(math.sqrt(3), rel=0.01)
+
+
+# ---- Tests of numbers that roundings tip: a proof follows them, and follows nothing else.
+
+
+WIDTH = 32
+ROWS = "inner  compress(activations, int4, block=32)\nzero(stage=0, over=dp)"
+
+
+class Net(nn.Module):
+    """A layer that saves what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.last = nn.Linear(WIDTH, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.last(torch.tanh(self.inner(x) / 8)) ** 2).mean()
+
+
+NEAR = 2.0**-19  # by how much less than a whole number: some roundings of float32
+
+
+def _nearly() -> Tensor:
+    """Rows from 0 to 15, so that a step is 1, whose numbers in the first step are nearly whole."""
+    parts = []
+    for samples in ((0, 1, 2), (3, 4, 5)):
+        places = torch.arange(1, 3 * WIDTH + 1)
+        bits = mixed(places, torch.tensor(stream("inner", 0, 0, samples, 1)))
+        x = (torch.arange(3 * WIDTH) % 13 + 2 - bits.double() / 2**53 - NEAR).float()
+        x.view(3, WIDTH)[:, :2] = torch.tensor([0.0, 15.0])
+        parts.append(x.view(3, WIDTH))
+    return torch.cat(parts)
+
+
+def _report(threads: Threads) -> Report:
+    batches = [{"x": _nearly()}, {"x": torch.randn(4, WIDTH)}]
+    plan = planned(Net(), ROWS, "dp=2", "lossy")
+    return prove(Case(plan, tuple(batches)), pool=threads)
+
+
+def _more(drawn: Callable[..., Tensor], by: float) -> Callable[..., Tensor]:
+    """Sums of float32 that are off by some; those of the original are not."""
+
+    def other(like: Tensor, first: int, stream: int) -> Tensor:
+        found = drawn(like, first, stream)
+        return found + by if like.dtype == torch.float32 else found
+
+    return other
+
+
+def test_a_number_that_rounding_tips_is_no_difference(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either number is right: rows of the working dtype hold, within their own gates."""
+    monkeypatch.setattr(quantized, "_draws", _more(quantized._draws, 2 * NEAR))
+    report = _report(threads)
+    assert report.ok, [row for row in report.rows if not row.ok][:3]
+    assert any(row.note == TIPPED and "in working dtype" in row.kind for row in report.rows)
+    assert "as ranks took them" in dict(report.facts)["in fewer bits"]
+
+
+def test_other_numbers_are_a_difference(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that no rounding explains are told, although they are noted as well."""
+    monkeypatch.setattr(quantized, "_draws", _more(quantized._draws, 0.5))
+    report = _report(threads)
+    assert not report.ok
+    bad = {row.kind for row in report.rows if not row.ok}
+    assert "gradients in working dtype" in bad
+    assert all(kind.endswith("in working dtype") for kind in bad)
+
+
+def test_where_nothing_is_tipped_nothing_is_said(threads: Threads) -> None:
+    """The same sums round alike: the original is run once, as it is."""
+    report = _report(threads)
+    assert report.ok and not any(row.note == TIPPED for row in report.rows)
+    assert "in fewer bits" not in dict(report.facts)

@@ -1,4 +1,4 @@
-"""The zoo: every bug of a registered primitive is found by the proof, and entered in full."""
+"""The zoo: every bug is found by the proof, and the verifier's own mistakes are noticed."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.zoo.bug import Bug, found, mutate
 from tests.zoo.hunt import hunt
 from tests.zoo.scenes import SCENES, case
 from tests.zoo.table import by_kind, counted
+from tests.zoo.verifier import FLAWS, Flaw
 
 HUNTS = [(b.id, scene) for b in ZOO.values() if b.applies for scene in b.scenes]
 RIGHT = [name for name, scene in SCENES.items() if scene.holds]
@@ -130,3 +131,25 @@ def test_the_readme_tells_the_count() -> None:
     bugs = list(ZOO.values())
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     assert counted(sum(bug.applies for bug in bugs), bugs) in " ".join(readme.split())
+
+
+# ---- The verifier's own mistakes: for each there is a program by which it would be noticed.
+
+
+@pytest.mark.parametrize("flaw", thinned(FLAWS.values()), ids=FLAWS.keys())
+def test_a_mistake_of_the_verifier_would_be_noticed(flaw: Flaw, pool: Pool) -> None:
+    """A wrong program is caught (a right one passes), and with the mistake it would not be.
+
+    The first half fails for a verifier that has the mistake; the second says what it watches.
+    """
+    assert flaw.verdict(pool, flawed=False) is flaw.cries_wolf, "the verifier has this mistake"
+    if flaw.id == "V05":  # refused by the comparison itself
+        with pytest.raises(AssertionError):
+            flaw.verdict(pool, flawed=True)
+    else:
+        assert flaw.verdict(pool, flawed=True) is not flaw.cries_wolf, "it watches nothing"
+
+
+def test_all_are_there() -> None:
+    """Fourteen ways in which verifiers have failed."""
+    assert list(FLAWS) == [f"V{n:02}" for n in range(1, 15)]
