@@ -81,8 +81,7 @@ def prove(
 
     Raises Refusal for a plan or batch that cannot be run, RankDied or Hang for a run that failed.
     """
-    from schedlang.runtime.launch.job import Hang
-    from schedlang.runtime.launch.limit import TimeIsUp, current, let_go
+    from schedlang.runtime.launch.job import Hang, TimeIsUp, current, let_go
     from schedlang.runtime.launch.pool import shared
 
     start = time.perf_counter()

@@ -262,7 +262,7 @@ class Schedule(Scope):
         from schedlang.passes.propagate.options import check_options
         from schedlang.passes.simulate.expected import demand
         from schedlang.passes.simulate.gains import gained
-        from schedlang.passes.static_checks.roles import repeated
+        from schedlang.passes.simulate.played_step import repeated
         from schedlang.passes.verify.sound import cheaply
         from schedlang.runtime.left import telling
         from schedlang.runtime.waiting import Waiting

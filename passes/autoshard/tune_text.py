@@ -11,7 +11,7 @@ from schedlang.language.value import shown
 from schedlang.passes.autoshard.tune import Job, Tried, ranked
 
 if TYPE_CHECKING:
-    from schedlang.passes.simulate.cluster import Cluster
+    from schedlang.passes.simulate.step_time import Cluster
 
 HEADS = ("step", "computing", "sending", "idle", "peak")
 BOUND = (

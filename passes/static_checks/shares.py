@@ -10,8 +10,9 @@ from schedlang.diagnostics.diagnostic import Diagnostic
 from schedlang.ir.primitive import Facet
 from schedlang.passes.propagate.batch_weights import weight_of
 from schedlang.passes.propagate.context import weight_by_tokens
+from schedlang.passes.simulate.played_step import Step
 from schedlang.passes.static_checks.claim import Claim, facet_row, placed
-from schedlang.passes.static_checks.roles import Role, Step, shortened
+from schedlang.passes.static_checks.roles import Role, shortened
 
 if TYPE_CHECKING:
     from schedlang.runtime.batch import Part

@@ -10,11 +10,12 @@ from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.analyze.reductions import Booked, executed
 from schedlang.passes.analyze.taking import at_the_forward
+from schedlang.passes.simulate.played_step import Step
 from schedlang.passes.static_checks.claim import Claim
 from schedlang.passes.static_checks.gradients import gradients, ledger, types
 from schedlang.passes.static_checks.matching import matching
 from schedlang.passes.static_checks.owners import owners
-from schedlang.passes.static_checks.roles import Role, Step, roles, slices
+from schedlang.passes.static_checks.roles import Role, roles, slices
 from schedlang.passes.static_checks.shares import weights
 
 if TYPE_CHECKING:
