@@ -64,8 +64,7 @@ from schedlang.passes.verify.working_dtype import (
 from schedlang.report import Report, Row
 from schedlang.runtime.activation_memory.quantized import noting
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.launch.job import Hang
-from schedlang.runtime.launch.limit import TimeIsUp, current, let_go
+from schedlang.runtime.launch.job import Hang, TimeIsUp, current, let_go
 from schedlang.runtime.launch.pool import Pool, shared, temporary
 from schedlang.runtime.left import Left, left_in, merged
 from schedlang.runtime.modes import ambient

@@ -49,7 +49,7 @@ def verify(
     Refusal for what cannot be run, RankDied or Hang for a run that failed.
     """
     from schedlang.passes.analyze.taking import check_verified
-    from schedlang.runtime.launch.limit import limited
+    from schedlang.runtime.launch.job import limited
 
     check_verified(args, unknown, {"batch": batch, "loss": loss, "weight": weight})
     assert batch is not None

@@ -261,7 +261,7 @@ class Schedule(Scope):
         from schedlang.passes.lower.build import build, check_job
         from schedlang.passes.simulate.expected import demand
         from schedlang.passes.simulate.gains import gained
-        from schedlang.passes.static_checks.roles import repeated
+        from schedlang.passes.simulate.played_step import repeated
         from schedlang.passes.verify.probe import cheaply
         from schedlang.runtime.left import telling
         from schedlang.runtime.waiting import Waiting

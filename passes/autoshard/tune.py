@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from schedlang.language.knob import Knob
     from schedlang.passes.propagate.dryrun import Loss
     from schedlang.passes.propagate.original import Weight
-    from schedlang.passes.simulate.cluster import Cluster
-    from schedlang.passes.simulate.step_time import StepTime
+    from schedlang.passes.simulate.step_time import Cluster, StepTime
 
 # ---- What is tried: every setting of a schedule's knobs, or every mesh of so many ranks.
 

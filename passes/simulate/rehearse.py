@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from schedlang.ir.memory import CLASSES, MOMENTS, STATE, Moment, RankMemory
 from schedlang.ir.plan import Plan
-from schedlang.passes.analyze.holdings import slicing
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.analyze.residence import tiers_of
 from schedlang.passes.simulate.memory import RankClass, rank_classes
-from schedlang.passes.static_checks.roles import fewer, places, repeated
+from schedlang.passes.simulate.played_step import Step, alone, fewer, places
 from schedlang.pipeline.timeline import Kind
 
 if TYPE_CHECKING:
@@ -164,7 +163,7 @@ def rehearse(
     from schedlang.runtime.batch import sample_of
 
     sample = sample_of(batch, plan.shares, plan.micro)
-    step = _Step(plan, sample, loss, prepared, works)
+    step = Step(plan, prepared, sample, loss)
     kinds = places(plan, prepared)
     classes = rank_classes(plan, prepared.staged, prepared.holdings)
     played: dict[int | None, Played] = {}
@@ -173,7 +172,7 @@ def rehearse(
         kind = None if one.place is None else kinds[one.place]
         if kind not in played:
             of = next(c for c in classes if c.place == kind)
-            played[kind] = _play(step, of)
+            played[kind] = _play(step, of, works)
         found[one] = played[kind]
     return Rehearsal(classes, found, _parked(prepared, kinds, played))
 
@@ -193,45 +192,25 @@ def _parked(
 # -- playing -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Step:
-    """The plan to play, with one microbatch, and whether work is counted."""
-
-    plan: Plan
-    sample: Mapping[str, Any]
-    loss: Loss | None
-    prepared: Prepared
-    works: bool
-
-
-def _play(step: _Step, of: RankClass) -> Played:
+def _play(step: Step, of: RankClass, works: bool) -> Played:
     """A short step of the first rank of a class, watched."""
-    from schedlang.passes.lower.build import build
-    from schedlang.runtime.comm.tap import playing
     from schedlang.runtime.grad_reduction.zero import without_values
     from schedlang.runtime.left import left_in
-    from schedlang.runtime.offload.saved_tensors import watched
     from schedlang.runtime.played import play
-    from schedlang.runtime.storage.footprint import Footprint, Message
+    from schedlang.runtime.storage.footprint import Footprint
 
-    plan, prepared = step.plan, step.prepared
-    short, staged = _short(plan, prepared.staged)
-    ready = replace(prepared, staged=staged)
-    few = repeated(step.sample, plan.shares * short.micro)
-    footprint = Footprint("meta", step.works)
-    with playing(of.first, plan.mesh.world) as tap, watched(footprint):
-        state, tap.holds = _state_ranks(plan, of.first), False
-        tap.touch = lambda tensor, lane: footprint.touched(tensor, lane.ranks == state)
-        tap.heard = lambda op, lane, size, ends: footprint.sent(Message(op, lane.ranks, size, ends))
-        program = build(short, few, loss=step.loss, optimizer=_adamw, prepared=ready, hollow=True)
-        away = {name for name, one in tiers_of(plan).items() if one.each[2] != DEVICE}
+    short, staged = _short(step.plan, step.prepared.staged)
+    step = replace(step, plan=short, prepared=replace(step.prepared, staged=staged))
+    footprint = Footprint("meta", works)
+    with alone(step, of.first, _adamw, footprint) as (program, _):
+        away = {name for name, one in tiers_of(short).items() if one.each[2] != DEVICE}
         _start(program, footprint, away)
         units = [unit for one in program.assembly.sliced.values() for unit in one.units]
         with without_values(units):
-            play(program, staged.cut, few, footprint)
+            play(program, staged.cut, step.batch, footprint)
     left = tuple(map(str, left_in(program.assembly.module)))
     sent = dict(program.assembly.pipeline.parking.sent)
-    return _table(footprint, of, ready.staged, left, sent)
+    return _table(footprint, of, staged, left, sent)
 
 
 def _short(plan: Plan, staged: Staged) -> tuple[Plan, Staged]:
@@ -249,12 +228,6 @@ def _short(plan: Plan, staged: Staged) -> tuple[Plan, Staged]:
         if order == plan.order or parking(few) >= parking(staged):
             return short, few
         least *= 2
-
-
-def _state_ranks(plan: Plan, rank: int) -> tuple[int, ...]:
-    """The ranks between which slices of parameters and gradients are sent."""
-    row, _ = slicing(plan)
-    return () if row is None else tuple(plan.mesh.group(rank, plan.mesh.fold(row.axes)))
 
 
 def _adamw(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

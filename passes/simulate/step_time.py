@@ -1,23 +1,122 @@
-"""What a step takes on a cluster: the work of the very program, timed along the plan's timeline."""
+"""What a step takes: with times given or measured, on a cluster, or by its operations alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.plan import Plan
-from schedlang.passes.analyze.prepare import Prepared
-from schedlang.passes.simulate.rehearse import Rehearsal, in_order
-from schedlang.pipeline.cost import Cost
+from schedlang.pipeline.cost import UNIT_COST, Cost
 
 if TYPE_CHECKING:
+    from schedlang.passes.analyze.prepare import Prepared
     from schedlang.passes.partition.staging import Staged
-    from schedlang.passes.simulate.cluster import Cluster
-    from schedlang.passes.simulate.rehearse import Played
+    from schedlang.passes.simulate.rehearse import Played, Rehearsal
     from schedlang.pipeline.timeline import Op, Timeline
     from schedlang.runtime.storage.footprint import Message, Work
+
+# -- a cluster as a data sheet has it --------------------------------------------------------------
+
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks that are all alike, `node` of them in each node, numbered node by node.
+
+    speed    floating-point operations a second, in 16 bits
+    stream   bytes a second between a rank and its own memory
+    link     bytes a second that a rank sends within its node, and as many receives
+    network  the same to other nodes
+    memory   bytes of a rank
+    """
+
+    name: str
+    speed: float
+    stream: float
+    link: float
+    network: float
+    node: int
+    memory: int
+
+    # -- time ----------------------------------------------------------------------------------
+
+    def computing(self, work: Work) -> float:
+        """Seconds of operators one after the other, each bound by operations or by bytes.
+
+        The roofline of Williams et al. 2009: what is reached at best.
+        """
+        return sum(
+            often * max(flops / self.speed, moved / self.stream)
+            for (flops, moved), often in work.operators.items()
+        )
+
+    def sending(self, message: Message) -> float:
+        """Seconds of one collective or message at full bandwidth, its latency left out.
+
+        Collectives send as rings do, which is the least there is for large tensors (Patarasuk and
+        Yuan 2009).
+        """
+        if message.ends is not None:
+            return message.bytes / self.bandwidth(message.ends)
+        ranks = len(message.ranks)
+        if ranks < 2:
+            return 0.0
+        share = SHARES[message.op](ranks) if message.op in SHARES else 1.0
+        return share * message.bytes / self.bandwidth(message.ranks)
+
+    def bandwidth(self, ranks: Sequence[int]) -> float:
+        """Bytes a second along a ring of these ranks.
+
+        Where it crosses nodes every rank of a node has its own way out, and as many rings run as
+        the node with fewest has ranks.
+        """
+        nodes = Counter(rank // self.node for rank in ranks)
+        if len(nodes) == 1:
+            return self.link
+        return min(self.link, self.network * min(nodes.values()))
+
+
+# of the whole tensor, what one rank sends
+SHARES: Final[Mapping[str, Callable[[int], float]]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+}
+
+# data sheets of NVIDIA: dense 16-bit tensor cores, HBM, NVLink one way; the network is that of
+# their DGX systems, one adapter for each GPU
+CLUSTERS = {
+    one.name: one
+    for one in (
+        Cluster("v100", 125e12, 900e9, 150e9, 6.25e9, 8, 32 * GIB),
+        Cluster("a100", 312e12, 2039e9, 300e9, 25e9, 8, 80 * GIB),
+        Cluster("h100", 989e12, 3350e9, 450e9, 50e9, 8, 80 * GIB),
+        Cluster("h200", 989e12, 4800e9, 450e9, 50e9, 8, 140 * GIB),
+    )
+}
+
+
+def cluster_named(device: str | None) -> tuple[Cluster | None, int | None]:
+    """The cluster and the ranks of `a100x64`; None for what is not known of it."""
+    found = re.fullmatch(r"(?P<name>.*?)(x(?P<ranks>\d+))?", device or "")
+    assert found is not None
+    ranks = found["ranks"]
+    return CLUSTERS.get(found["name"].lower()), int(ranks) if ranks else None
+
+
+def changed(cluster: Cluster, **given: float | None) -> Cluster:
+    """The same with other figures, where there are some."""
+    mine = {name: value for name, value in given.items() if value is not None}
+    return replace(cluster, **mine)  # type: ignore[arg-type]
+
 
 # -- times that are given or measured --------------------------------------------------------------
 
@@ -217,6 +316,8 @@ def _times(
     clock: _Clock, place: int, played: Played, parked: Mapping[int, int]
 ) -> Mapping[Op, _Took]:
     """Time each operation of a place."""
+    from schedlang.passes.simulate.rehearse import in_order
+
     at = place if clock.staged.axis is not None else None
     known: dict[int, _Took] = {}
     found = {}
@@ -291,3 +392,95 @@ class _Clock:
         """The axes along which ranks of a message differ."""
         first, *others = map(self.plan.mesh.coordinates, message.ranks)
         return {axis for other in others for axis in other if other[axis] != first[axis]}
+
+
+# -- what stages cost, from operations and bytes alone ---------------------------------------------
+
+
+MS = 1000.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of a rank and a link: floating-point operations and bytes a second."""
+
+    speed: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A plan's timeline and its costs, times in milliseconds; `notes` say what they are made of."""
+
+    timeline: Timeline
+    cost: Cost
+    notes: tuple[str, ...]
+
+
+def estimated(
+    plan: Plan, batch: Mapping[str, Any] | None, loss: Callable[..., Any] | None, machine: Machine
+) -> Estimate:
+    """The costs of a plan's pipeline from the keyword arguments of one whole step.
+
+    Without a batch stages are not known: then all cost one unit. Raises Refusal where the plan
+    cannot be cut for this batch.
+    """
+    from schedlang.passes.partition.staging import stages_of, timeline_of
+
+    if batch is None:
+        line = timeline_of(plan)
+        note = "nothing: the model file has no batch to count with; every stage costs the same"
+        return Estimate(line, UNIT_COST, (note,))
+    from schedlang.passes.propagate.propagate import propagate
+    from schedlang.runtime.batch import sample_of
+
+    micro = plan.order.micro if plan.order is not None else 1
+    sample = sample_of(batch, plan.shares, micro)
+    staged = stages_of(plan, propagate(plan, sample, loss), sample, loss)
+    cost, notes = _cost(staged, machine)
+    return Estimate(staged.timeline.with_edges(staged.cut.edges), cost, notes)
+
+
+def _cost(staged: Staged, machine: Machine) -> tuple[Cost, tuple[str, ...]]:
+    from schedlang.passes.simulate.traffic import tensor_bytes
+
+    cut, ranks, leaves = staged.cut, staged.timeline.ranks, staged.cut.graph.leaves
+    flops, saved = (
+        [sum(of_unit[unit] for unit in cut.units(stage)) for stage in range(cut.stages)]
+        for of_unit in (cut.graph.flops, cut.graph.saved)
+    )
+    if not sum(flops):
+        note = "nothing: no operation of this model has a known number of floating-point operations"
+        return UNIT_COST, (note,)
+    once = sum(flops) / ranks
+    time = once / machine.speed * MS
+    sent = {
+        edge: sum(tensor_bytes(one.shape, one.dtype) for one in map(leaves.__getitem__, tokens))
+        for edge, tokens in cut.routes.items()
+    }
+    longest = max(sent.values(), default=0)
+    cost = Cost(
+        f=time,
+        i=time,
+        w=time,
+        comm=longest / machine.bandwidth * MS,
+        shares=tuple(Fraction(n) for n in flops),
+        held=tuple(Fraction(n) for n in saved) if sum(saved) else None,
+        between={edge: size / machine.bandwidth * MS for edge, size in sent.items()},
+    )
+    return cost, (
+        f"F from {_si(once)}FLOP of a microbatch on one rank's share, at "
+        f"{_si(machine.speed)}FLOP/s (--tflops); I and W as F; times in ms",
+        f"transfers from their bytes, at most {_si(longest)}B, at {_si(machine.bandwidth)}B/s "
+        "(--bandwidth)",
+        f"M_B is {_si(sum(saved) / ranks)}B: what the forwards keep, but for parameters",
+    )
+
+
+def _si(value: float) -> str:
+    """A number with a prefix: `1.5 G`."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if value < 1000:
+            return f"{value:.3g} {prefix}"
+        value /= 1000
+    return f"{value:.3g} P"

@@ -428,13 +428,14 @@ def _sent(
     count = staged.microbatches(edge[0], ends[0], replica)
     there = "forward", f"to stage {edge[1]}"
     back = ("backward", f"grad to stage {edge[0]}") if leaf.differentiable else None
-    size, row = _bytes(local(leaf.shape), leaf.dtype), context.row(Facet.STAGE)
+    size, row = tensor_bytes(local(leaf.shape), leaf.dtype), context.row(Facet.STAGE)
     yield from there_and_back(
         staged.axis, (ends[0], ends[1]), there, back, size, row, fqn=fqn, count=count
     )
 
 
-def _bytes(shape: Iterable[int], dtype: str) -> int:
+def tensor_bytes(shape: Iterable[int], dtype: str) -> int:
+    """Bytes of a tensor of a shape and a dtype by its name."""
     import torch
 
     kind: torch.dtype = getattr(torch, dtype)

@@ -16,9 +16,10 @@ from schedlang.passes.partition.staging import buffer_stages
 from schedlang.passes.propagate.context import weight_by_tokens
 from schedlang.passes.propagate.original import weight_of
 from schedlang.passes.propagate.propagate import Traced
+from schedlang.passes.simulate.played_step import Step
 from schedlang.passes.static_checks.claim import Claim, facet_row, folded, placed
 from schedlang.passes.static_checks.gradients import Gradients
-from schedlang.passes.static_checks.roles import Role, Step, shortened
+from schedlang.passes.static_checks.roles import Role, shortened
 
 if TYPE_CHECKING:
     from torch import nn

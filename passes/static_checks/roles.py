@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic
-from schedlang.ir.facets import Order
-from schedlang.ir.model import inside
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.holdings import holdings_of, slicing
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.analyze.reductions import Booked, sliced_over
 from schedlang.passes.partition.staging import at_home
+from schedlang.passes.simulate.played_step import Step, alone, fewer, places
 from schedlang.passes.static_checks.claim import Claim, axis_row, facet_row, folded, placed
 
 if TYPE_CHECKING:
-    from schedlang.passes.partition.staging import Staged
-    from schedlang.passes.propagate.dryrun import Loss
     from schedlang.runtime.comm.tap import Lane, Sent, Tap
     from schedlang.runtime.played import Letter
 
@@ -46,53 +43,6 @@ class Role:
     weights: tuple[float, ...]
     trained: tuple[str, ...]
     held: frozenset[str]
-
-
-@dataclass(frozen=True)
-class Step:
-    """All that a rank's step needs; `sample` is one microbatch."""
-
-    plan: Plan
-    prepared: Prepared
-    sample: Mapping[str, Any]
-    loss: Loss | None = None
-    weight: Any = None
-
-
-def places(plan: Plan, prepared: Prepared) -> dict[int, int]:
-    """Each place along the pipeline -> the first place whose stages look the same."""
-    staged = prepared.staged
-    if staged.axis is None:
-        return {0: 0}
-    first: dict[object, int] = {}
-    found = {}
-    for place in range(plan.mesh.size(staged.axis)):
-        look = tuple(_look(plan, prepared, stage) for stage in staged.stages_at(place))
-        found[place] = first.setdefault(look, place)
-    return found
-
-
-def _look(plan: Plan, prepared: Prepared, stage: int) -> object:
-    """Equal for stages that run the same modules in the same way and send the same on."""
-    cut = prepared.staged.cut
-    units = [cut.graph.units[unit] for unit in cut.units(stage)]
-    modules = tuple(
-        (
-            fqn[len(unit) :],
-            site.kind,
-            plan.boundaries.get(fqn, ()),
-            tuple(a.row for a in plan.actions if fqn in a.sites),
-        )
-        for unit in units
-        for fqn, site in plan.model.sites.items()
-        if inside(fqn, unit)
-    )
-    routes = tuple(
-        (source - stage, target - stage, tuple(cut.graph.leaves[t] for t in tokens))
-        for (source, target), tokens in cut.routes.items()
-        if stage in (source, target)
-    )
-    return modules, routes, stage == cut.stages - 1
 
 
 def ranks_to_play(plan: Plan, prepared: Prepared) -> tuple[int, ...]:
@@ -142,49 +92,13 @@ def _without_kernels(plan: Plan) -> Plan:
     return replace(plan, actions=kept, kept=(), stores=stores)
 
 
-def fewer(plan: Plan, staged: Staged, least: int) -> tuple[Order | None, Staged]:
-    """The order with few microbatches, at least so many, and its stages; else as they are."""
-    from schedlang.pipeline.schedules import OrderError
-
-    order = plan.order
-    if order is None or order.micro <= least or order.table:
-        return order, staged
-    count = plan.mesh.size(staged.axis) if staged.axis is not None else 1
-    for micro in sorted({least, *(n for n in (count, count * order.chunks) if n > least)}):
-        try:
-            shorter = replace(order, micro=micro)
-            return shorter, replace(staged, timeline=shorter.timeline(count))
-        except OrderError:
-            continue
-    return order, staged
-
-
 def roles(step: Step) -> list[Role]:
     """Play a step on every rank that has a role of its own."""
     short = shortened(step)
-    micro = short.plan.micro
-    batch = repeated(step.sample, short.plan.shares * micro)
-    return [_role(short, batch, rank) for rank in ranks_to_play(short.plan, short.prepared)]
+    return [_role(short, rank) for rank in ranks_to_play(short.plan, short.prepared)]
 
 
-def repeated(sample: Mapping[str, Any], times: int) -> dict[str, Any]:
-    """A batch of which every part is the sample."""
-    import torch
-
-    from schedlang.runtime.batch import rows_of
-
-    rows = rows_of(sample)
-
-    def repeat(value: Any) -> Any:
-        whole = isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == rows
-        return torch.cat([value] * times) if whole else value
-
-    return {name: repeat(value) for name, value in sample.items()}
-
-
-def _role(step: Step, batch: Mapping[str, Any], rank: int) -> Role:
-    from schedlang.passes.lower.build import build
-    from schedlang.runtime.comm.tap import playing
+def _role(step: Step, rank: int) -> Role:
     from schedlang.runtime.played import play
 
     trained: list[str] = []
@@ -197,31 +111,18 @@ def _role(step: Step, batch: Mapping[str, Any], rank: int) -> Role:
         trained.extend(name for name, _ in pairs)
         return torch.optim.SGD([p for _, p in pairs], lr=0.0)
 
-    plan, prepared = step.plan, step.prepared
-    with playing(rank, plan.mesh.world) as tap:
-        program = build(
-            plan,
-            batch,
-            loss=step.loss,
-            optimizer=optimizer,
-            weight=step.weight,
-            prepared=prepared,
-            hollow=True,
-        )
-        played = play(program, prepared.staged.cut, batch)
-    axis = prepared.staged.axis
-    place = plan.mesh.index(rank, axis) if axis is not None else 0
-    sums = tuple(_sums(step, program, played.answers, tap))
-    held = frozenset(program.assembly.parameters)
+    plan, staged = step.plan, step.prepared.staged
+    with alone(step, rank, optimizer) as (program, tap):
+        played = play(program, staged.cut, step.batch)
     return Role(
         rank,
-        place,
+        plan.mesh.index(rank, staged.axis) if staged.axis is not None else 0,
         tuple(tap.log),
         tuple(played.letters),
-        sums,
+        tuple(_sums(step, program, played.answers, tap)),
         tuple(played.weights),
         tuple(trained),
-        held,
+        frozenset(program.assembly.parameters),
     )
 
 
@@ -264,22 +165,15 @@ def slices(step: Step, rank: int) -> tuple[Booked, ...]:
 
     Those that fully_shard does unit by unit, and those over whole copies of slices.
     """
-    from schedlang.passes.lower.build import build
-    from schedlang.runtime.comm.tap import playing
     from schedlang.runtime.grad_reduction.zero import reduced
 
     row, _ = slicing(step.plan)
     if row is None:
         return ()
     plan, prepared = _without_kernels(step.plan), step.prepared
-    micro = plan.micro
-    batch = repeated(step.sample, plan.shares * micro)
-    found = []
     cut = {name for name, holding in prepared.holdings.items() if holding.sliced}
-    with playing(rank, plan.mesh.world):
-        program = build(
-            plan, batch, loss=step.loss, weight=step.weight, prepared=prepared, hollow=True
-        )
+    found = []
+    with alone(replace(step, plan=plan), rank) as (program, _):
         for one in program.assembly.sliced.values():
             for names, divisor in reduced(one, program.assembly.parameters):
                 axes = sliced_over(prepared.holdings, tuple(names))

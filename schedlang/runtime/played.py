@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -27,6 +28,7 @@ from schedlang.runtime.tracing.graph import Cut
 from schedlang.runtime.tracing.meta import hollow_batch
 from schedlang.runtime.tracing.torch_calls import tensors_in
 from schedlang.runtime.weights import Number
+from schedlang.uncollected import uncollected
 
 # what multiplies (True) or divides in place
 SCALES: dict[Any, bool] = {
@@ -143,6 +145,7 @@ class Played(Program):
     def _mark(self, what: Any) -> None:
         """Tell the footprint what begins to run."""
         if self.footprint is not None:
+            gc.collect()
             held = self.assembly.parameters.values()
             self.footprint.hold("gradients", [p.grad for p in held if p.grad is not None])
             self.footprint.mark(what)
@@ -178,7 +181,7 @@ def play(program: Program, cut: Cut, batch: Batch, footprint: Footprint | None =
                 pipeline.sizes.learn(shape, Message(False, *edge, replica, 0, index), layout)
     watched: tuple[Any, ...] = ()
     if footprint is not None:
-        watched = ambient(Fused()), footprint
+        watched = _at_marks(), ambient(Fused()), footprint
         for stub in {stage.stub for stage in pipeline.stages.values() if not stage.whole}:
             vars(stub)["_shapes"] = footprint.unseen(stub._shapes)
     with ExitStack() as stack:
@@ -187,6 +190,20 @@ def play(program: Program, cut: Cut, batch: Batch, footprint: Footprint | None =
         played.train_step(batch)
         played._mark(None)
     return played
+
+
+@contextmanager
+def _at_marks() -> Iterator[None]:
+    """What circles of objects hold goes at the next mark, however often Python looks for them.
+
+    Each look is at what came since then alone: a model and its modules are very many objects.
+    """
+    with uncollected():
+        gc.freeze()
+        try:
+            yield
+        finally:
+            gc.unfreeze()
 
 
 def _sizes(

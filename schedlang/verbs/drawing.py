@@ -57,8 +57,7 @@ class Pictures:
         """
         from schedlang.pipeline.timeline.pictures import drawn
         from schedlang.verbs.inputs import write_asked
-        from schedlang.viz.timeline_page import Shown, timeline_page
-        from schedlang.viz.trace import trace
+        from schedlang.viz.timeline_page import Shown, timeline_page, trace
 
         if self.svg is not None:
             who = f"{axis}=" if axis else "rank "

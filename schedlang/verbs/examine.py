@@ -149,7 +149,7 @@ def verify(file: Path, wish: Wish, ranks: Ranks) -> Outcome:
     """Whether the schedule computes what its model computes, or is refused as it is meant to be."""
 
     def ask(outcome: Outcome) -> Outcome:
-        from schedlang.runtime.launch.limit import limited
+        from schedlang.runtime.launch.job import limited
         from schedlang.runtime.launch.pool import Hang, RankDied
 
         try:

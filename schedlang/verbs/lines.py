@@ -110,7 +110,7 @@ def _table(path: str, asked: Asked, cost: Cost) -> Simulated:
 
 def of_schedule(file: Path, asked: Asked, found: Any, cost: Cost | None, machine: Any) -> Simulated:
     """The order of a schedule's plan (`found`: Planned); without `cost` with estimated costs."""
-    from schedlang.passes.simulate.estimated import Estimate, estimated
+    from schedlang.passes.simulate.step_time import Estimate, estimated
     from schedlang.verbs.simulated import simulated
 
     _not_beside(asked, tuple(vars(asked)), "the plan of the schedule")

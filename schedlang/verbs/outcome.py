@@ -51,8 +51,7 @@ class Common:
 @contextmanager
 def unchecked(timeout: float | None, as_json: bool, done: Callable[[], None]) -> Iterator[None]:
     """Exit 3, with the account, where a rank dies, none gets on, or the time is over."""
-    from schedlang.runtime.launch.job import Hang, RankDied
-    from schedlang.runtime.launch.limit import limited
+    from schedlang.runtime.launch.job import Hang, RankDied, limited
 
     def tell(account: str) -> None:
         done()

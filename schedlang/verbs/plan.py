@@ -122,7 +122,7 @@ def _draw(shown: View, asked: Written) -> None:
     from schedlang.pipeline.timeline import timing
     from schedlang.verbs.inputs import write_asked
     from schedlang.viz.picture import page, picture
-    from schedlang.viz.trace import trace as traced
+    from schedlang.viz.timeline_page import trace as traced
 
     if asked.svg is not None:
         write_asked(asked.svg, picture(shown))

@@ -14,7 +14,7 @@ from schedlang.verbs.lines import Asked
 from schedlang.verbs.outcome import AsJson, Common, verb
 
 if TYPE_CHECKING:
-    from schedlang.passes.simulate.estimated import Machine
+    from schedlang.passes.simulate.step_time import Machine
 
 File = Annotated[Path | None, typer.Argument(help="A schedule with a pipeline.", metavar="FILE")]
 Costs = Annotated[
@@ -42,7 +42,7 @@ class Speeds:
     def machine(self) -> Machine:
         """In units; refuses what is not a speed (S109)."""
         from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-        from schedlang.passes.simulate.estimated import Machine
+        from schedlang.passes.simulate.step_time import Machine
 
         for name, value in (("tflops", self.tflops), ("bandwidth", self.bandwidth)):
             if not 0 < value < float("inf"):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from schedlang.ir.modelfile import ModelFile
     from schedlang.language.nodes import File
     from schedlang.passes.autoshard.tune import Job, Tried
-    from schedlang.passes.simulate.cluster import Cluster
+    from schedlang.passes.simulate.step_time import Cluster
 
 PYTHON = ".py"
 
@@ -163,10 +163,10 @@ def _device(tree: File) -> str | None:
 
 def _cluster(machine: Machine, device: str | None) -> tuple[Cluster, int]:
     """The cluster and its ranks, as options and the schedule's `on` have it (S109)."""
-    from schedlang.passes.simulate.cluster import CLUSTERS, changed, named
+    from schedlang.passes.simulate.step_time import CLUSTERS, changed, cluster_named
 
-    known, told = named(machine.on or device)
-    ranks = machine.gpus or told or named(device)[1]
+    known, told = cluster_named(machine.on or device)
+    ranks = machine.gpus or told or cluster_named(device)[1]
     if known is None:
         said = machine.on or device
         title = f"unknown cluster `{said}`" if said else "the cluster is missing"

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 import schedlang
-from schedlang.runtime.launch.job import HERE
-from schedlang.runtime.launch.limit import current, limited
+from schedlang.runtime.launch.job import HERE, current, limited
 from schedlang.runtime.launch.pool import Hang, Pool
 
 MODEL = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from typing import Any
 
@@ -185,3 +186,34 @@ def test_rows_that_fit_a_limit_are_played_as_chosen() -> None:
     assert fitted.memory[0].peak < plain.memory[0].peak
     with pytest.raises(Refusal, match="fits into"):
         account(planned(llama(), row.format("1KiB"), "dp=2"), batch(), memory=True)
+
+
+class Circled(nn.Module):
+    """A layer whose forward leaves a circle of objects that holds one of its results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """A mean, and garbage for Python to find."""
+        made = self.linear(x).tanh()
+        circle: list[Any] = [made]
+        circle.append(circle)
+        return (made - y).square().mean()
+
+
+@pytest.mark.parametrize("often", (0, 1))  # never, and as often as anything is made
+def test_bytes_do_not_depend_on_when_python_collects(often: int) -> None:
+    """What only circles of objects hold is gone once the operation is over that made them."""
+    plan = planned(Circled(), "zero(stage=0, over=dp)", "dp=1")
+    given = {"x": torch.randn(16, 32), "y": torch.randn(16, 32)}
+    before = gc.get_threshold()
+    gc.set_threshold(often, 0, 0)
+    try:
+        (found,) = estimated(plan, given)
+    finally:
+        gc.set_threshold(*before)
+    inputs, loss, saved = 2 * 16 * 32 * 4, 4, 2 * 16 * 32 * 4  # tanh's result, and the difference
+    held = [moment.end[CLASSES.index("activations")] for moment in found.moments]
+    assert held[:3] == [inputs, inputs + saved + loss, inputs + loss]

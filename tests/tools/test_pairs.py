@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from schedlang.ir.mesh import Mesh, neighbours
-from schedlang.passes.simulate.pairs import SHARE, Pairs, pairs
 from schedlang.passes.simulate.traffic import Collective, collectives
-from schedlang.viz.cost_pictures import Matrix, between
+from schedlang.viz.cost_pictures import SHARE, Matrix, Pairs, between, pairs
 from tests import models
 from tests.models import tokens
 from tests.proofs import planned

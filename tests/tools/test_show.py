@@ -13,7 +13,7 @@ from schedlang.passes.simulate.account import account, delta
 from schedlang.pipeline.timeline import timing
 from schedlang.viz.picture import page, picture
 from schedlang.viz.show import View, text, view
-from schedlang.viz.trace import trace
+from schedlang.viz.timeline_page import trace
 from tests.models import tokens
 from tests.verifying.test_account import CHECKPOINT, MESH, PIPE, TENSOR, planned
 

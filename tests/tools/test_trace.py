@@ -17,7 +17,7 @@ from schedlang.pipeline.schedules import ORDERS, order, sized
 from schedlang.pipeline.timeline import Kind, Op, Timing, timeline, timing
 from schedlang.pipeline.timeline.pictures import IDLE, MOST_BLOCKS, MOST_RANKS, bars, drawn
 from schedlang.pipeline.timeline.table import dependencies
-from schedlang.viz.trace import UNIT, trace
+from schedlang.viz.timeline_page import UNIT, trace
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
 

@@ -12,9 +12,15 @@ from torch import nn
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.simulate.account import account
-from schedlang.passes.simulate.cluster import CLUSTERS, Cluster, changed, named
 from schedlang.passes.simulate.rehearse import rehearse
-from schedlang.passes.simulate.step_time import StepTime, step_time
+from schedlang.passes.simulate.step_time import (
+    CLUSTERS,
+    Cluster,
+    StepTime,
+    changed,
+    cluster_named,
+    step_time,
+)
 from schedlang.runtime import batch as parts
 from schedlang.runtime.storage.footprint import Footprint, Message, Work
 from tests.proofs import planned
@@ -192,7 +198,7 @@ def test_rings_leave_a_node_by_all_its_ways() -> None:
 
 def test_clusters_are_known_by_name() -> None:
     """`a100x64` is 64 ranks of a machine that is known; of others only the number is."""
-    assert named("a100x64") == (CLUSTERS["a100"], 64)
-    assert named("h100") == (CLUSTERS["h100"], None)
-    assert named("tpux8") == (None, 8)
-    assert named(None) == (None, None)
+    assert cluster_named("a100x64") == (CLUSTERS["a100"], 64)
+    assert cluster_named("h100") == (CLUSTERS["h100"], None)
+    assert cluster_named("tpux8") == (None, 8)
+    assert cluster_named(None) == (None, None)

@@ -52,6 +52,10 @@ class Sent:
         return f"{self.op}{how}{what}"
 
 
+# told of every collective and message: its name, between which ranks, its tensors, its two ends
+Hear = Callable[[str, Lane, Sequence[Tensor], tuple[int, int] | None], None]
+
+
 class Done:
     """The handle of an operation that needs no waiting."""
 
@@ -67,18 +71,13 @@ class Done:
 class Tap:
     """The log of one rank, in order."""
 
-    def __init__(self, rank: int, world: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, world: int, hear: Hear | None = None) -> None:
+        self.rank, self.hear = rank, hear
         self.log: list[Sent] = []
         self.summed: list[tuple[Lane, Tensor]] = []  # what was given to all-reduces
         self._lanes: dict[Any, Lane] = {}
         self._count = {tuple(range(world)): 1}  # over these ranks so many groups are there
         self.told = ""  # for whose sake the next collective is
-        self.holds = True  # what was summed is kept, for who asks which gradients it was
-        # told of every tensor that is sent, and between which ranks
-        self.touch: Callable[[Tensor, Lane], None] = lambda tensor, lane: None
-        # told of every collective and message: its name, between which ranks, bytes, its two ends
-        self.heard: Callable[[str, Lane, int, tuple[int, int] | None], None] = lambda *sent: None
 
     def listen(self, kind: str, group: Group, size: int) -> None:
         """The runtime tells of a collective before it asks for it."""
@@ -88,7 +87,8 @@ class Tap:
         """Write one operation down."""
         sent, self.told = replace(sent, fqn=self.told), ""
         self.log.append(sent)
-        summed = self.holds and sent.op == "all_reduce"
+        # kept for who asks which gradients it was, and not where memory is watched
+        summed = self.hear is None and sent.op == "all_reduce"
         if tensor is not None and summed and sent.lane is not None:
             self.summed.append((sent.lane, tensor))
         return Done()
@@ -130,9 +130,8 @@ def _functions(tap: Tap) -> dict[str, Callable[..., Any]]:
             tensor = args[whole] if len(args) > whole else None
             held = tensor if isinstance(tensor, Tensor) else None
             given = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
-            for one in given:
-                tap.touch(one, tap.lane(group))
-            tap.heard(name, tap.lane(group), max(map(_bytes, given), default=0), None)
+            if tap.hear is not None:
+                tap.hear(name, tap.lane(group), given, None)
             return tap.note(_sent(name, tap.lane(group), held, how), held)
 
         return run
@@ -140,8 +139,8 @@ def _functions(tap: Tap) -> dict[str, Callable[..., Any]]:
     def message(name: str, sends: bool) -> Callable[..., Any]:
         def run(tensor: Tensor, peer: int, group: Any = None, tag: int = 0) -> Done:
             ends = (tap.rank, peer) if sends else (peer, tap.rank)
-            tap.touch(tensor, tap.lane(group))
-            tap.heard(name, tap.lane(group), _bytes(tensor), ends)
+            if tap.hear is not None:
+                tap.hear(name, tap.lane(group), [tensor], ends)
             return tap.note(_sent(name, tap.lane(group), tensor, "", ends), tensor)
 
         return run
@@ -180,10 +179,6 @@ def _newer(collective: Callable[[str, int], Callable[..., Done]]) -> dict[str, A
     return {name: function for name, function in found.items() if hasattr(dist, name)}
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _is_group(value: object) -> bool:
     return isinstance(value, dist.ProcessGroup)
 
@@ -203,10 +198,10 @@ def free() -> bool:
 
 
 @contextmanager
-def playing(rank: int, world: int) -> Iterator[Tap]:
+def playing(rank: int, world: int, hear: Hear | None = None) -> Iterator[Tap]:
     """Be one rank of a world of this size, alone; nothing that is sent arrives anywhere."""
     assert free(), "this process is a rank already"
-    tap, hook = Tap(rank, world), sys.excepthook
+    tap, hook = Tap(rank, world, hear), sys.excepthook
     if world == 1:
         yield tap
         return

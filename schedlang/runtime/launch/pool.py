@@ -33,12 +33,12 @@ from schedlang.runtime.launch.job import (
     Rank,
     RankDied,
     account,
+    current,
     doubt,
     judge,
     stacks,
     unpickled,
 )
-from schedlang.runtime.launch.limit import current
 
 # ---- Temporary folders of a process, and the sweep of those that killed ones have left.
 

@@ -1,0 +1,159 @@
+"""A step of one rank, played on the meta device: what it sends, in order, and what it holds.
+
+There are no other ranks and no values.  Memory, time, what is sent to keep activations on a peer
+and the static proofs are read off it: a step of each kind of rank (`rehearse`), with every storage
+and operator, or of several ranks (`static_checks.roles`), with what each sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from schedlang.ir.facets import Order
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.holdings import slicing
+from schedlang.passes.analyze.prepare import Prepared
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from schedlang.passes.partition.staging import Staged
+    from schedlang.passes.propagate.dryrun import Loss
+    from schedlang.runtime.comm.tap import Lane, Tap
+    from schedlang.runtime.program import Program
+    from schedlang.runtime.storage.footprint import Footprint
+
+# -- what is played --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """A plan to play, and all that is known of it; `sample` is one microbatch."""
+
+    plan: Plan
+    prepared: Prepared
+    sample: Mapping[str, Any]
+    loss: Loss | None = None
+    weight: Any = None
+
+    @cached_property
+    def batch(self) -> dict[str, Any]:
+        """The batch of a whole step, of which every part is the sample."""
+        return repeated(self.sample, self.plan.shares * self.plan.micro)
+
+
+def repeated(sample: Mapping[str, Any], times: int) -> dict[str, Any]:
+    """A batch of which every part is the sample."""
+    import torch
+
+    from schedlang.runtime.batch import rows_of
+
+    rows = rows_of(sample)
+
+    def repeat(value: Any) -> Any:
+        whole = isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == rows
+        return torch.cat([value] * times) if whole else value
+
+    return {name: repeat(value) for name, value in sample.items()}
+
+
+def fewer(plan: Plan, staged: Staged, least: int) -> tuple[Order | None, Staged]:
+    """The order with few microbatches, at least so many, and its stages; else as they are."""
+    from schedlang.pipeline.schedules import OrderError
+
+    order = plan.order
+    if order is None or order.micro <= least or order.table:
+        return order, staged
+    count = plan.mesh.size(staged.axis) if staged.axis is not None else 1
+    for micro in sorted({least, *(n for n in (count, count * order.chunks) if n > least)}):
+        try:
+            shorter = replace(order, micro=micro)
+            return shorter, replace(staged, timeline=shorter.timeline(count))
+        except OrderError:
+            continue
+    return order, staged
+
+
+def places(plan: Plan, prepared: Prepared) -> dict[int, int]:
+    """Each place along the pipeline -> the first place whose stages look the same."""
+    staged = prepared.staged
+    if staged.axis is None:
+        return {0: 0}
+    first: dict[object, int] = {}
+    found = {}
+    for place in range(plan.mesh.size(staged.axis)):
+        look = tuple(_look(plan, prepared, stage) for stage in staged.stages_at(place))
+        found[place] = first.setdefault(look, place)
+    return found
+
+
+def _look(plan: Plan, prepared: Prepared, stage: int) -> object:
+    """Equal for stages that run the same modules in the same way and send the same on."""
+    cut = prepared.staged.cut
+    units = [cut.graph.units[unit] for unit in cut.units(stage)]
+    modules = tuple(
+        (
+            fqn[len(unit) :],
+            site.kind,
+            plan.boundaries.get(fqn, ()),
+            tuple(a.row for a in plan.actions if fqn in a.sites),
+        )
+        for unit in units
+        for fqn, site in plan.model.sites.items()
+        if fqn == unit or fqn.startswith(f"{unit}.")
+    )
+    routes = tuple(
+        (source - stage, target - stage, tuple(cut.graph.leaves[t] for t in tokens))
+        for (source, target), tokens in cut.routes.items()
+        if stage in (source, target)
+    )
+    return modules, routes, stage == cut.stages - 1
+
+
+# -- one rank --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def alone(
+    step: Step, rank: int, optimizer: Any = None, footprint: Footprint | None = None
+) -> Iterator[tuple[Program, Tap]]:
+    """Build the program of one rank where no other is; the tap logs what it sends.
+
+    A footprint watches its storages, and is told what it sends.  This process must not be a rank of
+    a job.  Raises what the model raises where it cannot be built without values.
+    """
+    from schedlang.passes.lower.build import build
+    from schedlang.runtime.comm.tap import playing
+    from schedlang.runtime.offload.saved_tensors import watched
+    from schedlang.runtime.storage.footprint import Message
+
+    plan = step.plan
+    row, _ = slicing(plan)
+    state = () if row is None else tuple(plan.mesh.group(rank, plan.mesh.fold(row.axes)))
+
+    def hear(op: str, lane: Lane, sent: Iterable[Tensor], ends: tuple[int, int] | None) -> None:
+        assert footprint is not None
+        for tensor in sent:  # between these ranks slices of parameters and gradients are sent
+            footprint.touched(tensor, lane.ranks == state)
+        size = max((tensor.numel() * tensor.element_size() for tensor in sent), default=0)
+        footprint.sent(Message(op, lane.ranks, size, ends))
+
+    with ExitStack() as stack:
+        watches = footprint is not None
+        tap = stack.enter_context(playing(rank, plan.mesh.world, hear if watches else None))
+        if footprint is not None:
+            stack.enter_context(watched(footprint))
+        program = build(
+            plan,
+            step.batch,
+            loss=step.loss,
+            optimizer=optimizer,
+            weight=step.weight,
+            prepared=step.prepared,
+            hollow=True,
+        )
+        yield program, tap
