@@ -265,4 +265,4 @@ def _add(
         return
     away.come(host, event)
     in_flight: _InFlight = vars(parameter)[OFFLOADED]
-    in_flight.put(away, event, source or event, host.nbytes)
+    in_flight.put(away, event, event if source is None else source, host.nbytes)
