@@ -135,6 +135,30 @@ def test_one_way_and_back(acc: Any) -> None:
     assert torch.equal(host, wanted)
 
 
+def test_gradients_of_many_microbatches_wait_for_none(acc: Any) -> None:
+    """Small gradients lie twice on the host until the end: no microbatch waits for another."""
+    from schedlang.runtime.storage.offloaded_gradients import (
+        gradient_of,
+        offload_gradients,
+        wait_for_offloaded,
+    )
+
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))).to("sim")
+    plain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    plain.load_state_dict(layers.state_dict())
+    offload_gradients(layers.parameters())
+    x = torch.randn(4, 8)
+    there = x.to("sim")
+    with acc.no_synchronisation():
+        for _ in range(4):
+            layers(there).sum().backward()
+    wait_for_offloaded(layers.parameters())
+    (4 * plain(x).sum()).backward()
+    for grad, p in zip(map(gradient_of, layers.parameters()), plain.parameters()):
+        assert grad is not None and p.grad is not None
+        torch.testing.assert_close(grad, p.grad)
+
+
 def test_written_behind(acc: Any) -> None:
     """What is written from the host into a tensor of the device comes after all that reads it."""
     x, new = torch.randn(32, device="sim"), torch.randn(32).pin_memory()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,28 +25,53 @@ from schedlang.runtime.storage import copies
 from schedlang.runtime.storage.tiers import CPU, Scratch, mark
 
 _SLOT, OFFLOADED = "_schedlang_gradient", "_schedlang_gradient_leaves"
-_MOST = 4  # gradients, or units of them, that lie twice in host memory: they are yet to be added
+# what lies twice in host memory, yet to be added: so many bytes, or gradients (units of them)
+_MOST, _FEW = 25 * 2**20, 4
+
+
+@dataclass
+class _Copied:
+    """Gradients that come to the host behind one event, on the stream of a `source`."""
+
+    event: object
+    source: object
+    gradients: list[weakref.ref[_Offloaded]] = field(default_factory=list)
+    bytes: int = 0
 
 
 class _InFlight:
     """Gradients that lie twice in host memory; of a parameter that is copied, none do."""
 
     def __init__(self) -> None:
-        self._queue: deque[tuple[object, list[weakref.ref[_Offloaded]]]] = deque()  # by their event
+        self._queue: deque[_Copied] = deque()
+        self._bytes = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _InFlight, ()
 
-    def put(self, away: _Offloaded, event: object) -> None:
-        """One more; the oldest are added, for which the host waits."""
-        if not self._queue or self._queue[-1][0] is not event:
-            self._queue.append((event, []))
-        self._queue[-1][1].append(weakref.ref(away))
-        while len(self._queue) > _MOST:
-            for reference in self._queue.popleft()[1]:
-                oldest = reference()
-                if oldest is not None:
-                    oldest.whole()
+    def put(self, away: _Offloaded, event: object, source: object, size: int) -> None:
+        """One more; where there are many, the older half is added: the host waits for it once."""
+        if not self._queue or self._queue[-1].event is not event:
+            self._queue.append(_Copied(event, source))
+        self._queue[-1].gradients.append(weakref.ref(away))
+        self._queue[-1].bytes += size
+        self._bytes += size
+        if self._bytes > _MOST and len(self._queue) > _FEW:
+            self._add_older()
+
+    def _add_older(self) -> None:
+        found: list[tuple[_Offloaded, _Copied]] = []
+        while self._bytes > _MOST // 2 and len(self._queue) > _FEW:
+            copied = self._queue.popleft()
+            self._bytes -= copied.bytes
+            alive = [one for reference in copied.gradients if (one := reference()) is not None]
+            found += [(one, copied) for one in alive if one.waits_for(copied.event)]
+        # of one source the last event stands for those before it
+        last: dict[object, Any] = {copied.source: copied.event for _, copied in found}
+        for event in last.values():
+            settled(event)
+        for one, copied in found:
+            one.add_until(copied.event)
 
 
 class _Offloaded:
@@ -63,6 +89,18 @@ class _Offloaded:
     def come(self, host: Tensor, event: torch.Event | None) -> None:
         """Another one is on its way."""
         self._more.append((host, event))
+
+    def waits_for(self, event: object) -> bool:
+        """Whether what comes behind an event is yet to be added."""
+        return any(one is event for _, one in self._more)
+
+    def add_until(self, event: object) -> None:
+        """Add what comes behind an event for which the host has waited, and all before it."""
+        self._event = None  # of the same stream, and before
+        while self.waits_for(event):
+            host, _ = self._more.pop(0)
+            with torch._C.DisableTorchFunction():
+                self._host.add_(host)
 
     def arrived(self) -> None:
         """The host has waited for all copies."""
@@ -160,7 +198,7 @@ def accumulate_offloaded(parameter: Tensor, event: torch.Event | None) -> None:
     with torch._C.DisableTorchFunction():
         part = local(made)
         if event is not None:
-            _add(parameter, mark(part, CPU), event, apart=True)
+            _add(parameter, mark(part, CPU), event)
         elif away is None:
             setattr(parameter, _SLOT, _Offloaded(copies.to_host(part)))
         else:
@@ -211,15 +249,20 @@ def _offload(scratch: Scratch | None, parameter: Tensor) -> None:
         elif away is not None and not has_streams(part.device):
             away.whole().add_(part)
         else:
-            _add(parameter, copies.to_host(part), copies.mark(part.device))
+            _add(parameter, copies.to_host(part), copies.mark(part.device), part.device)
 
 
-def _add(parameter: Tensor, host: Tensor, event: torch.Event | None, apart: bool = False) -> None:
-    """A gradient is on its way to the host, where it is added to that of earlier microbatches."""
+def _add(
+    parameter: Tensor, host: Tensor, event: torch.Event | None, source: torch.device | None = None
+) -> None:
+    """A gradient is on its way to the host, where it is added to that of earlier microbatches.
+
+    `source`: the device from which our copies bring it; None: somebody else does.
+    """
     away: _Offloaded | None = vars(parameter).get(_SLOT)
     if away is None:
-        setattr(parameter, _SLOT, _Offloaded(host, event, apart=apart))
+        setattr(parameter, _SLOT, _Offloaded(host, event, apart=source is None))
         return
     away.come(host, event)
-    under_way: _InFlight = vars(parameter)[OFFLOADED]
-    under_way.put(away, event)
+    in_flight: _InFlight = vars(parameter)[OFFLOADED]
+    in_flight.put(away, event, event if source is None else source, host.nbytes)
