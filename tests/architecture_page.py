@@ -36,9 +36,11 @@ The language (text, names, plans) is read and tested without torch; what runs on
 `kernels`) knows nothing of schedules. A primitive is one file that no pass knows by name: what it
 makes of a plan are typed annotations (`ir/facets.py`), which know their row and are executed by
 their kind, in one order (`passes/lower/build.py`); what one feature alone asks of a row is a
-class that the primitive derives from (`ir/features.py`). [How it works](how_it_works.md) follows
-one schedule through the doors. The command `python -m schedlang.testing.gpu` stands beside them: it
-uses any of them, and none uses it.
+class that the primitive derives from (`ir/features.py`). `prepare` and `build` look once at what a
+plan has of each kind, and enter nothing that it has not: a row that shards a linear layer meets no
+cast, store, cut or order (`python -m tests.walk --list` names what it meets).
+[How it works](how_it_works.md) follows one schedule through the doors. The command
+`python -m schedlang.testing.gpu` stands beside them: it uses any of them, and none uses it.
 
 ## A forward, recorded
 

@@ -188,14 +188,14 @@ def test_injected_bugs_are_found_at_their_row(
 
 def _mutated(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
     """Both what is planned and what ranks do follow other reductions."""
-    from schedlang.passes.lower import executor
+    from schedlang.passes.lower import build
 
     plain = book.reductions
 
     def reductions(plan: Any, traced: Any, holdings: Any) -> list[Any]:
         return [made for one in plain(plan, traced, holdings) for made in change(one)]
 
-    for module in (book, executor):
+    for module in (book, build):
         monkeypatch.setattr(module, "reductions", reductions)
 
 
