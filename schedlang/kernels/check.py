@@ -9,20 +9,18 @@ of Triton cannot share a process, so `run_kernel_check` starts one of its own.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from schedlang.kernels.device import KIND, gpu_here, runs
+from schedlang.kernels.device import KIND, environment, gpu_here, runs
 
 # roundings that a right kernel may add up, in units of the type's spacing
 _ROUNDINGS = {torch.bfloat16: 1.0, torch.float16: 1.0, torch.float32: 4.0}
@@ -122,15 +120,6 @@ def run_kernel_check(
     Raises RuntimeError with the child's own words if the process fails.
     """
     device = device or (KIND if gpu_here() else "cpu")
-    environment = dict(os.environ)
-    environment.pop("TRITON_INTERPRET", None)
-    if device == "cpu":
-        environment["TRITON_INTERPRET"] = "1"
-    environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or products are refused below
-    root = str(Path(__file__).resolve().parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [root, environment.get("PYTHONPATH", "")])
-    )
     task = {"device": device, "cases": [_encode(case) for case in cases]}
     command = [sys.executable, "-m", "schedlang.kernels.check"]
     done = subprocess.run(
@@ -138,7 +127,7 @@ def run_kernel_check(
         input=json.dumps(task),
         capture_output=True,
         text=True,
-        env=environment,
+        env=environment(device == "cpu"),
         timeout=timeout,
     )
     if done.returncode:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     "autocast_to",
     "capability",
     "count",
+    "environment",
     "gpu_here",
     "matrix",
     "note",
@@ -50,6 +52,19 @@ if INTERPRETED:
 KIND = "cuda"  # of the devices that kernels are written, tuned and asked for here
 
 _runs: Counter[str] = Counter()
+
+
+def environment(interpreted: bool) -> dict[str, str]:
+    """The environment of a process beside this one, which imports this package.
+
+    Whether triton interprets is settled when it is imported, for a whole process.
+    """
+    found = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = str(Path(__file__).resolve().parents[2])
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, [root, found.get("PYTHONPATH", "")]))
+    # products have no deterministic form on a GPU without it
+    found.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    return found | ({"TRITON_INTERPRET": "1"} if interpreted else {})
 
 
 def on_gpu(x: Tensor) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -68,8 +69,9 @@ def reference(
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
-    """The same by plain products, the softmax in float32 at least."""
+    """The same by plain products, the softmax in float32 at least; weights may be dropped."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if rule.scale is None else rule.scale)
@@ -85,7 +87,7 @@ def reference(
     if seen is not None:
         scores = scores.masked_fill(~seen, -torch.inf)
     wide = torch.promote_types(q.dtype, torch.float32)
-    return _weights(scores.to(wide), seen, sinks).to(q.dtype) @ v
+    return F.dropout(_weights(scores.to(wide), seen, sinks).to(q.dtype), dropout) @ v
 
 
 def _weights(scores: Tensor, seen: Tensor | None, sinks: Tensor | None) -> Tensor:

@@ -58,6 +58,11 @@ class Norm:
         """The kernel of ours that computes it."""
         return "layer_norm" if self.form.centred else "rms_norm"
 
+    def vectors(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The weight and bias of the module for rows `x`; a weight that is none is ones."""
+        weight = x.new_ones(x.shape[-1]) if self.weight is None else getattr(module, self.weight)
+        return weight, None if self.bias is None else getattr(module, self.bias)
+
     def cases(self) -> list[Case]:
         """Runs of the kernel in the form that was found, for the trial of a schedule."""
         made = liger.Case if self.library else Case

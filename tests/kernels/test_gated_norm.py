@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,18 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from schedlang.kernels.check import run_kernel_check
 from schedlang.kernels.device import runs
 from schedlang.kernels.norm import (
-    Case,
     Form,
     backward_of,
     forward_of,
-    norm,
-    norm_backward,
-    norm_forward,
     reference,
 )
 from schedlang.kernels.norm_probes import Norm
@@ -33,63 +26,8 @@ from schedlang.runtime.left import left_in
 from schedlang.runtime.modes import ambient
 from tests import models
 from tests.engine import Threads
+from tests.kernels.test_norm_kernels import GATES
 from tests.proofs import planned, proven
-
-FORMS = [
-    Form(rounding="early", act="silu", first=True, groups=3),  # Mamba-2, Zamba2, Bamba
-    Form(rounding="early", act="silu"),  # Qwen3-Next
-    Form(act="sigmoid"),  # Kimi
-    Form(False, 1e-5, 1.0, "early", "gelu_tanh", False, 2),
-    Form(False, 1e-5, 1.0, "late", "relu", True, 1),
-]
-CASES = [
-    Case(shape, dtype, form, scale=scale)
-    for dtype in ("float32", "bfloat16", "float16")
-    for form in FORMS
-    for shape, scale in [
-        ((5, 258), 1.0),  # no power of two, and long enough for low-precision sums to show
-        ((1, 300), 1e-3),  # one row, small enough for eps to matter
-        ((2, 3, 768), 50.0),
-    ]
-]
-CASES += [Case((40, 12), "bfloat16", form) for form in FORMS]  # many short rows: several tiles
-MIXED = [("float32", "bfloat16"), ("bfloat16", "float32")]
-CASES += [Case((7, 96), kind, form, other=other) for form in FORMS for kind, other in MIXED]
-CASES += [Case((3, 5, 66), "float32", form, strided=True) for form in FORMS]
-FEW = [
-    *(Case((2, 258), dtype, form) for dtype in ("float32", "bfloat16") for form in FORMS[:2]),
-    *(Case((1, 36), "float32", form, scale=1e-3) for form in FORMS[3:]),
-    *(
-        Case((9, 12), kind, form, other=other)
-        for form, (kind, other) in zip(FORMS, (*MIXED, ("float16", "")))
-    ),
-    Case((3, 5, 6), "float32", FORMS[3], strided=True),
-]
-
-
-def right(cases: list[Case]) -> None:
-    """The kernel itself ran in Triton's interpreter, and is as right as eager."""
-    checked = run_kernel_check(cases, device="cpu")
-    assert len(checked) == len(cases)
-    for each in checked:
-        assert each.backend == "interpreter"
-        assert each.ok, each
-
-
-def test_kernel_is_as_right_as_eager() -> None:
-    """Output and all three gradients are within the rule of their type, for each form."""
-    right(FEW)
-
-
-@pytest.mark.deep
-def test_kernel_is_as_right_as_eager_everywhere() -> None:
-    """The same for each form in each type, long rows and short, small numbers and large."""
-    right(CASES)
-
-
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, form: Form) -> Tensor:
-    """The norm with its tensors in the order of what is tested."""
-    return norm(x, weight, None, form, gate)
 
 
 def leaves(dtype: torch.dtype, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,94 +35,6 @@ def leaves(dtype: torch.dtype, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
     x, gate = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     weight = (torch.rand(shape[-1], generator=generator) + 0.5).to(dtype)
     return x.requires_grad_(), gate.requires_grad_(), weight.requires_grad_()
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_operator_gradient_is_the_derivative(form: Form) -> None:
-    """In float64 the operator's own backward is the derivative of its forward."""
-    given = leaves(torch.float64, 2, 3, 6)
-    torch.autograd.gradcheck(lambda *given: gated_norm(*given, form), given)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_operator_equals_autograd_of_the_reference(form: Form) -> None:
-    """Forward and gradients in float64 equal plain autograd through the reference."""
-    given = leaves(torch.float64, 4, 36)
-    grad = torch.randn(4, 36, dtype=torch.float64)
-    ours, plain = gated_norm(*given, form), reference(given[0], given[2], None, form, given[1])
-    pairs = zip(
-        [ours, *torch.autograd.grad(ours, given, grad)],
-        [plain, *torch.autograd.grad(plain, given, grad)],
-        strict=True,
-    )
-    for a, b in pairs:
-        assert (a - b).norm() <= 1e-14 * b.norm()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_opcheck(dtype: torch.dtype) -> None:
-    """Schema, fake tensors, autograd and ahead-of-time tracing of both operators are sound."""
-    given = leaves(dtype, 2, 3, 12)
-    form = 0, 1e-6, 0.0, "early", "silu", True, 2
-    torch.library.opcheck(norm_forward, (given[0], None, *given[1:], None, *form))
-    x, gate, weight = (t.detach() for t in given)
-    args = (x, x, None, gate, weight, None, torch.rand(2, 3, 2), 0, 0.0, "late", "silu", False, 2)
-    torch.library.opcheck(norm_backward, args)
-
-
-def test_meta_says_what_real_gives() -> None:
-    """Shapes, types and strides on the meta device are those of the real results, both ways."""
-    kinds = (torch.bfloat16, torch.float32)
-    for form, inner, outer in itertools.product(FORMS, kinds, kinds):
-        x = torch.randn(3, 12, 5).to(inner).transpose(1, 2)
-        given = [x, None, torch.randn(3, 5, 12).to(outer), torch.rand(12).to(outer), None]
-        meta = [None if t is None else t.to("meta") for t in given]
-        numbers = form.values[2:]
-        made, same = (norm_forward(*side, *form.values) for side in (given, meta))
-        back, told = (
-            norm_backward(ran[1], *side[:4], None, ran[3], 0, *numbers)
-            for ran, side in ((made, given), (same, meta))
-        )
-        same += told
-        for a, b in zip((*made, *back), same, strict=True):
-            assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
-
-
-def test_empty_batch() -> None:
-    """No rows give no rows, and a zero gradient of the weight."""
-    given = leaves(torch.float32, 0, 8)
-    gated_norm(*given, FORMS[1]).sum().backward()
-    assert torch.equal(given[2].grad, torch.zeros(8))
-
-
-def test_compiles_and_checkpoints() -> None:
-    """One graph without breaks under torch.compile; the same gradients when recomputed."""
-    given = leaves(torch.float32, 3, 12)
-
-    def loss(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        return gated_norm(x * 2, gate, weight, FORMS[0]).square().sum()
-
-    plain = torch.autograd.grad(loss(*given), given)
-    whole = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for again in (whole(*given), checkpoint(loss, *given, use_reentrant=False)):
-        for a, b in zip(torch.autograd.grad(again, given), plain, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-def test_one_launch_each_way() -> None:
-    """Of a forward and its backward two operators run, and nothing beside them."""
-    given = leaves(torch.float64, 2, 6)
-    before = runs().get("reference", 0)
-    gated_norm(*given, FORMS[0]).sum().backward()
-    assert runs()["reference"] == before + 2
-
-
-def test_what_is_saved() -> None:
-    """For backward the input, the gate, the weight and a number for each group: no copies."""
-    given, saved = leaves(torch.float32, 4, 12), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        gated_norm(*given, FORMS[0])
-    assert sorted(t.numel() for t in saved) == [12, 12, 48, 48]
 
 
 class Gated(nn.Module):
@@ -310,7 +160,7 @@ def test_a_call_without_a_gate_is_the_modules_own() -> None:
 
 def test_the_references_of_both_ways_agree_on_half_precision() -> None:
     """In bfloat16 the reference's backward is that of autograd, to a few roundings."""
-    for form in FORMS:
+    for form in GATES:
         x, gate, weight = leaves(torch.bfloat16, 64, 48)
         y = reference(x, weight, None, form, gate)
         by = torch.randn_like(y)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -68,13 +69,57 @@ CASES += [
 CASES += [Case((1, 9), add=True, strided=True)]
 
 
-def test_kernel_is_as_right_as_eager() -> None:
-    """The kernel itself runs, interpreted; output and gradients keep the rule of their type."""
-    checked = run_kernel_check(CASES, device="cpu")
-    assert len(checked) == len(CASES)
+GATES = [
+    Form(rounding="early", act="silu", first=True, groups=3),  # Mamba-2, Zamba2, Bamba
+    Form(rounding="early", act="silu"),  # Qwen3-Next
+    Form(act="sigmoid"),  # Kimi
+    Form(False, 1e-5, 1.0, "early", "gelu_tanh", False, 2),
+    Form(False, 1e-5, 1.0, "late", "relu", True, 1),
+]
+GATED = [
+    Case(shape, dtype, form, scale=scale)
+    for dtype in ("float32", "bfloat16", "float16")
+    for form in GATES
+    for shape, scale in [
+        ((5, 258), 1.0),  # no power of two, and long enough for low-precision sums to show
+        ((1, 300), 1e-3),  # one row, small enough for eps to matter
+        ((2, 3, 768), 50.0),
+    ]
+]
+GATED += [Case((40, 12), "bfloat16", form) for form in GATES]  # many short rows: several tiles
+MIXED = [("float32", "bfloat16"), ("bfloat16", "float32")]
+GATED += [Case((7, 96), kind, form, other=other) for form in GATES for kind, other in MIXED]
+GATED += [Case((3, 5, 66), "float32", form, strided=True) for form in GATES]
+FEW = [
+    *CASES,
+    *(Case((2, 258), dtype, form) for dtype in ("float32", "bfloat16") for form in GATES[:2]),
+    *(Case((1, 36), "float32", form, scale=1e-3) for form in GATES[3:]),
+    *(
+        Case((9, 12), kind, form, other=other)
+        for form, (kind, other) in zip(GATES, (*MIXED, ("float16", "")))
+    ),
+    Case((3, 5, 6), "float32", GATES[3], strided=True),
+]
+
+
+def right(cases: list[Case]) -> None:
+    """The kernel itself ran in Triton's interpreter, and is as right as eager."""
+    checked = run_kernel_check(cases, device="cpu")
+    assert len(checked) == len(cases)
     for each in checked:
         assert each.backend == "interpreter"
         assert each.ok, each
+
+
+def test_kernel_is_as_right_as_eager() -> None:
+    """Output and all gradients are within the rule of their type, for each form."""
+    right(FEW)
+
+
+@pytest.mark.deep
+def test_kernel_is_as_right_as_eager_with_every_gate() -> None:
+    """The same for each gate in each type, long rows and short, small numbers and large."""
+    right(GATED)
 
 
 def rms(x: Tensor, weight: Tensor, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
@@ -117,20 +162,34 @@ def leaves(dtype: torch.dtype, *shape: int, bias: bool = True) -> tuple[Tensor, 
     return x, weight.clone().requires_grad_(), shift.clone().requires_grad_() if bias else None
 
 
-@pytest.mark.parametrize(("form", "bias"), FORMS)
+def gate_of(form: Form, x: Tensor) -> Tensor | None:
+    """A gate for an input, where the form has one."""
+    if not form.act:
+        return None
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(x.shape, generator=generator).to(x.dtype).requires_grad_()
+
+
+@pytest.mark.parametrize(("form", "bias"), [*FORMS, *((form, False) for form in GATES)])
 def test_operator_equals_autograd_of_the_reference(form: Form, bias: bool) -> None:
     """In float64: its backward is the derivative of its forward, which is torch's own norm."""
-    small = [t for t in leaves(torch.float64, 2, 3, 7, bias=bias) if t is not None]
-    torch.autograd.gradcheck(lambda *t: norm(*(*t, None)[:3], form), small)
-    x, weight, shift = given = leaves(torch.float64, 4, 33, bias=bias)
+    x, weight, shift = leaves(torch.float64, 2, 3, 6, bias=bias)
+    given = {"x": x, "weight": weight, "bias": shift, "gate": gate_of(form, x)}
+    held = {name: t for name, t in given.items() if t is not None}
+    none = {name: None for name in given if name not in held}
+    call = lambda *t: norm(form=form, **dict(zip(held, t)), **none)  # type: ignore[arg-type]  # noqa: E731
+    torch.autograd.gradcheck(call, [*held.values()])
+    x, weight, shift = leaves(torch.float64, 4, 36, bias=bias)
     assert form.eps is not None
+    gate = gate_of(form, x)
+    others = [reference(x, weight, shift, form, gate)]
     if form.centred:
-        theirs = F.layer_norm(x, (33,), weight + form.offset, shift, form.eps)
-    else:
-        theirs = F.rms_norm(x, (33,), weight + form.offset, form.eps)
-    ours, wanted = norm(*given, form), [t for t in given if t is not None]
-    grad = torch.randn(4, 33, dtype=torch.float64)
-    for other in (reference(*given, form), theirs):
+        others.append(F.layer_norm(x, (36,), weight + form.offset, shift, form.eps))
+    elif gate is None:
+        others.append(F.rms_norm(x, (36,), weight + form.offset, form.eps))
+    wanted = [t for t in (x, weight, shift, gate) if t is not None]
+    ours, grad = norm(x, weight, shift, form, gate), torch.randn(4, 36, dtype=torch.float64)
+    for other in others:
         pairs = zip(
             [ours, *torch.autograd.grad(ours, wanted, grad, retain_graph=True)],
             [other, *torch.autograd.grad(other, wanted, grad)],
@@ -192,21 +251,43 @@ def test_opcheck(dtype: torch.dtype, add: bool) -> None:
         torch.library.opcheck(norm_backward, (*args, centred, 0.0, rounding, "", False, 1))
 
 
-@pytest.mark.parametrize("centred", [False, True])
-@pytest.mark.parametrize("add", [False, True])
-def test_meta_says_what_real_gives(centred: bool, add: bool) -> None:
-    """Shapes, types and strides on the meta device are those of the real result."""
-    for inner, outer in [(torch.bfloat16, torch.float32), (torch.float32, torch.float32)]:
-        for rounding in ("early", "late"):
-            x, weight = torch.randn(3, 16, 5).to(inner).transpose(1, 2), torch.rand(16).to(outer)
-            bias = torch.rand(16) if centred else None
-            given = [x, x if add else None, None, weight, bias]
-            form = centred, 1e-6, 0.0, rounding, "", False, 1
-            meta = [None if t is None else t.to("meta") for t in given]
-            real = norm_forward(*given, *form)
-            told = norm_forward(*meta, *form)
-            for a, b in zip(real, told, strict=True):
-                assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck_with_a_gate(dtype: torch.dtype) -> None:
+    """The same, of a gate before groups and after the whole row."""
+    x, weight, _ = leaves(dtype, 2, 3, 12)
+    gate = gate_of(GATES[0], x)
+    form = 0, 1e-6, 0.0, "early", "silu", True, 2
+    torch.library.opcheck(norm_forward, (x, None, gate, weight, None, *form))
+    assert gate is not None
+    x, gate, weight = (t.detach() for t in (x, gate, weight))
+    args = (x, x, None, gate, weight, None, torch.rand(2, 3, 2), 0, 0.0, "late", "silu", False, 2)
+    torch.library.opcheck(norm_backward, args)
+
+
+SUMMED = [(Form(centred, rounding=r), True) for centred in (False, True) for r in ("early", "late")]
+UNLIKE = [*SUMMED, *((form, False) for form, _ in SUMMED), *((form, False) for form in GATES)]
+
+
+@pytest.mark.parametrize(("form", "add"), UNLIKE)
+def test_meta_says_what_real_gives(form: Form, add: bool) -> None:
+    """Shapes, types and strides on the meta device are those of the real results, both ways."""
+    kinds = (torch.bfloat16, torch.float32)
+    for inner, outer in itertools.product(kinds, kinds):
+        x, weight = torch.randn(3, 12, 5).to(inner).transpose(1, 2), torch.rand(12).to(outer)
+        gate = torch.randn(3, 5, 12).to(outer) if form.act else None
+        bias = torch.rand(12).to(outer) if form.centred else None
+        given = [x, x if add else None, gate, weight, bias]
+        meta = [None if t is None else t.to("meta") for t in given]
+        sides = []
+        for side in (given, meta):
+            total, y, mean, rstd = norm_forward(*side, *form.values)
+            rows = total if add else side[0], total if add else None
+            middle = mean if form.centred else None
+            numbers = form.values[0], *form.values[2:]
+            back = norm_backward(y, *rows, *side[2:4], middle, rstd, *numbers)
+            sides.append((total, y, mean, rstd, *back))
+        for a, b in zip(*sides, strict=True):
+            assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
 
 
 def test_strided_inputs_and_gradients() -> None:
@@ -220,21 +301,23 @@ def test_strided_inputs_and_gradients() -> None:
     torch.testing.assert_close(turned.grad, plain.grad, rtol=1e-14, atol=1e-14)
 
 
-def test_empty_batch() -> None:
+@pytest.mark.parametrize("form", [RMS[2], GATES[1]])
+def test_empty_batch(form: Form) -> None:
     """No rows give no rows, and a zero gradient of the weight."""
     x, weight, _ = leaves(torch.float32, 0, 8)
-    norm(x, weight, None, RMS[2]).sum().backward()
+    norm(x, weight, None, form, gate_of(form, x)).sum().backward()
     assert weight.grad is not None and torch.equal(weight.grad, torch.zeros(8))
 
 
-@pytest.mark.parametrize(("form", "bias"), [(RMS[0], False), LAYER[2]])
+@pytest.mark.parametrize(("form", "bias"), [(RMS[0], False), LAYER[2], (GATES[0], False)])
 def test_compiles_and_checkpoints(form: Form, bias: bool) -> None:
     """One graph without breaks under torch.compile; the same gradients when recomputed."""
     given = leaves(torch.float32, 3, 12, bias=bias)
+    given = *given, gate_of(form, given[0])
     wanted = [t for t in given if t is not None]
 
-    def loss(x: Tensor, weight: Tensor, shift: Tensor | None) -> Tensor:
-        return norm(x * 2, weight, shift, form).square().sum()
+    def loss(x: Tensor, weight: Tensor, shift: Tensor | None, gate: Tensor | None) -> Tensor:
+        return norm(x * 2, weight, shift, form, gate).square().sum()
 
     plain = torch.autograd.grad(loss(*given), wanted)
     whole = torch.compile(loss, fullgraph=True, backend="aot_eager")
@@ -253,12 +336,24 @@ def test_default_eps_is_torch_s() -> None:
         )
 
 
-def test_ledger_names_the_backend() -> None:
-    """Without a GPU or the interpreter the ledger says that the reference ran, not the kernel."""
+@pytest.mark.parametrize("form", [RMS[2], GATES[0]])
+def test_one_launch_each_way(form: Form) -> None:
+    """Of a forward and its backward two operators run; without a GPU or the interpreter the ledger
+    says that the reference did, not the kernel."""
     before = runs().get("reference", 0)
-    x, weight, _ = leaves(torch.float64, 2, 4)
-    norm(x, weight, None, RMS[2]).sum().backward()
+    x, weight, _ = leaves(torch.float64, 2, 6)
+    norm(x, weight, None, form, gate_of(form, x)).sum().backward()
     assert runs()["reference"] == before + 2
+
+
+@pytest.mark.parametrize(("form", "kept"), [(RMS[0], [4, 12, 48]), (GATES[0], [12, 12, 48, 48])])
+def test_what_is_saved(form: Form, kept: list[int]) -> None:
+    """For backward the input, the weight, the gate and a number for each group: no copies."""
+    (x, weight, _), saved = leaves(torch.float32, 4, 12), list[Tensor]()
+    gate = gate_of(form, x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        norm(x, weight, None, form, gate)
+    assert sorted(t.numel() for t in saved) == kept
 
 
 @pytest.mark.deep

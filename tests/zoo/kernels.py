@@ -208,10 +208,10 @@ def weight_of_the_last_block(patch: Patch, site: Site) -> None:
     plain = norms.backward_of
 
     def backward(dy: Tensor, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        dx, _, dbias = plain(dy, x, *args)
+        dx, _, *more = plain(dy, x, *args)
         rows = math.prod(x.shape[:-1])
         last = dy.clone().reshape(rows, -1)
         last[: rows // 2] = 0.0
-        return dx, plain(last.reshape(dy.shape), x, *args)[1], dbias
+        return dx, plain(last.reshape(dy.shape), x, *args)[1], *more
 
     patch.setattr(norms, "backward_of", backward)

@@ -1,1 +1,1 @@
-"""Attention over a sequence that is split over ranks: `attention` is the way in."""
+"""Attention over a sequence that is split over ranks: every method, as functions of tensors."""

@@ -141,12 +141,6 @@ class Mask:
         """The part that goes by positions."""
         return Reach(0 if self.causal else self.ahead, self.back, self.chunk)
 
-    def block(
-        self, queries: range, keys: range, at: Tags, to: Tags, device: torch.device
-    ) -> Tensor | None:
-        """Who sees whom in a small block, `rows` left out: see `seen`."""
-        return seen(self.reach, queries, keys, at, to, device)
-
 
 def seen(
     reach: Reach, queries: range, keys: range, at: Tags, to: Tags, device: torch.device

@@ -21,7 +21,7 @@ from schedlang.runtime.batch import Part, called, dotted, rows_of
 from schedlang.runtime.context_parallel.attention_products import Lines
 from schedlang.runtime.context_parallel.install import At, install, windows
 from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, Tokens, seated
-from schedlang.runtime.context_parallel.masks import Tags
+from schedlang.runtime.context_parallel.masks import Tags, seen
 from schedlang.runtime.context_parallel.plain_run import depends_on_tokens
 from schedlang.runtime.context_parallel.token_layout import Layout
 from schedlang.runtime.no_labels import no_labels
@@ -237,8 +237,8 @@ def _masked(scores: Tensor, seat: Seat, call: Call, tags: Tags) -> Tensor:
     for run in seat.layout.runs[seat.place]:
         at = call.mask.tags.cut(start, start + len(run))
         mine = scores[:, :, start : start + len(run)]
-        seen = call.mask.block(run, keys, at, tags, scores.device)
-        rows.append(mine if seen is None else mine.masked_fill(~seen, -torch.inf))
+        near = seen(call.mask.reach, run, keys, at, tags, scores.device)
+        rows.append(mine if near is None else mine.masked_fill(~near, -torch.inf))
         start += len(run)
     made, given = torch.cat(rows, 2), call.mask.rows
     if given is None:

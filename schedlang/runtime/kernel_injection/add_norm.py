@@ -230,9 +230,7 @@ class Summing:
             said = f"its rows have at most {LONGEST_OF_MORE} elements"
             leave(self.module, "add_norm", said, a=a)
         norm = self.found.norms[name]
-        weight = a.new_ones(a.shape[-1]) if norm.weight is None else getattr(owner, norm.weight)
-        bias = getattr(owner, norm.bias) if norm.bias is not None else None
-        return add_norm(a, b, weight, bias, norm.form)
+        return add_norm(a, b, *norm.vectors(owner, a), norm.form)
 
 
 def _rewrite_all(kind: type, inside: Inside, constants: Constants) -> bool:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from schedlang.kernels.flex_attention import Rule, reference
 from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, rising
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.left import leave
@@ -152,9 +152,9 @@ def _has_blind_rows(mask: Tensor) -> bool:
 
 
 def _plain_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     mask: Tensor,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -162,12 +162,17 @@ def _plain_attention(
     **_: Any,
 ) -> Tensor:
     """Attention by products; [rows, heads, length, size] each, the result with heads third."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = scores + (mask if position_bias is None else mask + position_bias)
-    weights = F.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
-    return (F.dropout(weights, dropout) @ value).transpose(1, 2).contiguous()
+    y = reference(q, k, v, Rule(scaling), mask, position_bias, dropout=dropout)
+    return y.transpose(1, 2).contiguous()
+
+
+def no_probe(module: nn.Module) -> Mismatch | None:
+    """Return the reason why no copy of an attention can be run, if there is one."""
+    if any("forward" in vars(part) for part in module.modules()):
+        return Mismatch("has a replaced forward already")
+    if any(buffer.is_meta for buffer in module.buffers()):
+        return Mismatch("keeps buffers whose values are not known on the meta device")
+    return None
 
 
 def implementation(module: nn.Module) -> str | None:
@@ -198,10 +203,9 @@ def match_attention(module: nn.Module, call: Call | None = None) -> Attention | 
         return Attention(tuple(attending), True, 0.0)
     if now != {"eager"}:
         return Mismatch(f"its masks are made for {', '.join(sorted(filter(None, now)))}, not sdpa")
-    if any("forward" in vars(part) for part in module.modules()):
-        return Mismatch("has a replaced forward already")
-    if any(buffer.is_meta for buffer in module.buffers()):
-        return Mismatch("keeps buffers whose values are not known on the meta device")
+    refused = no_probe(module)
+    if refused:
+        return refused
     with torch.random.fork_rng(devices=[]), ambient(Float64):
         try:
             return _probe_attention(module, tuple(attending), call)

@@ -23,6 +23,7 @@ from schedlang.runtime.kernel_injection.attention import (
     Call,
     apart,
     implementation,
+    no_probe,
     random_call,
     results,
     switch,
@@ -261,10 +262,9 @@ OTHERS = ("encoder_hidden_states", "key_value_states", "context")  # what is att
 
 def match_adapter(module: nn.Module, kernel: str, call: Call | None = None) -> Adapted | Mismatch:
     """Match `kernel` (of ATTENTIONS) against the attention of `module`, or say why it differs."""
-    if any("forward" in vars(part) for part in module.modules()):
-        return Mismatch("has a replaced forward already")
-    if any(buffer.is_meta for buffer in module.buffers()):
-        return Mismatch("keeps buffers whose values are not known on the meta device")
+    refused = no_probe(module)
+    if refused:
+        return refused
     named = {n: m for n, m in module.named_modules() if implementation(m) is not None}
     now = {implementation(m) for m in named.values()}
     if not now <= {"eager", "sdpa"}:

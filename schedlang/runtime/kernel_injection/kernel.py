@@ -69,13 +69,8 @@ class Normed:
             rows = "with a gate its rows" if gate else "its rows"
             why = f"{rows} have at most {form.longest // form.groups} elements"
             leave(module, self.kernel, why, x=x)
-        if found.weight is None:
-            weight = x.new_ones(x.shape[-1])  # its gradient is made as well, and left
-        else:
-            weight = getattr(module, found.weight)
-        bias = None if found.bias is None else getattr(module, found.bias)
         compute: Callable[..., Tensor] = liger.norm if found.library else norm
-        return compute(x, weight, bias, form, *gate)
+        return compute(x, *found.vectors(module, x), form, *gate)
 
 
 def _given(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

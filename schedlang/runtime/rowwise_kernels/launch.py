@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
-from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -27,6 +26,7 @@ from schedlang.kernels.device import (
     INTERPRETED,
     KIND,
     count,
+    environment,
     matrix,
     programs,
     runs_kernel,
@@ -329,12 +329,9 @@ def interpreted(device: str) -> Iterator[str]:
 
 @contextmanager
 def _process() -> Iterator[subprocess.Popen[bytes]]:
-    root = str(Path(__file__).resolve().parents[3])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     command = [sys.executable, "-m", "schedlang.runtime.rowwise_kernels.launch"]
     child = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(True)
     )
     try:
         yield child

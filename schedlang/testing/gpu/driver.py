@@ -23,6 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from schedlang.kernels.device import environment
 from schedlang.testing.gpu.case import PARTS, Case, Found, Part, Setup, Skipped, Wrong
 
 Say = Callable[[str], None]
@@ -158,16 +159,11 @@ class _Run:
 
 def _environment(part: Part, setup: Setup) -> dict[str, str]:
     """Return a child's environment: its device, Triton's interpreter for kernels on a CPU."""
-    found = dict(os.environ)
-    found.pop("TRITON_INTERPRET", None)
-    if setup.device == "cpu" and part.name in ("kernels", "programs", "contests", "layers"):
-        found["TRITON_INTERPRET"] = "1"
+    kernels = part.name in ("kernels", "programs", "contests", "layers")
+    found = environment(setup.device == "cpu" and kernels)
     if setup.timed:  # all of it on one device
         found["CUDA_VISIBLE_DEVICES"] = found.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         found["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # ranks are forked from a process that asks
-    found.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    root = str(Path(__file__).resolve().parents[3])
-    found["PYTHONPATH"] = os.pathsep.join(filter(None, [root, found.get("PYTHONPATH", "")]))
     return found
 
 

@@ -31,8 +31,8 @@ from schedlang.runtime.comm import world
 from schedlang.schedule import Schedule
 from schedlang.testing.gpu import models
 from schedlang.testing.gpu.case import Case, Setup, Skipped, Told, Wrong
+from schedlang.testing.gpu.contests import cleared
 from schedlang.testing.gpu.models import Optimizer, Seen, Shape, adamw, sgd
-from schedlang.testing.gpu.timing import cleared
 
 EXACT = 1e-9
 TIMES = 6.0  # as often as eager's error: gradients pass several kernels, and three steps follow

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from schedlang.runtime.kernel_injection import kernel
 from schedlang.testing.gpu.case import Case, Setup, Skipped, Told, Wrong
-from schedlang.testing.gpu.timing import cleared, median, peak_flops, peak_of
+from schedlang.testing.gpu.contests import cleared, median, peak_flops, peak_of
 
 
 @dataclass(frozen=True)
