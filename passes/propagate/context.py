@@ -61,6 +61,7 @@ class Subject:
             weight=self.weight or weight_by_tokens(self.traced, count),
             rule=labels[0] if len(labels) == 1 else None,
             random=self.traced.random,
+            unbatched=self.traced.unbatched,
             short=short,
         )
 

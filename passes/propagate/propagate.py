@@ -12,8 +12,17 @@ from schedlang.ir.model import inside
 from schedlang.ir.placement import Replicate, S
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.propagate.dryrun import Choice, Loss, Run, alike, hoisted, leaves_of, touches
-from schedlang.passes.propagate.original import Original, Recording, record
+from schedlang.passes.propagate.dryrun import Choice
+from schedlang.passes.propagate.dryrun import Loss
+from schedlang.passes.propagate.dryrun import Run
+from schedlang.passes.propagate.dryrun import alike
+from schedlang.passes.propagate.dryrun import hoisted
+from schedlang.passes.propagate.dryrun import leaves_of
+from schedlang.passes.propagate.dryrun import touches
+from schedlang.passes.propagate.original import Original
+from schedlang.passes.propagate.original import Recording
+from schedlang.passes.propagate.original import record
+from schedlang.passes.elaborate.fold import pattern
 from schedlang.passes.propagate.saved_parts import Parts, saved_parts
 
 if TYPE_CHECKING:
@@ -196,6 +205,8 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
     helps = (*heads[1:], *failure.helps) if heads else failure.helps or _fitting(plan, action, fqn)
     made = () if heads else tuple(_made(plan, failure))
     helps = (*(f"shard the other one, too: `{site}  {call}`" for site, call in made), *helps)
+    if not heads and action is not None:
+        helps = (*_beside(plan, failure, action), *helps)
     if line and not heads and failure.call in RESHAPES and failure.integers:
         helps = (
             f"write -1 in place of the number of heads, or of their size, at {failure.line}",
@@ -228,6 +239,29 @@ def _made(plan: Plan, failure: Mismatch) -> Iterator[tuple[str, str]]:
             found.setdefault(str(site), []).append(f"{name.rpartition('.')[2]}=S({dims[0]})")
     for site_name, own in found.items():  # a norm's weight and its bias are sharded together
         yield site_name, f"shard({', '.join(own)}, over={failure.axis})"
+
+
+def _beside(plan: Plan, failure: Mismatch, action: Action) -> Iterator[str]:
+    """The row for projections whose outputs meet the sharded one in the same forward, as those of
+    adapters do (LoRA's second one): of the same size along the dim that is split, and whole."""
+    fqn, by, axis, sites = failure.frame[0], failure.by, failure.axis, plan.model.sites
+    holder = f"{fqn}." if fqn else ""
+    if axis is None or by not in action.sites or not by.startswith(holder) or by == fqn:
+        return
+    cuts = {name: plan.held(fact.name).splits for name, fact in sites[by].parameters.items()}
+    split = {(name, one.dim) for name, some in cuts.items() for one in some if one.axis == axis}
+    sizes = {(name, dim, sites[by].parameters[name].shape[dim]) for name, dim in split}
+    for site in sites.values():
+        own = {name: fact for name, fact in site.parameters.items() if name in cuts}
+        outside = site.fqn in action.sites or not site.fqn.startswith(holder)
+        if outside or not site.dims or "weight" not in own:
+            continue
+        fits = all(own[name].shape[dim] == size for name, dim, size in sizes if name in own)
+        if fits and not any(axis in plan.held(fact.name).axes for fact in own.values()):
+            stem, tail = by.removeprefix(holder), site.fqn.removeprefix(holder)
+            alike = [f"{one.removesuffix(stem)}{tail}" for one in action.sites]
+            where = pattern([one for one in alike if one in sites], sites)
+            yield f"shard what it is combined with, too: `{where}  {action.primitive}`"
 
 
 def _fitting(plan: Plan, action: Action | None, fqn: str) -> tuple[str, ...]:

@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.propagate.propagate import propagate
 from schedlang.runtime.batch import split
 from schedlang.runtime.launch.pool import Pool
@@ -119,3 +121,64 @@ def test_a_table_is_known(pool: Pool) -> None:
     plan = planned(Relative(inside=True), "zero(stage=0, over=dp)", "dp=2")
     found = propagate(plan, split(BATCHES[0], 2, 1)[0][0].inputs).unbatched
     assert found["blocks.1", 0] and not found["blocks.1", 1]
+
+
+class Scaled(nn.Module):
+    """Causal attention beside a projection whose dropout has one mask for all rows."""
+
+    def __init__(self, tokens: bool) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.qkv, self.out, self.up = (nn.Linear(WIDTH, n * WIDTH) for n in (3, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        ones = torch.ones(*((x.shape[1], 1) if self.tokens else (1, 1, WIDTH)), dtype=x.dtype)
+        return x + self.up(x) * F.dropout(ones, 0.4, self.training)
+
+
+class Words(nn.Module):
+    """Two such blocks between words and their scores."""
+
+    def __init__(self, tokens: bool = False) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, 20)
+        self.blocks = nn.ModuleList(Scaled(tokens) for _ in range(2))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def _words(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {k: torch.randint(20, (ROWS, 8), generator=generator) for k in ("ids", "labels")}
+
+
+SPLIT = [
+    ("blocks.*  context_parallel(ring, over=cp)", "cp=2"),
+    (
+        'blocks  pipeline_split(over=pp)\npipeline(order="TeraPipe", micro=2, slices=2)',
+        "pp=2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rows", "mesh"), SPLIT, ids=["context", "slices"])
+def test_sequences_are_split_beside_one_mask(pool: Pool, rows: str, mesh: str) -> None:
+    """A mask without samples and without tokens is whole on every rank, and for every slice."""
+    proven(pool, planned(Words(), rows, mesh), [_words(seed) for seed in range(3)])
+
+
+@pytest.mark.parametrize(("rows", "mesh"), SPLIT, ids=["context", "slices"])
+def test_one_mask_of_tokens_is_refused(rows: str, mesh: str) -> None:
+    """A mask of tokens that all samples share is refused with its shape and what is legal."""
+    with pytest.raises(Refusal) as caught:
+        prepare(planned(Words(tokens=True), rows, mesh), _words(0))
+    said = caught.value.render()
+    assert caught.value.diagnostic.code == "S812" and "draws (8, 1): tokens" in said
+    assert "draw it for each sample" in said and "rows.sched:" in said

@@ -26,6 +26,7 @@ from schedlang.runtime.context_parallel.plain_run import depends_on_tokens
 from schedlang.runtime.context_parallel.token_layout import Layout
 from schedlang.runtime.no_labels import no_labels
 from schedlang.runtime.sequence_pipelining.probe import (
+    check_samples,
     compare,
     dims_of,
     head_of,
@@ -479,7 +480,9 @@ def _tagged(trial: Trial, tokens: Tokens, whole: Seen, sites: Sequence[str]) -> 
     for (_, site, call), shape in whole.draws.items():
         drawn = [parts.get((k, site, call)) for k in range(len(trial.lengths))]
         stops = [total] * len(trial.lengths)
-        tags[(site, call)] = dims_of(site, shape, drawn, trial.lengths, stops)
+        dims = dims_of(site, shape, drawn, trial.lengths, stops)
+        check_samples(trial, site, call, shape, dims)
+        tags[(site, call)] = dims
     return replace(tokens, draws=spread(tags, trial.alike))
 
 

@@ -339,8 +339,30 @@ def _tagged(trial: Trial, slicing: Slicing, whole: Seen) -> Slicing:
     tags = {}
     for (_, site, call), shape in whole.draws.items():
         drawn = [parts.get((k, site, call)) for k in range(len(trial.lengths))]
-        tags[(site, call)] = dims_of(site, shape, drawn, trial.lengths, stops)
+        dims = dims_of(site, shape, drawn, trial.lengths, stops)
+        check_samples(trial, site, call, shape, dims)
+        tags[(site, call)] = dims
     return replace(slicing, draws=spread(tags, trial.alike))
+
+
+def check_samples(
+    trial: Trial, site: str, call: int, shape: tuple[int, ...], dims: tuple[str, ...]
+) -> None:
+    """Refuse (S812) a mask of tokens that all samples share: who holds some tokens draws no part
+    of it alike in training."""
+    if trial.unbatched.get((site, call)) and any(dims):
+        raise Refusal(
+            Diagnostic(
+                "S812",
+                f"`{site}` draws {shape}: tokens, but no samples",
+                notes=("sequences are split, and all samples share this mask of their tokens",),
+                helps=(
+                    "draw it for each sample: a mask whose first dim is that of the batch",
+                    "or draw it without a dim of tokens: one for the whole sequence",
+                    "or split no sequences of this model",
+                ),
+            )
+        )
 
 
 def spread(tags: Tags, alike: Mapping[str, str]) -> dict[tuple[str, int], tuple[str, ...]]:

@@ -15,7 +15,7 @@ from schedlang.runtime.batch import called, rows_of, shares
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.propagation.trace import LabelRule
-from schedlang.runtime.rng.logical_dropout import LogicalDropout, Window
+from schedlang.runtime.rng.logical_dropout import LogicalDropout, Unbatched, Window
 from schedlang.runtime.scope import Scope, entered, named_sites, visit
 from schedlang.runtime.sequence_pipelining.slices import (
     Loss,
@@ -144,6 +144,7 @@ class Trial:
     random: bool
     alike: Mapping[str, str] = field(default_factory=dict)  # see small_model.Small
     along: frozenset[str] = frozenset()  # inputs that run along the sequence
+    unbatched: Unbatched = field(default_factory=dict)  # draws that have no dim of samples
 
 
 @dataclass
@@ -164,6 +165,7 @@ def trial_of(
     weight: Weight,
     rule: LabelRule | None,
     random: bool,
+    unbatched: Unbatched | None = None,
     short: bool = True,
 ) -> Trial:
     """A trial from a microbatch: its first rows and tokens, on a short model."""
@@ -172,7 +174,16 @@ def trial_of(
     batch = _small(model, sample, sum(lengths), rule)
     small = small_copy(model, short=short)
     return Trial(
-        small.model, batch, lengths, loss, weight, rule, random, small.alike, along(sample)
+        small.model,
+        batch,
+        lengths,
+        loss,
+        weight,
+        rule,
+        random,
+        small.alike,
+        along(sample),
+        unbatched or {},
     )
 
 
@@ -224,8 +235,10 @@ def _constant(value: Tensor) -> bool:
 class _Noting(LogicalDropout):
     """Logical masks that note their shapes, by slice, module and turn."""
 
-    def __init__(self, found: dict[Any, tuple[int, ...]], within: Any) -> None:
-        super().__init__(0, self._note)
+    def __init__(
+        self, found: dict[Any, tuple[int, ...]], within: Any, unbatched: Unbatched
+    ) -> None:
+        super().__init__(0, self._note, unbatched)
         self.found, self.within = found, within
 
     def _note(self, site: str, call: int, shape: tuple[int, ...]) -> Window | None:
@@ -240,7 +253,7 @@ def running(trial: Trial, draws: dict[Any, tuple[int, ...]], inner: Any = None) 
     """The modes, the scope and the state of random numbers of a pass."""
     wide = next(trial.model.parameters()).dtype == torch.float64
     modes: list[Any] = [Float64()] if wide else []
-    modes += [_Noting(draws, inner)] if trial.random else []
+    modes += [_Noting(draws, inner, trial.unbatched)] if trial.random else []
     rows = tuple(range(rows_of(trial.batch)))
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))

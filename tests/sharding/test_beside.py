@@ -1,0 +1,62 @@
+"""A sharded projection that meets one that is not, in one forward: the missing row is named."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.propagate.propagate import propagate
+from tests.proofs import planned
+
+WIDTH, WIDE = 8, 16
+
+
+class Adapted(nn.Module):
+    """A projection and a low-rank adapter, as PEFT wraps them."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(inputs, outputs)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(inputs, 4, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(4, outputs, bias=False)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        more = self.lora_B["default"](self.lora_A["default"](x))
+        found: Tensor = self.base_layer(x) + 2.0 * more
+        return found
+
+
+class MLP(nn.Module):
+    """Two adapted layers, each between a projection up and one down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"up": Adapted(WIDTH, WIDE), "down": nn.Linear(WIDE, WIDTH)})
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            assert isinstance(layer, nn.ModuleDict)
+            x = layer["down"](layer["up"](x).relu())
+        return x.square().mean()
+
+
+BASE = "layers.*.up.base_layer  shard(col, over=tp)\nlayers.*.down  shard(row, over=tp)"
+BATCH = {"x": torch.randn(4, WIDTH)}
+
+
+def test_the_second_matrix_of_an_adapter_is_named() -> None:
+    """LoRA's B is to be sharded as what it is added to, in every layer; then it is legal."""
+    with pytest.raises(Refusal) as caught:
+        propagate(planned(MLP(), BASE, "tp=2"), BATCH)
+    found = caught.value.diagnostic
+    assert found.code == "S405" and "layers.0.up" in found.title
+    offered = re.findall("what it is combined with, too: `(.*?)`", found.helps[0])
+    assert len(offered) == 1 and offered[0].startswith("layers.*.up.lora_B.default  shard(")
+    propagate(planned(MLP(), f"{BASE}\n{offered[0]}", "tp=2"), BATCH)
