@@ -199,7 +199,6 @@ def _forward(program: Program, parts: Sequence[Part]) -> None:
 
     from schedlang.runtime.no_labels import no_labels
     from schedlang.runtime.scope import Scope, entered
-    from schedlang.runtime.sharding import redistribute
 
     a = program.assembly
     a.module.train()
@@ -209,7 +208,6 @@ def _forward(program: Program, parts: Sequence[Part]) -> None:
             train=False,
             around=lambda op: entered(Scope(0, op.microbatch, parts[op.microbatch].rows)),
         )
-    redistribute.forget()
 
 
 def _view(case: Case, program: Program, order: Sequence[Frame]) -> View:

@@ -146,7 +146,6 @@ def run_again(plan: Plan, model: Any, chains: Chains) -> None:
 
 def _played(counting: Counting, row: Recomputing, names: tuple[str, ...], chosen: Any) -> Any:
     """The local model, in which these modules did as chosen, after a forward and a backward."""
-    from schedlang.runtime.sharding import redistribute
 
     def change(model: Any) -> None:
         sites = tuple(counting.plan.model.sites[name] for name in names)
@@ -156,7 +155,6 @@ def _played(counting: Counting, row: Recomputing, names: tuple[str, ...], chosen
     with running(counting, change) as (model, root):
         if root is not None:
             root.backward()
-    redistribute.forget()
     return model
 
 

@@ -294,10 +294,11 @@ class Run:
 
     def _copy(self) -> nn.Module:
         from schedlang.runtime.activation_memory.second_run import watch_again
+        from schedlang.runtime.forward import wrap
         from schedlang.runtime.propagation.dry import dry_forward
         from schedlang.runtime.propagation.narrowed import dry_parts
         from schedlang.runtime.propagation.trace import Note, Tag, watch_saved
-        from schedlang.runtime.sharding.sizes import WithSizes, set_number
+        from schedlang.runtime.sharding.sizes import Sizes, set_number
         from schedlang.runtime.storage.fewer import put_inside, uncoded
         from schedlang.runtime.tracing.meta import hollow_model
         from schedlang.runtime.tracing.torch_calls import tensors_in
@@ -323,7 +324,7 @@ class Run:
         for fqn, counted in self._read():
             self.counted[fqn] = counted
             module = model.get_submodule(fqn)
-            module.forward = WithSizes(module, counted)
+            wrap(module, "sizes", Sizes(module, counted))
         for fqn, parts in self._narrowed():
             module = model.get_submodule(fqn)
             module.forward = dry_parts(module, parts, self.follower, partial(self._cut, fqn))

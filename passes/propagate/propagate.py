@@ -90,6 +90,7 @@ class Traced:
     saved     how ranks split what modules save that keep it in fewer bits; None: they do not
     choices   modules that choose by values (a top-k) -> the call that does
     statistics  sums over all rows that ranks which share a batch have to share
+    written   whether a tensor is written into between two sharded modules that take it
     """
 
     edges: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
@@ -118,6 +119,7 @@ class Traced:
     saved: Parts | None = None
     choices: Mapping[str, str] = field(default_factory=dict)
     statistics: Statistics | None = None
+    written: bool = False
 
 
 def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) -> Traced:
@@ -214,6 +216,7 @@ def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
         masks=run.follower.masks,
         layouts=run.layouts,
         saved=saved_parts(plan, recording.saved, run.saved),
+        written=run.follower.arrivals.written,
         **shared,  # type: ignore[arg-type]
     )
 

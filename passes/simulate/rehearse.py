@@ -207,8 +207,8 @@ class _Step:
 def _play(step: _Step, of: RankClass) -> Played:
     """A short step of the first rank of a class, watched."""
     from schedlang.passes.lower.build import build
+    from schedlang.runtime.adapters.fully_shard import without_values
     from schedlang.runtime.comm.tap import playing
-    from schedlang.runtime.grad_reduction.zero import without_values
     from schedlang.runtime.left import left_in
     from schedlang.runtime.offload.saved_tensors import watched
     from schedlang.runtime.played import play

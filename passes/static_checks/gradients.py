@@ -48,7 +48,6 @@ def gradients(
     from schedlang.passes.propagate.propagate import backward_root
     from schedlang.runtime.adjoint import Adjoint, Typed
     from schedlang.runtime.propagation.trace import Stack
-    from schedlang.runtime.sharding import redistribute
     from schedlang.runtime.tracing.constants import OnMeta
     from schedlang.runtime.tracing.meta import hollow_batch
     from schedlang.runtime.tracing.torch_calls import tensors_in
@@ -74,7 +73,6 @@ def gradients(
         axes_ = tuple(name for name, size in plan.mesh.axes if size > 1)
         walk = Adjoint(root, typed, axes_, parameters, _stage_of(prepared.staged))
         root.backward()
-    redistribute.forget()
     found = walk.run(last=prepared.staged.cut.stages - 1)
     faults = tuple(dict.fromkeys((*typed.faults, *walk.faults)))
     return Gradients(found, faults, typed.calls, typed.sums)

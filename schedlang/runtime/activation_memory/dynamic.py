@@ -20,7 +20,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.activation_memory.recompute import versions, written_twice
 from schedlang.runtime.activation_memory.selective import alias, draws, fresh
 from schedlang.runtime.device import Replayed, default_generators
-from schedlang.runtime.forward import layers_of, wrap
+from schedlang.runtime.forward import layer_of, wrap
 from schedlang.runtime.tracing.burden import key_of, operations
 
 # ---- What can be dropped and made again: storages with the operators that make them, within a
@@ -299,7 +299,7 @@ def dynamic(modules: Sequence[nn.Module], budget: int) -> Pool:
 
 def pools(model: nn.Module) -> list[Pool]:
     """The pools of a model whose modules `dynamic` was given."""
-    found = [layers.kinds.get("checkpoint") for m in model.modules() if (layers := layers_of(m))]
+    found = [layer_of(module, "checkpoint") for module in model.modules()]
     return list({id(one.pool): one.pool for one in found if isinstance(one, Dynamic)}.values())
 
 

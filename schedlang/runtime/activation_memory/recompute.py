@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
@@ -24,6 +25,7 @@ from schedlang.runtime.activation_memory.selective import (
     fresh,
     name_of,
 )
+from schedlang.runtime.adapters.torch_compile import once
 from schedlang.runtime.device import Replayed, default_generators, own_generators
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.inside import modules_in
@@ -183,6 +185,8 @@ class Checkpoint:
         """Run `inner` under checkpoint; plainly where no gradient is recorded."""
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._in_graph(inner, args, kwargs)
         before = versions(self.module)
         tensors: list[Tensor] = []
         template = take((args, kwargs), tensors)
@@ -195,6 +199,28 @@ class Checkpoint:
         )
         written_twice(self.module, before)
         return out
+
+    def _in_graph(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Mark what `inner` computes as recomputed, in a graph of torch.compile.
+
+        The modes that hold are traced into it, and what it draws and writes happens once.
+        """
+        if self.chosen:
+            torch._dynamo.graph_break("what a checkpoint keeps is counted call by call, eagerly")
+        run = partial(torch_checkpoint, partial(once, inner), use_reentrant=False)
+        if not self.save:
+            return run(*args, **kwargs)
+        policy = partial(_policy, operators(self.save))
+        kept = partial(create_selective_checkpoint_contexts, policy)
+        return run(*args, context_fn=kept, **kwargs)
+
+
+def _policy(
+    kept: frozenset[str], context: Any, operator: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    """What torch is to do with the result of an operator of these names, and of all others."""
+    keep = keeps(kept, operator, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def written_twice(module: nn.Module, before: Versions) -> None:

@@ -19,6 +19,7 @@ from schedlang.runtime.propagation import call_rules
 from schedlang.runtime.propagation.call_rules import check_meeting, reaches
 from schedlang.runtime.propagation.trace import Call, Frame, Mismatch, Note, Recording, Stack, Tag
 from schedlang.runtime.rng.draws import masks
+from schedlang.runtime.sharding.redistribute import Arrivals
 from schedlang.runtime.sharding.sizes import ALONG, FILLS, PARTS, block_cut, index_at
 from schedlang.runtime.tracing.torch_calls import name_of, tensors_in
 
@@ -175,6 +176,7 @@ class Follower(TorchFunctionMode):
         self.unevens: dict[str, set[Uneven]] = {}  # by axis, of all that the plan splits
         self.left_out: list[call_rules.Repeat] = []
         self.tokens: set[tuple[str, str]] = set()  # modules, axes: they split rows or tokens
+        self.arrivals = Arrivals()
 
     # -- notes on tensors ------------------------------------------------------------------------
 
