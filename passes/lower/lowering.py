@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.ir.facets import Kept, Stored
 from schedlang.ir.features import Copy, Lowered
 from schedlang.ir.primitive import Facet
+from schedlang.passes.propagate.casts import cast_modules
 
 if TYPE_CHECKING:
     from schedlang.passes.lower.build import Builder
@@ -35,7 +36,7 @@ def lower(builder: Builder, crossings: Callable[[], None]) -> None:
     """
     annotations: Mapping[Facet, Callable[[], None]] = {
         Facet.PLACEMENT: crossings,
-        Facet.DTYPE: partial(_cast, builder),
+        Facet.DTYPE: partial(cast_modules, builder.plan, builder.module),
         Facet.RESIDENCE: partial(_save, builder),
     }
     rows = builder.plan.rows_with(Lowered)
@@ -51,14 +52,6 @@ def lower(builder: Builder, crossings: Callable[[], None]) -> None:
 
 def _phase(row: Lowered) -> int:
     return next((place for place, facet in enumerate(ORDER) if row.changes(facet)), len(ORDER))
-
-
-def _cast(copy: Copy) -> None:
-    """Put casts around modules."""
-    from schedlang.runtime.mixed_precision import cast
-
-    for one in copy.plan.casts:
-        cast(copy.module, one.fqn, one.dtype, one.params)
 
 
 def _save(builder: Builder) -> None:
