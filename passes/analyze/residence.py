@@ -267,7 +267,7 @@ def away(
     optimizer: Callable[..., torch.optim.Optimizer] | None,
 ) -> Away | None:
     """Put this rank's parameters where they lie; None where all is on the device."""
-    from schedlang.runtime.grad_reduction.zero import Shard
+    from schedlang.runtime.adapters.fully_shard import Shard
     from schedlang.runtime.offload.parameters import Window
     from schedlang.runtime.offload.step import Away
     from schedlang.runtime.optim.whole_step import is_tensorwise
@@ -302,7 +302,7 @@ def _sliced(
     tiers: Mapping[str, Tiers],
 ) -> dict[str, Home]:
     """Slices that fully_shard gathers from the host."""
-    from schedlang.runtime.grad_reduction.zero import shards_of
+    from schedlang.runtime.adapters.fully_shard import shards_of
     from schedlang.runtime.storage.tiers import DEVICE, DISK, mark
 
     held: dict[str, Home] = {}

@@ -33,7 +33,6 @@ from schedlang.runtime.modes import ambient
 from schedlang.runtime.no_labels import no_labels
 from schedlang.runtime.program import Program
 from schedlang.runtime.scope import Scope, entered, named_sites
-from schedlang.runtime.sharding import redistribute
 
 # the rows of a whole comparison, state saved and working dtype included
 Whole = Callable[[Case, "Case | None", Sequence[Condition], Observation], list[Row]]
@@ -190,7 +189,6 @@ def _forward(program: Program, parts: Sequence[Part]) -> None:
             train=False,
             around=lambda op: entered(Scope(0, op.microbatch, parts[op.microbatch].rows)),
         )
-    redistribute.forget()
 
 
 def _view(case: Case, program: Program, order: Sequence[Frame]) -> View:

@@ -246,25 +246,22 @@ def _forks(
 
 def _compiled(module: nn.Module) -> dict[str, str]:
     """The outermost modules that are compiled: whole, or where a pattern matches."""
-    from schedlang.runtime.forward import layers_of
+    from schedlang.runtime.forward import layer_of
     from schedlang.runtime.fusion.fuse import Fuse
 
     found: dict[str, str] = {}
     for name, one in module.named_modules():
-        layers = layers_of(one)
-        layer = layers.kinds.get("fuse") if layers is not None else None
+        layer = layer_of(one, "fuse")
         if layer is not None and not any(_inside(name, outer) for outer in found):
             found[name] = "whole" if isinstance(layer, Fuse) else "pattern"
     return found
 
 
 def _eager(module: nn.Module, name: str) -> None:
-    from schedlang.runtime.forward import layers_of
+    from schedlang.runtime.forward import layer_of
     from schedlang.runtime.fusion.fuse import Fuse
 
-    layers = layers_of(module.get_submodule(name))
-    assert layers is not None
-    layer: Any = layers.kinds["fuse"]
+    layer = layer_of(module.get_submodule(name), "fuse")
     assert isinstance(layer, Fuse)
     layer.eager = "in training it draws some masks alike on all ranks, and some apart"
 

@@ -147,7 +147,6 @@ def run_again(plan: Plan, model: Any, chains: Chains) -> None:
 
 def _played(counting: Counting, budget: Budgeted, names: tuple[str, ...], chosen: Any) -> Any:
     """The local model, in which these modules did as chosen, after a forward and a backward."""
-    from schedlang.runtime.sharding import redistribute
 
     def change(model: Any) -> None:
         budget.lower([(names, chosen)], Skeleton(counting.plan, model, {}))
@@ -155,7 +154,6 @@ def _played(counting: Counting, budget: Budgeted, names: tuple[str, ...], chosen
     with running(counting, change) as (model, root):
         if root is not None:
             root.backward()
-    redistribute.forget()
     return model
 
 

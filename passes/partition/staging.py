@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.pipeline.timeline import Timeline
+    from schedlang.runtime.sharding.redistribute import Arrivals
     from schedlang.runtime.tracing.graph import Cut, StageGraph
 
 
@@ -92,27 +93,56 @@ def local_skeleton(plan: Plan, traced: Traced) -> nn.Module:
 
 def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) -> None:
     """Divide the numbers that modules count by, and put crossings around sharded modules."""
+    from schedlang.runtime.forward import wrap
     from schedlang.runtime.grad_reduction.batch_statistics import gather_statistics, over
-    from schedlang.runtime.propagation.narrowed import WithParts
+    from schedlang.runtime.propagation.narrowed import Parts
     from schedlang.runtime.sharding.leaf import Sharded
-    from schedlang.runtime.sharding.sizes import WithSizes, set_number
+    from schedlang.runtime.sharding.sizes import Sizes, set_number
 
     for fqn, attribute, value in traced.numbers:
         set_number(model.get_submodule(fqn), attribute, value)
     for fqn, counted in traced.counted.items():
         module = model.get_submodule(fqn)
-        module.forward = WithSizes(module, counted)
+        wrap(module, "sizes", Sizes(module, counted))
     for fqn, parts in traced.parts.items():
         own = tuple(replace(part, edge=at_home(part.edge)) for part in parts)
         module = model.get_submodule(fqn)
-        module.forward = WithParts(module, own)
+        wrap(module, "parts", Parts(module, own))
+    arrivals = _arrivals(model, traced)
     for fqn, edges in traced.edges.items():
-        module = model.get_submodule(fqn)
-        home = tuple(at_home(edge) for edge in edges)
-        module.forward = Sharded(module, traced.kinds[fqn], home)
+        module, near = model.get_submodule(fqn), arrivals.get(fqn)
+        home = tuple(replace(at_home(edge), arrivals=near) for edge in edges)
+        wrap(module, "sharded", Sharded(module, traced.kinds[fqn], home))
     if traced.statistics is not None:
         mine = at_home(traced.statistics)
         gather_statistics(model, mine.sums, over(mine.group))
+
+
+def _arrivals(model: nn.Module, traced: Traced) -> dict[str, Arrivals]:
+    """For sharded modules that may take one tensor, a memory of what arrived: those of the
+    outermost block of a list that they are in share one, and those that are in none."""
+    from torch.nn import Module
+
+    from schedlang.runtime.forward import wrap
+    from schedlang.runtime.sharding.redistribute import Arrivals
+
+    blocks: dict[str, list[str]] = {}
+    for fqn in traced.edges:
+        block = ""
+        for end, letter in enumerate(fqn):
+            above = fqn[:end]
+            # a list in a list is never called
+            if letter == "." and not block and above.rpartition(".")[2].isdigit():
+                called = type(model.get_submodule(above)).forward is not Module.forward
+                block = above if called else ""
+        blocks.setdefault(block, []).append(fqn)
+    found: dict[str, Arrivals] = {}
+    for block, inside in blocks.items():
+        if len(inside) > 1:
+            near = Arrivals(traced.written)
+            wrap(model.get_submodule(block), "arrivals", near)
+            found |= dict.fromkeys(inside, near)
+    return found
 
 
 def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss | None) -> Staged:

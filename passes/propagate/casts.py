@@ -21,8 +21,8 @@ def cast_modules(plan: Plan, model: nn.Module) -> None:
     """Put the casts of all rows around the modules of a copy."""
     from schedlang.runtime.mixed_precision import cast
 
-    for one in plan.casts:
-        cast(model, one.fqn, one.dtype, one.params)
+    if plan.casts:
+        cast(model, ((one.fqn, one.dtype, one.params) for one in plan.casts))
 
 
 def cast_loss(plan: Plan, loss: Loss | None) -> Loss | None:

@@ -412,11 +412,12 @@ class Run:
         return None
 
     def _copy(self) -> nn.Module:
+        from schedlang.runtime.forward import wrap
         from schedlang.runtime.propagation.dry import dry_forward
         from schedlang.runtime.propagation.narrowed import Narrowed, dry_parts
         from schedlang.runtime.propagation.trace import Note, Tag
         from schedlang.runtime.sharding.shard import Edge
-        from schedlang.runtime.sharding.sizes import Counted, WithSizes, number_at, set_number
+        from schedlang.runtime.sharding.sizes import Counted, Sizes, number_at, set_number
         from schedlang.runtime.tracing.meta import hollow_model
 
         plan = self.plan
@@ -441,7 +442,7 @@ class Run:
         for fqn, sizes in self._chosen(Size):
             self.counted[fqn] = tuple(Counted(one.name, one.dim, one.parts) for one in sizes)
             module = model.get_submodule(fqn)
-            module.forward = WithSizes(module, self.counted[fqn])
+            wrap(module, "sizes", Sizes(module, self.counted[fqn]))
         for fqn, cuts in self._chosen(Part):
             module, group = model.get_submodule(fqn), self._group_at(fqn)
             edges = (Edge(group(one.axis), R, S(one.dim), R, R, False) for one in cuts)

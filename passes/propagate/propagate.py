@@ -6,23 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from schedlang.passes.elaborate.fold import pattern
+
 from schedlang.diagnostics.diagnostic import Diagnostic, Facts, Label, Refusal
 from schedlang.ir.features import SplittingHeads
 from schedlang.ir.model import inside
 from schedlang.ir.placement import Replicate, S
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.propagate.dryrun import Choice
-from schedlang.passes.propagate.dryrun import Loss
-from schedlang.passes.propagate.dryrun import Run
-from schedlang.passes.propagate.dryrun import alike
-from schedlang.passes.propagate.dryrun import hoisted
-from schedlang.passes.propagate.dryrun import leaves_of
-from schedlang.passes.propagate.dryrun import touches
-from schedlang.passes.propagate.original import Original
-from schedlang.passes.propagate.original import Recording
-from schedlang.passes.propagate.original import record
-from schedlang.passes.elaborate.fold import pattern
+from schedlang.passes.propagate.dryrun import Choice, Loss, Run, alike, hoisted, leaves_of, touches
+from schedlang.passes.propagate.original import Original, Recording, record
 from schedlang.passes.propagate.saved_parts import Parts, saved_parts
 
 if TYPE_CHECKING:
@@ -85,6 +78,7 @@ class Traced(Original):
               None where they are not known; empty where nothing is sharded
     saved     how ranks split what modules save that keep it in fewer bits; None: they do not
     statistics  sums over all rows that ranks which share a batch have to share
+    written   whether a tensor is written into between two sharded modules that take it
     """
 
     edges: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
@@ -101,6 +95,7 @@ class Traced(Original):
     )
     saved: Parts | None = None
     statistics: Statistics | None = None
+    written: bool = False
 
 
 def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) -> Traced:
@@ -186,6 +181,7 @@ def _traced(plan: Plan, recording: Recording, run: Run) -> Traced:
         masks=run.follower.masks,
         layouts=run.layouts,
         saved=saved_parts(plan, recording.saved, run.saved) if plan.kept else None,
+        written=run.follower.arrivals.written,
     )
 
 

@@ -194,7 +194,7 @@ def _parked(
 
 def _play(step: Step, of: RankClass, works: bool) -> Played:
     """A short step of the first rank of a class, watched."""
-    from schedlang.runtime.grad_reduction.zero import without_values
+    from schedlang.runtime.adapters.fully_shard import without_values
     from schedlang.runtime.left import left_in
     from schedlang.runtime.played import play
     from schedlang.runtime.storage.footprint import Footprint

@@ -268,7 +268,6 @@ def _heard(context: Context, batch: Mapping[str, Any], loss: Loss | None) -> lis
     from schedlang.passes.partition.staging import local_skeleton
     from schedlang.passes.propagate.context import about_its_row, seated
     from schedlang.runtime.comm.collectives import Group, listening
-    from schedlang.runtime.sharding import redistribute
     from schedlang.runtime.tracing.constants import without_values
 
     plan = context.plan
@@ -288,7 +287,6 @@ def _heard(context: Context, batch: Mapping[str, Any], loss: Loss | None) -> lis
         backward = True
         if value is not None:
             value.backward()
-    redistribute.forget()
     return heard
 
 

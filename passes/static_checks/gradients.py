@@ -46,7 +46,6 @@ def gradients(
     from schedlang.passes.propagate.propagate import backward_root
     from schedlang.runtime.adjoint import Adjoint, Typed
     from schedlang.runtime.propagation.trace import Stack, Trace
-    from schedlang.runtime.sharding import redistribute
     from schedlang.runtime.tracing.constants import without_values
     from schedlang.runtime.tracing.torch_calls import tensors_in
 
@@ -71,7 +70,6 @@ def gradients(
         axes_ = tuple(name for name, size in plan.mesh.axes if size > 1)
         walk = Adjoint(root, typed, axes_, parameters, _stage_of(prepared.staged))
         root.backward()
-    redistribute.forget()
     found = walk.run(last=prepared.staged.cut.stages - 1)
     faults = tuple(dict.fromkeys((*typed.faults, *walk.faults)))
     return Gradients(found, faults, typed.calls, typed.sums)

@@ -82,7 +82,22 @@ def tree_flatten_with_path(
     tree: Any, is_leaf: IsLeaf | None = None
 ) -> tuple[list[tuple[Any, Any]], Any]:
     """The leaves of a nest with their places, and how they are put together."""
-    return pytree.tree_flatten_with_path(know(tree), is_leaf)
+    found: list[tuple[Any, Any]] = []
+    _walk(know(tree), (), is_leaf or (lambda value: False), found)
+    return found, pytree.tree_structure(tree, is_leaf)
+
+
+def _walk(
+    value: Any, place: tuple[Any, ...], is_leaf: IsLeaf, found: list[tuple[Any, Any]]
+) -> None:
+    """Find the leaves inside of a value; torch's own walk ends at classes that name no places."""
+    node = pytree.SUPPORTED_NODES.get(pytree._get_node_type(value))
+    if node is None or is_leaf(value):
+        found.append((place, value))
+        return
+    children, _ = (node.flatten_with_keys_fn or _with_keys(node))(value)
+    for key, child in children:
+        _walk(child, (*place, key), is_leaf, found)
 
 
 def tree_map(function: Callable[..., Any], tree: Any, is_leaf: IsLeaf | None = None) -> Any:
@@ -101,7 +116,8 @@ def tree_map_with_path(
     function: Callable[..., Any], tree: Any, is_leaf: IsLeaf | None = None
 ) -> Any:
     """The nest with each leaf changed, by its place and itself."""
-    return pytree.tree_map_with_path(function, know(tree), is_leaf=is_leaf)
+    leaves, spec = tree_flatten_with_path(tree, is_leaf)
+    return tree_unflatten([function(place, leaf) for place, leaf in leaves], spec)
 
 
 def known_classes() -> tuple[type, ...]:
@@ -156,11 +172,8 @@ def _holds(value: Any) -> bool:
         return any([_holds(one) for one in value])  # all of them, not up to the first
     if kind is dict:
         return any([_holds(one) for one in value.values()])
-    # private, like the table itself: torch has no other way to ask, or to add what is missing
-    node = pytree.SUPPORTED_NODES.get(kind)
+    node = pytree.SUPPORTED_NODES.get(kind)  # private: torch has no other way to ask
     if node is not None:
-        if node.flatten_with_keys_fn is None:
-            pytree.SUPPORTED_NODES[kind] = node._replace(flatten_with_keys_fn=_with_keys(node))
         return any([_holds(one) for one in node.flatten_fn(value)[0]])
     if _form_of(kind) is None or not any([_holds(one) for one in _children(value)[1]]):
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -15,8 +16,9 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 
 # ---- Put layers around the forward of one module instance; the module itself stays what it is.
 # The layers become the instance's `forward`, inside `__call__`: the module's own hooks see each
-# call once, and its class, parameters, children, names and state_dict do not change.  Layers keep
-# a fixed order, whichever was put on first: from the inside out as in `ORDER`.
+# call once, and its class, parameters, children, names and state_dict do not change.  A module has
+# one such wrapper, whatever is done to it, and calls its layers in a fixed order, whichever was put
+# on first: from the inside out as in `ORDER`.
 #
 # The new forward is a bound method of a function that all instances of a class share, and
 # everything else lies in the instance.  A deep copy then has layers bound to the copy, where
@@ -25,30 +27,42 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 
 
 ORDER = (
-    *("kernel", "attend", "context", "fuse", "draws", "cast", "stream"),
-    *("checkpoint", "code", "offload"),
+    *("kernel", "attend", "context", "fuse"),  # what it computes
+    *("sizes", "parts", "sharded", "arrivals"),  # on which part of its tensors
+    *("draws", "cast", "stream", "checkpoint", "code", "offload"),
 )
 
 Layer = Callable[..., Any]  # layer(inner, *args, **kwargs) calls inner, or computes in its place
 _SLOT = "_schedlang_forward"
 
 
+@dataclass(eq=False)
 class Layers:
-    """What lies around a module's forward: `original`, and at most one layer of each kind."""
+    """What lies around a module's forward: at most one layer of each kind.
 
-    def __init__(self, original: Callable[..., Any] | None) -> None:
-        self.original = original  # of the instance; None: its class's own
-        self.kinds: dict[str, Layer] = {}
-        self.order: tuple[Layer, ...] = ()  # from the inside out
+    original  the forward of the instance; None: its class's own
+    plain     the forward below the layers
+    call      what a call of the module runs: the layers around each other, as they were put
+    """
+
+    module: nn.Module
+    original: Callable[..., Any] | None
+    kinds: dict[str, Layer] = field(default_factory=dict)
+    plain: Callable[..., Any] = field(init=False)
+    call: Callable[..., Any] = field(init=False)
 
     def put(self, kind: str, layer: Layer) -> None:
         """Add or replace the layer of a kind."""
         self.kinds[kind] = layer
-        self.order = tuple(self.kinds[name] for name in ORDER if name in self.kinds)
+        own = partial(type(self.module).forward, self.module)  # a method dynamo cannot trace
+        self.call = self.plain = own if self.original is None else self.original
+        for name in ORDER:
+            if name in self.kinds:
+                self.call = partial(self.kinds[name], self.call)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layers:
         """The layers of a copy of the module, bound to the copy."""
-        twin = Layers(copy.deepcopy(self.original, memo))
+        twin = Layers(*copy.deepcopy((self.module, self.original), memo))
         for kind, layer in self.kinds.items():
             twin.put(kind, copy.deepcopy(layer, memo))
         return twin
@@ -64,9 +78,9 @@ def wrap(module: nn.Module, kind: str, layer: Layer) -> None:
     Whatever forward the instance has at the first call is the innermost.
     """
     assert kind in ORDER, kind
-    layers = layers_of(module)
+    layers: Layers | None = vars(module).get(_SLOT)
     if layers is None:
-        layers = Layers(vars(module).get("forward"))
+        layers = Layers(module, vars(module).get("forward"))
         setattr(module, _SLOT, layers)
         owner: Any = type(module)
         module.forward = MethodType(_layered(owner), module)
@@ -94,16 +108,16 @@ def layers_of(module: nn.Module) -> Layers | None:
     return vars(module).get(_SLOT)
 
 
+def layer_of(module: nn.Module, kind: str) -> Any:
+    """The layer of a kind around the forward of a module, or None."""
+    layers: Layers | None = vars(module).get(_SLOT)
+    return layers.kinds.get(kind) if layers is not None else None
+
+
 def plain_forward(module: nn.Module) -> Callable[..., Any]:
     """The forward below all layers."""
     layers = layers_of(module)
-    if layers is None:
-        found: Callable[..., Any] = module.forward
-    elif layers.original is not None:
-        found = layers.original
-    else:
-        found = partial(type(module).forward, module)  # torch.compile cannot trace MethodType
-    return found
+    return module.forward if layers is None else layers.plain
 
 
 def unwrap(module: nn.Module) -> None:
@@ -122,12 +136,7 @@ def _layered(owner: Any) -> Callable[..., Any]:
     """The forward of all wrapped modules of one class."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call = plain_forward(self)
-        layers = layers_of(self)
-        assert layers is not None
-        for layer in layers.order:
-            call = partial(layer, call)
-        return call(*args, **kwargs)
+        return vars(self)[_SLOT].call(*args, **kwargs)
 
     # of its own, for torch keeps graphs and the sizes that it saw by code object
     forward.__code__ = forward.__code__.replace()

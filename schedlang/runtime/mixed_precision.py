@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from schedlang.ir import nests as pytree
 from schedlang.runtime.forward import wrap
-from schedlang.runtime.modes import Ambient, ambient
+from schedlang.runtime.modes import Ambient, ModeOrFactory, ambient
 
 # ---- torch.autocast on any device, the meta device included; and off.
 # torch has no autocast for tensors without values, and counts of memory and of messages are made
@@ -159,22 +159,53 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class _Here(threading.local):
-    dtype: torch.dtype | None = None  # that parameters are cast to where they are used
+class Region:
+    """Where a model computes now: the dtype that its parameters are cast to where they are used."""
+
+    dtype: torch.dtype | None = None  # None: as they are stored
+
+    @contextmanager
+    def using(self, dtype: torch.dtype | None) -> Iterator[None]:
+        """A part of the model in which parameters are cast so."""
+        before, self.dtype = self.dtype, dtype
+        try:
+            yield
+        finally:
+            self.dtype = before
+
+    @contextmanager
+    def entered(
+        self, dtype: torch.dtype | None, casts: AbstractContextManager[Any]
+    ) -> Iterator[None]:
+        """A part of the model with its casts; a recomputation stands where its forward stood."""
+        with _casting(casts, partial(self.using, dtype)):
+            yield
 
 
-_here = _Here()
+@contextmanager
+def _casting(casts: AbstractContextManager[Any], *more: ModeOrFactory) -> Iterator[None]:
+    modes = (casts,) if isinstance(casts, Imitated) else ()
+    # code that asks whether autocast is on (recurrences do) is told so on the meta device too
+    real = autocast("cpu", casts.dtype) if isinstance(casts, Imitated) else casts
+    with ambient(*more, *modes), real:
+        yield
 
 
-def cast(model: nn.Module, fqn: str, dtype: str, params: bool) -> None:
-    """Let a module of a model compute in a dtype, in place."""
-    if params:
-        for module in model.modules():  # it may use parameters that others hold
-            if not isinstance(module._parameters, Used):
-                module._parameters = Used(module._parameters)
-    low = DTYPES[dtype]
-    layer: Any = Whole(low) if params or dtype == "fp32" else Auto(low, inner=bool(fqn))
-    wrap(model.get_submodule(fqn), "cast", layer)
+def cast(model: nn.Module, casts: Iterable[tuple[str, str, bool]]) -> None:
+    """Let modules of a model compute in other dtypes, in place.
+
+    Each is the name of a module, one of DTYPES, and whether its parameters are cast, too.
+    """
+    region = Region()
+    for fqn, dtype, params in casts:
+        if params:
+            for module in model.modules():  # it may use parameters that others hold
+                if not isinstance(module._parameters, Used):
+                    module._parameters = Used(module._parameters)
+                    module._parameters.region = region
+        low, whole = DTYPES[dtype], params or dtype == "fp32"
+        layer: Any = Whole(low, region) if whole else Auto(low, region, inner=bool(fqn))
+        wrap(model.get_submodule(fqn), "cast", layer)
 
 
 class Auto:
@@ -184,12 +215,12 @@ class Auto:
     follows computes in it.
     """
 
-    def __init__(self, dtype: torch.dtype, inner: bool) -> None:
-        self.dtype, self.inner = dtype, inner
+    def __init__(self, dtype: torch.dtype, region: Region, inner: bool) -> None:
+        self.dtype, self.region, self.inner = dtype, region, inner
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `inner` under it, on the device of what comes in."""
-        with _region(None, autocast(device_of((args, kwargs)), self.dtype)):
+        with self.region.entered(None, autocast(device_of((args, kwargs)), self.dtype)):
             out = inner(*args, **kwargs)
         return casted(out, _came(args, kwargs)) if self.inner else out
 
@@ -200,14 +231,14 @@ class Whole:
     What goes out is in the dtype of the first float that came in, else of what is stored.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype, region: Region) -> None:
+        self.dtype, self.region = dtype, region
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `inner` with cast arguments and parameters."""
         came = _came(args, kwargs)
         own = self.dtype if self.dtype != torch.float32 else None
-        with _region(own, autocast(device_of((args, kwargs)), None)):
+        with self.region.entered(own, autocast(device_of((args, kwargs)), None)):
             args, kwargs = casted((args, kwargs), self.dtype)
             return casted(inner(*args, **kwargs), came)
 
@@ -223,44 +254,20 @@ class Used(dict[str, Any]):
     What goes through all of them (an optimizer, a state dict) sees them as they are stored.
     """
 
+    region: Region
+
     def __getitem__(self, name: str) -> Any:
-        return _used(super().__getitem__(name))
+        return self._used(super().__getitem__(name))
 
     def get(self, name: str, default: Any = None) -> Any:
         """The same."""
-        return _used(super().get(name, default))
+        return self._used(super().get(name, default))
 
-
-def _used(parameter: Any) -> Any:
-    dtype = _here.dtype
-    if dtype is None or parameter is None or parameter.dtype not in FLOATS:
-        return parameter
-    return parameter.to(dtype)
-
-
-def here() -> torch.dtype | None:
-    """What parameters are cast to now, where they are used; None: nothing."""
-    return _here.dtype
-
-
-@contextmanager
-def using(dtype: torch.dtype | None) -> Iterator[None]:
-    """A region in which parameters are cast so, or are as they are stored (None)."""
-    before, _here.dtype = _here.dtype, dtype
-    try:
-        yield
-    finally:
-        _here.dtype = before
-
-
-@contextmanager
-def _region(dtype: torch.dtype | None, casts: AbstractContextManager[Any]) -> Iterator[None]:
-    # ambient: a recomputation stands in the region that its forward stood in
-    modes = (casts,) if isinstance(casts, Imitated) else ()
-    # code that asks whether autocast is on (recurrences do) is told so on the meta device too
-    real = autocast("cpu", casts.dtype) if isinstance(casts, Imitated) else casts
-    with ambient(partial(using, dtype), *modes), real:
-        yield
+    def _used(self, parameter: Any) -> Any:
+        dtype = self.region.dtype
+        if dtype is None or parameter is None or parameter.dtype not in FLOATS:
+            return parameter
+        return parameter.to(dtype)
 
 
 def casted(value: Any, dtype: torch.dtype) -> Any:
@@ -305,5 +312,5 @@ class AutoLoss:
 
     def __call__(self, output: Any, batch: Any) -> Any:
         """The loss of an output."""
-        with _region(None, autocast(device_of((output, batch)), self.dtype)):
+        with _casting(autocast(device_of((output, batch)), self.dtype)):
             return self.loss(output, batch)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -32,7 +33,6 @@ class _Active(threading.local):
 
 
 _active = _Active()
-_open_bodies: dict[Any, Callable[..., Any] | None] = {}
 
 
 class Ambient(TorchFunctionMode):
@@ -62,14 +62,9 @@ def _plain(kind: Any) -> bool:
     return plain or getattr(rules, "__func__", None) is inherited.__func__
 
 
+@cache
 def _open(func: Any) -> Callable[..., Any] | None:
     """A composed function without its detour to the modes, which would never end."""
-    if func not in _open_bodies:
-        _open_bodies[func] = _body(func)
-    return _open_bodies[func]
-
-
-def _body(func: Any) -> Callable[..., Any] | None:
     if not isinstance(func, FunctionType):
         return None
     composed = func.__module__.startswith(_COMPOSED) or func is torch.Tensor.backward

@@ -45,7 +45,6 @@ from schedlang.runtime.pipeline.measured import Watch
 from schedlang.runtime.pipeline.step import Result
 from schedlang.runtime.pipeline.weight_versions import Versions, totals, versions_of
 from schedlang.runtime.scope import Scope, entered
-from schedlang.runtime.sharding import redistribute
 from schedlang.runtime.step_batch import Comparing, dealt
 from schedlang.runtime.storage.offloaded_gradients import drop_gradient
 from schedlang.runtime.storage.tiers import DEVICE
@@ -333,7 +332,6 @@ class Program:
                 on_op=on_op,
                 keep_outputs=self.keep_output or not train,
             )
-        redistribute.forget()
         for one in a.sliced.values():
             one.settle()
         return results

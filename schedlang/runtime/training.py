@@ -15,8 +15,7 @@ class Training:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._flags: list[tuple[nn.Module, bool]] = []
-        self._keep()
+        self._flags = [(one, one.training) for one in module.modules()] if module.training else []
 
     def on(self) -> None:
         """Train; with the flags that stand now, or stood before the evaluation."""
@@ -29,9 +28,6 @@ class Training:
 
     def off(self) -> None:
         """Evaluate."""
-        self._keep()
-        self.module.eval()
-
-    def _keep(self) -> None:
         if self.module.training:
-            self._flags = [(module, module.training) for module in self.module.modules()]
+            self._flags = [(one, one.training) for one in self.module.modules()]
+        self.module.eval()

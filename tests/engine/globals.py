@@ -14,13 +14,11 @@ from schedlang.runtime.fusion import fuse, rewrite
 from schedlang.runtime.kernel_injection import attention
 from schedlang.runtime.offload import saved_tensors
 from schedlang.runtime.rowwise_kernels import launch
-from schedlang.runtime.sharding import redistribute
 
 # containers of the runtime that hold what one rank is doing
 OWN: tuple[tuple[ModuleType, str], ...] = (
     (attention, "_last_mask"),
     (collectives, "_listeners"),
-    (redistribute, "_last"),
     (fuse, "_counted"),
     (launch, "_launchers"),
     (saved_tensors, "_watching"),

@@ -202,7 +202,6 @@ SHARED = {
     ("draws", "found"),
     ("fuse", "_codes"),
     ("pool", "_shared"),
-    ("modes", "_open_bodies"),
     ("copies", "_streams"),
     ("copies", "_left"),
     ("rewrite", "_regions"),
@@ -211,7 +210,7 @@ SHARED = {
     ("launch", "_jitted"),
     ("add_norm", "_functions"),
     ("add_norm", "_alive"),
-    ("head", "_done"),
+    ("torch_compile", "_done"),
     ("world", "_worlds"),
 }
 

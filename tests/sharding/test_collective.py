@@ -12,7 +12,7 @@ from torch import Tensor
 from schedlang.ir.placement import P, R, S
 from schedlang.runtime.comm.collectives import Group, exchange, listening
 from schedlang.runtime.launch.pool import Pool
-from schedlang.runtime.sharding.redistribute import Crossing, forget, shared
+from schedlang.runtime.sharding.redistribute import Arrivals, Crossing
 
 ROWS, WIDTH = 6, 12
 
@@ -115,21 +115,27 @@ def test_a_gradient_of_two_branches_is_not_written_into(pool: Pool) -> None:
 
 def _once() -> list[str]:
     heard: list[str] = []
-    crossing = Crossing(S(0), R, _group(), True)
+    crossing, near = Crossing(S(0), R, _group(), True), Arrivals()
     x = _seeded(2, 2)
-    with listening(lambda kind, group, size: heard.append(kind)):
-        first, second = shared(crossing, x), shared(crossing, x)
-        assert first is second
+
+    def block(x: Tensor) -> None:
+        first, second = near.cross(crossing, x), near.cross(crossing, x)
+        assert first is second and not near.written
         x.add_(1)  # another value in the same tensor
-        assert shared(crossing, x) is not first
-        forget()
-        shared(crossing, x)
+        assert near.cross(crossing, x) is not first and near.written
+
+    with listening(lambda kind, group, size: heard.append(kind)):
+        near(block, x)
+        near.cross(crossing, x)
+        with torch.inference_mode():  # such tensors do not tell whether they were written into
+            y = x.clone()
+            near.cross(crossing, y), near.cross(crossing, y)
     return heard
 
 
 def test_modules_that_take_one_tensor_share_its_gather(pool: Pool) -> None:
-    """Two calls gather once; a changed tensor, or a new step, gathers anew."""
-    assert pool.run(_once, 2) == [["all-gather"] * 3] * 2
+    """Two calls gather once; a changed tensor, or a new call of their block, gathers anew."""
+    assert pool.run(_once, 2) == [["all-gather"] * 5] * 2
 
 
 def _moved() -> tuple[Tensor, Tensor]:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.passes.propagate.propagate import propagate
-from schedlang.runtime.sharding.sizes import Counted, WithSizes
+from schedlang.runtime.forward import wrap
+from schedlang.runtime.sharding.sizes import Counted, Sizes
 from tests.engine.threads import Threads
 from tests.proofs import assert_near, planned, refused, sequential, sgd, steps
 
@@ -124,7 +125,7 @@ def test_nobody_else_reads_parts() -> None:
     """The module's own code reads its part of that very tensor; all others its true size."""
     module = Reader()
     module.inside = Reader()
-    module.forward = WithSizes(module, [Counted("x", -1, 2)])  # type: ignore[method-assign]
+    wrap(module, "sizes", Sizes(module, (Counted("x", -1, 2),)))
     whole = (2, 6)
     for one in (module, copy.deepcopy(module)):
         *own, other, inside = one(torch.zeros(2, 6))

@@ -16,7 +16,6 @@ from schedlang.passes.partition.staging import local_skeleton
 from schedlang.passes.propagate.original import part_weight
 from schedlang.passes.propagate.propagate import Traced, propagate
 from schedlang.runtime.comm.collectives import listening
-from schedlang.runtime.sharding.redistribute import forget
 from schedlang.runtime.tracing.constants import OnMeta
 from schedlang.runtime.tracing.meta import hollow_batch
 from tests import models
@@ -43,7 +42,6 @@ def _sent(model: nn.Module, rows: str, mesh: str = "tp=2") -> list[tuple[str, st
             loss = local(**given).loss
         back[0] = True
         loss.backward()
-    forget()
     return heard
 
 

@@ -302,7 +302,7 @@ def _gathered(plan: Plan, batch: Any) -> list[torch.dtype]:
     """In which dtypes the units of this rank are whole, and reduced."""
     program = build(plan, batch, optimizer=sgd)
     program.train_step(batch)
-    from schedlang.runtime.grad_reduction.zero import groups_of
+    from schedlang.runtime.adapters.fully_shard import groups_of
 
     units = [unit for one in program.assembly.sliced.values() for unit in one.units]
     held = [one for unit in units for group in groups_of(unit) for one in group.fsdp_params]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from schedlang.passes.lower import build
 from schedlang.runtime import program
+from schedlang.runtime.forward import layer_of
 from schedlang.runtime.sharding import leaf
 from tests.zoo.bug import Patch
 
@@ -22,7 +23,8 @@ def sharded_module(patch: Patch) -> Callable[[], str]:
 
     def noting(model: Any, traced: Any, at_home: Any) -> None:
         shape_up(model, traced, at_home)
-        names.update({id(model.get_submodule(fqn).forward): fqn for fqn in traced.edges})
+        for fqn in traced.edges:
+            names[id(layer_of(model.get_submodule(fqn), "sharded"))] = fqn
 
     def entering(self: Any, *args: Any, **kwargs: Any) -> Any:
         stack = here.__dict__.setdefault("stack", [""])

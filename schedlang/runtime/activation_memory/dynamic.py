@@ -19,7 +19,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.activation_memory.recompute import versions, written_twice
 from schedlang.runtime.activation_memory.selective import draws, fresh
 from schedlang.runtime.device import Replayed, default_generators
-from schedlang.runtime.forward import layers_of, wrap
+from schedlang.runtime.forward import layer_of, wrap
 from schedlang.runtime.storage.saved import Policy, alias, slot
 from schedlang.runtime.tracing.record import key_of, operations
 
@@ -304,7 +304,7 @@ def dynamic(modules: Sequence[nn.Module], budget: int) -> Pool:
 
 def pools(model: nn.Module) -> list[Pool]:
     """The pools of a model whose modules `dynamic` was given."""
-    found = [layers.kinds.get("checkpoint") for m in model.modules() if (layers := layers_of(m))]
+    found = [layer_of(module, "checkpoint") for module in model.modules()]
     return list({id(one.pool): one.pool for one in found if isinstance(one, Dynamic)}.values())
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
@@ -20,6 +21,7 @@ from schedlang.ir import nests as pytree
 from schedlang.remat import Tree, paths
 from schedlang.remat.operators import Key
 from schedlang.runtime.activation_memory.selective import CLASSES, Chosen, numbers
+from schedlang.runtime.adapters.torch_compile import once
 from schedlang.runtime.device import Replayed, default_generators, own_generators
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.inside import modules_in
@@ -195,6 +197,8 @@ class Checkpoint(Policy):
 
     def saving(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `inner` under checkpoint."""
+        if torch.compiler.is_compiling():
+            return self._in_graph(inner, args, kwargs)
         before = versions(self.module)
         rerun = Rerun(inner, args, kwargs)
         out = torch_checkpoint(
@@ -205,6 +209,28 @@ class Checkpoint(Policy):
         )
         written_twice(self.module, before)
         return out
+
+    def _in_graph(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Mark what `inner` computes as recomputed, in a graph of torch.compile.
+
+        The modes that hold are traced into it, and what it draws and writes happens once.
+        """
+        if self.chosen:
+            torch._dynamo.graph_break("what a checkpoint keeps is counted call by call, eagerly")
+        run = partial(torch_checkpoint, partial(once, inner), use_reentrant=False)
+        if not self.save:
+            return run(*args, **kwargs)
+        policy = partial(_policy, operators(self.save))
+        kept = partial(create_selective_checkpoint_contexts, policy)
+        return run(*args, context_fn=kept, **kwargs)
+
+
+def _policy(
+    kept: frozenset[str], context: Any, operator: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    """What torch is to do with the result of an operator of these names, and of all others."""
+    keep = keeps(kept, operator, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 # ---- Several modules as one region, while the model's own loop calls them one by one.

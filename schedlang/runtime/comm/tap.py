@@ -1,7 +1,7 @@
 """One rank of a world that is not there: what it would send is written down, and goes nowhere.
 
 Groups are torch's own, of its `fake` backend; the functions of torch.distributed that the runtime
-calls are replaced while it runs.  All that is used of torch's private parts stands here.
+calls are replaced while it runs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from schedlang.runtime.adapters.torch_distributed import replaced
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.comm.collectives import Group, listening
 
@@ -215,16 +216,11 @@ def playing(rank: int, world: int, hear: Hear | None = None) -> Iterator[Tap]:
             tap.made(ranks, None)
         pass_over(groups)
 
-    before = {name: getattr(dist, name) for name in functions}
     try:
-        for name, function in functions.items():
-            setattr(dist, name, function)
         comm.pass_over = passed
-        with listening(tap.listen):
+        with replaced(functions), listening(tap.listen):
             yield tap
     finally:
-        for name, function in before.items():
-            setattr(dist, name, function)
         comm.pass_over = pass_over
         dist.destroy_process_group()
         sys.excepthook = hook

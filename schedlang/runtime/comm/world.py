@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup as ProcessGroup
 
 from schedlang.runtime import device as devices
+from schedlang.runtime.adapters.torch_distributed import count_groups
 from schedlang.runtime.comm.packing import Pickler, put_back, taken_out
 
 T = TypeVar("T")
@@ -213,13 +214,8 @@ class World:
 
 
 def pass_over(groups: Groups) -> None:
-    """Count groups that this rank is not in, as if it had been asked to make each of them.
-
-    torch names a group by how many were asked for before, and all ranks have to name it alike.
-    Private: `new_group` does nothing else where it is not a member, but takes as long as there are
-    groups, of which a world has as many as ranks.
-    """
-    dist.distributed_c10d._world.group_count += len(groups)
+    """Count groups that this rank is not in, as if it had been asked to make each of them."""
+    count_groups(len(groups))
 
 
 # by the world's group: that of a job that is left goes, and with it all groups that were made in it

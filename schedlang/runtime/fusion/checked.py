@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from schedlang.kernels.check import Comparison, compare
 from schedlang.runtime.device import default_generators, on_host, undrawn
-from schedlang.runtime.forward import layers_of, plain_forward
+from schedlang.runtime.forward import layer_of, plain_forward
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 TIMES, SURE = 64, 5.0  # draws of each side, and how many deviations their mean may lie apart
@@ -136,9 +136,9 @@ def _number(function: Callable[..., Any], call: Call, seed: int) -> float:
 
 def _fused(module: nn.Module) -> Callable[..., Any]:
     """The layer that was put around a module's own forward."""
-    layers = layers_of(module)
-    assert layers is not None and "fuse" in layers.kinds, "not a fused module"
-    return partial(layers.kinds["fuse"], plain_forward(module))
+    layer = layer_of(module, "fuse")
+    assert layer is not None, "not a fused module"
+    return partial(layer, plain_forward(module))
 
 
 def _checked(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.forward import wrap
+from schedlang.runtime.forward import layer_of, wrap
 from schedlang.runtime.sharding.leaf import Sharded
 from schedlang.runtime.sharding.shard import COMPUTES, projection
 
@@ -38,8 +38,8 @@ def product(module: nn.Module, x: Tensor) -> Tensor:
             "its parameters are gathered only for its own call",
             "let `zero` gather a larger module: the layer",
         )
-    made: Any = vars(module).get("forward")
-    if not isinstance(made, Sharded):
+    made: Sharded | None = layer_of(module, "sharded")
+    if made is None:
         kind = next(c.__name__ for c in type(module).__mro__ if c.__name__ in COMPUTES)
         return COMPUTES[kind](module, x, False)
     ends = [edge for edge in made.edges if edge.head or edge.computes != edge.leaves]

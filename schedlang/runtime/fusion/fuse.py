@@ -15,8 +15,9 @@ from torch import nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.language.patterns import Pattern
+from schedlang.runtime.adapters.torch_compile import keep_buffers
 from schedlang.runtime.device import device_of, not_there
-from schedlang.runtime.forward import layers_of, wrap
+from schedlang.runtime.forward import layer_of, wrap
 from schedlang.runtime.fusion.dataflow import Given, Looked, flow, given_of, owned, plain_torch
 from schedlang.runtime.fusion.rewrite import (
     How,
@@ -41,8 +42,6 @@ from schedlang.runtime.modes import Ambient
 # traced into the graph once and for all (measured: logical dropout cannot be traced, float64 can
 # but proves nothing about the graph that trains).  So a schedule is verified around the region,
 # and `check_fused` judges the compiled region itself in the type that it trains in.
-#
-# This is the one file that touches dynamo, inductor and functorch configuration.
 
 
 LIMIT = 16  # graphs of one forward; beyond, compiling costs more than it can give
@@ -80,8 +79,7 @@ def fuse(module: nn.Module, *, split_backward: bool = False, rounding: str = "fp
     missing = unavailable(device.type) if not not_there(device) else None
     if missing:
         raise _refusal("S831", "inductor cannot compile here", missing)
-    layers = layers_of(module)
-    if layers is not None and {"kernel", "attend"} & set(layers.kinds):
+    if layer_of(module, "kernel") or layer_of(module, "attend"):
         name = type(module).__name__
         raise _refusal("S832", f"`{name}` already has a kernel", "fuse a module around it")
     wrap(module, "fuse", Fuse(type(module).__name__, split_backward, rounding, module))
@@ -89,8 +87,7 @@ def fuse(module: nn.Module, *, split_backward: bool = False, rounding: str = "fp
 
 def graphs(module: nn.Module) -> int:
     """Count the graphs that were compiled for a module's own forward; equal modules share them."""
-    layers = layers_of(module)
-    layer = layers.kinds.get("fuse") if layers is not None else None
+    layer = layer_of(module, "fuse")
     return layer.graphs if isinstance(layer, Fuse) else 0
 
 
@@ -143,9 +140,7 @@ def _compile(inner: Callable[..., Any], split_backward: bool, rounding: str) -> 
     # one backend object for all regions: graphs are shared only between equal backends
     backend = _split_backend if split_backward else _rounding if rounding == "eager" else _backend
     if split_backward:
-        import torch._functorch.config as functorch
-
-        functorch.donated_buffer = False  # read when backward runs, too: it must stay
+        keep_buffers()
     options: dict[str, Any] = {}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options["recompile_limit"] = LIMIT
@@ -329,8 +324,7 @@ class Regions:
 
 def regions_of(module: nn.Module) -> list[Region]:
     """The regions that a module has run."""
-    layers = layers_of(module)
-    layer = layers.kinds.get("fuse") if layers is not None else None
+    layer = layer_of(module, "fuse")
     if not isinstance(layer, Regions):
         return []
     return [region for made in layer.made.values() for region in made.regions]

@@ -13,7 +13,7 @@ from schedlang.kernels.norm import norm
 from schedlang.kernels.norm_probes import LIBRARY, Norm, probe_named, probe_norm
 from schedlang.kernels.probe import Mismatch
 from schedlang.kernels.sharding import install
-from schedlang.runtime.forward import Layer, layers_of, the_input, wrap
+from schedlang.runtime.forward import Layer, layer_of, the_input, wrap
 from schedlang.runtime.kernel_injection.add_norm import Summing, Sums, probe_sums
 from schedlang.runtime.kernel_injection.attention import (
     Attention,
@@ -164,9 +164,8 @@ LAYERS: Mapping[type, Callable[[nn.Module, Any], Layer]] = {
 
 def kernels_of(module: nn.Module) -> tuple[str, ...]:
     """Return the KERNELS that `replace` gave to this module itself."""
-    layers = layers_of(module)
-    put = layers.kinds if layers is not None else {}
-    found = [getattr(put[kind], "kernel", None) for kind in ("kernel", "attend") if kind in put]
+    put = (layer_of(module, kind) for kind in ("kernel", "attend"))
+    found = [getattr(one, "kernel", None) for one in put]
     found.append("sdpa" if is_fused(module) else kernel_in(module))
     return tuple(name for name in found if name is not None)
 

@@ -20,56 +20,10 @@ from schedlang.kernels.probe import (
     relative,
     rows_of,
 )
+from schedlang.runtime.adapters.torch_compile import follow_losses
 from schedlang.runtime.comm.collectives import Group
-from schedlang.runtime.forward import layers_of, the_input
+from schedlang.runtime.forward import layer_of, the_input
 from schedlang.runtime.lazy_logits.lazy import LazyLogits, Part
-
-# -- losses that are modules -----------------------------------------------------------------------
-# torch.compile's rule for `nn.CrossEntropyLoss()` writes the call into the graph as one of tensors,
-# and fails on a stand-in; the function asks its arguments, as it does outside of a graph.
-
-
-_done: list[bool] = []
-
-
-def follow_losses() -> bool:
-    """Let it call the function where the logits are no tensor; done while it traces, once.
-
-    Whether it could be done: a torch that makes such losses in another way is left alone.
-    """
-    if not _done:
-        _done.append(_patched())
-    return _done[0]
-
-
-def _patched() -> bool:
-    from torch._dynamo.utils import has_torch_function
-    from torch._dynamo.variables import LambdaVariable, UserDefinedClassVariable
-    from torch._dynamo.variables.base import VariableTracker
-
-    owner: Any = UserDefinedClassVariable
-    original = getattr(owner, "_call_cross_entropy_loss", None)
-    if original is None:
-        return False
-
-    def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        usual = original(self, tx, args, kwargs)
-
-        def loss(input: Any, target: Any) -> Any:
-            if not has_torch_function(input):
-                return usual.call_function(tx, [input, target], {})
-            function = VariableTracker.build(tx, F.cross_entropy)
-            return function.call_function(tx, [input, target, *args], kwargs)
-
-        return LambdaVariable(loss)
-
-    owner._call_cross_entropy_loss = called
-    return True
-
-
-# torch.compiler.assume_constant_result, which would import all of the compiler
-follow_losses._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
 
 # -- the head --------------------------------------------------------------------------------------
 # In training the head returns LazyLogits, and the model's own forward goes on with them to its own
@@ -177,6 +131,5 @@ class Waiting:
 
 def waiting(module: nn.Module) -> Waiting | None:
     """The layer of a head that waits now, if this module has one."""
-    layers = layers_of(module)
-    found = layers.kinds.get("kernel") if layers is not None else None
+    found = layer_of(module, "kernel")
     return found if isinstance(found, Waiting) and found.waits() else None

@@ -19,7 +19,6 @@ from schedlang.runtime.comm.collectives import Group, all_gather
 from schedlang.runtime.moe.dispatch import Counts, Step, Way, everywhere, first, place_of, sent_by
 from schedlang.runtime.moe.probe import Experts, Inner
 from schedlang.runtime.propagation.stand_ins import hollow
-from schedlang.runtime.sharding.redistribute import shared
 from schedlang.runtime.sharding.shard import Edge, Forward
 from schedlang.runtime.sharding.sizes import number_at, set_number
 
@@ -127,9 +126,9 @@ class Routing:
     inner: Inner | None = None
     within: str = ""
 
-    def forward_of(self, sharded: Sharded) -> Forward:
+    def forward_of(self, sharded: Sharded, inner: Forward) -> Forward:
         """A module of experts of which this rank holds a part; slow axes come first."""
-        return Spread(sharded.module, sharded.inner, sharded.edges, self)
+        return Spread(sharded.module, inner, sharded.edges, self)
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ class Spread:
         """Compute the experts of all ranks for these tokens."""
         x, w = hidden, weights
         for edge in self.alike:
-            x, w = shared(edge.entry(), x), shared(edge.entry(), w)
+            x, w = edge.enter(x), edge.enter(w)
         even = index.is_meta or _even()
         over = self.apart if self.routing.dispatch == "gather" and even else ()
         for edge in reversed(over):

@@ -17,7 +17,7 @@ from schedlang.runtime.propagation.trace import Hoist, Mismatch, Note, Tag
 from schedlang.runtime.sharding.convolution import CHANNELS, CONVOLUTIONS
 from schedlang.runtime.sharding.leaf import Sharded
 from schedlang.runtime.sharding.norms import NotSplit
-from schedlang.runtime.sharding.redistribute import block_sizes, dim_of, shared, switches
+from schedlang.runtime.sharding.redistribute import block_sizes, dim_of, switches
 from schedlang.runtime.sharding.shard import Edge, is_main, on_first, on_result
 from schedlang.runtime.tracing.torch_calls import tensors_in
 
@@ -101,7 +101,9 @@ def dry_forward(
             else:
                 args, kwargs = on_first(partial(_enter, edge, follower), args, kwargs)
         if leaf.kind:
-            out = _computed(Sharded(module, leaf.kind, edges, inner), args, kwargs, follower)
+            near = tuple(replace(edge, arrivals=follower.arrivals) for edge in edges)
+            sharded = partial(Sharded(module, leaf.kind, near), inner)
+            out = _computed(sharded, edges, args, kwargs, follower)
             _note_leaf(leaf, edges, note, out, follower)
         else:
             out = inner(*args, **kwargs)
@@ -132,13 +134,17 @@ def _main(args: Any, kwargs: Any) -> Tensor:
 
 
 def _computed(
-    sharded: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any], follower: Follower
+    sharded: Callable[..., Any],
+    edges: Sequence[Edge],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    follower: Follower,
 ) -> Any:
     """What a sharded module gives; its own call that does not do with parts, as a mismatch."""
     try:
         return sharded(*args, **kwargs)
     except NotSplit as fault:
-        axis = sharded.edges[0].group.axes[0]
+        axis = edges[0].group.axes[0]
         raise follower.refuse(str(fault), axis, GATHER_NORM) from fault
 
 
@@ -176,7 +182,8 @@ def _left(edge: Edge, wanted: Wanted, out: Any, follower: Follower) -> Edge:
 def _enter(edge: Edge, follower: Follower, x: Tensor) -> Tensor:
     """Cross into a module whose own calls are followed, and note what arrives there."""
     axes = frozenset(edge.group.axes[:1] if edge.differ else ())
-    return _cross(edge, follower, x, partial(shared, edge.entry()), edge.wants, axes)
+    enter = replace(edge, arrivals=follower.arrivals).enter
+    return _cross(edge, follower, x, enter, edge.wants, axes)
 
 
 def _exit(edge: Edge, follower: Follower, x: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from schedlang.runtime.propagation.trace import (
     Tag,
 )
 from schedlang.runtime.rng.draws import masks
+from schedlang.runtime.sharding.redistribute import Arrivals
 from schedlang.runtime.sharding.sizes import ALONG, FILLS, PARTS, block_cut, index_at
 
 # ---- Which dim of a result each axis splits, where several axes have the same size.
@@ -162,6 +163,7 @@ class Follower(Lattice):
         self.left_out: list[call_rules.Repeat] = []
         self.tokens: set[tuple[str, str]] = set()  # modules, axes: they split rows or tokens
         self._expects: Call | None = None  # the original's call beside the one that runs
+        self.arrivals = Arrivals()
 
     @classmethod
     def noted(cls, tensor: Tensor) -> bool:

@@ -67,27 +67,20 @@ def changed(
     return args, kwargs
 
 
-class WithParts:
-    """The forward of a module that is given parts of some arguments.
-
-    An object, not a closure: in a deep copy of the model it is bound to the copied module.
-    """
+class Parts:
+    """The layer of a module that is given parts of some arguments."""
 
     def __init__(self, module: nn.Module, parts: tuple[Narrowed, ...]) -> None:
-        self.module, self.parts, self.inner = module, parts, module.forward
+        self.module, self.parts = module, parts
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> WithParts:
-        made = WithParts.__new__(WithParts)
-        memo[id(self)] = made
-        made.module, made.inner = copy.deepcopy((self.module, self.inner), memo)
-        made.parts = self.parts
-        return made
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parts:
+        return Parts(copy.deepcopy(self.module, memo), self.parts)  # groups are not copied
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The call with the arguments cut."""
+    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `inner` with the arguments cut."""
         for part in self.parts:
             args, kwargs = changed(self.module, part.name, part.cut, args, kwargs)
-        return self.inner(*args, **kwargs)
+        return inner(*args, **kwargs)
 
 
 def dry_parts(

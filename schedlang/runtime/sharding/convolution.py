@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.placement import P, S
 from schedlang.runtime.comm.collectives import Group, exchange
-from schedlang.runtime.sharding.redistribute import dim_of, shared
+from schedlang.runtime.sharding.redistribute import dim_of
 from schedlang.runtime.sharding.shard import Edge, Forward
 
 # ---- Rows that neighbours need of each other, where positions of a tensor are split over ranks.
@@ -130,7 +130,7 @@ def convolution(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forwar
 
     def forward(x: Tensor) -> Tensor:
         for edge in edges:
-            x = shared(edge.entry(), x)
+            x = edge.enter(x)
         weight = module._parameters["weight"]
         assert weight is not None
         check(module, x, spatial)
@@ -217,7 +217,7 @@ def pool(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
 
     def forward(x: Tensor) -> Tensor:
         for edge in edges:
-            x = shared(edge.entry(), x)
+            x = edge.enter(x)
         check(module, x, spatial)
         x = _padded(module, x, spatial, -torch.inf if greatest else 0.0)
         more = (0, module.dilation) if greatest else ()

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from schedlang.ir.placement import S
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.comm.collectives import Group, all_gather, reduce_scatter
-from schedlang.runtime.sharding.redistribute import shared
 from schedlang.runtime.sharding.shard import Edge, Forward, head_of
 
 if TYPE_CHECKING:
@@ -209,7 +208,7 @@ def product(
     """A Linear or Conv1D whose product is taken in parts: enter, multiply, add the bias, leave."""
 
     def forward(x: Tensor) -> Any:
-        x = shared(entry.entry(), x) if entry is not None else x
+        x = entry.enter(x) if entry is not None else x
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
         assert weight is not None
         y = multiply(x, weight)
@@ -221,7 +220,7 @@ def product(
     return forward
 
 
-def projection(sharded: Sharded) -> Forward:
+def projection(sharded: Sharded, own: Forward) -> Forward:
     """A Linear or Conv1D on a grid."""
     grid, edge = _grid(sharded.edges)
     inner = 1 if sharded.kind == "summa Linear" else 0
@@ -232,7 +231,7 @@ def projection(sharded: Sharded) -> Forward:
     return product(sharded.module, multiply, edge, edge)
 
 
-def embedding(sharded: Sharded) -> Forward:
+def embedding(sharded: Sharded, own: Forward) -> Forward:
     """An embedding on a grid."""
     module, (grid, edge) = sharded.module, _grid(sharded.edges)
     assert isinstance(module, nn.Embedding)
@@ -359,7 +358,7 @@ def _lines(sharded: Sharded) -> tuple[Cube, dict[str, Edge]]:
     return Cube(down, along, deep, (1,) * blocks if isinstance(blocks, int) else blocks), edges
 
 
-def cube_projection(sharded: Sharded) -> Forward:
+def cube_projection(sharded: Sharded, own: Forward) -> Forward:
     """A Linear or Conv1D on a cube."""
     cube, edges = _lines(sharded)
     inner = 1 if sharded.kind == "cube Linear" else 0
@@ -370,7 +369,7 @@ def cube_projection(sharded: Sharded) -> Forward:
     return product(sharded.module, multiply, edges.get("in"), edges.get("out"))
 
 
-def cube_embedding(sharded: Sharded) -> Forward:
+def cube_embedding(sharded: Sharded, own: Forward) -> Forward:
     """An embedding on a cube."""
     module, (cube, edges) = sharded.module, _lines(sharded)
     leave = edges.get("out")

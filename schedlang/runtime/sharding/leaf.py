@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.ir.placement import P
-from schedlang.runtime.forward import layers_of
+from schedlang.runtime.forward import layer_of
 from schedlang.runtime.sharding import grid, norms
 from schedlang.runtime.sharding.convolution import CONVOLUTIONS, POOLS, convolution, pool
 from schedlang.runtime.sharding.norms import batch_norm, group_norm
@@ -43,7 +44,7 @@ def embedding_bag(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forw
         scales = per_sample_weights
         if scales is not None:
             for edge in edges:
-                scales = edge.entry()(scales)  # each rank has a part of their gradient
+                scales = edge.enter(scales)  # each rank has a part of their gradient
         if rows is None:
             how = module.mode, module.padding_idx
             out = _looked_up(module, input, module.weight, offsets, scales, *how)
@@ -100,36 +101,34 @@ def _looked_up(
 # ---- The forward of a sharded module: how each kind computes with its parts, by the kind's name.
 
 
+@dataclass(eq=False)
 class Sharded:
-    """The forward of a sharded module; `kind` is the class that says how it computes, or "".
+    """The layer of a sharded module; `kind` is the class that says how it computes, or ""."""
 
-    An object, not a closure: in a deep copy of the model it is bound to the copied module.
-    """
-
-    def __init__(
-        self, module: nn.Module, kind: str, edges: tuple[Edge, ...], inner: Forward | None = None
-    ) -> None:
-        self.module, self.kind, self.edges = module, kind, edges
-        self.inner: Forward = module.forward if inner is None else inner
-        self.run: Forward | None = None
-        self.coded = False  # whether a module around it is
+    module: nn.Module
+    kind: str
+    edges: tuple[Edge, ...]
+    inner: Forward | None = None  # what `run` was made around
+    run: Forward | None = None
+    coded: bool = False  # whether a module around it is
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
-        made = Sharded.__new__(Sharded)
-        memo[id(self)] = made
-        made.module, made.kind = copy.deepcopy(self.module, memo), self.kind
-        made.inner, made.edges = copy.deepcopy(self.inner, memo), self.edges
-        made.run, made.coded = None, self.coded
-        return made
+        # groups are not copied
+        edges = (replace(e, arrivals=copy.deepcopy(e.arrivals, memo)) for e in self.edges)
+        module = copy.deepcopy(self.module, memo)
+        return Sharded(module, self.kind, tuple(edges), coded=self.coded)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The sharded computation."""
-        if self.run is None:
-            self.run = forward_of(self)
+    def __call__(self, inner: Forward, *args: Any, **kwargs: Any) -> Any:
+        """The sharded computation, in which `inner` is the module's own."""
+        run = self.run
+        if run is None or self.inner is not inner:
+            run = forward_of(self, inner)
+            if not torch.compiler.is_compiling():  # a graph changes nothing outside of it
+                self.inner, self.run = inner, run
         if not self.coded:  # what is compiled sees no more than this
-            return self.run(*args, **kwargs)
+            return run(*args, **kwargs)
         with self._around():
-            return self.run(*args, **kwargs)
+            return run(*args, **kwargs)
 
     def _around(self) -> AbstractContextManager[None]:
         """What of this computation no single process has, to a coded module around it."""
@@ -142,10 +141,9 @@ class Sharded:
 def know_coded(model: nn.Module) -> None:
     """Let sharded modules say what of them a coded module around them keeps as it is."""
     for module in model.modules():
-        layers = layers_of(module)
-        forward = layers.original if layers is not None else vars(module).get("forward")
-        if isinstance(forward, Sharded):
-            forward.coded = True
+        sharded = layer_of(module, "sharded")
+        if sharded is not None:
+            sharded.coded = True
 
 
 FORWARDS: Mapping[str, Callable[[nn.Module, str, tuple[Edge, ...]], Forward]] = {
@@ -159,7 +157,7 @@ FORWARDS: Mapping[str, Callable[[nn.Module, str, tuple[Edge, ...]], Forward]] = 
     "GroupNorm": group_norm,
 }
 # kinds that rows choose: they may run the module's own forward
-CHOSEN: Mapping[str, Callable[[Sharded], Forward]] = {
+CHOSEN: Mapping[str, Callable[[Sharded, Forward], Forward]] = {
     "summa Linear": grid.projection,
     "summa Conv1D": grid.projection,
     "summa Embedding": grid.embedding,
@@ -167,15 +165,15 @@ CHOSEN: Mapping[str, Callable[[Sharded], Forward]] = {
     "cube Conv1D": grid.cube_projection,
     "cube Embedding": grid.cube_embedding,
     "norm": norms.norm,
-    "experts": lambda sharded: sharded.edges[0].told.forward_of(sharded),  # a `Routing`
+    "experts": lambda sharded, inner: sharded.edges[0].told.forward_of(sharded, inner),  # Routing
 }
 
 
-def forward_of(sharded: Sharded) -> Forward:
+def forward_of(sharded: Sharded, inner: Forward) -> Forward:
     """The computation of a sharded module; without a kind it runs as it is between its edges."""
     if sharded.kind in CHOSEN:
-        return CHOSEN[sharded.kind](sharded)
+        return CHOSEN[sharded.kind](sharded, inner)
     make = FORWARDS.get(sharded.kind)
     if make is None:
-        return region(sharded.inner, sharded.edges)
+        return region(inner, sharded.edges)
     return make(sharded.module, sharded.kind, sharded.edges)

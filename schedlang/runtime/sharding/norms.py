@@ -15,7 +15,6 @@ from schedlang.runtime.comm import collectives
 from schedlang.runtime.comm.collectives import Group, all_gather, own_part, summed
 from schedlang.runtime.modes import Ambient
 from schedlang.runtime.sharding.convolution import CHANNELS, positions
-from schedlang.runtime.sharding.redistribute import shared
 from schedlang.runtime.sharding.shard import Edge, Forward
 from schedlang.runtime.tracing.torch_calls import name_of, tensors_in
 
@@ -277,12 +276,12 @@ NORMS: Mapping[str, Callable[..., Tensor]] = {
 # -- the module -----------------------------------------------------------------------------------
 
 
-def norm(sharded: Sharded) -> Forward:
+def norm(sharded: Sharded, inner: Forward) -> Forward:
     """A module that normalises along the hidden dim, on parts of it."""
-    module, inner, (edge,) = sharded.module, sharded.inner, sharded.edges
+    module, (edge,) = sharded.module, sharded.edges
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        x = shared(edge.entry(), x)
+        x = edge.enter(x)
         mode = Along(edge.group, list(module.parameters()))
         with mode:
             out = inner(mode.mark(x.view_as(x)), *args, **kwargs)
@@ -405,7 +404,7 @@ def group_norm(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward
 def _between(compute: Any, edges: tuple[Edge, ...]) -> Forward:
     def forward(x: Tensor) -> Tensor:
         for edge in edges:
-            x = shared(edge.entry(), x)
+            x = edge.enter(x)
         y: Tensor = compute(x.contiguous())
         for edge in edges:
             y = edge.exit()(y)

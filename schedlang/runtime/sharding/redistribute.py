@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,12 +40,6 @@ class Crossing:
         """The tensor in its new placement."""
         change = _CHANGES[type(self.source), type(self.target)]
         return change(self, x)
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Equal for crossings that do the same to the same tensor."""
-        place = (self.source, self.target, self.group.axes, self.differ)
-        return (*place, torch.is_grad_enabled())
 
 
 def switches(source: Placement, target: Placement) -> bool:
@@ -161,24 +155,46 @@ _CHANGES: dict[tuple[type, type], Callable[[Crossing, Tensor], Tensor]] = {
 }
 
 
-_last: dict[tuple[Any, ...], tuple[Tensor, int, Tensor]] = {}
+@dataclass(eq=False)
+class Arrivals:
+    """The last crossing of each sort into the modules inside of one module.
 
+    It is the layer of that module: within one call, modules that take the very same tensor in a row
+    (q, k and v projections) cross once; afterwards nothing is kept.
 
-def shared(crossing: Crossing, x: Tensor) -> Tensor:
-    """Cross once for all modules that take the very same tensor in a row (q, k and v projections).
-
-    Only the last crossing of each sort is remembered, so that no more than one tensor is kept;
-    `forget` drops that one.
+    written  whether a tensor is written into between two modules that take it: a graph of
+             torch.compile, which cannot ask how often that was done, then crosses for each
     """
-    known = _last.get(crossing.key)
-    if known is not None and known[0] is x and known[1] == x._version:
-        return known[2]
-    crossed = crossing(x)
-    if crossed is not x:
-        _last[crossing.key] = (x, x._version, crossed)
-    return crossed
 
+    written: bool = False
+    _last: dict[tuple[Any, ...], tuple[Tensor, int, Tensor]] = field(default_factory=dict)
 
-def forget() -> None:
-    """Let go of the tensors that `shared` remembers; called at the end of a step."""
-    _last.clear()
+    def __deepcopy__(self, memo: dict[int, Any]) -> Arrivals:
+        return Arrivals(self.written)
+
+    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `inner`, and let go of the tensors that are remembered."""
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            self._last.clear()
+
+    def cross(self, crossing: Crossing, x: Tensor) -> Tensor:
+        """The tensor in its new placement, which the module before this one may have made."""
+        key = (crossing.source, crossing.target, crossing.group.axes, crossing.differ)
+        at = (*key, torch.is_grad_enabled())
+        # how often it was written into; None where nobody can tell
+        version: int | None
+        if torch.compiler.is_compiling():
+            version = None if self.written else 0
+        else:
+            version = None if x.is_inference() else x._version
+        known = self._last.get(at)
+        if known is not None and known[0] is x:
+            if known[1] == version:
+                return known[2]
+            self.written = True
+        crossed = crossing(x)
+        if crossed is not x and version is not None:
+            self._last[at] = (x, version, crossed)
+        return crossed

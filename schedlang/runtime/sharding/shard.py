@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from schedlang.ir.placement import P, Placement, S, positions
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.lazy_logits.head import waiting
 from schedlang.runtime.lazy_logits.vocab_parallel import ShardedLogits
-from schedlang.runtime.sharding.redistribute import Crossing, block_sizes, dim_of, shared
+from schedlang.runtime.sharding.redistribute import Arrivals, Crossing, block_sizes, dim_of
 
 # ---- An embedding with a forward of its own (one that scales) around the lookup of its part.
 
@@ -75,10 +74,12 @@ class Edge:
     head: bool = False
     hoisted: bool = False
     told: Any = None  # what a row says of how a module of its kind computes
+    arrivals: Arrivals | None = field(default=None, compare=False)  # of modules that are near
 
-    def entry(self) -> Crossing:
-        """The change of placement on the way in."""
-        return Crossing(self.arrives, self.wants, self.group, differ=self.differ)
+    def enter(self, x: Tensor) -> Tensor:
+        """A tensor that arrives, as the module wants it; what another one just made of it."""
+        entry = Crossing(self.arrives, self.wants, self.group, differ=self.differ)
+        return entry(x) if self.arrivals is None else self.arrivals.cross(entry, x)
 
     def exit(self) -> Crossing:
         """The change of placement on the way out."""
@@ -121,7 +122,7 @@ def projection(
 
     def forward(x: Tensor) -> Any:
         for edge in edges:
-            x = without_padding(shared(edge.entry(), x), edge.wants, edge.group)
+            x = without_padding(edge.enter(x), edge.wants, edge.group)
         layer = waiting(module)
         if layer is not None and [edge.head for edge in edges] == [True]:
             return layer.lazy(x, edges[0].group, edges[0].cut or 0)
@@ -203,7 +204,7 @@ def region(inner: Forward, edges: tuple[Edge, ...]) -> Forward:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         for edge in edges:
-            args, kwargs = on_first(partial(shared, edge.entry()), args, kwargs)
+            args, kwargs = on_first(edge.enter, args, kwargs)
         out = inner(*args, **kwargs)
         for edge in edges:
             if edge.computes != edge.leaves:

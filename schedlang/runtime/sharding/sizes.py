@@ -139,28 +139,19 @@ class Counted:
     parts: int
 
 
-class WithSizes:
-    """The forward of a module that counts by sizes of its arguments.
+@dataclass(frozen=True)
+class Sizes:
+    """The layer of a module that counts by sizes of its arguments."""
 
-    An object, not a closure: in a deep copy of the model it is bound to the copied module.
-    """
+    module: nn.Module
+    counted: tuple[Counted, ...]
 
-    def __init__(self, module: nn.Module, counted: Sequence[Counted]) -> None:
-        self.module, self.counted, self.inner = module, tuple(counted), module.forward
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> WithSizes:
-        made = WithSizes.__new__(WithSizes)
-        memo[id(self)] = made
-        made.module, made.inner = copy.deepcopy((self.module, self.inner), memo)
-        made.counted = self.counted
-        return made
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The call, in which the module reads its own sizes."""
+    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `inner`, in which the module reads its own sizes."""
         given = dict(arguments(self.module, args, kwargs))
         own = [(given[c.name], c.dim, c.parts) for c in self.counted if c.name in given]
         with _Reading(self.module, own):
-            return self.inner(*args, **kwargs)
+            return inner(*args, **kwargs)
 
 
 def arguments(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:

@@ -18,6 +18,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.ir.memory import CLASSES, STATE
+from schedlang.runtime.adapters.torch_storage import resizes
 
 # ---- What a rank does while a step is played: operations, bytes that move through memory,
 # messages.
@@ -249,19 +250,12 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- watching ----------------------------------------------------------------------------------
 
     def __enter__(self) -> Any:
-        self._plain_resize = plain = torch.UntypedStorage.resize_
-        footprint = self
-
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            out = plain(storage, size)
-            footprint._resized(storage, size)
-            return out
-
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        self._heard = resizes(self._resized)
+        self._heard.__enter__()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self._plain_resize  # type: ignore[method-assign]
+        self._heard.__exit__(None, None, None)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(

@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+from schedlang.runtime.adapters.torch_tensor import assignable
+
 LIBRARY = "schedlang_simulated_accelerator"
 SOURCES = Path(__file__).with_name("csrc")
 # NDEBUG as torch itself: without it some of torch's classes have other fields than in its library
@@ -277,22 +279,9 @@ def _assignable(core: Any) -> None:
 
     `module.to` keeps its Parameters by it, and FSDP2 moves offloaded gradients so.
     """
-    old: Any = torch._C.TensorBase.data
-    compatible = torch._has_compatible_shallow_copy_type
 
     def across(a: Any, b: Any) -> bool:
         plain = type(a) in (torch.Tensor, torch.nn.Parameter)
         return plain and {a.device.type, b.device.type} == {"cpu", NAME}
 
-    def assign(self: torch.Tensor, value: torch.Tensor) -> None:
-        if across(self, value):
-            core.shallow_set(self, value)
-        else:
-            old.__set__(self, value)
-
-    def _has_compatible_shallow_copy_type(input: torch.Tensor, from_: torch.Tensor) -> bool:
-        return across(input, from_) or bool(compatible(input, from_))  # dynamo reads these names
-
-    tensor: Any = torch.Tensor
-    tensor.data = property(lambda self: old.__get__(self), assign)
-    torch._has_compatible_shallow_copy_type = _has_compatible_shallow_copy_type
+    assignable(across, core.shallow_set)

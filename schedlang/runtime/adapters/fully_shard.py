@@ -1,0 +1,133 @@
+"""fully_shard (FSDP2): what it holds gathered, and runs without values; its private parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+from schedlang.runtime.device import settled
+
+
+def groups_of(unit: FSDPModule) -> list[Any]:
+    """The groups of parameters that a unit gathers together; mostly one."""
+    state: Any = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11 has one at most
+        groups = [one for one in [state._fsdp_param_group] if one is not None]
+    return list(groups)
+
+
+def end_gather(unit: FSDPModule) -> None:
+    """End a gather that was begun for a unit that did not run.
+
+    Else the unit's next forward would take what was gathered for values of now.
+    """
+    for group in groups_of(unit):
+        if group._all_gather_result is not None:
+            group.wait_for_unshard()
+            group._to_sharded()
+
+
+class _WaitOnce:
+    """An event that the host waits for once, however many ask."""
+
+    def __init__(self, event: torch.Event) -> None:
+        self.event: torch.Event | None = event
+
+    def synchronize(self) -> None:
+        """Wait, if nobody has."""
+        event, self.event = self.event, None
+        settled(event)
+
+
+def offloaded(
+    group: Any, leaving: Callable[[nn.Parameter], bool]
+) -> list[tuple[nn.Parameter, Any]]:
+    """The parameters whose gradients a group has reduced and copied to the host, of those that are
+    `leaving`; with an event that ends when they are there, or None.
+
+    torch would wait for each at the end of backward, and add another microbatch's to it at once.
+    """
+    held = [one for one in group.fsdp_params if leaving(one.sharded_param)]
+    # one stream has made them all: the last event stands for those before it
+    events = [one.grad_offload_event for one in held if one.grad_offload_event is not None]
+    event: Any = _WaitOnce(events[-1]) if events else None
+    for one in held:
+        one.grad_offload_event = None
+    return [(one.sharded_param, event) for one in held]
+
+
+def around_backward(group: Any, make: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+    """Let a group run, when its backward has ended, what `make` makes of torch's own function."""
+    group.post_backward = make(group.post_backward)
+
+
+def name_in(unit: FSDPModule, held: Any) -> str:
+    """The name inside a unit of a parameter that it gathers."""
+    info = held._module_info
+    modules = unit.named_modules()  # type: ignore[attr-defined]
+    prefix = next((name for name, child in modules if child is info.module), "")
+    return f"{prefix}.{info.param_name}" if prefix else str(info.param_name)
+
+
+class Shard:
+    """A slice of a parameter, which fully_shard gathers from wherever `home` lies."""
+
+    def __init__(self, held: Any) -> None:
+        self._held = held
+
+    @property
+    def home(self) -> Tensor:
+        """The slice with its padding, flat."""
+        flat: Tensor = self._held._sharded_param_data
+        return flat
+
+    def laid(self, value: Tensor) -> Tensor:
+        """The values of a slice as they lie."""
+        flat = torch.zeros_like(self.home, device="cpu")
+        flat[: value.numel()].copy_(value.reshape(-1))
+        return flat
+
+    def settle(self, home: Tensor) -> None:
+        """Let the slice lie there from now on."""
+        held = self._held
+        dim, part = held.fsdp_placement.dim, held.sharded_param._local_tensor
+        held._sharded_param_data = home
+        whole = home.view(held.padded_sharded_param_size)
+        length = part.size(dim) if part.numel() else 0
+        held.sharded_param._local_tensor = whole.narrow(dim, 0, length)
+
+
+def shards_of(units: Iterable[FSDPModule]) -> dict[Any, Shard]:
+    """The slices that units gather, by parameter."""
+    groups = [group for unit in units for group in groups_of(unit)]
+    return {one.sharded_param: Shard(one) for group in groups for one in group.fsdp_params}
+
+
+@contextmanager
+def without_values(units: Iterable[FSDPModule]) -> Iterator[None]:
+    """Let units run on the meta device, which they refuse by themselves."""
+    for unit in units:
+        for group in groups_of(unit):
+            group._validate_no_meta_params = lambda: None
+            group.device = torch.device("meta")
+            for one in group.fsdp_params:  # those that are cast are put together there
+                one.device = torch.device("meta")
+    names = vars(_fsdp_collectives)
+    before = names["_get_device_handle"]
+    names["_get_device_handle"] = partial(_handle, before)
+    try:
+        yield
+    finally:
+        names["_get_device_handle"] = before
+
+
+def _handle(plain: Callable[[str], Any], device: str) -> Any:
+    return plain("cpu" if device == "meta" else device)

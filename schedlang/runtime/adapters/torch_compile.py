@@ -1,0 +1,81 @@
+"""torch.compile: a rule of dynamo that is mended, its checks of one call, functorch's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn import functional as F
+
+# ---- Losses that are modules.
+# torch.compile's rule for `nn.CrossEntropyLoss()` writes the call into the graph as one of tensors,
+# and fails on a stand-in; the function asks its arguments, as it does outside of a graph.
+
+
+_done: list[bool] = []
+
+
+def follow_losses() -> bool:
+    """Let dynamo's rule call the function where the logits are no tensor; while it traces, once.
+
+    Whether it could be done: a torch that makes such losses in another way is left alone.
+    """
+    if not _done:
+        _done.append(_patched())
+    return _done[0]
+
+
+def _patched() -> bool:
+    from torch._dynamo.utils import has_torch_function
+    from torch._dynamo.variables import LambdaVariable, UserDefinedClassVariable
+    from torch._dynamo.variables.base import VariableTracker
+
+    owner: Any = UserDefinedClassVariable
+    original = getattr(owner, "_call_cross_entropy_loss", None)
+    if original is None:
+        return False
+
+    def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        usual = original(self, tx, args, kwargs)
+
+        def loss(input: Any, target: Any) -> Any:
+            if not has_torch_function(input):
+                return usual.call_function(tx, [input, target], {})
+            function = VariableTracker.build(tx, F.cross_entropy)
+            return function.call_function(tx, [input, target, *args], kwargs)
+
+        return LambdaVariable(loss)
+
+    owner._call_cross_entropy_loss = called
+    return True
+
+
+# torch.compiler.assume_constant_result, which would import all of the compiler
+follow_losses._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+# ---- What a graph recomputes.
+
+
+def once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function in a part of a graph that is recomputed; Python that it runs, runs once.
+
+    dynamo refuses code there that changes what is outside, for eagerly it would do so twice: what
+    arrived at a block, the dtype of a region.  These are changed back before the part ends.
+    """
+    from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as run
+
+    return run(function, *args, **kwargs)
+
+
+# ---- Backwards in two parts.
+
+
+def keep_buffers() -> None:
+    """Let no backward of a compiled graph overwrite its inputs, in this process, for good.
+
+    functorch reads the setting when a backward runs, too.
+    """
+    import torch._functorch.config as functorch
+
+    functorch.donated_buffer = False

@@ -1,0 +1,29 @@
+"""Tensors: `.data =` between devices that torch does not know to be alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def assignable(
+    across: Callable[[Any, Any], bool], put: Callable[[torch.Tensor, torch.Tensor], None]
+) -> None:
+    """Let `a.data = b` be `put(a, b)` where `across(a, b)`, in this process, for good."""
+    old: Any = torch._C.TensorBase.data
+    compatible = torch._has_compatible_shallow_copy_type
+
+    def assign(self: torch.Tensor, value: torch.Tensor) -> None:
+        if across(self, value):
+            put(self, value)
+        else:
+            old.__set__(self, value)
+
+    def _has_compatible_shallow_copy_type(input: torch.Tensor, from_: torch.Tensor) -> bool:
+        return across(input, from_) or bool(compatible(input, from_))  # dynamo reads these names
+
+    tensor: Any = torch.Tensor
+    tensor.data = property(lambda self: old.__get__(self), assign)
+    torch._has_compatible_shallow_copy_type = _has_compatible_shallow_copy_type

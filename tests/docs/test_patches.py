@@ -1,0 +1,192 @@
+"""Foreign libraries are changed in schedlang/runtime/adapters alone; what threads hold is known."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from schedlang.runtime.adapters import torch_distributed, torch_storage, torch_tensor
+from tests.docs.test_docs import ROOT
+
+LIBRARIES = ("torch", "transformers", "diffusers", "peft", "timm", "torch_geometric", "triton")
+ADAPTERS = "schedlang/runtime/adapters/"
+# Triton's interpreter is a tool of tests, below the runtime: kernels import nothing of it
+APART = {"schedlang/kernels/interpreter.py"}
+FOLDERS = ("schedlang", "passes", "primitives")
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    """The files of the library, by their paths."""
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+
+
+class Foreign:
+    """The names of a file that stand for modules, classes and functions of other libraries."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.names: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found = [a for a in node.names if a.name.split(".")[0] in LIBRARIES]
+                self.names |= {a.asname or a.name.split(".")[0] for a in found}
+            elif isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in LIBRARIES:
+                self.names |= {alias.asname or alias.name for alias in node.names}
+        known = -1
+        while known != len(self.names):  # names that are given to what other names stand for
+            known = len(self.names)
+            for node in ast.walk(tree):
+                for target, value in _assigned(node):
+                    if isinstance(target, ast.Name) and self.is_one(value):
+                        self.names.add(target.id)
+
+    def is_one(self, value: ast.expr | None) -> bool:
+        """Is this something of another library, not what it made?"""
+        if isinstance(value, ast.Name):
+            return value.id in self.names
+        if isinstance(value, ast.Attribute | ast.Subscript):
+            return self.is_one(value.value)
+        looked = isinstance(value, ast.Call) and ast.unparse(value.func) in ("vars", "getattr")
+        return looked and self.is_one(value.args[0])  # type: ignore[union-attr]
+
+
+def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    """What a statement gives a value, and the value."""
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                yield from zip(target.elts, node.value.elts)
+            else:
+                yield target, node.value
+    elif isinstance(node, ast.AnnAssign | ast.AugAssign):
+        yield node.target, node.value
+    elif isinstance(node, ast.Delete):
+        yield from ((target, None) for target in node.targets)
+
+
+def patches(tree: ast.Module) -> list[int]:
+    """The lines that put something else in the place of what another library has."""
+    foreign, found = Foreign(tree), set()
+    for node in ast.walk(tree):
+        for target, _ in _assigned(node):
+            inside = isinstance(target, ast.Attribute | ast.Subscript)
+            if inside and foreign.is_one(target.value):  # type: ignore[union-attr]
+                found.add(node.lineno)  # type: ignore[attr-defined]
+        sets = isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr")
+        if sets and foreign.is_one(node.args[0]):  # type: ignore[attr-defined]
+            found.add(node.lineno)  # type: ignore[attr-defined]
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.add = len",
+        "torch.nn.Linear.forward = len",
+        "del torch.add",
+        "F.relu, other = len, len",
+        "setattr(dist, name, len)",
+        "owner: object = torch.Tensor\nowner.add_ = len",
+        "names = vars(dist)\nnames['send'] = len",
+        "def f():\n    from transformers import GPT2Model as Net\n    Net.forward = len",
+    ],
+)
+def test_patches_are_seen(line: str) -> None:
+    """Each way to change what another library has."""
+    imports = (
+        "import torch\nimport torch.distributed as dist\nfrom torch.nn import functional as F\n"
+    )
+    assert patches(ast.parse(imports + line)), line
+    plain = "x = torch.ones(2)\nx.grad = None\nx[0] = 1\nself.add = torch.add\n"
+    assert not patches(ast.parse(imports + plain))
+
+
+def test_only_adapters_patch() -> None:
+    """No other file changes a foreign library, and each adapter is one that does, or touches what
+    is private there."""
+    found = {path: lines for path, tree in sources() if (lines := patches(tree))}
+    assert {path for path in found if not path.startswith(ADAPTERS)} == APART, found
+    there = {f"{ADAPTERS}{p.name}" for p in Path(ROOT / ADAPTERS).glob("[!_]*.py")}
+    assert there == set(found) - APART
+
+
+# What a thread holds by itself, and why that cannot be handed on as an argument: between the two
+# stands code of the model, or of torch.
+HELD = {
+    "runtime/scope.py: _Here": "model code between a step and the draws of its modules",
+    "runtime/modes.py: _Active": "torch's stack of modes tells nothing inside of what a mode runs",
+    "runtime/mixed_precision.py: _Autocasts": "modes on the meta device: never in a step",
+    "runtime/rng/native.py: _Here": "of one NativeDropout: which call of a module draws",
+    "runtime/storage/fewer.py: _Here": "what autograd saves in a module says not where it is",
+    "runtime/storage/tiers.py: _Making": "dispatch modes that count, in tests and reports",
+    "runtime/offload/saved_tensors.py: _Here": "hooks on saved tensors do not know each other",
+    "runtime/pipeline/flight.py: _Here": "hooks on saved tensors, and the microbatch they are of",
+    "runtime/activation_memory/quantized.py: _noting": "a proof's notes: never in a step",
+    "runtime/offload/saved_tensors.py: _all_moves": "a proof's builds: never in a step",
+    "runtime/launch/limit.py: _limit": "a time that a command has: never in a step",
+}
+
+
+def test_what_threads_hold_is_known() -> None:
+    """Every thread-local and context variable of the runtime has its reason, and stands here."""
+    found = set()
+    for path, tree in sources():
+        if path.startswith("schedlang/runtime/"):
+            short = path.removeprefix("schedlang/")
+            for node in ast.walk(tree):
+                bases = node.bases if isinstance(node, ast.ClassDef) else ()
+                if "threading.local" in map(ast.unparse, bases):
+                    found.add(f"{short}: {node.name}")  # type: ignore[attr-defined]
+                for target, value in _assigned(node):
+                    made = value.func if isinstance(value, ast.Call) else None
+                    if made is not None and ast.unparse(made) in ("ContextVar", "threading.local"):
+                        found.add(f"{short}: {ast.unparse(target)}")
+    assert found == HELD.keys()
+
+
+# -- the adapters ----------------------------------------------------------------------------------
+
+
+def test_functions_of_torch_distributed_come_back() -> None:
+    """They are others inside, and torch's own afterwards, also where something was raised."""
+    plain = dist.send
+    with pytest.raises(ZeroDivisionError), torch_distributed.replaced({"send": len}):
+        assert dist.send is len
+        raise ZeroDivisionError
+    assert dist.send is plain
+    world = dist.distributed_c10d._world
+    before = world.group_count
+    torch_distributed.count_groups(3)
+    assert world.group_count == before + 3
+    world.group_count = before
+
+
+def test_resizes_of_storages_are_heard() -> None:
+    """After each, with its storage and bytes, as long as somebody listens."""
+    storage, heard = torch.ones(4).untyped_storage(), list[tuple[int, int]]()
+    with torch_storage.resizes(lambda one, size: heard.append((size, one.nbytes()))):
+        storage.resize_(0)
+        storage.resize_(8)
+    storage.resize_(0)
+    assert heard == [(0, 0), (8, 8)]
+
+
+def test_data_of_other_tensors_can_be_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is asked for by another way, and by torch's everywhere else."""
+    monkeypatch.setattr(torch.Tensor, "data", torch.Tensor.data, raising=False)
+    alike = torch._has_compatible_shallow_copy_type
+    monkeypatch.setattr(torch, "_has_compatible_shallow_copy_type", alike)
+    put: list[float] = []
+    torch_tensor.assignable(lambda a, b: b.dtype == torch.int8, lambda a, b: put.append(b.item()))
+    x = torch.zeros(1)
+    x.data = torch.ones(1)
+    assert x.item() == 1 and not put
+    x.data = torch.tensor([5], dtype=torch.int8)
+    assert x.item() == 1 and put == [5]
+    assert torch._has_compatible_shallow_copy_type(x, torch.ones(1, dtype=torch.int8))

@@ -1,0 +1,125 @@
+"""torch.compile(fullgraph=True) of a built stage: one graph, and what it computes without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import FSDPModule
+
+from schedlang.passes.lower.build import build
+from schedlang.runtime.launch.pool import Pool
+from tests import models
+from tests.proofs import planned
+
+SPLIT = {
+    "gpt2": """transformer.h.*.attn.c_attn shard(col, blocks=3, over=tp)
+transformer.h.*.attn.c_proj shard(row, over=tp)
+transformer.h.*.mlp.c_fc shard(col, over=tp)
+transformer.h.*.mlp.c_proj shard(row, over=tp)
+""",
+    "llama": """model.layers.*.self_attn.{q,k,v}_proj shard(col, over=tp)
+model.layers.*.self_attn.o_proj shard(row, over=tp)
+model.layers.*.mlp.{gate,up}_proj shard(col, over=tp)
+model.layers.*.mlp.down_proj shard(row, over=tp)
+""",
+}
+BLOCKS = {"gpt2": "transformer.h", "llama": "model.layers"}
+
+
+def model_of(kind: str, dtype: torch.dtype) -> Any:
+    """A model of transformers with a loss that it can name, and no cache: both log while traced."""
+    model: Any = models.gpt2(2) if kind == "gpt2" else models.llama(2)
+    model.config.use_cache = False
+    model.loss_type = "ForCausalLM"
+    return model.to(dtype)
+
+
+def rows_of(kind: str, parts: tuple[str, ...]) -> str:
+    """The rows of some techniques, in the order of a file."""
+    found = {
+        "cast": "cast(bf16)",
+        "whole cast": "cast(bf16, params=true)",
+        "tp": SPLIT[kind],
+        "checkpoint": f"{BLOCKS[kind]}.* checkpoint()",
+        "saving": f"{BLOCKS[kind]}.* checkpoint(save=[linear])",
+        "zero": "zero(stage=3, over=dp)",
+    }
+    return "\n".join(row for name, row in found.items() if name in parts)
+
+
+def _trained(kind: str, parts: tuple[str, ...], backend: str) -> tuple[list[float], list[Any]]:
+    """Two steps eagerly and two compiled: losses and parameters; how many graphs were made."""
+    torch._dynamo.reset()
+    counters.clear()
+    low = bool({"cast", "whole cast"} & set(parts))
+    mesh = ", ".join(f"{axis}=2" for axis, part in (("dp", "zero"), ("tp", "tp")) if part in parts)
+    batch: dict[str, Any] = {**models.tokens(rows=4), "use_cache": False}
+    found: list[Any] = []
+    for compiles in (False, True):
+        model = model_of(kind, torch.float32 if low else torch.float64)
+        plan = planned(model, rows_of(kind, parts), mesh, *(("dtype",) if low else ()))
+        program = build(plan, batch, optimizer=_sgd)
+        for stage in _graphs(program.assembly.module) if compiles else ():
+            stage.compile(fullgraph=True, backend=backend)
+        losses = [program.train_step(batch).item() for _ in range(2)]
+        found.append((losses, program.state_dict()))
+    return found, [counters["stats"]["unique_graphs"], dict(counters["graph_break"])]
+
+
+def _graphs(module: nn.Module) -> list[nn.Module]:
+    """What may be one graph: the stage; where units of it gather their parameters, each of them."""
+    units = [one for one in module.modules() if isinstance(one, FSDPModule) and one is not module]
+    return units or [module]
+
+
+def _sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
+
+
+DEEP = [
+    ("tp",),
+    ("zero",),
+    ("checkpoint",),
+    ("cast",),
+    ("tp", "checkpoint"),
+    ("tp", "saving"),
+    ("checkpoint", "whole cast"),
+]
+CASES = [("tp", "checkpoint", "cast"), ("zero", "tp", "checkpoint", "cast")]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    "parts", [*CASES, *(pytest.param(one, marks=pytest.mark.deep) for one in DEEP)], ids=" ".join
+)
+def test_a_stage_is_one_graph(pool: Pool, kind: str, parts: tuple[str, ...]) -> None:
+    """Under each technique, and all of them, a stage compiles whole and trains as it does without;
+    equal blocks share a graph."""
+    world = 2 ** len({"zero", "tp"} & set(parts))
+    for (eager, compiled), (graphs, breaks) in pool.run(_trained, world, kind, parts, "aot_eager"):
+        assert graphs == 1 and not breaks
+        same(eager, compiled, 1e-6 if {"cast", "whole cast"} & set(parts) else 1e-12)
+
+
+def same(
+    eager: tuple[list[float], Mapping[str, Tensor]],
+    compiled: tuple[list[float], Mapping[str, Tensor]],
+    rtol: float,
+) -> None:
+    """The same losses and parameters, which have changed on the way."""
+    assert eager[0] == pytest.approx(compiled[0], rel=rtol) and eager[0][0] != eager[0][1]
+    assert list(eager[1]) == list(compiled[1])
+    for name, value in eager[1].items():
+        assert (value - compiled[1][name]).norm() <= rtol * value.norm() + 1e-12, name
+
+
+@pytest.mark.deep
+def test_inductor_computes_the_same(pool: Pool) -> None:
+    """Under tensor parallelism and recomputation, by the backend that users have."""
+    for (eager, compiled), _ in pool.run(_trained, 2, "gpt2", ("tp", "checkpoint"), "inductor"):
+        same(eager, compiled, 1e-9)
