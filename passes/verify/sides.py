@@ -249,9 +249,13 @@ class Distributed:
         self, program: Program, evaluate: bool = False, *, apart: bool = False, follow: bool = True
     ) -> None:
         self.program, self.apart = program, apart  # apart: each replica has buffers of its own
-
+        # the program says these itself, of whole tensors under original names
+        self.state_dict, self.optimizer_state = program.state_dict, program.optimizer_state
+        self.input_gradients, self.buffers = program.input_gradients, program.buffers
+        self.trainable = program.trained
         program.evaluate = evaluate
-        self.logical = _logical(program)
+        dropout = program.assembly.dropout
+        self.logical = dropout if isinstance(dropout, LogicalDropout) else None
         if self.logical is not None:
             self.logical.noted = {}
         else:  # then nobody has asked the modules for their places
@@ -289,26 +293,6 @@ class Distributed:
         found = self.program.gradients()
         return {name: found.get(name) for name in self.program.trained()}
 
-    def input_gradients(self) -> Mapping[str, Tensor | None] | None:
-        """Gradients of the batch's float tensors."""
-        return self.program.input_gradients()
-
-    def state_dict(self) -> Mapping[str, Tensor]:
-        """Whole state under original names."""
-        return self.program.state_dict()
-
-    def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
-        """Whole optimizer state by name."""
-        return self.program.optimizer_state()
-
-    def trainable(self) -> list[str]:
-        """Names of updated parameters."""
-        return self.program.trained()
-
-    def buffers(self) -> Mapping[str, Tensor]:
-        """Whole, also those that the state dict leaves out."""
-        return self.program.buffers()
-
     def generators(self) -> Mapping[str, Tensor]:
         """Generators of this rank; those of others are compared as copies."""
         return generators(self.program.assembly.module)
@@ -316,24 +300,16 @@ class Distributed:
     def draws(self) -> list[str]:
         """The masks drawn by all ranks, in words."""
         noted = self.logical.noted if self.logical is not None else None
-        return draws_in_words(together(self._gathered(noted)))
+        return draws_in_words(together(world.gathered(noted)))
 
     def replicas(self) -> Mapping[str, float]:
         """Differences between copies on different ranks."""
-        everyone = self._gathered(self.generators())
+        everyone = world.gathered(self.generators())
         return {
             **self.program.replica_errors(),
             **({} if self.apart else self.program.buffer_errors()),
             **generators_agree(everyone),
         }
-
-    def _gathered(self, mine: Any) -> list[Any]:
-        return world.gathered(mine)
-
-
-def _logical(program: Program) -> LogicalDropout | None:
-    dropout = program.assembly.dropout
-    return dropout if isinstance(dropout, LogicalDropout) else None
 
 
 def program_of(case: Case, **options: Any) -> Program:
