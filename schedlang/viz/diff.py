@@ -146,7 +146,8 @@ STYLE = (
     ".n{text-align:right;white-space:nowrap}.s{color:#59636e}.b{font-weight:600}"
     # Okabe and Ito's blue and vermilion; signs and words say the same
     ".new{color:#0072b2}.gone{color:#b34700}"
-    "@media(prefers-color-scheme:dark){td,th{border-color:#3d444d}.s{color:#9198a1}.new{color:#56b4e9}.gone{color:#e69f00}}"
+    "@media(prefers-color-scheme:dark){td,th{border-color:#3d444d}.s{color:#9198a1}"
+    ".new{color:#56b4e9}.gone{color:#e69f00}}"
 )
 
 
