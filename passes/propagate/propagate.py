@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.elaborate.fold import pattern
+from schedlang.passes.elaborate.rows import pattern
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Facts, Label, Refusal
 from schedlang.ir.features import SplittingHeads

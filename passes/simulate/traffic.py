@@ -25,9 +25,6 @@ from schedlang.passes.simulate.memory import gathered_bytes
 if TYPE_CHECKING:
     from schedlang.passes.analyze.prepare import Prepared
     from schedlang.passes.propagate.dryrun import Loss
-    from schedlang.passes.propagate.propagate import Traced
-    from schedlang.runtime.checkpointing.holding import Holding
-    from schedlang.runtime.context_parallel.local_tokens import Tokens
     from schedlang.runtime.sharding.shard import Edge
 
 # -- collectives as values -------------------------------------------------------------------------
@@ -96,31 +93,6 @@ class Context:
     plan: Plan
     prepared: Prepared
 
-    @property
-    def traced(self) -> Traced:
-        """The traced forward."""
-        return self.prepared.traced
-
-    @property
-    def staged(self) -> Staged:
-        """The stages."""
-        return self.prepared.staged
-
-    @property
-    def holdings(self) -> Mapping[str, Holding]:
-        """The placement of every parameter."""
-        return self.prepared.holdings
-
-    @property
-    def tokens(self) -> Tokens | None:
-        """The split of sequences over ranks, where there is one."""
-        return self.prepared.tokens
-
-    @property
-    def micro(self) -> int:
-        """Microbatches of a step."""
-        return self.plan.micro
-
     def row(self, facet: Facet) -> int | None:
         """The last row that writes a facet."""
         found = [action.row for action in self.plan.rows_changing(facet)]
@@ -131,19 +103,21 @@ class Context:
 
         Code between units runs on several stages, which are not told apart.
         """
-        cut = self.staged.cut
-        for unit, name in enumerate(cut.graph.units if self.staged.axis is not None else ()):
+        cut = self.prepared.staged.cut
+        for unit, name in enumerate(
+            cut.graph.units if self.prepared.staged.axis is not None else ()
+        ):
             if fqn == name or fqn.startswith(f"{name}."):
                 return self.copies(cut.stage_of[unit])
-        return [(None, self.micro)]
+        return [(None, self.plan.micro)]
 
     def copies(self, stage: int) -> list[tuple[frozenset[int] | None, int]]:
         """The places that hold a stage, and how many microbatches each of them runs."""
-        if self.staged.axis is None:
-            return [(None, self.micro)]
+        if self.prepared.staged.axis is None:
+            return [(None, self.plan.micro)]
         found: dict[int, set[int]] = {}
-        for place in self.staged.places(stage):
-            found.setdefault(self.staged.microbatches(stage, place), set()).add(place)
+        for place in self.prepared.staged.places(stage):
+            found.setdefault(self.prepared.staged.microbatches(stage, place), set()).add(place)
         return [(frozenset(places), count) for count, places in found.items()]
 
 
@@ -163,10 +137,10 @@ CODED = {  # by what is sent, as runtime/grad_reduction/compressed.py has it
 
 
 def messages(
-    plan: Plan, staged: Staged, holdings: Mapping[str, Holding], one: Reduction, place: int | None
+    plan: Plan, prepared: Prepared, one: Reduction, place: int | None
 ) -> Iterator[Message]:
     """Yield the messages of one sum at a place of the pipeline; sizes whole, as they arrive."""
-    rank = 0
+    rank, staged, holdings = 0, prepared.staged, prepared.holdings
     if place is not None and staged.axis is not None:
         rank = plan.mesh.member(0, staged.axis, place)
     names = [n for n in one.names if holdings[n].held(plan.mesh, rank)]
@@ -237,8 +211,8 @@ def activations(
     context: Context, batch: Mapping[str, Any], loss: Loss | None
 ) -> Iterator[Collective]:
     """The collectives around modules, each as often as its module runs."""
-    traced = context.traced
-    sends = traced.edges or context.tokens is not None or traced.statistics is not None
+    traced = context.prepared.traced
+    sends = traced.edges or context.prepared.tokens is not None or traced.statistics is not None
     heard = _heard(context, batch, loss) if sends else []
     for (one, what), count in Counter((e, _what(context, e)) for e in heard).items():
         for places, micro in context.runs(one.fqn):
@@ -271,7 +245,7 @@ def _heard(context: Context, batch: Mapping[str, Any], loss: Loss | None) -> lis
     from schedlang.runtime.tracing.constants import without_values
 
     plan = context.plan
-    model = local_skeleton(plan, context.traced)
+    model = local_skeleton(plan, context.prepared.traced)
     model.train()
     at_skeleton(plan, model, context.prepared)
     heard: list[Exchange] = []
@@ -280,7 +254,7 @@ def _heard(context: Context, batch: Mapping[str, Any], loss: Loss | None) -> lis
     def listen(kind: str, group: Group, size: int) -> None:
         heard.append(Exchange(kind, group.axes, size, group.label, backward))
 
-    batch, sitting = seated(plan, model, context.tokens, batch)
+    batch, sitting = seated(plan, model, context.prepared.tokens, batch)
     # a model may ask for values of masks, and what is indexed by one has a backward that does
     with about_its_row(plan), listening(listen), sitting, without_values(batch) as (inputs, _):
         value = backward_root(model, inputs, loss)
@@ -325,7 +299,7 @@ _ROUTED = {"all-to-all": "token", "all-gather": "expert", "reduce-scatter": "exp
 
 def _what(context: Context, one: Exchange) -> str:
     """Name the tensor of its module that an exchange moves."""
-    traced, plan = context.traced, context.plan
+    traced, plan = context.prepared.traced, context.plan
     if one.fqn in plan.contexts and set(plan.mesh.fold(one.axes)) <= set(plan.context_axes):
         return "keys and values"
     edge = next((e for e in traced.edges.get(one.fqn, ()) if e.group.axes == one.axes), None)
@@ -400,8 +374,8 @@ def _by_slice(one: Collective, staged: Staged) -> Collective:
 
 def _transfers(context: Context, batch: Mapping[str, Any]) -> Iterator[Collective]:
     """Yield what stages send to each other, per value, between stages of different ranks."""
-    staged = context.staged
-    local = context.tokens.sizes(batch) if context.tokens is not None else tuple
+    staged = context.prepared.staged
+    local = context.prepared.tokens.sizes(batch) if context.prepared.tokens is not None else tuple
     if staged.axis is None:
         return
     for replica, homes in enumerate(staged.homes):
@@ -419,7 +393,7 @@ def _sent(
     local: Callable[[Any], tuple[int, ...]],
 ) -> Iterator[Collective]:
     """One value of an edge between two places, and its gradient."""
-    staged = context.staged
+    staged = context.prepared.staged
     assert staged.axis is not None
     ends = [staged.homes[replica][stage] for stage in edge]
     leaf, fqn = staged.cut.graph.leaves[token], staged.cut.graph.units[token[0]]
@@ -442,14 +416,14 @@ def tensor_bytes(shape: Iterable[int], dtype: str) -> int:
 
 def _states(context: Context) -> Iterator[Collective]:
     """Optimizer state that lies on the next rank: home before its step, and out again."""
-    staged, plan = context.staged, context.plan
+    staged, plan = context.prepared.staged, context.plan
     row = next((one.row for one in on_peers(plan, "optimizer")), None)
     if staged.axis is None or row is None:
         return
     places = plan.mesh.size(staged.axis)
     for place in range(places):
         rank, after = plan.mesh.member(0, staged.axis, place), (place + 1) % places
-        for size in state_rounds(plan, context.holdings, rank):
+        for size in state_rounds(plan, context.prepared.holdings, rank):
             there, back = ("step", "state to a peer"), ("step", "state to its owner")
             yield from there_and_back(staged.axis, (place, after), there, back, size * MOMENTS, row)
 
@@ -462,7 +436,7 @@ def _slices(context: Context) -> Iterator[Collective]:
     (stages 2, 3).  Stages that rows of the timeline hold gathered: both once for each run.  Whole
     copies of slices are summed once a step, as all other sums are.
     """
-    plan, staged = context.plan, context.staged
+    plan, staged = context.plan, context.prepared.staged
     row, _ = slicing(plan)
     if row is None:
         return
@@ -470,11 +444,11 @@ def _slices(context: Context) -> Iterator[Collective]:
     copies = [(s, *copy) for s in range(staged.cut.stages) for copy in context.copies(s)]
     found = [(c[0], *often) for c in copies for often in gathers(plan, staged, *c)]
     for stage, places, forwards, backwards in found:
-        for fqn, names in sliced_names(plan, staged, context.holdings, stage).items():
+        for fqn, names in sliced_names(plan, staged, context.prepared.holdings, stage).items():
             trained = tuple(n for n in names if plan.model.unique[n].requires_grad)
-            axes = sliced_over(context.holdings, names)
-            size = gathered_bytes(plan, context.holdings, names, cast=True)
-            grads = gathered_bytes(plan, context.holdings, trained)
+            axes = sliced_over(context.prepared.holdings, names)
+            size = gathered_bytes(plan, context.prepared.holdings, names, cast=True)
+            grads = gathered_bytes(plan, context.prepared.holdings, trained)
             times = backwards if row.stage > 1 else 1
             often = forwards if row.stage == 3 else 1
             words = "forward", "parameters", fqn
@@ -501,13 +475,13 @@ WORDS = {"partial": "grads of parts", "tied": "grads of ties", "replicas": "grad
 
 def _sums(context: Context) -> Iterator[Collective]:
     """Sums of gradients in buckets, which differ by stage."""
-    plan, staged = context.plan, context.staged
+    plan, staged = context.plan, context.prepared.staged
     places = range(plan.mesh.size(staged.axis)) if staged.axis is not None else (None,)
-    for one in reductions(plan, context.traced, context.holdings):
+    for one in reductions(plan, context.prepared.traced, context.prepared.holdings):
         row = context.row(FACETS[one.kind])
         for place in places:
             if one.stages is None or place in one.stages:
                 at = None if place is None else frozenset([place])
-                for kind, what, size, fqn in messages(plan, staged, context.holdings, one, place):
+                for kind, what, size, fqn in messages(plan, context.prepared, one, place):
                     words = what or WORDS[one.kind]
                     yield Collective(kind, one.axes, "step", words, fqn, 1, size, at, row)

@@ -11,6 +11,7 @@ activation rematerialization and optimal hybrid parallelism (ATC 2024).
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -140,11 +141,8 @@ def words(chosen: Sequence[Choice]) -> str:
 
 def needed(chain: Sequence[Cost]) -> int:
     """The fewest bytes in which `pareto` finds something."""
-    low, high = 0, sum(one.saved for one in chain)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _fits(chain, middle) else (middle + 1, high)
-    return low
+    most = sum(one.saved for one in chain)
+    return bisect_left(range(most), True, key=lambda memory: _fits(chain, memory))
 
 
 def _fits(chain: Sequence[Cost], memory: int) -> bool:

@@ -15,7 +15,7 @@ besides, both ways, for as long as that one is the last moved one before.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -187,11 +187,8 @@ def _thinned(front: list[_Part], room: int) -> list[_Part]:
 
 def needed(chain: Sequence[Cost]) -> int:
     """The fewest bytes in which `pofo` finds something."""
-    low, high = 0, sum(one.saved for one in chain)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _possible(chain, middle) else (middle + 1, high)
-    return low
+    most = sum(one.saved for one in chain)
+    return bisect_left(range(most), True, key=lambda memory: _possible(chain, memory))
 
 
 def _possible(chain: Sequence[Cost], memory: int) -> bool:

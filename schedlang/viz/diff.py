@@ -139,16 +139,15 @@ def _facts(old: Plan, new: Plan) -> Iterator[str]:
 Names = tuple[str, str]
 WORDS = {"+": "new", "-": "gone", "~": "changed"}
 STYLE = (
-    "body{margin:2em auto;max-width:960px;padding:0 1em;font:14px system-ui,sans-serif;"
-    "background:#fff;color:#1f2328}table{border-collapse:collapse;margin:1em 0}"
+    "table{border-collapse:collapse;margin:1em 0}"
     "td,th{padding:3px 14px 3px 0;text-align:left;border-bottom:1px solid #d1d9e0;"
     "font-variant-numeric:tabular-nums}code{font:12px ui-monospace,Menlo,Consolas,monospace;"
     "overflow-wrap:anywhere}"
     ".n{text-align:right;white-space:nowrap}.s{color:#59636e}.b{font-weight:600}"
     # Okabe and Ito's blue and vermilion; signs and words say the same
     ".new{color:#0072b2}.gone{color:#b34700}"
-    "@media(prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}"
-    "td,th{border-color:#3d444d}.s{color:#9198a1}.new{color:#56b4e9}.gone{color:#e69f00}}"
+    "@media(prefers-color-scheme:dark){td,th{border-color:#3d444d}.s{color:#9198a1}"
+    ".new{color:#56b4e9}.gone{color:#e69f00}}"
 )
 
 
@@ -194,7 +193,7 @@ def page(names: Names, found: Difference, costs: Sequence[Cost]) -> str:
         body += [f"<p>{html.escape(fact)}</p>" for fact in found.facts]
     else:
         body.append("<p>No difference: both do the same, and cost the same.</p>")
-    return framed(title, STYLE, "\n".join(body) + "\n")
+    return framed(title, STYLE, "\n".join(body) + "\n", 960)
 
 
 def _figures(costs: Iterable[Cost]) -> Iterator[str]:

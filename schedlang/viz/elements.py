@@ -17,10 +17,21 @@ def key(x: float, y: float, look: str, words: str) -> str:
     return f"{square}\n{say(x + 17, y, words)}"
 
 
-def framed(title: str, style: str, body: str) -> str:
-    """A self-contained HTML page, light or dark as its reader has it; `body` is HTML."""
+LIGHT = (
+    "body{{margin:2em auto;max-width:{widest}px;padding:0 1em;font:14px system-ui,sans-serif;"
+    "background:#fff;color:#1f2328}}"
+)
+DARK = "@media(prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}}"
+
+
+def framed(title: str, style: str, body: str, widest: int) -> str:
+    """A self-contained HTML page, light or dark as its reader has it; `body` is HTML.
+
+    `style` is that of the page beside its ground, words and margins; `widest` in points.
+    """
+    sheet = LIGHT.format(widest=widest) + DARK + style
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>\n'
         '<meta name="viewport" content="width=device-width"><meta name="color-scheme" '
-        f'content="light dark"><style>{style}</style>\n{body}'
+        f'content="light dark"><style>{sheet}</style>\n{body}'
     )

@@ -76,14 +76,12 @@ def picture(view: View) -> str:
 def page(view: View) -> str:
     """The picture as a page, with the plan's text below it."""
     style = (
-        "body{margin:2em auto;max-width:1120px;font:14px system-ui,sans-serif;background:#fff;"
-        "color:#1f2328;padding:0 1em}.wide{overflow:auto}"
-        ".wide svg{width:100%;min-width:1010px;height:auto}pre{overflow:auto;font-size:12px}"
-        "@media(prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}}"
+        ".wide{overflow:auto}.wide svg{width:100%;min-width:1010px;height:auto}"
+        "pre{overflow:auto;font-size:12px}"
     )
     shown = f'<div class="wide">{picture(view)}</div>'
     words = f"<details><summary>as text</summary><pre>{html.escape(text(view))}</pre></details>\n"
-    return framed(view.title or view.plan.model.class_name, style, shown + words)
+    return framed(view.title or view.plan.model.class_name, style, shown + words, WIDTH)
 
 
 Drawn = tuple[list[str], int]

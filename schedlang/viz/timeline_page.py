@@ -130,16 +130,14 @@ def _flows(process: int, times: Timing, unit: float) -> Iterator[str]:
 RANKS, MICRO, CHUNKS, SLICES = (2, 4, 8), (4, 8, 16), (2, 4), (2, 4)
 RATIOS = ("kept", "shares", "held", "slices", "inputs", "between")  # of a cost: no times
 SHEET = (
-    "body{margin:2em auto;max-width:1240px;padding:0 1em;font:14px system-ui,sans-serif;"
-    "background:#fff;color:#1f2328}form{display:flex;flex-wrap:wrap;gap:.6em 1.2em}"
+    "form{display:flex;flex-wrap:wrap;gap:.6em 1.2em}"
     "input[type=number]{width:5em}#frame,.wide{overflow:auto}#frame{margin:1em 0}"
     "#frame svg{width:100%;min-width:600px}"
     "td,th{padding:1px 12px 1px 0;text-align:left;white-space:nowrap;"
     "font-variant-numeric:tabular-nums}"
     "#peaks div{height:10px;background:#0072b2}#others tr{cursor:pointer}.now{font-weight:700}"
     ".key span{display:inline-block;width:12px;height:12px;margin:0 4px 0 12px}"
-    "@media(prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}"
-    "#peaks div{background:#56b4e9}}"
+    "@media(prefers-color-scheme:dark){#peaks div{background:#56b4e9}}"
 )
 
 
@@ -309,7 +307,7 @@ def _page(data: str, shown: Shown | None, unit: str) -> str:
         '</thead><tbody id="others"></tbody></table></div>\n'
         f'<script type="text/plain" id="data">{data}</script>\n<script>{script}</script>\n</html>\n'
     )
-    return framed(title, SHEET + STYLE, body)
+    return framed(title, SHEET + STYLE, body, 1240)
 
 
 # -- a timeline as a few short strings, which the page's script reads ------------------------------
@@ -368,11 +366,9 @@ def _extra(t: Timeline) -> list[tuple[int, int]]:
 MICROSECONDS = 1e6  # of a second
 WIDEST = 1100.0
 MEASURED_SHEET = (
-    "body{margin:2em auto;max-width:1340px;padding:0 1em;font:14px system-ui,sans-serif;"
-    "background:#fff;color:#1f2328}#frame{overflow:auto}"
+    "#frame{overflow:auto}"
     "#frame svg{width:100%;min-width:1010px;height:auto}td,th{padding:1px 14px 1px 0;"
     "text-align:left;font-variant-numeric:tabular-nums}"
-    "@media(prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}}"
 )
 
 
@@ -406,7 +402,7 @@ def measured_page(found: Measured, title: str, who: str = "rank ") -> str:
         f"<table><tr><th></th><th>measured</th><th>simulated</th></tr>{rows}</table>\n"
         f"<table><tr><th>kind</th><th>stage</th><th>mean</th></tr>{means}</table>\n</html>\n"
     )
-    return framed(title, MEASURED_SHEET, body)
+    return framed(title, MEASURED_SHEET, body, 1340)
 
 
 def measured_trace(found: Measured) -> str:

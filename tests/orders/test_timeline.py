@@ -176,13 +176,6 @@ def test_text() -> None:
     assert len(short) <= len("rank 0: ") + 40
 
 
-def test_forward_only() -> None:
-    """The forwards of an order are an order, without live gradients."""
-    t = order("1f1b", 3, 4).forward_only()
-    check(t)
-    assert set(t.kind.tolist()) == {F} and len(t) == 12
-
-
 @pytest.mark.parametrize("known", ORDERS, ids=lambda o: o.name)
 def test_svg(known: object) -> None:
     """The picture is well-formed, self-contained, and has one block for each operation."""

@@ -179,10 +179,6 @@ class Timeline:
         added = np.isin(self.kind, (*TRANSFERS, *AWAY))
         return self.pick(~added) if added.any() else self
 
-    def forward_only(self) -> Timeline:
-        """The forwards alone, for evaluation."""
-        return self.pick(self.kind == Kind.F)
-
     def with_edges(self, edges: Iterable[Edge]) -> Timeline:
         """The same operations over another transfer graph."""
         return replace(self, edges=tuple(sorted(set(edges))))

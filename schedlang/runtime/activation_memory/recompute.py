@@ -20,7 +20,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir import nests as pytree
 from schedlang.remat import Tree, paths
 from schedlang.remat.operators import Key
-from schedlang.runtime.activation_memory.selective import CLASSES, Chosen, numbers
+from schedlang.runtime.activation_memory.selective import CLASSES, Chosen, keeps, numbers, operators
 from schedlang.runtime.adapters.torch_compile import once
 from schedlang.runtime.device import Replayed, default_generators, own_generators
 from schedlang.runtime.forward import wrap

@@ -122,12 +122,7 @@ def all_come(wait: float = WAIT) -> None:
     store.add(count, 1)
     if not until(lambda: bool(store.add(count, 0) >= world), wait):
         gone = [one for one in range(world) if not store.check([f"{room}/{one}"])]
-        said = missing(gone, world, wait)
-        raise Refusal(
-            Diagnostic(
-                said["code"], said["title"], notes=tuple(said["notes"]), helps=tuple(said["helps"])
-            )
-        )
+        raise _refusal(missing(gone, world, wait))
 
 
 @contextmanager
@@ -213,14 +208,7 @@ class _Meeting:
                 self._say(lambda: self._differ(item, {}), "verdict2")
             verdict = self._verdict("verdict2")
         if verdict:
-            refusal = Refusal(
-                Diagnostic(
-                    verdict["code"],
-                    verdict["title"],
-                    notes=tuple(verdict["notes"]),
-                    helps=tuple(verdict["helps"]),
-                )
-            )
+            refusal = _refusal(verdict)
             setattr(refusal, _AGREED, True)
             if verdict["code"] == "S651" or "refuses" in verdict:  # the cause is elsewhere
                 setattr(refusal, CONSEQUENCE, True)
@@ -324,6 +312,11 @@ def missing(gone: Sequence[int], world: int, wait: float) -> dict[str, Any]:
 
 def _said(code: str, title: str, notes: Iterable[str], helps: Iterable[str]) -> dict[str, Any]:
     return {"code": code, "title": title, "notes": list(notes), "helps": list(helps)}
+
+
+def _refusal(said: Mapping[str, Any]) -> Refusal:
+    notes, helps = tuple(said["notes"]), tuple(said["helps"])
+    return Refusal(Diagnostic(said["code"], said["title"], notes=notes, helps=helps))
 
 
 # -- held by some --------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from typing import Any
 
 from schedlang.runtime import device
 from schedlang.runtime.comm import world as comm
+from schedlang.runtime.comm.agreement import until
 from schedlang.runtime.launch.job import Hang, cpu_seconds, queued_seconds, works
 
 HANG = 30.0  # seconds in which no rank got on
@@ -132,7 +133,7 @@ class Heart:
         """Say where this rank stands, and end with the others."""
         self.store.set(f"{self.key}/stack/{self.rank}", _stack())
         told = f"{self.key}/told"
-        _until(lambda: self.store.check([told]), 2 * _ANSWER)
+        until(lambda: self.store.check([told]), 2 * _ANSWER)
         text = self.store.get(told).decode() if self.store.check([told]) else None
         self.end(text if self.rank == 0 else None)
 
@@ -145,7 +146,7 @@ class Heart:
             return
         keys = {rank: f"{self.key}/stack/{rank}" for rank in range(self.world)}
         self.store.set(keys[self.rank], _stack())
-        _until(lambda: self.store.check(list(keys.values())), _ANSWER)
+        until(lambda: self.store.check(list(keys.values())), _ANSWER)
         stacks = {
             rank: self.store.get(key).decode()
             if self.store.check([key])
@@ -166,12 +167,6 @@ def _end(text: str | None) -> None:
         time.sleep(_LOOK)  # torchrun ends all with the first: whoever tells comes first
     sys.stdout.flush()
     os._exit(ENDS)
-
-
-def _until(ready: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not ready() and time.monotonic() < end:
-        time.sleep(0.1)
 
 
 def _stack() -> str:
