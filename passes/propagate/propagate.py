@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.elaborate.rows import pattern
-
 from schedlang.diagnostics.diagnostic import Diagnostic, Facts, Label, Refusal
 from schedlang.ir.features import SplittingHeads
 from schedlang.ir.model import inside
 from schedlang.ir.placement import Replicate, S
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
+from schedlang.passes.elaborate.rows import pattern
 from schedlang.passes.propagate.dryrun import Choice, Loss, Run, alike, hoisted, leaves_of, touches
 from schedlang.passes.propagate.original import Original, Recording, record
 from schedlang.passes.propagate.saved_parts import Parts, saved_parts
