@@ -24,29 +24,10 @@ _OWN_TO_A_RANK = ("rank", "device", "host", "node", "pid", "path", "dir", "file"
 
 def built_from(plan: Plan, batch: Mapping[str, Any], given: Options) -> list[Item]:
     """All that a program is made of, item by item; the first that differs is what is named."""
-    import torch
-
-    import schedlang
     from schedlang.runtime.comm.agreement import Item
 
     model = plan.model.model
-    versions = {
-        "schedlang": schedlang.__version__,
-        "torch": str(torch.__version__).partition("+")[0],
-        "Python": ".".join(platform.python_version_tuple()[:2]),
-    }
-    parameters = {
-        name: f"{fact.dtype} {tuple(fact.shape)}"
-        + ("" if fact.requires_grad else ", frozen")
-        + (f", also {', '.join(fact.names[1:])}" if len(fact.names) > 1 else "")
-        for name, fact in plan.model.unique.items()
-    }
-    kinds = {
-        name: f"{value.dtype}, {value.dim()} dims"
-        if isinstance(value, torch.Tensor)
-        else type(value).__name__
-        for name, value in sorted(batch.items())
-    }
+    versions, parameters, kinds = _plain_facts(plan, batch)
     options = {
         "clip": given.clip,
         "seed": given.seed,
@@ -131,6 +112,32 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 # -- items -------------------------------------------------------------------------------------
+
+
+def _plain_facts(plan: Plan, batch: Mapping[str, Any]) -> tuple[dict[str, str], ...]:
+    """Name what is installed, the parameters, and the kinds of values in a batch."""
+    import torch
+
+    import schedlang
+
+    versions = {
+        "schedlang": schedlang.__version__,
+        "torch": str(torch.__version__).partition("+")[0],
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+    }
+    parameters = {
+        name: f"{fact.dtype} {tuple(fact.shape)}"
+        + ("" if fact.requires_grad else ", frozen")
+        + (f", also {', '.join(fact.names[1:])}" if len(fact.names) > 1 else "")
+        for name, fact in plan.model.unique.items()
+    }
+    kinds = {
+        name: f"{value.dtype}, {value.dim()} dims"
+        if isinstance(value, torch.Tensor)
+        else type(value).__name__
+        for name, value in sorted(batch.items())
+    }
+    return versions, parameters, kinds
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -24,6 +24,7 @@ from schedlang.passes.analyze.residence import away
 from schedlang.passes.analyze.staleness import check_build, whole_step
 from schedlang.passes.analyze.taking import at_the_forward
 from schedlang.passes.complete.complete import completed
+from schedlang.passes.lower.alike import built_from, optimized_by
 from schedlang.passes.lower.drawing import Asked, Drawing, drawing_of
 from schedlang.passes.lower.executor import (
     compressor_of,
@@ -205,7 +206,7 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     Raises Refusal before any collective where the plan cannot be built, and where ranks of the job
     would build different things.
     """
-    from schedlang.runtime.comm.agreement import all_come, told_if_refused
+    from schedlang.runtime.comm.agreement import agree, all_come, others, told_if_refused
     from schedlang.runtime.comm.world import join_world
     from schedlang.runtime.launch.heart import watch
 
@@ -214,20 +215,16 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     join_world()
     watch()
     with told_if_refused():
+        if given.compare != "nothing" and not given.hollow and others():
+            agree(built_from(plan, batch, given), given.wait)
         return _built(plan, batch, given)
 
 
 def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     from schedlang.runtime.assembly import Assembly
-    from schedlang.runtime.comm.agreement import agree, others
 
-    loss = given.loss
-    if given.compare != "nothing" and not given.hollow and others():
-        from schedlang.passes.lower.alike import built_from
-
-        agree(built_from(plan, batch, given), given.wait)
     if plan.completing:
-        plan = completed(plan, batch, loss)
+        plan = completed(plan, batch, given.loss)
     ranks = check_job(plan, given.hollow)
     prepared = given.prepared or _prepared(plan, batch, given)
     traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
@@ -250,8 +247,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     drawing = Drawing()
     if traced.random:
         drawing = drawing_of(plan, prepared, ranks, module, _asked(plan, batch, given))
-    if plan.casts:
-        loss = cast_loss(plan, loss)
+    loss = cast_loss(plan, given.loss) if plan.casts else given.loss
     compressor = None
     if plan.compression is not None:
         compressor = compressor_of(plan, plan.compression, planned, holdings, found, ranks)
@@ -326,7 +322,6 @@ def _steered_alike(
     found: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None, given: Options
 ) -> Comparing | None:
     """Refuse optimizers with other settings; what compares each step's batch, if asked for."""
-    from schedlang.passes.lower.alike import optimized_by
     from schedlang.runtime.comm.agreement import agree, others
     from schedlang.runtime.step_batch import Comparing
 
