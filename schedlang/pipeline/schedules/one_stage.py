@@ -269,9 +269,8 @@ RECOMPUTED = (
 
 STALENESS = frozenset({"staleness"})
 
-
-Read = Callable[[Timeline, Ints, int], Ints]  # of rows, updates made before each, and how many
-# microbatches an update sums: the version that each row reads
+# of rows, updates made before each, and microbatches of an update: the version that each row reads
+Read = Callable[[Timeline, Ints, int], Ints]
 
 
 def _stashed(rows: Timeline, at_hand: Ints, every: int) -> Ints:

@@ -207,7 +207,8 @@ def warmups(size: Size) -> Iterator[Timeline]:
         return
     room = size.micro if size.memory is None else min(size.micro, int(size.memory))
     for times in (1, 2) if room else ():
-        yield in_turns(size, lambda rank, most=times: min(most * (size.ranks - 1 - rank), room - 1))  # type: ignore[misc]
+        most = [min(times * (size.ranks - 1 - rank), room - 1) for rank in range(size.ranks)]
+        yield in_turns(size, most.__getitem__)
 
 
 def greedy(chain: Chain, size: Size) -> Iterator[Timeline | None]:
