@@ -236,7 +236,7 @@ if triton is not None:
             result = scaled - normal * along[:, None]
         return inverse[:, None] * result
 
-    @triton.jit  # type: ignore[untyped-decorator]
+    @triton.jit
     def through_gate(scaled, normal, value, lever, slope, inverse, size):  # type: ignore[no-untyped-def]
         """(the gradient of the rows before their gate, that of the gate)."""
         along = tl.sum(scaled * normal, 1) / size
