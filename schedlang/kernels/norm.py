@@ -236,13 +236,26 @@ if triton is not None:
             result = scaled - normal * along[:, None]
         return inverse[:, None] * result
 
+    @triton.jit
+    def through_gate(scaled, normal, value, lever, slope, inverse, size):  # type: ignore[no-untyped-def]
+        """(the gradient of the rows before their gate, that of the gate)."""
+        along = tl.sum(scaled * normal, 1) / size
+        # the normalised value in another order: it need not be held meanwhile
+        again = lever * inverse[:, None] * value
+        result = inverse[:, None] * (scaled - again * along[:, None])
+        return result * lever, value * result * slope
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def rounded_if(value, like, ROUNDED: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The value, rounded to the type of what `like` points to where it is asked for."""
+        if ROUNDED:
+            value = rounded(value, like)
+        return value
+
     @triton.jit  # type: ignore[untyped-decorator]
     def scale_of(weight, column, size, offset, ROUNDED: tl.constexpr):  # type: ignore[no-untyped-def]
         """The factors of a row's elements."""
-        scale = load_vector(weight, column, size) + offset
-        if ROUNDED:
-            scale = rounded(scale, weight)
-        return scale
+        return rounded_if(load_vector(weight, column, size) + offset, weight, ROUNDED)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def forward_kernel(  # type: ignore[no-untyped-def]
@@ -296,17 +309,11 @@ if triton is not None:
             tl.store(mean + place, middle, mask=row < rows)
         tl.store(rstd + place, inverse, mask=row < rows)
         scale = scale_of(weight + start, column, size, offset, EARLY or CENTRED)
-        if EARLY:
-            normal = rounded(normal, x)
-        result = normal * scale[None, :]
+        result = rounded_if(normal, x, EARLY) * scale[None, :]
         if BIAS:
-            if EARLY:
-                result = rounded(result, y)
-            result += load_vector(bias, column, size)[None, :]
+            result = rounded_if(result, y, EARLY) + load_vector(bias, column, size)[None, :]
         if GATE == "after":
-            if EARLY and SAME:
-                result = rounded(result, x)
-            result = result * lever
+            result = rounded_if(result, x, EARLY and SAME) * lever
         store_rows(y + start, row, column, width, inside, result)
 
     @triton.jit  # type: ignore[untyped-decorator]
@@ -361,9 +368,8 @@ if triton is not None:
                 middle = tl.load(mean + place, mask=row < rows, other=0.0)
             value = load_rows(x + start, row, column, x_stride, inside)
             if GATE != "":
-                lever, slope = activation(
-                    load_rows(gate + start, row, column, gate_stride, inside), ACT
-                )
+                raw = load_rows(gate + start, row, column, gate_stride, inside)
+                lever, slope = activation(raw, ACT)
             inverse = tl.load(rstd + place, mask=row < rows, other=0.0)
             if GATE == "" or BLOCK <= HELD:
                 scale = held
@@ -375,35 +381,24 @@ if triton is not None:
             if GATE == "before":
                 normal = normal * lever
             if GATE != "":
-                factor = normal
-                if EARLY:
-                    factor = rounded(normal, x)
+                factor = rounded_if(normal, x, EARLY)
                 if GATE == "after":
-                    made = factor * scale[None, :]
-                    if EARLY and SAME:
-                        made = rounded(made, x)
+                    made = rounded_if(factor * scale[None, :], x, EARLY and SAME)
                     by_gate = made * grad * slope
                     store_rows(dgate + start, row, column, width, inside, by_gate)
                     grad = grad * lever
                 by_weight += tl.sum(grad * factor, 0)
             scaled = grad * scale[None, :]
             if GATE == "before":
-                along = tl.sum(scaled * normal, 1) / size
-                # the normalised value in another order: it need not be held meanwhile
-                again = lever * inverse[:, None] * value
-                result = inverse[:, None] * (scaled - again * along[:, None])
-                by_gate = value * result * slope
+                result, by_gate = through_gate(scaled, normal, value, lever, slope, inverse, size)
                 store_rows(dgate + start, row, column, width, inside, by_gate)
-                result = result * lever
             else:
                 result = through(scaled, normal, inverse, size, CENTRED)
             if ADD:
                 result += load_rows(dtotal, row, column, dtotal_stride, inside)
             store_rows(dx + start, row, column, width, inside, result)
             if GATE == "":  # last, or long rows spill
-                if EARLY:
-                    normal = rounded(normal, x)
-                by_weight += tl.sum(grad * normal, 0)
+                by_weight += tl.sum(grad * rounded_if(normal, x, EARLY), 0)
             if CENTRED:
                 by_bias += tl.sum(grad, 0)
         SUMS: tl.constexpr = 2 if CENTRED else 1

@@ -230,7 +230,8 @@ class Summing:
             said = f"its rows have at most {LONGEST_OF_MORE} elements"
             leave(self.module, "add_norm", said, a=a)
         norm = self.found.norms[name]
-        return add_norm(a, b, *norm.vectors(owner, a), norm.form)
+        weight, bias = norm.vectors(owner, a)
+        return add_norm(a, b, weight, bias, norm.form)
 
 
 def _rewrite_all(kind: type, inside: Inside, constants: Constants) -> bool:
