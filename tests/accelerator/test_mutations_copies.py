@@ -32,7 +32,7 @@ UNREACHED = {
 _STORAGE = "schedlang.runtime.storage."
 NEAR = (f"{_STORAGE}copies", f"{_STORAGE}offloaded_gradients", "schedlang.runtime.pipeline.parking")
 
-SLICES = "schedlang.runtime.grad_reduction.zero"
+SLICES = "schedlang.runtime.adapters.fully_shard"
 
 
 def test_every_order_of_the_copies_themselves() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.moe import dispatch, experts
+from schedlang.runtime.sharding import shard
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.place import sharded_module
 
@@ -52,13 +53,13 @@ def router_left_out(patch: Patch, site: Site) -> None:
 @bug("E04b", EP, Operator.ADJOINT, "routed alike")
 def router_gets_a_part(patch: Patch, site: Site) -> None:
     """Where ranks see the same tokens, the router gets the gradient of its own experts only."""
-    here, plain = sharded_module(patch), experts.shared
+    here, plain = sharded_module(patch), shard.Edge.enter
 
-    def crossed(crossing: Any, x: Any) -> Any:
+    def entered(edge: Any, x: Any) -> Any:
         few = x.shape[-1] == 2  # the weights of two experts
-        return x if few and site.covers(here()) else plain(crossing, x)
+        return x if few and site.covers(here()) else plain(edge, x)
 
-    patch.setattr(experts, "shared", crossed)
+    patch.setattr(shard.Edge, "enter", entered)
 
 
 @bug("E07", EP, Operator.SLICE, "routed, dropped", row="none")  # the rule changes with its row
