@@ -115,28 +115,24 @@ def alike(plan: Plan, fqn: str) -> list[str]:
 
 def hoisted(fqn: str, known: Leaf | None, axis: str) -> Leaf:
     """The module that gathers its input for its children, beside what it did before."""
-    from schedlang.runtime.propagation.dry import Leaf
+    from schedlang.runtime.propagation.dry import Leaf, Wanted
 
     before = known.wanted if known is not None else ()
-    wanted = _wanted(axis, R, None, None, splits=False, hoisted=True)
+    wanted = Wanted(axis, R, None, None, splits=False, hoisted=True)
     return Leaf(fqn, "", (*before, wanted))
-
-
-def _wanted(*args: Any, **kwargs: Any) -> Wanted:
-    from schedlang.runtime.propagation.dry import Wanted
-
-    return Wanted(*args, **kwargs)
 
 
 def _projection(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     """What a Linear, Conv1D or Embedding wants of one axis, or a module that runs as it is."""
+    from schedlang.runtime.propagation.dry import Wanted
+
     axis, entry, output = boundary.axis, boundary.input, boundary.output
     site = plan.model.sites[fqn]
     weight = site.parameters.get("weight")
     layout = plan.held(weight.name) if weight is not None else None
     split = next((s for s in layout.splits if s.axis == axis), None) if layout else None
     if not kind or split is None or layout is None or weight is None:
-        return _wanted(axis, entry, output, None, splits=False, differ=boundary.differ)
+        return Wanted(axis, entry, output, None, splits=False, differ=boundary.differ)
     name = site.dims["weight"][split.dim]
     blocks = split.blocks if len(set(split.blocks)) > 1 else len(split.blocks)
     lies = S(-1, blocks, split.uneven)
@@ -145,12 +141,14 @@ def _projection(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     if name in ("out", "hidden"):
         head = isinstance(output, S) and output.dim == "vocab"
         cut = weight.shape[split.dim] if head else None
-        return _wanted(axis, entry, output, lies, splits=True, cut=cut, head=head)
-    return _wanted(axis, entry, output, P(), splits=True)
+        return Wanted(axis, entry, output, lies, splits=True, cut=cut, head=head)
+    return Wanted(axis, entry, output, P(), splits=True)
 
 
 def _convolution(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     """What a convolution wants of an axis that splits its channels, or positions."""
+    from schedlang.runtime.propagation.dry import Wanted
+
     axis, entry, output = boundary.axis, boundary.input, boundary.output
     site = plan.model.sites[fqn]
     layout = plan.held(site.parameters["weight"].name)
@@ -160,56 +158,66 @@ def _convolution(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     name = site.dims["weight"][split.dim]
     blocks = split.blocks if len(set(split.blocks)) > 1 else len(split.blocks)
     if name == "in":
-        return _wanted(axis, S(1, blocks), output, P(), splits=True)
+        return Wanted(axis, S(1, blocks), output, P(), splits=True)
     if plan.model.model.get_submodule(fqn).groups == 1:
-        return _wanted(axis, entry or R, output, S(1, blocks), splits=True)
+        return Wanted(axis, entry or R, output, S(1, blocks), splits=True)
     own = S(1, blocks)  # each group sees its own channels
-    return _wanted(axis, own, output, own, splits=False)
+    return Wanted(axis, own, output, own, splits=False)
 
 
 def _window(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     """What a convolution or pool wants of an axis that splits positions, if it does."""
+    from schedlang.runtime.propagation.dry import Wanted
+
     axis, entry = boundary.axis, boundary.input
     across = isinstance(entry, S) and isinstance(entry.dim, int) and entry.dim > 1
-    return _wanted(axis, entry, boundary.output, None, splits=False, parts=across)
+    return Wanted(axis, entry, boundary.output, None, splits=False, parts=across)
 
 
 def _on_grid(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     """What a module on a grid wants: its rows split the batch, its columns the hidden dim."""
+    from schedlang.runtime.propagation.dry import Wanted
+
     _check_data(plan, fqn)
     if plan.boundaries[fqn].index(boundary) == 0:
-        return _wanted(boundary.axis, None, None, R, splits=False, told="down")
+        return Wanted(boundary.axis, None, None, R, splits=False, told="down")
     return replace(_results(plan, fqn, boundary), splits=True, told="along")
 
 
 def _on_cube(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     """What a module on a cube wants: three lines of ranks; what comes over two, and what goes."""
+    from schedlang.runtime.propagation.dry import Wanted
+
     place = plan.boundaries[fqn].index(boundary)
     _check_data(plan, fqn)
     if place < len(LINES):
-        return _wanted(boundary.axis, None, None, R, splits=False, told=LINES[place])
+        return Wanted(boundary.axis, None, None, R, splits=False, told=LINES[place])
     if boundary.output is None:
-        return _wanted(boundary.axis, boundary.input, R, R, splits=True, told="in")
+        return Wanted(boundary.axis, boundary.input, R, R, splits=True, told="in")
     return replace(_results(plan, fqn, boundary), told="out")
 
 
 def _results(plan: Plan, fqn: str, boundary: Boundary) -> Wanted:
     """How what a product gives lies, by how its weight does."""
+    from schedlang.runtime.propagation.dry import Wanted
+
     site, output = plan.model.sites[fqn], boundary.output
     weight, head = site.parameters["weight"], isinstance(output, S) and output.dim == "vocab"
     if site.is_a("Embedding"):
-        return _wanted(boundary.axis, None, output, S(-1), splits=False)
+        return Wanted(boundary.axis, None, output, S(-1), splits=False)
     outer = site.dims["weight"].index("out")
     blocks = next((s.blocks for s in plan.layout(weight.name).splits if s.dim == outer), (1,))
     computes = S(-1, blocks if len(set(blocks)) > 1 else len(blocks))
     cut = weight.shape[outer] if head else None
     entry = boundary.input
-    return _wanted(boundary.axis, entry, output, computes, splits=False, cut=cut, head=head)
+    return Wanted(boundary.axis, entry, output, computes, splits=False, cut=cut, head=head)
 
 
 def _normed(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     """What a norm over a split hidden dim wants: parts, and it gives parts."""
-    return _wanted(boundary.axis, S(-1), boundary.output or S(-1), S(-1), splits=True)
+    from schedlang.runtime.propagation.dry import Wanted
+
+    return Wanted(boundary.axis, S(-1), boundary.output or S(-1), S(-1), splits=True)
 
 
 def _check_data(plan: Plan, fqn: str) -> None:
@@ -229,6 +237,8 @@ def _check_data(plan: Plan, fqn: str) -> None:
 
 def _experts(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     """Tokens that ranks see alike are shared out and results summed; other tokens are sent."""
+    from schedlang.runtime.propagation.dry import Wanted
+
     axis, told = boundary.axis, plan.told[fqn]
     if axis == told.within and set(plan.mesh.fold(axis)) & set(plan.data_axes):
         raise Refusal(
@@ -240,8 +250,8 @@ def _experts(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
             )
         )
     if axis in plan.data_axes:
-        return _wanted(axis, None, None, None, splits=False, told=told)
-    return _wanted(axis, R, R, P(), splits=True, told=told)
+        return Wanted(axis, None, None, None, splits=False, told=told)
+    return Wanted(axis, R, R, P(), splits=True, told=told)
 
 
 # kinds that a row chose (plan.computes) and what each wants of one axis

@@ -88,7 +88,7 @@ def record(
 
     Raises Refusal where the model, or the loss beside it, does not run.
     """
-    from schedlang.runtime.pipeline.stage import signature
+    from schedlang.runtime.batch import named_tensors
     from schedlang.runtime.propagation.stand_ins import hollow_out
     from schedlang.runtime.propagation.trace import Recorded, Stack, Trace, reached
     from schedlang.runtime.rng.logical_dropout import Watched
@@ -114,7 +114,8 @@ def record(
                 raise rejected(error, left_over(plan.model.model, batch)) from error
     # what a part weighs is told by the labels alone; the loss is kept, so that its identity is
     labels: Any = plan.model.cache.setdefault("labels", {})
-    labels[signature(batch), id(loss)] = tuple(seen.labels), loss
+    at = tuple((name, value.shape) for name, value in named_tensors(batch).items()), id(loss)
+    labels[at] = tuple(seen.labels), loss
     found = value if loss is None or is_loss(value) else None
     lossless = None  # a batch without labels may have no loss, and still be evaluated
     if found is None:
@@ -263,12 +264,12 @@ def part_weight(
     plan: Plan, sample: Mapping[str, Any], loss: Loss | None, weight: Weight | None, parts: int
 ) -> Weight:
     """What a part of a batch weighs, as `build` decides it from a sample part."""
-    from schedlang.runtime.pipeline.stage import signature
+    from schedlang.runtime.batch import named_tensors
 
     if weight is not None:
         return weight
     known: Any = plan.model.cache.get("labels", {})
-    at = signature(sample), id(loss)
+    at = tuple((name, value.shape) for name, value in named_tensors(sample).items()), id(loss)
     if at in known:
         return weight_of(Original(labels=known[at][0]), parts)
     return weight_of(record(Plan(plan.model), sample, loss, {}).original, parts)

@@ -141,7 +141,7 @@ class Met:
 def check_meeting(step: Step, axis: str) -> None:
     """Refuse parts that meet others than those that their wholes have beside them."""
     notes = [step.follower.of(tensor).tags.get(axis) for tensor in step.inputs]
-    shapes = step.expected.inputs if step.expected is not None else ()
+    shapes = step.expected.inputs
     met = [Met(k, tag, shape) for k, (tag, shape) in enumerate(zip(notes, shapes)) if tag]
     how = _apart(step, met, step.follower.sizes[axis]) if len(met) > 1 else ""
     if how:
@@ -266,11 +266,7 @@ def opened(
     step: Step, local: tuple[int, ...], shape: tuple[int, ...], differ: list[int]
 ) -> dict[str, Tag]:
     """The split of a result for which each rank repeats what all have whole less often."""
-    if (
-        step.expected is None
-        or len(differ) != 1
-        or step.name not in (*EXPANDS, "repeat_interleave")
-    ):
+    if len(differ) != 1 or step.name not in (*EXPANDS, "repeat_interleave"):
         return {}
     (dim,), whole = differ, step.expected.inputs[0]
     before = dim - (len(shape) - len(whole))
@@ -303,7 +299,7 @@ def _merges(step: Step, tag: Tag, whole: tuple[int, ...]) -> bool:
     if step.name == "repeat_interleave":
         dim: Any = step.kwargs.get("dim", step.args[2] if len(step.args) > 2 else None)
         return isinstance(dim, int) and dim % len(whole) == tag.dim
-    if step.name not in MERGES or tag.along != tag.dim + 1 or step.expected is None:
+    if step.name not in MERGES or tag.along != tag.dim + 1:
         return False
     after = step.expected.outputs[0]
     outer, merged = math.prod(whole[: tag.dim]), whole[tag.dim] * whole[tag.along]
@@ -312,7 +308,7 @@ def _merges(step: Step, tag: Tag, whole: tuple[int, ...]) -> bool:
 
 def _tags(step: Step, axis: str) -> list[tuple[Tag, tuple[int, ...]]]:
     """The tags of the arguments on an axis, each with the whole shape of its argument."""
-    shapes = step.expected.inputs if step.expected is not None else ()
+    shapes = step.expected.inputs
     notes = [step.follower.of(tensor).tags for tensor in step.inputs]
     return [(tags[axis], shape) for tags, shape in zip(notes, shapes) if axis in tags]
 

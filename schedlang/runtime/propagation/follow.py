@@ -75,7 +75,8 @@ def told_apart(
 
 def _followed(step: Step, axis: str, whole: Shape, dims: Sequence[int], place: int) -> int | None:
     """The dim of the result that one axis splits, as far as this can be told."""
-    tags, shapes = [step.of(tensor).get(axis) for tensor in step.inputs], step.wholes
+    tags = [step.follower.of(tensor).tags.get(axis) for tensor in step.inputs]
+    shapes = step.expected.inputs
     found = next(((tag, shape) for tag, shape in zip(tags, shapes) if tag is not None), None)
     if found is None:
         return None
@@ -172,20 +173,34 @@ class Follower(Lattice):
 
     def before(self, call: Running) -> None:
         """Find the original's call; behind split logits nothing may use a tensor that is split."""
-        if not (self.stack.muted or self.loose):
-            self._expects = self._expected(call)
-        elif self.loose and not self.stack.muted:
+        if self.stack.muted:
+            return
+        if self.loose:
             for axis in (axis for tensor in call.inputs for axis in self.of(tensor).tags):
                 reason = f"`{call.name}` uses a tensor sharded over `{axis}` after sharded logits"
                 raise self.refuse(reason, axis, GATHER)
+            return
+        calls, place = self.frames.get(call.frame, []), self.places.get(call.frame, 0)
+        # past repeats of heads that a rank with one of each leaves out
+        skipped = call_rules.skipped(calls[place:], call.name, call.inputs, self)
+        if skipped:
+            place += sum(one.calls for one in skipped)
+            self.places[call.frame] = place
+            self.left_out += [one for one in skipped if one not in self.left_out]
+        self._expects = calls[place] if place < len(calls) else None
 
     def after(self, call: Running) -> None:
         """Compare the call with the original's and note what its results are."""
         if self.stack.muted or self.loose or not call.outputs:
             return
         call.inputs = call_rules.met(call.inputs, self._expects, self)
+        expected = self._expects
         try:
-            Step(**vars(call), follower=self, expected=self._expects).finish()
+            if expected is None or expected.name != call.name:
+                integers = expected.integers if expected is not None else ()
+                reason = f"`{call.name}` is called where the original calls another operator"
+                raise Mismatch(call.frame, reason, None, integers, self.agreed)
+            Step(**vars(call), follower=self, expected=expected).finish()
         except Mismatch as failure:
             raise self._met(failure, call, call.name) from None
         self.places[call.frame] = self.places.get(call.frame, 0) + 1
@@ -198,17 +213,6 @@ class Follower(Lattice):
         if self.stack.muted or self.loose:
             raise self._unfit(error) from error
         raise self._failed(call, error) from error
-
-    def _expected(self, call: Running) -> Call | None:
-        """The original's call; past repeats of heads that a rank with one of each leaves out."""
-        calls = self.frames.get(call.frame, [])
-        place = self.places.get(call.frame, 0)
-        skipped = call_rules.skipped(calls[place:], call.name, call.inputs, self)
-        if skipped:
-            place += sum(one.calls for one in skipped)
-            self.places[call.frame] = place
-            self.left_out += [one for one in skipped if one not in self.left_out]
-        return calls[place] if place < len(calls) else None
 
     def refuse(self, reason: str, axis: str | None, *helps: str) -> Mismatch:
         """A mismatch in what runs now, that no division mends."""
@@ -257,30 +261,17 @@ class Step(Running):
     """The comparison of one call with the original's."""
 
     follower: Follower
-    expected: Call | None
-
-    @property
-    def wholes(self) -> tuple[Shape, ...]:
-        """The shapes of the tensors that the original's call is given."""
-        assert self.expected is not None
-        return self.expected.inputs
-
-    def of(self, tensor: Tensor) -> Mapping[str, Tag]:
-        """The splits of a tensor."""
-        tags: Mapping[str, Tag] = self.follower.of(tensor).tags
-        return tags
+    expected: Call
 
     def fail(self, reason: str, axis: str | None = None, *helps: str) -> Mismatch:
         """A mismatch that dividing one of the original call's integers might mend."""
-        integers = self.expected.integers if self.expected is not None else ()
-        return Mismatch(self.frame, reason, axis, integers, self.follower.agreed, helps)
+        integers, agreed = self.expected.integers, self.follower.agreed
+        return Mismatch(self.frame, reason, axis, integers, agreed, helps)
 
     def finish(self) -> None:
         """Note every output; raise Mismatch if one is not what the original's shapes allow."""
         outputs, notes = self.outputs, [self.follower.of(t) for t in self.inputs]
         axes = {axis for note in notes for axis in note.tags}
-        if self.expected is None or self.expected.name != self.name:
-            raise self.fail(f"`{self.name}` is called where the original calls another operator")
         if len(self.expected.outputs) != len(outputs):
             raise self.fail(f"`{self.name}` returns {len(outputs)} tensors", next(iter(axes), None))
         roots = frozenset(name for note in notes for name in note.roots)
@@ -384,13 +375,12 @@ class Step(Running):
     # -- rules for what shapes cannot tell ---------------------------------------------------------
 
     def _blocks(self, axis: str, dim: int, shape: tuple[int, ...], place: int) -> tuple[int, ...]:
-        source = next(
-            ((t, s) for t, s in zip(self.inputs, self.wholes) if axis in self.of(t)), None
-        )
+        tags = [self.follower.of(tensor).tags for tensor in self.inputs]
+        each = list(zip(tags, self.expected.inputs))
+        source = next(((own[axis], shape) for own, shape in each if axis in own), None)
         if source is None:
             return (shape[dim],)
-        tensor, whole = source
-        tag = self.of(tensor)[axis]
+        tag, whole = source
         self._check_along(axis, tag, whole)
         if self.name in RESHAPES:
             return self._reshaped(axis, tag, dim, whole, shape)
@@ -400,9 +390,7 @@ class Step(Running):
             return self._sliced(axis, tag, dim)
         if self.name in ("cat", "concat", "concatenate") and shape[dim] != whole[tag.dim]:
             return tuple(
-                size
-                for t, s in zip(self.inputs, self.wholes)
-                for size in (self.of(t)[axis].blocks if axis in self.of(t) else (s[dim],))
+                size for own, s in each for size in (own[axis].blocks if axis in own else (s[dim],))
             )
         repeated = call_rules.repeated(self.name, tag, whole[tag.dim], shape[dim])
         if repeated:
@@ -437,7 +425,6 @@ class Step(Running):
     def _parted(self, axis: str, tag: Tag, size: int, place: int) -> tuple[int, ...]:
         if place < len(tag.blocks) and tag.blocks[place] == size:
             return (size,)
-        assert self.expected is not None
         sizes = [shape[tag.dim] for shape in self.expected.outputs]
         wanted = len(sizes) if len(set(sizes)) == 1 else sizes
         failure = self.follower.refuse(
@@ -464,7 +451,6 @@ class Step(Running):
             dims = {d % len(whole) for d in named if isinstance(d, int)}
         elif self.func is F.scaled_dot_product_attention:
             dims = {len(whole) - 1, len(whole) - 2}
-        assert self.expected is not None
         after = self.expected.outputs[0]
         dims |= reaches(self.name, self.args, self.kwargs, whole, after, self.expected.integers)
         if tag.dim in dims:
@@ -495,9 +481,8 @@ class Step(Running):
     def _remember_mask(self) -> None:
         if not masks(self.func, self.args, self.kwargs):
             return
-        assert self.expected is not None
         site = self.frame[0]
         turn = self.follower.drawn.get(site, 0)
         self.follower.drawn[site] = turn + 1
-        tags = self.of(self.outputs[0])
+        tags = self.follower.of(self.outputs[0]).tags
         self.follower.masks[site, turn] = (self.expected.outputs[0], tags)

@@ -285,7 +285,8 @@ def without_values(batch: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], O
     A model may ask for values: it gets those that the batch decides, and 0 for others.
     """
     inputs = hollow_batch(dict(batch))
-    with on_meta(dict(batch), inputs) as values, torch.device("meta"):
+    values = OnMeta(dict(batch), inputs)
+    with values, Literals(values.constants), torch.device("meta"):
         yield inputs, values
 
 
