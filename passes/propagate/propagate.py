@@ -13,8 +13,16 @@ from schedlang.ir.placement import Replicate, S
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.elaborate.rows import pattern
-from schedlang.passes.propagate.dryrun import Choice, Loss, Run, alike, hoisted, leaves_of, touches
-from schedlang.passes.propagate.original import Original, Recording, record
+from schedlang.passes.propagate.dryrun import Choice
+from schedlang.passes.propagate.dryrun import Loss
+from schedlang.passes.propagate.dryrun import Run
+from schedlang.passes.propagate.dryrun import alike
+from schedlang.passes.propagate.dryrun import hoisted
+from schedlang.passes.propagate.dryrun import leaves_of
+from schedlang.passes.propagate.dryrun import touches
+from schedlang.passes.propagate.original import Original
+from schedlang.passes.propagate.original import Recording
+from schedlang.passes.propagate.original import record
 from schedlang.passes.propagate.saved_parts import Parts, saved_parts
 
 if TYPE_CHECKING:
@@ -236,13 +244,18 @@ def _made(plan: Plan, failure: Mismatch) -> Iterator[tuple[str, str]]:
         yield site_name, f"shard({', '.join(own)}, over={failure.axis})"
 
 
+COMBINED = ("add", "iadd", "radd", "mul", "imul", "rmul", "sub", "isub", "rsub")  # two tensors
+
+
 def _beside(plan: Plan, failure: Mismatch, action: Action) -> Iterator[str]:
     """The row for projections whose outputs meet the sharded one in the same forward, as those of
     adapters do (LoRA's second one): of the same size along the dim that is split, and whole."""
     fqn, by, axis, sites = failure.frame[0], failure.by, failure.axis, plan.model.sites
     holder = f"{fqn}." if fqn else ""
-    if axis is None or by not in action.sites or not by.startswith(holder) or by == fqn:
+    combines = failure.call.strip("_") in COMBINED
+    if not combines or axis is None or by not in action.sites or not by.startswith(holder):
         return
+    found: list[str] = []
     cuts = {name: plan.held(fact.name).splits for name, fact in sites[by].parameters.items()}
     split = {(name, one.dim) for name, some in cuts.items() for one in some if one.axis == axis}
     sizes = {(name, dim, sites[by].parameters[name].shape[dim]) for name, dim in split}
@@ -255,8 +268,19 @@ def _beside(plan: Plan, failure: Mismatch, action: Action) -> Iterator[str]:
         if fits and not any(axis in plan.held(fact.name).axes for fact in own.values()):
             stem, tail = by.removeprefix(holder), site.fqn.removeprefix(holder)
             alike = [f"{one.removesuffix(stem)}{tail}" for one in action.sites]
-            where = pattern([one for one in alike if one in sites], sites)
-            yield f"shard what it is combined with, too: `{where}  {action.primitive}`"
+            where = _selected([one for one in alike if one in sites], sites)
+            found.append(f"shard what it is combined with, too: `{where}  {action.primitive}`")
+    if len(found) == 1:  # of several it is not known which
+        yield found[0]
+
+
+def _selected(alike: Sequence[str], sites: Mapping[str, object]) -> str:
+    """A selector of these modules: one path where a star stands for what differs, else them all."""
+    parts = [set(found) for found in zip(*(one.split(".") for one in alike))]
+    path = [next(iter(found)) if len(found) == 1 else "*" for found in parts]
+    names = [one.split(".") for one in sites if one.count(".") == len(path) - 1]
+    met = [one for one in names if all(p in ("*", name) for p, name in zip(path, one))]
+    return ".".join(path) if len(met) == len(alike) else ", ".join(alike)
 
 
 def _fitting(plan: Plan, action: Action | None, fqn: str) -> tuple[str, ...]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -66,12 +67,41 @@ class Answer:
     logits: Tensor
 
 
-class Dressed(Layered):
-    """Its output is a dataclass."""
+class Pair(NamedTuple):
+    """A named tuple, of which the loss is the first."""
 
-    def forward(self, x: Tensor, labels: Tensor) -> Answer:
+    loss: Tensor
+    logits: Tensor
+
+
+class Named(dict[str, Tensor]):
+    """A mapping of its own class, with attributes, as transformers' and diffusers' outputs are."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+CLASSES: dict[str, Callable[..., Any]] = {
+    "a dataclass": Answer,
+    "a named tuple": Pair,
+    "a mapping": dict,
+    "a mapping of its own class": Named,
+}
+
+
+class Dressing(Layered):
+    """Its output is of any class, with its loss and its logits."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
         logits = self.logits(x)
-        return Answer(F.cross_entropy(logits, labels), logits)
+        return CLASSES[self.kind](loss=F.cross_entropy(logits, labels), logits=logits)
 
 
 class Summed(Layered):
@@ -206,6 +236,7 @@ def judged(output: Tensor, batch: Batch) -> Tensor:
 
 
 DP = "zero(stage=1, over=dp)"
+DP_TP = f"blocks.*  shard(col, output=R, over=tp)\n{DP}"
 PP = 'blocks  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)'
 LAYERS = PP.replace("blocks", "layers")
 MICRO = 'pipeline(order="GPipe", micro=2)'
@@ -231,7 +262,7 @@ class Walk:
     @property
     def mesh(self) -> str:
         """The axes that the rows name."""
-        return ", ".join(f"{axis}=2" for axis in ("dp", "pp") if f"over={axis}" in self.rows)
+        return ", ".join(f"{axis}=2" for axis in ("dp", "pp", "tp") if f"over={axis}" in self.rows)
 
     def schedule(self) -> Schedule:
         """The rows over a model made anew."""
@@ -268,8 +299,11 @@ WALKS = {
     "batch norm, dp, relaxed": Walk(Normed, _points, DP, relax=FREE),
     "batch norm, whole": Walk(Normed, _points, "head  checkpoint()"),
     "batch norm, recomputed": Walk(Normed, _points, WHOLE, "S813", late=True),
-    "a dataclass, pp": Walk(Dressed, _labelled, PP),
-    "a dataclass, dp": Walk(Dressed, _labelled, DP),
+    **{
+        f"{kind}, {name}": Walk(partial(Dressing, kind), _labelled, rows)
+        for kind in CLASSES
+        for name, rows in (("dp and tp", DP_TP), ("stages", PP))
+    },
     "labels for the loss, dp": Walk(Layered, _labelled, DP, loss=judged),
     "labels for the loss, pp": Walk(Layered, _labelled, PP, loss=judged),
     "a sum as a loss, dp": Walk(Summed, _points, DP, "S703", late=True),
