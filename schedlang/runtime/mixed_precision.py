@@ -162,7 +162,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 class Region:
     """Where a model computes now: the dtype that its parameters are cast to where they are used."""
 
-    dtype: torch.dtype | None = None  # None: as they are stored
+    def __init__(self) -> None:
+        # None: as they are stored; set here, for a graph of torch.compile holds for what is set
+        self.dtype: torch.dtype | None = None
 
     @contextmanager
     def using(self, dtype: torch.dtype | None) -> Iterator[None]:
