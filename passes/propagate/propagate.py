@@ -12,17 +12,8 @@ from schedlang.ir.model import inside
 from schedlang.ir.placement import Replicate, S
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.elaborate.rows import pattern
-from schedlang.passes.propagate.dryrun import Choice
-from schedlang.passes.propagate.dryrun import Loss
-from schedlang.passes.propagate.dryrun import Run
-from schedlang.passes.propagate.dryrun import alike
-from schedlang.passes.propagate.dryrun import hoisted
-from schedlang.passes.propagate.dryrun import leaves_of
-from schedlang.passes.propagate.dryrun import touches
-from schedlang.passes.propagate.original import Original
-from schedlang.passes.propagate.original import Recording
-from schedlang.passes.propagate.original import record
+from schedlang.passes.propagate.dryrun import Choice, Loss, Run, alike, hoisted, leaves_of, touches
+from schedlang.passes.propagate.original import Original, Recording, record
 from schedlang.passes.propagate.saved_parts import Parts, saved_parts
 
 if TYPE_CHECKING:
