@@ -59,12 +59,13 @@ def environment(interpreted: bool) -> dict[str, str]:
 
     Whether triton interprets is settled when it is imported, for a whole process.
     """
-    found = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = str(Path(__file__).resolve().parents[2])
-    found["PYTHONPATH"] = os.pathsep.join(filter(None, [root, found.get("PYTHONPATH", "")]))
+    path = os.pathsep.join(filter(None, [root, kept.get("PYTHONPATH", "")]))
     # products have no deterministic form on a GPU without it
-    found.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    return found | ({"TRITON_INTERPRET": "1"} if interpreted else {})
+    more = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    mode = {"TRITON_INTERPRET": "1"} if interpreted else {}
+    return {**more, **kept, "PYTHONPATH": path, **mode}
 
 
 def on_gpu(x: Tensor) -> bool:

@@ -308,10 +308,13 @@ class Recorded(Lattice):
         known = self._lineage.get(id(args[0]))
         if known is None or tensors_in((args[1:], kwargs)) or out.dtype == torch.bool:
             return
-        # keep what chooses or adds labels; moves and reshapes do not change how many count
         step = _replay(func, args[1:], kwargs)
-        steps = (*known[2], step) if call.name in ("__getitem__", "pad", "narrow") else known[2]
+        steps = (*known[2], step) if call.name in _COUNT else known[2]
         self._lineage[id(out)] = (out, known[1], steps)
+
+
+# calls of torch that choose or add labels; moves and reshapes do not change how many count
+_COUNT = frozenset({"__getitem__", "pad", "narrow"})
 
 
 def _replay(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Tensor], Tensor]:
