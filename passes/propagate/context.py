@@ -63,6 +63,7 @@ class Subject:
             random=self.traced.random,
             unbatched=self.traced.unbatched,
             short=short,
+            sites=self.plan.contexts,
         )
 
 

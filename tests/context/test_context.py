@@ -255,6 +255,19 @@ def test_what_mixes_tokens_elsewhere_is_named(name: str) -> None:
     assert code in said and wanted in said and "rows.sched" in said, said
 
 
+@pytest.mark.parametrize("rowed", [(0, 1, 2), (1, 2, 3), (0, 1, 3), (1,), (3,)], ids=str)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attentions_without_rows_are_named(rowed: tuple[int, ...], dropout: float) -> None:
+    """They would see the keys of one rank alone, wherever they stand among alike blocks."""
+    rows = "\n".join(f"blocks.{k}  context_parallel(ring, over=cp)" for k in rowed)
+    batch = models.tokens(3, 9, False)
+    with pytest.raises(Refusal) as error:
+        tokens_of(Causal(dropout=dropout), rows, batch)
+    said = error.value.render()
+    first = min({0, 1, 2, 3} - {*rowed})
+    assert "S659" in said and f"`blocks.{first}" in said and "rows.sched" in said, said
+
+
 class Pictures(nn.Module):
     """Patches of images, and a class token before them, as in a vision transformer."""
 

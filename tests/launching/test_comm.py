@@ -29,9 +29,9 @@ HOMES = (
 )
 # libraries of torch above its communication, and the files that are about what they hold
 LIBRARIES = {
-    "runtime/activation_memory/dynamic.py": {
-        "fsdp"
-    },  # FSDPModule: gathers are no part of a recomputation
+    "runtime/activation_memory/dynamic.py": {"fsdp"},  # gathers are no part of a recomputation
+    "runtime/adapters/fully_shard.py": {"fsdp"},
+    "runtime/adapters/torch_distributed.py": {""},  # its functions, where a rank is played
     "runtime/activation_memory/recompute.py": {"fsdp"},
     "runtime/checkpointing/boxes.py": {"checkpoint"},  # the format of its files
     "runtime/storage/offloaded_gradients.py": {"tensor"},

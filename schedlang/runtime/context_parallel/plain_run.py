@@ -27,16 +27,17 @@ from schedlang.runtime.tracing.record import loss_of
 Outputs = dict[str, Tensor]
 
 
-def depends_on_tokens(trial: Trial) -> bool:
+def depends_on_tokens(trial: Trial, sites: Sequence[str]) -> bool:
     """Whether the model alone gives some tokens another result than in the full sequence.
 
-    True where it cannot be told, as for a model that does not run on some tokens.
+    Attentions inside of the modules `sites` see the keys of all tokens, those elsewhere only their
+    own.  True where it cannot be told, as for a model that does not run on some tokens.
     """
     products = bool(lines_of(trial, Lines))
 
     def same(*way: Any) -> bool:
         try:
-            return _same(trial, products, *way)
+            return _same(trial, sites, products, *way)
         except Exception:  # whatever the model raises
             return False
 
@@ -48,13 +49,15 @@ def runs(trial: Trial) -> bool:
     total = sum(trial.lengths)
     try:
         for length in (total, total - 1):
-            _ran(trial, _cut(trial.batch, total, torch.arange(length)), Alone(Still()))
+            _ran(trial, _cut(trial.batch, total, torch.arange(length)), _Model())
     except Exception:  # whatever the model raises
         return False
     return True
 
 
-def _same(trial: Trial, products: bool, counted: bool, more: int, labels: bool) -> bool:
+def _same(
+    trial: Trial, sites: Sequence[str], products: bool, counted: bool, more: int, labels: bool
+) -> bool:
     """Whether every module gives each part what it gives those tokens, and the losses make one.
 
     `counted`: positions that are counted from shapes are those of the tokens.  `more`: tokens by
@@ -63,7 +66,7 @@ def _same(trial: Trial, products: bool, counted: bool, more: int, labels: bool) 
     total = sum(trial.lengths)
     stops = list(itertools.accumulate(trial.lengths))
     noted = _Answers(products, total)
-    want, whole = _ran(trial, trial.batch, noted)
+    want, whole = _ran(trial, trial.batch, noted, sites)
     weights, losses = [], []
     for a, b in zip([0, *stops], stops):
         held = torch.arange(a, min(b + more, total))
@@ -76,7 +79,7 @@ def _same(trial: Trial, products: bool, counted: bool, more: int, labels: bool) 
             losses.append(whole * 0)
             continue
         answers = _Answers(products, total, noted.noted, held, tables if counted else None)
-        got, loss = _ran(trial, part, answers)
+        got, loss = _ran(trial, part, answers, sites)
         losses.append(loss)
         by_token = {k: v[:, held] for k, v in want.items() if v.dim() > 1 and v.shape[1] == total}
         if any(name not in got or not _near(got[name], by_token[name]) for name in by_token):
@@ -118,7 +121,17 @@ def _cut(batch: Mapping[str, Any], total: int, held: Tensor) -> dict[str, Any]:
     return {name: part(value) for name, value in batch.items()}
 
 
-def _ran(trial: Trial, batch: Mapping[str, Any], mode: Alone) -> tuple[Outputs, Tensor]:
+class _Model(Alone):
+    """The model runs alone; `inside` counts the modules with rows of context parallelism around."""
+
+    def __init__(self) -> None:
+        super().__init__(Still())
+        self.inside = 0
+
+
+def _ran(
+    trial: Trial, batch: Mapping[str, Any], mode: _Model, sites: Sequence[str] = ()
+) -> tuple[Outputs, Tensor]:
     """The last output of every module in training, and the loss."""
     found: Outputs = {}
     model = copy.deepcopy(trial.model).train()
@@ -131,8 +144,17 @@ def _ran(trial: Trial, batch: Mapping[str, Any], mode: Alone) -> tuple[Outputs, 
 
         return hook
 
+    def enter(*call: Any) -> None:
+        mode.inside += 1
+
+    def leave(*call: Any) -> None:
+        mode.inside -= 1
+
     for name, module in model.named_modules():
         module.register_forward_hook(note(name))
+        if name in sites:
+            module.register_forward_pre_hook(enter)
+            module.register_forward_hook(leave)
     with torch.random.fork_rng(devices=[]), torch.no_grad(), ambient(mode):
         torch.manual_seed(0)
         given = dict(batch)
@@ -141,8 +163,10 @@ def _ran(trial: Trial, batch: Mapping[str, Any], mode: Alone) -> tuple[Outputs, 
     return found, loss.detach()
 
 
-class _Answers(Alone):
+class _Answers(_Model):
     """Attentions of the whole are noted; those of a part answer with what was noted.
+
+    Only those inside of modules with rows: others see the keys of their part alone.
 
     With `tables`, shapes that count the tokens held count those: `arange`, and slices of these.
     """
@@ -155,7 +179,7 @@ class _Answers(Alone):
         held: Tensor | None = None,
         tables: list[Tensor] | None = None,
     ) -> None:
-        super().__init__(Still())
+        super().__init__()
         self.products, self.count = products, total if held is None else len(held)
         self.held, self.calls = held, 0
         self.noted: list[Tensor] = [] if noted is None else noted
@@ -177,6 +201,8 @@ class _Answers(Alone):
         return super().__torch_function__(func, types, args, kwargs)
 
     def _attends(self, func: Any, args: Any) -> bool:
+        if not self.inside:
+            return False
         if func is F.scaled_dot_product_attention:
             return True
         if not self.products or func not in PRODUCTS:

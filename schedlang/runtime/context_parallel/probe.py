@@ -396,23 +396,25 @@ def probe(trial: Trial, kind: str, ranks: int, sites: Sequence[str]) -> Tokens:
     first: tuple[Tokens, Exception] | None = None
     for tokens in candidates(trial, kind, ranks):
         try:
-            tagged = _tagged(trial, tokens, whole, sites)
-            parts = parted(trial, tagged, sites)
+            tokens = _tagged(trial, tokens, whole, sites)
+            parts = parted(trial, tokens, sites)
             compare(whole, parts)
         except Exception as error:  # the model's own code, on what it has not been given before
             first = first or (tokens, error)
             continue
-        return replace(tagged, outputs=_outputs(output, parts.outputs, trial))
+        return replace(tokens, outputs=_outputs(output, parts.outputs, trial))
     assert first is not None, "there is always a candidate"
     found = fault(trial, *first, sites)
     if found.diagnostic.code == "S659":
-        _of_the_model(trial, found, first[1])
+        _of_the_model(trial, found, first[1], sites)
     raise found
 
 
-def _of_the_model(trial: Trial, found: Refusal, error: Exception) -> None:
+def _of_the_model(
+    trial: Trial, found: Refusal, error: Exception, sites: Sequence[str]
+) -> None:
     """Raise an error of our own where the model alone does not show what our runs of it show."""
-    if not depends_on_tokens(trial):
+    if not depends_on_tokens(trial, sites):
         raise OwnError(
             "the module alone computes some tokens as in the full sequence, but not in the program",
             *found.diagnostic.notes,

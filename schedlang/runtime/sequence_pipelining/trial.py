@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.ir import nests as pytree
+from schedlang.ir.model import inside
 from schedlang.runtime.batch import called, rows_of, shares
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
@@ -47,26 +48,33 @@ class Small:
     alike: Mapping[str, str]
 
 
-def small_copy(model: nn.Module, *, short: bool = True, seed: int = 0) -> Small:
+def small_copy(
+    model: nn.Module, *, short: bool = True, seed: int = 0, sites: Collection[str] = ()
+) -> Small:
     """A copy with drawn parameters; `short`: of alike blocks in a list only the first ones.
+
+    Blocks are alike if rows of the schedule stand at the same modules inside, too: at `sites`.
 
     Buffers keep their values, and must have some. Nothing of the model is copied that the copy
     does not keep.
     """
     values = lambda t: t if t.is_meta else t.detach().to("cpu", copy=True)  # noqa: E731
     copied = copy_with(model, lambda name, p: hollow_parameter(p), values)
-    alike = _shorten(copied) if short else {}
+    alike = _shorten(copied, sites) if short else {}
     _draw(copied, torch.Generator().manual_seed(seed))
     return Small(copied, alike)
 
 
-def _shorten(model: nn.Module) -> dict[str, str]:
+def _shorten(model: nn.Module, sites: Collection[str]) -> dict[str, str]:
     """Keep of each list of blocks the shortest beginning that has two blocks and every kind."""
     alike: dict[str, str] = {}
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.ModuleList) or len(module) < 3:
             continue
-        kinds = _kinds(module)
+        kinds = [
+            (*kind, *sorted(s.removeprefix(at) for s in sites if inside(s, at)))
+            for at, kind in ((f"{name}.{k}", kind) for k, kind in enumerate(_kinds(module)))
+        ]
         need = max(2, *(1 + kinds.index(kind) for kind in set(kinds)))
         for place in range(need, len(module)):
             alike[f"{name}.{place}"] = f"{name}.{kinds.index(kinds[place])}"
@@ -167,12 +175,13 @@ def trial_of(
     random: bool,
     unbatched: Unbatched | None = None,
     short: bool = True,
+    sites: Collection[str] = (),
 ) -> Trial:
-    """A trial from a microbatch: its first rows and tokens, on a short model."""
+    """A trial from a microbatch: its first rows and tokens, on a short model (`small_copy`)."""
     total = length_of(sample)
     lengths = TOKENS if total >= sum(TOKENS) and short else _lengths(total, count)
     batch = _small(model, sample, sum(lengths), rule)
-    small = small_copy(model, short=short)
+    small = small_copy(model, short=short, sites=sites)
     return Trial(
         small.model,
         batch,
