@@ -19,7 +19,6 @@ from schedlang.language import printer
 from schedlang.language.binding import bind
 from schedlang.language.evaluate import evaluate
 from schedlang.language.knob import unknown_settings
-from schedlang.language.selector import Selector
 from schedlang.language.value import UNKNOWN, Names, bare, shown
 from schedlang.passes.elaborate import bases, declare, legality
 from schedlang.passes.elaborate.declare import arguments_of
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from schedlang.ir.model import ModelFacts
+    from schedlang.language.selector import Selector
 
 # ---- Steps: their names, and what their rows may give up.
 
@@ -175,6 +175,8 @@ class Expander:
         self.depth: int = 0  # blocks and calls around the one that is executed
         self.selector = selector
         if selector is None and state.facts is not None:
+            from schedlang.language.selector import Selector
+
             self.selector = Selector(state.facts)
 
     @property

@@ -19,12 +19,12 @@ from schedlang.language.binding import Argument
 from schedlang.language.evaluate import evaluate
 from schedlang.language.knob import Knob
 from schedlang.language.patterns import Pattern
-from schedlang.language.selector import Selector
 from schedlang.language.value import UNKNOWN, Names, shown
 
 if TYPE_CHECKING:
     from schedlang.ir.model import ModelFacts
     from schedlang.ir.plan import Plan
+    from schedlang.language.selector import Selector
 
 # ---- Arguments of a row and dtypes in the words of the language.
 
@@ -156,6 +156,8 @@ def current(selector: Selector, state: State) -> Selector:
     plan = state.plan
     if plan is None or selector.tree is plan.model or not plan.model.rewritten:
         return selector
+    from schedlang.language.selector import Selector  # no module is selected without a model
+
     return Selector(plan.model)
 
 

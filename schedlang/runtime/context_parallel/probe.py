@@ -410,9 +410,7 @@ def probe(trial: Trial, kind: str, ranks: int, sites: Sequence[str]) -> Tokens:
     raise found
 
 
-def _of_the_model(
-    trial: Trial, found: Refusal, error: Exception, sites: Sequence[str]
-) -> None:
+def _of_the_model(trial: Trial, found: Refusal, error: Exception, sites: Sequence[str]) -> None:
     """Raise an error of our own where the model alone does not show what our runs of it show."""
     if not depends_on_tokens(trial, sites):
         raise OwnError(
