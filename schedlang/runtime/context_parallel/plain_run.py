@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
