@@ -18,7 +18,19 @@ from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.runtime.scope import Scope, entered
-from tests.attending import KINDS, SIZES, Case, cases, dense, groups_of, joined, part, rank, whole
+from tests.attending import (
+    KINDS,
+    SIZES,
+    Case,
+    attended,
+    cases,
+    dense,
+    groups_of,
+    joined,
+    part,
+    rank,
+    whole,
+)
 from tests.engine import Faults, Threads
 
 FIRST = [Case(method, sizes[0]) for method, sizes in SIZES.items()]
@@ -43,6 +55,38 @@ def test_it_is_attention(method: str, kind: str, threads: Threads) -> None:
 def test_any_mask_any_layout(threads: Threads, case: Case, block: int) -> None:
     """Windows, documents, padding, slopes, caps, sinks, given masks, few kv heads, any length."""
     agree(case, threads, block)
+
+
+SHARP = 18.0  # the scale of scores by which most queries see one key
+
+
+def _single(case: Case) -> list[torch.Tensor]:
+    groups = groups_of(case.sizes)
+    layout = Layout.of(case.kind, case.tokens, case.ranks)
+    mine = {name: t.float() for name, t in part(case, layout, place_of(groups)).items()}
+    leaves = [mine[name].requires_grad_() for name in "qkv"]
+    out = attended(case, mine, groups, layout, 4)
+    return [out.detach(), *torch.autograd.grad(out, leaves, mine["grad"])]
+
+
+def _torchs(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
+    made = {name: t.float().to(dtype) for name, t in whole(case).items()}
+    leaves = [made[name].requires_grad_() for name in "qkv"]
+    out = F.scaled_dot_product_attention(*leaves, is_causal=True, scale=case.scale, enable_gqa=True)
+    return [out.detach(), *torch.autograd.grad(out, leaves, made["grad"])]
+
+
+@pytest.mark.parametrize("method", SIZES)
+def test_large_scores_cost_no_precision(method: str, threads: Threads) -> None:
+    """In float32, where one key has nearly all weight, it errs at most twice as much as torch's."""
+    errors = torch.zeros(2, 4, dtype=torch.float64)
+    for seed in range(4):
+        case = Case(method, SIZES[method][-1], heads=12, widths=(4, 4), scale=SHARP, seed=seed)
+        found = joined(case, threads.run(_single, case.ranks, case)), _torchs(case, torch.float32)
+        for row, tensors in zip(errors, found, strict=True):
+            right = _torchs(case, torch.float64)
+            row += torch.stack([(a - b).norm() / b.norm() for a, b in zip(tensors, right)])
+    assert bool((errors[0] <= 2 * errors[1]).all()), errors
 
 
 def test_late_messages_change_nothing() -> None:

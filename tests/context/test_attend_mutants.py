@@ -138,8 +138,8 @@ MUTANTS: dict[str, Change] = {
     "gradients that arrive are not added": (ring, "added", lambda arrived, part: part),
     "members of a team do not weigh what they found": (
         ring,
-        "finite",
-        lambda lse: torch.zeros_like(lse),
+        "shares",
+        lambda lse: torch.ones_like(lse),
     ),
     "a share of the steps begins one team too far": (ring.Bodies, "origin", _too_far),
     "nothing that arrives is waited for": (ring.Moving, "wait", lambda self: self.packet),

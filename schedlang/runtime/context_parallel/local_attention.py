@@ -267,11 +267,12 @@ class Forward:
     def _merge(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Join what a block gives to what is known: both by their share of the sum of exponents."""
         before = self.lse[:, :, rows]
-        both = torch.logaddexp(before, lse)
-        base = finite(both)
-        self.out[:, :, rows] *= (before - base).exp_()[..., None]
-        self.out[:, :, rows] += out.mul_((lse - base).exp_()[..., None])
-        self.lse[:, :, rows] = both
+        # the two shares add up to 1 however large the scores are, which lse is rounded by; those of
+        # exp(lse - logaddexp) do not.  A query that has seen nothing yet, and nothing now, has none
+        more = (lse - before).nan_to_num_(0.0, math.inf, -math.inf)
+        self.out[:, :, rows] *= (-more).sigmoid_()[..., None]
+        self.out[:, :, rows] += out.mul_(more.sigmoid_()[..., None])
+        self.lse[:, :, rows] = torch.logaddexp(before, lse)
 
 
 class Backward:

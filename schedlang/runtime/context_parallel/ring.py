@@ -18,7 +18,6 @@ from schedlang.runtime.context_parallel.local_attention import (
     Forward,
     Rules,
     Tokens,
-    finite,
     wide,
 )
 from schedlang.runtime.context_parallel.masks import Reach, Tags, wanted
@@ -217,11 +216,20 @@ class Team:
         """This rank's tokens of what each of them found with its share of the keys."""
         size = self.group.size
         each = gathered(Packet.of([lse], [2]), [lse.shape[2]] * size, self.group)
-        whole = torch.stack([packet.tensors[0] for packet in each]).logsumexp(0)
-        weighed = out * (lse - finite(whole)).exp()[..., None]
+        found = torch.stack([packet.tensors[0] for packet in each])
+        whole = found.logsumexp(0)
+        weighed = out * shares(found)[self.group.rank][..., None]
         (mine,) = self.apart(Packet.of([weighed], [2])).tensors
         first = sum(self.counts[: self.group.rank])
         return mine, whole[:, :, first : first + mine.shape[2]].contiguous()
+
+
+def shares(lse: Tensor) -> Tensor:
+    """What each rank's result counts for, by its log-sum-exp (ranks first); 0 where none has keys.
+
+    They add up to 1 however large the scores are, by which a sum of lse would be rounded.
+    """
+    return lse.softmax(0).nan_to_num(0.0)
 
 
 class Rounds(Protocol):
