@@ -357,7 +357,7 @@ class _Dtr(_Plan):
         return self.memory
 
     def reruns(self, found: Sequence[tuple[tuple[str, ...], Any]]) -> None:
-        """Nobody knows before."""
+        """Return None: what runs again is known only while it runs."""
 
     def lower(self, chains: Sequence[tuple[tuple[str, ...], int]], copy: Copy) -> None:
         """Give the modules of all chains one pool."""

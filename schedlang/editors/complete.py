@@ -16,24 +16,9 @@ from schedlang.ir.primitive import load_all, registry
 from schedlang.language import manual
 from schedlang.language.binding import surface
 from schedlang.language.kinds import Axes, Axis
+from schedlang.language.syntax import DECLARATIONS, STATEMENTS
 
-TOP = (
-    "schedule",
-    "use",
-    "mesh",
-    "view",
-    "knob",
-    "require",
-    "pattern",
-    "def",
-    "step",
-    "override",
-    "drop",
-    "at",
-    "when",
-    "expect",
-)
-INSIDE = ("at", "when", "expect")
+TOP = ("schedule", *DECLARATIONS, *STATEMENTS)
 
 
 @dataclass(frozen=True)
@@ -67,7 +52,7 @@ def offers(text: str, offset: int, outline: Outline | None = None) -> list[Offer
 
 
 def _keywords(here: Place) -> tuple[str, ...]:
-    return INSIDE if here.scopes else TOP
+    return STATEMENTS if here.scopes else TOP
 
 
 def _verbs(names: list[Declared]) -> Iterator[Offer]:

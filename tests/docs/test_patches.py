@@ -123,7 +123,7 @@ HELD = {
     "runtime/modes.py: _Active": "torch's stack of modes tells nothing inside of what a mode runs",
     "runtime/mixed_precision.py: _Autocasts": "modes on the meta device: never in a step",
     "runtime/rng/native.py: _Here": "of one NativeDropout: which call of a module draws",
-    "runtime/storage/saved.py: _Around": "hooks on saved tensors do not know each other",
+    "runtime/storage/saved.py: _Policies": "hooks on saved tensors do not know each other",
     "runtime/storage/tiers.py: _Making": "dispatch modes that count, in tests and reports",
     "runtime/activation_memory/quantized.py: _noting": "a proof's notes: never in a step",
     "runtime/offload/saved_tensors.py: _all_moves": "a proof's builds: never in a step",

@@ -107,7 +107,7 @@ def test_results_that_were_kept_as_they_are_are_found(
     """If kept results were not rounded, gradients would not be those of the one process."""
     from schedlang.runtime.activation_memory import recompute
 
-    monkeypatch.setattr(recompute, "around", SimpleNamespace(code=None))
+    monkeypatch.setattr(recompute, "policies", SimpleNamespace(code=None))
     found = kinds_that_differ(threads, monkeypatch, KEEP.format("linear") + ROW.format("int2"))
     assert "gradients" in found and "loss" not in found
 
@@ -264,7 +264,7 @@ def test_parts_of_sums_that_are_rounded_are_found(
     process, which has no such part."""
     from schedlang.runtime.activation_memory import selective
 
-    monkeypatch.setattr(selective, "around", SimpleNamespace(summed=False))
+    monkeypatch.setattr(selective, "policies", SimpleNamespace(summed=False))
     rows = GPT2 + KEEP.format("linear") + ROW.format("int2")
     assert "gradients" in kinds_that_differ(threads, monkeypatch, rows, "tp=2")
 

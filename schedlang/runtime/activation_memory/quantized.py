@@ -24,13 +24,13 @@ from schedlang.runtime.storage.saved import (
     Addresses,
     Pack,
     Policy,
-    around,
     as_it_is,
     given_whole,
     is_candidate,
     is_copy,
     own,
     place,
+    policies,
     slot,
     unpack,
     within,
@@ -322,7 +322,7 @@ def _unpacked(codes: Tensor, coding: Coding) -> Tensor:
 # that the call saves, so that a tensor is rounded alike in every layout that cuts the batch in the
 # same parts.  Ranks that split a tensor draw alike for their parts of it: so copies of what they
 # do not split stay alike. Inside of an offloaded module the whole numbers move.  Results that a
-# recomputation keeps beside what autograd saves come here by `around.code`.  Experts that ranks
+# recomputation keeps beside what autograd saves come here by `policies.code`.  Experts that ranks
 # share out compute rows of other ranks, in an order that no single process has: what they save is
 # kept as it is.
 #
@@ -375,7 +375,7 @@ class Code(Policy):
 
     def saving(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `inner`; its whole numbers, and what is kept as it is, go to the offload around."""
-        given, move = given_whole((args, kwargs)), around.offload or as_it_is
+        given, move = given_whole((args, kwargs)), policies.offload or as_it_is
         call = _Call(self, _words(self), given, move, Addresses(self.module))
         try:
             with within(code=call.pack), slot(call.pack):
@@ -442,7 +442,7 @@ class _Call:
 
     def pack(self, tensor: Tensor) -> Any:
         """Keep a tensor for autograd; one that is saved twice is kept once."""
-        if around.uncoded or not is_candidate(tensor, self.given):
+        if policies.uncoded or not is_candidate(tensor, self.given):
             return self.move(tensor)
         if place(tensor) in self.own:
             return self.move(tensor)

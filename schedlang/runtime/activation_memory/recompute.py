@@ -29,7 +29,7 @@ from schedlang.runtime.modes import reentry
 from schedlang.runtime.pipeline.arguments import put, take
 from schedlang.runtime.pipeline.stage import enter
 from schedlang.runtime.scope import site
-from schedlang.runtime.storage.saved import Policy, around, slot
+from schedlang.runtime.storage.saved import Policy, policies, slot
 
 # ---- A second run: its arguments, and all that its numbers hang on besides.
 # A collective inside a module is issued again in backward.  Every rank recomputes the same modules
@@ -91,7 +91,7 @@ def contexts(
         again.append(Replayed(generators))
     if not (chosen or save):
         return nullcontext(), _together(again)
-    keep = around.code
+    keep = policies.code
     some = Chosen(*numbers(save, chosen, keep is not None), keep, "collective" in save)
     return some.forward, _together([*again, some.again])
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedlang.remat.operators import Key
-from schedlang.runtime.storage.saved import Kept, Pack, alias, around, unpack
+from schedlang.runtime.storage.saved import Kept, Pack, alias, policies, unpack
 
 # ---- Collectives, whose results are kept so that no rank communicates twice.
 # torch's selective checkpointing keeps what an operator returns.  The collectives of
@@ -198,7 +198,7 @@ class Chosen:
 
     def held(self, tensor: Tensor) -> Kept | _Few:
         """A result, to be found again."""
-        coded = tensor if self.keep is None or around.summed else self.keep(tensor)
+        coded = tensor if self.keep is None or policies.summed else self.keep(tensor)
         return Kept(tensor) if coded is tensor else _Few(coded)
 
     def _second(self, run: Numbered, func: Any, args: Any, kwargs: Any) -> Any:

@@ -43,7 +43,7 @@ from schedlang.runtime.modes import Ambient, ambient
 from schedlang.runtime.rng.logical_dropout import LogicalDropout, Slices, Window, within
 from schedlang.runtime.rng.native import NativeDropout
 from schedlang.runtime.sequence_pipelining.carry import Place, caller, firsts, items_of, lasts, upto
-from schedlang.runtime.storage.saved import around
+from schedlang.runtime.storage.saved import policies
 
 # -- calls of torch's attention -------------------------------------------------------------------
 
@@ -276,7 +276,7 @@ class Unseen(Exchanging):
     def drawn(self, seat: Seat, p: float, rows: int, heads: int) -> Dropout:
         """A mask of the right shape; raises Refusal S935 inside of what is kept in fewer bits, for
         attention that drops weights saves scores in one process, and none of them here."""
-        if around.code is not None:
+        if policies.code is not None:
             raise Refusal(
                 Diagnostic(
                     "S935",

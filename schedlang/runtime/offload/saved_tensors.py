@@ -22,9 +22,9 @@ from schedlang.runtime.storage.saved import (
     Kept,
     Policy,
     View,
-    around,
     place,
     plain,
+    policies,
     slot,
     within,
 )
@@ -291,7 +291,7 @@ class Lodged(Policy):
 
     def saving(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `inner`; what stays is kept without its history, which would live on with it."""
-        with slot(around.park or Kept):
+        with slot(policies.park or Kept):
             return inner(*args, **kwargs)
 
 

@@ -15,7 +15,14 @@ from schedlang.ir import nests as pytree
 from schedlang.ir.placement import EVEN, Uneven, positions
 from schedlang.runtime.batch import named_tensors, rows_of
 from schedlang.runtime.rng.draws import masks, shapes_of
-from schedlang.runtime.storage.saved import around, given_whole, is_candidate, places, slot, within
+from schedlang.runtime.storage.saved import (
+    given_whole,
+    is_candidate,
+    places,
+    policies,
+    slot,
+    within,
+)
 from schedlang.runtime.tracing.constants import OnMeta, without_values
 from schedlang.runtime.tracing.meta import hollow_model
 from schedlang.runtime.tracing.torch_calls import model_line, name_of, tensors_in
@@ -510,7 +517,7 @@ def _watched(module: nn.Module, stack: Stack, found: list[Saved]) -> Callable[..
 
         def pack(tensor: Tensor) -> Tensor:
             with torch._C.DisableTorchFunction():
-                if not around.uncoded and is_candidate(tensor, whole):
+                if not policies.uncoded and is_candidate(tensor, whole):
                     found.append(Saved(stack.frames[-1][0], tuple(tensor.shape)))
             return tensor
 

@@ -132,7 +132,7 @@ def alias(tensor: Tensor) -> Tensor:
 # ---- What is known of the modules around what runs in this thread.
 
 
-class _Around(threading.local):
+class _Policies(threading.local):
     """How policies around keep a tensor, for those who keep one beside what autograd saves or hand
     on what they made of one; what coded modules leave out, and what no single process has.
 
@@ -147,18 +147,18 @@ class _Around(threading.local):
     summed = False
 
 
-around = _Around()
+policies = _Policies()
 
 
 @contextmanager
 def within(**known: Any) -> Iterator[None]:
-    """Inside, this is known of what is around."""
-    before = {name: getattr(around, name) for name in known}
-    vars(around).update(known)
+    """Inside, modules around keep tensors so, or say so of them (names of `_Policies`)."""
+    before = {name: getattr(policies, name) for name in known}
+    vars(policies).update(known)
     try:
         yield
     finally:
-        vars(around).update(before)
+        vars(policies).update(before)
 
 
 def uncoded() -> AbstractContextManager[None]:
