@@ -33,6 +33,9 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("mamba_d_state", "state_size", "mamba_n_heads"), 8),
     **dict.fromkeys(("n_shared_experts", "n_group", "topk_group", "first_k_dense_replace"), 1),
     **dict.fromkeys(("mamba_n_groups", "n_groups"), 1),
+    **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 16),
+    **dict.fromkeys(("linear_num_heads", "linear_num_value_heads"), 4),
+    "linear_num_key_heads": 2,
     **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 8),
     **dict.fromkeys(("mamba_expand", "expand", "num_key_value_heads", "encoder_layers"), 2),
     **dict.fromkeys(("hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout"), 0.0),
@@ -56,7 +59,11 @@ SMALLER: tuple[Mapping[str, Any], ...] = (
     {**SIZES, "rotary_dim": 8, "head_dim": 8, "hidden_size_per_layer_input": 0},
     {**SIZES, "num_key_value_heads": 4},
     {**SIZES, "head_dim": 8, "num_key_value_heads": 4},
-    {name: value for name, value in SIZES.items() if not any(word in name for word in HEADS)},
+    {
+        name: value
+        for name, value in SIZES.items()
+        if "chunk" in name or not any(word in name for word in HEADS)
+    },
     {n: SIZES[n] for n in SIZES if n in (*DEPTH, "vocab_size", "use_cache") or "drop" in n},
 )
 PER_LAYER = ("layer_types", "mlp_layer_types")  # lists as long as the model was deep
