@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.util import cache_from_source
 from math import isinf, prod
+from pathlib import Path
 from typing import Any
 
 from lark import Lark, Token, v_args
@@ -83,15 +86,27 @@ def span_of(source: Source, piece: Token | Meta) -> Span:
     return Span(source, *lines)  # type: ignore[arg-type]  # what was parsed has a place
 
 
+def _kept() -> str | bool:
+    """Return where lark keeps the parser that it has made of the grammar; False: nowhere.
+
+    What lark keeps is a pickle: it lies beside the bytecode of this file, which is trusted as much,
+    and is made anew where grammar, lark or Python are others.
+    """
+    if sys.dont_write_bytecode or sys.implementation.cache_tag is None:
+        return False
+    return str(Path(cache_from_source(__file__)).with_suffix(".lark"))
+
+
 @cache
 def parser(strict: bool = False) -> Lark:
-    """The parser; a strict one is made only of a grammar in which nothing is ambiguous."""
+    """Return the parser; a strict one is made only of a grammar in which nothing is ambiguous."""
     return Lark.open(
         "sched.lark",
         rel_to=schedlang.__file__,
         parser="lalr",
         start=list(STARTS),
         strict=strict,
+        cache=not strict and _kept(),
         postlex=Statements(),
         propagate_positions=True,
     )

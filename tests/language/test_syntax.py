@@ -1,11 +1,16 @@
 """The parser: what it accepts, the places it keeps, and what it says about the rest."""
 
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import NOWHERE, Source
+from schedlang.language import grammar
 from schedlang.language import nodes as n
 from schedlang.language.grammar import parser
 from schedlang.language.syntax import parse, parse_expr, parse_path, read
@@ -31,6 +36,39 @@ def edited(old: str, new: str) -> str:
 def test_grammar_is_strict_lalr() -> None:
     """The grammar has no conflict that would be settled in silence."""
     parser(strict=True)
+
+
+def test_the_parser_that_is_kept_reads_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made of the grammar, taken from where it is kept, made anew where that is damaged, and where
+    nothing can be kept: the tree is the same."""
+    kept = tmp_path / "grammar.lark"
+
+    def tree(path: Path, from_grammar: bool = True) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(grammar, "_kept", lambda: str(path))
+            if not from_grammar:
+                patch.setattr("lark.lark.load_grammar", None)
+            return grammar.parser.__wrapped__().parse(GPT2, start="start")
+
+    made = tree(kept)
+    assert tree(kept, from_grammar=False) == made
+    whole = kept.read_bytes()
+    for part in (whole[: len(whole) // 2], b"", b"\x80" * 100):
+        kept.write_bytes(part)
+        assert tree(kept) == tree(kept, from_grammar=False) == made
+    assert tree(tmp_path / "missing" / "grammar.lark") == made
+
+
+def test_where_the_parser_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the bytecode of its own file; nowhere if Python is to write no bytecode."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    kept = Path(str(grammar._kept()))
+    assert kept.parent == Path(grammar.__file__).parent / "__pycache__"
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    assert grammar._kept() is False
 
 
 def test_nodes_know_their_place() -> None:
