@@ -206,7 +206,7 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     Raises Refusal before any collective where the plan cannot be built, and where ranks of the job
     would build different things.
     """
-    from schedlang.runtime.comm.agreement import agree, all_come, others, told_if_refused
+    from schedlang.runtime.comm.agreement import agree, all_come, shared_store, told_if_refused
     from schedlang.runtime.comm.world import join_world
     from schedlang.runtime.launch.heart import watch
 
@@ -215,7 +215,8 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     join_world()
     watch()
     with told_if_refused():
-        if given.compare != "nothing" and not given.hollow and others():
+        compares = given.compare != "nothing" and not given.hollow
+        if compares and shared_store() is not None:
             agree(built_from(plan, batch, given), given.wait)
         return _built(plan, batch, given)
 
@@ -251,6 +252,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     compressor = None
     if plan.compression is not None:
         compressor = compressor_of(plan, plan.compression, planned, holdings, found, ranks)
+    overlapped = plan.overlaps and plan.overlapping("gradients") is not None
     # by labels that count; without any by rows, and by tokens where sequences are split
     weigh = weight_of if prepared.tokens is None else weight_by_tokens
     pipeline = pipeline_of(plan, module, ranks, prepared, loss, given.weight, sliced)
@@ -269,14 +271,14 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         loss_dtype=_loss_dtype(plan),
         weight=given.weight or weigh(traced, plan.shares * plan.micro),
         compressor=compressor,
-        early=early_sums(staged, found, sums) if plan.overlapping("gradients") else None,
+        early=early_sums(staged, found, sums) if overlapped else None,
         dropout=drawing.dropout,
         native=drawing.native,
         drawn_because=drawing.why,
         inputs=frozenset(batch),
         lossless=traced.lossless,
         tokens=prepared.tokens,
-        context=plan.context_axes,
+        context=plan.context_axes if plan.contexts else (),
         **(_of_stages(plan, staged, staged.axis) if staged.axis is not None else {}),
     )
     return _trained(plan, staged, assembly, lying, given)
@@ -322,10 +324,10 @@ def _steered_alike(
     found: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None, given: Options
 ) -> Comparing | None:
     """Refuse optimizers with other settings; what compares each step's batch, if asked for."""
-    from schedlang.runtime.comm.agreement import agree, others
+    from schedlang.runtime.comm.agreement import agree, shared_store
     from schedlang.runtime.step_batch import Comparing
 
-    if given.compare == "nothing" or given.hollow or not others():
+    if given.compare == "nothing" or given.hollow or shared_store() is None:
         return None
     names = {id(parameter): name for name, parameter in found.items()}
     if given.optimizer is not None:  # alike on all ranks, those too that train nothing

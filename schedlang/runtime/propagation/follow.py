@@ -286,7 +286,8 @@ class Step(Running):
             own = frozenset() if tags or data else roots
             mine = Note(tags, own, data, entered - tags.keys())
             self.follower.put(tensor, mine)
-        self._remember_mask()
+        if masks(self.func, self.args, self.kwargs):
+            self._remember_mask()
 
     # -- shapes ----------------------------------------------------------------------------------
 
@@ -304,14 +305,14 @@ class Step(Running):
             if not opened:
                 raise self._leak(local, shape)
             return opened
-        split_axes = sorted(axes) if axes else self._axes_for(differ, local, shape)
         if not differ:
             if axes and self._carries_values():
-                axis = split_axes[0]
+                axis = min(axes)
                 raise self.fail(
                     f"`{self.name}` reduces over a dim that is sharded over `{axis}`", axis
                 )
             return {}
+        split_axes = sorted(axes) if axes else self._axes_for(differ, local, shape)
         along = call_rules.alike(self, local, shape)
         differ = [dim for dim in differ if dim != along]
         if len(differ) != len(split_axes):
@@ -479,8 +480,6 @@ class Step(Running):
             self.follower.partial_over(note.roots, axis)
 
     def _remember_mask(self) -> None:
-        if not masks(self.func, self.args, self.kwargs):
-            return
         site = self.frame[0]
         turn = self.follower.drawn.get(site, 0)
         self.follower.drawn[site] = turn + 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -50,17 +50,13 @@ class Running:
     """A call of torch while it runs: in which frame, what it is given, and then what it gives."""
 
     frame: Frame
+    name: str
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: list[Tensor]
     out: Any = None
     outputs: list[Tensor] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        """The name of the function."""
-        return name_of(self.func)
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
         """An argument by its place or its name."""
@@ -117,7 +113,8 @@ class Trace(TorchFunctionMode):
         if func in ANSWERS and not self.asked:
             return ANSWERS[func]
         kwargs = dict(kwargs or {})
-        call = Running(self.stack.frames[-1], func, args, kwargs, tensors_in((args, kwargs)))
+        frame, given = self.stack.frames[-1], tensors_in((args, kwargs))
+        call = Running(frame, name_of(func), func, args, kwargs, given)
         for lattice in self.lattices:
             lattice.before(call)
         try:
@@ -144,11 +141,11 @@ class Stack:
         # told what each call is given, and what it gives
         self.seen: Callable[[Frame, Any], None] = lambda frame, tree: None
 
-    def watch(self, model: nn.Module, opaque: Callable[[str], bool]) -> None:
+    def watch(self, model: nn.Module, opaque: Container[str] = ()) -> None:
         """Wrap every forward of the copy; inside opaque modules nothing is recorded."""
         for fqn, module in model.named_modules():
             if fqn:
-                module.forward = self._wrapped(fqn, module.forward, opaque(fqn))
+                module.forward = self._wrapped(fqn, module.forward, fqn in opaque)
 
     def _not_running(self, fqn: str) -> Iterator[str]:
         """The modules around one that is called now which do not run, nor anything else in them."""
@@ -376,7 +373,7 @@ def at_many_rows(
         return None
     bare, stack = hollow_model(model, {}), Stack()
     bare.train()
-    stack.watch(bare, lambda fqn: False)
+    stack.watch(bare)
     try:
         with without_values(_repeated(batch, rows)) as (inputs, _):
             return run(bare, inputs, stack, rows)
