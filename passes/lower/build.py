@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from schedlang.runtime.assembly import Assembly, Weight
     from schedlang.runtime.checkpointing.holding import Holding
     from schedlang.runtime.comm.ranks import Ranks
-    from schedlang.runtime.grad_reduction.gradient import Held
     from schedlang.runtime.program import Program
     from schedlang.runtime.step_batch import Comparing
 
@@ -223,6 +222,7 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
 
 def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     from schedlang.runtime.assembly import Assembly
+    from schedlang.runtime.grad_reduction.gradient import Held
 
     if plan.completing:
         plan = completed(plan, batch, given.loss)
@@ -239,12 +239,14 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         exchange(plan, module, prepared.tokens, ranks)
     lower(builder, lambda: shape_up(module, traced, builder.at_home))
     sliced = slice_state(plan, module, ranks, prepared) if plan.replicas else {}
-    found = _own(plan, module, ranks, holdings)
+    held = {name for name, holding in holdings.items() if holding.held(plan.mesh, ranks.rank)}
+    found = Held({name: p for name, p in module.named_parameters() if name in held})
     lying = None
     if plan.stores and not given.hollow:
         lying = away(builder, staged, found, sliced, given.optimizer)
     planned = reductions(plan, traced, holdings)
-    sums = sums_of(plan, planned, found, ranks)
+    summed = planned or plan.data_axes
+    sums = sums_of(plan, planned, found, ranks) if summed else ()
     drawing = Drawing()
     if traced.random:
         drawing = drawing_of(plan, prepared, ranks, module, _asked(plan, batch, given))
@@ -350,14 +352,6 @@ def _of_stages(plan: Plan, staged: Staged, axis: str) -> dict[str, Any]:
         # stages send on what is frozen: no gradient comes back to what it was made of
         "ends_early": frozen and staged.cut.constant,
     }
-
-
-def _own(plan: Plan, module: nn.Module, ranks: Ranks, holdings: Mapping[str, Holding]) -> Held:
-    """The parameters that this rank holds, by name."""
-    from schedlang.runtime.grad_reduction.gradient import Held
-
-    held = {name for name, holding in holdings.items() if holding.held(plan.mesh, ranks.rank)}
-    return Held({name: p for name, p in module.named_parameters() if name in held})
 
 
 def _optimizer(

@@ -438,6 +438,7 @@ class Run:
             for split in plan.held(name).splits:
                 self.follower.unevens.setdefault(split.axis, set()).add(split.uneven)
                 if split.uneven.repeat > 1:
+                    self.follower.repeats = True
                     copies = neighbours(split.axis, split.uneven.repeat)
                     self.follower.partial_over(frozenset([name]), copies)
             self.follower.put(tensor, Note(tags, frozenset() if tags else frozenset([name])))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -91,7 +91,7 @@ def bind(
     Refuses S302 (no such argument), S303 (unknown symbol), S304 (another type), S305 (missing) and
     S204 (no such axis); all independent mistakes of the call at once.
     """
-    binder = Binder(primitive, span, axes)
+    binder = Binder(primitive, surface(primitive), span, axes)
     if not binder.fits(arguments):
         from schedlang.language.suggest import in_our_words
 
@@ -99,18 +99,18 @@ def bind(
     return binder.made()
 
 
+@dataclass(eq=False)
 class Binder:
     """Binds one call, collecting what is wrong with it."""
 
-    def __init__(self, primitive: type[Primitive], span: Span, axes: Mapping[str, int]) -> None:
-        self.primitive: type[Primitive] = primitive
-        self.span: Span = span
-        self.axes: Mapping[str, int] = axes
-        self.surface: Surface = surface(primitive)
-        self.problems: list[Diagnostic] = []
-        self.bound: dict[str, Any] = {}
-        self.rest: list[tuple[str, Any]] = []
-        self.many: list[Any] = []
+    primitive: type[Primitive]
+    surface: Surface
+    span: Span
+    axes: Mapping[str, int]
+    problems: list[Diagnostic] = field(default_factory=list)
+    bound: dict[str, Any] = field(default_factory=dict)
+    rest: list[tuple[str, Any]] = field(default_factory=list)
+    many: list[Any] = field(default_factory=list)
 
     @property
     def name(self) -> str:

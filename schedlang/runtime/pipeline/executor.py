@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -98,14 +99,14 @@ FIXED = (
 )
 
 
+@dataclass(eq=False)
 class Sizes:
     """Layouts of the values that go forward along each edge, by signature of the microbatch.
 
     Each replica of an edge has one sender and one receiver, and both keep this book alike.
     """
 
-    def __init__(self) -> None:
-        self._layouts: dict[Any, Layout] = {}
+    _layouts: dict[Any, Layout] = field(default_factory=dict)
 
     def known(self, signature: Any, name: Message) -> Layout | None:
         """The layout of a message, if both ends know it."""

@@ -161,6 +161,7 @@ class Follower(Lattice):
         self.masks: dict[Frame, tuple[tuple[int, ...], Mapping[str, Tag]]] = {}
         self.drawn: dict[str, int] = {}
         self.unevens: dict[str, set[Uneven]] = {}  # by axis, of all that the plan splits
+        self.repeats = False  # whether several ranks hold one part
         self.left_out: list[call_rules.Repeat] = []
         self.tokens: set[tuple[str, str]] = set()  # modules, axes: they split rows or tokens
         self._expects: Call | None = None  # the original's call beside the one that runs
@@ -193,7 +194,8 @@ class Follower(Lattice):
         """Compare the call with the original's and note what its results are."""
         if self.stack.muted or self.loose or not call.outputs:
             return
-        call.inputs = call_rules.met(call.inputs, self._expects, self)
+        if self.left_out:
+            call.inputs = call_rules.met(call.inputs, self._expects, self)
         expected = self._expects
         try:
             if expected is None or expected.name != call.name:
@@ -313,7 +315,7 @@ class Step(Running):
                 )
             return {}
         split_axes = sorted(axes) if axes else self._axes_for(differ, local, shape)
-        along = call_rules.alike(self, local, shape)
+        along = call_rules.alike(self, local, shape) if self.follower.repeats else None
         differ = [dim for dim in differ if dim != along]
         if len(differ) != len(split_axes):
             known = next(iter(split_axes), None)
@@ -393,9 +395,10 @@ class Step(Running):
             return tuple(
                 size for own, s in each for size in (own[axis].blocks if axis in own else (s[dim],))
             )
-        repeated = call_rules.repeated(self.name, tag, whole[tag.dim], shape[dim])
-        if repeated:
-            return repeated
+        if shape[dim] > whole[tag.dim]:
+            repeated = call_rules.repeated(self.name, tag, whole[tag.dim], shape[dim])
+            if repeated:
+                return repeated
         return tag.blocks if sum(tag.blocks) == shape[dim] else (shape[dim],)
 
     def _reshaped(

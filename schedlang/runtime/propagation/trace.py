@@ -129,17 +129,22 @@ class Trace(TorchFunctionMode):
         return call.out
 
 
+@dataclass(eq=False)
 class Stack:
-    """Which module runs now; entered by wrapping the forwards of a throwaway copy."""
+    """Which module runs now; entered by wrapping the forwards of a throwaway copy.
 
-    def __init__(self) -> None:
-        self.frames: list[Frame] = [("", 0)]
-        self.mains: list[Tensor | None] = [None]  # the main tensor that each frame was given
-        self.turns: dict[str, int] = {}
-        self.outside: set[tuple[str, str]] = set()
-        self.muted = 0
-        # told what each call is given, and what it gives
-        self.seen: Callable[[Frame, Any], None] = lambda frame, tree: None
+    mains    the main tensor that each frame was given
+    turns    modules in the order of their first call, and how often each was called
+    outside  modules that are called while a module around them does not run, and that one
+    seen     told what each call is given, and what it gives
+    """
+
+    frames: list[Frame] = field(default_factory=lambda: [("", 0)])
+    mains: list[Tensor | None] = field(default_factory=lambda: [None])
+    turns: dict[str, int] = field(default_factory=dict)
+    outside: set[tuple[str, str]] = field(default_factory=set)
+    muted: int = 0
+    seen: Callable[[Frame, Any], None] | None = None
 
     def watch(self, model: nn.Module, opaque: Container[str] = ()) -> None:
         """Wrap every forward of the copy; inside opaque modules nothing is recorded."""
@@ -166,7 +171,8 @@ class Stack:
             self.frames.append((fqn, turn))
             floats = (t for t in tensors_in((args, kwargs)) if t.is_floating_point())
             self.mains.append(next(floats, None))
-            self.seen(self.frames[-1], (args, kwargs))
+            if self.seen is not None:
+                self.seen(self.frames[-1], (args, kwargs))
             self.muted += opaque
             try:
                 out = inner(*args, **kwargs)
@@ -174,7 +180,8 @@ class Stack:
                 self.muted -= opaque
                 frame = self.frames.pop()
                 self.mains.pop()
-            self.seen(frame, out)
+            if self.seen is not None:
+                self.seen(frame, out)
             return out
 
         return forward
