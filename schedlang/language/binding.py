@@ -129,8 +129,10 @@ class Binder:
         """Take the arguments in; whether there is no problem with them."""
         free = list(self.surface.positional)
         for argument in arguments:
-            if argument.name is not None:
-                self._keyword(argument)
+            if argument.name in self.surface.keywords:
+                self._set(argument.name, argument)
+            elif argument.name is not None:
+                self._keyword(argument.name, argument)
             elif self.surface.many:
                 self._put(self.many, self.surface.many, argument)
             elif free:
@@ -155,12 +157,9 @@ class Binder:
         notes = (note,) * bool(note)
         self.problems.append(Diagnostic(code, title, label, (), notes, helps, facts=facts))
 
-    def _keyword(self, argument: Argument) -> None:
-        name = argument.name
-        assert name is not None
-        if name in self.surface.keywords:
-            self._set(name, argument)
-        elif self.surface.rest and not self._is_slip(name):
+    def _keyword(self, name: str, argument: Argument) -> None:
+        """Take in a keyword that is no field."""
+        if self.surface.rest and not self._is_slip(name):
             self._rest(name, argument)
         else:
             known = self.surface.keywords

@@ -53,8 +53,9 @@ class Ranks:
         if name not in self._along:
             axes = self.mesh.fold(over)
             made = self._made(name, self.mesh.groups(axes), self.mesh.index_at(self.at, axes))
-            ordered = isinstance(over, str) and "." in over  # by the axes as they are named
-            self._along[name] = self._ordered(made, over) if ordered else made
+            if isinstance(over, str) and "." in over:  # numbered by the axes as they are named
+                made = self._ordered(made, over)
+            self._along[name] = made
         return self._along[name]
 
     def _ordered(self, group: Group, over: str) -> Group:

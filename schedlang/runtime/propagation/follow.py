@@ -298,14 +298,12 @@ class Step(Running):
     ) -> dict[str, Tag]:
         local = tuple(tensor.shape)
         if len(local) != len(shape):
-            raise self.fail(
-                f"`{self.name}` returns {list(local)} where the original returns {list(shape)}"
-            )
+            raise self._unlike(local, shape)
         differ = [dim for dim in range(len(shape)) if local[dim] != shape[dim]]
         if not axes and differ and self.name not in FILLS:
             opened = call_rules.opened(self, local, shape, differ)
             if not opened:
-                raise self._leak(local, shape)
+                raise self._unlike(local, shape, None, ": it takes its size from a sharded tensor")
             return opened
         if not differ:
             if axes and self._carries_values():
@@ -318,16 +316,15 @@ class Step(Running):
         along = call_rules.alike(self, local, shape) if self.follower.repeats else None
         differ = [dim for dim in differ if dim != along]
         if len(differ) != len(split_axes):
-            known = next(iter(split_axes), None)
-            raise self.fail(
-                f"`{self.name}` returns {list(local)} where the original returns {list(shape)}",
-                known,
-            )
-        dims = self._dims_of(split_axes, differ, local, shape, place)
+            raise self._unlike(local, shape, next(iter(split_axes), None))
+        dims = dict(zip(split_axes, differ))
+        if len(dims) > 1:
+            dims = self._told_apart(split_axes, differ, local, shape, place)
         tags = {}
         for axis, dim in sorted(dims.items(), key=lambda item: item[1]):
             uneven = self._fits(axis, local[dim], shape[dim])
-            assert uneven is not None
+            if uneven is None:
+                raise self._unlike(local, shape, axis)
             blocks = self._blocks(axis, dim, shape, place)
             tags[axis] = Tag(dim, blocks, call_rules.by(self.inputs, axis), uneven, along)
         return tags
@@ -343,10 +340,10 @@ class Step(Running):
             found.append(next((a for a in fits if a not in found), "?"))
         return found
 
-    def _dims_of(
+    def _told_apart(
         self, axes: list[str], differ: list[int], local: Any, shape: Any, place: int
     ) -> dict[str, int]:
-        """The dim that each axis splits; axes of one size are told apart by following each."""
+        """The dim that each of several axes splits; those of one size are followed one by one."""
 
         def fits(axis: str, dim: int) -> bool:
             return self._fits(axis, local[dim], shape[dim]) is not None
@@ -355,10 +352,7 @@ class Step(Running):
         if len(ways) > 1:
             ways = told_apart(ways, self, shape, place)
         if len(ways) != 1 and not (ways and self.name in FILLS):  # a fill is alike everywhere
-            raise self.fail(
-                f"`{self.name}` returns {list(local)} where the original returns {list(shape)}",
-                axes[0],
-            )
+            raise self._unlike(local, shape, axes[0])
         return ways[0]
 
     def _fits(self, axis: str, local: int, whole: int) -> Uneven | None:
@@ -366,11 +360,11 @@ class Step(Running):
         held = local * self.follower.sizes.get(axis, 0)
         return next((u for u in call_rules.legal(self, axis) if held == whole * u.wide), None)
 
-    def _leak(self, local: tuple[int, ...], shape: tuple[int, ...]) -> Mismatch:
-        return self.fail(
-            f"`{self.name}` returns {list(local)} where the original returns {list(shape)}: it"
-            " takes its size from a sharded tensor"
-        )
+    def _unlike(
+        self, local: Shape, shape: Shape, axis: str | None = None, why: str = ""
+    ) -> Mismatch:
+        said = f"{list(local)} where the original returns {list(shape)}{why}"
+        return self.fail(f"`{self.name}` returns {said}", axis)
 
     def _carries_values(self) -> bool:
         return self.name not in FILLS and self.name not in ("shape", "size", "stride", "device")

@@ -167,7 +167,8 @@ class Stack:
                 return inner(*args, **kwargs)
             turn = self.turns.get(fqn, 0)
             self.turns[fqn] = turn + 1
-            self.outside.update((fqn, around) for around in self._not_running(fqn))
+            if "." in fqn:
+                self.outside.update((fqn, around) for around in self._not_running(fqn))
             self.frames.append((fqn, turn))
             floats = (t for t in tensors_in((args, kwargs)) if t.is_floating_point())
             self.mains.append(next(floats, None))
@@ -288,7 +289,8 @@ class Recorded(Lattice):
             known = Call(call.name, given, made, integers_in((call.args, call.kwargs)))
             self.frames.setdefault(call.frame, []).append(known)
             self._note_draw(call)
-        self._follow_labels(call)
+        if self._lineage:
+            self._follow_labels(call)
 
     def _note_draw(self, call: Running) -> None:
         """Of torch's function for multi-head attention it is seen that it drops, and no more."""
