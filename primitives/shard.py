@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 STYLES = {"col": "out", "row": "in", "vocab": "vocab"}
 TABLES = {"col": "hidden", "row": "vocab", "vocab": "vocab"}  # a lookup is a product with one-hots
 CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
-KINDS = ("Linear", "Conv1D", "Embedding", "EmbeddingBag", *CONVOLUTIONS)
+TABLED = ("Embedding", "EmbeddingBag")
+KINDS = ("Linear", "Conv1D", *TABLED, *CONVOLUTIONS)
 
 
 class shard(SplittingHeads, Uniform):  # noqa: N801
@@ -137,7 +138,7 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
                 f"`{site}` changes its weight during lookup (`max_norm`)",
                 helps=("keep it replicated", "or build it without `max_norm`"),
             )
-        if self._named(site):
+        if self._named(site) and (kind is None or kind in TABLED):
             self._check_table(site, module)
         for name, fact, dim in self._splits(site):
             self._check_split(site, plan, name, fact, dim)

@@ -160,7 +160,7 @@ def being(rank: int, world: int) -> Iterator[Count]:
     try:
         with (
             mock.patch.multiple(dist, **functions),
-            mock.patch.object(agreement, "_store", lambda: room),
+            mock.patch.object(agreement, "shared_store", lambda: room),
         ):
             yield count
     finally:

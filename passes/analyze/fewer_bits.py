@@ -317,7 +317,7 @@ def _saved(
         know_coded(model)
         put_inside(summing, model, parts)
         run_again(counting.plan, model, chains)
-        stack.watch(model, lambda fqn: False)
+        stack.watch(model)
         found.update(watch_saved(model, [row.fqn for row in counting.plan.kept], stack))
 
     with running(counting, watch):

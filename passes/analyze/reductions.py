@@ -44,7 +44,7 @@ def reductions(plan: Plan, traced: Traced, holdings: Mapping[str, Holding]) -> l
     """
     trained = [name for name, fact in plan.model.unique.items() if fact.requires_grad]
     return [
-        *_partial(plan, traced, trained),
+        *(_partial(plan, traced, trained) if traced.partial else ()),
         *(_tied(holdings, trained) if plan.cuts else ()),
         *(_replicas(plan, holdings, trained) if plan.data_axes else ()),
     ]

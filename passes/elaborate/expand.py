@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from schedlang.diagnostics.diagnostic import MOST, Diagnostic, Label, Refusal, guess, unknown
 from schedlang.diagnostics.source import Span
-from schedlang.ir.features import Located
+from schedlang.ir.features import Located, Resolved
 from schedlang.ir.primitive import Primitive, find
 from schedlang.language import nodes as n
 from schedlang.language import printer
@@ -328,7 +328,10 @@ class Expander:
         checked for its names and arguments only."""
         if self.selector is None or roots is None:
             return None
-        selector = self.selector = current(self.selector, self.state)
+        plan = self.state.plan
+        if plan is not None and plan.model is not self.selector.tree:  # a row has changed it
+            self.selector = current(self.selector, self.state)
+        selector = self.selector
         try:
             if isinstance(node, n.At):
                 return selector.scope(node, roots, names)
@@ -368,7 +371,9 @@ class Expander:
             help_ = f"leave the selector out: `{printer.expr(call)}`"
             label = Label(call.span, "acts on the whole scope")
             raise Refusal(Diagnostic("S306", title, label, helps=(help_,)))
-        self.add(resolved(primitive, self.state, call.span), sites, call.span)
+        if isinstance(primitive, Resolved):
+            primitive = resolved(primitive, self.state, call.span)
+        self.add(primitive, sites, call.span)
 
     def _expand(self, call: n.Call, sites: Roots, names: Names) -> None:
         """Execute the body of a definition with its arguments, in the names of its own file."""

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from schedlang.runtime.assembly import Assembly, Weight
     from schedlang.runtime.checkpointing.holding import Holding
     from schedlang.runtime.comm.ranks import Ranks
-    from schedlang.runtime.grad_reduction.gradient import Held
     from schedlang.runtime.program import Program
     from schedlang.runtime.step_batch import Comparing
 
@@ -206,7 +205,7 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     Raises Refusal before any collective where the plan cannot be built, and where ranks of the job
     would build different things.
     """
-    from schedlang.runtime.comm.agreement import agree, all_come, others, told_if_refused
+    from schedlang.runtime.comm.agreement import agree, all_come, shared_store, told_if_refused
     from schedlang.runtime.comm.world import join_world
     from schedlang.runtime.launch.heart import watch
 
@@ -215,13 +214,15 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     join_world()
     watch()
     with told_if_refused():
-        if given.compare != "nothing" and not given.hollow and others():
+        compares = given.compare != "nothing" and not given.hollow
+        if compares and shared_store() is not None:
             agree(built_from(plan, batch, given), given.wait)
         return _built(plan, batch, given)
 
 
 def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     from schedlang.runtime.assembly import Assembly
+    from schedlang.runtime.grad_reduction.gradient import Held
 
     if plan.completing:
         plan = completed(plan, batch, given.loss)
@@ -238,12 +239,14 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         exchange(plan, module, prepared.tokens, ranks)
     lower(builder, lambda: shape_up(module, traced, builder.at_home))
     sliced = slice_state(plan, module, ranks, prepared) if plan.replicas else {}
-    found = _own(plan, module, ranks, holdings)
+    held = {name for name, holding in holdings.items() if holding.held(plan.mesh, ranks.rank)}
+    found = Held({name: p for name, p in module.named_parameters() if name in held})
     lying = None
     if plan.stores and not given.hollow:
         lying = away(builder, staged, found, sliced, given.optimizer)
     planned = reductions(plan, traced, holdings)
-    sums = sums_of(plan, planned, found, ranks)
+    summed = planned or plan.data_axes
+    sums = sums_of(plan, planned, found, ranks) if summed else ()
     drawing = Drawing()
     if traced.random:
         drawing = drawing_of(plan, prepared, ranks, module, _asked(plan, batch, given))
@@ -251,6 +254,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     compressor = None
     if plan.compression is not None:
         compressor = compressor_of(plan, plan.compression, planned, holdings, found, ranks)
+    overlapped = plan.overlaps and plan.overlapping("gradients") is not None
     # by labels that count; without any by rows, and by tokens where sequences are split
     weigh = weight_of if prepared.tokens is None else weight_by_tokens
     pipeline = pipeline_of(plan, module, ranks, prepared, loss, given.weight, sliced)
@@ -269,14 +273,14 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         loss_dtype=_loss_dtype(plan),
         weight=given.weight or weigh(traced, plan.shares * plan.micro),
         compressor=compressor,
-        early=early_sums(staged, found, sums) if plan.overlapping("gradients") else None,
+        early=early_sums(staged, found, sums) if overlapped else None,
         dropout=drawing.dropout,
         native=drawing.native,
         drawn_because=drawing.why,
         inputs=frozenset(batch),
         lossless=traced.lossless,
         tokens=prepared.tokens,
-        context=plan.context_axes,
+        context=plan.context_axes if plan.contexts else (),
         **(_of_stages(plan, staged, staged.axis) if staged.axis is not None else {}),
     )
     return _trained(plan, staged, assembly, lying, given)
@@ -322,10 +326,10 @@ def _steered_alike(
     found: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None, given: Options
 ) -> Comparing | None:
     """Refuse optimizers with other settings; what compares each step's batch, if asked for."""
-    from schedlang.runtime.comm.agreement import agree, others
+    from schedlang.runtime.comm.agreement import agree, shared_store
     from schedlang.runtime.step_batch import Comparing
 
-    if given.compare == "nothing" or given.hollow or not others():
+    if given.compare == "nothing" or given.hollow or shared_store() is None:
         return None
     names = {id(parameter): name for name, parameter in found.items()}
     if given.optimizer is not None:  # alike on all ranks, those too that train nothing
@@ -348,14 +352,6 @@ def _of_stages(plan: Plan, staged: Staged, axis: str) -> dict[str, Any]:
         # stages send on what is frozen: no gradient comes back to what it was made of
         "ends_early": frozen and staged.cut.constant,
     }
-
-
-def _own(plan: Plan, module: nn.Module, ranks: Ranks, holdings: Mapping[str, Holding]) -> Held:
-    """The parameters that this rank holds, by name."""
-    from schedlang.runtime.grad_reduction.gradient import Held
-
-    held = {name for name, holding in holdings.items() if holding.held(plan.mesh, ranks.rank)}
-    return Held({name: p for name, p in module.named_parameters() if name in held})
 
 
 def _optimizer(

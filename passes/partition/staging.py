@@ -45,7 +45,8 @@ UNCALLED = tuple(f"torch.nn.modules.container.{kind}" for kind in ("ModuleList",
 class Staged:
     """The stages of a plan: the recorded cut, the order, and the pipeline rank of every stage.
 
-    `homes[replica][stage]` is a place along the pipeline's axis. `outside`: modules that are called
+    `homes[replica][stage]` is a place along the pipeline's axis. `trunk`: modules that are gathered
+    one by one, where rows slice or move parameters. `outside`: modules that are called
     while a module around them does not run (DiT's first block lends its embedding), and that one.
     """
 
@@ -156,7 +157,8 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
         if plan.unrolled and traced.entries:
             _as_often(plan, traced)
         whole = StageGraph(("",), (Reads(),), Reads(), {}, (Reads(), Reads()), {})
-        return Staged(Cut(whole, (0,)), timeline, ((0,),), None, _trunk(plan), traced.outside)
+        trunk = _trunk(plan) if plan.replicas or plan.stores else frozenset()
+        return Staged(Cut(whole, (0,)), timeline, ((0,),), None, trunk, traced.outside)
     check_cuts(plan)
     skeleton = local_skeleton(plan, traced)
     Training(skeleton).on()

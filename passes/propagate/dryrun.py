@@ -16,7 +16,7 @@ from schedlang.ir.model import inside
 from schedlang.ir.placement import EVEN, P, R, S, Uneven
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.propagate.original import watch
+from schedlang.passes.propagate.original import saved_by
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,7 +43,8 @@ def leaves_of(plan: Plan) -> dict[str, Leaf]:
     """The sharded modules of a plan; axes of size 1 shard nothing."""
     from schedlang.runtime.propagation.dry import Leaf
 
-    _check_ties(plan)
+    if plan.model.ties:
+        _check_ties(plan)
     leaves = {}
     for fqn, boundaries in plan.boundaries.items():
         real = [b for b in boundaries if plan.mesh.size(b.axis) > 1]
@@ -79,8 +80,9 @@ def _normalises(plan: Plan, site: Site, boundaries: list[Boundary]) -> bool:
 
 def _check_ties(plan: Plan) -> None:
     """Every module that uses a split parameter must be sharded over the same axes."""
-    for name in plan.layouts:
-        for used in plan.model.parameters[name].names:
+    for names in plan.model.ties:
+        name = names[0]
+        for used in names if name in plan.layouts else ():
             owner = plan.model.owner(used).fqn
             if not any(plan.model.sites[owner].is_a(kind) for kind in CLASSES):
                 continue  # a holder; whatever it does with its parameter is followed
@@ -422,12 +424,8 @@ class Run:
         return None
 
     def _copy(self) -> nn.Module:
-        from schedlang.runtime.forward import wrap
         from schedlang.runtime.propagation.dry import dry_forward
-        from schedlang.runtime.propagation.narrowed import Narrowed, dry_parts
         from schedlang.runtime.propagation.trace import Note, Tag
-        from schedlang.runtime.sharding.shard import Edge
-        from schedlang.runtime.sharding.sizes import Counted, Sizes, number_at, set_number
         from schedlang.runtime.tracing.meta import hollow_model
 
         plan = self.plan
@@ -440,11 +438,30 @@ class Run:
             for split in plan.held(name).splits:
                 self.follower.unevens.setdefault(split.axis, set()).add(split.uneven)
                 if split.uneven.repeat > 1:
+                    self.follower.repeats = True
                     copies = neighbours(split.axis, split.uneven.repeat)
                     self.follower.partial_over(frozenset([name]), copies)
             self.follower.put(tensor, Note(tags, frozenset() if tags else frozenset([name])))
+        if self.divided:
+            self._divide(model)
+        for fqn, leaf in self.leaves.items():
+            module = model.get_submodule(fqn)
+            forward = dry_forward(leaf, module, self.follower, self._group_at(fqn), self.edges)
+            module.forward = forward
+        self.stack.watch(model, {fqn for fqn, leaf in self.leaves.items() if leaf.kind})
+        if plan.kept:
+            self.saved = saved_by(plan, model, self.stack)
+        return model
+
+    def _divide(self, model: nn.Module) -> None:
+        """Divide the numbers, sizes and arguments that are tried in this run."""
+        from schedlang.runtime.forward import wrap
+        from schedlang.runtime.propagation.narrowed import Narrowed, dry_parts
+        from schedlang.runtime.sharding.shard import Edge
+        from schedlang.runtime.sharding.sizes import Counted, Sizes, number_at, set_number
+
         for fqn, numbers in self._chosen(Number):
-            whole = plan.model.model.get_submodule(fqn)
+            whole = self.plan.model.model.get_submodule(fqn)
             for one in numbers:
                 if number_at(whole, one.attribute) == one.value:
                     set_number(model.get_submodule(fqn), one.attribute, one.local)
@@ -458,12 +475,6 @@ class Run:
             edges = (Edge(group(one.axis), R, S(one.dim), R, R, False) for one in cuts)
             parts = tuple(Narrowed(one.name, one.dim, one.unit, e) for one, e in zip(cuts, edges))
             module.forward = dry_parts(module, parts, self.follower, partial(self._cut, fqn))
-        for fqn, leaf in self.leaves.items():
-            module = model.get_submodule(fqn)
-            forward = dry_forward(leaf, module, self.follower, self._group_at(fqn), self.edges)
-            module.forward = forward
-        self.saved = watch(plan, model, self.stack, self.leaves)
-        return model
 
     def _cut(self, fqn: str, part: Narrowed, now: Narrowed | None) -> None:
         """Note how an argument is cut; it is at every call, or at none."""
@@ -478,7 +489,7 @@ class Run:
     def _chosen(self, kind: type[C]) -> Iterator[tuple[str, list[C]]]:
         """Modules, each with the choices of a kind that are about what it is and holds."""
         chosen: list[Any] = sorted((c for c in self.divided if isinstance(c, kind)), key=repr)
-        for fqn, below in self.below.items() if chosen else ():
+        for fqn, below in self.below.items():
             of = self.plan.model.sites[fqn].classes[0], below
             mine = [one for one in chosen if one[:2] == of]
             if mine:

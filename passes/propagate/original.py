@@ -67,11 +67,8 @@ class Recording(NamedTuple):
     original: Original
 
 
-def watch(plan: Plan, model: nn.Module, stack: Stack, leaves: Mapping[str, Leaf]) -> SavedBy:
-    """Let the stack note which module runs; returns what is saved where rows keep fewer bits."""
-    stack.watch(model, lambda fqn: fqn in leaves and bool(leaves[fqn].kind))
-    if not plan.kept:
-        return {}
+def saved_by(plan: Plan, model: nn.Module, stack: Stack) -> SavedBy:
+    """Note what is saved where rows keep it in fewer bits."""
     from schedlang.runtime.activation_memory.second_run import watch_again
     from schedlang.runtime.propagation.trace import watch_saved
     from schedlang.runtime.storage.saved import put_inside, uncoded
@@ -101,7 +98,8 @@ def record(
     model.train()
     if plan.computes:
         hollow_out(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
-    saved = watch(plan, model, stack, leaves)
+    stack.watch(model, {fqn for fqn, leaf in leaves.items() if leaf.kind})
+    saved = saved_by(plan, model, stack) if plan.kept else {}
     watched, read = Watched(lambda: stack.frames[-1][0]), set[str]()
     with without_values(batch) as (inputs, values):
         seen, values.drew = Recorded(stack, inputs, values), watched.drew

@@ -57,7 +57,7 @@ def gradients(
         axes = {plain for split in plan.held(name).splits for plain in plan.mesh.fold(split.axis)}
         typed.type(parameter, frozenset(axes))
         parameters[id(parameter)] = (name, frozenset(axes))
-    stack.watch(model, lambda fqn: False)
+    stack.watch(model)
     data = frozenset(axis for axis in plan.data_axes if plan.mesh.size(axis) > 1)
     with typed.watching():
         with without_values(sample) as (inputs, _):

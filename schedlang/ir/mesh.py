@@ -57,23 +57,25 @@ class Mesh:
             views, order = dict(self.views), list(self.sizes)
             names = [one for name in named for one in name.split(".")]
             plain = {axis for name in names for axis in views.get(name, (name,))}
-            mesh_order = sorted(plain, key=lambda name: order.index(_run(name)[0]))
+            mesh_order = sorted(plain, key=lambda name: order.index(name.partition("/")[0]))
             self._folded[named] = tuple(mesh_order)
         return self._folded[named]
 
     def ordered(self, names: Collection[str]) -> tuple[str, ...]:
         """Some axes, views and runs in mesh order, without runs along an axis that is named."""
-        runs = (n for n in names if "/" in n and _run(n)[0] not in names)
+        runs = (n for n in names if "/" in n and n.partition("/")[0] not in names)
         order = list(self.sizes)
-        behind = sorted(runs, key=lambda name: (order.index(_run(name)[0]), name))
+        behind = sorted(runs, key=lambda name: (order.index(name.partition("/")[0]), name))
         return (*(name for name in self.names if name in names), *behind)
 
     def size(self, over: str | Sequence[str]) -> int:
         """How many ranks lie along one axis, a view, or a tuple of axes."""
-        return math.prod(self._extent(axis) for axis in self.fold(over))
+        return math.prod(self._line(axis)[1] for axis in self.fold(over))
 
-    def _extent(self, axis: str) -> int:
-        return _run(axis)[1] or self.sizes[axis]
+    def _line(self, axis: str) -> tuple[str, int]:
+        """The declared axis along which ranks lie, and how many of them a group has."""
+        declared, _, run = axis.partition("/")
+        return declared, int(run) if run else self.sizes[declared]
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank lies on each axis."""
@@ -98,7 +100,8 @@ class Mesh:
         """The place within a group along `over` of the rank with these coordinates."""
         place = 0
         for axis in self._numbered(over):
-            place = place * self._extent(axis) + coordinates[_run(axis)[0]] % self._extent(axis)
+            name, extent = self._line(axis)
+            place = place * extent + coordinates[name] % extent
         return place
 
     def group(self, rank: int, over: str | Sequence[str]) -> tuple[int, ...]:
@@ -109,7 +112,7 @@ class Mesh:
         """The rank at one place of the group of `rank` along `over`, without the others."""
         here = self.coordinates(rank)
         for axis in reversed(self._numbered(over)):
-            name, extent = _run(axis)[0], self._extent(axis)
+            name, extent = self._line(axis)
             place, at = divmod(place, extent)
             here[name] += at - here[name] % extent
         return self.rank(here)
@@ -122,11 +125,11 @@ class Mesh:
 
     def groups(self, over: str | Sequence[str]) -> list[tuple[int, ...]]:
         """All groups along `over`; every rank is in exactly one."""
-        runs = dict(_run(axis) for axis in self.fold(over))
+        lines = dict(map(self._line, self.fold(over)))
         stride, offsets, firsts = self.world, [0], [0]
         for name, size in self.axes:
             stride //= size
-            length = (runs[name] or size) if name in runs else 1
+            length = lines.get(name, 1)
             offsets = [at + stride * k for at in offsets for k in range(length)]
             firsts = [at + stride * k for at in firsts for k in range(0, size, length)]
         return [tuple([first + offset for offset in offsets]) for first in firsts]
@@ -138,12 +141,6 @@ class Mesh:
 def neighbours(axis: str, count: int) -> str:
     """The name of the axis along which runs of `count` neighbours of another axis lie."""
     return f"{axis}/{count}"
-
-
-def _run(axis: str) -> tuple[str, int]:
-    """A declared axis, and the length of the runs along it; 0: all of it."""
-    declared, _, count = axis.partition("/")
-    return declared, int(count or 0)
 
 
 # ---- Axes by what they are usually called: which one of a mesh a help names, and what a mesh

@@ -68,22 +68,25 @@ def flat(tree: Any) -> bool:
 
 def tree_flatten(tree: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], Any]:
     """The leaves of a nest, and how they are put together."""
-    return pytree.tree_flatten(know(tree), is_leaf)
+    know(tree)
+    return pytree.tree_flatten(tree, is_leaf)
 
 
 def tree_leaves(tree: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
     """The leaves of a nest."""
     if flat(tree):
         return list(tree.values())
-    return pytree.tree_leaves(know(tree), is_leaf)
+    know(tree)
+    return pytree.tree_leaves(tree, is_leaf)
 
 
 def tree_flatten_with_path(
     tree: Any, is_leaf: IsLeaf | None = None
 ) -> tuple[list[tuple[Any, Any]], Any]:
     """The leaves of a nest with their places, and how they are put together."""
+    know(tree)
     found: list[tuple[Any, Any]] = []
-    _walk(know(tree), (), is_leaf or (lambda value: False), found)
+    _walk(tree, (), is_leaf or (lambda value: False), found)
     return found, pytree.tree_structure(tree, is_leaf)
 
 
@@ -104,12 +107,14 @@ def tree_map(function: Callable[..., Any], tree: Any, is_leaf: IsLeaf | None = N
     """The nest with each leaf changed."""
     if flat(tree):
         return {name: function(value) for name, value in tree.items()}
-    return pytree.tree_map(function, know(tree), is_leaf=is_leaf)
+    know(tree)
+    return pytree.tree_map(function, tree, is_leaf=is_leaf)
 
 
 def tree_map_only(kinds: Any, function: Callable[..., Any], tree: Any) -> Any:
     """The nest with each leaf of some classes changed."""
-    return pytree.tree_map_only(kinds, function, know(tree))
+    know(tree)
+    return pytree.tree_map_only(kinds, function, tree)
 
 
 def tree_map_with_path(
@@ -129,12 +134,6 @@ def open_classes(kinds: Iterable[type]) -> None:
     """Make classes known before a value of them is seen."""
     for kind in kinds:
         _register(kind)
-
-
-def know(tree: Any) -> Any:
-    """The nest itself; every class in it that holds a tensor is known to pytree afterwards."""
-    _holds(tree)
-    return tree
 
 
 def separable(value: Any) -> bool:
@@ -163,19 +162,19 @@ def _deep(value: Any, depth: int) -> bool:
     return any(_deep(held[name], depth - 1) for name in held)
 
 
-def _holds(value: Any) -> bool:
-    """Does a value hold a tensor?  Its classes are made known on the way."""
+def know(value: Any) -> bool:
+    """Make known to pytree what holds a tensor in a nest; whether the nest holds any."""
     if isinstance(value, _PLAIN):
         return isinstance(value, Tensor)
     kind = type(value)
     if kind is list or isinstance(value, tuple):
-        return any([_holds(one) for one in value])  # all of them, not up to the first
+        return any([know(one) for one in value])  # all of them, not up to the first
     if kind is dict:
-        return any([_holds(one) for one in value.values()])
+        return any([know(one) for one in value.values()])
     node = pytree.SUPPORTED_NODES.get(kind)  # private: torch has no other way to ask
     if node is not None:
-        return any([_holds(one) for one in node.flatten_fn(value)[0]])
-    if _form_of(kind) is None or not any([_holds(one) for one in _children(value)[1]]):
+        return any([know(one) for one in node.flatten_fn(value)[0]])
+    if _form_of(kind) is None or not any([know(one) for one in _children(value)[1]]):
         return False
     _register(kind)
     return True

@@ -29,11 +29,15 @@ class Uneven:
 
     def padded(self, size: int) -> int:
         """The size of a block with its zeros."""
-        return _whole(size * self.wide / self.repeat)
+        held = size * self.wide / self.repeat
+        assert held.denominator == 1, (size, self)
+        return held.numerator
 
     def true(self, held: int, ranks: int) -> int:
         """The true size of a dim of which each rank holds so many."""
-        return _whole(held * ranks / self.wide)
+        size = held * ranks / self.wide
+        assert size.denominator == 1, (held, ranks, self)
+        return size.numerator
 
 
 EVEN = Uneven()
@@ -222,11 +226,6 @@ def _part(strip: Sequence[Segment], parts: int, place: int) -> list[Segment]:
             found.append(Segment(run.start + low - at, high - low))
         at += run.length
     return found
-
-
-def _whole(number: Fraction) -> int:
-    assert number.denominator == 1, number
-    return number.numerator
 
 
 def _joined(runs: Sequence[Segment]) -> list[Segment]:

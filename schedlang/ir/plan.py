@@ -216,7 +216,7 @@ class Plan:
 
     def rows_changing(self, *facets: Facet) -> list[Action]:
         """The rows that write one of these facets, in order."""
-        return [action for action in self.actions if action.changes(*facets)]
+        return [action for action in self.actions if action.primitive.changes(*facets)]
 
     def rows_with(self, feature: type[F]) -> list[tuple[Action, F]]:
         """The rows that have a feature (`schedlang.ir.features`), in order."""
@@ -293,7 +293,7 @@ class Plan:
     def used_axes(self) -> frozenset[str]:
         """The plain axes that some row uses."""
         over = [axis for r in self.replicas for axis in r.axes]
-        over += [*self.context_axes]
+        over += [axis for rows in self.contexts.values() for row in rows for axis in row.axes]
         over += [b.axis for boundaries in self.boundaries.values() for b in boundaries]
         over += [axis for layout in self.layouts.values() for axis in layout.axes]
         over += [cut.axis for cut in self.cuts]
@@ -303,7 +303,8 @@ class Plan:
     def data_axes(self) -> tuple[str, ...]:
         """The plain axes whose ranks see different rows or tokens of the batch, in mesh order."""
         named = {axis for r in self.replicas for over in r.axes for axis in self.mesh.fold(over)}
-        named.update(self.context_axes)
+        if self.contexts:
+            named.update(self.context_axes)
         return tuple(axis for axis in self.mesh.sizes if axis in named)
 
     @property
@@ -315,7 +316,7 @@ class Plan:
     @property
     def row_axes(self) -> tuple[str, ...]:
         """The plain axes whose ranks see different rows of the batch, in mesh order."""
-        tokens = self.context_axes
+        tokens = self.context_axes if self.contexts else ()
         return tuple(axis for axis in self.data_axes if axis not in tokens)
 
     @property

@@ -52,7 +52,10 @@ class Persistent(Mapping[K, V]):
 
     @cached_property
     def _whole(self) -> dict[K, V]:
-        return {**self._base, **self.own}
+        whole = dict(self._base)
+        for layer in self._layers:
+            whole.update(layer)
+        return whole
 
     def many(self, keys: Sequence[K], missing: D) -> list[V | D]:
         """The values of many keys, `missing` where there is none; much faster than one by one.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -91,7 +91,7 @@ def bind(
     Refuses S302 (no such argument), S303 (unknown symbol), S304 (another type), S305 (missing) and
     S204 (no such axis); all independent mistakes of the call at once.
     """
-    binder = Binder(primitive, span, axes)
+    binder = Binder(primitive, surface(primitive), span, axes)
     if not binder.fits(arguments):
         from schedlang.language.suggest import in_our_words
 
@@ -99,18 +99,18 @@ def bind(
     return binder.made()
 
 
+@dataclass(eq=False)
 class Binder:
     """Binds one call, collecting what is wrong with it."""
 
-    def __init__(self, primitive: type[Primitive], span: Span, axes: Mapping[str, int]) -> None:
-        self.primitive: type[Primitive] = primitive
-        self.span: Span = span
-        self.axes: Mapping[str, int] = axes
-        self.surface: Surface = surface(primitive)
-        self.problems: list[Diagnostic] = []
-        self.bound: dict[str, Any] = {}
-        self.rest: list[tuple[str, Any]] = []
-        self.many: list[Any] = []
+    primitive: type[Primitive]
+    surface: Surface
+    span: Span
+    axes: Mapping[str, int]
+    problems: list[Diagnostic] = field(default_factory=list)
+    bound: dict[str, Any] = field(default_factory=dict)
+    rest: list[tuple[str, Any]] = field(default_factory=list)
+    many: list[Any] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -129,8 +129,10 @@ class Binder:
         """Take the arguments in; whether there is no problem with them."""
         free = list(self.surface.positional)
         for argument in arguments:
-            if argument.name is not None:
-                self._keyword(argument)
+            if argument.name in self.surface.keywords:
+                self._set(argument.name, argument)
+            elif argument.name is not None:
+                self._keyword(argument.name, argument)
             elif self.surface.many:
                 self._put(self.many, self.surface.many, argument)
             elif free:
@@ -155,12 +157,9 @@ class Binder:
         notes = (note,) * bool(note)
         self.problems.append(Diagnostic(code, title, label, (), notes, helps, facts=facts))
 
-    def _keyword(self, argument: Argument) -> None:
-        name = argument.name
-        assert name is not None
-        if name in self.surface.keywords:
-            self._set(name, argument)
-        elif self.surface.rest and not self._is_slip(name):
+    def _keyword(self, name: str, argument: Argument) -> None:
+        """Take in a keyword that is no field."""
+        if self.surface.rest and not self._is_slip(name):
             self._rest(name, argument)
         else:
             known = self.surface.keywords

@@ -263,7 +263,7 @@ def _refused(binder: Binder, call: str) -> tuple[str, ...] | None:
         given = [_argument(one, Names(axes=axes)) for one in made.args]
     except Refusal:
         return ()
-    other = Binder(binder.primitive, binder.span, axes)
+    other = Binder(binder.primitive, binder.surface, binder.span, axes)
     if not other.fits(given):
         return ()
     try:

@@ -90,7 +90,7 @@ class Program:
         if self.away is not None:
             self.away.check_whole(self.whole)
         a = self.assembly
-        self._at = At(a.tokens)
+        self._at = At(a.tokens) if a.tokens is not None else None
         self._versions: Versions | None = versions_of(a.pipeline, a.parameters, self._update)
 
     def __repr__(self) -> str:
@@ -304,7 +304,7 @@ class Program:
             which = 0 if train else self.evaluated[1]
             here = Scope(self.step, op.microbatch, part.rows, which, self._even)
             scope: contextlib.AbstractContextManager[Any] = entered(here)
-            if part.seat is not None:
+            if part.seat is not None and self._at is not None:
                 scope = self._at.sitting(part.seat, scope)
             if scale is not None:
                 scope = weighing(scale[op.microbatch], scope)

@@ -103,7 +103,8 @@ class Timeline:
         for name in COLUMNS:
             column = getattr(self, name)
             # a read-only column of its own is a value already: large timelines are not copied
-            if not _is_value(column):
+            own = column.flags.owndata and not column.flags.writeable
+            if not own or column.dtype != np.int32:
                 column = np.array(column, dtype=np.int32)
                 column.setflags(write=False)
                 object.__setattr__(self, name, column)
@@ -234,10 +235,6 @@ class Timeline:
 
 
 COLUMNS = tuple(f.name for f in fields(Timeline) if f.name not in ("ranks", "edges"))
-
-
-def _is_value(column: Column) -> bool:
-    return column.dtype == np.int32 and not column.flags.writeable and column.flags.owndata
 
 
 def _shorten(words: list[str], width: int | None) -> str:

@@ -86,11 +86,6 @@ class Item:
     shown: bool = True
     helps: tuple[str, ...] = field(default=(), compare=False)
 
-    @property
-    def digest(self) -> str:
-        """Equal where all parts are."""
-        return _hash(json.dumps(sorted(self.parts.items())))
-
 
 def _hash(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -101,7 +96,7 @@ def agree(items: Sequence[Item], wait: float = WAIT) -> None:
 
     Nothing happens in a world of one, and where a single process plays the ranks.
     """
-    if (store := _store()) is None:
+    if (store := shared_store()) is None:
         return
     _Meeting(store, dist.get_rank(), dist.get_world_size(), wait).hold(items)
 
@@ -131,7 +126,7 @@ def told_if_refused() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if (store := _store()) is not None and not getattr(error, _AGREED, False):
+        if (store := shared_store()) is not None and not getattr(error, _AGREED, False):
             said = error.diagnostic.title if isinstance(error, Refusal) else _in_a_line(error)
             meeting = _Meeting(store, dist.get_rank(), dist.get_world_size(), 0.0)
             meeting.come({"refused": said})
@@ -147,13 +142,8 @@ def _in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
-def others() -> bool:
-    """Are there other ranks to agree with?"""
-    return _store() is not None
-
-
-def _store() -> Any:
-    """The store of the job; None where there is no other rank to talk to.
+def shared_store() -> Any:
+    """The store in which ranks meet; None where there is no other rank to agree with.
 
     Private: torch gives no other way to the store that it made for the job.
     """
@@ -192,12 +182,11 @@ class _Meeting:
 
     def hold(self, items: Sequence[Item]) -> None:
         """Tell, wait, compare; raise what is wrong."""
-        told = {item.name: _of_held(item) if item.held else item.digest for item in items}
-        self.come(told)
+        self.come({item.name: _told(item) for item in items})
         if self.rank == 0:
-            self._judge(items)
+            self._say(self._judged(items))
         elif not until(lambda: self._has(f"{self.room}/verdict"), self.wait + _MORE):
-            self._say(lambda: self._missing("told"))
+            self._say(self._missing("told"))
         verdict = self._verdict()
         if name := verdict.get("tell"):
             item = next((item for item in items if item.name == name), Item(name, {}))
@@ -205,7 +194,7 @@ class _Meeting:
             if self.rank == 0:
                 self._compare(item)
             elif not until(lambda: self._has(f"{self.room}/verdict2"), 2 * _MORE):
-                self._say(lambda: self._differ(item, {}), "verdict2")
+                self._say(self._differ(item, {}), "verdict2")
             verdict = self._verdict("verdict2")
         if verdict:
             refusal = _refusal(verdict)
@@ -216,15 +205,12 @@ class _Meeting:
 
     # -- of rank 0 ---------------------------------------------------------------------------------
 
-    def _judge(self, items: Sequence[Item]) -> None:
+    def _judged(self, items: Sequence[Item]) -> Any:
+        """Wait for all; what is wrong, if anything is."""
         until(lambda: self._all_came() or self._has(f"{self.room}/refused"), self.wait)
         if not self._all_came():
-            self._say(lambda: self._missing("told"))
-            return
-        everyone = self._read_all([self._key("told", rank) for rank in range(self.world)])
-        self._say(lambda: self._found(items, everyone))
-
-    def _found(self, items: Sequence[Item], everyone: Sequence[Mapping[str, Any]]) -> Any:
+            return self._missing("told")
+        everyone = self._read(*[self._key("told", rank) for rank in range(self.world)])
         kinds = list({id(told): told for told in everyone}.values())  # those that are alike once
         for told in kinds:
             if "refused" in told:
@@ -239,8 +225,8 @@ class _Meeting:
     def _compare(self, item: Item) -> None:
         keys = [self._key("parts", rank) for rank in range(self.world)]
         until(lambda: self._has(*keys), _MORE)
-        everyone = {r: self._read(key) for r, key in enumerate(keys) if self._has(key)}
-        self._say(lambda: self._differ(item, everyone), "verdict2")
+        everyone = {r: self._read(key)[0] for r, key in enumerate(keys) if self._has(key)}
+        self._say(self._differ(item, everyone), "verdict2")
 
     def _differ(self, item: Item, everyone: Mapping[int, Mapping[str, str]]) -> Any:
         title, notes = differences(item, everyone)
@@ -251,7 +237,7 @@ class _Meeting:
     def _missing(self, kind: str) -> Any:
         keys = {rank: self._key(kind, rank) for rank in range(self.world)}
         for rank, key in keys.items():
-            if self._has(key) and "refused" in (told := self._read(key)):
+            if self._has(key) and "refused" in (told := self._read(key)[0]):
                 return self._refuses(rank, told["refused"])
         return missing(
             [rank for rank, key in keys.items() if not self._has(key)], self.world, self.wait
@@ -263,16 +249,16 @@ class _Meeting:
 
     # -- the room ----------------------------------------------------------------------------------
 
-    def _say(self, verdict: Callable[[], Any], name: str = "verdict") -> None:
+    def _say(self, verdict: Any, name: str = "verdict") -> None:
         """The first verdict stands, whoever gives it."""
         if self.store.add(f"{self.room}/{name}/by", 1) == 1:
-            self.store.set(f"{self.room}/{name}", zlib.compress(json.dumps(verdict()).encode(), 1))
+            self.store.set(f"{self.room}/{name}", zlib.compress(json.dumps(verdict).encode(), 1))
 
     def _verdict(self, name: str = "verdict") -> Any:
         key = f"{self.room}/{name}"
         if not until(lambda: self._has(key), _MORE):  # who meant to give it is gone
             return _said("S651", "another rank has ended while the ranks met", [], [])
-        return self._read(key)
+        return self._read(key)[0]
 
     def _key(self, kind: str, rank: int) -> str:
         return f"{self.room}/{kind}/{rank}"
@@ -280,7 +266,7 @@ class _Meeting:
     def _all_came(self) -> bool:
         return bool(self.store.add(f"{self.room}/came", 0) >= self.world)
 
-    def _read_all(self, keys: Sequence[str]) -> list[Any]:
+    def _read(self, *keys: str) -> list[Any]:
         """Messages in one request; each is taken apart once, however many ranks have sent it."""
         known: dict[bytes, Any] = {}
         found = [bytes(one) for one in self.store.multi_get(list(keys))]
@@ -291,9 +277,6 @@ class _Meeting:
 
     def _has(self, *keys: str) -> bool:
         return bool(self.store.check(list(keys)))
-
-    def _read(self, key: str) -> Any:
-        return json.loads(zlib.decompress(self.store.get(key)))
 
 
 def missing(gone: Sequence[int], world: int, wait: float) -> dict[str, Any]:
@@ -322,8 +305,11 @@ def _refusal(said: Mapping[str, Any]) -> Refusal:
 # -- held by some --------------------------------------------------------------------------------
 
 
-def _of_held(item: Item) -> dict[str, str]:
-    return {name: _hash(text) for name, text in item.parts.items()}
+def _told(item: Item) -> str | dict[str, str]:
+    """A digest of all parts; of what ranks hold some parts of, one of each."""
+    if item.held:
+        return {name: _hash(text) for name, text in item.parts.items()}
+    return _hash(json.dumps(sorted(item.parts.items())))
 
 
 def _unlike(told: Sequence[Mapping[str, str] | None]) -> bool:

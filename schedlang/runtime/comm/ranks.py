@@ -52,9 +52,10 @@ class Ranks:
         name = (over,) if isinstance(over, str) else tuple(over)
         if name not in self._along:
             axes = self.mesh.fold(over)
-            place = self.mesh.index(self.rank, axes)
-            made = self._made(name, self.mesh.groups(axes), place)
-            self._along[name] = self._ordered(made, over) if isinstance(over, str) else made
+            made = self._made(name, self.mesh.groups(axes), self.mesh.index_at(self.at, axes))
+            if isinstance(over, str) and "." in over:  # numbered by the axes as they are named
+                made = self._ordered(made, over)
+            self._along[name] = made
         return self._along[name]
 
     def _ordered(self, group: Group, over: str) -> Group:

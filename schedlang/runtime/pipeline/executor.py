@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,14 +99,14 @@ FIXED = (
 )
 
 
+@dataclass(eq=False)
 class Sizes:
     """Layouts of the values that go forward along each edge, by signature of the microbatch.
 
     Each replica of an edge has one sender and one receiver, and both keep this book alike.
     """
 
-    def __init__(self) -> None:
-        self._layouts: dict[Any, Layout] = {}
+    _layouts: dict[Any, Layout] = field(default_factory=dict)
 
     def known(self, signature: Any, name: Message) -> Layout | None:
         """The layout of a message, if both ends know it."""
@@ -244,16 +246,17 @@ class Pipeline:
         self.timeline = timeline
         for stage in self.stages.values():
             assert timeline.stages == stage.cut.stages, "more or fewer stages than were cut"
-            self.timeline = timeline.with_edges(stage.cut.edges)
-        self._homes = self.timeline.homes.tolist()
+            if stage.cut.edges != self.timeline.edges:
+                self.timeline = timeline.with_edges(stage.cut.edges)
         pairs = {
             (self.rank_of(a, replica), self.rank_of(b, replica))
             for a, b in self.timeline.edges
             for replica in range(self.timeline.replicas)
         }
         self.mail = Mail(group, down, torch.device(device), pairs)
-        sent = timeline.pick(timeline.kind == Kind.EVICT)
-        partners = {(self.ranks[a], self.ranks[b]) for a, b in zip(sent.rank, sent.peer)}
+        sent = timeline.kind == Kind.EVICT
+        ends = zip(timeline.rank[sent], timeline.peer[sent])
+        partners = {(self.ranks[a], self.ranks[b]) for a, b in ends}
         self.parking: Parking = Parking(parks, self.mail.device, partners)
         self.away, self.picked = self._planned(Kind.EVICT, Kind.OFFLOAD), picked
         self.again = self._planned(Kind.RECOMPUTE)
@@ -267,10 +270,14 @@ class Pipeline:
         self.handlers = {**HANDLERS, **(handlers or {})}
         self._orders: dict[tuple[int, bool], tuple[Event, ...]] = {}
 
+    @cached_property
+    def _homes(self) -> list[list[int]]:
+        found: list[list[int]] = self.timeline.homes.tolist()
+        return found
+
     def home(self, stage: int, replica: int = 0) -> int:
         """The place that runs a replica of a stage."""
-        place: int = self._homes[replica][stage]
-        return place
+        return self._homes[replica][stage]
 
     def rank_of(self, stage: int, replica: int = 0) -> int:
         """The global rank that runs a replica of a stage."""
@@ -283,7 +290,10 @@ class Pipeline:
     def _planned(self, *kinds: Kind) -> frozenset[Work]:
         """What this rank does one of these kinds of operations to."""
         t = self.timeline
-        mine = t.pick((t.rank == self.place) & np.isin(t.kind, kinds))
+        planned = np.isin(t.kind, kinds)
+        if not planned.any():
+            return frozenset()
+        mine = t.pick((t.rank == self.place) & planned)
         return frozenset(work_of(op) for op in mine.rows(self.place))
 
     def run(

@@ -78,7 +78,7 @@ class Mail:
         self.rank = world.rank()
         # whether the backend runs the messages of two ranks one after the other, and then also says
         # what has arrived: NCCL does, gloo does not
-        self.queues = world.here().queues(device)
+        self.queues = group is not None and world.here().queues(device)
         self._queues: dict[int, deque[_Expected]] = {}
         self._expected: dict[Hashable, tuple[int, _Expected]] = {}
         self._sent: dict[Hashable, list[tuple[Any, torch.Tensor]]] = {}

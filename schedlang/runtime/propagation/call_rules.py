@@ -431,7 +431,7 @@ def _fits(call: Call, inputs: Sequence[Tensor], follower: Follower) -> bool:
 
 def met(inputs: list[Tensor], expected: Call | None, follower: Follower) -> list[Tensor]:
     """The tensors of a call, those that the original has repeated noted as the original's."""
-    if expected is None or not follower.left_out or len(expected.inputs) != len(inputs):
+    if expected is None or len(expected.inputs) != len(inputs):
         return inputs
     found = []
     for tensor, whole in zip(inputs, expected.inputs):

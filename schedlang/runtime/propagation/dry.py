@@ -97,7 +97,8 @@ def dry_forward(
             edge = _edge(leaf, wanted, now, follower.of(now), groups(wanted.axis))
             edges = (*edges, edge)
             if leaf.kind:  # `input=` of another module says where
-                _hoist(edge, main, follower)
+                if edge.arrives != edge.wants == R and not edge.hoisted:
+                    _hoist(edge, main, follower)
             else:
                 args, kwargs = on_first(partial(_enter, edge, follower), args, kwargs)
         if leaf.kind:
@@ -153,8 +154,6 @@ def _hoist(edge: Edge, main: Tensor, follower: Follower) -> None:
 
     That module may read sizes from it (batch and sequence), and its children share one gather.
     """
-    if edge.arrives == edge.wants or not isinstance(edge.wants, Replicate) or edge.hoisted:
-        return
     enclosing = list(zip(follower.stack.frames, follower.stack.mains))[:-1]
     outermost = None
     for (fqn, _), given in reversed(enclosing):
@@ -292,10 +291,6 @@ def _refuse(reason: str, axis: str | None, by: str, *helps: str) -> Mismatch:
     return failure
 
 
-def _compact(blocks: Sequence[int]) -> int | tuple[int, ...]:
-    return len(blocks) if len(set(blocks)) == 1 else tuple(blocks)
-
-
 def _note_leaf(leaf: Leaf, edges: Sequence[Edge], note: Note, out: Any, follower: Follower) -> None:
     """Note the result of a projection or embedding, and which of its gradients are parts."""
     own = {edge.group.axes[0]: edge for edge in edges}
@@ -333,4 +328,5 @@ def _tag(edge: Edge, placement: S, dim: int, local: Tensor, follower: Follower) 
 
 def placed(tag: Tag) -> S:
     """The placement that a tag describes."""
-    return S(tag.dim, _compact(tag.blocks), tag.uneven)
+    blocks = len(tag.blocks) if len(set(tag.blocks)) == 1 else tag.blocks
+    return S(tag.dim, blocks, tag.uneven)

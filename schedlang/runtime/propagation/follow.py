@@ -161,6 +161,7 @@ class Follower(Lattice):
         self.masks: dict[Frame, tuple[tuple[int, ...], Mapping[str, Tag]]] = {}
         self.drawn: dict[str, int] = {}
         self.unevens: dict[str, set[Uneven]] = {}  # by axis, of all that the plan splits
+        self.repeats = False  # whether several ranks hold one part
         self.left_out: list[call_rules.Repeat] = []
         self.tokens: set[tuple[str, str]] = set()  # modules, axes: they split rows or tokens
         self._expects: Call | None = None  # the original's call beside the one that runs
@@ -193,7 +194,8 @@ class Follower(Lattice):
         """Compare the call with the original's and note what its results are."""
         if self.stack.muted or self.loose or not call.outputs:
             return
-        call.inputs = call_rules.met(call.inputs, self._expects, self)
+        if self.left_out:
+            call.inputs = call_rules.met(call.inputs, self._expects, self)
         expected = self._expects
         try:
             if expected is None or expected.name != call.name:
@@ -286,7 +288,8 @@ class Step(Running):
             own = frozenset() if tags or data else roots
             mine = Note(tags, own, data, entered - tags.keys())
             self.follower.put(tensor, mine)
-        self._remember_mask()
+        if masks(self.func, self.args, self.kwargs):
+            self._remember_mask()
 
     # -- shapes ----------------------------------------------------------------------------------
 
@@ -295,36 +298,33 @@ class Step(Running):
     ) -> dict[str, Tag]:
         local = tuple(tensor.shape)
         if len(local) != len(shape):
-            raise self.fail(
-                f"`{self.name}` returns {list(local)} where the original returns {list(shape)}"
-            )
+            raise self._unlike(local, shape)
         differ = [dim for dim in range(len(shape)) if local[dim] != shape[dim]]
         if not axes and differ and self.name not in FILLS:
             opened = call_rules.opened(self, local, shape, differ)
             if not opened:
-                raise self._leak(local, shape)
+                raise self._unlike(local, shape, None, ": it takes its size from a sharded tensor")
             return opened
-        split_axes = sorted(axes) if axes else self._axes_for(differ, local, shape)
         if not differ:
             if axes and self._carries_values():
-                axis = split_axes[0]
+                axis = min(axes)
                 raise self.fail(
                     f"`{self.name}` reduces over a dim that is sharded over `{axis}`", axis
                 )
             return {}
-        along = call_rules.alike(self, local, shape)
+        split_axes = sorted(axes) if axes else self._axes_for(differ, local, shape)
+        along = call_rules.alike(self, local, shape) if self.follower.repeats else None
         differ = [dim for dim in differ if dim != along]
         if len(differ) != len(split_axes):
-            known = next(iter(split_axes), None)
-            raise self.fail(
-                f"`{self.name}` returns {list(local)} where the original returns {list(shape)}",
-                known,
-            )
-        dims = self._dims_of(split_axes, differ, local, shape, place)
+            raise self._unlike(local, shape, next(iter(split_axes), None))
+        dims = dict(zip(split_axes, differ))
+        if len(dims) > 1:
+            dims = self._told_apart(split_axes, differ, local, shape, place)
         tags = {}
         for axis, dim in sorted(dims.items(), key=lambda item: item[1]):
             uneven = self._fits(axis, local[dim], shape[dim])
-            assert uneven is not None
+            if uneven is None:
+                raise self._unlike(local, shape, axis)
             blocks = self._blocks(axis, dim, shape, place)
             tags[axis] = Tag(dim, blocks, call_rules.by(self.inputs, axis), uneven, along)
         return tags
@@ -340,10 +340,10 @@ class Step(Running):
             found.append(next((a for a in fits if a not in found), "?"))
         return found
 
-    def _dims_of(
+    def _told_apart(
         self, axes: list[str], differ: list[int], local: Any, shape: Any, place: int
     ) -> dict[str, int]:
-        """The dim that each axis splits; axes of one size are told apart by following each."""
+        """The dim that each of several axes splits; those of one size are followed one by one."""
 
         def fits(axis: str, dim: int) -> bool:
             return self._fits(axis, local[dim], shape[dim]) is not None
@@ -352,10 +352,7 @@ class Step(Running):
         if len(ways) > 1:
             ways = told_apart(ways, self, shape, place)
         if len(ways) != 1 and not (ways and self.name in FILLS):  # a fill is alike everywhere
-            raise self.fail(
-                f"`{self.name}` returns {list(local)} where the original returns {list(shape)}",
-                axes[0],
-            )
+            raise self._unlike(local, shape, axes[0])
         return ways[0]
 
     def _fits(self, axis: str, local: int, whole: int) -> Uneven | None:
@@ -363,11 +360,11 @@ class Step(Running):
         held = local * self.follower.sizes.get(axis, 0)
         return next((u for u in call_rules.legal(self, axis) if held == whole * u.wide), None)
 
-    def _leak(self, local: tuple[int, ...], shape: tuple[int, ...]) -> Mismatch:
-        return self.fail(
-            f"`{self.name}` returns {list(local)} where the original returns {list(shape)}: it"
-            " takes its size from a sharded tensor"
-        )
+    def _unlike(
+        self, local: Shape, shape: Shape, axis: str | None = None, why: str = ""
+    ) -> Mismatch:
+        said = f"{list(local)} where the original returns {list(shape)}{why}"
+        return self.fail(f"`{self.name}` returns {said}", axis)
 
     def _carries_values(self) -> bool:
         return self.name not in FILLS and self.name not in ("shape", "size", "stride", "device")
@@ -392,9 +389,10 @@ class Step(Running):
             return tuple(
                 size for own, s in each for size in (own[axis].blocks if axis in own else (s[dim],))
             )
-        repeated = call_rules.repeated(self.name, tag, whole[tag.dim], shape[dim])
-        if repeated:
-            return repeated
+        if shape[dim] > whole[tag.dim]:
+            repeated = call_rules.repeated(self.name, tag, whole[tag.dim], shape[dim])
+            if repeated:
+                return repeated
         return tag.blocks if sum(tag.blocks) == shape[dim] else (shape[dim],)
 
     def _reshaped(
@@ -479,8 +477,6 @@ class Step(Running):
             self.follower.partial_over(note.roots, axis)
 
     def _remember_mask(self) -> None:
-        if not masks(self.func, self.args, self.kwargs):
-            return
         site = self.frame[0]
         turn = self.follower.drawn.get(site, 0)
         self.follower.drawn[site] = turn + 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -50,17 +50,13 @@ class Running:
     """A call of torch while it runs: in which frame, what it is given, and then what it gives."""
 
     frame: Frame
+    name: str
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: list[Tensor]
     out: Any = None
     outputs: list[Tensor] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        """The name of the function."""
-        return name_of(self.func)
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
         """An argument by its place or its name."""
@@ -117,7 +113,8 @@ class Trace(TorchFunctionMode):
         if func in ANSWERS and not self.asked:
             return ANSWERS[func]
         kwargs = dict(kwargs or {})
-        call = Running(self.stack.frames[-1], func, args, kwargs, tensors_in((args, kwargs)))
+        frame, given = self.stack.frames[-1], tensors_in((args, kwargs))
+        call = Running(frame, name_of(func), func, args, kwargs, given)
         for lattice in self.lattices:
             lattice.before(call)
         try:
@@ -132,23 +129,28 @@ class Trace(TorchFunctionMode):
         return call.out
 
 
+@dataclass(eq=False)
 class Stack:
-    """Which module runs now; entered by wrapping the forwards of a throwaway copy."""
+    """Which module runs now; entered by wrapping the forwards of a throwaway copy.
 
-    def __init__(self) -> None:
-        self.frames: list[Frame] = [("", 0)]
-        self.mains: list[Tensor | None] = [None]  # the main tensor that each frame was given
-        self.turns: dict[str, int] = {}
-        self.outside: set[tuple[str, str]] = set()
-        self.muted = 0
-        # told what each call is given, and what it gives
-        self.seen: Callable[[Frame, Any], None] = lambda frame, tree: None
+    mains    the main tensor that each frame was given
+    turns    modules in the order of their first call, and how often each was called
+    outside  modules that are called while a module around them does not run, and that one
+    seen     told what each call is given, and what it gives
+    """
 
-    def watch(self, model: nn.Module, opaque: Callable[[str], bool]) -> None:
+    frames: list[Frame] = field(default_factory=lambda: [("", 0)])
+    mains: list[Tensor | None] = field(default_factory=lambda: [None])
+    turns: dict[str, int] = field(default_factory=dict)
+    outside: set[tuple[str, str]] = field(default_factory=set)
+    muted: int = 0
+    seen: Callable[[Frame, Any], None] | None = None
+
+    def watch(self, model: nn.Module, opaque: Container[str] = ()) -> None:
         """Wrap every forward of the copy; inside opaque modules nothing is recorded."""
         for fqn, module in model.named_modules():
             if fqn:
-                module.forward = self._wrapped(fqn, module.forward, opaque(fqn))
+                module.forward = self._wrapped(fqn, module.forward, fqn in opaque)
 
     def _not_running(self, fqn: str) -> Iterator[str]:
         """The modules around one that is called now which do not run, nor anything else in them."""
@@ -165,11 +167,13 @@ class Stack:
                 return inner(*args, **kwargs)
             turn = self.turns.get(fqn, 0)
             self.turns[fqn] = turn + 1
-            self.outside.update((fqn, around) for around in self._not_running(fqn))
+            if "." in fqn:
+                self.outside.update((fqn, around) for around in self._not_running(fqn))
             self.frames.append((fqn, turn))
             floats = (t for t in tensors_in((args, kwargs)) if t.is_floating_point())
             self.mains.append(next(floats, None))
-            self.seen(self.frames[-1], (args, kwargs))
+            if self.seen is not None:
+                self.seen(self.frames[-1], (args, kwargs))
             self.muted += opaque
             try:
                 out = inner(*args, **kwargs)
@@ -177,7 +181,8 @@ class Stack:
                 self.muted -= opaque
                 frame = self.frames.pop()
                 self.mains.pop()
-            self.seen(frame, out)
+            if self.seen is not None:
+                self.seen(frame, out)
             return out
 
         return forward
@@ -284,7 +289,8 @@ class Recorded(Lattice):
             known = Call(call.name, given, made, integers_in((call.args, call.kwargs)))
             self.frames.setdefault(call.frame, []).append(known)
             self._note_draw(call)
-        self._follow_labels(call)
+        if self._lineage:
+            self._follow_labels(call)
 
     def _note_draw(self, call: Running) -> None:
         """Of torch's function for multi-head attention it is seen that it drops, and no more."""
@@ -376,7 +382,7 @@ def at_many_rows(
         return None
     bare, stack = hollow_model(model, {}), Stack()
     bare.train()
-    stack.watch(bare, lambda fqn: False)
+    stack.watch(bare)
     try:
         with without_values(_repeated(batch, rows)) as (inputs, _):
             return run(bare, inputs, stack, rows)

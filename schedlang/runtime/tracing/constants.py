@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ LEAVES = (
 )
 
 
+@dataclass(eq=False)
 class Memo:
     """Runs operators that make new tensors; of one that ran with such arguments the result alone.
 
@@ -49,9 +51,8 @@ class Memo:
     dtype too, to which integers are promoted.
     """
 
-    def __init__(self) -> None:
-        self._known: dict[Any, tuple[type, tuple[Made | None, ...]] | None] = {}
-        self._fresh: dict[Any, bool] = {}
+    _known: dict[Any, tuple[type, tuple[Made | None, ...]] | None] = field(default_factory=dict)
+    _fresh: dict[Any, bool] = field(default_factory=dict)
 
     def run(
         self, func: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -144,6 +145,7 @@ _ATEN = Memo()
 LIMIT = 1 << 22  # bytes; padding masks and positions are small, anything larger is not followed
 
 
+@dataclass(eq=False)
 class Constants:
     """Runs operators on meta tensors and, where every input is known, on real values too.
 
@@ -151,10 +153,9 @@ class Constants:
     known per storage, so views and in-place writes are followed.
     """
 
-    def __init__(self) -> None:
-        self.values: dict[int, torch.Tensor] = {}  # meta storage to a flat real tensor
-        self.memo = Memo()
-        self._alive: dict[int, Any] = {}  # as long as a meta storage lives its value is known
+    values: dict[int, Tensor] = field(default_factory=dict)  # meta storage to a flat real tensor
+    memo: Memo = field(default_factory=Memo)
+    _alive: dict[int, Any] = field(default_factory=dict)  # while a storage lives its value is known
 
     def know(self, real: Any, meta: Any) -> None:
         """Remember the values of integer and boolean tensors given as arguments."""
@@ -185,7 +186,10 @@ class Constants:
                 self._forget(t for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor))
             return output
         small = all(t.untyped_storage().nbytes() <= LIMIT for t in made)
-        shadow = self._shadow(func, args, kwargs) if small else None
+        # where nothing is known, what is made of a tensor is not known either
+        first = args[0] if args else None
+        blind = not self.values and isinstance(first, torch.Tensor) and first.is_meta
+        shadow = self._shadow(func, args, kwargs) if small and not blind else None
         if shadow is None and func is torch.ops.aten._is_all_true.default:
             shadow = torch.tensor(True)  # by which distributions check values that are not here
         if shadow is not None:

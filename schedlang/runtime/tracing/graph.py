@@ -136,7 +136,7 @@ class Cut:
     def routes(self) -> Mapping[tuple[int, int], tuple[Token, ...]]:
         """(from stage, to stage) to the unit outputs that are sent, in the order of sending."""
         found: dict[tuple[int, int], set[Token]] = {}
-        for stage in range(self.stages):
+        for stage in range(self.stages) if self.stages > 1 else ():
             for token in self._reads(stage).tokens:
                 source = self.stage_of[token[0]]
                 if source != stage:
