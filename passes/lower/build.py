@@ -35,7 +35,7 @@ from schedlang.passes.lower.executor import (
 )
 from schedlang.passes.partition.chains import Chains
 from schedlang.passes.partition.staging import Staged, buffer_homes, buffer_stages, shape_up
-from schedlang.passes.propagate.casts import cast_loss, cast_modules, loss_scale
+from schedlang.passes.propagate.casts import cast_loss, cast_modules, loss_scale, steady
 from schedlang.passes.propagate.context import exchange, weight_by_tokens
 from schedlang.passes.propagate.original import weight_of
 from schedlang.passes.propagate.propagate import Traced
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.assembly import Assembly, Weight
     from schedlang.runtime.checkpointing.holding import Holding
     from schedlang.runtime.comm.ranks import Ranks
+    from schedlang.runtime.mixed_precision import Region
     from schedlang.runtime.program import Program
     from schedlang.runtime.step_batch import Comparing
 
@@ -76,7 +77,7 @@ def lower(builder: Builder, crossings: Callable[[], None]) -> None:
     plan = builder.plan
     annotations: dict[Facet, Callable[[], None]] = {Facet.PLACEMENT: crossings}
     if plan.casts:
-        annotations[Facet.DTYPE] = partial(cast_modules, plan, builder.module)
+        annotations[Facet.DTYPE] = partial(_cast, builder)
     if plan.kept or plan.stores:
         annotations[Facet.RESIDENCE] = partial(_save, builder)
     rows = plan.rows_with(Lowered)
@@ -92,6 +93,11 @@ def lower(builder: Builder, crossings: Callable[[], None]) -> None:
 
 def _phase(row: Lowered) -> int:
     return next((place for place, facet in enumerate(ORDER) if row.changes(facet)), len(ORDER))
+
+
+def _cast(builder: Builder) -> None:
+    """Let modules compute in other dtypes."""
+    builder.region = cast_modules(builder.plan, builder.module, builder.steady)
 
 
 def _save(builder: Builder) -> None:
@@ -135,7 +141,11 @@ Loss = Callable[..., Any]
 
 @dataclass
 class Builder:
-    """What lowering changes: the local copy of the model, module by module."""
+    """What lowering changes: the local copy of the model, module by module.
+
+    steady  parameters are as they are all step long; see `casts.steady`
+    region  where casts are made, if there are any
+    """
 
     plan: Plan
     module: nn.Module
@@ -143,6 +153,8 @@ class Builder:
     ranks: Ranks
     chains: Chains = field(default_factory=dict)  # the sites of a row -> what fits into memory
     bits: Bits = field(default_factory=dict)  # of saved tensors, by modules
+    steady: bool = False
+    region: Region | None = None
     _shared: dict[object, Any] = field(default_factory=dict)
 
     def shared(self, key: object, make: Callable[[], Any]) -> Any:
@@ -234,7 +246,8 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     if given.check is not None:
         given.check(plan, batch, prepared)
     module = _local_copy(plan, holdings, ranks, given.hollow)
-    builder = Builder(plan, module, traced, ranks, prepared.chains, prepared.bits)
+    same = steady(plan, staged.timeline)
+    builder = Builder(plan, module, traced, ranks, prepared.chains, prepared.bits, same)
     if prepared.tokens is not None:
         exchange(plan, module, prepared.tokens, ranks)
     lower(builder, lambda: shape_up(module, traced, builder.at_home))
@@ -273,6 +286,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         loss_dtype=_loss_dtype(plan),
         weight=given.weight or weigh(traced, plan.shares * plan.micro),
         compressor=compressor,
+        region=builder.region,
         early=early_sums(staged, found, sums) if overlapped else None,
         dropout=drawing.dropout,
         native=drawing.native,

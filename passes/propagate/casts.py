@@ -12,17 +12,36 @@ from schedlang.ir.plan import Plan
 if TYPE_CHECKING:
     from torch import nn
 
+    from schedlang.pipeline.timeline import Timeline
+    from schedlang.runtime.mixed_precision import Region
     from schedlang.runtime.optim.loss_scale import LossScale
 
 Loss = Callable[..., Any]
 
 
-def cast_modules(plan: Plan, model: nn.Module) -> None:
-    """Put the casts of all rows around the modules of a copy."""
+def cast_modules(plan: Plan, model: nn.Module, keeps: bool = False) -> Region | None:
+    """Put the casts of all rows around the modules of a copy; None where there are none.
+
+    keeps: casts of parameters serve a whole step; see `steady`.
+    """
     from schedlang.runtime.mixed_precision import cast
 
-    if plan.casts:
-        cast(model, ((one.fqn, one.dtype, one.params) for one in plan.casts))
+    if not plan.casts:
+        return None
+    return cast(model, ((one.fqn, one.dtype, one.params) for one in plan.casts), keeps)
+
+
+def steady(plan: Plan, timeline: Timeline) -> bool:
+    """Whether whole parameters lie on the device, with the same values, all step long.
+
+    Not where they are gathered or fetched for each use: a cast that stays would be a copy of what
+    was freed.  Nor where updates are made inside a step.
+    """
+    from schedlang.pipeline.timeline.versions import is_stale
+
+    gathered = any(one.stage == 3 for one in plan.replicas)
+    fetched = any(one.what == "parameters" for one in plan.stores)
+    return not (gathered or fetched or is_stale(timeline))
 
 
 def cast_loss(plan: Plan, loss: Loss | None) -> Loss | None:

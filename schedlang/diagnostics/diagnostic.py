@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import wraps
 from types import FunctionType
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from schedlang.diagnostics.source import NOWHERE, Source, Span, python_span
 from schedlang.diagnostics.tables import PLAIN, wrapped
@@ -18,6 +18,8 @@ from schedlang.diagnostics.told_once import in_a_job, install
 
 
 T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
 Spell = Callable[[str], str]
 Facts = tuple[tuple[str, str], ...]
 # how helps are spelled for a caller in Python: `schedlang.language.lift` knows, and says so
@@ -126,15 +128,22 @@ def foremost(diagnostics: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
     )
 
 
-@contextmanager
-def at_the_callers_line() -> Iterator[None]:
+def at_the_callers_line() -> Callable[[Callable[P, R]], Callable[P, R]]:
     """What is refused inside stands at the caller's line of Python, unless it has a place."""
-    try:
-        yield
-    except Refusal as refusal:
-        if in_a_job():
-            install()
-        raise refusal.at(python_span()) from refusal.__cause__
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def placed(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except Refusal as refusal:
+                if in_a_job():
+                    install()
+                raise refusal.at(python_span()) from refusal.__cause__
+
+        return placed
+
+    return decorate
 
 
 def at_their_callers_lines(cls: type[T]) -> type[T]:

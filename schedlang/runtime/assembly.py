@@ -19,6 +19,7 @@ from schedlang.runtime.context_parallel.local_tokens import Tokens
 from schedlang.runtime.grad_reduction.compressed import Compressor
 from schedlang.runtime.grad_reduction.gradient import Held, Sum, held_of
 from schedlang.runtime.grad_reduction.zero import Sliced
+from schedlang.runtime.mixed_precision import Region
 from schedlang.runtime.pipeline.executor import Pipeline
 from schedlang.runtime.pipeline.overlapped_sums import EarlySums
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
@@ -37,6 +38,7 @@ class Assembly:
     dropout     how masks are drawn: logically, natively; None: as torch does, by the process's own
     native      how they are drawn natively where `dropout` is logical: what a proof looks into
     early       those of them that begin as soon as a stage has ended; None: none
+    region      where casts are made, which a step keeps; None: nothing is cast
     weight      how much a part of the batch weighs in the mean loss
     """
 
@@ -57,6 +59,7 @@ class Assembly:
     buffer_stages: Mapping[str, frozenset[int] | None] = field(default_factory=dict)
     # the place whose value of a buffer counts: of stages laid twice, that of the first replica
     buffer_homes: Mapping[str, int] = field(default_factory=dict)
+    region: Region | None = None
     early: EarlySums | None = None
     compressor: Compressor | None = None  # does the sums that follow, in fewer bytes
     dropout: LogicalDropout | NativeDropout | None = None
@@ -89,10 +92,23 @@ class Assembly:
             held.flatten(self.sums if self.early is None else self.early.rest)
         return held
 
-    @property
+    @cached_property
     def row_axes(self) -> tuple[str, ...]:
         """Data axes whose ranks see different rows."""
         return tuple(axis for axis in self.replicas if axis not in self.context)
+
+    @cached_property
+    def parts(self) -> tuple[int, int, int]:
+        """Into how many parts rows are split, into how many with tokens, and which is this rank's.
+
+        Constants of every step."""
+        mesh = self.ranks.mesh
+        return mesh.size(self.row_axes), mesh.size(self.replicas), self.place(self.ranks.rank)
+
+    @cached_property
+    def spokesman(self) -> bool:
+        """Whether this rank speaks; see `speaks`."""
+        return self.speaks(self.ranks.rank)
 
     def place(self, rank: int) -> int:
         """The number of a rank's part of the batch: by its rows, then by its tokens of them."""

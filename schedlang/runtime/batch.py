@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MethodType
 from typing import Any
 
 import torch
@@ -36,7 +37,10 @@ def named_arguments(model: nn.Module | None) -> frozenset[str] | None:
     if model is None:
         return None
     own = vars(model).get("forward")
-    found = _named(own) if own is not None else None
+    if own is None:
+        return _of_class(type(model).forward)
+    # a method: its function is that of many calls, and of many modules
+    found = _of_class(own.__func__) if isinstance(own, MethodType) else _named(own)
     return found if found is not None else _of_class(type(model).forward)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from schedlang.runtime.inside import modules_in
 
 HOST = torch.device("cpu")
+_HOST = HOST.type
 _NOT_THERE = "meta"  # shapes without bytes
 
 
@@ -74,7 +75,8 @@ def make_current(device: torch.device) -> None:
 
 def on_accelerator(where: Tensor | torch.device) -> bool:
     """Whether a tensor lies, or a device is, apart from the host: neither CPU nor meta."""
-    return _accelerates(where.device if isinstance(where, Tensor) else where)
+    kind = (where.device if isinstance(where, Tensor) else where).type
+    return kind != _HOST and kind != _NOT_THERE
 
 
 def on_host(where: Tensor | torch.device) -> bool:
@@ -98,7 +100,7 @@ def device_of(tensors: Iterable[Tensor]) -> torch.device:
 
 
 def _accelerates(device: torch.device) -> bool:
-    return device.type != HOST.type and device.type != _NOT_THERE
+    return on_accelerator(device)
 
 
 # ---- streams and events -----------------------------------------------------------------------

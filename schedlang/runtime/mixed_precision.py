@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -85,16 +86,18 @@ def _contracts(equation: str) -> bool:
     return bool(twice - set(made))
 
 
-def autocast(device: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+def autocast(
+    device: str, dtype: torch.dtype | None, keeps: bool = False
+) -> AbstractContextManager[Any]:
     """Autocast to `dtype` for tensors of a kind of device; None: no autocast.
 
-    Casts of weights are not kept for a second use: what is gathered for one is gone by the other.
+    keeps  casts of weights serve all uses, by torch's own rule: until no autocast is on
     """
     if device == "meta":
-        return Imitated(dtype)
+        return Imitated(dtype, keeps)
     if dtype is None:
         return torch.autocast(device, enabled=False)
-    return torch.autocast(device, dtype=dtype, cache_enabled=False)
+    return torch.autocast(device, dtype=dtype, cache_enabled=keeps)
 
 
 def imitated(device: str) -> AbstractContextManager[Any]:
@@ -107,17 +110,23 @@ def imitated(device: str) -> AbstractContextManager[Any]:
 class _Autocasts(threading.local):
     def __init__(self) -> None:
         self.modes: list[Imitated] = []  # the last one decides
+        # of weights, by identity, dtype and whether it is differentiated: each with its weight
+        self.casts: dict[tuple[int, torch.dtype, bool], tuple[Tensor, Tensor]] = {}
+        self.held = False  # what is kept outlives the modes
 
 
 _autocasts = _Autocasts()
 
 
 class Imitated(Ambient):
-    """The dtypes that autocast would give, for tensors without values; `dtype` None: no casts."""
+    """The dtypes that autocast would give, for tensors without values; `dtype` None: no casts.
 
-    def __init__(self, dtype: torch.dtype | None) -> None:
+    keeps  casts of weights serve all uses until no such mode is on, as in `autocast`
+    """
+
+    def __init__(self, dtype: torch.dtype | None, keeps: bool = False) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.dtype, self.keeps = dtype, keeps
 
     def __enter__(self) -> Imitated:
         _autocasts.modes.append(self)
@@ -127,6 +136,8 @@ class Imitated(Ambient):
     def __exit__(self, *error: Any) -> None:
         TorchFunctionMode.__exit__(self, *error)  # type: ignore[no-untyped-call]
         _autocasts.modes.pop()
+        if not _autocasts.modes and not _autocasts.held:
+            _autocasts.casts.clear()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -136,15 +147,22 @@ class Imitated(Ambient):
             return self.run(func, types, args, kwargs)
         wanted = _ruled(func, args, kwargs, self.dtype)
         if wanted is not None:
-            args, kwargs = pytree.tree_map(partial(_to, dtype=wanted), (args, kwargs))
+            args, kwargs = pytree.tree_map(partial(self._to, dtype=wanted), (args, kwargs))
             return func(*args, **kwargs)
         return self.run(func, types, args, kwargs)
 
-
-def _to(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64:
-        return value.to(dtype)
-    return value
+    def _to(self, value: Any, dtype: torch.dtype) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        if value.dtype in (dtype, torch.float64):
+            return value
+        kept = self.keeps and dtype == self.dtype and value.is_leaf and value.requires_grad
+        if not kept or value.dtype != torch.float32:
+            return value.to(dtype)
+        key = id(value), dtype, torch.is_grad_enabled()
+        if key not in _autocasts.casts:
+            _autocasts.casts[key] = value, value.to(dtype)
+        return _autocasts.casts[key][1]
 
 
 # ---- A module that computes in another dtype than its parameters are stored in.
@@ -157,14 +175,43 @@ def _to(value: Any, dtype: torch.dtype) -> Any:
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Region:
-    """Where a model computes now: the dtype that its parameters are cast to where they are used."""
+    """Where a model computes now: the dtype that its parameters are cast to where they are used.
 
-    def __init__(self) -> None:
+    keeps  a cast serves all uses of a parameter by one module, in a step: in all microbatches
+    """
+
+    def __init__(self, keeps: bool = False) -> None:
         # None: as they are stored; set here, for a graph of torch.compile holds for what is set
         self.dtype: torch.dtype | None = None
+        self.keeps = keeps
+        # of the step that runs, by module, name and whether it is differentiated
+        self.casts: dict[tuple[int, str, bool], Tensor] | None = None
+
+    def begin(self) -> None:
+        """Keep casts from now on: a step begins."""
+        if self.keeps and self.casts is None:
+            self.casts, _autocasts.held = {}, True
+            torch.autocast_increment_nesting()
+
+    def end(self) -> None:
+        """Let go of them: the last forward has ended, and graphs hold what is left of them."""
+        if self.casts is None:
+            return
+        self.casts, _autocasts.held = None, False
+        _autocasts.casts.clear()
+        if not torch.autocast_decrement_nesting():
+            torch.clear_autocast_cache()
+
+    def auto(self, dtype: torch.dtype, device: str) -> AbstractContextManager[Any]:
+        """A part of the model under autocast, its parameters as they are stored."""
+        casts = autocast(device, dtype, self.keeps)
+        if isinstance(casts, Imitated) or self.dtype is not None:
+            return self.entered(None, casts)
+        return casts
 
     @contextmanager
     def using(self, dtype: torch.dtype | None) -> Iterator[None]:
@@ -193,12 +240,13 @@ def _casting(casts: AbstractContextManager[Any], *more: ModeOrFactory) -> Iterat
         yield
 
 
-def cast(model: nn.Module, casts: Iterable[tuple[str, str, bool]]) -> None:
-    """Let modules of a model compute in other dtypes, in place.
+def cast(model: nn.Module, casts: Iterable[tuple[str, str, bool]], keeps: bool = False) -> Region:
+    """Let modules of a model compute in other dtypes, in place; what knows where it computes.
 
     Each is the name of a module, one of DTYPES, and whether its parameters are cast, too.
+    keeps: casts of parameters serve a whole step, in which these are as they are.
     """
-    region = Region()
+    region = Region(keeps)
     for fqn, dtype, params in casts:
         if params:
             for module in model.modules():  # it may use parameters that others hold
@@ -208,6 +256,7 @@ def cast(model: nn.Module, casts: Iterable[tuple[str, str, bool]]) -> None:
         low, whole = DTYPES[dtype], params or dtype == "fp32"
         layer: Any = Whole(low, region) if whole else Auto(low, region, inner=bool(fqn))
         wrap(model.get_submodule(fqn), "cast", layer)
+    return region
 
 
 class Auto:
@@ -222,7 +271,7 @@ class Auto:
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `inner` under it, on the device of what comes in."""
-        with self.region.entered(None, autocast(device_of((args, kwargs)), self.dtype)):
+        with self.region.auto(self.dtype, device_of(args, kwargs)):
             out = inner(*args, **kwargs)
         return casted(out, _came(args, kwargs)) if self.inner else out
 
@@ -240,14 +289,20 @@ class Whole:
         """Run `inner` with cast arguments and parameters."""
         came = _came(args, kwargs)
         own = self.dtype if self.dtype != torch.float32 else None
-        with self.region.entered(own, autocast(device_of((args, kwargs)), None)):
+        with self.region.entered(own, autocast(device_of(args, kwargs), None)):
             args, kwargs = casted((args, kwargs), self.dtype)
             return casted(inner(*args, **kwargs), came)
 
 
 def _came(args: Any, kwargs: Any) -> torch.dtype:
     """The dtype of the first float that came in, else the one that parameters are stored in."""
-    return next((t.dtype for t in tensors_in((args, kwargs))), torch.float32)
+    for value in (*args, *kwargs.values()):
+        if type(value) is Tensor:
+            if value.is_floating_point():
+                return value.dtype
+        elif value is not None and not isinstance(value, (bool, int, str)):
+            return next((t.dtype for t in tensors_in((args, kwargs))), torch.float32)
+    return torch.float32
 
 
 class Used(dict[str, Any]):
@@ -259,17 +314,21 @@ class Used(dict[str, Any]):
     region: Region
 
     def __getitem__(self, name: str) -> Any:
-        return self._used(super().__getitem__(name))
+        parameter, region = super().__getitem__(name), self.region
+        dtype = region.dtype
+        if dtype is None or parameter is None or parameter.dtype not in FLOATS:
+            return parameter
+        kept = region.casts
+        if kept is None or torch.compiler.is_compiling():  # a graph casts by itself
+            return parameter.to(dtype)
+        key = id(self), name, torch.is_grad_enabled()
+        if key not in kept or kept[key].dtype != dtype:
+            kept[key] = parameter.to(dtype)
+        return kept[key]
 
     def get(self, name: str, default: Any = None) -> Any:
         """The same."""
-        return self._used(super().get(name, default))
-
-    def _used(self, parameter: Any) -> Any:
-        dtype = self.region.dtype
-        if dtype is None or parameter is None or parameter.dtype not in FLOATS:
-            return parameter
-        return parameter.to(dtype)
+        return self[name] if name in self else default  # noqa: SIM401  (it would call itself)
 
 
 def casted(value: Any, dtype: torch.dtype) -> Any:
@@ -299,9 +358,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield leaf
 
 
-def device_of(given: Any) -> str:
-    """The kind of device on which a call computes."""
-    found: Sequence[Any] = [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
+def device_of(args: Sequence[Any], kwargs: Mapping[str, Any] = _NONE) -> str:
+    """The kind of device on which a call computes: that of the first tensor in its arguments."""
+    for value in (*args, *kwargs.values()):
+        if type(value) is Tensor:
+            return value.device.type
+    found: Sequence[Any] = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     return found[0].device.type if found else torch.get_default_device().type
 
 
@@ -314,5 +376,6 @@ class AutoLoss:
 
     def __call__(self, output: Any, batch: Any) -> Any:
         """The loss of an output."""
-        with _casting(autocast(device_of((output, batch)), self.dtype)):
+        casts = autocast(device_of((output, batch)), self.dtype)
+        with _casting(casts) if isinstance(casts, Imitated) else casts:
             return self.loss(output, batch)

@@ -64,8 +64,9 @@ def no_labels(weight: Number) -> AbstractContextManager[Any]:
 
 def weighing(weight: Number, around: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
     """Inside `around`, what computes the loss of a part that weighs so much."""
-    inside = no_labels(weight)
-    return around if isinstance(inside, nullcontext) else _both(around, inside)
+    if weight and not isinstance(weight, Tensor):
+        return around  # as almost always, and in every operation of a step
+    return _both(around, no_labels(weight))
 
 
 @contextmanager

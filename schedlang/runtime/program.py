@@ -52,6 +52,8 @@ from schedlang.runtime.training import Training
 from schedlang.runtime.weights import Number, positive
 from schedlang.runtime.whole import whole_output
 
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+
 
 @at_their_callers_lines
 @dataclass(repr=False)
@@ -299,39 +301,52 @@ class Program:
     ) -> dict[int, Result]:
         a = self.assembly
 
+        which = 0 if train else self.evaluated[1]
+        scopes = [
+            Scope(self.step, place, part.rows, which, self._even)
+            for place, part in enumerate(parts)
+        ]
+
         def around(op: Op) -> contextlib.AbstractContextManager[Any]:
-            part = parts[op.microbatch]
-            which = 0 if train else self.evaluated[1]
-            here = Scope(self.step, op.microbatch, part.rows, which, self._even)
-            scope: contextlib.AbstractContextManager[Any] = entered(here)
-            if part.seat is not None and self._at is not None:
-                scope = self._at.sitting(part.seat, scope)
+            seat = parts[op.microbatch].seat
+            scope: contextlib.AbstractContextManager[Any] = entered(scopes[op.microbatch])
+            if seat is not None and self._at is not None:
+                scope = self._at.sitting(seat, scope)
             if scale is not None:
                 scope = weighing(scale[op.microbatch], scope)
             return scope if self.watch is None else self.watch.around(op, scope)
 
-        early = a.early if train else None
+        early, versions = (a.early, self._versions) if train else (None, None)
+        region = a.region if train else None
 
         def on_op(event: Event) -> None:
-            if train and self._versions is not None:
-                self._versions.before(event.op)
+            if versions is not None:
+                versions.before(event.op)
             if early is not None:
                 early.before(event.op.stage, event.last)
+            if region is not None and not event.ahead:
+                region.end()
             if event.op.kind in BACKWARD and event.op.stage in a.sliced:
                 a.sliced[event.op.stage].before_backward(event.last, event.reduces)
 
         # also where it evaluates: a model may draw there, and ranks have to agree
         moment = self.step if train else (self.step, self.evaluated[1])
-        drawing = a.dropout.drawn_in(moment) if a.dropout is not None else None
-        with drawing or contextlib.nullcontext():
-            results = a.pipeline.run(
-                [part.inputs for part in parts],
-                scale,
-                train=train,
-                around=around,
-                on_op=on_op,
-                keep_outputs=self.keep_output or not train,
-            )
+        drawing = a.dropout.drawn_in(moment) if a.dropout is not None else _NOTHING
+        if region is not None:
+            region.begin()
+        try:
+            with drawing:
+                results = a.pipeline.run(
+                    [part.inputs for part in parts],
+                    scale,
+                    train=train,
+                    around=around,
+                    on_op=on_op,
+                    keep_outputs=self.keep_output or not train,
+                )
+        finally:
+            if region is not None:
+                region.end()
         for one in a.sliced.values():
             one.settle()
         return results
@@ -391,7 +406,7 @@ class Program:
         a = self.assembly
         losses = {k: result.loss for k, result in results.items()}
         assert None not in losses.values(), "the model returns no loss: pass `loss=`"
-        if not losses or not a.speaks(a.ranks.rank):
+        if not losses or not a.spokesman:
             device = a.ranks.device if on_accelerator(a.ranks.device) else None
             return torch.zeros((), dtype=torch.float64, device=device)
         shares = [w / total for w in weights]

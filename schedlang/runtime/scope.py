@@ -8,8 +8,7 @@ stood.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,34 +125,41 @@ def visit() -> Any:
     return _here.slice
 
 
-@contextmanager
-def _placed(scope: Scope | None, frame: Frame, part: Any) -> Iterator[None]:
-    before = _here.scope, _here.frame, _here.slice
-    _here.scope, _here.frame, _here.slice = scope, frame, part
-    try:
-        yield
-    finally:
-        _here.scope, _here.frame, _here.slice = before
+class Placed:
+    """A context that stands somewhere in the run; entered once, in every operation of a step.
+
+    stays  the scope is the one that holds where it is entered
+    """
+
+    __slots__ = ("before", "frame", "part", "scope", "stays")
+
+    def __init__(self, scope: Scope | None, frame: Frame, part: Any, stays: bool = False) -> None:
+        self.scope, self.frame, self.part, self.stays = scope, frame, part, stays
+
+    def __enter__(self) -> None:
+        self.before = _here.scope, _here.frame, _here.slice
+        if not self.stays:
+            _here.scope = self.scope
+        _here.frame, _here.slice = self.frame, self.part
+
+    def __exit__(self, *error: object) -> None:
+        _here.scope, _here.frame, _here.slice = self.before
 
 
-@contextmanager
-def entered(scope: Scope) -> Iterator[None]:
+def entered(scope: Scope) -> Placed:
     """Run one operation of a microbatch, forward or backward; what it leaves is forgotten."""
-    with _placed(scope, Frame(), None):
-        yield
+    return Placed(scope, Frame(), None)
 
 
-@contextmanager
-def visiting(part: Any) -> Iterator[None]:
+def visiting(part: Any) -> Placed:
     """Run the operation of one slice of the sequence, in the scope that holds."""
-    with _placed(_here.scope, Frame(), part):
-        yield
+    return Placed(None, Frame(), part, stays=True)
 
 
 def capture() -> Callable[[], Any]:
     """Remember scope, slice, site and call counts; each call of the result is a context of them."""
     scope, frame, part = _here.scope, _here.frame.copy(), _here.slice
-    return lambda: _placed(scope, frame.copy(), part)
+    return lambda: Placed(scope, frame.copy(), part)
 
 
 def named_sites(module: nn.Module, prefix: str = "") -> list[RemovableHandle]:

@@ -52,16 +52,21 @@ def dealt(a: Assembly, batch: Batch, local: bool) -> Dealt:
     mine = _of_rows(a, batch) if local else _of_all(a, batch)
     # where nothing weighs anything: the model's own loss of nothing (NaN, or 0) in every layout
     whole = mine.all
+    if not isinstance(whole, Tensor) and whole > 0:
+        return mine
     return replace(mine, weights=[instead(one, 1.0, whole) for one in mine.weights])
 
 
 def _of_all(a: Assembly, batch: Batch) -> Dealt:
-    mesh, place = a.ranks.mesh, a.place(a.ranks.rank)
-    rows = split(batch, mesh.size(a.row_axes), a.micro)
-    everyone = [parts for share in rows for parts in a.by_tokens(share)]
-    alone = mesh.size(a.replicas) * a.micro == 1
-    weights = iter(() if alone else a.weigh_all([part for parts in everyone for part in parts]))
-    weigh = [[1.0 if alone else next(weights) for _ in parts] for parts in everyone]
+    shares, replicas, place = a.parts
+    everyone = split(batch, shares, a.micro)
+    if a.tokens is not None:
+        everyone = [parts for share in everyone for parts in a.by_tokens(share)]
+    if replicas * a.micro == 1:
+        weigh: list[list[Number]] = [[1.0]]
+    else:
+        weights = iter(a.weigh_all([part for parts in everyone for part in parts]))
+        weigh = [[next(weights) for _ in parts] for parts in everyone]
     even = cache(lambda: len({_shapes(parts) for parts in everyone}) == 1)
     return Dealt(everyone[place], weigh[place], weigh, even)
 

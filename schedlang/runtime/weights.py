@@ -18,10 +18,10 @@ Number = float | Tensor  # a tensor: of no dims, on an accelerator
 
 def counted(values: Sequence[Number]) -> list[Number]:
     """Numbers as they may be computed with: on the device if any of them lies there, else plain."""
-    there = next((one for one in values if _there(one)), None)
-    if not isinstance(there, Tensor):
+    homes = dict.fromkeys([one.device for one in values if isinstance(one, Tensor)])
+    device = next((home for home in homes if on_accelerator(home)), None)
+    if device is None:
         return list(numbers(values))
-    device = there.device
     kind = torch.float64 if has_float64(device) else torch.float32
 
     def put(value: Number) -> Tensor:
@@ -31,10 +31,6 @@ def counted(values: Sequence[Number]) -> list[Number]:
         return value if value.device == device else sent(value, device)
 
     return list(torch.stack([put(value) for value in values]).unbind())
-
-
-def _there(value: Number) -> bool:
-    return isinstance(value, Tensor) and on_accelerator(value)
 
 
 def known(values: Sequence[Number]) -> bool:

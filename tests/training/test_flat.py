@@ -101,7 +101,7 @@ def test_sums_of_what_some_ranks_have() -> None:
 @pytest.mark.parametrize("row", ["one", "overlapped", "dp", "1f1b", "overlapped-dropout"])
 def test_a_step_costs_what_it_does_by_hand(pool: Pool, row: str) -> None:
     """A tenth more calls of Python than hand-written torch at most, and no more collectives."""
-    ranks = 1 if steps.ROWS[row].alone else 2
+    ranks = steps.ROWS[row].ranks(2)
     sizes: Any = steps.Sizes(ranks=ranks)
     (ours, peer), _ = pool.run(steps.measured, ranks, row, sizes, 0, False)[0]
     assert ours.calls <= 1.1 * peer.calls, (ours, peer)

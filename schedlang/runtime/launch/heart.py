@@ -16,8 +16,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ContextDecorator, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,14 +39,15 @@ _DEBUGGERS = {"bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy", "ipdb"}
 _watched, _depth = False, 0
 
 
-@contextmanager
-def inside() -> Iterator[None]:
+class inside(ContextDecorator):  # noqa: N801  (reads as a function: `with inside():`)
     """Meanwhile this rank waits for nobody but the others."""
-    global _depth
-    _depth += 1
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        global _depth
+        _depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        global _depth
         _depth -= 1
 
 

@@ -194,20 +194,22 @@ class SlicedStep(Step):
 # ---- Run one rank's rows of a timeline: forwards, backwards and transfers of a training step.
 
 
+FORWARD = (Kind.F, Kind.RECOMPUTE)
 BACKWARD = (Kind.B, Kind.I, Kind.W)
-COMPUTE = (Kind.F, *BACKWARD, Kind.RECOMPUTE)
+COMPUTE = (*FORWARD, *BACKWARD)
 
 
 class Event(NamedTuple):
     """An operation that is about to run; `last`: the last backward of its stage on this rank.
 
     `reduces` is false of a backward whose gradients a later one of the same run reduces with its
-    own.
+    own; `ahead` is so until the last forward of this rank has run.
     """
 
     op: Op
     last: bool
     reduces: bool = True
+    ahead: bool = True
 
 
 class Pipeline:
@@ -258,6 +260,7 @@ class Pipeline:
         ends = zip(timeline.rank[sent], timeline.peer[sent])
         partners = {(self.ranks[a], self.ranks[b]) for a, b in ends}
         self.parking: Parking = Parking(parks, self.mail.device, partners)
+        self._parks = bool(partners)
         self.away, self.picked = self._planned(Kind.EVICT, Kind.OFFLOAD), picked
         self.again = self._planned(Kind.RECOMPUTE)
         if slices is not None and (self.away or self.again):
@@ -321,13 +324,15 @@ class Pipeline:
                 if op.kind is Kind.STEP:
                     continue  # whoever is told of operations updates the weights
                 if op.kind in COMPUTE:
-                    self.parking.make_room()
+                    if self._parks:
+                        self.parking.make_room()
                     with around(op):
                         self.handlers[op.kind](step, op)
                 else:
                     self.handlers[op.kind](step, op)
         self.mail.finish()
-        self.parking.finish()
+        if self._parks:
+            self.parking.finish()
         return dict(sorted(step.results.items()))
 
     def _order(self, count: int, train: bool) -> tuple[Event, ...]:
@@ -346,8 +351,10 @@ class Pipeline:
             rows = order.rows(self.place)
             last = {op.stage: k for k, op in enumerate(rows) if self._works(op)}
             waits = _unreduced(rows)
+            forward = max((k for k, op in enumerate(rows) if op.kind in FORWARD), default=-1)
             self._orders[(count, train)] = tuple(
-                Event(op, last.get(op.stage) == k, k not in waits) for k, op in enumerate(rows)
+                Event(op, last.get(op.stage) == k, k not in waits, k <= forward)
+                for k, op in enumerate(rows)
             )
         return self._orders[(count, train)]
 

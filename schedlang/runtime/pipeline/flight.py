@@ -195,7 +195,7 @@ class Work(NamedTuple):
 
 def work_of(op: Op) -> Work:
     """What an operation works on."""
-    return Work(op.stage, op.replica, op.microbatch, op.slice)
+    return tuple.__new__(Work, (op.stage, op.replica, op.microbatch, op.slice))
 
 
 class Message(NamedTuple):

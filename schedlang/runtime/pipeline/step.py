@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -152,9 +151,11 @@ class Step:
                 if stage.mutated(token):  # a leaf must not be written into
                     entered[token] = enter(value)
         bag = self.bag(stage, work) if work in self.pipe.away else None
-        with nullcontext() if bag is None else self.pipe.fills(bag):
+        if bag is None:
             done, carried = self.run(stage, work, entered)
-        if bag is not None:
+        else:
+            with self.pipe.fills(bag):
+                done, carried = self.run(stage, work, entered)
             bag.close(leaves.values())
         if self.train:
             loss = done.loss if stage.last else None
@@ -271,8 +272,10 @@ def _detached(output: Any, keep: bool) -> Any:
         leaf = leaf.computed() if isinstance(leaf, LazyLogits) else leaf
         return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
+    if not keep:
+        return None
     with torch.no_grad():
-        return pytree.tree_map(made, output) if keep else None
+        return pytree.tree_map(made, output)
 
 
 # ---- Forwards that keep only what they received, and run again before their backward.

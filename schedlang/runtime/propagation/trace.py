@@ -209,7 +209,9 @@ class LabelRule:
 
     def counted(self, batch: Mapping[str, Any]) -> Tensor | float:
         """The same where the labels lie: of many parts they are read at once, by `numbers`."""
-        labels = named_tensors(batch).get(self.source)
+        labels = batch.get(self.source)
+        if not isinstance(labels, Tensor):  # it lies deeper, by its path, or nowhere
+            labels = named_tensors(batch).get(self.source)
         if labels is None:
             return float(rows_of(batch))
         for step in self.steps:
