@@ -127,7 +127,8 @@ def check_mapping(batch: object) -> None:
 
 
 def rows_of(batch: Batch) -> int:
-    """How many rows (samples) a batch has: the size of dim 0 of its first tensor with dims.
+    """Return the number of rows (samples) of a batch: the size of dim 0 of its first tensor with
+    dims.
 
     Raises Refusal S605 for a batch that has none.
     """

@@ -22,10 +22,10 @@ _NOT_THERE = "meta"  # shapes without bytes
 
 
 class States(Protocol):
-    """What draws random numbers, and can be put back to where it stood."""
+    """A generator of random numbers whose state can be read and put back."""
 
     def get_state(self) -> Tensor:
-        """Where it stands."""
+        """Return the state."""
 
     def set_state(self, new_state: Tensor) -> Any:
         """Stand there again."""
@@ -125,7 +125,7 @@ def on_stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
 
 
 def follow(stream: torch.Stream | None, first: torch.Stream | None) -> None:
-    """What is put on a stream from now on runs after all that stands on the first one."""
+    """Let the work put on a stream from now on wait for all work on the first one."""
     if stream is not None and first is not None:
         stream.wait_stream(first)
 
@@ -136,7 +136,7 @@ def record(stream: torch.Stream | None) -> torch.Event | None:
 
 
 def wait(event: torch.Event | None, stream: torch.Stream | None) -> None:
-    """What is put on a stream from now on runs after a mark."""
+    """Let the work put on a stream from now on wait for an event."""
     if event is not None and stream is not None:
         stream.wait_event(event)
 
@@ -220,7 +220,7 @@ class _Module:
         self.module = module
 
     def get_state(self) -> Tensor:
-        """Where it stands."""
+        """Return the state."""
         state: Tensor = self.module.get_rng_state()
         return state
 

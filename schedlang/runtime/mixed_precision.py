@@ -78,7 +78,8 @@ def _ruled(func: Any, args: Sequence[Any], kwargs: dict[str, Any], low: torch.dt
 
 
 def _contracts(equation: str) -> bool:
-    """Does an einsum sum over an index of two operands, which makes it a product of matrices?"""
+    """Return whether an einsum sums over an index of two operands: then it is a product of
+    matrices."""
     given, _, made = equation.replace(" ", "").partition("->")
     operands = [set(one) - set(".") for one in given.split(",")]
     twice = {name for one in operands for name in one if sum(name in o for o in operands) > 1}
@@ -160,7 +161,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Region:
-    """Where a model computes now: the dtype that its parameters are cast to where they are used."""
+    """The region of the model that computes now: the dtype that parameters are cast to when
+    used."""
 
     def __init__(self) -> None:
         # None: as they are stored; set here, for a graph of torch.compile holds for what is set

@@ -194,7 +194,7 @@ def play(program: Program, cut: Cut, batch: Batch, footprint: Footprint | None =
 
 @contextmanager
 def _at_marks() -> Iterator[None]:
-    """What circles of objects hold goes at the next mark, however often Python looks for them.
+    """Free at each mark what cycles of objects hold, whatever the collector does in between.
 
     Each look is at what came since then alone: a model and its modules are very many objects.
     """

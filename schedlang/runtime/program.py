@@ -110,7 +110,8 @@ class Program:
         return type(self.assembly.module).__name__
 
     def _facts(self) -> dict[str, str]:
-        """What is worth telling of this rank's part; what is as usual is left out."""
+        """Return the facts of this rank's part that are worth telling; ordinary ones are left
+        out."""
         a = self.assembly
         at = ", ".join(f"{axis}={place}" for axis, place in a.ranks.at.items())
         held = sum(parameter.numel() for parameter in a.parameters.values())
@@ -136,12 +137,13 @@ class Program:
 
     @property
     def dp_size(self) -> int:
-        """Into how many parts the rows of a batch are split: a sampler's `num_replicas`."""
+        """The number of parts that the rows of a batch are split into: a sampler's
+        `num_replicas`."""
         return self.assembly.ranks.mesh.size(self.assembly.row_axes)
 
     @property
     def dp_rank(self) -> int:
-        """Which of these parts is this rank's: a sampler's `rank`.  Ranks may share one."""
+        """The number of this rank's part: a sampler's `rank`.  Ranks may share one."""
         a = self.assembly
         return a.ranks.mesh.index(a.ranks.rank, a.row_axes)
 
@@ -337,7 +339,7 @@ class Program:
         return results
 
     def _sum(self) -> None:
-        """What is left of the reductions when the last backward has ended."""
+        """Finish the reductions that are left when the last backward has ended."""
         a = self.assembly
         if self.away is not None:
             self.away.arrived()
@@ -404,7 +406,7 @@ class Program:
         ).sum()
 
     def _near(self, value: Tensor) -> Tensor:
-        """Where collectives of the step take it."""
+        """Move a tensor to the device on which collectives of the step take it."""
         device = self.assembly.ranks.device
         return value.to(device) if on_accelerator(device) else value.cpu()
 

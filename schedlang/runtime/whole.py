@@ -65,7 +65,7 @@ def _plain(value: Any) -> bool:
 
 
 def input_gradient(grads: Sequence[Tensor | None], layout: Layout, along: bool) -> Tensor | None:
-    """Of an input of the same rows on ranks with different tokens: in order, or added up."""
+    """Join the gradients of an input on ranks with different tokens: in order, or added up."""
     there = [grad for grad in grads if grad is not None]
     if not there:
         return None

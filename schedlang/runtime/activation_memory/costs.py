@@ -146,7 +146,8 @@ class _Probe(Code):
     watched: _Watched = field(default_factory=lambda: _Watched())
 
     def at(self, number: int) -> Coding | None:
-        """How a tensor is kept: as it is, unless its place is the one that is asked for."""
+        """Return the coding of a tensor: None (as it is), unless its place is the one that is asked
+        for."""
         asked = self.watched.only
         return self.coding if asked in (None, Place(self.fqn, number)) else None
 

@@ -75,7 +75,7 @@ class Checksum:
 
     @property
     def piece(self) -> int:
-        """So many bytes more are quickest to add: to the end of a block."""
+        """The number of bytes up to the end of a block: the piece that is quickest to add next."""
         return (_BLOCK - self.at) * _WORD.itemsize - len(self.rest)
 
     def _words(self, words: Any) -> None:

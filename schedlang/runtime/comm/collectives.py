@@ -281,7 +281,7 @@ class Total(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        """What all ranks have, added up."""
+        """Sum a tensor over the ranks of a group."""
         ctx.group = group
         return all_reduce(x, group)
 

@@ -78,7 +78,7 @@ class World:
 
     @property
     def group(self) -> ProcessGroup | None:
-        """That of all ranks."""
+        """The group of all ranks."""
         return dist.group.WORLD if self.size > 1 else None
 
     def home(self, lies: torch.device | None) -> torch.device:
@@ -113,7 +113,7 @@ class World:
 
     @cached_property
     def timeout(self) -> timedelta | None:
-        """Of the world's group, which every other waits as long as; None: torch's own.
+        """The timeout of the world's group, which every other group gets too; None: torch's own.
 
         Private: torch tells it nowhere else.
         """
@@ -243,12 +243,12 @@ def joined() -> bool:
 
 
 def rank() -> int:
-    """Of this process in its job; 0 without one."""
+    """Return this process's rank in its job; 0 without a job."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def size() -> int:
-    """How many ranks the job has; 1 without one."""
+    """Return the number of ranks of the job; 1 without a job."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -361,7 +361,7 @@ class _ByHost:
     into: Tensor | None = None
 
     def wait(self) -> None:
-        """Until it is there, where it was wanted."""
+        """Wait until the tensor is on the host, and copy it to where it was wanted."""
         self.work.wait()
         if self.into is not None:
             self.into.copy_(self.host)

@@ -304,12 +304,12 @@ class Scores:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the queries."""
+        """The dtype of the queries."""
         return self.state.query.dtype
 
     @property
     def device(self) -> torch.device:
-        """That of the queries."""
+        """The device of the queries."""
         return self.state.query.device
 
     def size(self, dim: int | None = None) -> Any:
@@ -372,7 +372,7 @@ def _lead(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
 
 
 def follow(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What a function makes of scores or weights; raises Refusal S661 where that is not known."""
+    """Compute a function of scores or weights; raise Refusal S661 where it is not known."""
     name = getattr(func, "__name__", "?")
     plain = name.strip("_")
     there = [x for x in args if isinstance(x, Scores)]

@@ -43,7 +43,8 @@ KNOWN = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Described:
-    """What a model hands to its attentions in place of a mask; for `seat` alone."""
+    """The mask that a model hands to its attentions as a rule in place of a tensor; for `seat`
+    alone."""
 
     mask: Mask
 
@@ -52,7 +53,7 @@ class Described:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """What a model asks of a tensor."""
+        """Refuse attributes of tensors: a rule has none (AttributeError)."""
         raise AttributeError(f"masks are rules here, not tensors: they have no `{name}`")
 
     def __getitem__(self, _: Any) -> Described:
@@ -144,7 +145,7 @@ def _cells(function: Any) -> dict[str, Any]:
 
 
 def _both(a: Mask, b: Mask) -> Mask:
-    """What two rules let through."""
+    """Return the mask that lets through only what both rules let through."""
 
     def least(x: int | None, y: int | None) -> int | None:
         known = [n for n in (x, y) if n is not None]
@@ -244,7 +245,7 @@ def unknown(why: str, *helps: str) -> Refusal:
 
 
 def of_few_tokens() -> Refusal:
-    """What is added to scores is that of a rank's own keys, and no one knows the others'."""
+    """Return the refusal of an added score that covers a rank's own keys only."""
     return unknown(
         "what it adds to its scores covers only the tokens of one rank",
         "make it from positions and from integers of the batch alone: that, each rank makes for"

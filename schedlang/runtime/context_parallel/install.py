@@ -122,7 +122,7 @@ def _rule(seat: Seat, mask: Tensor | None, causal: bool) -> Mask:
 
 
 def _present(mask: Tensor) -> Tensor:
-    """Which keys a mask lets through; it must be booleans, or zeros and very low numbers."""
+    """Return which keys a mask lets through; it must be booleans, or zeros and very low numbers."""
     if mask.dtype == torch.bool:
         return mask
     seen = mask == 0

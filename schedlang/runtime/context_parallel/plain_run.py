@@ -223,7 +223,8 @@ class _Answers(_Model):
         return (tuple(value.shape), value.dtype) in self.shapes
 
     def _taken(self, value: Tensor, key: Any) -> Tensor:
-        """What a slice from 0 to the number of tokens takes: their places."""
+        """Take from a whole value the places of the tokens here, for a slice from 0 to their
+        number."""
         assert self.held is not None
         keys = list(key) if isinstance(key, tuple) else [key]
         for place, one in enumerate(keys):

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each rank of a context-parallel group holds, and in which order.
+"""Layouts of a sequence's tokens over the ranks of a context-parallel group, and their order.
 
 contiguous  rank i holds the i-th run of tokens
 zigzag      the sequence in 2p chunks; rank i holds chunks i and 2p-1-i, so that under a causal mask
@@ -47,7 +47,7 @@ class Layout:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many tokens each place holds."""
+        """The number of tokens at each place."""
         return tuple(sum(map(len, runs)) for runs in self.runs)
 
     @property

@@ -128,7 +128,7 @@ def _mean(rows: Tensor, there: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Codec:
-    """How gradients are compressed.
+    """The method by which gradients are compressed.
 
     kind      "powersgd", "int8" or "onebit"
     rank      of the product that stands for a matrix (powersgd)
@@ -142,7 +142,7 @@ class Codec:
     feedback: bool = True
 
     def smaller(self, shape: Sequence[int]) -> bool:
-        """Is a tensor of this shape compressed?  Vectors never are."""
+        """Return whether a tensor of this shape is compressed; vectors never are."""
         if len(shape) < 2:
             return False
         if self.kind != "powersgd":

@@ -41,7 +41,7 @@ _watched, _depth = False, 0
 
 @contextmanager
 def inside() -> Iterator[None]:
-    """Meanwhile this rank waits for nobody but the others."""
+    """Note, for the time of a block, that this rank waits for nobody but the other ranks."""
     global _depth
     _depth += 1
     try:
@@ -117,7 +117,8 @@ class Heart:
     # -- of this rank ------------------------------------------------------------------------------
 
     def gets_on(self) -> bool:
-        """Has it worked since any rank last did, or is it about something else?"""
+        """Return whether this rank has worked since any rank last did, or is about something
+        else."""
         if not _depth or _debugged():
             return True
         now = self.now()
@@ -177,7 +178,7 @@ def _stack() -> str:
 
 
 def _debugged() -> bool:
-    """Does the main thread wait for somebody who looks at it?"""
+    """Return whether a debugger holds the main thread."""
     frame: FrameType | None = sys._current_frames().get(_main().ident or 0)
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _DEBUGGERS:

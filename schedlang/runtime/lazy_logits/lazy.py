@@ -211,7 +211,7 @@ class LazyLogits(StandIn):
     # -- the losses ------------------------------------------------------------------------------
 
     def has_loss(self) -> bool:
-        """Unless they are computed already."""
+        """Whether the loss can still be computed in their place: they are not computed yet."""
         return self.real is None
 
     def statistics(self, target: Tensor, form: Form) -> Three:

@@ -1,4 +1,4 @@
-"""What stand-ins for logits share: calls of torch's functions, indices, and the loss's arguments.
+"""Base of stand-ins for logits: calls of torch's functions, indices, and the loss's arguments.
 
 A stand-in goes through a model's own code in place of logits that are nowhere whole.  It knows a
 few functions; for anything else it gives the whole, so that any model gets what it asked for.

@@ -399,7 +399,7 @@ class Away:
 
     @property
     def _devices(self) -> list[torch.device]:
-        """Those from which the host copies, and need not wait until it reads."""
+        """Return the devices from which copies to the host run without waiting."""
         some = list(self.parameters.values())
         there = [local(one) for one in (*some, *(p.grad for p in some)) if one is not None]
         lies = dict.fromkeys(one.device for one in there)

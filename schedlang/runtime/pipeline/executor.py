@@ -137,7 +137,7 @@ def _key(signature: Any, name: Message) -> Any:
 
 
 class _Slice:
-    """What one slice takes of earlier ones and owes to them; see flight.Carried."""
+    """The values that one slice takes of earlier ones and owes to them; see flight.Carried."""
 
     def __init__(self, carried: Carried, index: int) -> None:
         self.carried, self.index = carried, index
@@ -281,7 +281,7 @@ class Pipeline:
         return bag.at_hand() if self.picked else bag.collecting()
 
     def _planned(self, *kinds: Kind) -> frozenset[Work]:
-        """What this rank does one of these kinds of operations to."""
+        """Return the work that this rank does operations of these kinds on."""
         t = self.timeline
         mine = t.pick((t.rank == self.place) & np.isin(t.kind, kinds))
         return frozenset(work_of(op) for op in mine.rows(self.place))

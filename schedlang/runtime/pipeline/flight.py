@@ -88,7 +88,7 @@ class Bag:
 
     @property
     def bytes(self) -> int:
-        """How many bytes of it are on this rank now."""
+        """The number of its bytes that are on this rank now."""
         return sum(one.size for one in self._storages if one.raw is not None)
 
     def collecting(self) -> AbstractContextManager[Any]:
@@ -194,7 +194,7 @@ class Work(NamedTuple):
 
 
 def work_of(op: Op) -> Work:
-    """What an operation works on."""
+    """Return the work of an operation: its stage, replica, microbatch and slice."""
     return Work(op.stage, op.replica, op.microbatch, op.slice)
 
 
@@ -210,17 +210,17 @@ class Message(NamedTuple):
 
 
 class Carried(Protocol):
-    """What slices of one microbatch hand to each other within a stage, beside the messages.
+    """The values that slices of one microbatch pass on within a stage, beside the messages.
 
     `leaves()` came from earlier slices; they get a gradient in the backward, and `returned()` is
     called when they have it. `roots()` are what later slices took, with the gradients they gave.
     """
 
     def leaves(self) -> Sequence[torch.Tensor]:
-        """What came from earlier slices."""
+        """Return the values from earlier slices."""
 
     def roots(self) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
-        """What later slices took, and the gradients that they gave."""
+        """Return the values that later slices took, and the gradients that they gave."""
 
     def returned(self) -> None:
         """The leaves have their gradients."""
@@ -228,7 +228,7 @@ class Carried(Protocol):
 
 @dataclass
 class Flight:
-    """What a stage keeps of a microbatch from its forward to its backward.
+    """The values that a stage keeps of a microbatch from its forward to its backward.
 
     leaves   what was received, where gradients go back from
     edges    where the gradients of what was sent enter

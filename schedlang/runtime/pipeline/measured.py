@@ -1,4 +1,4 @@
-"""When the operations of a step ran on this rank: to be laid beside their timeline."""
+"""Measured times of a step's operations on this rank, to be compared with their timeline."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def reload(step: Step, op: Op) -> None:
 
 
 def bag_of(step: Step, work: Work) -> Bag:
-    """What the forward of some work has saved."""
+    """Return the bag of activations that the forward of some work has saved."""
     bag = step.flights[work].bag
     assert bag is not None, "the forward of what is parked keeps no bag"
     return bag

@@ -33,8 +33,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Kept:
-    """What it received from other stages, where generators of random numbers stood, and what the
-    forward has noted (scope.memo)."""
+    """The inputs of a stage's forward, for a second run of it.
+
+    They are what it received from other stages, where generators of random numbers stood, and what
+    the forward has noted (scope.memo).
+    """
 
     received: Mapping[Token, Tensor]
     drawn: Replayed
@@ -51,7 +54,7 @@ class Kept:
 
 
 class Result(NamedTuple):
-    """Of one microbatch, on the rank of the last stage: the loss (unscaled) and the output."""
+    """The result of one microbatch on the rank of the last stage: loss (unscaled) and output."""
 
     loss: torch.Tensor | None
     output: Any
@@ -202,7 +205,7 @@ class Step:
             flight.split.weights()
 
     def roots(self, flight: Flight, work: Work) -> tuple[list[Any], list[Any]]:
-        """Where gradients enter this stage, and the gradients."""
+        """Return the edges at which gradients enter this stage, and the gradients."""
         stage = self.pipe.stages[work.stage]
         if flight.bag is not None:
             flight.bag.open()
@@ -250,7 +253,7 @@ class Step:
             self.outbox[name] = values
 
     def collect(self, back: bool, source: int, target: int, work: Work) -> list[torch.Tensor]:
-        """What another stage has handed over."""
+        """Return the values that another stage has sent."""
         name = _name(back, source, target, work)
         return self.here.pop(name) if name in self.here else self.pipe.mail.take(name)
 

@@ -61,7 +61,7 @@ class Versions:
 
     @property
     def kept(self) -> int:
-        """How many versions are held now."""
+        """The number of versions that are held now."""
         return 1 + sum(version != self.newest for version in self._kept)
 
     def before(self, op: Op) -> None:
@@ -122,7 +122,7 @@ def versions_of(
 
 
 def totals(everyone: Sequence[Sequence[float]], made: Sequence[int]) -> dict[int, float]:
-    """What the microbatches of each update weigh, from the weights of each replica."""
+    """Return the total weight of each update's microbatches, from the weights of each replica."""
     total: dict[int, float] = {}
     for weights in everyone:
         for microbatch, weight in enumerate(weights):

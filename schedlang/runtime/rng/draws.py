@@ -23,7 +23,7 @@ FUNCTIONS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
 def packed(args: Sequence[Any]) -> bool:
-    """Is it the form for packed sequences: (data, sizes of batches, states, weights, ..)?
+    """Return whether a call has packed sequences: (data, sizes of batches, states, weights, ..).
 
     Its rows are tokens of all samples, sorted by length: no sample has rows of its own.
     """
@@ -31,7 +31,7 @@ def packed(args: Sequence[Any]) -> bool:
 
 
 def drops(args: Sequence[Any]) -> bool:
-    """Does a call draw masks: (.., layers, dropout, train, ..), between layers only?"""
+    """Return whether a call draws masks: (.., layers, dropout, train, ..), between layers only."""
     at = next(place for place, value in enumerate(args) if type(value) is int)
     return bool(args[at] > 1 and args[at + 1] and args[at + 2])
 
@@ -316,7 +316,7 @@ def _has(overload: Any, name: str) -> bool:
 
 
 def masks(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Does this call draw random numbers, in a way that has a logical form?
+    """Return whether a call draws random numbers in a way that has a logical form.
 
     Of functions that are written in terms of others (`F.dropout`), too.
     """

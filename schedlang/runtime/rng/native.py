@@ -36,7 +36,7 @@ Places = tuple[tuple[str, int], ...]  # by axis
 
 @dataclass(frozen=True)
 class Fork:
-    """Where a draw stands that is not the step's own.
+    """The places of a draw that is not the step's own.
 
     every   it is one for all rows of a batch, in all microbatches
     """
@@ -109,7 +109,7 @@ class NativeDropout:
             self._back(before)
 
     def attended(self, made: Any, shape: tuple[int, ...]) -> Any:
-        """What `made()` draws for the weights of an attention whose ranks share them."""
+        """Call `made`, which draws for the weights of an attention whose ranks share them."""
         frame = self.frame
         fork = frame.next() if frame is not None else None
         if frame is None or fork is None:
@@ -175,7 +175,7 @@ class Frame:
     index: int = -1
 
     def next(self) -> Fork | None:
-        """Where the next draw stands; None: with the step."""
+        """Return the places of the next draw; None: they are the step's."""
         self.index += 1
         return self.draws[self.index % len(self.draws)]
 

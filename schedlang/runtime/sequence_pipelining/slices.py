@@ -28,7 +28,7 @@ Weight = Callable[[Batch], float]
 
 @dataclass(frozen=True)
 class Slicing:
-    """How an unmodified model runs on slices of its sequences, as a probe has found it.
+    """The way in which an unmodified model runs on slices of its sequences, found by a probe.
 
     carrier  `cache`: by the cache of transformers; `calls`: at its calls of torch's attention
     labels   the input that holds them; "" where there is none

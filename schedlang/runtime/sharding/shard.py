@@ -215,7 +215,7 @@ def region(inner: Forward, edges: tuple[Edge, ...]) -> Forward:
 
 
 def is_main(value: Any) -> bool:
-    """Is this a floating-point tensor, as activations are?"""
+    """Return whether a value is a floating-point tensor, as activations are."""
     return isinstance(value, Tensor) and value.is_floating_point()
 
 

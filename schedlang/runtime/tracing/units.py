@@ -204,7 +204,7 @@ def in_trunk(
     trunks: Sequence[str] = (),
     unrolled: Iterable[str] = (),
 ) -> tuple[bool, ...]:
-    """Which units are elements of the trunk, or lie in one; others stand before, between, after."""
+    """Return for each unit whether it is an element of the trunk, or lies in one."""
     elements = elements_of(model, dict.fromkeys(units, 1), trunks, unrolled)
     return tuple(any(unit == e or unit.startswith(f"{e}.") for e in elements) for unit in units)
 
