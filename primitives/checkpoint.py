@@ -168,7 +168,8 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
             )
 
     def _check_copies(self) -> None:
-        """What is copied and computed in a second is said to the plan that weighs them."""
+        """Refuse speeds of copies and operations without the plan that weighs them, or not above
+        0."""
         if (self.plan == "pofo") != (self.bandwidth is not None) or (
             self.plan != "pofo" and self.tflops != TFLOPS
         ):
@@ -207,11 +208,11 @@ class _Plan(Budgeted):
     memory: int
 
     def reruns(self, found: Sequence[tuple[tuple[str, ...], Any]]) -> Sequence[Again] | None:
-        """What runs again of chains; None: that shows only while it runs."""
+        """Return the regions of chains that run again; None: only the run itself decides it."""
         return [again for run, chosen in found for again in self.chosen(run, chosen)]
 
     def chosen(self, run: tuple[str, ...], found: Any) -> list[Again]:
-        """What runs again of one chain, as far as it is known before."""
+        """Return the regions of one chain that run again, as far as they are known before."""
         return []
 
 
@@ -228,7 +229,7 @@ class _Rotor(_Plan):
         return found
 
     def chosen(self, run: tuple[str, ...], found: Tree) -> list[Again]:
-        """Its outermost regions."""
+        """Return the outermost regions."""
         return [Again(tuple(run[k] for k in region), once=True) for region in regions(found)]
 
     def lower(self, chains: Sequence[tuple[tuple[str, ...], Tree]], copy: Copy) -> None:
@@ -239,7 +240,7 @@ class _Rotor(_Plan):
             regions([copy.at(name) for name in run], found)
 
     def said(self, found: Tree) -> str:
-        """How many modules are kept, and how many are in regions."""
+        """Describe the numbers of modules that are kept, and that are in regions."""
         inside = [len(region) for region in regions(found)]
         return f"{len(places(found)) - sum(inside)} kept whole, {sum(inside)} in" + (
             f" {len(inside)} regions, which may hold regions: {inside}" if inside else " no region"
@@ -275,7 +276,7 @@ class _Pareto(_Plan):
                 recompute(copy.at(one.modules[0]), chosen=one.chosen)
 
     def said(self, found: Any) -> str:
-        """What is kept."""
+        """Describe what is kept."""
         from schedlang.remat.operators import words
 
         return words(found)
@@ -328,14 +329,15 @@ class _Pofo(_Plan):
                     offload(copy.at(name), store)
 
     def said(self, found: Mixed) -> str:
-        """Which way each goes."""
+        """Describe what is done with each module."""
         from schedlang.remat.pofo import words
 
         return words(found)
 
 
 class _Dtr(_Plan):
-    """What is dropped and made again while it runs; `found` is the bytes that all modules share."""
+    """The plan that drops results while it runs, and makes them again; `found`: the bytes shared by
+    all."""
 
     keeps = True
 
@@ -366,7 +368,7 @@ class _Dtr(_Plan):
         dynamic([copy.at(name) for run, _ in chains for name in run], chains[0][1])
 
     def said(self, found: int) -> str:
-        """How many bytes."""
+        """Describe the limit in bytes."""
         return f"at most {found} bytes, dropped and made again while it runs"
 
 

@@ -151,7 +151,7 @@ class fuse(Lowered, Tried, Gaining, Resolved):  # noqa: N801
         ]
 
     def gain(self, site: Site, plan: Plan, call: tuple[Any, Any]) -> Gain:
-        """Of the regions of one module, or of all of it."""
+        """Return the gain of fusing the regions of a module, or all of it."""
         from schedlang.runtime.kernel_injection.gains import of_module, of_regions
         from schedlang.runtime.tracing.meta import hollow_model
 
@@ -218,7 +218,7 @@ def _matched(site: Site, plan: Plan, row: fuse) -> None:
 
 
 def _kernels(site: Site, plan: Plan) -> int:
-    """How many kernels a module is, if that can be seen; 0 if not."""
+    """Return the number of kernels of a module, if that can be seen; 0 if not."""
     from schedlang.runtime.fusion.dataflow import Looked, flow, imagined, kernels
 
     module = plan.model.model.get_submodule(site.fqn)

@@ -1,4 +1,4 @@
-"""Where each parameter, gradient and state lies: device, host, disk, or the next pipeline rank."""
+"""Residence of parameters, gradients and states: device, host, disk, or the next pipeline rank."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def state_rounds(plan: Plan, holdings: Mapping[str, Holding], rank: int) -> Iter
 
 
 def _rounds(sizes: Sequence[int]) -> list[list[int]]:
-    """Which parameters of these bytes travel together."""
+    """Group parameters of these bytes into rounds that travel together."""
     from schedlang.runtime.grad_reduction.gradient import buckets
 
     return buckets([(size, None) for size in sizes])
@@ -233,7 +233,8 @@ def _units(plan: Plan, fqn: str, trunk: frozenset[str]) -> Iterator[tuple[str, t
 
 
 def tier_of_unit(plan: Plan, fqn: str, names: Sequence[str]) -> str:
-    """Where the slices lie that `zero` gathers together for a module; refuses a mixture (S854)."""
+    """Return the tier of the slices that `zero` gathers together for a module; refuse several
+    (S854)."""
     from schedlang.runtime.storage.tiers import DEVICE
 
     tiers = tiers_of(plan)

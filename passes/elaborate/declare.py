@@ -418,7 +418,7 @@ UNITS: Mapping[str, tuple[type, ...]] = {  # what bounds may be, beside plain nu
 
 
 def expectation(node: n.Expect, names: Names) -> Expectation | None:
-    """What a statement expects; None where its bound needs a model that is not there.
+    """Return the expectation of a statement; None where its bound needs a model that is not there.
 
     Raises Refusal S861 for anything but a measure compared with a bound.
     """

@@ -129,7 +129,8 @@ def _again_and_again(x: Tensor, r: Tensor, others: Mapping[str, Tensor | None]) 
 
 
 def of_ranks(locals_: Sequence[Tensor | None], right: Sequence[Tensor], mesh: Mesh) -> str:
-    """How the ranks' own values make the right ones, where each is wrong by itself; "" if no way.
+    """Describe how the ranks' own values make the right ones, where each is wrong by itself; "" if
+    no way.
 
     `right` is what each rank should hold.
     """

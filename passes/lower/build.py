@@ -136,7 +136,7 @@ Loss = Callable[..., Any]
 
 @dataclass
 class Builder:
-    """What lowering changes: the local copy of the model, module by module."""
+    """The local copy of the model that lowering changes, module by module."""
 
     plan: Plan
     module: nn.Module
@@ -165,7 +165,7 @@ class Builder:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a program is built with, beside its plan and a batch.
+    """The options of `build`, beside a plan and a batch.
 
     loss       loss(output, batch), where the model returns none
     optimizer  a function from (name, parameter) pairs to an optimizer; `clip` bounds the norm
@@ -298,7 +298,7 @@ def _trained(plan: Plan, staged: Staged, a: Assembly, lying: Any, given: Options
 
 
 def _prepared(plan: Plan, batch: Mapping[str, Any], given: Options) -> Prepared:
-    """What is known before ranks run, found on each of them alike."""
+    """Prepare a plan on each rank alike; the first rank's table of bits holds for all."""
     from schedlang.runtime.batch import sample_of
     from schedlang.runtime.comm import world
 
@@ -310,7 +310,8 @@ def _prepared(plan: Plan, batch: Mapping[str, Any], given: Options) -> Prepared:
 
 
 def _asked(plan: Plan, batch: Mapping[str, Any], given: Options) -> Asked:
-    """How masks are to be drawn, and for how many rows at once."""
+    """Return the kind of dropout that the options ask for, its seed, and the rows of a
+    microbatch."""
     from schedlang.runtime.batch import rows_of, sample_of
 
     kind = given.dropout or ("logical" if given.seed is not None else None)

@@ -68,7 +68,8 @@ class Staged:
         return tuple(s for s in range(self.cut.stages) if place in self.places(s))
 
     def microbatches(self, stage: int, place: int, replica: int | None = None) -> int:
-        """How many microbatches of a step go through a stage at a place, or one replica of it."""
+        """Return the number of a step's microbatches in a stage at a place, or in one replica of
+        it."""
         from schedlang.pipeline.timeline import Kind
 
         t = self.timeline
@@ -175,7 +176,8 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
 def _graph(
     plan: Plan, traced: Traced, skeleton: nn.Module, batch: Mapping[str, Any], loss: Loss | None
 ) -> StageGraph:
-    """What units read of each other; calls are asked for once more where the trace does not say."""
+    """Record what units read of each other; ask for their calls once more where the trace lacks
+    them."""
     from schedlang.runtime.tracing.graph import once
     from schedlang.runtime.tracing.record import record
     from schedlang.runtime.tracing.units import units_of
@@ -258,7 +260,7 @@ def _stage_numbers(counting: Counting, graph: StageGraph, timeline: Timeline) ->
 
 
 def _weight(counting: Counting, graph: StageGraph, timeline: Timeline) -> Weight | None:
-    """What stages are balanced by; None: by nothing, they are even."""
+    """Return the weight by which stages are balanced; None: they are even."""
     plan = counting.plan
     planned = plan.rows_with(Recomputing)
     rows = [(action, row.budget) for action, row in planned if row.budget and row.budget.cuts]
@@ -282,7 +284,7 @@ def _trunk(plan: Plan) -> frozenset[str]:
 
 
 def _elements(plan: Plan, fqn: str) -> Iterator[str]:
-    """What stands in a list, also in lists and dicts within it: modules that are called."""
+    """Yield the modules in a list that are called, also those in lists and dicts within it."""
     for child in plan.model.sites[fqn].children:
         name = f"{fqn}.{child}"
         if any(plan.model.sites[name].is_a(kind) for kind in UNCALLED):
@@ -328,7 +330,7 @@ def buffer_homes(staged: Staged) -> tuple[dict[str, int], ...]:
 
 
 def on_peers(plan: Plan, *what: str) -> list[Stored]:
-    """Where one of these (or anything) of a module is kept on a peer."""
+    """Return the stores of a plan on a peer, of these kinds or of any."""
     return [s for s in plan.stores if s.tier == "peer" and (not what or s.what in what)]
 
 

@@ -145,7 +145,7 @@ def _enough_layers(plan: Plan) -> None:
 
 
 def parts(plan: Plan) -> int:
-    """Into how many parts a batch is cut."""
+    """Return the number of parts that a batch is cut into."""
     return plan.shares * (plan.micro)
 
 

@@ -216,7 +216,7 @@ class Form:
     shift: int = 0
 
     def at(self, sizes: Mapping[str, int]) -> int | None:
-        """Its value; None where that is not whole."""
+        """Return the value for these sizes; None where it is not whole."""
         over, under = self.factor.numerator, self.factor.denominator
         for name, power in self.powers:
             if power > 0:

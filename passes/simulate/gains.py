@@ -1,4 +1,4 @@
-"""What rows that are there for fewer kernels gain, counted with a batch; or S888, if nothing."""
+"""Gains of rows that are there for fewer kernels, counted with a batch; S888 for one without."""
 
 from __future__ import annotations
 

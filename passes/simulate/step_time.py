@@ -1,4 +1,4 @@
-"""What a step takes: with times given or measured, on a cluster, or by its operations alone."""
+"""Time of a step: with times given or measured, on a cluster, or by its operations alone."""
 
 from __future__ import annotations
 

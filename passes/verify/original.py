@@ -147,7 +147,8 @@ class Sequential:
         return draws_in_words(self.dropout.noted or {}) if self.dropout is not None else []
 
     def streams(self) -> tuple[int, list[str]]:
-        """How many streams masks were drawn from, and those that are not apart from all others."""
+        """Return the number of streams that masks were drawn from, and the streams that are not
+        distinct."""
         begun = (self.dropout.begun or {}) if self.dropout is not None else {}
         return len(begun), repeated(begun)
 
@@ -162,7 +163,7 @@ class Sequential:
         return [name for name, _ in self._named]
 
     def replicas(self) -> Mapping[str, float]:
-        """There is one copy of everything."""
+        """Return no differences: there is one copy of everything."""
         return {}
 
     @contextmanager

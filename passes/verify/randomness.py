@@ -134,7 +134,8 @@ class Mine:
 
 
 def native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] | None:
-    """How many masks two steps drew natively, and what is wrong with them; None: none are drawn.
+    """Return the number of masks that two steps drew natively, and their faults; None: none are
+    drawn.
 
     All ranks call together.
     """

@@ -40,7 +40,7 @@ from schedlang.runtime.scope import Scope, entered
 
 @dataclass(frozen=True)
 class Directions:
-    """Which copy of the buffers a microbatch meets, where stages are laid over ranks twice.
+    """The copy of the buffers that each microbatch meets, where stages are laid over ranks twice.
 
     of     microbatch -> the replica of the stages that it goes through; none: one for all
     homes  for each replica, buffer -> the place that keeps it: replicas at one place share it

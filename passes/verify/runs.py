@@ -57,7 +57,7 @@ class Batches:
 
     @property
     def parts(self) -> int:
-        """Into how many parts a batch is cut."""
+        """The number of parts that a batch is cut into."""
         return len(self.cut(max(rows(batch) for batch in self.all)))
 
     @property
@@ -72,7 +72,7 @@ class Batches:
 
     @property
     def shapes(self) -> int:
-        """How many different sets of shapes there are."""
+        """The number of different sets of shapes."""
         return len({tuple(sorted(shapes(batch).items())) for batch in self.all})
 
     @property

@@ -150,7 +150,7 @@ def _off(runs: Sequence[Observation | None], key: Key, r: Tensor) -> float:
 def _beyond(
     exact: Observation, program: Observation, draws: Sequence[Observation], key: Key, chance: float
 ) -> float:
-    """How far an error is beyond what it may be by luck, told from draws of it."""
+    """Return the ratio of an error to the bound of what luck explains, told from draws of it."""
     error = _errors(exact, program, [key])
     every = [key]
     if key.kind in _SCALARS:  # one number tells little of its law, those of all steps tell more
