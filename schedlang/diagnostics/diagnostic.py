@@ -128,7 +128,7 @@ def foremost(diagnostics: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
 
 @contextmanager
 def at_the_callers_line() -> Iterator[None]:
-    """What is refused inside stands at the caller's line of Python, unless it has a place."""
+    """Raise a Refusal from inside at the caller's line of Python, unless it has a place already."""
     try:
         yield
     except Refusal as refusal:
@@ -264,7 +264,7 @@ def _render(d: Diagnostic, width: int | None) -> Iterator[str]:
 
 
 def _helps(d: Diagnostic) -> Iterator[str]:
-    """What would be legal, in the words of who asked: a schedule's, or Python's."""
+    """Yield the helps of a diagnostic, spelled for its reader: as a schedule, or as Python."""
     spell = SPELLED[-1] if SPELLED and d.primary.span.source.python else str
     yield from map(spell, d.helps)
 

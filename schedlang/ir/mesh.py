@@ -69,14 +69,14 @@ class Mesh:
         return (*(name for name in self.names if name in names), *behind)
 
     def size(self, over: str | Sequence[str]) -> int:
-        """How many ranks lie along one axis, a view, or a tuple of axes."""
+        """Return the number of ranks along one axis, a view, or a tuple of axes."""
         return math.prod(self._extent(axis) for axis in self.fold(over))
 
     def _extent(self, axis: str) -> int:
         return _run(axis)[1] or self.sizes[axis]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank lies on each axis."""
+        """Return the coordinate of a rank on each axis; 0 <= rank < world."""
         assert 0 <= rank < self.world, (rank, self.world)
         found: dict[str, int] = {}
         for name, size in reversed(self.axes):

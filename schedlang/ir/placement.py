@@ -1,4 +1,4 @@
-"""How a tensor lies on a mesh: split, replicated or pending a sum; sizes that do not divide."""
+"""Placements of a tensor on a mesh: split, replicated or partial; sizes that do not divide."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from schedlang.ir.mesh import Mesh
 
 @dataclass(frozen=True)
 class Uneven:
-    """How a dim that its ranks do not divide is made to fit, so that all parts are of one size.
+    """The rule that makes a dim fit its ranks where they do not divide it: all parts get one size.
 
     wide    elements that all ranks hold together, for each true one; above 1 in both cases
     repeat  neighbouring ranks that hold the same part; 1: each block ends in zeros instead
@@ -24,7 +24,7 @@ class Uneven:
     repeat: int = 1
 
     def parts(self, ranks: int) -> int:
-        """Into how many different parts a block is cut."""
+        """Return the number of different parts that a block is cut into."""
         return ranks // self.repeat
 
     def padded(self, size: int) -> int:
@@ -101,7 +101,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the elements of a tensor of a given shape lie on a mesh.
+    """The places of the elements of a tensor of a given shape on a mesh.
 
     `padded` is the shape after padding (equal to `shape` without), `splits` are applied in order,
     so the first named axis is the slowest.  Axes that no split names hold replicas.
@@ -269,7 +269,8 @@ class Cut:
         return all(count % ranks == 0 for count in self.units)
 
     def uneven(self, ranks: int) -> Uneven | None:
-        """How the dim lies on the ranks; None where the rule does not fit the sizes."""
+        """Return the rule by which the dim fits the ranks; None where the rule does not fit the
+        sizes."""
         if self.even(ranks) or ranks == 1:
             return EVEN
         if self.rule == "pad":
@@ -311,7 +312,7 @@ def remedies(row: str, heads: int | None, ranks: int, splits_out: bool) -> list[
 
 
 def blocks_of(blocks: object, size: int) -> tuple[str, ...]:
-    """What may be written in the place of blocks that do not make up a dim."""
+    """Return helps that say which `blocks` are legal for a dim of this size."""
     if isinstance(blocks, int):
         fit = [n for n in range(1, size + 1) if size % n == 0]
         return (f"`blocks` may be {some(fit)}, or sizes that add up to {size}: `blocks=[...]`",)

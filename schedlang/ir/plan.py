@@ -53,7 +53,7 @@ class Action:
         return type(self.primitive).__name__
 
     def target(self, group: Sequence[str], model: ModelFacts) -> Any:
-        """What the primitive is given of a group of sites: them all, or the only one."""
+        """Return what the primitive is given of a group of sites: all of them, or the only one."""
         known = tuple(model.sites[fqn] for fqn in group)
         return known if self.primitive.takes == "selection" else known[0]
 
@@ -84,7 +84,7 @@ class Action:
 
 
 class Printed(Protocol):
-    """How a plan is shown to a user; `viz.picture` does it, and says so."""
+    """A view of a plan for a user; `viz.picture` installs one."""
 
     def text(self, plan: Plan) -> str:
         """For a terminal."""
@@ -165,7 +165,7 @@ class Plan:
         register(self.model.model)
 
     def __str__(self) -> str:
-        """What the verb `plan` shows, without a batch."""
+        """Return the plan as the verb `plan` shows it without a batch."""
         return PRINTED[-1].text(self) if PRINTED else self.rows()
 
     def _repr_html_(self) -> str:
@@ -225,20 +225,21 @@ class Plan:
 
     @property
     def trail(self) -> Trail:
-        """Which rows stand at each module: kept as rows are added, found anew for other rows."""
+        """The rows at each module: kept while rows are added, found again for other rows."""
         return self.known if self.known.of is self.actions else Trail.along(self.actions)
 
     def targets(self, action: Action) -> Iterator[Any]:
-        """What the primitive of an action is given, one after the other: a site, or several."""
+        """Yield what the primitive of an action is given, call by call: one site, or several."""
         return (action.target(group, self.model) for group in action.each)
 
     def layout(self, parameter: str) -> Layout:
-        """How a parameter (any of its names) lies on the mesh."""
+        """Return the layout of a parameter (by any of its names) on the mesh."""
         fact = self.model.parameters[parameter]
         return self.layouts.get(fact.name) or Layout.whole(fact.shape)
 
     def held(self, parameter: str) -> Layout:
-        """How a parameter really lies: axes of size 1 split nothing, and padding serves a split."""
+        """Return the effective layout of a parameter: splits over axes of size 1, and their
+        padding, left out."""
         layout = self.layout(parameter)
         real = tuple(split for split in layout.splits if self.mesh.size(split.axis) > 1)
         return replace(layout, splits=real) if real else Layout.whole(layout.shape)
@@ -267,15 +268,16 @@ class Plan:
 
     @property
     def micro(self) -> int:
-        """Into how many microbatches a rank's rows are split."""
+        """The number of microbatches that a rank's rows are split into."""
         return self.order.micro if self.order is not None else 1
 
     def overlapping(self, what: str) -> Overlap | None:
-        """What a row says of communication that runs beside the computation, if one does."""
+        """Return the row's annotation on overlapped communication of this kind; None if there is
+        none."""
         return next((one for one in self.overlaps if one.what == what), None)
 
     def stages(self, axis: str) -> int:
-        """Into how many stages the model is cut along an axis."""
+        """Return the number of stages that the model is cut into along an axis."""
         ranks = self.mesh.size(axis)
         return self.order.stages(ranks) if self.order is not None else ranks
 
@@ -320,7 +322,7 @@ class Plan:
 
     @property
     def shares(self) -> int:
-        """Into how many parts the rows of a batch are split."""
+        """The number of parts that the rows of a batch are split into."""
         return self.mesh.size(self.row_axes)
 
     @property

@@ -154,7 +154,7 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
         self._span: Callable[[Meta | Token], Span] = partial(span_of, source)
 
     def __default__(self, rule: str, parts: list[Any], at: Meta) -> Any:
-        """What most rules become."""
+        """Make the node of a rule that has no method of its own."""
         made = map(_plain, parts)
         if rule in FIELDS:
             return FIELDS[rule](*made, span=self._span(at))

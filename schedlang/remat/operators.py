@@ -1,4 +1,4 @@
-"""Which operators of a module are kept when it is recomputed: bytes kept against work repeated.
+"""Choice of the operators to keep in a recomputed module: bytes kept against work repeated.
 
 A result that is kept spares its own operator in the second run, and no other. So of all sets of
 operators those are worth a look that no other set beats in both, and they are found by adding one

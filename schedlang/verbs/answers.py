@@ -1,4 +1,4 @@
-"""What CI asks of one schedule, and what it is told: wishes, outcomes and their table."""
+"""Questions of CI about one schedule, and their answers: wishes, outcomes and their table."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Outcome:
 
     @property
     def word(self) -> str:
-        """How it ended."""
+        """The outcome in a word or two."""
         return "left out" if self.skipped else WORDS[self.code]
 
     @property
@@ -70,7 +70,7 @@ class Outcome:
 
     @property
     def note(self) -> Note | None:
-        """What to say on the schedule's line; None where it holds."""
+        """The note for the schedule's line; None where it holds."""
         if self.skipped or self.code == HOLDS:
             return None
         title = "schedlang equivalence" if self.question == VERIFY else f"schedlang {self.question}"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Terms:
-    """What proofs start from, on how many ranks, and which schedules are not meant to have one."""
+    """The seed and the limits of proofs, and the schedules that are meant to be refused."""
 
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and dropout.")] = 0
     dtype: Annotated[
@@ -46,7 +46,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Asks:
-    """What is asked of each schedule beside its check."""
+    """The questions about each schedule beside its check."""
 
     static: Annotated[bool, typer.Option("--static", help="Start no ranks: no `verify`.")] = False
     shrink: Annotated[
@@ -143,7 +143,8 @@ def _schedules(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def _meant(said: Sequence[str], files: Sequence[Path]) -> dict[Path, str]:
-    """Which schedules are meant to be refused, and with which code (S109)."""
+    """Return the schedules that are meant to be refused, each with its code; refuse others
+    (S109)."""
     from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 
     known, found = {file.resolve() for file in files}, {}

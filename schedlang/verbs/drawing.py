@@ -34,7 +34,7 @@ WATCHED = 5  # steps at the end of a run whose operations are timed; the median 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Where to write which picture; None: it was not asked for."""
+    """The pictures to write, each with its file; None: it was not asked for."""
 
     svg: Annotated[Path | None, typer.Option("--svg", help="Draw it into this file.")] = None
     html: Annotated[

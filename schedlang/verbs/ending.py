@@ -1,4 +1,4 @@
-"""How a verb ends: text or JSON, and the exit code that its result stands for."""
+"""The end of a verb: text or JSON, and the exit code that its result stands for."""
 
 from __future__ import annotations
 

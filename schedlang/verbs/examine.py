@@ -75,7 +75,10 @@ class Ranks:
 
 
 def is_library(file: Path) -> bool:
-    """Does a file only define what others use, so that it has nothing to verify?  May refuse."""
+    """Return whether a file only defines what others use, and so has nothing to verify.
+
+    May refuse.
+    """
     return first_row(file) == 0
 
 
@@ -199,7 +202,7 @@ def _blamed(report: Report) -> tuple[str, int]:
 
 
 def _facts(report: Report, wish: Wish, mesh: str) -> list[tuple[str, str]]:
-    """What a machine may want to know of a report."""
+    """Return the facts of a report that a machine may want."""
     place, line = _blamed(report)
     worst = max((row.error for row in report.rows if row.gate < 1), key=_size, default=math.nan)
     return [

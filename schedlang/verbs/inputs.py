@@ -1,4 +1,4 @@
-"""What verbs are given: schedules and their settings, saved plans, models, and what to prove."""
+"""Inputs of verbs: schedules and their settings, saved plans, models, and what to prove."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def is_saved(file: Path) -> bool:
 
 
 def recorded(file: Path, model: str | None) -> tuple[dict[str, Any], ModelFile]:
-    """What a saved plan says, and the model file: that of `--model`, or the one beside the plan.
+    """Read a saved plan and its model file: that of `--model`, or the one beside the plan.
 
     The file that the plan names is told, never run: whoever sends a plan would choose what runs.
     """
@@ -141,7 +141,7 @@ def planned(
 
 
 def accounted(one: Planned, *, memory: bool = False) -> Account:
-    """What the plan costs, with the model file's batch if it has one."""
+    """Account the costs of the plan, with the model file's batch if it has one."""
     from schedlang.passes.simulate.account import account
 
     batch = one.model.batch(0) if one.model.has_batch else None
@@ -248,7 +248,8 @@ def posed(
 def _meant(
     tree: File, found: ModelFile, given: Settings, whole: Plan, seed: int
 ) -> tuple[Plan, Any]:
-    """What expectations are about: the whole model on the file's own mesh, whatever is run here."""
+    """Return the plan and batch that expectations are about: the whole model on the file's own
+    mesh."""
     from schedlang.diagnostics.diagnostic import Refusal
     from schedlang.schedule import Schedule
 

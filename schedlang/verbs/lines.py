@@ -138,7 +138,7 @@ def of_schedule(file: Path, asked: Asked, found: Any, cost: Cost | None, machine
 
 
 def _not_beside(asked: Asked, names: tuple[str, ...], who: str) -> None:
-    """What a file says itself cannot be said beside it."""
+    """Refuse options that set what a file sets itself (S109)."""
     given: Mapping[str, object] = vars(asked)
     if twice := [name for name in names if given[name] is not None]:
         words = ", ".join(f"`--{name}`" for name in twice)
@@ -149,7 +149,8 @@ def _not_beside(asked: Asked, names: tuple[str, ...], who: str) -> None:
 
 
 def legal(make: Callable[[], Timeline]) -> Timeline:
-    """What an order makes, or a refusal with sizes that it has."""
+    """Make a timeline; refuse sizes that its order does not have, and name some that it has
+    (S608)."""
     from schedlang.pipeline.schedules import OrderError
 
     try:

@@ -46,7 +46,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Locks:
-    """What is done with the lock file beside the schedule."""
+    """The options about the lock file beside the schedule."""
 
     lock: Annotated[bool, typer.Option("--lock", help="Write FILE.lock.")] = False
     locked: Annotated[

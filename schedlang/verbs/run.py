@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Training:
-    """How long is trained, how, and from which numbers."""
+    """The length of a training, its optimizer, and its seed."""
 
     steps: Annotated[int, typer.Option(metavar="N", help="Number of steps.")] = 20
     lr: Annotated[float | None, typer.Option(help="Learning rate; default 0.003, for sgd 0.1.")] = (
@@ -93,7 +93,7 @@ def run(
 
 
 def _show(name: str, course: Course, trained: Trained, as_json: bool) -> None:
-    """What a training has shown; exit 1 where it took longer than the schedule expects."""
+    """Show the results of a training; exit 1 where it took longer than the schedule expects."""
     from schedlang.passes.simulate.expected import late
     from schedlang.verbs.expected import demand_time
 
@@ -216,7 +216,7 @@ def sound(course: Course) -> Course:
 
 
 class _Shown:
-    """How far the training is: a bar on a terminal, a line now and then elsewhere."""
+    """The progress of a training: a bar on a terminal, a line now and then elsewhere."""
 
     def __init__(self, steps: int, quiet: bool) -> None:
         self.total, self.quiet, self.live = steps, quiet, sys.stderr.isatty()

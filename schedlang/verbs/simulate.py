@@ -30,7 +30,7 @@ Costs = Annotated[
 
 @dataclass(frozen=True)
 class Speeds:
-    """What ranks and links do in a second."""
+    """The speeds of ranks and links."""
 
     tflops: Annotated[float, typer.Option(help="TFLOP/s of a rank, where costs are estimated.")] = (
         100.0

@@ -1,4 +1,4 @@
-"""What `simulate` found of a timeline: its times, its memory and its messages, text and JSON."""
+"""Results of `simulate` for a timeline: its times, its memory and its messages, text and JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Simulated:
 
     @property
     def head(self) -> str:
-        """What was simulated, in a line."""
+        """The head line of the text: order, ranks, microbatches, chunks and slices."""
         line = f"{self.order}   {self.timeline.ranks} ranks, {self.micro} microbatches"
         line += f", {self.chunks} stages on each" if self.chunks > 1 else ""
         return line + (f", {self.slices} slices" if self.slices > 1 else "")

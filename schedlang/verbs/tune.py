@@ -25,7 +25,7 @@ PYTHON = ".py"
 
 @dataclass(frozen=True)
 class Machine:
-    """What the ranks are; what is left out is that of the cluster that is named."""
+    """The ranks and their speeds; an option left out is taken from the cluster that is named."""
 
     gpus: Annotated[
         int | None,
@@ -54,7 +54,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is tried, and how much of it is shown."""
+    """The values of knobs to try, and the number of results to show."""
 
     values: Annotated[
         list[str] | None,
@@ -154,7 +154,7 @@ def _batch(found: ModelFile) -> Mapping[str, Any]:
 
 
 def _device(tree: File) -> str | None:
-    """What the mesh of the file stands on."""
+    """Return the device that the mesh of the file names; None if it names none."""
     from schedlang.language import nodes
 
     found = [one.on for one in tree.items if isinstance(one, nodes.Mesh)]

@@ -34,7 +34,7 @@ class Change:
 
     @property
     def where(self) -> str:
-        """Its modules, folded, and how many there are."""
+        """The modules, folded, and their number."""
         count = f" x{len(self.sites)}" if len(self.sites) > 1 else ""
         return folded(self.sites) + count
 

@@ -1,4 +1,4 @@
-"""How a plan is printed from Python: as the verb `plan` shows it, or as its picture."""
+"""Printing of a plan from Python: as the verb `plan` shows it, or as its picture."""
 
 from __future__ import annotations
 

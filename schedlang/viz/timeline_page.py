@@ -205,7 +205,7 @@ def readable(cost: Cost, unit: str) -> tuple[Cost, str]:
 
 
 def rounded(value: Number) -> float:
-    """To the digits that a field of a page has room for."""
+    """Round a value to the digits that a field of a page has room for."""
     return float(f"{float(value):.5g}")
 
 

@@ -1,4 +1,4 @@
-"""When each operation of a timeline runs under given costs: rows in order, as soon as ready."""
+"""Simulation of a timeline under given costs: rows of a rank run in order, as soon as ready."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ class Clock:
         self.end = np.full_like(duration, -1)
 
     def run(self) -> dict[int, int]:
-        """To the end, or until nothing moves: then row -> the row that it waits for."""
+        """Run to the end, or until nothing moves; return, by stuck row, the row that it waits
+        for."""
         exact = self.duration.dtype == object
         if len(self.at) < MANY_RANKS or exact or not self._rounds():
             self._steps()

@@ -144,7 +144,7 @@ class Timeline:
 
     @cached_property
     def slices(self) -> int:
-        """Into how many runs of the sequence each microbatch is cut."""
+        """The number of slices of the sequence that each microbatch is cut into."""
         return int(self.slice.max()) + 1 if len(self) else 0
 
     @cached_property

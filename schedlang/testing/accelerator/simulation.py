@@ -68,7 +68,7 @@ class Report:
 
 
 class Raced(AssertionError):
-    """What `check` raises; `reports` are all that were made."""
+    """Raised by `check`; `reports` are all that were made."""
 
     def __init__(self, reports: Sequence[Report]) -> None:
         more = f"\n... and {len(reports) - 8} more" if len(reports) > 8 else ""
@@ -114,7 +114,7 @@ def could_overlap(a: Operation, b: Operation) -> bool:
 
 
 class Simulation:
-    """What a simulation saw; it goes on while this is asked."""
+    """The reports of a simulation; it goes on while they are read."""
 
     def __init__(self, core: Any) -> None:
         self._core, self.device = core, torch.device("sim")
@@ -350,7 +350,8 @@ def close() -> None:
 
 
 def _on_rank(fn: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    """What a rank does: another world than the one that it was given, and a simulation."""
+    """Run a function on a rank, in another world than the one that it was given, and a
+    simulation."""
     global _here
     rank, size = dist.get_rank(), dist.get_world_size()
     store = PrefixStore("simulated", dist.distributed_c10d._get_default_store())

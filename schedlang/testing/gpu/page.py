@@ -1,4 +1,4 @@
-"""What was found as a page: the device and its versions, what went wrong, each part as a table."""
+"""The examination as a page: the device and its versions, the failures, each part as a table."""
 
 from __future__ import annotations
 
