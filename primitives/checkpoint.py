@@ -113,18 +113,17 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
 
     def lower(self, sites: tuple[Site, ...], copy: Copy) -> None:
         """Recompute modules of the copy."""
-        from schedlang.runtime.activation_memory.recompute import checkpoint as recompute
-        from schedlang.runtime.activation_memory.recompute import regions
+        from schedlang.runtime.activation_memory import recompute
 
         names = tuple(site.fqn for site in sites)
         if self.budget is not None:
             self.budget.lower(copy.chains[names], copy)
         elif self._alone:
             for name in names:
-                recompute(copy.at(name), self.save)
+                recompute.checkpoint(copy.at(name), self.save)
         else:
             for run in runs(names):
-                regions([copy.at(name) for name in run], self._tree(run), self.save)
+                recompute.regions([copy.at(name) for name in run], self._tree(run), self.save)
 
     @property
     def budget(self) -> _Plan | None:
@@ -269,11 +268,11 @@ class _Pareto(_Plan):
 
     def lower(self, chains: Sequence[tuple[tuple[str, ...], Any]], copy: Copy) -> None:
         """Recompute them, but for the results that were chosen."""
-        from schedlang.runtime.activation_memory.recompute import checkpoint as recompute
+        from schedlang.runtime.activation_memory import recompute
 
         for run, found in chains:
             for one in self.chosen(run, found):
-                recompute(copy.at(one.modules[0]), chosen=one.chosen)
+                recompute.checkpoint(copy.at(one.modules[0]), chosen=one.chosen)
 
     def said(self, found: Any) -> str:
         """Describe what is kept."""
@@ -317,14 +316,14 @@ class _Pofo(_Plan):
 
     def lower(self, chains: Sequence[tuple[tuple[str, ...], Mixed]], copy: Copy) -> None:
         """Recompute some modules of a chain, and move to the host what others save."""
-        from schedlang.runtime.activation_memory.recompute import checkpoint as recompute
+        from schedlang.runtime.activation_memory import recompute
         from schedlang.runtime.offload.saved_tensors import Store, offload
 
         for run, found in chains:
             store = Store(paced=True)
             for name, way in zip(run, found.ways, strict=True):
                 if way == "recompute":
-                    recompute(copy.at(name))
+                    recompute.checkpoint(copy.at(name))
                 elif way == "offload":
                     offload(copy.at(name), store)
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from schedlang.passes.partition.staging import Staged
     from schedlang.runtime.checkpointing.holding import Holding
     from schedlang.runtime.grad_reduction.zero import Sliced
-    from schedlang.runtime.offload.parameters import Held, Window
-    from schedlang.runtime.offload.step import Away, Home, Peer, Tiers
+    from schedlang.runtime.offload.parameters import StreamedParameter, Window
+    from schedlang.runtime.offload.step import Home, Offloaded, Peer, Tiers
     from schedlang.runtime.storage.tiers import Scratch
 
 # ---- What lies on the next rank of a pipeline: what is refused, and in which rounds state goes.
@@ -266,11 +266,11 @@ def away(
     found: Mapping[str, nn.Parameter],
     sliced: Mapping[int, Sliced],
     optimizer: Callable[..., torch.optim.Optimizer] | None,
-) -> Away | None:
+) -> Offloaded | None:
     """Put this rank's parameters where they lie; None where all is on the device."""
     from schedlang.runtime.adapters.fully_shard import Shard
     from schedlang.runtime.offload.parameters import Window
-    from schedlang.runtime.offload.step import Away
+    from schedlang.runtime.offload.step import Offloaded
     from schedlang.runtime.optim.whole_step import is_tensorwise
     from schedlang.runtime.storage.offloaded_gradients import offload_gradients
     from schedlang.runtime.storage.tiers import CPU, DISK, Scratch
@@ -291,7 +291,7 @@ def away(
     alone = optimizer is None or is_tensorwise(optimizer)
     files = any(r.tier == DISK and r.what in ("parameters", "optimizer") for r in plan.stores)
     ring = peer_of(builder, found, tiers, optimizer)
-    made = Away(found, tiers, homes, window, scratch, disk, files, alone, ring)
+    made = Offloaded(found, tiers, homes, window, scratch, disk, files, alone, ring)
     made.check("the program was not built")
     return made
 
@@ -329,16 +329,16 @@ def _streamed(
     sliced: frozenset[str],
 ) -> dict[str, Home]:
     """Move whole parameters to their homes, and let modules fetch them."""
-    from schedlang.runtime.offload.parameters import Held, stream
+    from schedlang.runtime.offload.parameters import StreamedParameter, stream
     from schedlang.runtime.storage.tiers import DISK, plain_copy
 
-    held: dict[str, Held] = {}
+    held: dict[str, StreamedParameter] = {}
     for fqn, (row, names) in streamed_units(builder.plan, staged.trunk).items():
         mine = [name for name in names if name in found and name not in sliced]
         for name in mine:
             if name not in held:
                 put = scratch.put if tiers[name].parameter == DISK else plain_copy
-                held[name] = Held(found[name], put(found[name].detach()))
+                held[name] = StreamedParameter(found[name], put(found[name].detach()))
         if mine:
             stream(builder.at(fqn), [held[name] for name in mine], window, row.ahead)
     return {**held}

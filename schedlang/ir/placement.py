@@ -183,7 +183,7 @@ def strips(sizes: Sequence[int], uneven: Uneven = EVEN) -> list[list[Segment]]:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldRun:
     """A run of indices that a rank holds: at `at` of its own, from `start` of the whole."""
 
     rank: int
@@ -192,14 +192,14 @@ class Held:
     length: int
 
 
-def holds(sizes: Sequence[int], uneven: Uneven, ranks: int) -> list[Held]:
+def holds(sizes: Sequence[int], uneven: Uneven, ranks: int) -> list[HeldRun]:
     """All runs of all ranks, in their order; `start` beyond the sum of the sizes: zeros."""
     found = []
     for rank in range(ranks):
         at = 0
         for strip in strips(sizes, uneven):
             for run in _part(strip, uneven.parts(ranks), rank // uneven.repeat):
-                found.append(Held(rank, at, run.start, run.length))
+                found.append(HeldRun(rank, at, run.start, run.length))
                 at += run.length
     return found
 

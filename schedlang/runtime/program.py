@@ -37,7 +37,7 @@ from schedlang.runtime.grad_reduction.gradient import (
 from schedlang.runtime.grad_reduction.zero import reshard, used_anywhere
 from schedlang.runtime.launch.heart import inside
 from schedlang.runtime.no_labels import weighing
-from schedlang.runtime.offload.step import Away, at_home
+from schedlang.runtime.offload.step import Offloaded, at_home
 from schedlang.runtime.optim.loss_scale import LossScale
 from schedlang.runtime.optim.whole_step import WholeStep, step_by_kinds
 from schedlang.runtime.pipeline.executor import BACKWARD, Event
@@ -73,7 +73,7 @@ class Program:
     keep_output: bool = False  # also keep the output of a training step, in `output`
     output: Any = None
     whole: WholeStep | None = None  # parameters are put together for each step of the optimizer
-    away: Away | None = None  # what lies off the device
+    away: Offloaded | None = None  # what lies off the device
     watch: Watch | None = None  # notes when the operations of a step run
     loss_scale: LossScale | None = None  # of float16; a step that overflows is skipped
     comparing: Comparing | None = None  # compares each step's batch among ranks, if asked for

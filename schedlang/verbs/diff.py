@@ -39,8 +39,7 @@ def diff(
     """
     from schedlang.passes.simulate.account import delta
     from schedlang.verbs.inputs import accounted, check_folders, write_asked
-    from schedlang.viz import diff as diff_page
-    from schedlang.viz.diff import compare
+    from schedlang.viz.diff import as_markdown, compare, page
 
     check_folders(html=html)
     first, second = _sides((old, new), common)
@@ -48,12 +47,12 @@ def diff(
     costs = delta(accounted(first, memory=True), accounted(second, memory=True))
     names = (old.name, new.name) if old.name != new.name else (str(old), str(new))
     if html is not None:
-        write_asked(html, diff_page.page(names, found, costs))
+        write_asked(html, page(names, found, costs))
     if as_json:
         show_json({**found.to_json(), "costs": [cost.to_json() for cost in costs]})
         return
     if markdown:
-        print(diff_page.markdown(names, found, costs))
+        print(as_markdown(names, found, costs))
         return
     print(fitted("\n".join(map(str, (found, *costs))), columns()))
 

@@ -48,24 +48,23 @@ class Asked:
 
 def named(asked: Asked, cost: Cost) -> Simulated:
     """An order of the registry or a table, or a refusal that says what it needs."""
-    from schedlang.pipeline.schedules import chunks_of
-    from schedlang.pipeline.schedules import order as ordered
+    from schedlang.pipeline.schedules import chunks_of, order
     from schedlang.verbs.simulated import simulated
 
-    order = asked.order or "1F1B"
-    if order.lower().endswith(TABLE):
-        return _table(order, asked, cost)
-    known = _known(order)
+    name = asked.order or "1F1B"
+    if name.lower().endswith(TABLE):
+        return _table(name, asked, cost)
+    known = _known(name)
     ranks, micro, slices = (
         default if value is None else value
         for value, default in ((asked.stages, 4), (asked.micro, 8), (asked.slices, 1))
     )
-    chunks = chunks_of(order) if asked.chunks is None else asked.chunks
+    chunks = chunks_of(name) if asked.chunks is None else asked.chunks
     if known.kept is not None and cost.kept == 1 and asked.memory is None:
         cost = replace(cost, kept=known.kept)
     line = legal(
-        lambda: ordered(
-            order,
+        lambda: order(
+            name,
             ranks,
             micro,
             chunks,

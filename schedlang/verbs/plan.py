@@ -122,7 +122,7 @@ def _draw(shown: View, asked: Written) -> None:
     from schedlang.pipeline.timeline import timing
     from schedlang.verbs.inputs import write_asked
     from schedlang.viz.picture import page, picture
-    from schedlang.viz.timeline_page import trace as traced
+    from schedlang.viz.timeline_page import trace
 
     if asked.svg is not None:
         write_asked(asked.svg, picture(shown))
@@ -133,7 +133,7 @@ def _draw(shown: View, asked: Written) -> None:
         if timeline is None:
             title = "this plan has no pipeline, so there is no timeline to trace"
             raise Refusal(Diagnostic("S609", title, helps=("leave out `--trace`",)))
-        write_asked(asked.trace, traced(timing(timeline)))
+        write_asked(asked.trace, trace(timing(timeline)))
 
 
 def _save(out: Path, found: Planned) -> None:

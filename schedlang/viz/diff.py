@@ -151,7 +151,7 @@ STYLE = (
 )
 
 
-def markdown(names: Names, found: Difference, costs: Sequence[Cost]) -> str:
+def as_markdown(names: Names, found: Difference, costs: Sequence[Cost]) -> str:
     """Tables that a pull request shows: what costs more or less, then action by action."""
     lines = [f"### `{names[0]}` → `{names[1]}`", ""]
     if not found:

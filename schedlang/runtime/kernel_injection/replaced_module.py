@@ -72,12 +72,12 @@ class Joined(nn.Module):
         return functional_call(inner, given, args, kwargs)
 
 
-class Held(nn.Module):
+class BareParameters(nn.Module):
     """Parameters under their names; what they compute stands elsewhere."""
 
 
 def _bare(module: nn.Module) -> nn.Module:
-    held = Held()
+    held = BareParameters()
     for name, parameter in module.named_parameters(recurse=False):
         held.register_parameter(name, parameter)
     for name, child in module.named_children():

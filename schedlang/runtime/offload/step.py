@@ -210,7 +210,7 @@ class Tiers:
 
 
 class Home(Protocol):
-    """A parameter off the device: whole (`Held`), or its slice (`Shard`)."""
+    """A parameter off the device: whole (`StreamedParameter`), or its slice (`Shard`)."""
 
     @property
     def home(self) -> Tensor:
@@ -265,7 +265,7 @@ def _ahead(some: Iterable[T]) -> Iterator[T]:
 
 
 @dataclass
-class Away:
+class Offloaded:
     """This rank's parameters, and where each of their parts lies.
 
     disk        whether any row puts anything on disk, on any rank
