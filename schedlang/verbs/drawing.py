@@ -55,9 +55,9 @@ class Pictures:
 
         `axis` is that of the pipeline where a schedule has one, `unit` that of the costs (ms).
         """
-        from schedlang.pipeline.timeline.pictures import drawn
         from schedlang.verbs.inputs import write_asked
         from schedlang.viz.timeline_page import Shown, timeline_page, trace
+        from schedlang.viz.timeline_pictures import drawn
 
         if self.svg is not None:
             who = f"{axis}=" if axis else "rank "
@@ -71,7 +71,7 @@ class Pictures:
 
 def in_bars(times: Timing, width: int | None = None) -> str:
     """A bar for each rank, in colour where a terminal shows it (and NO_COLOR is not set)."""
-    from schedlang.pipeline.timeline.pictures import bars
+    from schedlang.viz.timeline_pictures import bars
 
     live = sys.stdout.isatty()
     if width is None:
