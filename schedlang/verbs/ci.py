@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from schedlang.diagnostics.tables import columns, fitted
-from schedlang.verbs.ending import FAILS, HOLDS, REFUSED, UNCHECKED, show_json
-from schedlang.verbs.outcome import AsJson, Common, verb
+from schedlang.verbs.ending import FAILS, HOLDS, REFUSED, UNCHECKED, bad_option, show_json
+from schedlang.verbs.outcome import AsJson, Common, Seed, WorkingDtype, verb
 
 if TYPE_CHECKING:
     from schedlang.verbs.answers import Outcome, Wish
@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 class Terms:
     """The seed and the limits of proofs, and the schedules that are meant to be refused."""
 
-    seed: Annotated[int, typer.Option(help="Seed of weights, batches and dropout.")] = 0
-    dtype: Annotated[
-        str | None, typer.Option(help="Also check in this working dtype: float32 or bfloat16.")
-    ] = None
+    seed: Seed = 0
+    dtype: WorkingDtype = None
     world: Annotated[int, typer.Option(metavar="N", help="Maximum number of ranks to start.")] = 8
     refused: Annotated[
         list[str] | None,
@@ -145,15 +143,12 @@ def _schedules(paths: Sequence[Path]) -> Iterator[Path]:
 def _meant(said: Sequence[str], files: Sequence[Path]) -> dict[Path, str]:
     """Return the schedules that are meant to be refused, each with its code; refuse others
     (S109)."""
-    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-
     known, found = {file.resolve() for file in files}, {}
     for text in said:
         name, _, code = text.rpartition(":")
         if Path(name).resolve() not in known or not code:
             title = f"`--refused {text}` matches none of the schedules"
-            helps = ("write the file, a colon and the code: `--refused x.sched:S403`",)
-            raise Refusal(Diagnostic("S109", title, helps=helps))
+            bad_option(title, "write the file, a colon and the code: `--refused x.sched:S403`")
         found[Path(name).resolve()] = code.strip()
     return found
 

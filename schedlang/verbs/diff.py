@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from schedlang.diagnostics.tables import columns, fitted
-from schedlang.verbs.ending import show_json
+from schedlang.verbs.ending import bad_option, show_json
 from schedlang.verbs.outcome import AsJson, Common, verb
 
 if TYPE_CHECKING:
@@ -59,14 +59,12 @@ def diff(
 
 def _sides(files: tuple[Path, Path], common: Common) -> list[Planned]:
     """Both plans; refuses (S109) settings that neither side can take."""
-    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
     from schedlang.verbs.inputs import is_saved, planned, saved
 
     kept = [is_saved(file) for file in files]
     if all(kept) and (common.knob or common.mesh):
         title = "a saved plan has its own settings: `--knob` and `--mesh` are for schedules"
-        helps = ("leave them out, or give a schedule instead of a plan",)
-        raise Refusal(Diagnostic("S109", title, helps=helps))
+        bad_option(title, "leave them out, or give a schedule instead of a plan")
     return [
         saved(file, common.model) if was else planned(file, common.model, common.knob, common.mesh)
         for file, was in zip(files, kept, strict=True)

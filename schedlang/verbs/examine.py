@@ -101,14 +101,11 @@ def check(file: Path, wish: Wish) -> Outcome:
     """Syntax, names, domains and arguments, without a model; warnings are in the text."""
 
     def ask(outcome: Outcome) -> Outcome:
-        from schedlang.language.syntax import parse, read
-        from schedlang.passes.elaborate.expand import expand
-        from schedlang.passes.elaborate.lint import lint
+        from schedlang.verbs.checking import warnings_of
         from schedlang.verbs.inputs import settings
 
-        tree = parse(read(file))
-        state = expand(tree, None, settings(wish.knobs, wish.mesh))
-        return replace(outcome, text="\n\n".join(d.render(PLAIN) for d in lint(tree, state)))
+        found = warnings_of([file], settings(wish.knobs, wish.mesh))
+        return replace(outcome, text="\n\n".join(d.render(PLAIN) for d in found))
 
     outcome = _asked(Outcome(file, CHECK), ask)
     # most mistakes show only with the model: that a check holds says nothing yet

@@ -12,6 +12,7 @@ import typer
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, closest, unknown
 from schedlang.diagnostics.source import text_of
 from schedlang.pipeline.cost import Cost
+from schedlang.verbs.ending import bad_option
 
 if TYPE_CHECKING:
     from schedlang.pipeline.schedules import Order
@@ -142,9 +143,7 @@ def _not_beside(asked: Asked, names: tuple[str, ...], who: str) -> None:
     if twice := [name for name in names if given[name] is not None]:
         words = ", ".join(f"`--{name}`" for name in twice)
         title = f"{who} already sets {words}"
-        raise Refusal(
-            Diagnostic("S109", title, helps=("leave the option out, or leave out the file",))
-        )
+        bad_option(title, "leave the option out, or leave out the file")
 
 
 def legal(make: Callable[[], Timeline]) -> Timeline:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schedlang.verbs.ending import show_json
+from schedlang.verbs.ending import bad_option, show_json
 from schedlang.verbs.outcome import AsJson, Common, verb
 
 if TYPE_CHECKING:
@@ -106,14 +106,11 @@ def plan(
 
 def _check_lock_alone(common: Common, locks: Locks) -> None:
     """Refuse settings beside `--locked`: what is compared is planned with the lock's own (S109)."""
-    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-
     if common.knob or common.mesh or locks.lock:
         title = (
             "`--locked` uses the settings of the lock: leave out `--knob`, `--mesh` and `--lock`"
         )
-        helps = ("or write a new lock with them: `--lock`",)
-        raise Refusal(Diagnostic("S109", title, helps=helps))
+        bad_option(title, "or write a new lock with them: `--lock`")
 
 
 def _draw(shown: View, asked: Written) -> None:
