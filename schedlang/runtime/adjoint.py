@@ -156,7 +156,7 @@ def _step(made: Made, axis: str, varies: Varies) -> list[Tensor] | str:
 
 
 class Typed(Lattice):
-    """Along which axes each tensor of the local model differs from rank to rank."""
+    """The axes along which each tensor of the local model differs from rank to rank."""
 
     mark = "_schedlang_varies"
 

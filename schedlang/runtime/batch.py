@@ -291,7 +291,8 @@ def shares(count: int, parts: int) -> list[range]:
 
 
 def split(batch: Batch, replicas: int, micro: int) -> list[list[Part]]:
-    """For each of `replicas` data-parallel ranks its `micro` microbatches.
+    """Split a batch among `replicas` data-parallel ranks, each rank's rows into `micro`
+    microbatches.
 
     Raises Refusal S606 if there are fewer rows than parts.
     """

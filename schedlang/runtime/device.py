@@ -120,7 +120,7 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
 
 def on_stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
-    """Within, this thread's kernels run on a stream."""
+    """Let this thread's kernels run on a stream, for the time of a block."""
     return nullcontext() if stream is None else stream
 
 
@@ -262,7 +262,8 @@ def own_generators(module: nn.Module) -> list[torch.Generator]:
 
 
 class Replayed(AbstractContextManager[None]):
-    """Within, generators stand where they stood when this was made; afterwards, where they were."""
+    """A context in which generators stand where they stood when it was made; after it, as
+    before."""
 
     def __init__(self, generators: Iterable[States]) -> None:
         self.first = [(one, one.get_state()) for one in generators]
@@ -279,7 +280,7 @@ class Replayed(AbstractContextManager[None]):
 
 
 def undrawn() -> AbstractContextManager[None]:
-    """Within, anybody may draw, or seed them all; afterwards default generators are as before.
+    """Let anybody draw or seed for the time of a block; default generators are then put back.
 
     Of the accelerator the current device's, unless nobody has begun to use it.
     """

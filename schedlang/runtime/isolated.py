@@ -70,7 +70,7 @@ class Alone(ABC):
     """
 
     def __init__(self, model: nn.Module, opaque: Collection[str] = ()) -> None:
-        """Inside `opaque` modules nothing is seen."""
+        """Watch the modules of a model; nothing is seen inside `opaque` ones."""
         self.running: list[Running] = []
         self.turns: dict[str, int] = {}
         self.handles: list[Any] = []

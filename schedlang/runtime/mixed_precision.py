@@ -99,7 +99,7 @@ def autocast(device: str, dtype: torch.dtype | None) -> AbstractContextManager[A
 
 
 def imitated(device: str) -> AbstractContextManager[Any]:
-    """For tensors without values, what autocast does here to those on a kind of device."""
+    """Imitate, for tensors without values, what autocast does to those on a kind of device."""
     if device == "meta" or not torch.is_autocast_enabled(device):
         return nullcontext()
     return Imitated(torch.get_autocast_dtype(device))

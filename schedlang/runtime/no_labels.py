@@ -57,13 +57,13 @@ def _is_mean(given: dict[str, Any]) -> bool:
 
 
 def no_labels(weight: Number) -> AbstractContextManager[Any]:
-    """Around what computes the loss of a part of a batch that weighs so much, perhaps nothing."""
+    """Enter the computation of a loss of a part of a batch that weighs so much, perhaps nothing."""
     bare = isinstance(weight, Tensor) or not weight
     return ambient(_NoLabels(weight)) if bare else nullcontext()
 
 
 def weighing(weight: Number, around: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """Inside `around`, what computes the loss of a part that weighs so much."""
+    """Enter, inside `around`, the computation of a loss of a part that weighs so much."""
     inside = no_labels(weight)
     return around if isinstance(inside, nullcontext) else _both(around, inside)
 

@@ -209,7 +209,7 @@ def _at_marks() -> Iterator[None]:
 def _sizes(
     pipeline: Pipeline, part: Part, whole: Callable[[Any], tuple[int, ...]]
 ) -> list[Callable[[Any], tuple[int, ...]]]:
-    """For each slice of a part the shape that a value of the whole sequence has there."""
+    """Return, for each slice of a part, the function from the shape of a whole value to its own."""
     if pipeline.slices is None:
         return [whole]
 

@@ -439,7 +439,7 @@ class Program:
         return whole.trained(self.assembly)
 
     def replica_errors(self) -> dict[str, float]:
-        """For each parameter the greatest relative difference between copies of one part."""
+        """Return the greatest relative difference between copies of one part, by parameter."""
         return whole.replica_errors(self.assembly)
 
     def buffers(self) -> dict[str, Tensor]:
@@ -447,7 +447,7 @@ class Program:
         return whole.buffers(self.assembly)
 
     def buffer_errors(self) -> dict[str, float]:
-        """For each buffer 0 if its copies on all ranks are equal, else 1."""
+        """Return for each buffer 0 if its copies on all ranks are equal, else 1."""
         return whole.buffer_errors(self.assembly)
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -152,7 +152,7 @@ class _Probe(Code):
         return self.coding if asked in (None, Place(self.fqn, number)) else None
 
     def note(self, number: int, tensor: Tensor, made: Rounded) -> None:
-        """In the first pass, which keeps all: where a tensor is saved, and its elements."""
+        """Note, in the first pass, which keeps all, where a tensor is saved, and its elements."""
         if self.watched.only is None:
             place = Place(self.fqn, number)
             seen = self.watched.places.setdefault(place, Seen(scope.site()))

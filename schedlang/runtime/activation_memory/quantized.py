@@ -51,7 +51,7 @@ Found = Mapping[int, tuple[Tensor, Tensor]]  # stream -> places; before they wer
 
 @dataclass
 class Tipped:
-    """By stream of draws: the places of such numbers, what was rounded down, and to what."""
+    """The numbers near a tie, by stream of draws: their places, and the values rounded down."""
 
     found: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -240,7 +240,7 @@ def _within(rows: Tensor, away: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def bound(dtype: torch.dtype) -> float:
-    """From which size on a value stands for none; float16 has real ones near its end."""
+    """Return the size from which on a value stands for none; float16 has real ones near its end."""
     most = torch.finfo(dtype).max
     return most * 0.9 if dtype == torch.float16 else most / 4
 
@@ -363,7 +363,7 @@ def code(
 
 @dataclass(eq=False)
 class Code(Policy):
-    """In whole numbers of few bits."""
+    """The policy that keeps tensors as whole numbers of few bits."""
 
     module: nn.Module
     fqn: str

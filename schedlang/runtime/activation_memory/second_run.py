@@ -250,7 +250,7 @@ class Results:
             return inner(*args, **kwargs)
 
     def keep(self) -> None:
-        """In their order."""
+        """Keep the results in their order."""
         for result in self.found.values():
             result.keep()
 

@@ -273,7 +273,7 @@ def load(program: Program, path: str | os.PathLike[str]) -> None:
 
 
 def _last(program: Program, folder: Path) -> tuple[Path, str | None]:
-    """On the first rank: what is to be loaded."""
+    """Return on the first rank what is to be loaded; on others the folder."""
     return steps.to_load(folder) if program.assembly.ranks.rank == 0 else (folder, None)
 
 

@@ -40,7 +40,8 @@ class Holding:
         return mesh.index(rank, self.axis) in self.stages
 
     def segments(self, mesh: Mesh, rank: int) -> tuple[tuple[Segment, ...], ...]:
-        """For each dim the runs of the (padded) whole that this rank holds, in its own order."""
+        """Return the runs of the (padded) whole, dim by dim, that this rank holds, in its own
+        order."""
         return _segments(self.layout, self.sliced, mesh, rank)
 
     def primary(self, mesh: Mesh, rank: int) -> bool:

@@ -192,7 +192,7 @@ PLAIN = (_Enter, _Reduce, _Gather, _Scatter)
 
 
 def enter(x: Tensor, group: Group) -> Tensor:
-    """From alike on all ranks into a region where ranks differ: backward sums the gradients."""
+    """Enter a region where ranks differ with a tensor alike on all: backward sums its gradients."""
     return cast(Tensor, _Enter.apply(x, group))  # type: ignore[no-untyped-call]
 
 

@@ -321,7 +321,7 @@ def _end_with_torchrun() -> None:
 
 @cache
 def _settle_at_exit() -> None:
-    """Before the interpreter ends, give gloo's threads a moment in which they can take its lock.
+    """Wait before the interpreter ends, so that gloo's threads can take its lock.
 
     A thread drops the tensors of a collective after it has told the waiting rank; if it needs the
     interpreter for that and the interpreter is ending, Python ends the thread inside a C++
@@ -510,8 +510,7 @@ def told_by(source: int, value: T) -> T:
 
 
 def handed(value: T, group: ProcessGroup, device: torch.device) -> list[T]:
-    """As `gathered`, but tensors on the device that ranks compute on go as they lie, in one
-    message, and not by way of the host."""
+    """Gather as `gathered`, but send tensors on the device of ranks as they lie, in one message."""
     with torch._C.DisableTorchFunction(), torch.no_grad():
         data, flat = taken_out(value, device)
         told = gathered((data, flat.numel()), group)
@@ -525,7 +524,7 @@ def handed(value: T, group: ProcessGroup, device: torch.device) -> list[T]:
 
 
 def handed_by(source: int, value: T, device: torch.device) -> T:
-    """As `told_by`, and tensors go as `handed` sends them."""
+    """Send as `told_by`, but tensors as `handed` sends them."""
     world = here()
     if world.size == 1:
         return value
@@ -574,7 +573,7 @@ def _rows(data: bytes, size: int, group: ProcessGroup | None) -> list[bytes]:
 
 
 def numbers(row: Sequence[float], group: ProcessGroup) -> list[list[float]]:
-    """As many numbers of every rank of a group that serves the host."""
+    """Gather a row of numbers from every rank of a group that serves the host."""
     here_ = torch.tensor([[*row]], dtype=torch.float64)
     told = here_.new_empty(dist.get_world_size(group), len(row))
     getattr(dist, GATHER)(told, here_, group=group)

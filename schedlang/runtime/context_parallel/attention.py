@@ -49,7 +49,7 @@ METHODS: dict[str, tuple[int, ...]] = {
 
 
 def ranks_of(groups: Sequence[Group]) -> int:
-    """Over how many ranks the sequence is split."""
+    """Return the number of ranks that the sequence is split over."""
     return math.prod(group.size for group in groups)
 
 
@@ -96,7 +96,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, way: Way) -> Tensor:
 
 
 def attend_lse(q: Tensor, k: Tensor, v: Tensor, mask: Mask, way: Way) -> tuple[Tensor, Tensor]:
-    """As `attend`, with the log-sum-exp of each query's scores, [rows, heads, local tokens].
+    """Attend as `attend`, and return the log-sum-exp of each query's scores too, [rows, heads,
+    local tokens].
 
     It is -inf where a query sees nothing, does not count `sinks`, and has a gradient too.
     """

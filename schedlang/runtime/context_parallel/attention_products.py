@@ -71,7 +71,7 @@ def rows_of(state: State, given: Tensor) -> Tensor:
 
 
 def plus(state: State, rows: Tensor) -> State:
-    """With more numbers that are added."""
+    """Add numbers to the scores."""
     return replace(state, added=rows if state.added is None else state.added + rows)
 
 
@@ -298,7 +298,7 @@ class Scores:
 
     @property
     def shape(self) -> torch.Size:
-        """As the model sees it."""
+        """The shape as the model sees it."""
         length = self.state.seat.length
         return torch.Size((*self.state.lead, length, length))
 
@@ -313,11 +313,11 @@ class Scores:
         return self.state.query.device
 
     def size(self, dim: int | None = None) -> Any:
-        """As of a tensor."""
+        """Return the size, as of a tensor."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """As of a tensor."""
+        """Return the number of dims, as of a tensor."""
         return len(self.shape)
 
     def __getattr__(self, name: str) -> Any:

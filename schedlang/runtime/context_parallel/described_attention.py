@@ -49,7 +49,7 @@ class Described:
     mask: Mask
 
     def to(self, *_: Any, **__: Any) -> Described:
-        """As of a mask: of whatever type, it says the same."""
+        """Return the mask itself, as for any dtype: it says the same."""
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -57,7 +57,7 @@ class Described:
         raise AttributeError(f"masks are rules here, not tensors: they have no `{name}`")
 
     def __getitem__(self, _: Any) -> Described:
-        """As of a mask that is longer than the keys there are: of ours nothing is too much."""
+        """Return the mask itself, as if cut to the keys there are: a rule has no key too much."""
         return self
 
 
@@ -106,7 +106,7 @@ def _mask(
     attention_mask: Tensor | None = None,
     **_: Any,
 ) -> Described:
-    """In place of a mask of transformers: what it says of positions, and of tokens here."""
+    """Make the rule that stands for a mask of transformers: positions, and tokens here."""
     seat = seated()
     assert seat is not None
     if q_length != seat.length or kv_length != seat.length or q_offset or kv_offset:
@@ -175,7 +175,7 @@ def _attend(
     is_causal: bool | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """In place of an attention function of transformers."""
+    """Attend, in place of an attention function of transformers."""
     seat, how = seated(), vars(module).get(SLOT)
     assert seat is not None
     if how is None:

@@ -420,7 +420,8 @@ class Tokens:
         return Layout.of(self.kind, length_of(batch), self.ranks)
 
     def sizes(self, batch: Batch, place: int = 0) -> Callable[[Any], tuple[int, ...]]:
-        """From the shape of a value for whole sequences to that of a place's tokens."""
+        """Return the function from the shape of a value of whole sequences to that of a place's
+        tokens."""
         layout = self.layout(batch)
 
         def resized(shape: Any) -> tuple[int, ...]:

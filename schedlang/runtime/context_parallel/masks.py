@@ -59,7 +59,8 @@ class Reach:
 
 @lru_cache(maxsize=256)
 def wanted(reach: Reach, layout: Layout, sizes: tuple[int, ...]) -> frozenset[tuple[int, ...]]:
-    """After which steps of rings in rings some rank sees anything of the packet that it then holds.
+    """Return the steps of rings in rings after which some rank sees anything of the packet it
+    holds.
 
     One number of steps for each ring; all ranks find the same.
     """
@@ -201,18 +202,19 @@ class Dropout:
 
     @staticmethod
     def fresh(p: float, rows: int, heads: int, total: int) -> Dropout:
-        """From torch's generator, which then has to be in the same state on all ranks."""
+        """Draw from torch's generator, which then has to be in the same state on all ranks."""
         return Dropout(p, torch.randint(-(2**62), 2**62, (rows,)), tuple(range(heads)), total)
 
     @staticmethod
     def logical(p: float, draw: LogicalDropout, rows: int, heads: int, total: int) -> Dropout:
-        """As `draw` would drop weights [rows, heads, total, total] in the module that runs now."""
+        """Draw as `draw` would drop weights [rows, heads, total, total] in the module that runs
+        now."""
         streams, index = draw.streams((rows, heads, total, total))
         held = tuple(range(heads)) if index is None else tuple(int(h) for h in index)
         return Dropout(p, streams, held, total)
 
     def of_heads(self, heads: slice) -> Dropout:
-        """For some of the heads."""
+        """Return the dropout of some of the heads."""
         return replace(self, heads=self.heads[heads])
 
     def factor(self, queries: range, keys: range, like: Tensor) -> Tensor:

@@ -99,7 +99,8 @@ def _counted(trial: Trial, part: Mapping[str, Any], more: int) -> float:
 
 
 def _near(a: Tensor, b: Tensor) -> bool:
-    """As near as few roundings to float32 inside of the model are, by the size of the whole."""
+    """Return whether two tensors are as near as few roundings to float32 leave them, by their
+    size."""
     if a.shape != b.shape:
         return False
     gate = 1e-5 if b.dtype == torch.float64 else 1e-3

@@ -473,7 +473,7 @@ def _takes(trial: Trial, name: str) -> bool:
 
 
 def _tagged(trial: Trial, tokens: Tokens, whole: Seen, sites: Sequence[str]) -> Tokens:
-    """With the dims of random draws along the sequence, from the shapes of a first pass."""
+    """Add the dims of random draws along the sequence, from the shapes of a first pass."""
     if not trial.random or not whole.draws:
         return tokens
     parts, total = parted(trial, tokens, sites).draws, sum(trial.lengths)

@@ -261,11 +261,11 @@ class Gathered:
     team = None
 
     def forward(self, own: Packet) -> Iterator[tuple[int, Packet]]:
-        """As `Rounds`."""
+        """Yield packets as `Rounds` does."""
         yield from enumerate(gathered(own, self.layout.counts, self.group))
 
     def backward(self, own: Packet, contribute: Contribute) -> Packet:
-        """As `Rounds`."""
+        """Sum contributions as `Rounds` does."""
         packets = gathered(own, self.layout.counts, self.group)
         grads = [contribute(place, packet) for place, packet in enumerate(packets)]
         return scattered(grads, self.layout.counts, self.group)
@@ -304,7 +304,7 @@ class Ring:
     # -- forward -----------------------------------------------------------------------------------
 
     def forward(self, own: Packet) -> Iterator[tuple[int, Packet]]:
-        """As `Rounds`."""
+        """Yield packets as `Rounds` does."""
         return self._around((), own)
 
     def _around(self, prefix: Offsets, packet: Packet) -> Iterator[tuple[int, Packet]]:
@@ -326,7 +326,8 @@ class Ring:
     # -- backward ----------------------------------------------------------------------------------
 
     def backward(self, own: Packet, contribute: Contribute) -> Packet:
-        """As `Rounds`: gradients follow their packet around, one step behind it."""
+        """Sum contributions as `Rounds` does: they follow their packet around, one step behind
+        it."""
         return self._back((), own, contribute)
 
     def _back(self, prefix: Offsets, packet: Packet, contribute: Contribute) -> Packet:
@@ -381,7 +382,7 @@ class Bodies:
 
     @property
     def team(self) -> Team | None:
-        """As `Rounds`."""
+        """The team, as of `Rounds`."""
         size = self.members.size
         first = self.ring.rank * size
         return Team(self.members, self.ranks.counts[first : first + size]) if size > 1 else None
@@ -405,7 +406,8 @@ class Bodies:
             packet = packet if coming is None else coming.wait()
 
     def backward(self, own: Packet, contribute: Contribute) -> Packet:
-        """As `Rounds`, of those that see this team's packet in the same share of steps."""
+        """Sum contributions as `Rounds` does, of those that see this team's packet in its share of
+        steps."""
         packet, arriving = self._first(own), None
         for step in self.share:
             coming = self._next(step, packet)

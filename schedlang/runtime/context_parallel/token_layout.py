@@ -23,7 +23,7 @@ Runs = tuple[range, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """For each place the positions that it holds, as ascending ranges in the order of its tokens.
+    """The positions that each place holds, as ascending ranges in the order of its tokens.
 
     A place is a rank's number in its group, or in several groups together (`call.place_of`).  No
     length has to be divisible: parts may differ by a token or two.

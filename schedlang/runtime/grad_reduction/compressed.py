@@ -256,7 +256,7 @@ class Compressor:
         return out
 
     def _gathered(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """For each rank of the group its tensors, in one message."""
+        """Gather the tensors of each rank of the group, in one message."""
         flat = torch.cat([t.reshape(-1) for t in tensors])
         whole = all_gather(flat, 0, self.group)
         sizes = [t.numel() for t in tensors]

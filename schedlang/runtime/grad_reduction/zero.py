@@ -318,7 +318,7 @@ def gathering(sliced: Mapping[int, Sliced]) -> Mapping[Kind, Handler]:
 def reduced(
     sliced: Sliced, parameters: Mapping[str, nn.Parameter]
 ) -> Iterator[tuple[frozenset[str], float]]:
-    """For each unit the names of its parameters, and the number that their sum is divided by."""
+    """Yield the names of each unit's parameters, and the number that their sum is divided by."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     for unit in sliced.units:
         for group in groups_of(unit):

@@ -1,4 +1,4 @@
-"""Under torchrun: whether the ranks of a job get on, and where each stands if none of them does.
+"""Progress of a torchrun job: whether its ranks get on, and where each stands if none does.
 
 A thread of each rank looks whether its rank gets on, by the rule of local ranks (`hang`), and if it
 does raises a number in the job's store.  If nobody raised it for `HANG` seconds, no rank gets on:
@@ -51,7 +51,7 @@ def inside() -> Iterator[None]:
 
 
 def watch() -> None:
-    """From now on the ranks of this job are watched, if torchrun has started it, and on CPUs."""
+    """Watch the ranks of this job from now on, if torchrun has started it, and on CPUs."""
     global _watched
     apart = "TORCHELASTIC_RUN_ID" in os.environ and threading.current_thread() is _main()
     if _watched or not apart or comm.size() == 1 or device.accelerator() is not None:

@@ -287,7 +287,7 @@ def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
 
 
 class Lodged(Policy):
-    """In the bag of the forward that runs, if there is one."""
+    """The policy that keeps tensors in the bag of the forward that runs, if there is one."""
 
     def saving(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `inner`; what stays is kept without its history, which would live on with it."""

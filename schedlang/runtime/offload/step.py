@@ -373,7 +373,8 @@ class Offloaded:
         self.check("the state that could not be written stays in memory")
 
     def home(self, optimizer: torch.optim.Optimizer | None) -> AbstractContextManager[None]:
-        """While it is entered, state that other ranks hold is here; all ranks enter it."""
+        """Bring the state that other ranks hold here, for the time of a block; all ranks enter
+        it."""
         if self.peer is None or optimizer is None:
             return nullcontext()
         return self.peer.home(optimizer)

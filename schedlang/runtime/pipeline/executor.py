@@ -277,7 +277,7 @@ class Pipeline:
         return self.ranks[self.home(stage, replica)]
 
     def fills(self, bag: Bag) -> AbstractContextManager[Any]:
-        """Around a forward whose activations leave: what goes into the bag."""
+        """Enter a forward whose activations leave: they go into the bag."""
         return bag.at_hand() if self.picked else bag.collecting()
 
     def _planned(self, *kinds: Kind) -> frozenset[Work]:

@@ -41,7 +41,7 @@ class _Storage:
     views: list[Kept] = field(default_factory=list)
 
     def check(self) -> None:
-        """As autograd does for what it saves itself."""
+        """Check versions, as autograd does for what it saves itself."""
         for view in self.views:
             view.tensor()
 
@@ -92,11 +92,11 @@ class Bag:
         return sum(one.size for one in self._storages if one.raw is not None)
 
     def collecting(self) -> AbstractContextManager[Any]:
-        """Around a forward: what it saves goes into this bag."""
+        """Collect in this bag what a forward saves, for the time of a block."""
         return slot(self._pack)
 
     def at_hand(self) -> AbstractContextManager[None]:
-        """Around a forward: modules that ask for it put into this bag what they save."""
+        """Offer this bag, for the time of a block, to modules that ask for it."""
         return within(park=self._pack)
 
     def close(self, leaves: Iterable[Tensor]) -> None:
@@ -126,7 +126,7 @@ class Bag:
         self._bring = parts
 
     def open(self) -> None:
-        """Before a backward: everything is in its place again."""
+        """Bring everything back to its place, before a backward."""
         bring, self._bring = self._bring, None
         for part, raw in zip(self._parts(), bring() if bring is not None else ()):
             at = 0

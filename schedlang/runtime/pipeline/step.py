@@ -45,7 +45,8 @@ class Kept:
 
     @staticmethod
     def now(received: Mapping[Token, Tensor], model: nn.Module, device: torch.device) -> Kept:
-        """Before the forward of a stage's model, whose device draws, or the model itself."""
+        """Note the inputs before a forward of a stage's model; the device draws, or the model
+        itself."""
         drawn = Replayed([*default_generators([device]), *own_generators(model)])
         return Kept(received, drawn)
 
@@ -99,7 +100,7 @@ class Step:
         return stage.forward(self.batches[work.microbatch], received), None
 
     def weight(self, work: Work) -> Number:
-        """By what the loss of this part of the batch is multiplied in backward."""
+        """Return the factor of this part's loss in backward."""
         return self.scale[work.microbatch]
 
     def finish(self, work: Work, loss: torch.Tensor | None, output: Any) -> None:

@@ -78,7 +78,7 @@ class Versions:
         self._at += 1
 
     def end(self) -> None:
-        """After the last row: the newest weights stay, and nothing else is kept."""
+        """Keep the newest weights after the last row, and nothing else."""
         assert self._at == len(self._rows), "the step has not been run to its end"
         self._show(self.newest)
         self._kept.clear()

@@ -155,8 +155,10 @@ def _like(x: Tensor, kwargs: dict[str, Any]) -> tuple[torch.dtype, torch.device]
 
 
 def _normal(draw: Draw, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """By the inverse of their distribution: one draw, as every function makes one, for its place in
-    the count of a module's calls."""
+    """Draw normal numbers by the inverse of their distribution.
+
+    That is one draw, as every function makes one, for its place in the count of a module's calls.
+    """
     middle = draw.uniform(shape, torch.float64, device) + 2.0**-54  # never 0
     made: Tensor = torch.special.ndtri(middle).to(dtype)
     return made

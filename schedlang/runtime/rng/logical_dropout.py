@@ -131,7 +131,7 @@ class LogicalDropout(Ambient):
         return self.run(func, types, args, kwargs)
 
     def drawn_in(self, step: scope.Moment) -> AbstractContextManager[None]:
-        """Within, a step draws; it tells each draw which step it is of."""
+        """Enter a step that draws; it tells each draw which step it is of."""
         return ambient(self)
 
     def bits(self, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -144,7 +144,8 @@ class LogicalDropout(Ambient):
         return made.reshape(tuple(shape))
 
     def streams(self, shape: Sequence[int]) -> tuple[Tensor, Sequence[int] | Tensor | None]:
-        """For who draws a tensor of `shape` in parts: a stream for each row, int64 [rows].
+        """Return the streams for who draws a tensor of `shape` in parts: one for each row, int64
+        [rows].
 
         It counts as the next call at the current site.  The second result are the logical positions
         held along dim 1, None: all; along later dims all are meant.
@@ -315,7 +316,8 @@ class Alone(Ambient):
 
 
 class ByRow:
-    """For every call and row a generator of torch: a row draws the same in every part."""
+    """Draws from a generator of torch for every call and row: a row draws the same in every
+    part."""
 
     def __init__(self, rows: Sequence[int]) -> None:
         self.rows, self.calls = tuple(rows), 0
@@ -378,7 +380,8 @@ def of_evaluation(masks: Masks, site: str, dims: int, split: bool) -> Tags:
 
 
 class Undrawn(LogicalDropout):
-    """Around the evaluation of a program that draws nothing in training: refuses every draw."""
+    """The dropout of an evaluation of a program that draws nothing in training: refuses every
+    draw."""
 
     def _drawn(self, shape: Sequence[int]) -> Any:
         raise _unlike(scope.site(), "does not draw")

@@ -78,7 +78,7 @@ class NativeDropout:
 
     @contextmanager
     def drawn_in(self, step: scope.Moment) -> Iterator[None]:
-        """Within, a step draws; afterwards the generators stand where they stood before."""
+        """Enter a step that draws; generators then stand where they stood before."""
         before, on = [one.get_state() for one in self.generators], self.on
         self._seed(begun(self.seed, step, self.places))
         self.on = True
@@ -90,7 +90,7 @@ class NativeDropout:
 
     @contextmanager
     def forked(self, site: str, fork: Fork, index: int = 0) -> Iterator[None]:
-        """Within, draws are those of a module's next call at some places."""
+        """Enter a module's next call, for which draws of their own begin at some places."""
         call = scope.next_call(f"{site}{_CALLS}")
         where, part = scope.current(), scope.visit()
         if where is None:  # a loop of the user's own: one of its numbers, which all ranks have
@@ -139,7 +139,7 @@ class NativeDropout:
 
     @contextmanager
     def framed(self, frame: Frame | None) -> Iterator[None]:
-        """Within a call of a module; None: all that it draws is one stream already."""
+        """Enter a call of a module; None: all that it draws is one stream already."""
         self._here.frames.append(frame)
         try:
             if frame is None:
@@ -152,12 +152,13 @@ class NativeDropout:
 
 
 def begun(seed: int, step: scope.Moment, places: Places) -> int:
-    """From where a step draws at some places."""
+    """Return the number from which a step draws at some places."""
     return _number(seed, step, places)
 
 
 def forks_at(seed: int, at: object, site: str, call: int, index: int, places: Places) -> int:
-    """From where a call of a module draws at some places; `at` is the microbatch of a step."""
+    """Return the number from which a module's call draws at some places; `at`: a step's
+    microbatch."""
     return _number(seed, at, site, call, index, places)
 
 
@@ -271,7 +272,7 @@ class Noting(Ambient):
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Within, draws are noted; those of shared attentions tell themselves."""
+        """Note draws for the time of a block; those of shared attentions tell themselves."""
         from schedlang.runtime.modes import ambient
 
         self.native.noting = self

@@ -332,7 +332,7 @@ def compare(whole: Seen, parts: Seen) -> None:
 
 
 def _tagged(trial: Trial, slicing: Slicing, whole: Seen) -> Slicing:
-    """With the dims of random draws along the sequence, from the shapes of a first pass."""
+    """Add the dims of random draws along the sequence, from the shapes of a first pass."""
     if not trial.random or not whole.draws:
         return slicing
     parts = sliced(trial, slicing).draws

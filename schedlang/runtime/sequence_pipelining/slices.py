@@ -266,7 +266,7 @@ class Slices:
 
     @contextmanager
     def forward(self, part: Weighed, carried: Carried) -> Iterator[dict[str, Any]]:
-        """Around the forward of a slice; gives the keyword arguments of the model."""
+        """Enter the forward of a slice; give the keyword arguments of the model."""
         piece = part.piece
         visit = Visit(carried, piece.span)
         modes = ambient(*([self.mode] if self.mode is not None else []))

@@ -22,7 +22,7 @@ from schedlang.runtime.sharding.redistribute import Arrivals, Crossing, block_si
 
 
 class Lookup(TorchFunctionMode):
-    """While it is on, the rows of one module's weight are looked up by `rows`."""
+    """The mode in which the rows of one module's weight are looked up by `rows`."""
 
     def __init__(self, module: nn.Embedding, rows: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -163,7 +163,7 @@ def arguments(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, 
 
 
 class _Reading(TorchFunctionMode):
-    """While it is on, one module's own code reads some sizes of some tensors as its part."""
+    """The mode in which one module's own code reads some sizes of some tensors as its part."""
 
     def __init__(self, module: nn.Module, own: Sequence[tuple[Tensor, int, int]]) -> None:
         super().__init__()

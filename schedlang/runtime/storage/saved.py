@@ -151,7 +151,7 @@ policies = _Policies()
 
 @contextmanager
 def within(**known: Any) -> Iterator[None]:
-    """Inside, modules around keep tensors so, or say so of them (names of `_Policies`)."""
+    """Set policies (names of `_Policies`) of the modules around, for the time of a block."""
     before = {name: getattr(policies, name) for name in known}
     vars(policies).update(known)
     try:
@@ -161,12 +161,12 @@ def within(**known: Any) -> Iterator[None]:
 
 
 def uncoded() -> AbstractContextManager[None]:
-    """Inside, what coded modules save is kept as it is, and not counted."""
+    """Keep what coded modules save as it is, uncounted, for the time of a block."""
     return within(uncoded=True)
 
 
 def summing() -> AbstractContextManager[None]:
-    """Inside, results are parts of sums over ranks, and not those of one process."""
+    """Note, for the time of a block, that results are parts of sums over ranks."""
     return within(summed=True)
 
 

@@ -284,7 +284,7 @@ def _ours(hook: Any) -> bool:
 
 @contextmanager
 def overheard(unit: nn.Module, heard: Heard, *, hooked: nn.Module | None = None) -> Iterator[None]:
-    """Within, `heard` is called in place of every such hook; what it returns is the hook's.
+    """Call `heard` in place of every such hook, for the time of a block; its result is the hook's.
 
     `hooked` has the hooks, where `unit` is a copy that was made before they were put there.
     """

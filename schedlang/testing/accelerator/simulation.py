@@ -178,14 +178,16 @@ class Simulation:
 
     @contextlib.contextmanager
     def strict(self) -> Iterator[None]:
-        """Inside, a report is raised where it is made, and so is a synchronisation."""
+        """Raise reports where they are made, and synchronisations too, for the time of a block."""
         with self.raising(), self.no_synchronisation():
             yield
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
-        """Inside, a report is raised where it is made (that of an early use of the host at the
-        end, since operators of the CPU go on): a debugger stops there."""
+        """Raise a report where it is made, for the time of a block: a debugger stops there.
+
+        The report of an early use of the host comes at the end, since operators of the CPU go on.
+        """
         check, before = self._core.set_check(_RAISE), len(self.reports())
         try:
             yield
@@ -196,7 +198,7 @@ class Simulation:
 
     @contextlib.contextmanager
     def no_synchronisation(self) -> Iterator[None]:
-        """Inside, a synchronisation of host and device is an error."""
+        """Make a synchronisation of host and device an error, for the time of a block."""
         forbid = self._core.set_forbid(True)
         try:
             yield
@@ -205,7 +207,7 @@ class Simulation:
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Inside, synchronisations are neither counted nor forbidden: those of a test itself."""
+        """Neither count nor forbid synchronisations of a block: those of a test itself."""
         counting = self._core.set_counting(False)
         try:
             yield
@@ -214,7 +216,7 @@ class Simulation:
 
     @contextlib.contextmanager
     def unchecked(self) -> Iterator[None]:
-        """Inside, no accesses are followed: what is known to race is looked at by its values."""
+        """Follow no accesses in a block: what is known to race is looked at by its values."""
         check = self._core.set_check(_OFF)
         try:
             yield

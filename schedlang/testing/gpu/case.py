@@ -73,7 +73,7 @@ class Found:
         return self.outcome in ("wrong", "failed")
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return plain values, as JSON has them."""
         return asdict(self)
 
 

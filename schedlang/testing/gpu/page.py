@@ -194,7 +194,7 @@ def _part(name: str, title: str, timed: bool, found: Sequence[Found]) -> str:
 
 
 def _cell(text: str) -> str:
-    """In a table, in one line."""
+    """Fit a text into one line of a table's cell."""
     one = " ".join(text.replace("|", "\\|").split())
     return one if len(one) <= _SHOWN else f"{one[: _SHOWN - 3]}..."
 
