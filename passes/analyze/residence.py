@@ -135,7 +135,7 @@ def peer_of(
 
 
 def state_rounds(plan: Plan, holdings: Mapping[str, Holding], rank: int) -> Iterator[int]:
-    """By round the bytes of a rank's parameters whose state goes to its peer."""
+    """Yield the bytes of each round of parameters whose state goes from a rank to its peer."""
 
     out = [n for n, t in tiers_of(plan).items() if t.state == "peer" and n in holdings]
     held = [n for n in out if holdings[n].held(plan.mesh, rank)]

@@ -240,7 +240,7 @@ def text(
 
 
 def to_json(job: Job, found: Sequence[Tried]) -> dict[str, Any]:
-    """As plain values; seconds and bytes."""
+    """Return plain values; seconds and bytes."""
     memory = job.cluster.memory
     best = ranked(found, memory)
     return {

@@ -200,7 +200,8 @@ def mesh(node: n.Mesh, state: State) -> State:
 
 
 def stand_in(node: n.Mesh, state: State) -> State:
-    """After a refused mesh: its axes are known by name, and nothing is planned any more."""
+    """Put a stand-in for a refused mesh: its axes are known by name, and nothing is planned any
+    more."""
     names = [arg.name for arg in node.args if isinstance(arg, n.Keyword)]
     taken = [name for name in dict.fromkeys(names) if name not in state.axes]
     axes = tuple((name, 1) for name in taken)

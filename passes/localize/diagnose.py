@@ -1,4 +1,4 @@
-"""By what arithmetic a wrong tensor comes from the right one, and the pattern behind a failure."""
+"""Diagnosis of a wrong tensor: the arithmetic that makes it, and the pattern of a failure."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ NONE = "no simple pattern fits"
 
 
 def pattern(first: Row, failure: Failure, where: Location | None, batch: Batch) -> str:
-    """In words: of the first gradient that is wrong, or of what the first wrong module makes."""
+    """Describe in words the first wrong gradient, or what the first wrong module makes."""
     plan = failure.case.plan
     micro = plan.micro
     sizes = dict(plan.mesh.axes) | ({"microbatches": micro} if micro > 1 else {})

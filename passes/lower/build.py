@@ -1,4 +1,4 @@
-"""From a plan, a model and a batch to the program that this rank runs.
+"""Building of the program that this rank runs, from a plan, a model and a batch.
 
 The order is fixed, whatever the order of rows: the local copy with this rank's parts; structure
 (kernels, fusion); crossings; recomputation; residence; stages; slices of data-parallel state.

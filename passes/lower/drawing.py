@@ -120,7 +120,7 @@ def _split(plan: Plan, prepared: Prepared, draw: tuple[str, int]) -> Along:
 
 @functools.lru_cache(1024)
 def _holders(tag: Tag, size: int, parts: int) -> tuple[int, ...] | None:
-    """For each place the first that holds the same; None where some share a part."""
+    """Return, for each place, the first that holds the same; None where some share a part."""
     held = [frozenset(p for p in tag.positions(size, parts, k) if p < size) for k in range(parts)]
     different = set(held)
     if sum(map(len, different)) != len(frozenset().union(*different)):

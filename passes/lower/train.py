@@ -52,7 +52,7 @@ class Measured:
 
     @cached_property
     def costs(self) -> Floats:
-        """For each row the mean time of its kind at its stage."""
+        """Return, for each row, the mean time of its kind at its stage."""
         t, took = self.timeline, self.end - self.start
         key = (t.kind.astype(np.int64) * t.stages + t.stage) * t.replicas + t.replica
         count = np.maximum(np.bincount(key), 1)
@@ -116,7 +116,7 @@ def _figures(times: Timing) -> dict[str, float]:
 
 
 def measured(timeline: Timeline, ran: Sequence[Sequence[Ran]]) -> Measured:
-    """From what each place of a pipeline noted of one step, in the order of its rows.
+    """Join what each place of a pipeline noted of one step, in the order of its rows.
 
     Rows that are not noted (parked activations, updates) stand where the row before them ended.
     """

@@ -33,7 +33,7 @@ Chains = Mapping[tuple[str, ...], tuple[tuple[tuple[str, ...], Any], ...]]
 
 @dataclass(frozen=True)
 class Counting:
-    """With what modules are counted: the plan's local model, and one microbatch."""
+    """The subject of counts of modules: the plan's local model, and one microbatch."""
 
     plan: Plan
     traced: Traced
@@ -127,7 +127,7 @@ class Skeleton:
 
 
 def alone(counting: Counting) -> Counting:
-    """With what the untouched model of one process is counted."""
+    """Return the counting of the untouched model of one process."""
     from schedlang.passes.propagate.propagate import Traced
 
     plan = replace(counting.plan, layouts={})

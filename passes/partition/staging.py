@@ -120,8 +120,10 @@ def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) ->
 
 
 def _arrivals(model: nn.Module, traced: Traced) -> dict[str, Arrivals]:
-    """For sharded modules that may take one tensor, a memory of what arrived: those of the
-    outermost block of a list that they are in share one, and those that are in none."""
+    """Return a memory of what arrived for sharded modules that may take one tensor.
+
+    Modules in the outermost block of a list share one, and so do those in no list.
+    """
     from torch.nn import Module
 
     from schedlang.runtime.forward import wrap
@@ -311,7 +313,7 @@ def buffer_stages(staged: Staged) -> dict[str, frozenset[int] | None]:
 
 
 def buffer_homes(staged: Staged) -> tuple[dict[str, int], ...]:
-    """For each replica of the stages, buffer -> the place that keeps it; none without stages.
+    """Return the place that keeps each buffer, for each replica of the stages; none without stages.
 
     Replicas of a stage that share a place share its buffers; else each has its own.
     """

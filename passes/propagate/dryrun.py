@@ -310,7 +310,7 @@ def _locals(below: Below, value: int) -> Iterator[int]:
 def _below(
     leaves: Mapping[str, Leaf], sizes: Mapping[str, int]
 ) -> tuple[dict[str, Below], dict[str, list[str]]]:
-    """For every module that holds something sharded: what is split, by its path, and the axes.
+    """Return what is split, by path, and its axes, for every module that holds something sharded.
 
     What gathers its outputs is split for nobody around it: such modules are not alike.
     """

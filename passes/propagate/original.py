@@ -277,7 +277,8 @@ def part_weight(
 
 @dataclass(frozen=True)
 class ByLabels:
-    """By the labels that count; of a batch without any, which can be evaluated only, by rows."""
+    """The weight of parts by labels that count; by rows where a batch, to be evaluated only, has
+    none."""
 
     rule: LabelRule
 

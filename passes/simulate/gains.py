@@ -31,7 +31,7 @@ class Gained:
         )
 
     def to_json(self) -> dict[str, object]:
-        """As plain values."""
+        """Return plain values."""
         return {
             "row": self.row,
             "what": self.what,

@@ -243,7 +243,7 @@ class StepTime:
 
     @property
     def idle(self) -> float:
-        """In which it waits for other stages."""
+        """The seconds in which it waits for other stages."""
         return max(0.0, self.seconds - self.computing - self.sending)
 
 

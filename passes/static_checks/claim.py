@@ -31,13 +31,13 @@ class Claim:
 
     @property
     def verdict(self) -> str:
-        """In a word or two."""
+        """The verdict in a word or two."""
         if not self.checked:
             return "not checked"
         return "DOES NOT HOLD" if self.problems else "holds"
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return plain values."""
         return {
             "proof": self.name,
             "checked": self.checked,

@@ -303,7 +303,8 @@ def _stuck(plan: Plan, stuck: Mapping[int, Sent], left: Mapping[int, list[Sent]]
 
 
 def _messages(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
-    """On every channel between two played ranks, what is sent is what is expected, in order."""
+    """Check that what is sent is what is expected, in order, on every channel of two played
+    ranks."""
     channels: dict[tuple[Lane, tuple[int, int]], dict[str, list[Sent]]] = {}
     for log in logs.values():
         for one in log:

@@ -54,7 +54,7 @@ class _Values:
     known: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)  # version, value
 
     def note(self, tensor: Tensor, value: Tensor) -> None:
-        """From now on this stands for a tensor."""
+        """Let a value stand for a tensor from now on."""
         self.known.append((tensor, tensor._version, value))
 
     def of(self, tensor: Tensor) -> Tensor | None:
@@ -240,7 +240,7 @@ class _Saved:
         return value
 
     def coded(self, part: Tensor, held: int) -> Tensor:
-        """In whole numbers, if they are fewer bytes than those held now."""
+        """Code a part in whole numbers, if they are fewer bytes than those held now."""
         row = replace(self.row, bits=self.bits.get(self.numbers, self.row.bits))
         if part.numel() < row.block or part.shape[-1] == 1:
             return part

@@ -122,7 +122,7 @@ class Sequential:
         return self._evaluated[1]
 
     def gradients(self) -> Mapping[str, Tensor | None]:
-        """As the last step left them."""
+        """Return the gradients as the last step left them."""
         return {name: p.grad for name, p in self._named}
 
     def input_gradients(self) -> Mapping[str, Tensor | None]:
@@ -153,7 +153,7 @@ class Sequential:
         return len(begun), repeated(begun)
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
-        """By parameter name."""
+        """Return the optimizer's state by parameter name."""
         assert self._optimizer is not None
         state = self._optimizer.state
         return {name: state[p] for name, p in self._named if p in state}

@@ -99,7 +99,7 @@ def _runs(numbers: Sequence[int]) -> str:
 
 
 def generators_agree(everyone: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """By generator 0 if all ranks left it in one state, else 1."""
+    """Return for each generator 0 if all ranks left it in one state, else 1."""
     first = everyone[0]
     return {
         f"generator {name}": float(

@@ -264,7 +264,7 @@ class Compressed(Parted):
         return whole
 
     def _by_place(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """For each place along the compressed axes the exact sum over all others."""
+        """Return the exact sum over all other axes, for each place along the compressed axes."""
         mesh, rows = self.plan.mesh, self.plan.row_axes
         axes = compressed_over(self.plan)
         sums: list[Any] = [0.0] * mesh.size(axes)

@@ -389,7 +389,7 @@ def undecided(
 
 
 def tipped(right: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> list[str]:
-    """By site and operator, how many of the choices that can be compared are others."""
+    """Describe how many of the choices that can be compared are others, by site and operator."""
     counts: dict[tuple[str, str], list[int]] = {}
     for key, wanted in right.items():
         found = other.get(key)
@@ -443,7 +443,7 @@ def _original(working: Case, steps: int) -> list[float]:
 
 
 def _program(working: Case, steps: int) -> list[float]:
-    """On a rank: the losses of the program, whole on each."""
+    """Train on a rank, and return the losses of the program, whole on each rank."""
     program = program_of(working, optimizer=_adamw(working))
     return [float(program.train_step(batch)) for batch in _cycled(working, steps)]
 

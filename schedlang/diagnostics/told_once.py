@@ -25,7 +25,7 @@ def in_a_job() -> bool:
 
 @cache
 def install() -> None:
-    """From now on a refusal that nobody catches is told by one rank; all else is as before.
+    """Let one rank tell a refusal that nobody catches; all other errors are told as before.
 
     Called when the first one is raised, so that nothing is touched in a job without.
     """

@@ -268,7 +268,8 @@ def _fixes(
 
 
 def _place(one: types.Diagnostic) -> tuple[object, ...]:
-    """By what a message that an editor sends back is known again: editors keep no data of ours."""
+    """Return the key by which a message that an editor sends back is found: editors keep no
+    data."""
     start = one.range.start
     return one.code, start.line, start.character, one.message
 

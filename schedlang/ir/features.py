@@ -32,7 +32,7 @@ class Copy(Protocol):
 
     @property
     def chains(self) -> Mapping[tuple[str, ...], Any]:
-        """For the sites of a row with a limit of memory: what was chosen for them."""
+        """The choices for the sites of each row with a limit of memory."""
 
     def at(self, fqn: str) -> Any:
         """The module of this name in the copy."""

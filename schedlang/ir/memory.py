@@ -71,7 +71,7 @@ class RankMemory:
         return max(one.most[place] for one in self.moments)
 
     def to_json(self) -> dict[str, object]:
-        """As plain values; the curve has a row of classes for each operation."""
+        """Return plain values; the curve has a row of classes for each operation."""
         return {
             "ranks": self.ranks,
             "first": self.first,

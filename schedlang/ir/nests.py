@@ -387,7 +387,7 @@ def let_travel(model: nn.Module) -> None:
 
 
 def _named(variable: ContextVar[Any]) -> tuple[Any, ...]:
-    """By the module that holds it, itself or in an object."""
+    """Return how to find a context variable: the module that holds it, itself or in an object."""
     for name, module in list(sys.modules.items()):
         for attribute, value in list(vars(module).items() if module is not None else ()):
             if value is variable:

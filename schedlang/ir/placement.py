@@ -144,7 +144,8 @@ class Layout:
         return tuple(split.axis for split in self.splits)
 
     def segments(self, mesh: Mesh, at: Mapping[str, int]) -> tuple[tuple[Segment, ...], ...]:
-        """For each dim, the runs of the padded whole that the rank at coordinates `at` holds."""
+        """Return the runs of the padded whole, dim by dim, that the rank at coordinates `at`
+        holds."""
         held = [[[Segment(0, size)]] for size in self.padded]
         cut: set[int] = set()
         for split in self.splits:
@@ -261,7 +262,7 @@ class Cut:
 
     @property
     def units(self) -> tuple[int, ...]:
-        """For each block into how many pieces it may be cut."""
+        """The number of pieces that each block may be cut into."""
         return tuple(self.heads or block for block in self.blocks)
 
     def even(self, ranks: int) -> bool:

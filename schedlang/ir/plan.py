@@ -87,11 +87,11 @@ class Printed(Protocol):
     """A view of a plan for a user; `viz.picture` installs one."""
 
     def text(self, plan: Plan) -> str:
-        """For a terminal."""
+        """Return the plan as text for a terminal."""
         ...
 
     def picture(self, plan: Plan) -> str:
-        """For a notebook."""
+        """Return the plan as a picture for a notebook."""
         ...
 
 
@@ -149,7 +149,8 @@ class Plan:
         return f"<Plan for {self.model.class_name} on {self.mesh}: {rows}{differs}>"
 
     def __getstate__(self) -> tuple[dict[str, Any], tuple[type, ...]]:
-        """With the model made fit to be sent, and the classes of what it takes and returns."""
+        """Return the fields, the model fit to be sent, and the classes of what it takes and
+        returns."""
         from schedlang.ir.nests import known_classes, let_travel
 
         for module in {id(m): m for m in (self.model.model, self.model.base.model)}.values():
@@ -157,7 +158,8 @@ class Plan:
         return dict(vars(self)), known_classes()
 
     def __setstate__(self, state: tuple[dict[str, Any], tuple[type, ...]]) -> None:
-        """In another process, with what making the model there would have noted."""
+        """Restore the fields in another process, and note what making the model there would have
+        noted."""
         from schedlang.ir.nests import open_classes, register
 
         vars(self).update(state[0])

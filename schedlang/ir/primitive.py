@@ -292,7 +292,7 @@ The verb of the row stands above, that of the column below, where both touch one
 
 
 def table(known: Mapping[str, type[Primitive]]) -> dict[str, dict[str, Relation]]:
-    """For each verb, and each verb below it, how they stand."""
+    """Return the relation of each verb to each verb below it."""
     return {a: {b: conflicts(known[a], known[b]) for b in sorted(known)} for a in sorted(known)}
 
 

@@ -40,8 +40,8 @@ class TooDeep(Exception):
 
 
 class Statements(PostLex):
-    """Between lexer and parser: a newline ends a statement, except inside ( ) and [ ], and nothing
-    stands too deep."""
+    """The filter between lexer and parser: a newline ends a statement, except inside ( ) and [ ],
+    and nothing stands too deep."""
 
     always_accept = ("_NL",)
 

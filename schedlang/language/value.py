@@ -102,7 +102,7 @@ class Reader(Protocol):
 
 
 class Missing(Exception):
-    """In a `where`: this module has no attribute of this name."""
+    """Raised in a `where` for a name that is no attribute of the module."""
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ START: tuple[Fitted, ...] = (Fitted(0, 0.0),)
 
 
 def extended(before: Iterable[Fitted], cost: Cost, memory: int) -> tuple[Fitted, ...]:
-    """With one module more, all of which fit: what no other choices beat in bytes and in work."""
+    """Return the choices for one module more, all that fit and no other beats in bytes and work."""
     found = [
         (one.held + choice.held, one.again + choice.again, one, choice)
         for one in before

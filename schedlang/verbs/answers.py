@@ -20,7 +20,7 @@ _MARKS = {HOLDS: "", FAILS: "❌ ", REFUSED: "❌ ", UNCHECKED: "⚠️ "}
 
 @dataclass(frozen=True)
 class Wish:
-    """With what a schedule is examined; see the options of `verify`.
+    """The terms of an examination of a schedule; see the options of `verify`.
 
     world    the most ranks that may be started; a larger mesh is left out, and says so
     shrink   reduce model and mesh where the mesh is larger, instead
@@ -77,7 +77,7 @@ class Outcome:
         return Note(self.place or str(self.file), self.line or 1, title, self.text)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return plain values."""
         return {
             "file": str(self.file),
             "question": self.question,

@@ -40,7 +40,7 @@ class Compared:
         return "\n".join([*head, *lines, foot])
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return plain values."""
         return {
             "exit": FAILS if self.changes else 0,
             "lock": str(lock_path(self.schedule)),

@@ -160,8 +160,8 @@ def _facts(course: Course, trained: Trained, code: int) -> dict[str, Any]:
 
 
 def _demand(course: Course) -> None:
-    """Before any rank starts: refuse what gains nothing (S888), and exit 1 where the plan costs
-    more than the schedule expects."""
+    """Refuse, before any rank starts, what gains nothing (S888); exit 1 for costs above the
+    expected."""
     from schedlang.passes.simulate.expected import counted, counting
     from schedlang.passes.simulate.gains import gained
     from schedlang.verbs.expected import demand_costs
@@ -212,7 +212,7 @@ def _planned(
 
 
 def _here(course: Course, shown: _Shown) -> Trained:
-    """As one rank of the job that torchrun started."""
+    """Train as one rank of the job that torchrun started."""
     from functools import partial
 
     from schedlang.passes.lower.train import train
@@ -228,7 +228,7 @@ def _here(course: Course, shown: _Shown) -> Trained:
 
 
 def _local(course: Course, found: ModelFile, shown: _Shown) -> Trained:
-    """On ranks started here."""
+    """Train on ranks started here."""
     from schedlang.passes.lower.train import train
     from schedlang.passes.prove import check_world
     from schedlang.runtime.launch.pool import Pool

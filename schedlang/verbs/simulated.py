@@ -54,7 +54,7 @@ class Simulated:
         return {"cost": span, "bubble": 1 - float(self.times.busy.mean()) / span}
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values; times in the unit of the costs, memory in M_B."""
+        """Return plain values; times in the unit of the costs, memory in M_B."""
         t, times = self.timeline, self.times
         top = _plain(peak(t, self.cost))
         return {
@@ -87,7 +87,7 @@ class Simulated:
         }
 
     def text(self, width: int | None = None) -> str:
-        """For people, in so many columns."""
+        """Return the text for people, in so many columns."""
         times, top = self.times, peak(self.timeline, self.cost)
         most = int(top.argmax())
         lines = [

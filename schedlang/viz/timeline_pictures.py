@@ -59,7 +59,7 @@ def word(kind: Kind) -> str:
 
 
 def levels(timeline: Timeline) -> NDArray[np.int64]:
-    """For each row the place of its stage among the stages that its rank runs of its replica."""
+    """Return each row's level: its stage's number among those that its rank runs of its replica."""
     t = timeline
     level = np.zeros((max(1, t.replicas), max(1, t.stages)), dtype=np.int64)
     for replica, row in enumerate(t.homes):

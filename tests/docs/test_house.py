@@ -155,6 +155,8 @@ VAGUE = {
     *("What", "Of", "That", "Which", "Those", "Where", "How", "Whatever", "Why", "Who", "Whose"),
     *("When", "Its", "It", "So", "There", "Into", "Until", "Unless", "Meanwhile"),
     *("Is", "Does", "Has", "May", "Can", "Was", "Are", "If", "And", "To"),
+    *("As", "By", "From", "For", "With", "Without", "Inside", "Within", "In", "At", "On", "Over"),
+    *("After", "Before", "Under", "Around", "While", "Between", "Beside", "Along", "Through"),
 }
 
 
