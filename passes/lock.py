@@ -389,7 +389,7 @@ class Change:
     new: tuple[str, ...]
 
     def lines(self) -> Iterator[str]:
-        """As text, one line for each group of names."""
+        """Yield the change as text, one line for each group of names."""
         gone = [text for text in self.old if text not in self.new]
         come = [text for text in self.new if text not in self.old]
         if sorted(self.old) == sorted(self.new):  # the same in another order, or another count
@@ -402,7 +402,7 @@ class Change:
             yield f"{self.sign} {self.section}  {name}  {said}"
 
     def to_json(self) -> dict[str, object]:
-        """As plain values."""
+        """Return plain values."""
         return {
             "sign": self.sign,
             "section": self.section,

@@ -243,7 +243,7 @@ def _compared(
 
 
 def _named(actual: Observation, expected: Observation) -> Observation:
-    """With what the original alone knows: the order of its gradients, and names of one weight."""
+    """Add what the original alone knows: the order of its gradients, and names of one weight."""
     return replace(actual, order=expected.order, ties=expected.ties)
 
 

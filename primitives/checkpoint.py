@@ -113,18 +113,17 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
 
     def lower(self, sites: tuple[Site, ...], copy: Copy) -> None:
         """Recompute modules of the copy."""
-        from schedlang.runtime.activation_memory.recompute import checkpoint as recompute
-        from schedlang.runtime.activation_memory.recompute import regions
+        from schedlang.runtime.activation_memory import recompute
 
         names = tuple(site.fqn for site in sites)
         if self.budget is not None:
             self.budget.lower(copy.chains[names], copy)
         elif self._alone:
             for name in names:
-                recompute(copy.at(name), self.save)
+                recompute.checkpoint(copy.at(name), self.save)
         else:
             for run in runs(names):
-                regions([copy.at(name) for name in run], self._tree(run), self.save)
+                recompute.regions([copy.at(name) for name in run], self._tree(run), self.save)
 
     @property
     def budget(self) -> _Plan | None:
@@ -168,7 +167,8 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
             )
 
     def _check_copies(self) -> None:
-        """What is copied and computed in a second is said to the plan that weighs them."""
+        """Refuse speeds of copies and operations without the plan that weighs them, or not above
+        0."""
         if (self.plan == "pofo") != (self.bandwidth is not None) or (
             self.plan != "pofo" and self.tflops != TFLOPS
         ):
@@ -207,11 +207,11 @@ class _Plan(Budgeted):
     memory: int
 
     def reruns(self, found: Sequence[tuple[tuple[str, ...], Any]]) -> Sequence[Again] | None:
-        """What runs again of chains; None: that shows only while it runs."""
+        """Return the regions of chains that run again; None: only the run itself decides it."""
         return [again for run, chosen in found for again in self.chosen(run, chosen)]
 
     def chosen(self, run: tuple[str, ...], found: Any) -> list[Again]:
-        """What runs again of one chain, as far as it is known before."""
+        """Return the regions of one chain that run again, as far as they are known before."""
         return []
 
 
@@ -228,7 +228,7 @@ class _Rotor(_Plan):
         return found
 
     def chosen(self, run: tuple[str, ...], found: Tree) -> list[Again]:
-        """Its outermost regions."""
+        """Return the outermost regions."""
         return [Again(tuple(run[k] for k in region), once=True) for region in regions(found)]
 
     def lower(self, chains: Sequence[tuple[tuple[str, ...], Tree]], copy: Copy) -> None:
@@ -239,7 +239,7 @@ class _Rotor(_Plan):
             regions([copy.at(name) for name in run], found)
 
     def said(self, found: Tree) -> str:
-        """How many modules are kept, and how many are in regions."""
+        """Describe the numbers of modules that are kept, and that are in regions."""
         inside = [len(region) for region in regions(found)]
         return f"{len(places(found)) - sum(inside)} kept whole, {sum(inside)} in" + (
             f" {len(inside)} regions, which may hold regions: {inside}" if inside else " no region"
@@ -268,14 +268,14 @@ class _Pareto(_Plan):
 
     def lower(self, chains: Sequence[tuple[tuple[str, ...], Any]], copy: Copy) -> None:
         """Recompute them, but for the results that were chosen."""
-        from schedlang.runtime.activation_memory.recompute import checkpoint as recompute
+        from schedlang.runtime.activation_memory import recompute
 
         for run, found in chains:
             for one in self.chosen(run, found):
-                recompute(copy.at(one.modules[0]), chosen=one.chosen)
+                recompute.checkpoint(copy.at(one.modules[0]), chosen=one.chosen)
 
     def said(self, found: Any) -> str:
-        """What is kept."""
+        """Describe what is kept."""
         from schedlang.remat.operators import words
 
         return words(found)
@@ -316,26 +316,27 @@ class _Pofo(_Plan):
 
     def lower(self, chains: Sequence[tuple[tuple[str, ...], Mixed]], copy: Copy) -> None:
         """Recompute some modules of a chain, and move to the host what others save."""
-        from schedlang.runtime.activation_memory.recompute import checkpoint as recompute
+        from schedlang.runtime.activation_memory import recompute
         from schedlang.runtime.offload.saved_tensors import Store, offload
 
         for run, found in chains:
             store = Store(paced=True)
             for name, way in zip(run, found.ways, strict=True):
                 if way == "recompute":
-                    recompute(copy.at(name))
+                    recompute.checkpoint(copy.at(name))
                 elif way == "offload":
                     offload(copy.at(name), store)
 
     def said(self, found: Mixed) -> str:
-        """Which way each goes."""
+        """Describe what is done with each module."""
         from schedlang.remat.pofo import words
 
         return words(found)
 
 
 class _Dtr(_Plan):
-    """What is dropped and made again while it runs; `found` is the bytes that all modules share."""
+    """The plan that drops results while it runs, and makes them again; `found`: the bytes shared by
+    all."""
 
     keeps = True
 
@@ -366,7 +367,7 @@ class _Dtr(_Plan):
         dynamic([copy.at(name) for run, _ in chains for name in run], chains[0][1])
 
     def said(self, found: int) -> str:
-        """How many bytes."""
+        """Describe the limit in bytes."""
         return f"at most {found} bytes, dropped and made again while it runs"
 
 

@@ -185,7 +185,8 @@ class compress(Primitive):  # noqa: N801
         return replace(plan, compression=made)
 
     def _kept(self, fqn: str, row: int) -> Kept:
-        """How a module keeps what it saves; beside a table, what no table knows fits the budget."""
+        """Return the coding of a module's saved activations; beside a table, one that fits the
+        budget."""
         if self.how != "adaptive":
             return Kept(fqn, BITS[self.how], self.block, row=row)
         fits = max(bits for bits in BITS.values() if bits <= self.bits)

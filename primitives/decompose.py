@@ -55,9 +55,9 @@ class decompose(Lowered):  # noqa: N801
 
     def lower(self, site: Site, copy: Copy) -> None:
         """Change the module of the copy."""
-        from schedlang.runtime.fusion.decomposed import decompose as apart
+        from schedlang.runtime.fusion import decomposed
 
-        apart(copy.at(site.fqn), kind_of(site, copy.plan) or "")
+        decomposed.decompose(copy.at(site.fqn), kind_of(site, copy.plan) or "")
 
 
 def kind_of(site: Site, plan: Plan) -> str | None:

@@ -191,7 +191,8 @@ class expert_parallel(Primitive):  # noqa: N801
             yield first, layout
 
     def _inner(self, site: Site, plan: Plan) -> Any:
-        """How every expert of the module is cut inside, or None; tried once for all equal ones."""
+        """Return how every expert of the module is cut inside, or None; tried once for all equal
+        ones."""
         from schedlang.kernels.probe import seen
 
         module = plan.model.model.get_submodule(site.fqn)

@@ -95,5 +95,5 @@ def _below(site: Site, plan: Plan) -> list[tuple[str, ParameterFact]]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Is this the name, or its end from a dot on?"""
+    """Return whether a name is the pattern's, or ends in it from a dot on."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")

@@ -18,7 +18,7 @@ from schedlang.ir.features import (
     check_called,
 )
 from schedlang.ir.primitive import Facet, refuse
-from schedlang.language.patterns import read as _read
+from schedlang.language.patterns import read
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -79,7 +79,7 @@ class fuse(Lowered, Tried, Gaining, Resolved):  # noqa: N801
         if self.pattern in patterns:
             return replace(self, pattern=patterns[self.pattern].text)
         if "{" in self.pattern:
-            return replace(self, pattern=_read(self.pattern).text)
+            return replace(self, pattern=read(self.pattern).text)
         how = ARGUMENTS["fuse"].get(f"with={self.pattern}")
         if how is not None:
             refuse(
@@ -122,13 +122,12 @@ class fuse(Lowered, Tried, Gaining, Resolved):  # noqa: N801
         self._compile(copy.at(site.fqn), site, copy.plan)
 
     def _compile(self, module: Any, site: Site, plan: Plan) -> None:
-        from schedlang.runtime.fusion.fuse import fuse as compiled
-        from schedlang.runtime.fusion.fuse import fuse_pattern
+        from schedlang.runtime.fusion import fuse
 
         if self.pattern or self.backend == "rowwise":
-            fuse_pattern(module, _told(site, plan, self))
+            fuse.fuse_pattern(module, _told(site, plan, self))
         else:
-            compiled(module, rounding=self.rounding)
+            fuse.fuse(module, rounding=self.rounding)
 
     def trial(self, site: Site, plan: Plan, calls: Mapping[str, tuple[Any, Any]]) -> list[Trial]:
         """Run the compiled region in the working dtype, on the arguments of real calls."""
@@ -151,7 +150,7 @@ class fuse(Lowered, Tried, Gaining, Resolved):  # noqa: N801
         ]
 
     def gain(self, site: Site, plan: Plan, call: tuple[Any, Any]) -> Gain:
-        """Of the regions of one module, or of all of it."""
+        """Return the gain of fusing the regions of a module, or all of it."""
         from schedlang.runtime.kernel_injection.gains import of_module, of_regions
         from schedlang.runtime.tracing.meta import hollow_model
 
@@ -161,7 +160,7 @@ class fuse(Lowered, Tried, Gaining, Resolved):  # noqa: N801
         return of_module(module, *call)
 
     def __str__(self) -> str:
-        said = [_read(self.pattern).name] if self.pattern else []
+        said = [read(self.pattern).name] if self.pattern else []
         said += [f"backend={self.backend}"] if self.backend != "auto" else []
         said += [f"rounding={self.rounding}"] if self.rounding != "fp32" else []
         return f"fuse({', '.join(said)})"
@@ -173,7 +172,7 @@ def _told(site: Site, plan: Plan, row: fuse) -> Told:
     from schedlang.runtime.fusion.fuse import Told
     from schedlang.runtime.fusion.rewrite import How
 
-    found = _read(row.pattern) if row.pattern else None
+    found = read(row.pattern) if row.pattern else None
     inside: dict[str, set[str]] = {"decompose": set(), "": set()}
     for action in plan.rows_changing(Facet.STRUCTURE):
         if not isinstance(action.primitive, Renewing):
@@ -218,7 +217,7 @@ def _matched(site: Site, plan: Plan, row: fuse) -> None:
 
 
 def _kernels(site: Site, plan: Plan) -> int:
-    """How many kernels a module is, if that can be seen; 0 if not."""
+    """Return the number of kernels of a module, if that can be seen; 0 if not."""
     from schedlang.runtime.fusion.dataflow import Looked, flow, imagined, kernels
 
     module = plan.model.model.get_submodule(site.fqn)

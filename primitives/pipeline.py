@@ -84,7 +84,7 @@ class pipeline(Located, Resolved):  # noqa: N801
         return self
 
     def located(self, folder: Path) -> pipeline:
-        """With the text of its table, read from the folder of the schedule."""
+        """Return the row with the text of its table, read from the folder of the schedule."""
         if not self.is_table or self.table:
             return self
         path = folder / self.order

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace as changed
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from schedlang.ir.features import Renewing
@@ -78,4 +78,4 @@ class replace(Renewing):  # noqa: N801
         known: Mapping[str, Any] = plan.model.replacements
         sites = tuple(one.fqn for one in site)
         change = Replace(sites, self.module, known[self.module])
-        return changed(plan, model=plan.model.changed(change))
+        return dataclasses.replace(plan, model=plan.model.changed(change))

@@ -185,7 +185,7 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
         ]
 
     def _found(self, site: Site, plan: Plan) -> Any:
-        """What probing says of a module, asked once for all that are equal."""
+        """Return what probing finds of a module, run once for all that are equal."""
         from schedlang.kernels.probe import judged
         from schedlang.runtime.kernel_injection.kernel import match
 

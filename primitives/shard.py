@@ -447,7 +447,7 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
 
 
 def plain(site: Site, kind: str, plan: Plan) -> bool:
-    """Does the module compute what its class says?  Tried once for all that are equal."""
+    """Return whether the module computes what its class says; tried once for all that are equal."""
     if plan.model.computes_as(site.fqn, kind):
         return True
     from schedlang.kernels.probe import seen

@@ -135,12 +135,12 @@ class zero(Slicing):  # noqa: N801
 
     @property
     def slices(self) -> bool:
-        """From stage 1 on."""
+        """Whether optimizer state is split: from stage 1 on."""
         return self.stage > 0
 
     @property
     def each_microbatch(self) -> bool:
-        """From stage 2 on."""
+        """Whether gradients are reduced after each microbatch: from stage 2 on."""
         return self.stage > 1
 
     def unsliced(self) -> zero:

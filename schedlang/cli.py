@@ -62,7 +62,8 @@ def _in_paragraphs(text: str) -> str:
 
 
 def _group() -> Callable[[bool], None]:
-    """What stands before a verb; with it the command line has verbs even where one is imported."""
+    """Make the callback that stands before a verb: it holds `--version`, and makes the verbs a
+    group."""
     import typer
 
     from schedlang import __version__

@@ -58,20 +58,25 @@ def verify(
 
 
 def _verified(
-    sch: Schedule, batch: Batches, loss: Any, weight: Any, seed: int, dtype: str | None, shrink: Any
+    sch: Schedule,
+    batch: Batches,
+    loss: Any,
+    weight: Any,
+    seed: int,
+    dtype: str | None,
+    reduced: Any,
 ) -> Report:
     from schedlang.passes.prove import prove
-    from schedlang.passes.reduce_model.shrink import lies_on_meta, remarked
-    from schedlang.passes.reduce_model.shrink import shrink as reduce
+    from schedlang.passes.reduce_model.shrink import lies_on_meta, remarked, shrink
     from schedlang.passes.verify.asked import steps_of
     from schedlang.passes.verify.sides import Case
 
     plan, small, meant = sch.plan(), None, None
     batches: tuple[Mapping[str, Any], ...] = _batches(batch, seed, steps_of(plan))
     model = plan.model.model
-    if shrink or (shrink is None and lies_on_meta(model)):
-        make = shrink if callable(shrink) else None
-        small = reduce(sch.tree, sch._settings, model, batches, loss=loss, make=make, seed=seed)
+    if reduced or (reduced is None and lies_on_meta(model)):
+        make = reduced if callable(reduced) else None
+        small = shrink(sch.tree, sch._settings, model, batches, loss=loss, make=make, seed=seed)
         meant = small.whole, batches[0]
         plan, batches = small.plan, small.batches
     elif lies_on_meta(model):

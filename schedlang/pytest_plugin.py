@@ -254,7 +254,7 @@ def pytest_runtest_makereport(
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """On GitHub, annotations on the lines to blame and a table in the job's summary."""
+    """Write, on GitHub, annotations on the lines to blame and a table in the job's summary."""
     if hasattr(config, "workerinput"):
         return  # a worker of pytest-xdist has a terminal of its own, which nobody sees
     reports = [report for some in terminalreporter.stats.values() for report in some]

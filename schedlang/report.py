@@ -59,7 +59,7 @@ def verdict(report: Report) -> str:
 
 
 def equal(equivalence: str) -> str:
-    """How far the two sides may be apart, in words; what is relaxed is named behind."""
+    """Return in words how far the two sides may be apart; names of what is relaxed stand last."""
     kind, _, names = equivalence.partition(" ")
     if names:
         return f"to the original under the same relaxed rules {names}"
@@ -293,7 +293,8 @@ class Report:
 
 
 def _closeness(row: Row) -> float:
-    """How near a row is to its gate; an error at a gate of 0 is beyond any."""
+    """Return the ratio of a row's error to its gate; infinite for an error at a gate of 0, or
+    NaN."""
     if math.isnan(row.error):
         return math.inf
     return row.error / row.gate if row.gate else row.error * math.inf if row.error else 0.0

@@ -147,7 +147,7 @@ class Schedule(Scope):
         return lift.Facts(("model",), self._facts.model, lambda: self._state.names)
 
     def plan(self) -> Plan:
-        """What will be done, as an immutable value; printed as `schedlang plan` prints it."""
+        """Return the plan, an immutable value; printed as `schedlang plan` prints it."""
         assert self._state.plan is not None
         return self._state.plan
 
@@ -176,7 +176,8 @@ class Schedule(Scope):
 
     @property
     def grade(self) -> frozenset[str]:
-        """What the result may differ in from the model's: nothing, or `rounding`, `dtype`, .."""
+        """Return the properties in which the result may differ from the model's, as `rounding`,
+        `dtype`."""
         return self.plan().gives_up
 
     @property
@@ -207,15 +208,17 @@ class Schedule(Scope):
         return self.plan()._repr_html_()
 
     def warnings(self) -> list[Diagnostic]:
-        """What has no effect, and what is not verified as usual; none of it is an error."""
+        """Return warnings about what has no effect, or is not verified as usual; none is an
+        error."""
         return lint(self.tree, self._state)
 
     def why(self, fqn: str) -> str:
-        """Which rows act on a module or a parameter, and where they are written."""
+        """Describe the rows that act on a module or a parameter, and where they are written."""
         return why(self.plan(), self.tree, str(fqn))
 
     def diff(self, other: Schedule | Plan) -> Difference:
-        """How this schedule differs from another, action by action."""
+        """Return the differences of this schedule from another, action by action; refuse others
+        (S618)."""
         other = other.plan() if isinstance(other, Schedule) else other
         if not hasattr(other, "actions"):
             title = f"a schedule is compared with a schedule or a plan, not with {kind_of(other)}"

@@ -9,8 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without the garbage collector, in the whole process: it would walk all that has been made
-    again and again, a third of the time that a plan of a million actions takes.
+    """Stop the garbage collector in the whole process, for the time of a block.
+
+    It would walk all that has been made again and again, a third of the time that a plan of a
+    million actions takes.
     """
     running = gc.isenabled()
     gc.disable()

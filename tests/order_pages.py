@@ -15,7 +15,7 @@ from typing import Any
 from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import ORDERS, Order, OrderError, Size, sized
 from schedlang.pipeline.timeline import peak, timing
-from schedlang.pipeline.timeline.pictures import bars
+from schedlang.viz.timeline_pictures import bars
 
 PAGE = Path(__file__).parent.parent / "docs" / "pipelines.md"
 BEGIN, END = "<!-- orders -->\n", "<!-- end of orders -->\n"

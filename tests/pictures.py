@@ -32,8 +32,8 @@ def every() -> Drawn:
 
 def timelines() -> Drawn:
     """`simulate --svg` and `--html`, `run --timeline`."""
-    from schedlang.pipeline.timeline.pictures import svg
     from schedlang.viz.timeline_page import Shown, measured_page, measured_svg, timeline_page
+    from schedlang.viz.timeline_pictures import svg
     from tests.pipelines.test_measured import example
 
     for name, ranks, micro, chunks in ORDERS:

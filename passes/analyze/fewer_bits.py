@@ -164,14 +164,15 @@ def _left(bits: int) -> float:
 
 
 def variance(changes: Sequence[float], bits: Sequence[int]) -> float:
-    """What rounding adds to the gradient's variance, in units of the sensitivities."""
+    """Return the variance that rounding adds to the gradient, in units of the sensitivities."""
     return sum(change * _left(some) for change, some in zip(changes, bits))
 
 
 def _seen(
     plan: Plan, rows: Sequence[Kept], sample: Mapping[str, Any], loss: Loss | None, chains: Chains
 ) -> dict[Place, Seen]:
-    """What the model saves, and how sensitive its gradient is; without values only what."""
+    """Return what the model saves, and the sensitivity of its gradient; without values only the
+    first."""
     import copy
 
     from schedlang.passes.propagate.context import hollow
@@ -215,7 +216,7 @@ def told(plan: Plan, bits: Bits) -> Iterator[str]:
 
 
 def kept_by_ranks(counting: Counting, chains: Chains) -> Parts | None:
-    """How ranks split what coded modules save, once it is known what runs again, and from what.
+    """Return how ranks split what coded modules save, with what runs again and from what inputs.
 
     Raises Refusal S857 for single operators that are kept on ranks which split weights: these may
     call others than one process does.
@@ -250,7 +251,7 @@ def _of_ranks(plan: Plan, axis: str) -> Refusal:
 
 
 def _by_tokens(counting: Counting, chains: Chains) -> Parts | None:
-    """How ranks split it where they split sequences.
+    """Return how ranks that split sequences split what coded modules save.
 
     Two forwards of a rank's model on the meta device, of all tokens and of its own, with the
     attention that runs on real devices, are compared.
@@ -282,7 +283,7 @@ Shapes = Sequence[tuple[int, ...]]
 
 
 def _aligned(cut: Cut, whole: Shapes, local: Shapes) -> tuple[Split, ...] | None:
-    """How each tensor of a rank is split, which keeps nothing of masks of queries and keys."""
+    """Return the split of each tensor that a rank saves; it saves no masks of queries and keys."""
     if not whole:
         return None if local else ()
     if len(whole) > len(local) and whole[0][-2:] == (cut.total, cut.total):
@@ -302,7 +303,7 @@ def _words(site: str, whole: Shapes, local: Shapes) -> str:
 def _saved(
     counting: Counting, chains: Chains, parts: Sequence[str] = ()
 ) -> Mapping[str, Sequence[Saved]]:
-    """What coded modules of the local model save in a forward without values.
+    """Return what coded modules of the local model save in a forward without values.
 
     `parts`: modules whose results ranks have as parts of sums, and keep as they are.
     """
@@ -409,7 +410,8 @@ def _check_choices(plan: Plan, traced: Traced) -> None:
 
 
 def _check_results(plan: Plan) -> None:
-    """What is kept beside inputs is what one process has, too: no message (S857)."""
+    """Refuse (S857) results kept beside inputs that one process does not have: those of
+    collectives."""
     for row, one in meeting(plan):
         if not any("collective" in again.save for again in one.reruns(row.sites, ()) or ()):
             continue
@@ -492,7 +494,7 @@ def _check_split(plan: Plan, row: Action) -> None:
 
 
 def _check_order(staged: Staged, slicing: Slicing | None, row: Action) -> None:
-    """Where weights are stale or sequences cut, a tensor is saved in several pieces or versions."""
+    """Refuse (S859) an order that saves a tensor in several pieces or versions."""
     from schedlang.pipeline.timeline.versions import is_stale
 
     stale = is_stale(staged.timeline)

@@ -1,4 +1,4 @@
-"""How often sliced parameters are gathered: rows of the timeline may hold a stage for a run."""
+"""Holdings of parameters: where parts lie, and how often sliced ones are gathered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def slicing(plan: Plan) -> tuple[Replicas | None, tuple[str, ...]]:
 
 
 def holdings_of(plan: Plan, staged: Staged) -> dict[str, Holding]:
-    """Where the parts of every parameter lie."""
+    """Return the place of every parameter's parts, by its first name."""
     from schedlang.runtime.checkpointing.holding import Holding
 
     sliced = slicing(plan)[0] if plan.replicas else None
@@ -43,7 +43,7 @@ def holdings_of(plan: Plan, staged: Staged) -> dict[str, Holding]:
 
 
 def _left(plan: Plan, name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Of the axes that slice state those whose ranks hold the same part of a parameter.
+    """Return those of the axes that slice state whose ranks hold the same part of a parameter.
 
     Experts that are spread over some of them have their gradients whole there.
     """
@@ -53,7 +53,7 @@ def _left(plan: Plan, name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _home(staged: Staged, names: tuple[str, ...]) -> frozenset[int]:
-    """Where a parameter lies that nothing reads: with the unit that it stands in, else first."""
+    """Return the places of a parameter that nothing reads: with its unit, else the first."""
     for unit, stage in zip(staged.cut.graph.units, staged.cut.stage_of):
         if any(name.startswith(f"{unit}.") for name in names):
             return staged.places(stage)
@@ -106,7 +106,8 @@ def gathers_by_rows(plan: Plan, staged: Staged) -> bool:
 
 
 def gathers_of(plan: Plan, staged: Staged, stage: int, place: int) -> tuple[int, int] | None:
-    """How many runs of forwards and of backwards hold a stage gathered at a place; None: none."""
+    """Return the runs of forwards, and of backwards, that hold a stage gathered at a place; None:
+    none."""
     from schedlang.pipeline.timeline import runs
 
     if not gathers_by_rows(plan, staged):
@@ -121,7 +122,8 @@ def gathers_of(plan: Plan, staged: Staged, stage: int, place: int) -> tuple[int,
 def gathers(
     plan: Plan, staged: Staged, stage: int, places: Places, microbatches: int
 ) -> Iterator[tuple[Places, int, int]]:
-    """Where a stage is, and how often stage 3 gathers it there: in forwards and in backwards."""
+    """Yield the places of a stage, and how often stage 3 gathers it there in forwards and
+    backwards."""
     often = (microbatches * staged.timeline.slices,) * 2
     if places is None:
         yield None, *often

@@ -194,7 +194,8 @@ def _apart(traced: Traced) -> Refusal:
 
 
 def _check_weight(weight: Weight, sample: Mapping[str, Any]) -> None:
-    """What a part weighs is a number; refuses (S865) at the line of a function that raises."""
+    """Check that a part's weight is a number; refuse (S865) at the line of a function that
+    raises."""
     try:
         float(weight(sample))
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Which gradients are parts of a sum after the last backward, and the sums that a step does."""
+"""Reductions of gradients: which are partial after the last backward, and the sums of a step."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _bucket(plan: Plan, axes: tuple[str, ...]) -> int | None:
 
 
 def is_lossy(plan: Plan) -> bool:
-    """Is anything sent, or kept, in fewer bits than it has?"""
+    """Return whether anything is sent, or kept, in fewer bits than it has."""
     return bool(plan.kept or compressed_over(plan))
 
 

@@ -1,4 +1,4 @@
-"""Where each parameter, gradient and state lies: device, host, disk, or the next pipeline rank."""
+"""Residence of parameters, gradients and states: device, host, disk, or the next pipeline rank."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from schedlang.passes.partition.staging import Staged
     from schedlang.runtime.checkpointing.holding import Holding
     from schedlang.runtime.grad_reduction.zero import Sliced
-    from schedlang.runtime.offload.parameters import Held, Window
-    from schedlang.runtime.offload.step import Away, Home, Peer, Tiers
+    from schedlang.runtime.offload.parameters import StreamedParameter, Window
+    from schedlang.runtime.offload.step import Home, Offloaded, Peer, Tiers
     from schedlang.runtime.storage.tiers import Scratch
 
 # ---- What lies on the next rank of a pipeline: what is refused, and in which rounds state goes.
@@ -135,7 +135,7 @@ def peer_of(
 
 
 def state_rounds(plan: Plan, holdings: Mapping[str, Holding], rank: int) -> Iterator[int]:
-    """By round the bytes of a rank's parameters whose state goes to its peer."""
+    """Yield the bytes of each round of parameters whose state goes from a rank to its peer."""
 
     out = [n for n, t in tiers_of(plan).items() if t.state == "peer" and n in holdings]
     held = [n for n in out if holdings[n].held(plan.mesh, rank)]
@@ -146,7 +146,7 @@ def state_rounds(plan: Plan, holdings: Mapping[str, Holding], rank: int) -> Iter
 
 
 def _rounds(sizes: Sequence[int]) -> list[list[int]]:
-    """Which parameters of these bytes travel together."""
+    """Group parameters of these bytes into rounds that travel together."""
     from schedlang.runtime.grad_reduction.gradient import buckets
 
     return buckets([(size, None) for size in sizes])
@@ -233,7 +233,8 @@ def _units(plan: Plan, fqn: str, trunk: frozenset[str]) -> Iterator[tuple[str, t
 
 
 def tier_of_unit(plan: Plan, fqn: str, names: Sequence[str]) -> str:
-    """Where the slices lie that `zero` gathers together for a module; refuses a mixture (S854)."""
+    """Return the tier of the slices that `zero` gathers together for a module; refuse several
+    (S854)."""
     from schedlang.runtime.storage.tiers import DEVICE
 
     tiers = tiers_of(plan)
@@ -265,11 +266,11 @@ def away(
     found: Mapping[str, nn.Parameter],
     sliced: Mapping[int, Sliced],
     optimizer: Callable[..., torch.optim.Optimizer] | None,
-) -> Away | None:
+) -> Offloaded | None:
     """Put this rank's parameters where they lie; None where all is on the device."""
     from schedlang.runtime.adapters.fully_shard import Shard
     from schedlang.runtime.offload.parameters import Window
-    from schedlang.runtime.offload.step import Away
+    from schedlang.runtime.offload.step import Offloaded
     from schedlang.runtime.optim.whole_step import is_tensorwise
     from schedlang.runtime.storage.offloaded_gradients import offload_gradients
     from schedlang.runtime.storage.tiers import CPU, DISK, Scratch
@@ -290,7 +291,7 @@ def away(
     alone = optimizer is None or is_tensorwise(optimizer)
     files = any(r.tier == DISK and r.what in ("parameters", "optimizer") for r in plan.stores)
     ring = peer_of(builder, found, tiers, optimizer)
-    made = Away(found, tiers, homes, window, scratch, disk, files, alone, ring)
+    made = Offloaded(found, tiers, homes, window, scratch, disk, files, alone, ring)
     made.check("the program was not built")
     return made
 
@@ -328,16 +329,16 @@ def _streamed(
     sliced: frozenset[str],
 ) -> dict[str, Home]:
     """Move whole parameters to their homes, and let modules fetch them."""
-    from schedlang.runtime.offload.parameters import Held, stream
+    from schedlang.runtime.offload.parameters import StreamedParameter, stream
     from schedlang.runtime.storage.tiers import DISK, plain_copy
 
-    held: dict[str, Held] = {}
+    held: dict[str, StreamedParameter] = {}
     for fqn, (row, names) in streamed_units(builder.plan, staged.trunk).items():
         mine = [name for name in names if name in found and name not in sliced]
         for name in mine:
             if name not in held:
                 put = scratch.put if tiers[name].parameter == DISK else plain_copy
-                held[name] = Held(found[name], put(found[name].detach()))
+                held[name] = StreamedParameter(found[name], put(found[name].detach()))
         if mine:
             stream(builder.at(fqn), [held[name] for name in mine], window, row.ahead)
     return {**held}

@@ -1,4 +1,4 @@
-"""What `relax(routing)` allows: the rule by which experts drop tokens, for the original too.
+"""The rule of `relax(routing)` by which experts drop tokens, for the original too.
 
 The rule counts tokens of the whole batch in the order of its rows, on however many ranks they are;
 so the original under the same rule, in one process, is what the program has to equal, and without

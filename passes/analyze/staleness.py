@@ -1,4 +1,5 @@
-"""What cannot go with updates inside the step, and optimizers that look at whole parameters."""
+"""Refusals of what cannot go with updates inside the step, or with optimizers of whole
+parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ Versions = Mapping[int, int]  # stage -> version
 
 @dataclass(frozen=True)
 class Table:
-    """Which weights every microbatch meets, and the update that it goes into.
+    """The versions of weights that every microbatch meets, and the update that it goes into.
 
     forward, backward  of each microbatch, the version that each stage reads
     made               of each microbatch, the version that its gradients make (from 1)
@@ -124,7 +125,7 @@ _WHERE = {"cpu": "in host memory", "disk": "on disk", "peer": "on a peer"}
 
 
 def _of_stages(plan: Plan, staged: Staged, row: Action | None) -> Iterator[Clash]:
-    """What stages share: each is updated at its own time."""
+    """Yield clashes of what stages share: each is updated at its own time."""
     places = [place for replica in staged.homes for place in replica]
     if len(set(places)) != len(places):
         yield (
@@ -155,7 +156,7 @@ def _of_stages(plan: Plan, staged: Staged, row: Action | None) -> Iterator[Clash
 
 
 def _of_rows(plan: Plan, staged: Staged) -> Iterator[Clash]:
-    """What other rows do once a step, or at weights that are no longer there."""
+    """Yield clashes with rows that act once a step, or at weights that are no longer there."""
     early = plan.overlapping("gradients")
     if early is not None:
         yield (
@@ -227,7 +228,8 @@ def _refuse(
 def whole_step(
     a: Assembly, staged: Staged, optimizer: Callable[..., torch.optim.Optimizer] | None
 ) -> WholeStep | None:
-    """How to step where parameters lie in parts and the optimizer looks at whole ones; else None.
+    """Return the step for an optimizer that needs whole parameters where they lie in parts; else
+    None.
 
     Refuses, alike on all ranks, an optimizer that looks at all parameters together, and one that
     would have to wait for other stages where each updates by itself (S622).

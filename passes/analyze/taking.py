@@ -1,4 +1,5 @@
-"""What a user gives to `build` and `verify`: options, and a batch whose every key is taken."""
+"""Checks of what users give to `build` and `verify`: options, and a batch whose keys are all
+taken."""
 
 from __future__ import annotations
 

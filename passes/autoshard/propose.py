@@ -430,7 +430,7 @@ def _rows(asked: Asked, notes: list[str]) -> dict[str, list[Row]]:
 
 
 def _first(blocks: Blocks, row: Row) -> bool:
-    """Does a row stand above all others: about a table, or its padding?"""
+    """Return whether a row stands above all others: it is about a table, or its padding."""
     name = row.names[0]
     table = leaf_kind(blocks.facts.sites[blocks.named[name][0]]) in TABLES
     return row.call.startswith("pad(") or (table and not blocks.inside(name))

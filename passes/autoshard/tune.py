@@ -142,7 +142,7 @@ class Tried:
     refusal: Diagnostic | None = None
 
     def fits(self, memory: int) -> bool:
-        """Can it run in so many bytes?"""
+        """Return whether the settings run within so many bytes."""
         return self.refusal is None and self.time is not None and self.peak <= memory
 
 
@@ -172,7 +172,8 @@ def tune_meshes(job: Job, module: nn.Module, sizes: Iterable[Mapping[str, int]])
 
 
 def ranked(found: Iterable[Tried], memory: int) -> list[Tried]:
-    """Those that fit, the quickest first; of equal ones that with the lower peak."""
+    """Return those that fit, the quickest first; of equal ones the one with the lower peak
+    first."""
     fits = [one for one in found if one.fits(memory)]
     return sorted(fits, key=lambda one: (one.time.seconds if one.time else 0.0, one.peak))
 
@@ -193,7 +194,8 @@ def _tried(
 
 
 def _priced(job: Job, plan: Plan, given: Mapping[str, Any]) -> Tried:
-    """Its state alone first: most that is too large is so at once, and need not be played."""
+    """Price one choice of settings: its state alone first, since too large a state need not be
+    played."""
     from schedlang.runtime.batch import sample_of
 
     plan = completed(plan, job.batch, job.loss)
@@ -238,7 +240,7 @@ def text(
 
 
 def to_json(job: Job, found: Sequence[Tried]) -> dict[str, Any]:
-    """As plain values; seconds and bytes."""
+    """Return plain values; seconds and bytes."""
     memory = job.cluster.memory
     best = ranked(found, memory)
     return {

@@ -44,17 +44,13 @@ def completed(plan: Plan, batch: Mapping[str, Any] | None, loss: Loss | None = N
                 Diagnostic(
                     "S605",
                     "completing rows needs a batch",
-                    _label(row),
+                    Label(row.span),
                     helps=("define `batch(seed)` in the model file",),
                 )
             )
         if plan.mesh.size(axis) > 1:
             plan = _completed(plan, axis, batch, loss, row)
     return replace(plan, completing=())
-
-
-def _label(row: Action) -> Label:
-    return Label(row.span) if row.span is not None else Label()
 
 
 def _completed(
@@ -114,7 +110,7 @@ def _begun(plan: Plan, axis: str, blocks: Blocks, row: Action) -> list[_Begun]:
             Diagnostic(
                 "S425",
                 f"no row shards anything over `{axis}`",
-                _label(row),
+                Label(row.span),
                 helps=(
                     f"start with one projection of a block: `shard(col, over={axis})`",
                     "or let `schedlang init` write the whole schedule",
@@ -131,10 +127,10 @@ def _begun(plan: Plan, axis: str, blocks: Blocks, row: Action) -> list[_Begun]:
         _Begun(
             outside | {one.names[0]: one for rows, _ in chosen for one in rows},
             frozenset(place for _, places in chosen for place in places),
-            _label(row),
+            Label(row.span),
         )
         for chosen in zip_longest(*ways, fillvalue=((), ()))
-    ] or [_Begun(outside, frozenset(), _label(row))]
+    ] or [_Begun(outside, frozenset(), Label(row.span))]
 
 
 def _shapes(plan: Plan, blocks: Blocks) -> list[Row]:
@@ -243,7 +239,7 @@ def _added(plan: Plan, action: Action, sites: Sequence[str], at: Action) -> Plan
     try:
         return plan.add(action.primitive, sites, step=at.step, span=at.span)
     except Refusal as refusal:
-        raise refusal.at(at.span) if at.span is not None else refusal from refusal
+        raise refusal.at(at.span) from refusal
 
 
 def _actions(plan: Plan, axis: str, blocks: Blocks, rows: Sequence[Row]) -> Iterator[Action]:

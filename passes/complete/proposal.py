@@ -283,13 +283,14 @@ class Trial:
 
     @property
     def shortened(self) -> bool:
-        """Does the model run with fewer blocks?"""
+        """Whether the model runs with fewer blocks."""
         return self.blocks is not self.all
 
     # -- trials ------------------------------------------------------------------------------------
 
     def refusal(self, rows: Sequence[Row], axis: str, ranks: int) -> tuple[Refusal, int] | None:
-        """Why rows are refused, and the number of the row that is to blame (-1: none); or None."""
+        """Return the refusal of rows, and the number of the row to blame (-1: none); None: they are
+        legal."""
         lines = self._lines(rows)
         try:
             propagate(self.plan(rows, axis, ranks), self.sample, self.loss)
@@ -315,7 +316,7 @@ class Trial:
         ]
 
     def cut(self, row: Row, axis: str, stages: int) -> Refusal | None:
-        """Why the model cannot be cut into stages by a row; None if it can."""
+        """Return the refusal of cutting the model into stages by a row; None if it can be cut."""
         lines = [f"{', '.join(row.names)}  {row.call}"]
         for blocks in (self.shorter(stages), self.all):
             try:
@@ -332,7 +333,8 @@ class Trial:
         return refusal
 
     def by_tokens(self, rows: Sequence[Row], axis: str, ranks: int) -> Refusal | None:
-        """Why the model cannot run on some of its tokens; None if it can, or has no values."""
+        """Return the refusal of running on some of the tokens; None if it runs, or has no
+        values."""
         lines = [f"{path}  {row.call}" for row in rows for path in paths(row, self.all)]
         try:
             plan = planned_rows(lines, f"{axis}={ranks}", self.all.facts)

@@ -305,7 +305,7 @@ def _packed(finder: Finder, row: Row) -> Row:
 
 
 def _beside(row: Row) -> int:
-    """How many equal blocks lie side by side in what a row splits, each with heads of its own."""
+    """Return the number of equal blocks, each with heads of its own, in what a row splits."""
     found = re.search(r"blocks=(\d+)", row.call)
     return int(found[1]) if found else 1
 
@@ -334,5 +334,5 @@ def _kind(finder: Finder, name: str) -> str:
 
 
 def _said(refusal: Refusal) -> str:
-    """Why rows are refused, with the line of the model where that is known."""
+    """Return the title of a refusal, with the line of the model where that is known."""
     return refusal.diagnostic.title[:SAID] + (refusal.diagnostic.fact("line") or "")

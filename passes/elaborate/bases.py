@@ -51,7 +51,8 @@ def counted() -> Iterator[None]:
 
 
 def place_of(use: n.Use, above: tuple[Path, ...]) -> Path:
-    """Where the file of a `use` lies; refuses S112 one of those `above`, which are being read."""
+    """Return the path of the file of a `use`; refuse (S112) one of those `above`, now being
+    read."""
     holder = Path(use.span.source.name).parent if use.span else Path()
     place = (holder / use.path).resolve()
     if place in above:
@@ -165,7 +166,7 @@ def opened(use: n.Use, above: tuple[Path, ...]) -> Spliced:
 
 
 def is_base(use: n.Use) -> bool:
-    """Does a `use` bring in steps or rows?  May refuse."""
+    """Return whether a `use` brings in steps or rows.  May refuse."""
     with counted():
         return bool(opened(use, ()).items)
 
@@ -205,7 +206,7 @@ class _Splicer:
                 self.items.append(item)
 
     def _meant(self, item: n.Override | n.Drop, name: str) -> int:
-        """Where the step of a base stands that an item changes; refuses S114 and S101."""
+        """Return the number of the step of a base that an item changes; refuse S114 and S101."""
         word = "override" if isinstance(item, n.Override) else "drop"
         first = self._changed.get(name)
         if first is not None:

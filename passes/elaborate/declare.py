@@ -200,7 +200,8 @@ def mesh(node: n.Mesh, state: State) -> State:
 
 
 def stand_in(node: n.Mesh, state: State) -> State:
-    """After a refused mesh: its axes are known by name, and nothing is planned any more."""
+    """Put a stand-in for a refused mesh: its axes are known by name, and nothing is planned any
+    more."""
     names = [arg.name for arg in node.args if isinstance(arg, n.Keyword)]
     taken = [name for name in dict.fromkeys(names) if name not in state.axes]
     axes = tuple((name, 1) for name in taken)
@@ -418,7 +419,7 @@ UNITS: Mapping[str, tuple[type, ...]] = {  # what bounds may be, beside plain nu
 
 
 def expectation(node: n.Expect, names: Names) -> Expectation | None:
-    """What a statement expects; None where its bound needs a model that is not there.
+    """Return the expectation of a statement; None where its bound needs a model that is not there.
 
     Raises Refusal S861 for anything but a measure compared with a bound.
     """

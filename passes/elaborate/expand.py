@@ -308,7 +308,7 @@ class Expander:
             self.depth -= 1
 
     def _note(self, refusal: Refusal) -> None:
-        """What is wrong and does not follow from what was said already."""
+        """Note diagnostics that do not follow from earlier ones."""
         broken = self.state.broken
         self.problems += [
             d
@@ -421,7 +421,8 @@ class Expander:
 
 
 def _folder(span: Span) -> Path:
-    """Where paths in a row start: the folder of its file, of a Python line the working folder."""
+    """Return the folder where paths in a row start: its file's, or for Python the working
+    folder."""
     name = Path(span.source.name)
     return name.parent if name.suffix == ".sched" else Path()
 

@@ -43,7 +43,8 @@ def check(plan: Plan, primitive: Primitive, sites: Sequence[str], span: Span) ->
 
 
 class Meetings(Sequence[Meeting]):
-    """Where two rows meet, found when it is asked for: most rules look at other things first."""
+    """The meetings of two rows, found when they are asked for: most rules look at other things
+    first."""
 
     def __init__(self, plan: Plan, first: Sequence[str], then: Sequence[str]) -> None:
         self._given = plan, first, then

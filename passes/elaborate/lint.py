@@ -103,7 +103,8 @@ def _never(file: n.File, state: State) -> Iterator[Diagnostic]:
 
 
 def _holds(test: n.Expr, state: State) -> set[object]:
-    """What a condition may be, for all values of the knobs; what cannot be told is anything."""
+    """Return the values that a condition may have over all knobs' values; None: it cannot be
+    told."""
     names = {part for node in walk(test) for part in _uses(node)}
     names |= {knob for axis, knob in state.sized.items() if axis in names}
     knobs = [knob for name, knob in state.knobs.items() if name in names]

@@ -166,7 +166,7 @@ def _line_and_column(span: Any) -> list[object]:
 
 
 def arguments(primitive: Any) -> dict[str, object]:
-    """What differs from the defaults."""
+    """Return the arguments that differ from their defaults, as plain values."""
     own = ((f, getattr(primitive, f.name)) for f in dataclasses.fields(primitive))
     return {f.name: plain(value) for f, value in own if value != f.default}
 

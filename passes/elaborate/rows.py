@@ -108,7 +108,7 @@ def comes_to(file: n.File, plan: Plan, facts: ModelFacts, settings: Settings) ->
 
 
 def _done(plan: Plan) -> Counter[tuple[str, str, tuple[str, ...]]]:
-    """What is done in which step, to which modules at a time."""
+    """Count what is done, by primitive, step and modules."""
     return Counter((repr(a.primitive), a.step, at) for a in plan.actions for at in a.each)
 
 

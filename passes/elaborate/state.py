@@ -33,7 +33,8 @@ SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
 def arguments_text(primitive: Primitive) -> str:
-    """What differs from the defaults, as the language writes it: `stage=1, over=dp`."""
+    """Return the arguments that differ from their defaults as the language has them: `stage=1,
+    over=dp`."""
     said = []
     for one in dataclasses.fields(primitive):  # type: ignore[arg-type]
         value = getattr(primitive, one.name)
@@ -49,7 +50,7 @@ def arguments_text(primitive: Primitive) -> str:
 
 
 def is_rest(kind: object) -> bool:
-    """Does a field hold whatever other keywords a row is given?"""
+    """Return whether a field holds all other keywords that a row is given."""
     return str(kind).startswith("Rest[")
 
 
@@ -80,7 +81,7 @@ RELAXABLE = ("dtype", "rng", "routing", "batch_stats", "staleness", "lossy", "up
 
 @dataclass(frozen=True)
 class Settings:
-    """What comes from outside the file: knobs, axis sizes, and the ranks that are there.
+    """The settings from outside the file: knobs, axis sizes, and the ranks that exist.
 
     `world` is the size of the running job, if there is one; `_` in a mesh takes what is left of it.
     """
@@ -129,7 +130,7 @@ class State:
 
     @property
     def names(self) -> Names:
-        """What names mean outside of any definition."""
+        """Return the meaning of names outside of any definition."""
         values = {name: knob.value for name, knob in self.knobs.items()}
         return Names(values, self.axes, {}, self.facts)
 

@@ -1,1 +1,1 @@
-"""After a proof has failed: where, by which arithmetic, and whose row."""
+"""Localisation of a failed proof: where, by which arithmetic, and whose row."""

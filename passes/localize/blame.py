@@ -71,7 +71,8 @@ class Again:
         self._right: Observation | None = None
 
     def __call__(self, rows: Sequence[Action]) -> bool:
-        """Does a plan of these rows fail? One that is not legal, or dies, does not fail so."""
+        """Return whether a plan of these rows fails; one that is not legal, or whose ranks die,
+        does not."""
         try:
             return any(not row.ok for row in self.rows(rows))
         except (Refusal, RankDied, Hang):

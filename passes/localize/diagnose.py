@@ -1,4 +1,4 @@
-"""By what arithmetic a wrong tensor comes from the right one, and the pattern behind a failure."""
+"""Diagnosis of a wrong tensor: the arithmetic that makes it, and the pattern of a failure."""
 
 from __future__ import annotations
 
@@ -129,7 +129,8 @@ def _again_and_again(x: Tensor, r: Tensor, others: Mapping[str, Tensor | None]) 
 
 
 def of_ranks(locals_: Sequence[Tensor | None], right: Sequence[Tensor], mesh: Mesh) -> str:
-    """How the ranks' own values make the right ones, where each is wrong by itself; "" if no way.
+    """Describe how the ranks' own values make the right ones, where each is wrong by itself; "" if
+    no way.
 
     `right` is what each rank should hold.
     """
@@ -253,7 +254,7 @@ NONE = "no simple pattern fits"
 
 
 def pattern(first: Row, failure: Failure, where: Location | None, batch: Batch) -> str:
-    """In words: of the first gradient that is wrong, or of what the first wrong module makes."""
+    """Describe in words the first wrong gradient, or what the first wrong module makes."""
     plan = failure.case.plan
     micro = plan.micro
     sizes = dict(plan.mesh.axes) | ({"microbatches": micro} if micro > 1 else {})

@@ -1,4 +1,4 @@
-"""What all ranks of a job need alike to run one program: told to each other before it is built."""
+"""Agreement of a job's ranks on what one program needs, before it is built."""
 
 from __future__ import annotations
 
@@ -183,7 +183,8 @@ def _values(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _codes(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """What the classes of a model compute, but those of torch, whose version says it."""
+    """Yield a digest of what each class of a model computes; torch's own, which its version names,
+    left out."""
     classes = {
         base
         for module in model.modules()

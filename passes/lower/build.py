@@ -1,4 +1,4 @@
-"""From a plan, a model and a batch to the program that this rank runs.
+"""Building of the program that this rank runs, from a plan, a model and a batch.
 
 The order is fixed, whatever the order of rows: the local copy with this rank's parts; structure
 (kernels, fusion); crossings; recomputation; residence; stages; slices of data-parallel state.
@@ -176,7 +176,7 @@ class Builder:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a program is built with, beside its plan and a batch.
+    """The options of `build`, beside a plan and a batch.
 
     loss       loss(output, batch), where the model returns none
     optimizer  a function from (name, parameter) pairs to an optimizer; `clip` bounds the norm
@@ -316,7 +316,7 @@ def _trained(plan: Plan, staged: Staged, a: Assembly, lying: Any, given: Options
 
 
 def _prepared(plan: Plan, batch: Mapping[str, Any], given: Options) -> Prepared:
-    """What is known before ranks run, found on each of them alike."""
+    """Prepare a plan on each rank alike; the first rank's table of bits holds for all."""
     from schedlang.runtime.batch import sample_of
     from schedlang.runtime.comm import world
 
@@ -328,7 +328,8 @@ def _prepared(plan: Plan, batch: Mapping[str, Any], given: Options) -> Prepared:
 
 
 def _asked(plan: Plan, batch: Mapping[str, Any], given: Options) -> Asked:
-    """How masks are to be drawn, and for how many rows at once."""
+    """Return the kind of dropout that the options ask for, its seed, and the rows of a
+    microbatch."""
     from schedlang.runtime.batch import rows_of, sample_of
 
     kind = given.dropout or ("logical" if given.seed is not None else None)

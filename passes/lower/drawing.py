@@ -1,4 +1,4 @@
-"""How a program draws: by torch's own dropout, with which modules forked, or logically, and why.
+"""Random draws of a program: by torch's dropout, with which modules forked, or logically, and why.
 
 Who draws what follows from the layouts of the trace.  An activation differs along the axes of rows,
 tokens and stages, so a step is seeded by the places along them; a mask that is split over further
@@ -54,7 +54,8 @@ class Draws:
 
 
 def draws_of(plan: Plan, prepared: Prepared, rows: int) -> Draws:
-    """Which draws of a plan are alike on which ranks; `rows` are those of a traced microbatch."""
+    """Return which draws of a plan are alike on which ranks; `rows` are those of a traced
+    microbatch."""
     staged, traced = prepared.staged, prepared.traced
     stage = plan.mesh.fold(staged.axis) if staged.axis is not None else ()
     base = tuple(axis for axis in plan.mesh.sizes if axis in (*plan.data_axes, *stage))
@@ -89,7 +90,7 @@ def draws_of(plan: Plan, prepared: Prepared, rows: int) -> Draws:
 
 
 def drawn_logically(plan: Plan, prepared: Prepared, rows: int) -> str:
-    """Why masks of a training on several ranks are drawn logically; "": they are not."""
+    """Return why masks of a training on several ranks are drawn logically; "" if they are not."""
     if plan.mesh.world == 1 or not prepared.traced.random:
         return ""
     return draws_of(plan, prepared, rows).why
@@ -119,7 +120,7 @@ def _split(plan: Plan, prepared: Prepared, draw: tuple[str, int]) -> Along:
 
 @functools.lru_cache(1024)
 def _holders(tag: Tag, size: int, parts: int) -> tuple[int, ...] | None:
-    """For each place the first that holds the same; None where some share a part."""
+    """Return, for each place, the first that holds the same; None where some share a part."""
     held = [frozenset(p for p in tag.positions(size, parts, k) if p < size) for k in range(parts)]
     different = set(held)
     if sum(map(len, different)) != len(frozenset().union(*different)):
@@ -132,7 +133,7 @@ def _holders(tag: Tag, size: int, parts: int) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True)
 class Drawing:
-    """How this rank draws in training; `native` also where a proof draws logically."""
+    """The draws of this rank in training; `native` also where a proof draws logically."""
 
     dropout: LogicalDropout | NativeDropout | None = None
     native: NativeDropout | None = None
@@ -142,7 +143,7 @@ class Drawing:
 def drawing_of(
     plan: Plan, prepared: Prepared, ranks: Ranks, module: nn.Module, asked: Asked
 ) -> Drawing:
-    """What draws on this rank; modules whose draws are forks are changed."""
+    """Return what draws on this rank; change modules whose draws are forks."""
     if not prepared.traced.random or (asked.kind is None and plan.mesh.world == 1):
         return Drawing()
     logical = asked.kind == "logical" or asked.hollow
@@ -158,7 +159,7 @@ def drawing_of(
 
 @dataclass(frozen=True)
 class Asked:
-    """What `build` was asked for: by which numbers, from which seed, for how many rows at once."""
+    """The draws that `build` was asked for: their kind, their seed, and rows of a microbatch."""
 
     kind: str | None
     seed: int | None

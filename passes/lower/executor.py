@@ -109,7 +109,7 @@ def compressor_of(
     found: Mapping[str, nn.Parameter],
     ranks: Ranks,
 ) -> Compressor | None:
-    """What does the compressed sums of this rank; None where there is nobody to sum with."""
+    """Return what does the compressed sums of this rank; None where there is nobody to sum with."""
     from schedlang.runtime.checkpointing.holding import cleaned
     from schedlang.runtime.grad_reduction.compressed import Codec, Compressor
 

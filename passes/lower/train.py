@@ -43,7 +43,7 @@ class Measured:
 
     @cached_property
     def times(self) -> Timing:
-        """What was measured, from the first operation of all ranks on."""
+        """Return the measured times, from the first operation of all ranks on."""
         zero = self.start.min(initial=np.inf) if len(self.start) else 0.0
         none = np.zeros(self.timeline.ranks, dtype=np.int64)
         return Timing(
@@ -52,7 +52,7 @@ class Measured:
 
     @cached_property
     def costs(self) -> Floats:
-        """For each row the mean time of its kind at its stage."""
+        """Return, for each row, the mean time of its kind at its stage."""
         t, took = self.timeline, self.end - self.start
         key = (t.kind.astype(np.int64) * t.stages + t.stage) * t.replicas + t.replica
         count = np.maximum(np.bincount(key), 1)
@@ -116,7 +116,7 @@ def _figures(times: Timing) -> dict[str, float]:
 
 
 def measured(timeline: Timeline, ran: Sequence[Sequence[Ran]]) -> Measured:
-    """From what each place of a pipeline noted of one step, in the order of its rows.
+    """Join what each place of a pipeline noted of one step, in the order of its rows.
 
     Rows that are not noted (parked activations, updates) stand where the row before them ended.
     """
@@ -149,7 +149,7 @@ RATES = {"adamw": 3e-3, "sgd": 0.1}  # by optimizer
 
 @dataclass(frozen=True)
 class Course:
-    """What is trained, all that a rank needs; `batch(seed)` gives the batch of a step."""
+    """The training of a plan, as every rank needs it; `batch(seed)` gives the batch of a step."""
 
     plan: Plan
     batch: Callable[[int], Mapping[str, Any]]
@@ -286,7 +286,7 @@ def _step(program: Any, number: int, batch: Mapping[str, Any]) -> Step:
 
 
 def _everyones(program: Any) -> tuple[tuple[Memory, tuple[Left, ...]], ...]:
-    """Of each rank its memory, and the calls that kernels left to the model there."""
+    """Gather each rank's memory, and the calls that kernels left to the model there."""
     from schedlang.runtime.comm import world
     from schedlang.runtime.left import left_in
     from schedlang.runtime.measure import memory_of

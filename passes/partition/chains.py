@@ -33,7 +33,7 @@ Chains = Mapping[tuple[str, ...], tuple[tuple[tuple[str, ...], Any], ...]]
 
 @dataclass(frozen=True)
 class Counting:
-    """With what modules are counted: the plan's local model, and one microbatch."""
+    """The subject of counts of modules: the plan's local model, and one microbatch."""
 
     plan: Plan
     traced: Traced
@@ -44,7 +44,7 @@ class Counting:
 
 
 def chains_of(counting: Counting) -> Chains:
-    """What rows with a limit of memory choose, from counts on the meta device; others not at all.
+    """Return the choices of rows with a limit of memory, from counts on the meta device.
 
     The limit is that of a rank. Where a pipeline keeps several microbatches at a time, each has an
     equal part of it; so early stages, which keep more of them, recompute more (Sun et al., AdaPipe,
@@ -78,7 +78,7 @@ def _chosen(
 
 
 def told(plan: Plan, chains: Chains) -> list[str]:
-    """What rows with a limit of memory chose, in words, a line for each stage."""
+    """Describe the choices of rows with a limit of memory, a line for each stage."""
     return [
         f"`{action.name}` of {' to '.join(dict.fromkeys((names[0], names[-1])))}:"
         f" {row.budget.said(found)}"
@@ -114,7 +114,7 @@ def _by_stage(staged: Staged, sites: tuple[str, ...]) -> list[tuple[tuple[str, .
 
 @dataclass(frozen=True)
 class Skeleton:
-    """What rows are lowered into without ranks: a local model on the meta device."""
+    """The model that rows are lowered into without ranks: local, on the meta device."""
 
     plan: Plan
     module: Any
@@ -127,7 +127,7 @@ class Skeleton:
 
 
 def alone(counting: Counting) -> Counting:
-    """With what the untouched model of one process is counted."""
+    """Return the counting of the untouched model of one process."""
     from schedlang.passes.propagate.propagate import Traced
 
     plan = replace(counting.plan, layouts={})
@@ -272,7 +272,8 @@ def _row(
 
 
 def _beside(timeline: Timeline) -> list[float]:
-    """Of each stage, how many microbatches of all stages of its ranks are kept at a time."""
+    """Return for each stage the most microbatches, of all stages of a rank of it, kept at a
+    time."""
     alive = in_flight(timeline)
     homes = timeline.homes.tolist()
     found = []

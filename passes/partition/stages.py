@@ -1,4 +1,4 @@
-"""What a run of units weighs on its stage, for cuts in balance: parameters, time or memory."""
+"""Weights of runs of units, for stages in balance: parameters, time or memory."""
 
 from __future__ import annotations
 
@@ -152,7 +152,8 @@ def _quoted(name: str) -> str:
 
 
 def elements(plan: Plan, cut: Cut) -> tuple[str, ...]:
-    """What the lists of a cut hold, before any forward has shown what is called, and how often."""
+    """Return the modules in the lists of a cut, before a forward has shown what is called how
+    often."""
     unrolled = dict(plan.unrolled)
 
     def calls(fqn: str) -> int:

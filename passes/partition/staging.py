@@ -69,7 +69,8 @@ class Staged:
         return tuple(s for s in range(self.cut.stages) if place in self.places(s))
 
     def microbatches(self, stage: int, place: int, replica: int | None = None) -> int:
-        """How many microbatches of a step go through a stage at a place, or one replica of it."""
+        """Return the number of a step's microbatches in a stage at a place, or in one replica of
+        it."""
         from schedlang.pipeline.timeline import Kind
 
         t = self.timeline
@@ -120,8 +121,10 @@ def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) ->
 
 
 def _arrivals(model: nn.Module, traced: Traced) -> dict[str, Arrivals]:
-    """For sharded modules that may take one tensor, a memory of what arrived: those of the
-    outermost block of a list that they are in share one, and those that are in none."""
+    """Return a memory of what arrived for sharded modules that may take one tensor.
+
+    Modules in the outermost block of a list share one, and so do those in no list.
+    """
     from torch.nn import Module
 
     from schedlang.runtime.forward import wrap
@@ -177,7 +180,8 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
 def _graph(
     plan: Plan, traced: Traced, skeleton: nn.Module, batch: Mapping[str, Any], loss: Loss | None
 ) -> StageGraph:
-    """What units read of each other; calls are asked for once more where the trace does not say."""
+    """Record what units read of each other; ask for their calls once more where the trace lacks
+    them."""
     from schedlang.runtime.tracing.graph import once
     from schedlang.runtime.tracing.record import record
     from schedlang.runtime.tracing.units import units_of
@@ -260,7 +264,7 @@ def _stage_numbers(counting: Counting, graph: StageGraph, timeline: Timeline) ->
 
 
 def _weight(counting: Counting, graph: StageGraph, timeline: Timeline) -> Weight | None:
-    """What stages are balanced by; None: by nothing, they are even."""
+    """Return the weight by which stages are balanced; None: they are even."""
     plan = counting.plan
     planned = plan.rows_with(Recomputing)
     rows = [(action, row.budget) for action, row in planned if row.budget and row.budget.cuts]
@@ -284,7 +288,7 @@ def _trunk(plan: Plan) -> frozenset[str]:
 
 
 def _elements(plan: Plan, fqn: str) -> Iterator[str]:
-    """What stands in a list, also in lists and dicts within it: modules that are called."""
+    """Yield the modules in a list that are called, also those in lists and dicts within it."""
     for child in plan.model.sites[fqn].children:
         name = f"{fqn}.{child}"
         if any(plan.model.sites[name].is_a(kind) for kind in UNCALLED):
@@ -311,7 +315,7 @@ def buffer_stages(staged: Staged) -> dict[str, frozenset[int] | None]:
 
 
 def buffer_homes(staged: Staged) -> tuple[dict[str, int], ...]:
-    """For each replica of the stages, buffer -> the place that keeps it; none without stages.
+    """Return the place that keeps each buffer, for each replica of the stages; none without stages.
 
     Replicas of a stage that share a place share its buffers; else each has its own.
     """
@@ -330,7 +334,7 @@ def buffer_homes(staged: Staged) -> tuple[dict[str, int], ...]:
 
 
 def on_peers(plan: Plan, *what: str) -> list[Stored]:
-    """Where one of these (or anything) of a module is kept on a peer."""
+    """Return the stores of a plan on a peer, of these kinds or of any."""
     return [s for s in plan.stores if s.tier == "peer" and (not what or s.what in what)]
 
 

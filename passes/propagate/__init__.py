@@ -1,1 +1,1 @@
-"""How tensors lie: layouts through one forward, and what splits of rows and tokens make of it."""
+"""Layouts of tensors through one forward, and what splits of rows and tokens make of it."""

@@ -1,4 +1,4 @@
-"""What computes in another dtype: the casts of a plan, put into models that only show shapes."""
+"""Casts of a plan, put into models that only show shapes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def gathered_in(plan: Plan, names: Iterable[str]) -> str | None:
 
 
 def _used_in(plan: Plan, name: str) -> str | None:
-    """What the innermost row around a parameter casts it to."""
+    """Return the dtype to which the innermost row around a parameter casts it; None: it stays."""
     rows = [one for one in plan.casts if inside(name, one.fqn)]
     row = max(rows, key=lambda one: len(one.fqn), default=None)
     stored = plan.model.parameters[name].dtype

@@ -1,4 +1,4 @@
-"""How a plan's model runs on parts of its sequences: on ranks that split them, or in slices."""
+"""Parts of sequences: how a plan's model runs on ranks that split them, or in slices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Subject:
-    """What is tried: the model of a plan, a microbatch, and a user's own loss and weight."""
+    """The subject of a trial: the model of a plan, a microbatch, and a user's own loss and
+    weight."""
 
     plan: Plan
     traced: Traced
@@ -69,7 +70,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Question(Generic[T]):
-    """What a trial is to answer.
+    """The question that a trial answers.
 
     guess    the answer for a model without values, untried
     probe    the answer of a trial, or a Refusal
@@ -82,7 +83,7 @@ class Question(Generic[T]):
 
 
 def answer(subject: Subject, count: int, ask: Question[T]) -> T:
-    """What a short stand-in answers, else one with all blocks, as long as the sample."""
+    """Return the answer of a short stand-in, else of one with all blocks, as long as the sample."""
     from schedlang.runtime.context_parallel.plain_run import runs
 
     if hollow(subject.model):
@@ -114,7 +115,8 @@ def hollow(model: nn.Module) -> bool:
 
 
 def weight_by_tokens(traced: Traced, count: int) -> Weight:
-    """What a part weighs in the mean: its labels that count; its tokens where there are none."""
+    """Return the weight of a part in the mean: its labels that count; its tokens where there are
+    none."""
     from schedlang.runtime.batch import rows_of
     from schedlang.runtime.sequence_pipelining.slices import length_of
 
@@ -129,7 +131,7 @@ def weight_by_tokens(traced: Traced, count: int) -> Weight:
 def tokens_of(
     plan: Plan, traced: Traced, sample: Mapping[str, Any], loss: Loss | None, weight: Weight | None
 ) -> Tokens | None:
-    """What the probe finds for a microbatch; None where sequences stay whole.
+    """Return what the probe finds for a microbatch; None where sequences stay whole.
 
     Raises Refusal S659 at the last row that splits sequences if the model cannot be split so. A
     model without values is not tried: it cannot be built either.
@@ -146,7 +148,7 @@ def tokens_of(
 
 
 def kind_of(plan: Plan) -> str:
-    """Which tokens a rank has: what some row says, else one run."""
+    """Return the layout of tokens over ranks: that of some row, else "contiguous"."""
     said = {one.layout for rows in plan.contexts.values() for one in rows} - {None}
     return next(iter(said), None) or "contiguous"
 
@@ -159,7 +161,7 @@ def row_of(plan: Plan) -> Action | None:
 
 @contextmanager
 def about_its_row(plan: Plan) -> Iterator[None]:
-    """What is refused inside stands at the last row that splits sequences, if there is one."""
+    """Raise a Refusal from inside at the last row that splits sequences, if there is one."""
     try:
         yield
     except Refusal as refusal:
@@ -290,7 +292,7 @@ def slicing_of(
     loss: Loss | None,
     weight: Weight | None,
 ) -> Slicing | None:
-    """What the probe finds for a microbatch; None where sequences stay whole.
+    """Return what the probe finds for a microbatch; None where sequences stay whole.
 
     Raises Refusal S655 at the row that asks for slices if the model cannot be cut so. A model
     without values is not tried: it cannot be built either.
@@ -317,7 +319,8 @@ def _of_slices(subject: Subject, count: int) -> Slicing:
 
 
 def _grain(traced: Traced) -> int:
-    """What lengths must be multiples of: over how many ranks activations are split by tokens."""
+    """Return the number of which lengths must be multiples: ranks that split activations by
+    tokens."""
     from schedlang.ir.placement import S
     from schedlang.runtime.sharding.redistribute import dim_of
 
@@ -335,7 +338,7 @@ def _grain(traced: Traced) -> int:
 def slices_of(
     slicing: Slicing | None, model: nn.Module, traced: Traced, weight: Weight | None
 ) -> Slices | None:
-    """What cuts the microbatches of the local model, if they are cut; `weight` is a user's own."""
+    """Return what cuts the microbatches of the local model; None: they stay whole."""
     from schedlang.runtime.sequence_pipelining.slices import Slices
 
     if slicing is None:

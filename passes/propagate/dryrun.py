@@ -66,7 +66,7 @@ def leaves_of(plan: Plan) -> dict[str, Leaf]:
 
 
 def _normalises(plan: Plan, site: Site, boundaries: list[Boundary]) -> bool:
-    """Does a module keep parameters along a hidden dim that comes and goes in parts?"""
+    """Return whether a module keeps parameters along a hidden dim that comes and goes in parts."""
     from schedlang.runtime.sharding.redistribute import dim_of
 
     facts = site.parameters.values()
@@ -125,7 +125,7 @@ def hoisted(fqn: str, known: Leaf | None, axis: str) -> Leaf:
 
 
 def _projection(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
-    """What a Linear, Conv1D or Embedding wants of one axis, or a module that runs as it is."""
+    """Return the demand of a Linear, Conv1D, Embedding, or unchanged module on one axis."""
     from schedlang.runtime.propagation.dry import Wanted
 
     axis, entry, output = boundary.axis, boundary.input, boundary.output
@@ -148,7 +148,7 @@ def _projection(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
 
 
 def _convolution(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
-    """What a convolution wants of an axis that splits its channels, or positions."""
+    """Return the demand of a convolution on an axis that splits its channels, or positions."""
     from schedlang.runtime.propagation.dry import Wanted
 
     axis, entry, output = boundary.axis, boundary.input, boundary.output
@@ -168,7 +168,7 @@ def _convolution(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
 
 
 def _window(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
-    """What a convolution or pool wants of an axis that splits positions, if it does."""
+    """Return the demand of a convolution or pool on an axis that splits positions, if it does."""
     from schedlang.runtime.propagation.dry import Wanted
 
     axis, entry = boundary.axis, boundary.input
@@ -177,7 +177,7 @@ def _window(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
 
 
 def _on_grid(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
-    """What a module on a grid wants: its rows split the batch, its columns the hidden dim."""
+    """Return the demand of a module on a grid: rows split the batch, columns the hidden dim."""
     from schedlang.runtime.propagation.dry import Wanted
 
     _check_data(plan, fqn)
@@ -187,7 +187,8 @@ def _on_grid(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
 
 
 def _on_cube(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
-    """What a module on a cube wants: three lines of ranks; what comes over two, and what goes."""
+    """Return the demand of a module on a cube of ranks: inputs over two lines, results over the
+    third."""
     from schedlang.runtime.propagation.dry import Wanted
 
     place = plan.boundaries[fqn].index(boundary)
@@ -200,7 +201,7 @@ def _on_cube(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
 
 
 def _results(plan: Plan, fqn: str, boundary: Boundary) -> Wanted:
-    """How what a product gives lies, by how its weight does."""
+    """Return the demand for a product's results, which lie as its weight does."""
     from schedlang.runtime.propagation.dry import Wanted
 
     site, output = plan.model.sites[fqn], boundary.output
@@ -216,7 +217,7 @@ def _results(plan: Plan, fqn: str, boundary: Boundary) -> Wanted:
 
 
 def _normed(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
-    """What a norm over a split hidden dim wants: parts, and it gives parts."""
+    """Return the demand of a norm over a split hidden dim: it takes parts, and gives parts."""
     from schedlang.runtime.propagation.dry import Wanted
 
     return Wanted(boundary.axis, S(-1), boundary.output or S(-1), S(-1), splits=True)
@@ -272,7 +273,7 @@ WANTED: Mapping[str, Callable[[Plan, str, str, Boundary], Wanted]] = {
 
 
 def touches(action: Action, fqn: str) -> bool:
-    """Does this row shard the module, or something in it?"""
+    """Return whether a row shards the module, or something in it."""
     shards = action.changes(Facet.PLACEMENT)
     return shards and any(inside(s, fqn) for s in action.sites)
 
@@ -292,7 +293,7 @@ class Number(NamedTuple):
 
 
 def _near(failure: Mismatch, number: Number) -> bool:
-    """May this number have made the sizes in the failing call?  Of settings only those that do."""
+    """Return whether a number may have made the sizes in the failing call."""
     sized = any(whole and whole % number.value == 0 for whole in failure.integers)
     if number.value == failure.unit or sized:  # a whole tensor of as many heads may come from it
         return True
@@ -300,7 +301,8 @@ def _near(failure: Mismatch, number: Number) -> bool:
 
 
 def _locals(below: Below, value: int) -> Iterator[int]:
-    """What a number may be on one rank: its share of the ranks, or of those that hold the same."""
+    """Yield a number's values on one rank: its share of the ranks, or of those that hold the
+    same."""
     found = set()
     for _, _, ranks, uneven in below:
         found |= {value * uneven.wide / ranks, Fraction(value, uneven.repeat)}
@@ -310,7 +312,7 @@ def _locals(below: Below, value: int) -> Iterator[int]:
 def _below(
     leaves: Mapping[str, Leaf], sizes: Mapping[str, int]
 ) -> tuple[dict[str, Below], dict[str, list[str]]]:
-    """For every module that holds something sharded: what is split, by its path, and the axes.
+    """Return what is split, by path, and its axes, for every module that holds something sharded.
 
     What gathers its outputs is split for nobody around it: such modules are not alike.
     """

@@ -27,7 +27,7 @@ Loss = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Original:
-    """What one forward of the original showed.
+    """The results of one forward of the original.
 
     labels    how losses read their labels
     label_counts  labels that count, of each mean of cross-entropies whose labels are known
@@ -138,7 +138,7 @@ def record(
 
 
 class Many(NamedTuple):
-    """What a forward with a number of rows that nothing else has shows: masks, and sums of rows."""
+    """The results of a forward with a unique number of rows: masks, and sums over rows."""
 
     drawn: Mapping[tuple[str, int], tuple[int, ...]]
     sums: Reaching | None
@@ -168,7 +168,7 @@ def with_many_rows(plan: Plan, batch: Mapping[str, Any], loss: Loss | None) -> M
 def _unbatched(
     plan: Plan, batch: Mapping[str, Any], loss: Loss | None, seen: Recorded
 ) -> dict[tuple[str, int], bool]:
-    """Of each draw whether it has no dim of samples; empty where all have one.
+    """Return for each draw whether it has no dim of samples; empty where all have one.
 
     Dropout on a table of relative positions is such a draw: its shape is one for all batches. Those
     that are made of no tensor of the batch are looked at, as the rows that a shape was given count.
@@ -216,7 +216,7 @@ def _telling(loss: Loss | None, read: set[str]) -> Loss | None:
 
 
 def _for_values(error: Exception) -> bool:
-    """Was a tensor without values asked for them, as by a function that wants it on the host?"""
+    """Return whether an error says that a tensor without values was asked for them."""
     text = str(error)
     wanted = "on meta tensors" in text or "CPU" in text and "but got" in text and " meta " in text
     return isinstance(error, NotImplementedError) or wanted
@@ -230,7 +230,7 @@ def left_over(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
 
 
 def rejected(error: Exception, others: Sequence[str] = ()) -> Refusal:
-    """What a model raised when it was followed on the meta device, as a message.
+    """Return the refusal for what a model raised when it was followed on the meta device.
 
     `others`: keys of the batch that it was not given, of which one may be misspelled.
     """
@@ -261,7 +261,7 @@ Weight = Callable[[Mapping[str, Any]], float]
 def part_weight(
     plan: Plan, sample: Mapping[str, Any], loss: Loss | None, weight: Weight | None, parts: int
 ) -> Weight:
-    """What a part of a batch weighs, as `build` decides it from a sample part."""
+    """Return the weight of a part of a batch, as `build` decides it from a sample part."""
     from schedlang.runtime.batch import named_tensors
 
     if weight is not None:
@@ -275,12 +275,13 @@ def part_weight(
 
 @dataclass(frozen=True)
 class ByLabels:
-    """By the labels that count; of a batch without any, which can be evaluated only, by rows."""
+    """The weight of parts by labels that count; by rows where a batch, to be evaluated only, has
+    none."""
 
     rule: LabelRule
 
     def __call__(self, batch: Mapping[str, Any]) -> float:
-        """What a part weighs."""
+        """Return the weight of a part."""
         return self.rule.count(batch)
 
     def counted(self, batch: Mapping[str, Any]) -> Tensor | float:
@@ -289,7 +290,8 @@ class ByLabels:
 
 
 def weight_of(traced: Original, parts: int) -> Weight:
-    """What a part of a batch weighs: its labels that count, else its rows."""
+    """Return the weight function of parts of a batch: labels that count, else rows; may refuse
+    (S621)."""
     from schedlang.runtime.batch import rows_of
 
     if len(traced.labels) == 1:
@@ -320,7 +322,8 @@ ALLOW = 'or allow statistics of each part: `step "..." relax(batch_stats) {`'
 def with_statistics(
     plan: Plan, traced: Traced, sample: Mapping[str, Any], loss: Loss | None, weighed: bool = False
 ) -> Traced:
-    """What a forward showed, and the sums over rows that ranks have to share."""
+    """Add to a trace the sums over rows that ranks have to share; refuse sums that microbatches
+    split."""
     if plan.micro > 1 and not relaxed(plan) and not weighed:
         found = _known_sums(plan, sample, loss)
         # beside a mean over labels none of these is a mean of means, whatever the rows are
@@ -378,7 +381,7 @@ def _taken_apart(plan: Plan, first: BatchSum) -> Refusal:
 
 
 def relaxed(plan: Plan) -> bool:
-    """May statistics be those of parts?"""
+    """Return whether statistics may be those of parts."""
     return any("batch_stats" in names for _, names in plan.relaxed)
 
 

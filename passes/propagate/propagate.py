@@ -36,7 +36,7 @@ def backward_root(model: Any, inputs: Mapping[str, Any], loss: Loss | None) -> A
 
 
 def root_of(output: Any, loss: Tensor | None) -> Tensor | None:
-    """Where a backward can start: the loss, the model's own, else the sum of what it gives."""
+    """Return where a backward can start: the loss, the model's own, else the sum of its outputs."""
     import torch
 
     from schedlang.runtime.tracing.record import loss_of
@@ -63,7 +63,7 @@ RESHAPES = ("view", "reshape", "unflatten")
 
 @dataclass(frozen=True)
 class Traced(Original):
-    """What one forward showed of the original, and one of the copy that is sharded as a plan says.
+    """The results of one forward of the original, and one of the copy sharded as the plan says.
 
     edges     module -> its edges, with groups that have no processes yet
     kinds     module -> how it computes (Linear, Conv1D, Embedding, or "" for as it is)
@@ -160,7 +160,7 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
 
 
 def _told(failure: Mismatch) -> tuple[int, bool]:
-    """Of two failures the later one is told, at one place that which knows a remedy."""
+    """Return the key by which one of two failures is told: the later one, or one with a remedy."""
     return failure.place, bool(failure.helps)
 
 
@@ -275,7 +275,7 @@ def _selected(alike: Sequence[str], sites: Mapping[str, object]) -> str:
 
 
 def _fitting(plan: Plan, action: Action | None, fqn: str) -> tuple[str, ...]:
-    """What lets the modules around a row fit to it; `fqn` is the module that ran."""
+    """Return helps that make the modules around a row fit to it; `fqn` is the module that ran."""
     if action is None or len(action.primitive.along) != 1:
         return ()
     (over,) = action.primitive.along
@@ -310,7 +310,7 @@ def _guilty(plan: Plan, failure: Mismatch) -> Action | None:
 
 
 def _heads(plan: Plan, failure: Mismatch) -> tuple[tuple[str, ...], Facts]:
-    """Where a view takes a split dim apart into heads that the ranks do not divide: say so.
+    """Return the title, helps and arguments for heads in a split dim that the ranks do not divide.
 
     The title and helps, and the arguments that the first of them gives the row.
     """

@@ -1,4 +1,4 @@
-"""How ranks split what a module saves for backward: blocks, tokens, or whole."""
+"""Splits over ranks of what a module saves for backward: blocks, tokens, or whole."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Saving(NamedTuple):
-    """What is saved: by which coded module, in which module of it, as which there, from 1 on."""
+    """The place of a saved tensor: coded module, module in it, and turn there, from 1 on."""
 
     fqn: str
     site: str
@@ -37,7 +37,7 @@ _Place = tuple[str, str, int]  # coded module, the innermost module that saves, 
 
 @dataclass(frozen=True)
 class SavedParts:
-    """How the ranks along the axis that splits weights split what coded modules save.
+    """The split of what coded modules save, over the ranks along the axis that splits weights.
 
     splits  place -> for each size of the last dim of the whole, the dim that is split, or None
     blocks  module -> sizes of what it computes side by side (queries, keys, values), of which a
@@ -126,8 +126,10 @@ def coded_by(plan: Plan) -> tuple[str, ...]:
 
 
 def recomputed(plan: Plan, chains: Chains | None = None) -> tuple[Again, ...]:
-    """What runs again from what is kept in fewer bits: modules that are coded, or lie in modules
-    that are; with what rows with a limit of memory chose, once that is known."""
+    """Return the modules that run again and are coded, or lie in coded modules.
+
+    Rows with a limit of memory count by what they chose, once that is known.
+    """
     found: dict[Again, None] = {}
     for action, row in meeting(plan):
         chosen = (chains or {}).get(action.sites, ())
@@ -225,7 +227,7 @@ def refusal(plan: Plan, fqn: str, axis: str, what: str) -> Refusal:
 
 
 class Split(NamedTuple):
-    """What of a tensor a rank has.
+    """The part of a tensor that a rank has.
 
     tokens  the dim of tokens that is split as sequences are, None: all tokens are there
     heads   whether dim 1 is split into equal runs of heads
@@ -239,7 +241,7 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenParts:
-    """How the ranks that split sequences split what coded modules save.
+    """The split of what coded modules save, over the ranks that split sequences.
 
     splits  (coded module, module that saves) -> for each tensor that a call saves there, in order
     """
@@ -277,7 +279,7 @@ class TokenParts:
 
 @dataclass(frozen=True)
 class WeightsAndTokens:
-    """How ranks split what coded modules save where rows split weights, and others sequences.
+    """The split of what coded modules save where rows split weights, and others sequences.
 
     Of a rank's part by weights it has its tokens, or in Ulysses some of its heads.
     """
@@ -305,14 +307,14 @@ def _placed(tensor: Tensor, dim: int, layout: Layout, change: Callable[[Tensor],
 
 
 class Cut(NamedTuple):
-    """How many tokens there are, how many of them a rank has, and how many ranks there are."""
+    """The numbers of tokens in all, of tokens on a rank, and of ranks."""
 
     total: int
     here: int
     ranks: int
 
     def of(self, whole: tuple[int, ...], part: tuple[int, ...]) -> Split | None:
-        """How the rank has a part of a tensor; None: in no known way."""
+        """Return how the rank has a part of a tensor; None: in no known way."""
         if len(whole) != len(part):
             return None
         found = Split()
@@ -331,7 +333,8 @@ class Cut(NamedTuple):
         return found
 
     def _has_heads(self, shape: tuple[int, ...]) -> bool:
-        """Are dims 1 and 2 heads and tokens?  Of three dims they may be tokens and a width."""
+        """Return whether dims 1 and 2 are heads and tokens; of three dims they may be tokens and a
+        width."""
         heads = len(shape) == 4 or (len(shape) == 3 and shape[1] != self.total)
         return heads and shape[2] == self.total
 

@@ -145,7 +145,7 @@ def _enough_layers(plan: Plan) -> None:
 
 
 def parts(plan: Plan) -> int:
-    """Into how many parts a batch is cut."""
+    """Return the number of parts that a batch is cut into."""
     return plan.shares * (plan.micro)
 
 
@@ -451,8 +451,11 @@ def given(
 
 
 def _first(full: Whole, at: Callable[[Mapping[str, int], bool], Shrunk]) -> Shrunk:
-    """On the first mesh that serves.  Where only a `require` is in the way, which holds at full
-    size, it is left out and the report says so."""
+    """Return the model reduced for the first mesh that serves.
+
+    Where only a `require` is in the way, which holds at full size, it is left out and the report
+    says so.
+    """
     reasons: list[Refusal] = []
     for requires in (True, False):
         for mesh in full.meshes(requires):

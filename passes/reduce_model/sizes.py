@@ -216,7 +216,7 @@ class Form:
     shift: int = 0
 
     def at(self, sizes: Mapping[str, int]) -> int | None:
-        """Its value; None where that is not whole."""
+        """Return the value for these sizes; None where it is not whole."""
         over, under = self.factor.numerator, self.factor.denominator
         for name, power in self.powers:
             if power > 0:
@@ -485,8 +485,8 @@ def keeps(quantities: Sequence[Quantity], now: Mapping[Key, int], rules: Rules) 
 
 
 def _choices(quantities: Sequence[Quantity], now: Mapping[Key, int]) -> bool:
-    """In each module, what is larger than a small number that is kept stays larger: experts than
-    those of them that are chosen."""
+    """Return whether each module keeps its sizes above the small numbers it keeps, as experts above
+    the number of those chosen."""
     kept: dict[str, int] = {}
     for q in quantities:
         if not q.key.is_dim and q.value <= KEPT:

@@ -1,1 +1,1 @@
-"""What a plan costs: bytes, collectives and time, counted without a step."""
+"""Costs of a plan: bytes, collectives and time, counted without a step."""

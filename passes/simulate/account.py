@@ -103,7 +103,7 @@ class Account:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values; bytes throughout."""
+        """Return plain values; bytes throughout."""
         classes, found = self.classes, self.collectives
         memory = self.memory
         return {
@@ -238,7 +238,7 @@ class Cost:
     new: float | None
 
     def to_json(self) -> dict[str, object]:
-        """As plain values."""
+        """Return plain values."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -249,7 +249,7 @@ class Cost:
 
     @property
     def change(self) -> str:
-        """By how much it is more or less; empty where nothing can be said."""
+        """Return the difference, relative or in points; "" where nothing can be said."""
         if self.old is None or self.new is None or self.old == self.new:
             return ""
         if self.unit == "share":

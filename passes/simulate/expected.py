@@ -1,4 +1,4 @@
-"""What `expect` statements bound, held against what is counted of a plan."""
+"""Bounds of `expect` statements, compared with what is counted of a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rows that are there for fewer kernels gain, counted with a batch; or S888, if nothing."""
+"""Gains of rows that are there for fewer kernels, counted with a batch; S888 for one without."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Gained:
         )
 
     def to_json(self) -> dict[str, object]:
-        """As plain values."""
+        """Return plain values."""
         return {
             "row": self.row,
             "what": self.what,

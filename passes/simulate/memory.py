@@ -56,7 +56,7 @@ class RankClass:
         return self.parameters + self.gradients + self.optimizer
 
     def to_json(self) -> dict[str, object]:
-        """As plain values; tiers that hold nothing are left out."""
+        """Return plain values; tiers that hold nothing are left out."""
         away = [name for name in ("cpu", "disk", "peer") if not getattr(self, name)]
         told = {name: value for name, value in asdict(self).items() if name not in away}
         return {**told, "state": self.state}

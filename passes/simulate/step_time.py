@@ -1,4 +1,4 @@
-"""What a step takes: with times given or measured, on a cluster, or by its operations alone."""
+"""Time of a step: with times given or measured, on a cluster, or by its operations alone."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ class StepTime:
 
     @property
     def idle(self) -> float:
-        """In which it waits for other stages."""
+        """The seconds in which it waits for other stages."""
         return max(0.0, self.seconds - self.computing - self.sending)
 
 

@@ -60,7 +60,7 @@ class Collective:
         return self.count * self.bytes
 
     def to_json(self) -> dict[str, object]:
-        """As plain values."""
+        """Return plain values."""
         places = None if self.places is None else sorted(self.places)
         return {**asdict(self), "axes": list(self.axes), "places": places, "total": self.total}
 

@@ -1,4 +1,4 @@
-"""What one static proof says: how much it looked at, and what does not hold, with the line."""
+"""Claims of static proofs: how much one looked at, and what does not hold, with the line."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class Claim:
 
     @property
     def holds(self) -> bool:
-        """Was it looked at, and nothing found?"""
+        """Whether something was looked at, and no problem found."""
         return self.checked and not self.problems
 
     @property
     def verdict(self) -> str:
-        """In a word or two."""
+        """The verdict in a word or two."""
         if not self.checked:
             return "not checked"
         return "DOES NOT HOLD" if self.problems else "holds"
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return plain values."""
         return {
             "proof": self.name,
             "checked": self.checked,
@@ -74,7 +74,7 @@ def axis_row(plan: Plan, fqn: str, axis: str) -> Action | None:
 
 
 def _shared(one: str, other: str) -> int:
-    """How many leading names two modules share."""
+    """Return the number of leading names that two modules share."""
     count = 0
     for a, b in zip(one.split("."), other.split(".")):
         if a != b:
@@ -84,7 +84,7 @@ def _shared(one: str, other: str) -> int:
 
 
 def placed(row: Action | None) -> Label:
-    """Where a row stands."""
+    """Return the label of a row; an empty one for no row."""
     return Label(row.span) if row is not None and row.span is not None else Label()
 
 

@@ -69,7 +69,7 @@ def kept(plan: Plan) -> Iterator[tuple[str, str, Action]]:
 
 
 def _facts(module: nn.Module) -> dict[str, object]:
-    """What may not change, by words."""
+    """Return the facts of a module that may not change, by name."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     hooks = {
         (name, kind): tuple(getattr(part, kind, {}).values())
@@ -201,7 +201,7 @@ def weights(step: Step, batch: Mapping[str, Any], played: Sequence[Role]) -> Cla
 
 
 def _tokens(step: Step, part: Part) -> list[Mapping[str, Any]]:
-    """What is weighed of some rows, on each of the ranks that split their sequences."""
+    """Return the inputs to weigh of some rows, one for each rank that splits their sequences."""
     tokens = step.prepared.tokens
     if tokens is None:
         return [part.inputs]
@@ -235,7 +235,7 @@ def _counted(step: Step, weigh: Any) -> Iterator[Diagnostic]:
 
 
 def _step(step: Step, played: Sequence[Role]) -> Iterator[Diagnostic]:
-    """Of a batch whose parts are alike, those of all replicas weigh one in each update."""
+    """Check that the weights of alike parts of all replicas add up to 1 in each update (S716)."""
     from schedlang.pipeline.timeline.versions import updates
 
     count, tokens = step.plan.shares, step.plan.context_axes

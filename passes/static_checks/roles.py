@@ -71,7 +71,7 @@ def ranks_to_play(plan: Plan, prepared: Prepared) -> tuple[int, ...]:
 
 
 def shortened(step: Step) -> Step:
-    """What is played: without kernels and slices, and with as few microbatches as the order takes.
+    """Return the step to play: no kernels and slices, the fewest microbatches that the order takes.
 
     A microbatch sends what any other does; that all of them are in order is for the timeline.
     """
@@ -303,7 +303,8 @@ def _stuck(plan: Plan, stuck: Mapping[int, Sent], left: Mapping[int, list[Sent]]
 
 
 def _messages(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
-    """On every channel between two played ranks, what is sent is what is expected, in order."""
+    """Check that what is sent is what is expected, in order, on every channel of two played
+    ranks."""
     channels: dict[tuple[Lane, tuple[int, int]], dict[str, list[Sent]]] = {}
     for log in logs.values():
         for one in log:
@@ -328,7 +329,8 @@ def _messages(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
 
 
 def _letters(plan: Plan, played: Sequence[Role]) -> Iterator[Diagnostic]:
-    """What one end sends is what the other expects next: the same value of the same microbatch."""
+    """Check that each message sent is what the other end expects next: value and microbatch
+    (S714)."""
     ranks = {role.rank for role in played}
     channels: dict[tuple[int, int], dict[bool, list[Letter]]] = {}
     for role in played:

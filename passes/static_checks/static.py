@@ -39,7 +39,7 @@ class Static:
         return tuple(one for claim in self.claims for one in claim.problems)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return plain values."""
         return {"proofs": [c.to_json() for c in self.claims], "unseen": list(self.unseen)}
 
 

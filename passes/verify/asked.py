@@ -185,7 +185,7 @@ def asked(plan: Plan) -> Asked:
 
 
 def steps_of(plan: Plan) -> int:
-    """How many batches a proof of this plan wants."""
+    """Return the number of batches that a proof of this plan wants."""
     return asked(plan).steps
 
 

@@ -54,7 +54,7 @@ class _Values:
     known: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)  # version, value
 
     def note(self, tensor: Tensor, value: Tensor) -> None:
-        """From now on this stands for a tensor."""
+        """Let a value stand for a tensor from now on."""
         self.known.append((tensor, tensor._version, value))
 
     def of(self, tensor: Tensor) -> Tensor | None:
@@ -105,7 +105,7 @@ class _Region:
 
 
 def _same(one: Tensor, two: Tensor) -> bool:
-    """Are they the same view of the same memory?"""
+    """Return whether two tensors are the same view of the same memory."""
     facts = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (one, two))
     return next(facts) == next(facts)
 
@@ -240,7 +240,7 @@ class _Saved:
         return value
 
     def coded(self, part: Tensor, held: int) -> Tensor:
-        """In whole numbers, if they are fewer bytes than those held now."""
+        """Code a part in whole numbers, if they are fewer bytes than those held now."""
         row = replace(self.row, bits=self.bits.get(self.numbers, self.row.bits))
         if part.numel() < row.block or part.shape[-1] == 1:
             return part
@@ -251,8 +251,11 @@ class _Saved:
         return approximated(part, row, stream(*words), self.tipped)
 
     def counts(self, tensor: Tensor) -> bool:
-        """Is it an activation: neither a weight, however cast, nor given without a gradient, nor of
-        experts that ranks share out?"""
+        """Return whether a tensor is an activation.
+
+        None are weights, however cast, tensors given without a gradient, and those of experts that
+        ranks share out.
+        """
         if _experts.get():
             return False
         held = [*self.module.parameters(), *self.module.buffers()]
@@ -295,12 +298,12 @@ def _saving(saved: _Saved) -> Iterator[None]:
 
 
 def _sized(tensor: Tensor) -> bool:
-    """Is there no value that stands for none, as in a mask of scores?"""
+    """Return whether no value of a tensor stands for none, as in a mask of scores."""
     return bool((tensor.detach().abs() < torch.finfo(tensor.dtype).max / 4).all())
 
 
 def _is_cast(weight: Tensor, tensor: Tensor) -> bool:
-    """Is this the weight, or its transpose, with fewer bits?"""
+    """Return whether a tensor is this weight, or its transpose, with fewer bits."""
     if tensor.dtype.itemsize != 2 or weight.dtype.itemsize != 4 or weight.dim() != tensor.dim():
         return False
     made = weight.detach().to(tensor.dtype)

@@ -121,7 +121,7 @@ def _noting(look: _Look, name: str) -> Any:
 
 
 def _cause(case: Case, batch: Batch, look: _Look) -> Iterator[str]:
-    """Why a loss is not finite, and what to do."""
+    """Yield why a loss is not finite, then what to do."""
     given: Mapping[str, Tensor] = named_tensors(batch)
     wrong = [name for name, value in given.items() if not _finite(value)]
     if wrong:

@@ -122,7 +122,7 @@ class Sequential:
         return self._evaluated[1]
 
     def gradients(self) -> Mapping[str, Tensor | None]:
-        """As the last step left them."""
+        """Return the gradients as the last step left them."""
         return {name: p.grad for name, p in self._named}
 
     def input_gradients(self) -> Mapping[str, Tensor | None]:
@@ -147,12 +147,13 @@ class Sequential:
         return draws_in_words(self.dropout.noted or {}) if self.dropout is not None else []
 
     def streams(self) -> tuple[int, list[str]]:
-        """How many streams masks were drawn from, and those that are not apart from all others."""
+        """Return the number of streams that masks were drawn from, and the streams that are not
+        distinct."""
         begun = (self.dropout.begun or {}) if self.dropout is not None else {}
         return len(begun), repeated(begun)
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
-        """By parameter name."""
+        """Return the optimizer's state by parameter name."""
         assert self._optimizer is not None
         state = self._optimizer.state
         return {name: state[p] for name, p in self._named if p in state}
@@ -162,7 +163,7 @@ class Sequential:
         return [name for name, _ in self._named]
 
     def replicas(self) -> Mapping[str, float]:
-        """There is one copy of everything."""
+        """Return no differences: there is one copy of everything."""
         return {}
 
     @contextmanager

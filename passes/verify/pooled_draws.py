@@ -63,7 +63,7 @@ def freedom(norms: Sequence[float], dots: Sequence[Sequence[float]]) -> float:
 
 
 def quantile(chance: float, n: float, m: float) -> float:
-    """Above which number F(n, m) lies with this chance."""
+    """Return the number above which F(n, m) lies with this chance."""
     low, high = 0.0, 1.0
     while above(high, n, m) > chance:
         low, high = high, 2 * high

@@ -185,7 +185,7 @@ UNTOLD = float("inf")
 
 
 def gap_alone(probe: Probe) -> float:
-    """By how much loss and gradients of the parts, weighed, differ from the whole's, relatively.
+    """Return the relative gap of loss and gradients between the parts, weighed, and the whole.
 
     None of our loops, meetings, dtypes and logical draws takes part, so that what they do wrong is
     not said of the model; what it draws it draws by row.  `UNTOLD` where it draws in other ways, or
@@ -224,7 +224,7 @@ def _called(
 
 
 def _gap(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """By how much these tensors differ, each by its size; small ones by the size of the largest."""
+    """Return the gap of tensors, each relative to its size; of small ones to the largest size."""
     if a.keys() != b.keys() or any(a[k].shape != b[k].shape for k in b):
         return UNTOLD
     most = max(float(value.norm()) for value in b.values())

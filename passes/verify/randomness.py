@@ -99,7 +99,7 @@ def _runs(numbers: Sequence[int]) -> str:
 
 
 def generators_agree(everyone: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """By generator 0 if all ranks left it in one state, else 1."""
+    """Return for each generator 0 if all ranks left it in one state, else 1."""
     first = everyone[0]
     return {
         f"generator {name}": float(
@@ -134,7 +134,8 @@ class Mine:
 
 
 def native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] | None:
-    """How many masks two steps drew natively, and what is wrong with them; None: none are drawn.
+    """Return the number of masks that two steps drew natively, and their faults; None: none are
+    drawn.
 
     All ranks call together.
     """

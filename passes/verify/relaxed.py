@@ -40,7 +40,7 @@ from schedlang.runtime.scope import Scope, entered
 
 @dataclass(frozen=True)
 class Directions:
-    """Which copy of the buffers a microbatch meets, where stages are laid over ranks twice.
+    """The copy of the buffers that each microbatch meets, where stages are laid over ranks twice.
 
     of     microbatch -> the replica of the stages that it goes through; none: one for all
     homes  for each replica, buffer -> the place that keeps it: replicas at one place share it
@@ -264,7 +264,7 @@ class Compressed(Parted):
         return whole
 
     def _by_place(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """For each place along the compressed axes the exact sum over all others."""
+        """Return the exact sum over all other axes, for each place along the compressed axes."""
         mesh, rows = self.plan.mesh, self.plan.row_axes
         axes = compressed_over(self.plan)
         sums: list[Any] = [0.0] * mesh.size(axes)

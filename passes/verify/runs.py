@@ -57,7 +57,7 @@ class Batches:
 
     @property
     def parts(self) -> int:
-        """Into how many parts a batch is cut."""
+        """The number of parts that a batch is cut into."""
         return len(self.cut(max(rows(batch) for batch in self.all)))
 
     @property
@@ -72,7 +72,7 @@ class Batches:
 
     @property
     def shapes(self) -> int:
-        """How many different sets of shapes there are."""
+        """The number of different sets of shapes."""
         return len({tuple(sorted(shapes(batch).items())) for batch in self.all})
 
     @property
@@ -133,7 +133,8 @@ def integers(batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def varied(seen: Batches) -> tuple[list[Batch], dict[int, list[str]]]:
-    """As many batches, changed where all of them together hide something; by place, what changed.
+    """Change as many batches as hide something all together; return them, and by place what
+    changed.
 
     A batch is changed only in ways that mean the same for every model: labels that do not count,
     masked positions, fewer rows, other tokens of a text.
@@ -190,7 +191,7 @@ def _emptied(seen: Batches, batch: Batch) -> Batch | None:
 
 
 def _halved(seen: Batches, batch: Batch) -> Batch | None:
-    """In every part one row has tokens of the lower half of the vocabulary only."""
+    """Give one row in every part tokens of the lower half of the vocabulary only."""
     tokens = batch.get(TOKENS)
     if tokens is None or not TEXT.issuperset(batch) or tokens.dim() != 2:
         return None
@@ -206,7 +207,7 @@ def _shortened(seen: Batches, batch: Batch) -> Batch | None:
 
 
 def _trimmed(seen: Batches, batch: Batch) -> Batch | None:
-    """As many rows as make equal parts."""
+    """Cut a batch to as many rows as make equal parts."""
     return _first(seen, batch, rows(batch) // seen.parts * seen.parts)
 
 

@@ -53,7 +53,8 @@ def loaded(case: Case, told: Sequence[Condition], folder: str) -> dict[str, Any]
 def reloaded(
     made: Sequence[Program], case: Case, told: Sequence[Condition], folder: str
 ) -> tuple[Outputs, Outputs]:
-    """On a rank: what the saved program computes, and what another of its layout does with it.
+    """Return, on a rank, the outputs of the saved program, and of another with its layout and
+    state.
 
     The other one is the first that was made.  Another set of parameters may be frozen in it, by
     which torch computes in another order: whether `matmul` folds the leading dims of an activation

@@ -79,7 +79,7 @@ class Case:
 
     @property
     def cuts(self) -> tuple[int, int]:
-        """How many replicas share a batch, and how many microbatches each makes of its share."""
+        """The number of replicas that share a batch, and of microbatches in each share."""
         order = self.plan.order
         return self.plan.shares, 1 if order is None else order.micro
 

@@ -150,7 +150,7 @@ def _off(runs: Sequence[Observation | None], key: Key, r: Tensor) -> float:
 def _beyond(
     exact: Observation, program: Observation, draws: Sequence[Observation], key: Key, chance: float
 ) -> float:
-    """How far an error is beyond what it may be by luck, told from draws of it."""
+    """Return the ratio of an error to the bound of what luck explains, told from draws of it."""
     error = _errors(exact, program, [key])
     every = [key]
     if key.kind in _SCALARS:  # one number tells little of its law, those of all steps tell more
@@ -389,7 +389,7 @@ def undecided(
 
 
 def tipped(right: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> list[str]:
-    """By site and operator, how many of the choices that can be compared are others."""
+    """Describe how many of the choices that can be compared are others, by site and operator."""
     counts: dict[tuple[str, str], list[int]] = {}
     for key, wanted in right.items():
         found = other.get(key)
@@ -443,7 +443,7 @@ def _original(working: Case, steps: int) -> list[float]:
 
 
 def _program(working: Case, steps: int) -> list[float]:
-    """On a rank: the losses of the program, whole on each."""
+    """Train on a rank, and return the losses of the program, whole on each rank."""
     program = program_of(working, optimizer=_adamw(working))
     return [float(program.train_step(batch)) for batch in _cycled(working, steps)]
 

@@ -1,1 +1,1 @@
-"""What goes wrong, said: sources and spans, codes, refusals, and where they are shown."""
+"""Diagnostics: sources and spans, codes, refusals, and where these are shown."""

@@ -12,7 +12,7 @@ _PROPERTY = {**_DATA, ":": "%3A", ",": "%2C"}
 
 @dataclass(frozen=True)
 class Note:
-    """What is said about a line of a file; without a line (0) about the file."""
+    """One message about a line of a file; with line 0, about the whole file."""
 
     file: str
     line: int
@@ -22,7 +22,7 @@ class Note:
 
 
 def on_github(environ: Mapping[str, str] = os.environ) -> bool:
-    """Does this run as a step of a GitHub workflow?"""
+    """Return whether this process runs as a step of a GitHub workflow."""
     return environ.get("GITHUB_ACTIONS") == "true"
 
 

@@ -34,12 +34,12 @@ class Example:
 
     @property
     def is_python(self) -> bool:
-        """Is it a script that is run, and no verb of the command line?"""
+        """Whether the example runs a script of Python, and no verb of the command line."""
         return self.command.startswith("python ")
 
     @property
     def ranks(self) -> int:
-        """How many ranks `torchrun` starts; 0 where the command is no `torchrun`."""
+        """The number of ranks that `torchrun` starts; 0 where the command is no `torchrun`."""
         return int(self.words[1]) if self.command.startswith("torchrun ") else 0
 
     def text(self) -> str:

@@ -48,7 +48,8 @@ def told(error: Exception, name: str, function: Callable[..., Any]) -> Refusal:
 
 
 def _file(function: Callable[..., Any]) -> str:
-    """Where a function is written, as an absolute path; empty where nobody knows."""
+    """Return the absolute path of the file that defines a function; "" if Python does not know
+    it."""
     try:
         found = inspect.getsourcefile(inspect.unwrap(function))
     except TypeError:  # a callable object, a partial function

@@ -273,7 +273,7 @@ def _render(d: Diagnostic, width: int | None) -> Iterator[str]:
 
 
 def _helps(d: Diagnostic) -> Iterator[str]:
-    """What would be legal, in the words of who asked: a schedule's, or Python's."""
+    """Yield the helps of a diagnostic, spelled for its reader: as a schedule, or as Python."""
     spell = SPELLED[-1] if SPELLED and d.primary.span.source.python else str
     yield from map(spell, d.helps)
 

@@ -199,7 +199,7 @@ ORDER_NAMES = frozenset(
 
 
 class Other(NamedTuple):
-    """What takes the place of an argument that is written elsewhere and not here.
+    """The replacement of an argument that other systems have and schedlang has not.
 
     here  the argument in its place, `{}` being its value; "": it is left out; None: the whole row
           becomes `row`; of several the one with the value, or the first, takes its place, and the

@@ -93,7 +93,7 @@ class Span:
         return f"{self.source.name}:{self.line}" if self else "nowhere"
 
     def to(self, other: Span) -> Span:
-        """From the start of this span to the end of `other`, which lies after it."""
+        """Return the span from the start of this one to the end of `other`, which lies after it."""
         return Span(self.source, self.line, self.col, other.end_line, other.end_col)
 
     def to_json(self) -> dict[str, object]:

@@ -19,13 +19,13 @@ PATIENCE = 5.0  # seconds: for the store, and for the rank that speaks
 
 
 def in_a_job() -> bool:
-    """Has torchrun started this process beside others?"""
+    """Return whether torchrun has started this process beside others."""
     return JOB in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 @cache
 def install() -> None:
-    """From now on a refusal that nobody catches is told by one rank; all else is as before.
+    """Let one rank tell a refusal that nobody catches; all other errors are told as before.
 
     Called when the first one is raised, so that nothing is touched in a job without.
     """
@@ -62,7 +62,7 @@ def tell(refusal: Refusal) -> None:
 
 
 def _key(refusal: Refusal) -> str:
-    """Of what is said, without the places: ranks may have been started with other paths."""
+    """Return a key of what a refusal says, without its places: ranks may have different paths."""
     import hashlib
 
     said = repr([(d.code, d.title) for d in refusal.diagnostics]).encode()

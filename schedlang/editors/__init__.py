@@ -1,1 +1,1 @@
-"""What editors need of the language: colours, findings, completion, hovers, definitions."""
+"""Services for editors: colours, findings, completion, hovers, definitions."""

@@ -1,4 +1,5 @@
-"""What stands around a cursor in a text that need not parse, and what the text declares."""
+"""The syntax around a cursor in a text that need not parse, and the names that the text
+declares."""
 
 from __future__ import annotations
 

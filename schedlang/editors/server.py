@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lsprotocol import types as t
+from lsprotocol import types
 from pygls.lsp.server import LanguageServer
 from pygls.uris import from_fs_path
 from pygls.workspace import TextDocument
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.diagnostics.source import Source
-from schedlang.editors import outline as asked
+from schedlang.editors import outline
 from schedlang.editors.complete import offers
 from schedlang.editors.hover import definition, hover
 from schedlang.editors.outline import Outline
@@ -74,16 +74,16 @@ class Server(LanguageServer):
         every = here if wrong else [*here, *self.about(uri).told]
         made = [diagnostic(document, d) for d in every]
         self.about(uri).facts = {_place(m): dict(d.get("facts", ())) for m, d in zip(made, every)}
-        self.text_document_publish_diagnostics(t.PublishDiagnosticsParams(uri, made))
+        self.text_document_publish_diagnostics(types.PublishDiagnosticsParams(uri, made))
 
     async def learn(self, uri: str) -> None:
         """Ask the model about a saved file, then say what it answered."""
         known, file = self.about(uri), Path(self.workspace.get_text_document(uri).path)
-        tree = await asked.ask("tree", file, "--each")
+        tree = await outline.ask("tree", file, "--each")
         if tree is not None and "path" in tree:
             known.outline = Outline(tree)
-            plan = await asked.ask("plan", file)
-            known.rows = asked.rows(plan)
+            plan = await outline.ask("plan", file)
+            known.rows = outline.rows(plan)
             known.told = list((plan or {}).get("diagnostics", ()))
             self.say(uri)
 
@@ -96,21 +96,23 @@ class Server(LanguageServer):
             known.question = asyncio.ensure_future(self.learn(uri))
 
 
-def diagnostic(document: TextDocument, told: Mapping[str, Any]) -> t.Diagnostic:
+def diagnostic(document: TextDocument, told: Mapping[str, Any]) -> types.Diagnostic:
     """A message as the protocol has it; one without a place of its own stands at the header."""
     at = told["at"]
     mine = at["line"] > 0 and Path(at["file"]).name == Path(document.path).name
     label = [at["label"]] if at["label"] else []
     text = [told["title"], *label, *told["notes"], *(f"help: {one}" for one in told["helps"])]
-    return t.Diagnostic(
-        _range(document, at) if mine else t.Range(t.Position(0, 0), t.Position(0, 1)),
+    return types.Diagnostic(
+        _range(document, at) if mine else types.Range(types.Position(0, 0), types.Position(0, 1)),
         "\n".join(text),
-        t.DiagnosticSeverity.Error if told["level"] == "error" else t.DiagnosticSeverity.Warning,
+        types.DiagnosticSeverity.Error
+        if told["level"] == "error"
+        else types.DiagnosticSeverity.Warning,
         code=told["code"],
         source="schedlang",
         related_information=[
-            t.DiagnosticRelatedInformation(
-                t.Location(document.uri, _range(document, also)), also["label"] or "here too"
+            types.DiagnosticRelatedInformation(
+                types.Location(document.uri, _range(document, also)), also["label"] or "here too"
             )
             for also in told["also"]
             if also["line"] > 0 and also["file"] == at["file"]
@@ -118,12 +120,12 @@ def diagnostic(document: TextDocument, told: Mapping[str, Any]) -> t.Diagnostic:
     )
 
 
-def _range(document: TextDocument, at: Mapping[str, Any]) -> t.Range:
+def _range(document: TextDocument, at: Mapping[str, Any]) -> types.Range:
     """Lines and columns from 1, in characters, as the protocol counts them."""
-    start = t.Position(at["line"] - 1, at["col"] - 1)
-    end = t.Position(max(at["end_line"], 1) - 1, max(at["end_col"], 1) - 1)
+    start = types.Position(at["line"] - 1, at["col"] - 1)
+    end = types.Position(max(at["end_line"], 1) - 1, max(at["end_col"], 1) - 1)
     codec = document.position_codec
-    return t.Range(
+    return types.Range(
         codec.position_to_client_units(document.lines, start),
         codec.position_to_client_units(document.lines, end),
     )
@@ -133,14 +135,18 @@ def _range(document: TextDocument, at: Mapping[str, Any]) -> t.Range:
 
 
 KINDS = {
-    "module": t.CompletionItemKind.Module,
-    "verb": t.CompletionItemKind.Function,
-    "argument": t.CompletionItemKind.Property,
-    "value": t.CompletionItemKind.EnumMember,
-    "name": t.CompletionItemKind.Variable,
-    "keyword": t.CompletionItemKind.Keyword,
+    "module": types.CompletionItemKind.Module,
+    "verb": types.CompletionItemKind.Function,
+    "argument": types.CompletionItemKind.Property,
+    "value": types.CompletionItemKind.EnumMember,
+    "name": types.CompletionItemKind.Variable,
+    "keyword": types.CompletionItemKind.Keyword,
 }
-SYMBOLS = {"step": t.SymbolKind.Event, "def": t.SymbolKind.Function, "axis": t.SymbolKind.Constant}
+SYMBOLS = {
+    "step": types.SymbolKind.Event,
+    "def": types.SymbolKind.Function,
+    "axis": types.SymbolKind.Constant,
+}
 
 
 def server(version: str, *, model: bool = True) -> Server:
@@ -151,55 +157,55 @@ def server(version: str, *, model: bool = True) -> Server:
     return made
 
 
-async def opened(ls: Server, params: t.DidOpenTextDocumentParams) -> None:
+async def opened(ls: Server, params: types.DidOpenTextDocumentParams) -> None:
     """Say what is wrong, and ask the model."""
     ls.say(params.text_document.uri)
     ls.ask(params.text_document.uri)
 
 
-def changed(ls: Server, params: t.DidChangeTextDocumentParams) -> None:
+def changed(ls: Server, params: types.DidChangeTextDocumentParams) -> None:
     """Say what is wrong with the text as it is now."""
     known = ls.about(params.text_document.uri)
     known.rows, known.told = {}, []  # their lines are those of the saved text
     ls.say(params.text_document.uri)
 
 
-async def saved(ls: Server, params: t.DidSaveTextDocumentParams) -> None:
+async def saved(ls: Server, params: types.DidSaveTextDocumentParams) -> None:
     """Ask the model again."""
     ls.ask(params.text_document.uri)
 
 
-def closed(ls: Server, params: t.DidCloseTextDocumentParams) -> None:
+def closed(ls: Server, params: types.DidCloseTextDocumentParams) -> None:
     """Forget the file."""
     known = ls.known.pop(params.text_document.uri, None)
     if known is not None and known.question is not None:
         known.question.cancel()
 
 
-def complete(ls: Server, params: t.CompletionParams) -> t.CompletionList:
+def complete(ls: Server, params: types.CompletionParams) -> types.CompletionList:
     """Return completions at a place."""
     document = ls.workspace.get_text_document(params.text_document.uri)
     offset = document.offset_at_position(params.position)
     found = offers(document.source, offset, ls.about(document.uri).outline)
     items = [
-        t.CompletionItem(
+        types.CompletionItem(
             o.text, kind=KINDS[o.kind], detail=o.detail or None, documentation=o.page or None
         )
         for o in found
     ]
-    return t.CompletionList(is_incomplete=False, items=items)
+    return types.CompletionList(is_incomplete=False, items=items)
 
 
-def hovered(ls: Server, params: t.HoverParams) -> t.Hover | None:
+def hovered(ls: Server, params: types.HoverParams) -> types.Hover | None:
     """Return the hover text of a word."""
     document = ls.workspace.get_text_document(params.text_document.uri)
     known = ls.about(document.uri)
     rows = known.rows.get(params.position.line + 1, [])
     said = hover(document.source, document.offset_at_position(params.position), known.outline, rows)
-    return t.Hover(t.MarkupContent(t.MarkupKind.Markdown, said)) if said else None
+    return types.Hover(types.MarkupContent(types.MarkupKind.Markdown, said)) if said else None
 
 
-def defined(ls: Server, params: t.DefinitionParams) -> t.Location | None:
+def defined(ls: Server, params: types.DefinitionParams) -> types.Location | None:
     """Return the place where a name is declared."""
     document = ls.workspace.get_text_document(params.text_document.uri)
     offset = document.offset_at_position(params.position)
@@ -209,10 +215,10 @@ def defined(ls: Server, params: t.DefinitionParams) -> t.Location | None:
     other = TextDocument("", found.text) if found.file else document
     at = other.client_position_at_offset(found.offset)
     uri = from_fs_path(str(found.file.resolve())) if found.file else document.uri
-    return t.Location(uri or document.uri, t.Range(at, at))
+    return types.Location(uri or document.uri, types.Range(at, at))
 
 
-def formatted(ls: Server, params: t.DocumentFormattingParams) -> list[t.TextEdit]:
+def formatted(ls: Server, params: types.DocumentFormattingParams) -> list[types.TextEdit]:
     """The canonical form; nothing where the text does not parse."""
     document = ls.workspace.get_text_document(params.text_document.uri)
     text = document.source
@@ -221,58 +227,68 @@ def formatted(ls: Server, params: t.DocumentFormattingParams) -> list[t.TextEdit
     except Refusal:
         return []  # its messages are shown already
     end = document.client_position_at_offset(len(text))
-    return [] if canonical == text else [t.TextEdit(t.Range(t.Position(0, 0), end), canonical)]
+    return (
+        []
+        if canonical == text
+        else [types.TextEdit(types.Range(types.Position(0, 0), end), canonical)]
+    )
 
 
-def symbols(ls: Server, params: t.DocumentSymbolParams) -> list[t.DocumentSymbol]:
+def symbols(ls: Server, params: types.DocumentSymbolParams) -> list[types.DocumentSymbol]:
     """The declarations of a file."""
     document = ls.workspace.get_text_document(params.text_document.uri)
     found = []
     for one in declared(document.source):
         start = document.client_position_at_offset(one.offset)
         end = document.client_position_at_offset(one.offset + len(one.name))
-        place = t.Range(start, end)
-        kind = SYMBOLS.get(one.kind, t.SymbolKind.Variable)
-        found.append(t.DocumentSymbol(one.name or one.kind, kind, place, place, one.line))
+        place = types.Range(start, end)
+        kind = SYMBOLS.get(one.kind, types.SymbolKind.Variable)
+        found.append(types.DocumentSymbol(one.name or one.kind, kind, place, place, one.line))
     return found
 
 
-def fixes(ls: Server, params: t.CodeActionParams) -> list[t.CodeAction]:
+def fixes(ls: Server, params: types.CodeActionParams) -> list[types.CodeAction]:
     """The names that were meant, for messages that guess one."""
     document = params.text_document
     return [fix for one in params.context.diagnostics for fix in _fixes(ls, document, one)]
 
 
-def _fixes(ls: Server, document: t.TextDocumentIdentifier, one: t.Diagnostic) -> list[t.CodeAction]:
+def _fixes(
+    ls: Server, document: types.TextDocumentIdentifier, one: types.Diagnostic
+) -> list[types.CodeAction]:
     """Put the name that was meant where the wrong one stands, if that is the marked word."""
     marked = ls.workspace.get_text_document(document.uri).text_in_client_range(one.range)
     told = ls.about(document.uri).facts.get(_place(one), {})
     wrong, meant = told.get("unknown"), told.get("meant")
     if wrong is None or meant is None or wrong not in marked:
         return []
-    edit = t.TextEdit(one.range, marked.replace(wrong, meant, 1))
-    change = t.WorkspaceEdit(changes={document.uri: [edit]})
-    return [t.CodeAction(f"write `{meant}`", t.CodeActionKind.QuickFix, [one], edit=change)]
+    edit = types.TextEdit(one.range, marked.replace(wrong, meant, 1))
+    change = types.WorkspaceEdit(changes={document.uri: [edit]})
+    return [types.CodeAction(f"write `{meant}`", types.CodeActionKind.QuickFix, [one], edit=change)]
 
 
-def _place(one: t.Diagnostic) -> tuple[object, ...]:
-    """By what a message that an editor sends back is known again: editors keep no data of ours."""
+def _place(one: types.Diagnostic) -> tuple[object, ...]:
+    """Return the key by which a message that an editor sends back is found: editors keep no
+    data."""
     start = one.range.start
     return one.code, start.line, start.character, one.message
 
 
 FEATURES: dict[str, tuple[Any, ...]] = {
-    t.TEXT_DOCUMENT_DID_OPEN: (opened,),
-    t.TEXT_DOCUMENT_DID_CHANGE: (changed,),
-    t.TEXT_DOCUMENT_DID_SAVE: (saved,),
-    t.TEXT_DOCUMENT_DID_CLOSE: (closed,),
-    t.TEXT_DOCUMENT_COMPLETION: (complete, t.CompletionOptions(trigger_characters=[".", "("])),
-    t.TEXT_DOCUMENT_HOVER: (hovered,),
-    t.TEXT_DOCUMENT_DEFINITION: (defined,),
-    t.TEXT_DOCUMENT_FORMATTING: (formatted,),
-    t.TEXT_DOCUMENT_DOCUMENT_SYMBOL: (symbols,),
-    t.TEXT_DOCUMENT_CODE_ACTION: (
+    types.TEXT_DOCUMENT_DID_OPEN: (opened,),
+    types.TEXT_DOCUMENT_DID_CHANGE: (changed,),
+    types.TEXT_DOCUMENT_DID_SAVE: (saved,),
+    types.TEXT_DOCUMENT_DID_CLOSE: (closed,),
+    types.TEXT_DOCUMENT_COMPLETION: (
+        complete,
+        types.CompletionOptions(trigger_characters=[".", "("]),
+    ),
+    types.TEXT_DOCUMENT_HOVER: (hovered,),
+    types.TEXT_DOCUMENT_DEFINITION: (defined,),
+    types.TEXT_DOCUMENT_FORMATTING: (formatted,),
+    types.TEXT_DOCUMENT_DOCUMENT_SYMBOL: (symbols,),
+    types.TEXT_DOCUMENT_CODE_ACTION: (
         fixes,
-        t.CodeActionOptions(code_action_kinds=[t.CodeActionKind.QuickFix]),
+        types.CodeActionOptions(code_action_kinds=[types.CodeActionKind.QuickFix]),
     ),
 }

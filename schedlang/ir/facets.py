@@ -26,14 +26,15 @@ BOUNDS: Mapping[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True)
 class Annotation:
-    """What a row says; `row` is its number in the plan (`Plan.origin`)."""
+    """One typed fact that a row adds to a plan; `row` is the row's number in the plan
+    (`Plan.origin`)."""
 
     row: int = field(default=-1, kw_only=True, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
 class Boundary(Annotation):
-    """How activations enter and leave a sharded module, for one axis; None: as they come.
+    """The placements of a sharded module's input and output over one axis; None: left as they come.
 
     differ: the module is whole on every rank, and what follows uses a part of its result.
     """
@@ -83,13 +84,13 @@ class Order(Annotation):
         return _timeline(replace(self, axis=None), ranks)
 
     def stages(self, ranks: int) -> int:
-        """Into how many stages the model is cut."""
+        """Return the number of stages that the model is cut into on so many ranks."""
         return self.timeline(ranks).stages if self.table else ranks * self.chunks
 
 
 @dataclass(frozen=True)
 class Replicas(Annotation):
-    """What the ranks along `axes`, which see different rows of the batch, keep whole or split.
+    """The state that ranks along `axes`, which see different rows of the batch, replicate or split.
 
     stage 0: all whole; 1: optimizer state split; 2: gradients too; 3: parameters too (ZeRO).
     Of stage 3: `prefetch` units are gathered ahead; `reshard` frees them between the passes.
@@ -119,7 +120,7 @@ class Context(Annotation):
 
 @dataclass(frozen=True)
 class Compression(Annotation):
-    """How the sum of gradients over data axes is sent in fewer bytes.
+    """The compression of a sum of gradients over data axes, so that it is sent in fewer bytes.
 
     kind      "powersgd" (a product of `rank`), "int8" or "onebit" (in blocks of `block` elements)
     feedback  what a step leaves out is added to the gradients of the next
@@ -134,7 +135,8 @@ class Compression(Annotation):
 
 @dataclass(frozen=True)
 class Kept(Annotation):
-    """What a module saves for backward is kept in numbers of `bits` bits, in blocks of `block`.
+    """The coding of a module's saved activations: `bits` bits a number, in blocks of `block`
+    numbers.
 
     With a `budget` of bits for an element a table says the bits of each tensor; `bits` of others.
     """
@@ -147,7 +149,7 @@ class Kept(Annotation):
 
 @dataclass(frozen=True)
 class Cast(Annotation):
-    """What a module computes in.
+    """The dtype in which a module computes.
 
     dtype    "bf16", "fp16" or "fp32"
     params   parameters are cast as they are used, and all that comes in; else operations by a list
@@ -163,7 +165,7 @@ class Cast(Annotation):
 
 @dataclass(frozen=True)
 class Stored(Annotation):
-    """What a row keeps off the device of a module, and of all that it holds.
+    """The storage of a module's tensors, and of those of all its children, off the device.
 
     what   "activations", "parameters", "gradients" or "optimizer" (its state)
     tier   "cpu" (host memory), "disk" or "peer" (the next rank along `over`)
@@ -202,7 +204,7 @@ class Overlap(Annotation):
 
 @dataclass(frozen=True)
 class Check(Annotation):
-    """What a proof is asked for beyond what every proof compares (the verb `verify`)."""
+    """The demands of a row `verify` beyond what every proof compares."""
 
     what: tuple[str, ...]
     rtol: float | None
@@ -227,7 +229,8 @@ class Expectation:
     span: Span = field(default=NOWHERE, compare=False)
 
     def applies(self, mesh: Mesh) -> bool:
-        """What is expected on a machine is about plans on it, or on none that is named."""
+        """Return whether the expectation is about plans on this mesh: on its machine, or on none
+        named."""
         return self.on is None or mesh.device is None or self.on == mesh.device
 
     def holds(self, found: float) -> bool:

@@ -1,4 +1,4 @@
-"""What one feature alone asks of a row: a primitive derives from it, and its passes look for it."""
+"""Protocols of single features: a primitive derives from them, and their passes look for them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Copy(Protocol):
 
     @property
     def plan(self) -> Plan:
-        """What is built."""
+        """The plan that is built."""
 
     @property
     def module(self) -> Any:
@@ -32,7 +32,7 @@ class Copy(Protocol):
 
     @property
     def chains(self) -> Mapping[tuple[str, ...], Any]:
-        """For the sites of a row with a limit of memory: what was chosen for them."""
+        """The choices for the sites of each row with a limit of memory."""
 
     def at(self, fqn: str) -> Any:
         """The module of this name in the copy."""
@@ -116,8 +116,8 @@ class Tried(Primitive, feature=True):
 
 @dataclass(frozen=True)
 class Count:
-    """What one call costs a device: kernels of its forward and of its backward, bytes that both
-    read and write."""
+    """The cost of one call on a device: kernels of its forward and of its backward, and the bytes
+    that both read and write."""
 
     forward: int
     backward: int
@@ -125,7 +125,7 @@ class Count:
 
     @property
     def kernels(self) -> int:
-        """Of both."""
+        """The kernels of forward and backward together."""
         return self.forward + self.backward
 
     def __add__(self, other: Count) -> Count:
@@ -136,7 +136,8 @@ class Count:
 
 @dataclass(frozen=True)
 class Gain:
-    """What a row makes of its module's kernels and bytes; the text of kernels made for it."""
+    """The kernels and bytes of a module before and after a row, and the text of kernels made for
+    it."""
 
     before: Count
     after: Count
@@ -204,8 +205,11 @@ class Recomputing(Lowered, feature=True):
         return None
 
     def reruns(self, sites: tuple[str, ...], found: Sequence[Any]) -> Sequence[Any] | None:
-        """What runs again in backward (remat/again.py), `found` being what the budget found for the
-        chains of the sites; None where nothing does, or where it is told only while it runs."""
+        """Return the regions of the sites that run again in backward (remat/again.py).
+
+        `found` is what the budget found for the chains of the sites. None: nothing runs again, or
+        only the run itself decides it.
+        """
         return None
 
 

@@ -1,4 +1,4 @@
-"""What the bytes of a rank are for, by class, over the operations of a step."""
+"""The memory of a rank by class of tensor, over the operations of a step."""
 
 from __future__ import annotations
 
@@ -59,17 +59,19 @@ class RankMemory:
 
     @property
     def passing(self) -> int:
-        """Of all but parameters, gradients and optimizer state, at most."""
+        """The greatest number of bytes, in any operation, beside parameters, gradients, optimizer
+        state."""
         return max(one.passing for one in self.moments)
 
     @property
     def activations(self) -> int:
-        """What forwards leave for backwards, at most."""
+        """The greatest number of bytes, in any operation, that forwards have saved for
+        backwards."""
         place = CLASSES.index("activations")
         return max(one.most[place] for one in self.moments)
 
     def to_json(self) -> dict[str, object]:
-        """As plain values; the curve has a row of classes for each operation."""
+        """Return plain values; the curve has a row of classes for each operation."""
         return {
             "ranks": self.ranks,
             "first": self.first,
@@ -86,5 +88,5 @@ class RankMemory:
 
 
 def heaviest(found: Sequence[RankMemory]) -> RankMemory:
-    """Those of the ranks that hold most at any time."""
+    """Return the memory of the ranks with the highest peak."""
     return max(found, key=lambda one: one.peak)

@@ -78,7 +78,7 @@ class Mesh:
         return declared, int(run) if run else self.sizes[declared]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank lies on each axis."""
+        """Return the coordinate of a rank on each axis; 0 <= rank < world."""
         assert 0 <= rank < self.world, (rank, self.world)
         found: dict[str, int] = {}
         for name, size in reversed(self.axes):

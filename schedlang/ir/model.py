@@ -75,7 +75,8 @@ class Site:
         return self.classes[0].rpartition(".")[2]
 
     def is_a(self, name: str) -> bool:
-        """Is this class, or one that it inherits from, called `name` (plain or qualified)?"""
+        """Return whether the class, or one that it inherits from, is called `name` (plain or
+        qualified)."""
         return any(name in (known, known.rpartition(".")[2]) for known in self.classes)
 
     @property
@@ -144,12 +145,13 @@ class ModelFacts:
 
     @property
     def rewritten(self) -> bool:
-        """Does some row change what computes?"""
+        """Whether some row changes the computation of a module."""
         return any(getattr(change, "rewrites", False) for change in self.changes)
 
     @cached_property
     def compared(self) -> nn.Module:
-        """What a proof compares with: the model trained as rows say, computing as it always did."""
+        """The model that a proof compares with: trained as the rows say, with its own
+        computation."""
         if not self.rewritten:
             return self.model
         facts = self.base
@@ -251,7 +253,7 @@ class ModelFacts:
         return self._modules[fqn]
 
     def computes_as(self, fqn: str, name: str) -> bool:
-        """Does the module run the forward of its base class `name`, unchanged?"""
+        """Return whether the module runs the forward of its base class `name`, unchanged."""
         module = self._modules[fqn]
         base = next((c for c in type(module).__mro__ if c.__name__ == name), None)
         own = "forward" in vars(module)
@@ -287,5 +289,5 @@ def _there(held: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def inside(name: str, fqn: str) -> bool:
-    """Is this the module of a path, or anything inside of it?"""
+    """Return whether a name is the module `fqn`, or stands inside of it."""
     return not fqn or name == fqn or name.startswith(f"{fqn}.")

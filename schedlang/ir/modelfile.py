@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 class _FromText(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
-        """What the text says; nothing is read that was compiled, and nothing left beside it."""
+        """Compile the text of the file; read no compiled file, and leave none beside it."""
         path = self.get_filename(fullname)
         code: CodeType = self.source_to_code(self.get_data(path), path)
         return code
@@ -99,7 +99,8 @@ class ModelFile:
         return dict(made)
 
     def _made(self, name: str, *given: Any) -> Any:
-        """What a function of the file returns; refuses (S863, S864) at the line that raises."""
+        """Call a function of the file and return its result; refuse (S863, S864) at the line that
+        raises."""
         function = getattr(self.module, name)
         try:
             return function(*given)
@@ -110,12 +111,12 @@ class ModelFile:
 
     @property
     def varies(self) -> bool:
-        """Does `batch` take a seed?"""
+        """Whether `batch` takes a seed."""
         return "seed" in inspect.signature(self.module.batch).parameters
 
     @property
     def has_batch(self) -> bool:
-        """Does the file define `batch`?"""
+        """Whether the file defines `batch`."""
         return hasattr(self.module, "batch")
 
     @property
@@ -143,7 +144,7 @@ class ModelFile:
 
     @property
     def files(self) -> dict[str, Path]:
-        """What other processes must load, and under which name."""
+        """The files that other processes must load, by the module name of each."""
         return {self.name: self.path} if self.path is not None else {}
 
     @property

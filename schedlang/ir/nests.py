@@ -62,7 +62,8 @@ _NAMED: dict[type, None] = {}  # classes that were made known here, in order
 
 
 def flat(tree: Any) -> bool:
-    """Is it a dict of tensors and plain values alone, as most batches are?  Quickly told."""
+    """Return whether a value is a dict of tensors and plain values alone; as most batches are, told
+    fast."""
     return type(tree) is dict and _LEAVES.issuperset(map(type, tree.values()))
 
 
@@ -137,13 +138,15 @@ def open_classes(kinds: Iterable[type]) -> None:
 
 
 def separable(value: Any) -> bool:
-    """Is it one object of many samples that gives them back and is made of them anew, as a `Batch`
-    of torch_geometric?"""
+    """Return whether a value is one object of many samples that can be taken apart and made anew.
+
+    A `Batch` of torch_geometric is one.
+    """
     return _form_of(type(value)) == "samples"
 
 
 def closed(value: Any) -> bool:
-    """Is it an object with tensors inside, of a class that it is not known how to take apart?"""
+    """Return whether a value has tensors inside and a class that cannot be taken apart here."""
     kind = type(value)
     if isinstance(value, (*_PLAIN, list, tuple)):
         return False
@@ -153,7 +156,8 @@ def closed(value: Any) -> bool:
 
 
 def _deep(value: Any, depth: int) -> bool:
-    """Is there a tensor so deep inside of it, in attributes or items?"""
+    """Return whether a tensor is found in attributes and items of a value, at most `depth` levels
+    deep."""
     if isinstance(value, _PLAIN) or not depth:
         return isinstance(value, Tensor)
     if isinstance(value, (list, tuple)):
@@ -198,7 +202,8 @@ def _with_keys(node: Any) -> Callable[[Any], tuple[list[tuple[Any, Any]], Any]]:
 
 
 def _form_of(kind: type) -> str | None:
-    """How values of a class hold others: as attributes, as items, or (None) not in a known way.
+    """Return the way in which values of a class hold others: "attributes", "items", "samples", or
+    None.
 
     What answers calls of torch by itself stands for a tensor, whatever it is made of.
     """
@@ -288,7 +293,8 @@ class Bare:
 
 
 class Rest:
-    """What a value has beside its children; of equal structure are values whatever it is."""
+    """The state of a value beside its children; all such states compare equal in a tree's
+    structure."""
 
     def __init__(self, value: Any, names: Sequence[Any]) -> None:
         held = getattr(value, "__dict__", {})
@@ -380,7 +386,7 @@ def let_travel(model: nn.Module) -> None:
 
 
 def _named(variable: ContextVar[Any]) -> tuple[Any, ...]:
-    """By the module that holds it, itself or in an object."""
+    """Return how to find a context variable: the module that holds it, itself or in an object."""
     for name, module in list(sys.modules.items()):
         for attribute, value in list(vars(module).items() if module is not None else ()):
             if value is variable:

@@ -1,4 +1,4 @@
-"""How a tensor lies on a mesh: split, replicated or pending a sum; sizes that do not divide."""
+"""Placements of a tensor on a mesh: split, replicated or partial; sizes that do not divide."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from schedlang.ir.mesh import Mesh
 
 @dataclass(frozen=True)
 class Uneven:
-    """How a dim that its ranks do not divide is made to fit, so that all parts are of one size.
+    """The rule that makes a dim fit its ranks where they do not divide it: all parts get one size.
 
     wide    elements that all ranks hold together, for each true one; above 1 in both cases
     repeat  neighbouring ranks that hold the same part; 1: each block ends in zeros instead
@@ -24,7 +24,7 @@ class Uneven:
     repeat: int = 1
 
     def parts(self, ranks: int) -> int:
-        """Into how many different parts a block is cut."""
+        """Return the number of different parts that a block is cut into."""
         return ranks // self.repeat
 
     def padded(self, size: int) -> int:
@@ -105,7 +105,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the elements of a tensor of a given shape lie on a mesh.
+    """The places of the elements of a tensor of a given shape on a mesh.
 
     `padded` is the shape after padding (equal to `shape` without), `splits` are applied in order,
     so the first named axis is the slowest.  Axes that no split names hold replicas.
@@ -148,7 +148,8 @@ class Layout:
         return tuple(split.axis for split in self.splits)
 
     def segments(self, mesh: Mesh, at: Mapping[str, int]) -> tuple[tuple[Segment, ...], ...]:
-        """For each dim, the runs of the padded whole that the rank at coordinates `at` holds."""
+        """Return the runs of the padded whole, dim by dim, that the rank at coordinates `at`
+        holds."""
         held = [[[Segment(0, size)]] for size in self.padded]
         cut: set[int] = set()
         for split in self.splits:
@@ -187,7 +188,7 @@ def strips(sizes: Sequence[int], uneven: Uneven = EVEN) -> list[list[Segment]]:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldRun:
     """A run of indices that a rank holds: at `at` of its own, from `start` of the whole."""
 
     rank: int
@@ -196,14 +197,14 @@ class Held:
     length: int
 
 
-def holds(sizes: Sequence[int], uneven: Uneven, ranks: int) -> list[Held]:
+def holds(sizes: Sequence[int], uneven: Uneven, ranks: int) -> list[HeldRun]:
     """All runs of all ranks, in their order; `start` beyond the sum of the sizes: zeros."""
     found = []
     for rank in range(ranks):
         at = 0
         for strip in strips(sizes, uneven):
             for run in _part(strip, uneven.parts(ranks), rank // uneven.repeat):
-                found.append(Held(rank, at, run.start, run.length))
+                found.append(HeldRun(rank, at, run.start, run.length))
                 at += run.length
     return found
 
@@ -260,7 +261,7 @@ class Cut:
 
     @property
     def units(self) -> tuple[int, ...]:
-        """For each block into how many pieces it may be cut."""
+        """The number of pieces that each block may be cut into."""
         return tuple(self.heads or block for block in self.blocks)
 
     def even(self, ranks: int) -> bool:
@@ -268,7 +269,8 @@ class Cut:
         return all(count % ranks == 0 for count in self.units)
 
     def uneven(self, ranks: int) -> Uneven | None:
-        """How the dim lies on the ranks; None where the rule does not fit the sizes."""
+        """Return the rule by which the dim fits the ranks; None where the rule does not fit the
+        sizes."""
         if self.even(ranks) or ranks == 1:
             return EVEN
         if self.rule == "pad":
@@ -310,7 +312,7 @@ def remedies(row: str, heads: int | None, ranks: int, splits_out: bool) -> list[
 
 
 def blocks_of(blocks: object, size: int) -> tuple[str, ...]:
-    """What may be written in the place of blocks that do not make up a dim."""
+    """Return helps that say which `blocks` are legal for a dim of this size."""
     if isinstance(blocks, int):
         fit = [n for n in range(1, size + 1) if size % n == 0]
         return (f"`blocks` may be {some(fit)}, or sizes that add up to {size}: `blocks=[...]`",)

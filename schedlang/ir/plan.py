@@ -53,7 +53,7 @@ class Action:
         return type(self.primitive).__name__
 
     def target(self, group: Sequence[str], model: ModelFacts) -> Any:
-        """What the primitive is given of a group of sites: them all, or the only one."""
+        """Return what the primitive is given of a group of sites: all of them, or the only one."""
         known = tuple(model.sites[fqn] for fqn in group)
         return known if self.primitive.takes == "selection" else known[0]
 
@@ -84,14 +84,14 @@ class Action:
 
 
 class Printed(Protocol):
-    """How a plan is shown to a user; `viz.picture` does it, and says so."""
+    """A view of a plan for a user; `viz.picture` installs one."""
 
     def text(self, plan: Plan) -> str:
-        """For a terminal."""
+        """Return the plan as text for a terminal."""
         ...
 
     def picture(self, plan: Plan) -> str:
-        """For a notebook."""
+        """Return the plan as a picture for a notebook."""
         ...
 
 
@@ -149,7 +149,8 @@ class Plan:
         return f"<Plan for {self.model.class_name} on {self.mesh}: {rows}{differs}>"
 
     def __getstate__(self) -> tuple[dict[str, Any], tuple[type, ...]]:
-        """With the model made fit to be sent, and the classes of what it takes and returns."""
+        """Return the fields, the model fit to be sent, and the classes of what it takes and
+        returns."""
         from schedlang.ir.nests import known_classes, let_travel
 
         for module in {id(m): m for m in (self.model.model, self.model.base.model)}.values():
@@ -157,7 +158,8 @@ class Plan:
         return dict(vars(self)), known_classes()
 
     def __setstate__(self, state: tuple[dict[str, Any], tuple[type, ...]]) -> None:
-        """In another process, with what making the model there would have noted."""
+        """Restore the fields in another process, and note what making the model there would have
+        noted."""
         from schedlang.ir.nests import open_classes, register
 
         vars(self).update(state[0])
@@ -165,7 +167,7 @@ class Plan:
         register(self.model.model)
 
     def __str__(self) -> str:
-        """What the verb `plan` shows, without a batch."""
+        """Return the plan as the verb `plan` shows it without a batch."""
         return PRINTED[-1].text(self) if PRINTED else self.rows()
 
     def _repr_html_(self) -> str:
@@ -225,20 +227,21 @@ class Plan:
 
     @property
     def trail(self) -> Trail:
-        """Which rows stand at each module: kept as rows are added, found anew for other rows."""
+        """The rows at each module: kept while rows are added, found again for other rows."""
         return self.known if self.known.of is self.actions else Trail.along(self.actions)
 
     def targets(self, action: Action) -> Iterator[Any]:
-        """What the primitive of an action is given, one after the other: a site, or several."""
+        """Yield what the primitive of an action is given, call by call: one site, or several."""
         return (action.target(group, self.model) for group in action.each)
 
     def layout(self, parameter: str) -> Layout:
-        """How a parameter (any of its names) lies on the mesh."""
+        """Return the layout of a parameter (by any of its names) on the mesh."""
         fact = self.model.parameters[parameter]
         return self.layouts.get(fact.name) or Layout.whole(fact.shape)
 
     def held(self, parameter: str) -> Layout:
-        """How a parameter really lies: axes of size 1 split nothing, and padding serves a split."""
+        """Return the effective layout of a parameter: splits over axes of size 1, and their
+        padding, left out."""
         layout = self.layout(parameter)
         real = tuple(split for split in layout.splits if self.mesh.size(split.axis) > 1)
         return replace(layout, splits=real) if real else Layout.whole(layout.shape)
@@ -267,15 +270,16 @@ class Plan:
 
     @property
     def micro(self) -> int:
-        """Into how many microbatches a rank's rows are split."""
+        """The number of microbatches that a rank's rows are split into."""
         return self.order.micro if self.order is not None else 1
 
     def overlapping(self, what: str) -> Overlap | None:
-        """What a row says of communication that runs beside the computation, if one does."""
+        """Return the row's annotation on overlapped communication of this kind; None if there is
+        none."""
         return next((one for one in self.overlaps if one.what == what), None)
 
     def stages(self, axis: str) -> int:
-        """Into how many stages the model is cut along an axis."""
+        """Return the number of stages that the model is cut into along an axis."""
         ranks = self.mesh.size(axis)
         return self.order.stages(ranks) if self.order is not None else ranks
 
@@ -321,7 +325,7 @@ class Plan:
 
     @property
     def shares(self) -> int:
-        """Into how many parts the rows of a batch are split."""
+        """The number of parts that the rows of a batch are split into."""
         return self.mesh.size(self.row_axes)
 
     @property

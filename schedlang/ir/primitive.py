@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 
 class Facet(StrEnum):
-    """What a row may rely on, or change: from these follows how rows may stand to each other."""
+    """A part of a plan that a row may read or write: from it follows how rows stand to each
+    other."""
 
     STRUCTURE = "structure"  # what modules compute, and by which operations
     SHAPE = "shape"
@@ -100,7 +101,7 @@ class Primitive:
 
         @property
         def gives_up(self) -> frozenset[str]:
-            """What the result may differ in from the original's."""
+            """The properties in which the result may differ from the original's."""
 
     else:
         gives_up = frozenset()
@@ -260,7 +261,8 @@ def overturned(first: Primitive | type[Primitive], then: Primitive | type[Primit
 
 
 def conflicts(first: Primitive | type[Primitive], then: Primitive | type[Primitive]) -> Relation:
-    """How `then` stands below `first` where both touch one module; of classes: as their examples.
+    """Return the relation of a row `then` below a row `first` at one module; of classes: as their
+    examples.
 
     "commute": nothing shared.  "order": `then` relies on what `first` changed, so this order only.
     "clash": `then` changes what `first` relied on.  "both": both change one facet, whose own rule
@@ -290,7 +292,7 @@ The verb of the row stands above, that of the column below, where both touch one
 
 
 def table(known: Mapping[str, type[Primitive]]) -> dict[str, dict[str, Relation]]:
-    """For each verb, and each verb below it, how they stand."""
+    """Return the relation of each verb to each verb below it."""
     return {a: {b: conflicts(known[a], known[b]) for b in sorted(known)} for a in sorted(known)}
 
 

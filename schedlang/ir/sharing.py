@@ -47,7 +47,7 @@ class Persistent(Mapping[K, V]):
 
     @property
     def own(self) -> dict[K, V]:
-        """What was put since the base was laid."""
+        """The items put since the base was set."""
         return {key: value for layer in self._layers for key, value in layer.items()}
 
     @cached_property
@@ -150,13 +150,15 @@ def _found(facts: ModelFacts, attributes: tuple[str, ...]) -> Mapping[str, int]:
 
 
 def _value(value: object) -> object:
-    """What two attributes must have in common to be equal: plain ones their value."""
+    """Return a key that is equal for equal attributes: of plain values type and value, else the
+    identity."""
     plain = value is None or isinstance(value, (bool, int, float, str))
     return (type(value), value) if plain else id(value)
 
 
 def holders(fqn: str) -> Iterator[str]:
-    """What holds a module (or a parameter), from the inside out; the model itself is last."""
+    """Yield the modules that hold a module or parameter, from the inside out; the model itself is
+    last."""
     while fqn:
         fqn = fqn.rpartition(".")[0]
         yield fqn
@@ -240,7 +242,7 @@ def parts(values: Sequence[Any]) -> tuple[Part, ...]:
 
 
 def near(values: Sequence[T], fqn: str) -> Iterator[T]:
-    """Those of values that are for a module, for what holds it or for what it holds."""
+    """Return the values that are for a module, for one that holds it, or for one inside of it."""
     if isinstance(values, Spread):
         return (value for part in values.parts for value in part.near(fqn))
     return (v for v in values if inside(v.fqn, fqn) or inside(fqn, v.fqn))  # type: ignore[attr-defined]
@@ -308,7 +310,8 @@ LISTS = ("casts", "stores", "kept", "padded")  # of values that have the module'
 
 @dataclass(frozen=True)
 class Change:
-    """What a row does to one module; names are what follows the module's own."""
+    """The annotations that a row adds at one module; keys and names follow the module's own
+    name."""
 
     maps: Mapping[str, Mapping[str, Any]]
     lists: Mapping[str, tuple[Any, ...]]
@@ -354,7 +357,7 @@ def changed(before: Plan, after: Plan) -> bool:
 
 
 def _change(before: Plan, after: Plan, fqn: str) -> Change | None:
-    """What has changed at a module; None where that is more than names of it say."""
+    """Return what has changed at one module; None where more than names at that module changed."""
     maps: dict[str, Mapping[str, Any]] = {}
     lists: dict[str, tuple[Any, ...]] = {}
     for one in fields(before):
@@ -395,7 +398,7 @@ def _changed(
 def _items(
     sites: Sequence[str], groups: list[list[str]], new: list[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What is put of each module, by its whole name; `new` is said of each group."""
+    """Return the new items of each module by full name; `new` has the items of each group."""
     if not any(new):
         return {}
     if list(new[0]) == [""] and all(one == new[0] for one in new):
@@ -407,7 +410,8 @@ def _items(
 def _parts(
     sites: tuple[str, ...], groups: list[list[str]], values: list[tuple[Any, ...]]
 ) -> tuple[Part, ...]:
-    """What is noted of modules, in their order: one part where the same is noted of all."""
+    """Return the annotations of modules in their order: one part where all modules have the
+    same."""
     if len(values[0]) <= 1 and all(one == values[0] for one in values):
         return tuple(Part(value, sites) for value in values[0])
     pairs = zip(sites, _each(sites, groups, values))
@@ -415,7 +419,7 @@ def _parts(
 
 
 def _each(sites: Sequence[str], groups: list[list[str]], said: list[T]) -> list[T]:
-    """What is said of the group of each module, in the order of the modules."""
+    """Return for each module, in order, what `said` has for its group."""
     if len(groups) == 1:
         return said * len(sites)
     of: dict[str, T] = {}

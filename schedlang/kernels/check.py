@@ -1,4 +1,4 @@
-"""Is a kernel as right as the eager computation?  The tolerance rule, and a driver that runs it.
+"""The accuracy test of kernels against eager computation: the tolerance rule, and its driver.
 
 Both are compared with float64, never with each other: a kernel may be at most twice as wrong as
 eager, or as wrong as its type's rounding, whichever is more.  Run as a module, this file reads

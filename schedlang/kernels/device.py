@@ -147,7 +147,7 @@ def programs(x: Tensor) -> int:
 
 
 def matrix(x: Tensor) -> Tensor:
-    """As rows whose elements lie side by side; copied only where they do not."""
+    """View a tensor as rows whose elements lie side by side; copy it only where they do not."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from schedlang.kernels import flex_attention
 from schedlang.kernels.device import note, on_gpu
-from schedlang.kernels.flex_attention import Case as Attending
 from schedlang.kernels.flex_attention import Rule, reference
 
 PACKAGE = "flash_attn"
@@ -123,7 +123,7 @@ def _read(mask: Tensor, causal: bool) -> Window:
     return (-1 if back == length - 1 else back, -1 if ahead == length - 1 else ahead)
 
 
-class Case(Attending):
+class Case(flex_attention.Case):
     """One attention to run, as those of flex_attention."""
 
     kernel = "flash_attention"

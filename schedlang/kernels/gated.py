@@ -162,7 +162,7 @@ def _launch(kernel: Any, act: str, tensors: list[Tensor], strides: list[int]) ->
 
 
 def _flat(place: Tensor) -> Tensor:
-    """As rows, never copied: it is to be written."""
+    """View a tensor as rows without a copy: it is to be written."""
     size = place.shape[-1]
     return place.view(-1, size) if place.is_contiguous() else place.flatten(0, -2)
 

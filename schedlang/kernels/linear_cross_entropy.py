@@ -138,7 +138,7 @@ class Sums:
             self.dbias += grad.sum(0, dtype=self.dbias.dtype)
 
     def results(self, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """In the types of what they are gradients of."""
+        """Return the gradients in the dtypes of what they are gradients of."""
         kind = self.weight.dtype if bias is None else bias.dtype
         return self.dx, self.dweight.to(self.weight.dtype), self.dbias.to(kind)
 

@@ -580,7 +580,7 @@ class Case(check.Case):
         return {name: t.float() for name, t in self._cast(found).items()}
 
     def _cast(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        """With the tensors of the other type in it."""
+        """Return the tensors, those of the other dtype cast."""
         others = ("gate", "weight") if self.form.act else ("right",)
         kinds = {name: getattr(torch, self.other) for name in others if self.other}
         return {name: t.to(kinds.get(name, t.dtype)) for name, t in given.items()}

@@ -123,8 +123,8 @@ def structure(module: nn.Module) -> Mismatch | None:
 
 
 def _scale_and_offset(far: Tensor, normal: Tensor, weight: Tensor) -> tuple[Tensor, float]:
-    """What each column is multiplied by, far from zero where eps does not matter; and by how much
-    that is more than the weight."""
+    """Return the factor of each column, fitted far from zero where eps does not matter, and its
+    offset from the weight."""
     scale = (far * normal).sum((0, 1)) / normal.square().sum((0, 1)).clamp_min(1e-300)
     offset = float((scale - weight).mean())
     return scale, round(offset) + 0.0 if abs(offset - round(offset)) < 1e-5 else offset
@@ -168,7 +168,7 @@ class _Fit:
 
     @property
     def nearest(self) -> str:
-        """What tells it from others of its kind."""
+        """The property that tells this form from others of its kind, as text."""
         form = self.form
         if form.act:
             return f"{form.act} {'before' if form.first else 'after'} it"

@@ -1,4 +1,4 @@
-"""What all probes share: a module is told by running a copy of it, never by its name.
+"""Probes of modules: a copy is run on made-up inputs, and its name is never looked at.
 
 The copy has the module's own forward and fresh random float64 parameters on the CPU, so that a
 module on the meta device, or one whose parameters lie on many ranks, is judged like any other.
@@ -110,7 +110,7 @@ def _drawn(
 
 
 def _repeated(some: Tensor, shape: torch.Size) -> Tensor:
-    """So many numbers as fill a shape, in turn."""
+    """Fill a new CPU tensor of a shape with some numbers, repeated in turn."""
     made = torch.empty(math.prod(shape), dtype=some.dtype, device="cpu")
     rounds, rest = divmod(len(made), len(some))
     made[: rounds * len(some)].view(rounds, len(some)).copy_(some)

@@ -1,4 +1,4 @@
-"""How DTensor may split what our operators take, and how their results then lie.
+"""Sharding rules of our operators for DTensor: placements taken, and placements of the results.
 
 Rows of a norm, a gate or a loss are independent of each other: any dim of them may be split, and
 the gradients of weights are then parts of a sum.  Without a rule DTensor refuses an operator of

@@ -257,7 +257,7 @@ class Binder:
 
 
 def _is(argument: Argument, value: object) -> str:
-    """What a value is, and which name it came from."""
+    """Return a phrase that says what an argument's value is, and the name that it came from."""
     named = argument.word and not isinstance(value, str | AxisSize)
     return f"`{argument.word}` is {shown(value)}" if named else f"this is {shown(value)}"
 

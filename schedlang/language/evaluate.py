@@ -169,7 +169,7 @@ def _split(node: n.Call, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
 
 
 def _meant(name: str, value: object) -> tuple[str, ...]:
-    """What an argument that `S` does not take is called elsewhere."""
+    """Return helps for an argument that `S` does not take, with the row or word to use instead."""
     if name != "layout":
         return ("it takes `blocks`",)
     row = f"layers.*.attn  context_parallel(ring, over=cp, layout={value})"

@@ -43,8 +43,8 @@ class TooDeep(Exception):
 
 
 class Statements(PostLex):
-    """Between lexer and parser: a newline ends a statement, except inside ( ) and [ ], and nothing
-    stands too deep."""
+    """The filter between lexer and parser: a newline ends a statement, except inside ( ) and [ ],
+    and nothing stands too deep."""
 
     always_accept = ("_NL",)
 
@@ -169,7 +169,7 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
         self._span: Callable[[Meta | Token], Span] = partial(span_of, source)
 
     def __default__(self, rule: str, parts: list[Any], at: Meta) -> Any:
-        """What most rules become."""
+        """Make the node of a rule that has no method of its own."""
         made = map(_plain, parts)
         if rule in FIELDS:
             return FIELDS[rule](*made, span=self._span(at))

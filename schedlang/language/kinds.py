@@ -155,7 +155,7 @@ PLURALS: Mapping[Any, str] = {int: "integers", float: "numbers", str: "names", A
 
 
 def describe(kind: Any) -> str:
-    """What a type asks for, in words."""
+    """Describe in words the values that a type admits."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if kind in WORDS:
         return WORDS[kind]

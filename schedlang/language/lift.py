@@ -50,7 +50,7 @@ class Remembered:
 
     @property
     def value(self) -> Any:
-        """What it is now."""
+        """Evaluate the expression with the names of now."""
         return evaluate(self._node, self._names())
 
     __add__ = _operator("+")
@@ -223,7 +223,7 @@ CALLED = ("S", "P")  # they are called in Python as in a schedule
 
 
 class _Unsayable(Exception):
-    """It has no counterpart of one line in Python."""
+    """Raised for a statement that has no counterpart of one line in Python."""
 
 
 def spelled(text: str) -> str:

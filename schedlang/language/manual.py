@@ -1,4 +1,4 @@
-"""What `explain` says of a primitive, made from its class alone."""
+"""The page of `explain` about a primitive, made from its class alone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def rows(primitive: type[Primitive]) -> list[tuple[str, str]]:
 
 
 def gives_up(primitive: type[Primitive]) -> str:
-    """What its result may differ in, in words."""
+    """Describe in words the properties that the result of a primitive may differ in."""
     names: Any = inspect.getattr_static(primitive, "gives_up")
     return "depends on its arguments" if isinstance(names, property) else _names(names)
 
@@ -125,7 +125,7 @@ def _row(primitive: type[Primitive], field: dataclasses.Field[Any]) -> tuple[str
 
 
 def _order(primitive: type[Primitive]) -> list[tuple[str, str]]:
-    """Which verbs must stand above it, and which below, where both touch a module."""
+    """Return the verbs that must stand above this one, and below it, at the same module."""
     others = [other for other in registry().values() if other is not primitive]
     above = [o.__name__ for o in others if conflicts(primitive, o) == "clash"]
     below = [o.__name__ for o in others if conflicts(o, primitive) == "clash"]

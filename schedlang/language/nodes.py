@@ -383,7 +383,8 @@ def _inside(
 
 
 def _families(items: Sequence[Any]) -> Iterator[Family]:
-    """What at least two statements have in common, but for one number that goes up evenly."""
+    """Yield the forms that at least two statements share, but for one number that goes up
+    evenly."""
     seen: dict[Family, list[int]] = {}
     for item in items:
         for place, number in _numbers(item):

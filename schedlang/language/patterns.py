@@ -113,7 +113,7 @@ class Op:
 
     @property
     def size(self) -> int:
-        """How many functions it is made of."""
+        """The number of functions that the pattern is made of."""
         return 1 + sum(term.size for _, term in self.given if isinstance(term, Op))
 
 

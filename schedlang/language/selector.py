@@ -30,7 +30,7 @@ class Typed(Protocol):
 
 
 class Tree(Protocol):
-    """What selectors ask of a model; modules are named as PyTorch names them, "" is the model."""
+    """The part of a model that selectors read; modules have PyTorch's names, "" is the model."""
 
     def children(self, fqn: str) -> Sequence[str]:
         """The names of a module's direct children, in order."""
@@ -279,7 +279,7 @@ class Selector:
         return tuple(kept)
 
     def _told(self, test: n.Expr, found: tuple[str, ...], names: Names) -> Iterator[str]:
-        """What the names in a test are of the modules that were selected."""
+        """Yield the values that names of a test have in the selected modules, as notes."""
         for word in dict.fromkeys(node.text for node in walk(test) if isinstance(node, n.Name)):
             values: dict[str, None] = {}
             for index, fqn in enumerate(found):
@@ -291,7 +291,7 @@ class Selector:
                 yield f"`{word}` is {', '.join(known[:4])}{more}"
 
     def _sight(self, fqn: str, index: int) -> Any:
-        """What names mean in a `where` that looks at one module."""
+        """Return the function that gives names in a `where` their values at one module."""
 
         def here(name: str) -> object:
             if name == "fqn":
@@ -312,7 +312,7 @@ class Selector:
 
 
 def _by_root(groups: Sequence[Found]) -> Iterator[tuple[str, ...]]:
-    """What was found below each root."""
+    """Yield the modules found below each root."""
     for root in dict.fromkeys(group.root for group in groups):
         yield tuple(m for group in groups if group.root == root for m in group.modules)
 

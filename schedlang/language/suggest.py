@@ -31,7 +31,7 @@ from schedlang.pipeline.schedules import meant
 
 @dataclass
 class Mended:
-    """What a call becomes: its arguments, why, and rows beside it or in its place."""
+    """The mended call: its arguments, the reasons, and rows beside it or in its place."""
 
     arguments: list[str] = field(default_factory=list)
     beside: list[str] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Mended:
         self.arguments += [one.replace("{}", value) for one in parts]
 
     def helps(self, verb: str) -> tuple[str, ...]:
-        """What to write, as text to paste."""
+        """Return the text to write, ready to paste."""
         if self.instead:
             return tuple(f"its row here is `{row}`" for row in self.instead)
         rows = dict.fromkeys(self.beside)
@@ -116,7 +116,8 @@ class _Words:
         return True
 
     def _other(self, name: str, value: object) -> Other | None:
-        """What the table has for a word, or for an argument that this verb does not take."""
+        """Return the table's entry for a word, or for an argument that this verb does not take;
+        None: none."""
         word = written(value)
         found = self.table.get(f"{name}={word}")
         if found is not None or name in self.keywords:
@@ -246,14 +247,17 @@ def _given(surface: Surface, arguments: Sequence[Argument]) -> list[Given]:
 
 
 def _lacking(required: Sequence[str], said: set[str], example: str) -> list[str]:
-    """What has to be said and is not, as the example says it."""
+    """Return the required arguments that are missing, as the example has them."""
     found = [re.search(rf"\b{name}=[\w\"-]+", example) for name in required if name not in said]
     return [one[0] for one in found if one]
 
 
 def _refused(binder: Binder, call: str) -> tuple[str, ...] | None:
-    """Why a call would be refused, on the mesh that there is or on axes of any name; None: it is
-    not.  What does not bind has its own messages: nothing is said of it here."""
+    """Return why a call would be refused, on the mesh there is or on axes of any name; None: it is
+    not.
+
+    Empty for a call that does not bind: that has messages of its own.
+    """
     axes = {**binder.axes}
     for names in OVER.findall(call):
         axes |= {name: 2 for name in re.findall(r"\w+", names) if name not in axes}

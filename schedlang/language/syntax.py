@@ -278,7 +278,7 @@ def _misspelt(line: str) -> str | None:
 
 
 def _found(source: Source, token: Token) -> tuple[Span, str]:
-    """Where the parser stopped, and what it saw there, in words."""
+    """Return the place where the parser stopped, and what stands there, in words."""
     if token.type == "$END":
         last = len(source.text.rstrip("\n").split("\n"))
         end = len(source.line(last)) + 1

@@ -82,7 +82,7 @@ class Symbolic:
 
 
 class Unknown:
-    """What cannot be known without the model; anything computed from it is unknown too."""
+    """A value that cannot be known without the model; anything computed from it is unknown too."""
 
     def __repr__(self) -> str:
         return "unknown"
@@ -92,7 +92,7 @@ UNKNOWN = Unknown()
 
 
 class Reader(Protocol):
-    """What evaluation asks of a model: one plain attribute of one of its modules."""
+    """The part of a model that evaluation reads: plain attributes of one module."""
 
     def attribute(self, fqn: str, name: str) -> object:
         """The attribute, or AttributeError."""
@@ -102,12 +102,13 @@ class Reader(Protocol):
 
 
 class Missing(Exception):
-    """In a `where`: this module has no attribute of this name."""
+    """Raised in a `where` for a name that is no attribute of the module."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """What names mean at one place: arguments of a def, then knobs and axes; `model.` its facts.
+    """The meaning of names at one place: arguments of a def, then knobs and axes; `model.` its
+    facts.
 
     `here` gives the attributes of one module, inside a `where`.
     """

@@ -1,4 +1,4 @@
-"""What the operations of a pipeline cost: time, transfers, and activations kept."""
+"""Costs of a pipeline's operations: time, transfers, and activations kept."""
 
 from __future__ import annotations
 

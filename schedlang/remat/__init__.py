@@ -1,4 +1,4 @@
-"""Which modules of a chain are recomputed together: a tree over places in the chain.
+"""Recomputation of a chain of modules: a tree over places in the chain.
 
 A place alone keeps what its module saves. A tuple is a region: it keeps what enters it, and is run
 again in backward; then the regions inside of it keep what enters them, and so on.

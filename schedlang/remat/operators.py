@@ -1,4 +1,4 @@
-"""Which operators of a module are kept when it is recomputed: bytes kept against work repeated.
+"""Choice of the operators to keep in a recomputed module: bytes kept against work repeated.
 
 A result that is kept spares its own operator in the second run, and no other. So of all sets of
 operators those are worth a look that no other set beats in both, and they are found by adding one
@@ -105,7 +105,7 @@ START: tuple[Fitted, ...] = (Fitted(0, 0.0),)
 
 
 def extended(before: Iterable[Fitted], cost: Cost, memory: int) -> tuple[Fitted, ...]:
-    """With one module more, all of which fit: what no other choices beat in bytes and in work."""
+    """Return the choices for one module more, all that fit and no other beats in bytes and work."""
     found = [
         (one.held + choice.held, one.again + choice.again, one, choice)
         for one in before

@@ -1,4 +1,4 @@
-"""Which modules of a chain are kept, recomputed, or moved to the host: the fastest that fits.
+"""Choice for each module of a chain: keep, recompute or offload; the fastest that fits.
 
 Beaumont, Eyraud-Dubois and Shilova, Efficient combination of rematerialization and offloading for
 training DNNs (2021; POFO), by dynamic programming over the chain, under this count of time, in
@@ -63,7 +63,8 @@ class _Part:
 
     @property
     def order(self) -> tuple[int, float, float]:
-        """Of two parts with the same `moved`, one is beaten if the other has less of all three."""
+        """The sizes in which parts with equal `moved` are compared: a part that is less in none is
+        dropped."""
         return self.held, self.done + self.again, self.done
 
     def with_(self, way: Way, cost: Cost, place: int, ratio: float) -> _Part:

@@ -1,1 +1,1 @@
-"""What a built module calls while it runs."""
+"""Execution: everything that a built module calls while it runs."""

@@ -62,7 +62,7 @@ class Heard:
 
 @dataclass
 class Crossed:
-    """What a communicating function did: types before and after, collectives both ways.
+    """Record of a communicating function: types before and after it, collectives both ways.
 
     `settles` are axes over which it has to sum gradients itself: what it gives for an input that
     varies over one is then that input's own.
@@ -82,7 +82,7 @@ class Crossed:
 
 @dataclass(frozen=True)
 class Made:
-    """How a tensor was made: the function, and the tensors that it was given."""
+    """Record of how a tensor was made: the function, and its input tensors."""
 
     name: str
     inputs: tuple[Tensor, ...]
@@ -101,7 +101,8 @@ def note_mask(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) ->
 
 
 def trouble(tensor: Tensor, axis: str, varies: Varies) -> str | None:
-    """Why a tensor that varies along an axis is no pending sum over it; None if it is one."""
+    """Return why a tensor that varies along an axis is no partial sum over it; None if it is
+    one."""
     open_, seen = [tensor], set()
     while open_:
         one = open_.pop()
@@ -155,7 +156,7 @@ def _step(made: Made, axis: str, varies: Varies) -> list[Tensor] | str:
 
 
 class Typed(Lattice):
-    """Along which axes each tensor of the local model differs from rank to rank."""
+    """The axes along which each tensor of the local model differs from rank to rank."""
 
     mark = "_schedlang_varies"
 
@@ -216,7 +217,7 @@ class Typed(Lattice):
         self.heard.pop()
 
     def after(self, call: Running) -> None:
-        """What a call makes varies where anything that it was given does."""
+        """Let the outputs of a call vary along every axis along which an input varies."""
         heard = self.heard.pop()
         if call.outputs:
             self.calls += 1
@@ -367,7 +368,7 @@ Shares = Mapping[str, Share]
 
 @dataclass
 class Gradient:
-    """What reaches one parameter: its shares by axis, the stages that give it one, and users."""
+    """The gradient that reaches a parameter: shares by axis, stages that give it one, and users."""
 
     shares: dict[str, Share] = field(default_factory=dict)
     stages: frozenset[int] = frozenset()

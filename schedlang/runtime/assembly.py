@@ -1,4 +1,4 @@
-"""What `build` puts together on one rank, for a program to run."""
+"""The parts of a program on one rank, as `build` puts them together."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Weight = Callable[[Batch], float]
 
 @dataclass(frozen=True)
 class Assembly:
-    """What `build` puts together: everything that a Program runs.
+    """The parts that `build` puts together on one rank: everything that a Program runs.
 
     parameters  first name -> the parameter of this rank, of the stages that it holds
     sums        reductions after the last backward, in this order on all ranks
@@ -127,7 +127,8 @@ class Assembly:
         ]
 
     def weigh_all(self, parts: Sequence[Part]) -> list[Number]:
-        """What each part of a batch weighs in the mean loss: where labels lie, there."""
+        """Return the weight of each part of a batch in the mean loss, on the device of the
+        labels."""
         weight = getattr(self.weight, "counted", self.weight)
         return counted([weight(p.weighed if p.weighed is not None else p.inputs) for p in parts])
 
@@ -137,7 +138,7 @@ class Assembly:
         return dict(self.module.named_buffers())
 
     def speaks(self, rank: int) -> bool:
-        """Is this rank the first of those that see the same rows in the same stage?"""
+        """Return whether a rank is the first of those that see the same rows in the same stage."""
         mesh = self.ranks.mesh
         axes = (*self.replicas, *((self.stage_axis,) if self.stage_axis is not None else ()))
         free = {plain for axis in axes for plain in mesh.fold(axis)}

@@ -131,7 +131,8 @@ def check_mapping(batch: object) -> None:
 
 
 def rows_of(batch: Batch) -> int:
-    """How many rows (samples) a batch has: the size of dim 0 of its first tensor with dims.
+    """Return the number of rows (samples) of a batch: the size of dim 0 of its first tensor with
+    dims.
 
     Raises Refusal S605 for a batch that has none.
     """
@@ -294,7 +295,8 @@ def shares(count: int, parts: int) -> list[range]:
 
 
 def split(batch: Batch, replicas: int, micro: int) -> list[list[Part]]:
-    """For each of `replicas` data-parallel ranks its `micro` microbatches.
+    """Split a batch among `replicas` data-parallel ranks, each rank's rows into `micro`
+    microbatches.
 
     Raises Refusal S606 if there are fewer rows than parts.
     """

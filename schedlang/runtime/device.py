@@ -23,10 +23,10 @@ _NOT_THERE = "meta"  # shapes without bytes
 
 
 class States(Protocol):
-    """What draws random numbers, and can be put back to where it stood."""
+    """A generator of random numbers whose state can be read and put back."""
 
     def get_state(self) -> Tensor:
-        """Where it stands."""
+        """Return the state."""
 
     def set_state(self, new_state: Tensor) -> Any:
         """Stand there again."""
@@ -122,12 +122,12 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
 
 def on_stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
-    """Within, this thread's kernels run on a stream."""
+    """Let this thread's kernels run on a stream, for the time of a block."""
     return nullcontext() if stream is None else stream
 
 
 def follow(stream: torch.Stream | None, first: torch.Stream | None) -> None:
-    """What is put on a stream from now on runs after all that stands on the first one."""
+    """Let the work put on a stream from now on wait for all work on the first one."""
     if stream is not None and first is not None:
         stream.wait_stream(first)
 
@@ -138,7 +138,7 @@ def record(stream: torch.Stream | None) -> torch.Event | None:
 
 
 def wait(event: torch.Event | None, stream: torch.Stream | None) -> None:
-    """What is put on a stream from now on runs after a mark."""
+    """Let the work put on a stream from now on wait for an event."""
     if event is not None and stream is not None:
         stream.wait_event(event)
 
@@ -222,7 +222,7 @@ class _Module:
         self.module = module
 
     def get_state(self) -> Tensor:
-        """Where it stands."""
+        """Return the state."""
         state: Tensor = self.module.get_rng_state()
         return state
 
@@ -264,7 +264,8 @@ def own_generators(module: nn.Module) -> list[torch.Generator]:
 
 
 class Replayed(AbstractContextManager[None]):
-    """Within, generators stand where they stood when this was made; afterwards, where they were."""
+    """A context in which generators stand where they stood when it was made; after it, as
+    before."""
 
     def __init__(self, generators: Iterable[States]) -> None:
         self.first = [(one, one.get_state()) for one in generators]
@@ -281,7 +282,7 @@ class Replayed(AbstractContextManager[None]):
 
 
 def undrawn() -> AbstractContextManager[None]:
-    """Within, anybody may draw, or seed them all; afterwards default generators are as before.
+    """Let anybody draw or seed for the time of a block; default generators are then put back.
 
     Of the accelerator the current device's, unless nobody has begun to use it.
     """

@@ -38,7 +38,7 @@ _SLOT = "_schedlang_forward"
 
 @dataclass(eq=False)
 class Layers:
-    """What lies around a module's forward: at most one layer of each kind.
+    """The layers around a module's forward: at most one of each kind.
 
     original  the forward of the instance; None: its class's own
     plain     the forward below the layers
@@ -150,7 +150,7 @@ def _layered(owner: Any) -> Callable[..., Any]:
 
 
 def decorated(function: Any, change: Callable[[Any], Any]) -> Any:
-    """What `change` makes of the innermost function, in copies of the decorators around it."""
+    """Apply `change` to the innermost function, in copies of the decorators around it."""
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
         return change(function)

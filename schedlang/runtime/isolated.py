@@ -70,7 +70,7 @@ class Alone(ABC):
     """
 
     def __init__(self, model: nn.Module, opaque: Collection[str] = ()) -> None:
-        """Inside `opaque` modules nothing is seen."""
+        """Watch the modules of a model; nothing is seen inside `opaque` ones."""
         self.running: list[Running] = []
         self.turns: dict[str, int] = {}
         self.handles: list[Any] = []
@@ -281,7 +281,7 @@ class View:
     names: Mapping[tuple[str, str], str]
 
     def note(self, frame: Frame, given: bool, place: int) -> Note | None:
-        """How a tensor that a call is given, or returns, lies on the ranks; None if unknown."""
+        """Return the layout of a tensor that a call is given, or returns; None if unknown."""
         if not self.layouts or not frame[0]:
             return Note()
         notes = self.layouts.get(frame, (None, None))[0 if given else 1]

@@ -81,7 +81,8 @@ def telling(program: Made) -> Made:
 
 
 def left_in(module: nn.Module) -> tuple[Left, ...]:
-    """What was left in a module and in all inside of it, so far; recomputed calls count, too."""
+    """Return what kernels left in a module and in all inside of it so far; recomputed calls
+    count."""
     return merged(
         Left(kernel, why, (name,), calls, given)
         for name, part in module.named_modules()
@@ -90,7 +91,7 @@ def left_in(module: nn.Module) -> tuple[Left, ...]:
 
 
 def merged(found: Iterable[Left]) -> tuple[Left, ...]:
-    """Of several modules, ranks or runs: one for each kernel and reason."""
+    """Merge notes of several modules, ranks or runs: one for each kernel and reason."""
     groups: dict[tuple[str, str], list[Left]] = {}
     for one in found:
         groups.setdefault((one.kernel, one.why), []).append(one)

@@ -1,4 +1,4 @@
-"""What a program takes: bytes of its live tensors on this rank, and units of work in a batch."""
+"""Measurements of a program: bytes of its live tensors on this rank, units of work in a batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Memory:
 
 
 def memory_of(program: Program) -> Memory:
-    """What this rank holds now; gradients are there from a step until the next."""
+    """Return the bytes that this rank holds now; gradients exist from a step until the next."""
     parameters = list(program.assembly.parameters.values())
     grads = local_gradients(parameters)
     state: list[Any] = []
@@ -51,7 +51,8 @@ def _bytes(values: Iterable[Any]) -> int:
 
 
 def work_in(batch: Mapping[str, Any]) -> tuple[int, str]:
-    """How much a batch holds: tokens (padding included) of its first input of ids, else rows."""
+    """Return the work in a batch and its unit: tokens (padding too) of its first input of ids, else
+    rows."""
     for value in batch.values():
         if isinstance(value, Tensor) and value.ndim == 2 and not value.is_floating_point():
             return value.numel(), "tokens"

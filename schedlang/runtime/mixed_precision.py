@@ -79,7 +79,8 @@ def _ruled(func: Any, args: Sequence[Any], kwargs: dict[str, Any], low: torch.dt
 
 
 def _contracts(equation: str) -> bool:
-    """Does an einsum sum over an index of two operands, which makes it a product of matrices?"""
+    """Return whether an einsum sums over an index of two operands: then it is a product of
+    matrices."""
     given, _, made = equation.replace(" ", "").partition("->")
     operands = [set(one) - set(".") for one in given.split(",")]
     twice = {name for one in operands for name in one if sum(name in o for o in operands) > 1}
@@ -101,7 +102,7 @@ def autocast(
 
 
 def imitated(device: str) -> AbstractContextManager[Any]:
-    """For tensors without values, what autocast does here to those on a kind of device."""
+    """Imitate, for tensors without values, what autocast does to those on a kind of device."""
     if device == "meta" or not torch.is_autocast_enabled(device):
         return nullcontext()
     return Imitated(torch.get_autocast_dtype(device))

@@ -57,7 +57,7 @@ def _is_mean(given: dict[str, Any]) -> bool:
 
 
 def no_labels(weight: Number) -> AbstractContextManager[Any]:
-    """Around what computes the loss of a part of a batch that weighs so much, perhaps nothing."""
+    """Enter the computation of a loss of a part of a batch that weighs so much, perhaps nothing."""
     bare = isinstance(weight, Tensor) or not weight
     return ambient(_NoLabels(weight)) if bare else nullcontext()
 

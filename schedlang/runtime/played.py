@@ -194,7 +194,7 @@ def play(program: Program, cut: Cut, batch: Batch, footprint: Footprint | None =
 
 @contextmanager
 def _at_marks() -> Iterator[None]:
-    """What circles of objects hold goes at the next mark, however often Python looks for them.
+    """Free at each mark what cycles of objects hold, whatever the collector does in between.
 
     Each look is at what came since then alone: a model and its modules are very many objects.
     """
@@ -209,7 +209,7 @@ def _at_marks() -> Iterator[None]:
 def _sizes(
     pipeline: Pipeline, part: Part, whole: Callable[[Any], tuple[int, ...]]
 ) -> list[Callable[[Any], tuple[int, ...]]]:
-    """For each slice of a part the shape that a value of the whole sequence has there."""
+    """Return, for each slice of a part, the function from the shape of a whole value to its own."""
     if pipeline.slices is None:
         return [whole]
 

@@ -37,7 +37,7 @@ from schedlang.runtime.grad_reduction.gradient import (
 from schedlang.runtime.grad_reduction.zero import reshard, used_anywhere
 from schedlang.runtime.launch.heart import inside
 from schedlang.runtime.no_labels import weighing
-from schedlang.runtime.offload.step import Away, at_home
+from schedlang.runtime.offload.step import Offloaded, at_home
 from schedlang.runtime.optim.loss_scale import LossScale
 from schedlang.runtime.optim.whole_step import WholeStep, step_by_kinds
 from schedlang.runtime.pipeline.executor import BACKWARD, Event
@@ -75,7 +75,7 @@ class Program:
     keep_output: bool = False  # also keep the output of a training step, in `output`
     output: Any = None
     whole: WholeStep | None = None  # parameters are put together for each step of the optimizer
-    away: Away | None = None  # what lies off the device
+    away: Offloaded | None = None  # what lies off the device
     watch: Watch | None = None  # notes when the operations of a step run
     loss_scale: LossScale | None = None  # of float16; a step that overflows is skipped
     comparing: Comparing | None = None  # compares each step's batch among ranks, if asked for
@@ -112,7 +112,8 @@ class Program:
         return type(self.assembly.module).__name__
 
     def _facts(self) -> dict[str, str]:
-        """What is worth telling of this rank's part; what is as usual is left out."""
+        """Return the facts of this rank's part that are worth telling; ordinary ones are left
+        out."""
         a = self.assembly
         at = ", ".join(f"{axis}={place}" for axis, place in a.ranks.at.items())
         held = sum(parameter.numel() for parameter in a.parameters.values())
@@ -138,12 +139,13 @@ class Program:
 
     @property
     def dp_size(self) -> int:
-        """Into how many parts the rows of a batch are split: a sampler's `num_replicas`."""
+        """The number of parts that the rows of a batch are split into: a sampler's
+        `num_replicas`."""
         return self.assembly.ranks.mesh.size(self.assembly.row_axes)
 
     @property
     def dp_rank(self) -> int:
-        """Which of these parts is this rank's: a sampler's `rank`.  Ranks may share one."""
+        """The number of this rank's part: a sampler's `rank`.  Ranks may share one."""
         a = self.assembly
         return a.ranks.mesh.index(a.ranks.rank, a.row_axes)
 
@@ -352,7 +354,7 @@ class Program:
         return results
 
     def _sum(self) -> None:
-        """What is left of the reductions when the last backward has ended."""
+        """Finish the reductions that are left when the last backward has ended."""
         a = self.assembly
         if self.away is not None:
             self.away.arrived()
@@ -419,7 +421,7 @@ class Program:
         ).sum()
 
     def _near(self, value: Tensor) -> Tensor:
-        """Where collectives of the step take it."""
+        """Move a tensor to the device on which collectives of the step take it."""
         device = self.assembly.ranks.device
         return value.to(device) if on_accelerator(device) else value.cpu()
 
@@ -452,7 +454,7 @@ class Program:
         return whole.trained(self.assembly)
 
     def replica_errors(self) -> dict[str, float]:
-        """For each parameter the greatest relative difference between copies of one part."""
+        """Return the greatest relative difference between copies of one part, by parameter."""
         return whole.replica_errors(self.assembly)
 
     def buffers(self) -> dict[str, Tensor]:
@@ -460,7 +462,7 @@ class Program:
         return whole.buffers(self.assembly)
 
     def buffer_errors(self) -> dict[str, float]:
-        """For each buffer 0 if its copies on all ranks are equal, else 1."""
+        """Return for each buffer 0 if its copies on all ranks are equal, else 1."""
         return whole.buffer_errors(self.assembly)
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Where in the run we are: step, microbatch, samples, slice, and the module being executed.
+"""The place in the run: step, microbatch, samples, slice, and the module being executed.
 
 Whatever must not depend on the layout (a dropout mask above all) asks here. The state is kept per
 thread, and `capture` takes all of it along, so that a recomputation can stand where its forward
@@ -99,13 +99,15 @@ def turn() -> int | None:
 
 
 def memo() -> dict[Any, Any] | None:
-    """What this pass notes, and finds if it runs what ran before: there nothing needs to be asked
-    of a device again.  None outside of any pass: nothing would forget it."""
+    """Return the notes of this pass: one that repeats an earlier pass finds that one's notes.
+
+    So nothing is asked of a device twice.  None outside of any pass: nothing would forget them.
+    """
     return _here.frame.memo if _here.scope is not None or _here.frame.modules else None
 
 
 def noted() -> dict[Any, Any]:
-    """What the last pass has noted, for `remember`."""
+    """Return the notes of the last pass, for `remember`."""
     return _here.frame.memo
 
 
@@ -121,7 +123,7 @@ def skip_calls(where: str, count: int) -> None:
 
 
 def visit() -> Any:
-    """What runs of a sequence in this thread, if it is cut; None where sequences are whole."""
+    """Return the visit of a slice in this thread; None where sequences are whole."""
     return _here.slice
 
 

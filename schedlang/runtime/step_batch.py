@@ -38,7 +38,7 @@ class Dealt:
 
     @property
     def all(self) -> Number:
-        """What all parts weigh together."""
+        """The weight of all parts together."""
         return added([one for weights in self.everyone for one in weights])
 
     @property
@@ -48,7 +48,7 @@ class Dealt:
 
 
 def dealt(a: Assembly, batch: Batch, local: bool) -> Dealt:
-    """What a rank computes of a batch: of the whole one, or (`local`) of its own rows."""
+    """Return this rank's part of a batch: of the whole batch, or (`local`) of its own rows."""
     mine = _of_rows(a, batch) if local else _of_all(a, batch)
     # where nothing weighs anything: the model's own loss of nothing (NaN, or 0) in every layout
     whole = mine.all
@@ -110,7 +110,7 @@ def _shapes(parts: Sequence[Part]) -> tuple[object, ...]:
 
 
 def _of_device(a: Assembly, weights: Sequence[Number]) -> list[list[Tensor]]:
-    """What the parts of each rank weigh, told from device to device."""
+    """Gather the weights of each rank's parts, from device to device."""
     device = a.ranks.device
     kind = torch.float64 if has_float64(device) else torch.float32
     like = torch.empty((), dtype=kind, device=device)

@@ -1,4 +1,4 @@
-"""Which modules train: flags that were set by hand outlive an evaluation."""
+"""The training flags of modules: those set by hand outlive an evaluation."""
 
 from __future__ import annotations
 

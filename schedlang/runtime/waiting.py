@@ -36,24 +36,24 @@ class Waiting:
 
     @property
     def dp_size(self) -> int:
-        """As `Program.dp_size`: a sampler needs it before there is a batch."""
+        """See `Program.dp_size`: a sampler needs it before there is a batch."""
         return self._ranks.mesh.size(self._row_axes)
 
     @property
     def dp_rank(self) -> int:
-        """As `Program.dp_rank`."""
+        """See `Program.dp_rank`."""
         return self._ranks.mesh.index(self._ranks.rank, self._row_axes)
 
     def rank_of(self, axis: str) -> int:
-        """As `Program.rank_of`."""
+        """See `Program.rank_of`."""
         return self._ranks.place(axis)
 
     def train_step(self, batch: Batch, *, local: bool = False) -> Tensor:
-        """As `Program.train_step`."""
+        """See `Program.train_step`."""
         return self._built(batch, local).train_step(batch, local=local)
 
     def eval_step(self, batch: Batch, *, local: bool = False) -> Any:
-        """As `Program.eval_step`."""
+        """See `Program.eval_step`."""
         return self._built(batch, local).eval_step(batch, local=local)
 
     def _built(self, batch: Batch, local: bool) -> Program:
@@ -87,7 +87,7 @@ class Waiting:
         )
 
     def _repr_html_(self) -> str:
-        """As `Program._repr_html_`; before the first batch the text alone."""
+        """See `Program._repr_html_`; before the first batch the text alone."""
         if self._program is None:
             return html_table(repr(self), ())
         return self._program._repr_html_()

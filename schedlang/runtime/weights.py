@@ -1,4 +1,4 @@
-"""What parts of a batch weigh: plain numbers, or numbers that lie on the device with the labels.
+"""Weights of parts of a batch: plain numbers, or numbers on the device where the labels lie.
 
 Labels that lie on an accelerator are counted there, and what follows from their number is computed
 there, too: the host, which has work to hand out, never waits to know it.

@@ -65,7 +65,7 @@ def _plain(value: Any) -> bool:
 
 
 def input_gradient(grads: Sequence[Tensor | None], layout: Layout, along: bool) -> Tensor | None:
-    """Of an input of the same rows on ranks with different tokens: in order, or added up."""
+    """Join the gradients of an input on ranks with different tokens: in order, or added up."""
     there = [grad for grad in grads if grad is not None]
     if not there:
         return None
@@ -228,7 +228,8 @@ def buffers(a: Assembly) -> dict[str, Tensor]:
 
 
 def buffer_errors(a: Assembly) -> dict[str, float]:
-    """For each buffer whether its copies on all ranks that hold it are equal (0) or not (1)."""
+    """Return for each buffer whether its copies on all ranks that hold it are equal (0) or not
+    (1)."""
     place = a.ranks.mesh.index(a.ranks.rank, a.stage_axis) if a.stage_axis is not None else 0
     stages = a.buffer_stages
     mine = {
@@ -272,7 +273,7 @@ def load_state_dict(a: Assembly, state: Mapping[str, Tensor]) -> None:
 
 
 def replica_errors(a: Assembly) -> dict[str, float]:
-    """For each parameter the greatest relative difference between copies of one part."""
+    """Return the greatest relative difference between copies of one part, by parameter."""
     found = _parameters(a)
     mine = {}
     for name, parameter in a.parameters.items():
@@ -288,7 +289,7 @@ def replica_errors(a: Assembly) -> dict[str, float]:
 def optimizer_state(
     a: Assembly, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, dict[str, Any]]:
-    """By parameter name and slot: whole tensors, and numbers as they are."""
+    """Return the state by parameter name and slot: whole tensors, and numbers as they are."""
     own: dict[str, Mapping[str, Any]] = {}
     if optimizer is not None:
         own = {name: optimizer.state.get(p, {}) for name, p in a.parameters.items()}

@@ -1,4 +1,4 @@
-"""What CI asks of one schedule, and what it is told: wishes, outcomes and their table."""
+"""Questions of CI about one schedule, and their answers: wishes, outcomes and their table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MARKS = {HOLDS: "", FAILS: "❌ ", REFUSED: "❌ ", UNCHECKED: "⚠️ "}
 
 @dataclass(frozen=True)
 class Wish:
-    """With what a schedule is examined; see the options of `verify`.
+    """The terms of an examination of a schedule; see the options of `verify`.
 
     world    the most ranks that may be started; a larger mesh is left out, and says so
     shrink   reduce model and mesh where the mesh is larger, instead
@@ -60,7 +60,7 @@ class Outcome:
 
     @property
     def word(self) -> str:
-        """How it ended."""
+        """The outcome in a word or two."""
         return "left out" if self.skipped else WORDS[self.code]
 
     @property
@@ -70,14 +70,14 @@ class Outcome:
 
     @property
     def note(self) -> Note | None:
-        """What to say on the schedule's line; None where it holds."""
+        """The note for the schedule's line; None where it holds."""
         if self.skipped or self.code == HOLDS:
             return None
         title = "schedlang equivalence" if self.question == VERIFY else f"schedlang {self.question}"
         return Note(self.place or str(self.file), self.line or 1, title, self.text)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return plain values."""
         return {
             "file": str(self.file),
             "question": self.question,

@@ -76,7 +76,7 @@ def _proven(files: Sequence[Path], common: Common) -> dict[Path, Static]:
 
 
 def _changed(files: Sequence[Path], model: str | None) -> list[Compared]:
-    """Of the schedules that have rows, those whose locks do not hold; Refusal without a lock."""
+    """Return the schedules with rows whose locks do not hold; refuse one without a lock."""
     from schedlang.verbs.examine import is_library
     from schedlang.verbs.lockfile import compare_lock
 

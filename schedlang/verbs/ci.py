@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from schedlang.diagnostics.tables import columns, fitted
-from schedlang.verbs.ending import FAILS, HOLDS, REFUSED, UNCHECKED, show_json
-from schedlang.verbs.outcome import AsJson, Common, verb
+from schedlang.verbs.ending import FAILS, HOLDS, REFUSED, UNCHECKED, bad_option, show_json
+from schedlang.verbs.outcome import AsJson, Common, Seed, WorkingDtype, verb
 
 if TYPE_CHECKING:
     from schedlang.verbs.answers import Outcome, Wish
@@ -20,12 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Terms:
-    """What proofs start from, on how many ranks, and which schedules are not meant to have one."""
+    """The seed and the limits of proofs, and the schedules that are meant to be refused."""
 
-    seed: Annotated[int, typer.Option(help="Seed of weights, batches and dropout.")] = 0
-    dtype: Annotated[
-        str | None, typer.Option(help="Also check in this working dtype: float32 or bfloat16.")
-    ] = None
+    seed: Seed = 0
+    dtype: WorkingDtype = None
     world: Annotated[int, typer.Option(metavar="N", help="Maximum number of ranks to start.")] = 8
     refused: Annotated[
         list[str] | None,
@@ -46,7 +44,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Asks:
-    """What is asked of each schedule beside its check."""
+    """The questions about each schedule beside its check."""
 
     static: Annotated[bool, typer.Option("--static", help="Start no ranks: no `verify`.")] = False
     shrink: Annotated[
@@ -143,16 +141,14 @@ def _schedules(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def _meant(said: Sequence[str], files: Sequence[Path]) -> dict[Path, str]:
-    """Which schedules are meant to be refused, and with which code (S109)."""
-    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-
+    """Return the schedules that are meant to be refused, each with its code; refuse others
+    (S109)."""
     known, found = {file.resolve() for file in files}, {}
     for text in said:
         name, _, code = text.rpartition(":")
         if Path(name).resolve() not in known or not code:
             title = f"`--refused {text}` matches none of the schedules"
-            helps = ("write the file, a colon and the code: `--refused x.sched:S403`",)
-            raise Refusal(Diagnostic("S109", title, helps=helps))
+            bad_option(title, "write the file, a colon and the code: `--refused x.sched:S403`")
         found[Path(name).resolve()] = code.strip()
     return found
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from schedlang.diagnostics.diagnostic import Diagnostic, Facts, Refusal, guess, unknown
 from schedlang.diagnostics.source import text_of
 from schedlang.pipeline.cost import Cost, Number
+from schedlang.verbs.ending import bad_option
 
 if TYPE_CHECKING:
     from schedlang.passes.simulate.step_time import Measurement
@@ -114,4 +115,4 @@ def _value(name: str, part: str, text: str) -> Number:
 
 def _bad(part: str, why: str, help_: str, facts: Facts = ()) -> NoReturn:
     title = f"cannot read `--cost {part.strip()}`: {why}"
-    raise Refusal(Diagnostic("S109", title, helps=(help_,), facts=facts))
+    bad_option(title, help_, facts)

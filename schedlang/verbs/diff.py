@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from schedlang.diagnostics.tables import columns, fitted
-from schedlang.verbs.ending import show_json
+from schedlang.verbs.ending import bad_option, show_json
 from schedlang.verbs.outcome import AsJson, Common, verb
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ def diff(
     """
     from schedlang.passes.simulate.account import delta
     from schedlang.verbs.inputs import accounted, check_folders, write_asked
-    from schedlang.viz import diff as diff_page
-    from schedlang.viz.diff import compare
+    from schedlang.viz.diff import as_markdown, compare, page
 
     check_folders(html=html)
     first, second = _sides((old, new), common)
@@ -48,26 +47,24 @@ def diff(
     costs = delta(accounted(first, memory=True), accounted(second, memory=True))
     names = (old.name, new.name) if old.name != new.name else (str(old), str(new))
     if html is not None:
-        write_asked(html, diff_page.page(names, found, costs))
+        write_asked(html, page(names, found, costs))
     if as_json:
         show_json({**found.to_json(), "costs": [cost.to_json() for cost in costs]})
         return
     if markdown:
-        print(diff_page.markdown(names, found, costs))
+        print(as_markdown(names, found, costs))
         return
     print(fitted("\n".join(map(str, (found, *costs))), columns()))
 
 
 def _sides(files: tuple[Path, Path], common: Common) -> list[Planned]:
     """Both plans; refuses (S109) settings that neither side can take."""
-    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
     from schedlang.verbs.inputs import is_saved, planned, saved
 
     kept = [is_saved(file) for file in files]
     if all(kept) and (common.knob or common.mesh):
         title = "a saved plan has its own settings: `--knob` and `--mesh` are for schedules"
-        helps = ("leave them out, or give a schedule instead of a plan",)
-        raise Refusal(Diagnostic("S109", title, helps=helps))
+        bad_option(title, "leave them out, or give a schedule instead of a plan")
     return [
         saved(file, common.model) if was else planned(file, common.model, common.knob, common.mesh)
         for file, was in zip(files, kept, strict=True)

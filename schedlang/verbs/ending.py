@@ -1,4 +1,4 @@
-"""How a verb ends: text or JSON, and the exit code that its result stands for."""
+"""The end of a verb: text or JSON, and the exit code that its result stands for."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
-from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.diagnostic import Diagnostic, Facts, Refusal
 from schedlang.diagnostics.tables import for_messages
 
 HOLDS, FAILS, REFUSED, UNCHECKED = 0, 1, 2, 3
@@ -47,3 +48,15 @@ def show_refusal(refusal: Refusal, as_json: bool = False) -> None:
 def show_json(value: object) -> None:
     """One JSON document on standard output."""
     print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def bad_option(title: str, help_: str, facts: Facts = ()) -> NoReturn:
+    """Refuse an option, or options beside each other (S109), with what would be legal."""
+    raise Refusal(Diagnostic("S109", title, helps=(help_,), facts=facts))
+
+
+def check_positive(name: str, value: float | None) -> None:
+    """Refuse a number that is given, and is not finite and above 0 (S109)."""
+    if value is not None and not 0 < value < float("inf"):
+        title = f"`--{name}` must be finite and above 0, not {value:g}"
+        bad_option(title, f"for example `--{name} 100`")

@@ -75,7 +75,10 @@ class Ranks:
 
 
 def is_library(file: Path) -> bool:
-    """Does a file only define what others use, so that it has nothing to verify?  May refuse."""
+    """Return whether a file only defines what others use, and so has nothing to verify.
+
+    May refuse.
+    """
     return first_row(file) == 0
 
 
@@ -98,14 +101,11 @@ def check(file: Path, wish: Wish) -> Outcome:
     """Syntax, names, domains and arguments, without a model; warnings are in the text."""
 
     def ask(outcome: Outcome) -> Outcome:
-        from schedlang.language.syntax import parse, read
-        from schedlang.passes.elaborate.expand import expand
-        from schedlang.passes.elaborate.lint import lint
+        from schedlang.verbs.checking import warnings_of
         from schedlang.verbs.inputs import settings
 
-        tree = parse(read(file))
-        state = expand(tree, None, settings(wish.knobs, wish.mesh))
-        return replace(outcome, text="\n\n".join(d.render(PLAIN) for d in lint(tree, state)))
+        found = warnings_of([file], settings(wish.knobs, wish.mesh))
+        return replace(outcome, text="\n\n".join(d.render(PLAIN) for d in found))
 
     outcome = _asked(Outcome(file, CHECK), ask)
     # most mistakes show only with the model: that a check holds says nothing yet
@@ -199,7 +199,7 @@ def _blamed(report: Report) -> tuple[str, int]:
 
 
 def _facts(report: Report, wish: Wish, mesh: str) -> list[tuple[str, str]]:
-    """What a machine may want to know of a report."""
+    """Return the facts of a report that a machine may want."""
     place, line = _blamed(report)
     worst = max((row.error for row in report.rows if row.gate < 1), key=_size, default=math.nan)
     return [

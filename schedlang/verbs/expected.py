@@ -1,4 +1,4 @@
-"""What a schedule expects of its plan, held by the verbs: exit 1 for what does not hold."""
+"""Expectations of a schedule about its plan, held by the verbs: exit 1 for what does not hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def step_of(plan: Plan, cost: str | None) -> Took | None:
-    """What a step takes by the times of `--cost`; None without them."""
+    """Simulate a step with the times of `--cost`; None without them."""
     if cost is None:
         return None
     from schedlang.passes.simulate.step_time import simulated_step

@@ -32,8 +32,8 @@ def fmt(
     edition (`schedule 1` names it) to the edition of this schedlang, and says what it changed.
     """
     from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+    from schedlang.language import printer
     from schedlang.language.grammar import Upgraded, upgraded
-    from schedlang.language.printer import fmt as canonical
     from schedlang.language.syntax import read
 
     made: dict[Path, tuple[str, str]] = {}
@@ -43,7 +43,7 @@ def fmt(
         try:
             source = read(file)
             newer = upgraded(source) if upgrade else Upgraded(source)
-            made[file] = (source.text, canonical(newer.source))
+            made[file] = (source.text, printer.fmt(newer.source))
             told[file] = [change.says for change in newer.changes]
         except Refusal as refusal:
             problems += refusal.diagnostics

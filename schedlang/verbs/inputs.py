@@ -1,4 +1,4 @@
-"""What verbs are given: schedules and their settings, saved plans, models, and what to prove."""
+"""Inputs of verbs: schedules and their settings, saved plans, models, and what to prove."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.diagnostics.source import regular
+from schedlang.verbs.ending import bad_option
 
 if TYPE_CHECKING:
     from schedlang.ir.modelfile import ModelFile
@@ -34,7 +35,8 @@ def settings(knobs: Sequence[str] | None, mesh: str | None) -> Settings:
     sizes = {}
     for name, text in (_pair("--mesh", part) for part in (mesh or "").split(",") if part.strip()):
         if not text.isdigit() or int(text) < 1:
-            _bad("--mesh", f"{name}={text}", "the size of an axis must be an integer above 0")
+            title = f"cannot read `--mesh {name}={text}`"
+            bad_option(title, "the size of an axis must be an integer above 0")
         sizes[name] = int(text)
     world = os.environ.get("WORLD_SIZE", "")
     given = dict(_pair("--knob", part) for part in knobs or ())
@@ -44,13 +46,8 @@ def settings(knobs: Sequence[str] | None, mesh: str | None) -> Settings:
 def _pair(option: str, text: str) -> tuple[str, str]:
     name, equals, value = (part.strip() for part in text.partition("="))
     if not name or not equals or not value:
-        _bad(option, text, "write name=value")
+        bad_option(f"cannot read `{option} {text}`", "write name=value")
     return name, value
-
-
-def _bad(option: str, text: str, help_: str) -> None:
-    title = f"cannot read `{option} {text}`"
-    raise Refusal(Diagnostic("S109", title, helps=(help_,)))
 
 
 # ---- A saved plan (a file of `plan --out`) in place of a schedule.
@@ -66,13 +63,12 @@ def is_saved(file: Path) -> bool:
 
 
 def recorded(file: Path, model: str | None) -> tuple[dict[str, Any], ModelFile]:
-    """What a saved plan says, and the model file: that of `--model`, or the one beside the plan.
+    """Read a saved plan and its model file: that of `--model`, or the one beside the plan.
 
     The file that the plan names is told, never run: whoever sends a plan would choose what runs.
     """
     import shlex
 
-    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
     from schedlang.ir.modelfile import load_model_file
     from schedlang.passes.elaborate.record import read_record
 
@@ -141,7 +137,7 @@ def planned(
 
 
 def accounted(one: Planned, *, memory: bool = False) -> Account:
-    """What the plan costs, with the model file's batch if it has one."""
+    """Account the costs of the plan, with the model file's batch if it has one."""
     from schedlang.passes.simulate.account import account
 
     batch = one.model.batch(0) if one.model.has_batch else None
@@ -150,20 +146,17 @@ def accounted(one: Planned, *, memory: bool = False) -> Account:
 
 def check_folders(**written: Path | None) -> None:
     """Refuse (S109), before any work, options that would write where there is no folder."""
-    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-
     for option, path in written.items():
         if path is None:
             continue
         if not path.parent.is_dir():
             title = f"cannot write `--{option} {path}`: there is no folder `{path.parent}`"
-            raise Refusal(Diagnostic("S109", title, helps=(f"make it: `mkdir -p {path.parent}`",)))
+            bad_option(title, f"make it: `mkdir -p {path.parent}`")
         if path.is_dir():
-            title = f"`--{option} {path}` is a folder, not a file"
-            raise Refusal(Diagnostic("S109", title, helps=("give a file in it",)))
+            bad_option(f"`--{option} {path}` is a folder, not a file", "give a file in it")
         if not os.access(path.parent, os.W_OK):
             title = f"cannot write `--{option} {path}`: you may not write into `{path.parent}`"
-            raise Refusal(Diagnostic("S109", title, helps=("give a file in another folder",)))
+            bad_option(title, "give a file in another folder")
 
 
 def write_asked(path: Path, text: str) -> None:
@@ -248,8 +241,8 @@ def posed(
 def _meant(
     tree: File, found: ModelFile, given: Settings, whole: Plan, seed: int
 ) -> tuple[Plan, Any]:
-    """What expectations are about: the whole model on the file's own mesh, whatever is run here."""
-    from schedlang.diagnostics.diagnostic import Refusal
+    """Return the plan and batch that expectations are about: the whole model on the file's own
+    mesh."""
     from schedlang.schedule import Schedule
 
     if given.mesh:

@@ -12,6 +12,7 @@ import typer
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, closest, unknown
 from schedlang.diagnostics.source import text_of
 from schedlang.pipeline.cost import Cost
+from schedlang.verbs.ending import bad_option
 
 if TYPE_CHECKING:
     from schedlang.pipeline.schedules import Order
@@ -48,24 +49,23 @@ class Asked:
 
 def named(asked: Asked, cost: Cost) -> Simulated:
     """An order of the registry or a table, or a refusal that says what it needs."""
-    from schedlang.pipeline.schedules import chunks_of
-    from schedlang.pipeline.schedules import order as ordered
+    from schedlang.pipeline.schedules import chunks_of, order
     from schedlang.verbs.simulated import simulated
 
-    order = asked.order or "1F1B"
-    if order.lower().endswith(TABLE):
-        return _table(order, asked, cost)
-    known = _known(order)
+    name = asked.order or "1F1B"
+    if name.lower().endswith(TABLE):
+        return _table(name, asked, cost)
+    known = _known(name)
     ranks, micro, slices = (
         default if value is None else value
         for value, default in ((asked.stages, 4), (asked.micro, 8), (asked.slices, 1))
     )
-    chunks = chunks_of(order) if asked.chunks is None else asked.chunks
+    chunks = chunks_of(name) if asked.chunks is None else asked.chunks
     if known.kept is not None and cost.kept == 1 and asked.memory is None:
         cost = replace(cost, kept=known.kept)
     line = legal(
-        lambda: ordered(
-            order,
+        lambda: order(
+            name,
             ranks,
             micro,
             chunks,
@@ -138,18 +138,17 @@ def of_schedule(file: Path, asked: Asked, found: Any, cost: Cost | None, machine
 
 
 def _not_beside(asked: Asked, names: tuple[str, ...], who: str) -> None:
-    """What a file says itself cannot be said beside it."""
+    """Refuse options that set what a file sets itself (S109)."""
     given: Mapping[str, object] = vars(asked)
     if twice := [name for name in names if given[name] is not None]:
         words = ", ".join(f"`--{name}`" for name in twice)
         title = f"{who} already sets {words}"
-        raise Refusal(
-            Diagnostic("S109", title, helps=("leave the option out, or leave out the file",))
-        )
+        bad_option(title, "leave the option out, or leave out the file")
 
 
 def legal(make: Callable[[], Timeline]) -> Timeline:
-    """What an order makes, or a refusal with sizes that it has."""
+    """Make a timeline; refuse sizes that its order does not have, and name some that it has
+    (S608)."""
     from schedlang.pipeline.schedules import OrderError
 
     try:

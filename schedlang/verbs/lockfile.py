@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Compared:
-    """What a lock says and what is so today; it holds if nothing changed."""
+    """The comparison of a lock with today's plan; the lock holds if nothing changed."""
 
     schedule: Path
     changes: tuple[Change, ...]
@@ -40,7 +40,7 @@ class Compared:
         return "\n".join([*head, *lines, foot])
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return plain values."""
         return {
             "exit": FAILS if self.changes else 0,
             "lock": str(lock_path(self.schedule)),
@@ -51,7 +51,7 @@ class Compared:
 
 
 def lock_path(schedule: Path) -> Path:
-    """Where the lock of a schedule lies: `x.sched.lock` beside `x.sched`."""
+    """Return the path of a schedule's lock: `x.sched.lock` beside `x.sched`."""
     return schedule.with_name(schedule.name + ".lock")
 
 

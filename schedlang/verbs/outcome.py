@@ -26,6 +26,10 @@ Timeout = Annotated[
         help="Stop after so many seconds, with exit code 3.",
     ),
 ]
+Seed = Annotated[int, typer.Option(help="Seed of weights, batches and dropout.")]
+WorkingDtype = Annotated[
+    str | None, typer.Option(help="Also check in this working dtype: float32 or bfloat16.")
+]
 Model = Annotated[
     str | None, typer.Option("--model", metavar="M", help="Model file or module; default model.py.")
 ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schedlang.verbs.ending import show_json
+from schedlang.verbs.ending import bad_option, show_json
 from schedlang.verbs.outcome import AsJson, Common, verb
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Locks:
-    """What is done with the lock file beside the schedule."""
+    """The options about the lock file beside the schedule."""
 
     lock: Annotated[bool, typer.Option("--lock", help="Write FILE.lock.")] = False
     locked: Annotated[
@@ -106,14 +106,11 @@ def plan(
 
 def _check_lock_alone(common: Common, locks: Locks) -> None:
     """Refuse settings beside `--locked`: what is compared is planned with the lock's own (S109)."""
-    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-
     if common.knob or common.mesh or locks.lock:
         title = (
             "`--locked` uses the settings of the lock: leave out `--knob`, `--mesh` and `--lock`"
         )
-        helps = ("or write a new lock with them: `--lock`",)
-        raise Refusal(Diagnostic("S109", title, helps=helps))
+        bad_option(title, "or write a new lock with them: `--lock`")
 
 
 def _draw(shown: View, asked: Written) -> None:
@@ -122,7 +119,7 @@ def _draw(shown: View, asked: Written) -> None:
     from schedlang.pipeline.timeline import timing
     from schedlang.verbs.inputs import write_asked
     from schedlang.viz.picture import page, picture
-    from schedlang.viz.timeline_page import trace as traced
+    from schedlang.viz.timeline_page import trace
 
     if asked.svg is not None:
         write_asked(asked.svg, picture(shown))
@@ -133,7 +130,7 @@ def _draw(shown: View, asked: Written) -> None:
         if timeline is None:
             title = "this plan has no pipeline, so there is no timeline to trace"
             raise Refusal(Diagnostic("S609", title, helps=("leave out `--trace`",)))
-        write_asked(asked.trace, traced(timing(timeline)))
+        write_asked(asked.trace, trace(timing(timeline)))
 
 
 def _save(out: Path, found: Planned) -> None:

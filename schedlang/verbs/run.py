@@ -11,26 +11,36 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from schedlang.diagnostics.tables import for_messages
-from schedlang.verbs.drawing import WATCHED, Run, check_timeline, write_measured
-from schedlang.verbs.ending import FAILS, REFUSED, show_json
-from schedlang.verbs.outcome import AsJson, Common, Timeout, unchecked, verb
+from schedlang.verbs.ending import FAILS, REFUSED, bad_option, show_json
+from schedlang.verbs.outcome import AsJson, Common, Seed, Timeout, unchecked, verb
 
 if TYPE_CHECKING:
     from schedlang.ir.modelfile import ModelFile
-    from schedlang.passes.lower.train import Course, Trained
+    from schedlang.ir.plan import Plan
+    from schedlang.passes.lower.train import Course, Measured, Trained
     from schedlang.passes.simulate.step_time import Took
+
+Run = Annotated[
+    Path | None,
+    typer.Option(
+        "--timeline",
+        metavar="OUT.svg|html|json",
+        help="Draw the pipeline as it ran under the plan; json is for Perfetto or Chrome.",
+    ),
+]
+WATCHED = 5  # steps at the end of a run whose operations are timed; the median one is drawn
 
 
 @dataclass(frozen=True)
 class Training:
-    """How long is trained, how, and from which numbers."""
+    """The length of a training, its optimizer, and its seed."""
 
     steps: Annotated[int, typer.Option(metavar="N", help="Number of steps.")] = 20
     lr: Annotated[float | None, typer.Option(help="Learning rate; default 0.003, for sgd 0.1.")] = (
         None
     )
     optimizer: Annotated[str, typer.Option(help="Optimizer: adamw or sgd.")] = "adamw"
-    seed: Annotated[int, typer.Option(help="Seed of weights, batches and dropout.")] = 0
+    seed: Seed = 0
 
 
 @verb
@@ -92,8 +102,37 @@ def run(
         _show(title.name, course, trained, as_json)
 
 
+def check_timeline(path: Path | None, plan: Plan) -> None:
+    """Refuse a picture of a run that has no pipeline (S609), or of another form (S109)."""
+    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+
+    if path is None:
+        return
+    if path.suffix not in (".svg", ".html", ".json"):
+        title = f"the format of `--timeline {path.name}` is not known"
+        bad_option(title, "name it *.svg, *.html or *.json")
+    if not plan.cuts:
+        title = "this plan has no pipeline, so there is no timeline to draw"
+        raise Refusal(Diagnostic("S609", title, helps=("leave out `--timeline`",)))
+
+
+def write_measured(path: Path, found: Measured, title: str, axis: str) -> None:
+    """A measured step beside its simulated one, in the form that the name asks for.
+
+    `axis` is that of the pipeline, whose places the lanes are.
+    """
+    from schedlang.verbs.inputs import write_asked
+    from schedlang.viz.timeline_page import measured_page, measured_svg, measured_trace
+
+    if path.suffix == ".json":
+        write_asked(path, measured_trace(found))
+    else:
+        make = measured_svg if path.suffix == ".svg" else measured_page
+        write_asked(path, make(found, title, f"{axis}="))
+
+
 def _show(name: str, course: Course, trained: Trained, as_json: bool) -> None:
-    """What a training has shown; exit 1 where it took longer than the schedule expects."""
+    """Show the results of a training; exit 1 where it took longer than the schedule expects."""
     from schedlang.passes.simulate.expected import late
     from schedlang.verbs.expected import demand_time
 
@@ -121,8 +160,8 @@ def _facts(course: Course, trained: Trained, code: int) -> dict[str, Any]:
 
 
 def _demand(course: Course) -> None:
-    """Before any rank starts: refuse what gains nothing (S888), and exit 1 where the plan costs
-    more than the schedule expects."""
+    """Refuse, before any rank starts, what gains nothing (S888); exit 1 for costs above the
+    expected."""
     from schedlang.passes.simulate.expected import counted, counting
     from schedlang.passes.simulate.gains import gained
     from schedlang.verbs.expected import demand_costs
@@ -149,7 +188,6 @@ def _planned(
     file: Path | None, record: Path | None, common: Common, seed: int
 ) -> tuple[ModelFile, Any]:
     """The model file and the plan, from a schedule or from a saved plan."""
-    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
     from schedlang.ir.model import ModelFacts
     from schedlang.ir.modelfile import load_model_file
     from schedlang.language.syntax import parse, read
@@ -160,15 +198,11 @@ def _planned(
     given = settings(common.knob, common.mesh)
     if (file is None) == (record is None):
         title = "`run` needs either a schedule or a saved plan"
-        raise Refusal(
-            Diagnostic("S109", title, helps=("`schedlang run FILE`, or `--plan p.json`",))
-        )
+        bad_option(title, "`schedlang run FILE`, or `--plan p.json`")
     if record is not None:
         if given.knobs or given.mesh:
             title = "a saved plan has its own settings: `--knob` and `--mesh` are for schedules"
-            raise Refusal(
-                Diagnostic("S109", title, helps=("run the schedule, or save a new plan",))
-            )
+            bad_option(title, "run the schedule, or save a new plan")
         made, found = recorded(record, common.model)
         return found, restored(made, ModelFacts(found.model(seed=seed)))
     assert file is not None
@@ -178,7 +212,7 @@ def _planned(
 
 
 def _here(course: Course, shown: _Shown) -> Trained:
-    """As one rank of the job that torchrun started."""
+    """Train as one rank of the job that torchrun started."""
     from functools import partial
 
     from schedlang.passes.lower.train import train
@@ -194,7 +228,7 @@ def _here(course: Course, shown: _Shown) -> Trained:
 
 
 def _local(course: Course, found: ModelFile, shown: _Shown) -> Trained:
-    """On ranks started here."""
+    """Train on ranks started here."""
     from schedlang.passes.lower.train import train
     from schedlang.passes.prove import check_world
     from schedlang.runtime.launch.pool import Pool
@@ -216,7 +250,7 @@ def sound(course: Course) -> Course:
 
 
 class _Shown:
-    """How far the training is: a bar on a terminal, a line now and then elsewhere."""
+    """The progress of a training: a bar on a terminal, a line now and then elsewhere."""
 
     def __init__(self, steps: int, quiet: bool) -> None:
         self.total, self.quiet, self.live = steps, quiet, sys.stderr.isatty()

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schedlang.verbs.drawing import Pictures, Width, in_bars
-from schedlang.verbs.ending import show_json
+from schedlang.verbs.ending import check_positive, show_json
 from schedlang.verbs.lines import Asked
 from schedlang.verbs.outcome import AsJson, Common, verb
 
 if TYPE_CHECKING:
     from schedlang.passes.simulate.step_time import Machine
+    from schedlang.pipeline.cost import Cost
+    from schedlang.pipeline.timeline import Timing
 
+Width = Annotated[
+    int | None, typer.Option(help="Columns of the bars; as wide as the terminal, or 100.")
+]
 File = Annotated[Path | None, typer.Argument(help="A schedule with a pipeline.", metavar="FILE")]
 Costs = Annotated[
     str | None,
@@ -30,7 +37,7 @@ Costs = Annotated[
 
 @dataclass(frozen=True)
 class Speeds:
-    """What ranks and links do in a second."""
+    """The speeds of ranks and links."""
 
     tflops: Annotated[float, typer.Option(help="TFLOP/s of a rank, where costs are estimated.")] = (
         100.0
@@ -40,15 +47,49 @@ class Speeds:
     ] = 50.0
 
     def machine(self) -> Machine:
-        """In units; refuses what is not a speed (S109)."""
-        from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+        """Return the speeds in FLOP/s and bytes/s; refuse what is no speed (S109)."""
         from schedlang.passes.simulate.step_time import Machine
 
-        for name, value in (("tflops", self.tflops), ("bandwidth", self.bandwidth)):
-            if not 0 < value < float("inf"):
-                title = f"`--{name}` must be finite and above 0, not {value:g}"
-                raise Refusal(Diagnostic("S109", title, helps=(f"for example `--{name} 100`",)))
+        for name, value in vars(self).items():
+            check_positive(name, value)
         return Machine(self.tflops * 1e12, self.bandwidth * 1e9)
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The pictures to write, each with its file; None: it was not asked for."""
+
+    svg: Annotated[Path | None, typer.Option("--svg", help="Draw it into this file.")] = None
+    html: Annotated[
+        Path | None, typer.Option("--html", help="As a page on which all orders can be chosen.")
+    ] = None
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", help="Write a trace for Perfetto or Chrome; *.gz is packed."),
+    ] = None
+    transfers: Annotated[
+        bool, typer.Option("--transfers", help="Draw the transfers, too (SVG).")
+    ] = False
+
+    def write(
+        self, times: Timing, title: str, order: str, cost: Cost, *, axis: str = "", unit: str = ""
+    ) -> None:
+        """Write them; `order` is the name under which the page shows the timeline.
+
+        `axis` is that of the pipeline where a schedule has one, `unit` that of the costs (ms).
+        """
+        from schedlang.verbs.inputs import write_asked
+        from schedlang.viz.timeline_page import Shown, timeline_page, trace
+        from schedlang.viz.timeline_pictures import drawn
+
+        if self.svg is not None:
+            who = f"{axis}=" if axis else "rank "
+            text = drawn({"": times}, title=title, transfers=self.transfers, who=who)
+            write_asked(self.svg, text)
+        if self.trace is not None:
+            write_asked(self.trace, trace(times))
+        if self.html is not None:
+            write_asked(self.html, timeline_page(Shown(order, times.timeline, axis, unit), cost))
 
 
 @verb
@@ -91,3 +132,13 @@ def simulate(
         print(f"{found.text(width or columns())}\n\n{in_bars(found.times, width)}")
     if file is not None and (took := step_of(plan.plan, cost)) is not None:
         demand_time(plan.plan, took)
+
+
+def in_bars(times: Timing, width: int | None = None) -> str:
+    """A bar for each rank, in colour where a terminal shows it (and NO_COLOR is not set)."""
+    from schedlang.viz.timeline_pictures import bars
+
+    live = sys.stdout.isatty()
+    if width is None:
+        width = shutil.get_terminal_size((100, 24)).columns if live else 100
+    return bars(times, width, colour=live and not os.environ.get("NO_COLOR"))

@@ -1,4 +1,4 @@
-"""What `simulate` found of a timeline: its times, its memory and its messages, text and JSON."""
+"""Results of `simulate` for a timeline: its times, its memory and its messages, text and JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Simulated:
 
     @property
     def head(self) -> str:
-        """What was simulated, in a line."""
+        """The head line of the text: order, ranks, microbatches, chunks and slices."""
         line = f"{self.order}   {self.timeline.ranks} ranks, {self.micro} microbatches"
         line += f", {self.chunks} stages on each" if self.chunks > 1 else ""
         return line + (f", {self.slices} slices" if self.slices > 1 else "")
@@ -54,7 +54,7 @@ class Simulated:
         return {"cost": span, "bubble": 1 - float(self.times.busy.mean()) / span}
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values; times in the unit of the costs, memory in M_B."""
+        """Return plain values; times in the unit of the costs, memory in M_B."""
         t, times = self.timeline, self.times
         top = _plain(peak(t, self.cost))
         return {
@@ -87,7 +87,7 @@ class Simulated:
         }
 
     def text(self, width: int | None = None) -> str:
-        """For people, in so many columns."""
+        """Return the text for people, in so many columns."""
         times, top = self.times, peak(self.timeline, self.cost)
         most = int(top.argmax())
         lines = [

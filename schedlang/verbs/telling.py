@@ -1,4 +1,4 @@
-"""How far something long has come: one changing line on a terminal, some plain ones elsewhere."""
+"""Progress of long work: one changing line on a terminal, some plain ones elsewhere."""
 
 from __future__ import annotations
 

@@ -7,11 +7,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from schedlang.verbs.ending import FAILS, show_json
+from schedlang.verbs.ending import FAILS, bad_option, check_positive, show_json
 from schedlang.verbs.outcome import AsJson, Knobs, Model, verb
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ PYTHON = ".py"
 
 @dataclass(frozen=True)
 class Machine:
-    """What the ranks are; what is left out is that of the cluster that is named."""
+    """The ranks and their speeds; an option left out is taken from the cluster that is named."""
 
     gpus: Annotated[
         int | None,
@@ -54,7 +54,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is tried, and how much of it is shown."""
+    """The values of knobs to try, and the number of results to show."""
 
     values: Annotated[
         list[str] | None,
@@ -133,7 +133,9 @@ def _asked(
     tree = None if alone else parse(read(file))
     cluster, ranks = _cluster(machine, None if tree is None else _device(tree))
     if alone and (given or tries):
-        _bad("a model file has no knobs", "leave out `--knob` and `--try`, or give a schedule")
+        bad_option(
+            "a model file has no knobs", "leave out `--knob` and `--try`, or give a schedule"
+        )
     menu = [] if tree is None else settings_of(tree, given, tries)
     found = load_model_file(str(file) if alone else model, file)
     module = found.model(meta=True)
@@ -146,7 +148,7 @@ def _asked(
 
 def _batch(found: ModelFile) -> Mapping[str, Any]:
     if not found.has_batch:
-        _bad(
+        bad_option(
             f"`{found.name}` has no batch: a step has no cost without one",
             "define `batch(seed)` in it",
         )
@@ -154,7 +156,7 @@ def _batch(found: ModelFile) -> Mapping[str, Any]:
 
 
 def _device(tree: File) -> str | None:
-    """What the mesh of the file stands on."""
+    """Return the device that the mesh of the file names; None if it names none."""
     from schedlang.language import nodes
 
     found = [one.on for one in tree.items if isinstance(one, nodes.Mesh)]
@@ -170,14 +172,11 @@ def _cluster(machine: Machine, device: str | None) -> tuple[Cluster, int]:
     if known is None:
         said = machine.on or device
         title = f"unknown cluster `{said}`" if said else "the cluster is missing"
-        _bad(title, f"give one of {', '.join(CLUSTERS)}: `--on h100`")
+        bad_option(title, f"give one of {', '.join(CLUSTERS)}: `--on h100`")
     if ranks is None:
-        _bad("the number of ranks is missing", "give it: `--gpus 64`")
+        bad_option("the number of ranks is missing", "give it: `--gpus 64`")
     for name in ("gpus", "tflops", "bandwidth", "network", "node"):
-        value = getattr(machine, name)
-        if value is not None and not 0 < value < float("inf"):
-            title = f"`--{name}` must be finite and above 0, not {value:g}"
-            _bad(title, f"for example `--{name} 100`")
+        check_positive(name, getattr(machine, name))
     return changed(
         known,
         speed=_times(machine.tflops, 1e12),
@@ -202,7 +201,7 @@ def _bytes(text: str | None) -> int | None:
     except (ValueError, KeyError):
         value = None
     if not isinstance(value, Bytes) or value <= 0:
-        _bad(f"cannot read `--memory {text}`", "write `--memory 80GiB`")
+        bad_option(f"cannot read `--memory {text}`", "write `--memory 80GiB`")
     return int(value)
 
 
@@ -212,15 +211,9 @@ def _values(wanted: Wanted) -> dict[str, list[str]]:
         name, _, values = (part.strip() for part in text.partition("="))
         listed = [value.strip() for value in values.split(",") if value.strip()]
         if not name or not listed:
-            _bad(f"cannot read `--try {text}`", "write `--try micro=4,8,16`")
+            bad_option(f"cannot read `--try {text}`", "write `--try micro=4,8,16`")
         found[name] = listed
     return found
-
-
-def _bad(title: str, help_: str) -> NoReturn:
-    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-
-    raise Refusal(Diagnostic("S109", title, helps=(help_,)))
 
 
 def _next(file: Path, best: Tried, model: str | None, knob: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from schedlang.verbs.ending import FAILS, HOLDS, UNCHECKED, show_json
-from schedlang.verbs.outcome import AsJson, Common, Timeout, unchecked, verb
+from schedlang.verbs.outcome import AsJson, Common, Seed, Timeout, WorkingDtype, unchecked, verb
 
 if TYPE_CHECKING:
     from schedlang.report import Report
@@ -19,13 +19,11 @@ def verify(
     file: Annotated[Path, typer.Argument(help="A schedule.", metavar="FILE")],
     *,
     common: Common,
-    seed: Annotated[int, typer.Option(help="Seed of weights, batches and dropout.")] = 0,
+    seed: Seed = 0,
     only: Annotated[
         str | None, typer.Option(metavar="LINES", help="Only the rows of these lines: 11,14-17.")
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Also check in this working dtype: float32 or bfloat16.")
-    ] = None,
+    dtype: WorkingDtype = None,
     locked: Annotated[
         bool, typer.Option("--locked", help="First compare with FILE.lock; exit 1 if it differs.")
     ] = False,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from schedlang.verbs.ending import show_json
+from schedlang.verbs.ending import bad_option, show_json
 from schedlang.verbs.outcome import AsJson, Common, verb
 
 
@@ -31,15 +31,15 @@ def why(
     as_json: AsJson = False,
 ) -> None:
     """Say which rows act on a module or a parameter, or why ranks send something to each other."""
-    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
     from schedlang.verbs.inputs import accounted, planned
     from schedlang.viz.why import listed, why_collective
     from schedlang.viz.why import why as rows
 
     if (name is not None) + (collective is not None) + collectives != 1:
         title = "`why` needs either a module or a collective"
-        helps = ("`why FILE transformer.h.0`, `why FILE --collectives`, `why FILE --collective 3`",)
-        raise Refusal(Diagnostic("S109", title, helps=helps))
+        bad_option(
+            title, "`why FILE transformer.h.0`, `why FILE --collectives`, `why FILE --collective 3`"
+        )
     found = planned(file, common.model, common.knob, common.mesh)
     if name is not None:
         said = rows(found.plan, found.tree, name)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from schedlang.diagnostics.tables import size
 from schedlang.ir.memory import CLASSES, heaviest
 from schedlang.ir.mesh import Mesh
-from schedlang.viz.elements import key, say
+from schedlang.viz.elements import box, key, say
 
 if TYPE_CHECKING:
     from schedlang.ir.memory import RankMemory
@@ -351,19 +351,15 @@ def _cells(drawn: Matrix) -> Iterator[str]:
     """Cells of what is sent, with the bytes written on them where there is room."""
     sums, wide = drawn.sums, drawn.cell
     side = wide * len(sums.names)
-    yield f'<rect class="z" x="{drawn.left:.1f}" y="{drawn.y}" width="{side:g}" height="{side:g}"/>'
+    yield box(drawn.left, drawn.y, f"{side:g}", f"{side:g}", "z")
     if len(sums.names) > MOST_CELLS:
         yield from _runs(drawn)
         return
     for row, column in zip(*(found.tolist() for found in sums.bytes.nonzero())):
         value = float(sums.bytes[row, column])
         x, y, words = drawn.left + column * wide, drawn.y + row * wide, size(round(value))
-        said = html.escape(f"{sums.names[row]} to {sums.names[column]}: {words}")
-        shade = drawn.shade(value)
-        yield (
-            f'<rect class="h{shade}" x="{x:.1f}" y="{y:.1f}" width="{wide - 1:.1f}" '
-            f'height="{wide - 1:.1f}"><title>{said}</title></rect>'
-        )
+        said, shade = f"{sums.names[row]} to {sums.names[column]}: {words}", drawn.shade(value)
+        yield box(x, y, wide - 1, wide - 1, f"h{shade}", title=said)
         if wide >= WORDY:
             yield say(x + wide / 2, y + wide / 2 + 3, words, f"w w{shade}")
 
@@ -394,7 +390,7 @@ def _sorts(view: View, found: Sequence[Collective], y: int) -> tuple[list[str], 
     for place, ((kind, axes), (count, total)) in enumerate(shown):
         top, wide = y + 24 + place * SORT, max(1.0, BAR * total / most)
         parts.append(say(LIST, top, f"{kind} over {axes}: {count}, {size(total)} in all", "s"))
-        parts.append(f'<rect class="h3" x="{LIST}" y="{top + 5}" width="{wide:.1f}" height="9"/>')
+        parts.append(box(LIST, top + 5, wide, 9, "h3"))
     rest = len(sums) - len(shown)
     if rest:
         words = f"and {rest} more sort{'s' * (rest > 1)}"

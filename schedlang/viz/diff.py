@@ -34,7 +34,7 @@ class Change:
 
     @property
     def where(self) -> str:
-        """Its modules, folded, and how many there are."""
+        """The modules, folded, and their number."""
         count = f" x{len(self.sites)}" if len(self.sites) > 1 else ""
         return folded(self.sites) + count
 
@@ -151,7 +151,7 @@ STYLE = (
 )
 
 
-def markdown(names: Names, found: Difference, costs: Sequence[Cost]) -> str:
+def as_markdown(names: Names, found: Difference, costs: Sequence[Cost]) -> str:
     """Tables that a pull request shows: what costs more or less, then action by action."""
     lines = [f"### `{names[0]}` → `{names[1]}`", ""]
     if not found:

@@ -1,8 +1,59 @@
-"""Elements of pictures and pages: words and legends as SVG, and the frame of a page."""
+"""Elements of pictures and pages: boxes, words and legends as SVG, and the frames of both."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from html import escape
+
+Length = int | float | str  # points; a float has one digit, text stays as it is
+
+
+def sheet(
+    kind: str,
+    wide: int,
+    high: int,
+    label: str,
+    style: str,
+    parts: Iterable[str],
+    *,
+    corner: int = 0,
+    at: tuple[int, int] | None = None,
+) -> str:
+    """A picture as SVG text of so many points, on a ground of its own, with its style.
+
+    `kind` is the class that the rules of `style` name, `label` what it shows in words, `corner` the
+    radius of its corners.  `at`: where it stands inside of another picture.
+    """
+    place = f' x="{at[0]}" y="{at[1]}"' if at is not None else ""
+    size = f'width="{wide}" height="{high}"'
+    rounded = f' rx="{corner}"' if corner else ""
+    head = (
+        f'<svg{place} xmlns="http://www.w3.org/2000/svg" class="{kind}" '
+        f'viewBox="0 0 {wide} {high}" {size} role="img" aria-label="{escape(label)}">'
+    )
+    ground = f'<rect class="bg" {size}{rounded}/>'
+    return "\n".join([head, f"<style>{style}</style>", ground, *parts, "</svg>\n"])
+
+
+def box(
+    x: Length,
+    y: Length,
+    wide: Length,
+    high: Length,
+    kind: str = "",
+    look: str = "",
+    title: str = "",
+) -> str:
+    """A rectangle as SVG: its class, more attributes (`fill="#..."`), and what its tip says."""
+    named = f' class="{kind}"' if kind else ""
+    names = zip(("x", "y", "width", "height"), (x, y, wide, high))
+    lies = "".join(f' {name}="{_points(value)}"' for name, value in names)
+    end = f"><title>{escape(title)}</title></rect>" if title else "/>"
+    return f"<rect{named}{lies}{' ' if look else ''}{look}{end}"
+
+
+def _points(value: Length) -> str:
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
 
 
 def say(x: float, y: float, words: str, kind: str = "") -> str:
@@ -13,8 +64,7 @@ def say(x: float, y: float, words: str, kind: str = "") -> str:
 
 def key(x: float, y: float, look: str, words: str) -> str:
     """One entry of a legend: a square with a look (`fill="#..."` or a class), and its words."""
-    square = f'<rect x="{x:.0f}" y="{y - 10}" width="12" height="12" {look}/>'
-    return f"{square}\n{say(x + 17, y, words)}"
+    return f"{box(f'{x:.0f}', y - 10, 12, 12, look=look)}\n{say(x + 17, y, words)}"
 
 
 LIGHT = (

@@ -1,4 +1,4 @@
-"""How a plan is printed from Python: as the verb `plan` shows it, or as its picture."""
+"""Printing of a plan from Python: as the verb `plan` shows it, or as its picture."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from schedlang.diagnostics.tables import columns, number, size
 from schedlang.ir.plan import PRINTED, Plan
 from schedlang.passes.elaborate.state import arguments_text, short
 from schedlang.viz import cost_pictures
-from schedlang.viz.elements import framed, key, say
-from schedlang.viz.show import result, text
+from schedlang.viz.elements import box, framed, key, say, sheet
+from schedlang.viz.show import result, text, view
 from schedlang.viz.tree import Node, tree
 
 if TYPE_CHECKING:
@@ -60,17 +60,8 @@ def picture(view: View) -> str:
         found, height = draw(view, y)
         parts += found
         y += height
-    label = html.escape(f"plan of {view.title or view.plan.model.class_name}")
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="p" viewBox="0 0 {WIDTH} {y}" '
-            f'width="{WIDTH}" height="{y}" role="img" aria-label="{label}">',
-            f"<style>{STYLE}{cost_pictures.STYLE}</style>",
-            f'<rect class="bg" width="{WIDTH}" height="{y}" rx="8"/>',
-            *parts,
-            "</svg>\n",
-        ]
-    )
+    label = f"plan of {view.title or view.plan.model.class_name}"
+    return sheet("p", WIDTH, y, label, STYLE + cost_pictures.STYLE, parts, corner=8)
 
 
 def page(view: View) -> str:
@@ -193,7 +184,7 @@ def _row(node: Node, depth: int, again: str, y: int, *, shade: bool) -> Iterator
     mark = node.note
     assert isinstance(mark, Mark)
     if shade:
-        yield f'<rect class="z" x="{MARGIN}" y="{y}" width="{WIDTH - 2 * MARGIN}" height="{ROW}"/>'
+        yield box(MARGIN, y, WIDTH - 2 * MARGIN, ROW, "z")
     yield from _chips(mark.stages, y)
     base = y + 15
     name = node.name if depth else node.class_name
@@ -211,10 +202,8 @@ def _does(does: Sequence[str], said: Sequence[str], y: int) -> Iterator[str]:
     x = float(COLUMNS["does"])
     for words in does:
         wide = 6.65 * len(words) + 14
-        yield (
-            f'<rect class="f" x="{x:.0f}" y="{y - 13}" width="{wide:.0f}" height="18" rx="9"/>'
-            f"{say(x + 7, y, words, 'm k')}"
-        )
+        frame = box(f"{x:.0f}", y - 13, f"{wide:.0f}", 18, "f", 'rx="9"')
+        yield frame + say(x + 7, y, words, "m k")
         x += wide + 6
     words = " · ".join(said)
     room = max(0, int((WIDTH - MARGIN - x) / 6.2))
@@ -235,10 +224,8 @@ def _chips(stages: Sequence[int], y: int) -> Iterator[str]:
         yield say(MARGIN + 4, y + 15, f"{stages[0]}–{stages[-1]}", "s")
     for stage in stages[:1] if len(stages) == 1 else ():
         fill = STAGES[stage % len(STAGES)]
-        yield (
-            f'<rect x="{MARGIN + 4}" y="{y + 3}" width="22" height="16" rx="4" fill="{fill}"/>'
-            f'<text class="n" x="{MARGIN + 15}" y="{y + 15}">{stage}</text>'
-        )
+        chip = box(MARGIN + 4, y + 3, 22, 16, look=f'rx="4" fill="{fill}"')
+        yield f'{chip}<text class="n" x="{MARGIN + 15}" y="{y + 15}">{stage}</text>'
 
 
 def _typed(x: int, y: int, words: str) -> str:
@@ -279,11 +266,11 @@ def _memory(view: View, y: int) -> Drawn:
 
 def _over_time(view: View, y: int) -> Drawn:
     """The estimate of the whole step, where it was made."""
-    from schedlang.viz.cost_pictures import over_time
-
     if not view.account.memory:
         return [], 0
-    return over_time(view.account.memory, view.plan.cuts[0].axis if view.plan.cuts else "", y)
+    return cost_pictures.over_time(
+        view.account.memory, view.plan.cuts[0].axis if view.plan.cuts else "", y
+    )
 
 
 def _bar(view: View, one: RankClass, y: int, scale: float) -> Iterator[str]:
@@ -294,17 +281,15 @@ def _bar(view: View, one: RankClass, y: int, scale: float) -> Iterator[str]:
     x = 150.0
     for name, fill in BARS:
         count: int = getattr(one, name)
-        said = html.escape(f"{name}: {size(count)}")
-        yield (
-            f'<rect x="{x:.1f}" y="{y + 1}" width="{max(count * scale, 0.5):.1f}" height="16" '
-            f'fill="{fill}"><title>{said}</title></rect>'
-        )
+        wide = max(count * scale, 0.5)
+        yield box(x, y + 1, wide, 16, look=f'fill="{fill}"', title=f"{name}: {size(count)}")
         x += count * scale
     yield say(x + 8, y + 13, size(one.state))
 
 
 def _timeline(view: View, y: int) -> Drawn:
-    from schedlang.pipeline.timeline.pictures import svg
+    from schedlang.pipeline.timeline import UNIT, timing
+    from schedlang.viz.timeline_pictures import drawn, height
 
     timeline, order = view.account.timeline, view.plan.order
     if timeline is None or order is None:
@@ -314,12 +299,10 @@ def _timeline(view: View, y: int) -> Drawn:
     title = f"{order.name}, {order.micro} microbatches, bubble {view.account.bubble:.1%}"
     if ranks < timeline.ranks:
         title += f" (the first {ranks} of {timeline.ranks} ranks)"
-    drawn = svg(
-        timeline, title=title, widest=WIDTH - 2 * MARGIN - 80, ranks=ranks, unit=48.0, who=who
-    )
-    height = float(drawn.split('height="')[1].split('"')[0])
-    inner = drawn.replace("<svg ", f'<svg x="{MARGIN - 4}" y="{y - 16}" ', 1)
-    return [inner.strip()], int(height) + 8
+    widest, at = WIDTH - 2 * MARGIN - 80, (MARGIN - 4, y - 16)
+    times = {"": timing(timeline, UNIT, 0.0)}
+    found = drawn(times, title=title, widest=widest, ranks=ranks, unit=48.0, who=who, at=at)
+    return [found.strip()], height(ranks) + 8
 
 
 # -- printing from Python --------------------------------------------------------------------------
@@ -327,18 +310,18 @@ def _timeline(view: View, y: int) -> Drawn:
 
 class _Printed:
     def text(self, plan: Plan) -> str:
-        """The text of the verb `plan`; without a batch, memory of activations is not counted."""
-        from schedlang.passes.simulate.account import account
-        from schedlang.viz.show import text, view
-
-        return text(view(plan, account(plan, None)), width=columns())
+        """Return the text of the verb `plan`; activations, which need a batch, are left out."""
+        return text(_view(plan), width=columns())
 
     def picture(self, plan: Plan) -> str:
-        """The picture of `plan --svg`."""
-        from schedlang.passes.simulate.account import account
-        from schedlang.viz.show import view
+        """Return the picture of `plan --svg`."""
+        return picture(_view(plan))
 
-        return picture(view(plan, account(plan, None)))
+
+def _view(plan: Plan) -> View:
+    from schedlang.passes.simulate.account import account
+
+    return view(plan, account(plan, None))
 
 
 PRINTED.append(_Printed())

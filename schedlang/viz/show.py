@@ -37,7 +37,7 @@ class Effect:
     bytes: int  # of all of them
 
     def to_json(self) -> dict[str, object]:
-        """As plain values."""
+        """Return plain values."""
         return {
             "kind": self.kind,
             "axes": list(self.axes),
@@ -66,7 +66,7 @@ class Line:
     effects: tuple[Effect, ...] = ()
 
     def to_json(self) -> dict[str, object]:
-        """As plain values."""
+        """Return plain values."""
         return {
             "sign": self.sign,
             "pattern": self.pattern,

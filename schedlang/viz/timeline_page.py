@@ -18,7 +18,10 @@ from schedlang.passes.lower.train import Measured
 from schedlang.pipeline.cost import UNIT_COST, Cost, Number
 from schedlang.pipeline.schedules import ORDERS, Order, OrderError, order
 from schedlang.pipeline.timeline import Kind, Timeline, Timing, chain, peak
-from schedlang.pipeline.timeline.pictures import (
+from schedlang.pipeline.timeline.simulation import COPIES, weights
+from schedlang.pipeline.timeline.table import barriers, dependencies
+from schedlang.viz.elements import framed
+from schedlang.viz.timeline_pictures import (
     FAINTEST,
     OTHER_SHAPE,
     SHAPES,
@@ -28,9 +31,6 @@ from schedlang.pipeline.timeline.pictures import (
     levels,
     word,
 )
-from schedlang.pipeline.timeline.simulation import COPIES, weights
-from schedlang.pipeline.timeline.table import barriers, dependencies
-from schedlang.viz.elements import framed
 
 # -- as a trace that Perfetto and Chrome show ------------------------------------------------------
 
@@ -205,7 +205,7 @@ def readable(cost: Cost, unit: str) -> tuple[Cost, str]:
 
 
 def rounded(value: Number) -> float:
-    """To the digits that a field of a page has room for."""
+    """Round a value to the digits that a field of a page has room for."""
     return float(f"{float(value):.5g}")
 
 
@@ -269,7 +269,7 @@ def _entry(name: str, micro: int, variant: str, timeline: Timeline) -> dict[str,
 
 def _page(data: str, shown: Shown | None, unit: str) -> str:
     title = f"{shown.order}: timeline" if shown else "timelines"
-    script = resources.files("schedlang.pipeline.timeline").joinpath("page.js").read_text()
+    script = resources.files("schedlang.viz").joinpath("page.js").read_text()
     selects = "".join(
         f'<label>{text} <select id="{name}"></select></label>'
         for name, text in (

@@ -46,7 +46,7 @@ class Node:
     cut: bool = False  # it holds modules that are not shown
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return plain values."""
         return {
             "name": self.name,
             "path": self.path,

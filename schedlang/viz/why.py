@@ -1,4 +1,4 @@
-"""Why ranks send something to each other: one kind of collective, its row, and the reason."""
+"""Reasons for the communication of a plan: one kind of collective, its row, and the reason."""
 
 from __future__ import annotations
 

@@ -157,6 +157,28 @@ def test_no_machine_and_no_index_is_named() -> None:
     assert not told, "\n".join(told)
 
 
+# a docstring that begins so names no thing, and says no deed
+VAGUE = {
+    *("What", "Of", "That", "Which", "Those", "Where", "How", "Whatever", "Why", "Who", "Whose"),
+    *("When", "Its", "It", "So", "There", "Into", "Until", "Unless", "Meanwhile"),
+    *("Is", "Does", "Has", "May", "Can", "Was", "Are", "If", "And", "To"),
+    *("As", "By", "From", "For", "With", "Without", "Inside", "Within", "In", "At", "On", "Over"),
+    *("After", "Before", "Under", "Around", "While", "Between", "Beside", "Along", "Through"),
+}
+
+
+def test_docstrings_begin_with_a_verb_or_a_thing() -> None:
+    """The first word of a docstring says what is done, or names what the thing is."""
+    vague = [
+        f"{shown(path)} {dotted}: {said}"
+        for path in sources(*FOLDERS)
+        for dotted, node in [("", tree(path)), *((d, n) for d, n, _ in definitions(path))]
+        if (said := (ast.get_docstring(node) or "").split("\n")[0])
+        if re.split(r"\W", said, maxsplit=1)[0] in VAGUE
+    ]
+    assert not vague, "\n".join(vague)
+
+
 # ---- how long it is -------------------------------------------------------------------------
 
 

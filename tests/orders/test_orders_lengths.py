@@ -9,7 +9,7 @@ from itertools import accumulate, combinations, pairwise
 import pytest
 
 from schedlang.pipeline.schedules import OrderError
-from schedlang.pipeline.schedules.sliced import Time, equal_lengths, terapipe_lengths
+from tests.slice_lengths import Time, equal_lengths, terapipe_lengths
 
 # an overhead, a linear part and attention; attention alone; a device that short slices leave idle;
 # length alone; a dear first slice, which leaves the others a choice

@@ -23,7 +23,7 @@ from schedlang.pipeline.timeline import (
     timing,
     with_transfers,
 )
-from schedlang.pipeline.timeline.pictures import svg
+from schedlang.viz.timeline_pictures import svg
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
 

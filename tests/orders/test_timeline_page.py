@@ -23,7 +23,7 @@ from schedlang.pipeline.timeline import peak, timing
 from schedlang.viz.timeline_page import MICRO, RANKS, Shown, readable, timeline_page, variants
 
 COST = Cost(3, 4, 2, 0.5)
-SCRIPT = resources.files("schedlang.pipeline.timeline").joinpath("page.js")
+SCRIPT = resources.files("schedlang.viz").joinpath("page.js")
 ASK = """
 const page = require(process.argv[2]), cost = JSON.parse(process.argv[3]);
 page.book(require("fs").readFileSync(0, "utf8")).then((book) => {

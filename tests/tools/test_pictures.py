@@ -7,8 +7,8 @@ import re
 import pytest
 
 from schedlang import report as report_page
-from schedlang.pipeline.timeline.pictures import FILL, Kind, shaded
 from schedlang.viz import cost_pictures, picture
+from schedlang.viz.timeline_pictures import FILL, Kind, shaded
 from tests.pictures import different, equal, reports, timelines
 from tests.sight import contrast, nearest
 

@@ -15,9 +15,9 @@ from schedlang.cli import app
 from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import ORDERS, order, sized
 from schedlang.pipeline.timeline import Kind, Op, Timing, timeline, timing
-from schedlang.pipeline.timeline.pictures import IDLE, MOST_BLOCKS, MOST_RANKS, bars, drawn
 from schedlang.pipeline.timeline.table import dependencies
 from schedlang.viz.timeline_page import UNIT, trace
+from schedlang.viz.timeline_pictures import IDLE, MOST_BLOCKS, MOST_RANKS, bars, drawn
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from schedlang.runtime.offload.parameters import Held
-from schedlang.runtime.offload.step import Away, Peer
+from schedlang.runtime.offload.parameters import StreamedParameter
+from schedlang.runtime.offload.step import Offloaded, Peer
 from schedlang.runtime.pipeline.flight import work_of
 from schedlang.runtime.pipeline.parking import Parking, bag_of
 from schedlang.runtime.storage import offloaded_gradients
@@ -18,7 +18,7 @@ from tests.zoo.bug import Operator, Patch, Site, bug
 @bug("C13", "offload", Operator.FREEZE, "streamed", row="offload(what=parameters")
 def brought_once(patch: Patch, site: Site) -> None:
     """Parameters are brought to the device in the first step, and used in all that follow."""
-    patch.setattr(Held, "leave", lambda self: None)
+    patch.setattr(StreamedParameter, "leave", lambda self: None)
 
 
 @bug("C14", "offload", Operator.REDUCTION, "streamed", row="offload(what=parameters")
@@ -37,14 +37,14 @@ def last_microbatch_alone(patch: Patch, site: Site) -> None:
 @bug("C15", "offload", Operator.SKIP, "streamed", row="offload(what=optimizer")
 def state_left_on_disk(patch: Patch, site: Site) -> None:
     """The step starts from no state: what lies on disk is not brought back."""
-    plain = Away._master
+    plain = Offloaded._master
 
     def master(self: Any, optimizer: Any, fetched: Any) -> Any:
         if self.tiers[fetched.name].state == DISK:
             optimizer.state.pop(self.parameters[fetched.name], None)
         return plain(self, optimizer, fetched)
 
-    patch.setattr(Away, "_master", master)
+    patch.setattr(Offloaded, "_master", master)
 
 
 @bug("C20", "offload", Operator.SLICE, "lent", row="offload(what=optimizer")

@@ -1,1 +1,1 @@
-"""What the codes of messages are about, by family; `schedlang.diagnostics.codes` has them all."""
+"""Texts of the codes of messages, by family; `schedlang.diagnostics.codes` joins them all."""

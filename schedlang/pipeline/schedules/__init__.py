@@ -57,7 +57,7 @@ __all__ = [
 
 
 class Settings(TypedDict, total=False):
-    """What an order is made for beside ranks, microbatches and chunks; see `Size`."""
+    """The arguments of an order beside ranks, microbatches and chunks; see `Size`."""
 
     slices: int
     cost: Cost

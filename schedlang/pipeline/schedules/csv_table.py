@@ -43,7 +43,7 @@ class Cell(NamedTuple):
 
     @property
     def place(self) -> str:
-        """In words."""
+        """The place in words: line and column."""
         return f"line {self.line}, column {self.column}"
 
 

@@ -206,12 +206,13 @@ def searched(size: Size, limit: Fraction) -> Timeline:
 
 
 def _zb_1p(size: Size) -> Timeline:
-    """Within p microbatches, as 1F1B, or within `Size.memory`."""
+    """Search within p microbatches, as 1F1B, or within `Size.memory`."""
     return searched(size, Fraction(size.ranks) if size.memory is None else size.memory)
 
 
 def _zb_2p(size: Size) -> Timeline:
-    """Within 2p microbatches as the paper counts them, or within `Size.memory` as `kept` does.
+    """Search within 2p microbatches as the paper counts them, or within `Size.memory` as `kept`
+    does.
 
     The paper counts less than a whole microbatch between I and W. So does this where neither a
     limit nor a share is given; with whole ones, 2p would not do for what the paper reports.

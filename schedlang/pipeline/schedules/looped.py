@@ -161,7 +161,7 @@ def _gis_idle(size: Size) -> Fraction | None:
 
 
 def _gis_h_idle(size: Size) -> Fraction | None:
-    """For equal times, p - 1 slots, (p-g) (v-1) for the smaller rounds, 2p - 3g - 1 for g < 2p/3.
+    """Equal times only: p - 1 slots, (p-g) (v-1) for the smaller rounds, 2p - 3g - 1 for g < 2p/3.
 
     A slot is F / v. There are several rounds, all of g.
     """

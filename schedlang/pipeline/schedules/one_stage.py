@@ -343,7 +343,7 @@ def _pipemare(size: Size) -> Timeline:
 
 
 def _pipelined(size: Size) -> Timeline:
-    """As PipeMare with an update after every microbatch: F on rank r is 2 (p-1-r) updates old."""
+    """PipeMare with an update after every microbatch: F on rank r is 2 (p-1-r) updates old."""
     return _updating(size, 2, _at_hand, size.every or 1)
 
 

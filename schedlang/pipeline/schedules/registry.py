@@ -1,4 +1,4 @@
-"""What an order is (a name, its paper, a function from sizes to a timeline), and how it is laid."""
+"""The type of an order (name, paper, function from sizes to a timeline), and how one is laid."""
 
 from __future__ import annotations
 

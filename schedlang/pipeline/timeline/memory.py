@@ -52,13 +52,13 @@ def held(timeline: Timeline, cost: Cost = UNIT_COST) -> tuple[Timeline, Ticks, F
 
 
 def parked(timeline: Timeline) -> Timeline:
-    """Without sends and receives, with the partner's side of what is parked on it."""
+    """Drop sends and receives, and add the partner's side of what is parked on it."""
     added = np.isin(timeline.kind, TRANSFERS)
     return with_holds(timeline.pick(~added) if added.any() else timeline)
 
 
 def _steps(t: Timeline, cost: Cost) -> tuple[Ticks, Fraction | None]:
-    """By how much each row changes what its rank holds."""
+    """Return the change that each row makes to what its rank holds."""
     one = np.array([Fraction(1)], dtype=object)
     given = cost.shares if cost.held is None else cost.held
     stage = one if given is None else weights(given, t.stages, "stages")

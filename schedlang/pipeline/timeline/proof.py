@@ -161,7 +161,8 @@ def _sorted(t: Timeline, rows: Rows, keys: Rows) -> tuple[Rows, Rows]:
 
 
 def _same(t: Timeline, rows: Rows, keys: Rows, wanted: Rows, ends: Rows, outgoing: bool) -> None:
-    """There is a row for each message that is wanted, and no other."""
+    """Check that there is a row for each wanted message, and no other; raise TimelineError if
+    not."""
     if np.array_equal(keys, wanted):
         return
     missing = np.flatnonzero(~np.isin(wanted, keys))

@@ -1,4 +1,4 @@
-"""When each operation of a timeline runs under given costs: rows in order, as soon as ready."""
+"""Simulation of a timeline under given costs: rows of a rank run in order, as soon as ready."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WINDOW, POOR = 256, 12  # rounds watched, and rows per round below which steps a
 
 @dataclass(frozen=True)
 class Needs:
-    """For each row the rows that must have ended before it, and how long after: by row.
+    """The rows that must have ended before each row, and how long after they end it may start.
 
     Those of row r are `made[first[r]:first[r + 1]]`, with `lag` likewise.
     """
@@ -46,7 +46,7 @@ class Needs:
 
     @staticmethod
     def of(count: int, made: Rows, used: Rows, lag: Ticks) -> Needs:
-        """From pairs of rows in any order."""
+        """Sort pairs of rows by the row that needs the other."""
         order = np.argsort(used, kind="stable")
         first = np.zeros(count + 1, dtype=np.int64)
         np.cumsum(np.bincount(used, minlength=count), out=first[1:])
@@ -71,7 +71,8 @@ class Clock:
         self.end = np.full_like(duration, -1)
 
     def run(self) -> dict[int, int]:
-        """To the end, or until nothing moves: then row -> the row that it waits for."""
+        """Run to the end, or until nothing moves; return, by stuck row, the row that it waits
+        for."""
         exact = self.duration.dtype == object
         if len(self.at) < MANY_RANKS or exact or not self._rounds():
             self._steps()
@@ -343,7 +344,7 @@ class Timing:
 
     @cached_property
     def makespan(self) -> Any:
-        """From zero to the end of the last operation of all ranks."""
+        """The time from zero to the end of the last operation of all ranks."""
         return self._number(self.ends.max() if len(self.ends) else 0)
 
     @cached_property

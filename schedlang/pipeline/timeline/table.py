@@ -145,7 +145,7 @@ class Timeline:
 
     @cached_property
     def slices(self) -> int:
-        """Into how many runs of the sequence each microbatch is cut."""
+        """The number of slices of the sequence that each microbatch is cut into."""
         return int(self.slice.max()) + 1 if len(self) else 0
 
     @cached_property
@@ -176,7 +176,8 @@ class Timeline:
         return replace(self, **columns)
 
     def compute(self) -> Timeline:
-        """Without what `with_transfers` adds: sends, receives and the partner's side of EVICT."""
+        """Return the timeline without what `with_transfers` adds: sends, receives, the partner's
+        EVICT."""
         added = np.isin(self.kind, (*TRANSFERS, *AWAY))
         return self.pick(~added) if added.any() else self
 
@@ -354,7 +355,8 @@ def _both(before: Rows, after: Rows) -> tuple[Rows, Rows]:
 
 
 def _latest(t: Timeline, makers: tuple[Kind, ...], users: tuple[Kind, ...]) -> tuple[Rows, Rows]:
-    """For each user the latest maker of its stage that stands before it on its rank."""
+    """Return the users, and for each the latest maker of its stage that stands before it on its
+    rank."""
     key = t.rank.astype(np.int64) * max(1, t.stages) + t.stage
     made, used = (np.flatnonzero(np.isin(t.kind, kinds)) for kinds in (makers, users))
     latest = latest_before(key, made, used)
@@ -362,7 +364,8 @@ def _latest(t: Timeline, makers: tuple[Kind, ...], users: tuple[Kind, ...]) -> t
 
 
 def latest_before(key: Rows, makers: Rows, users: Rows) -> Rows:
-    """For each user (row) the latest maker of the same key that stands before it, or -1."""
+    """Return, for each user (row), the latest maker of the same key that stands before it, or
+    -1."""
     if not len(makers):
         return np.full(len(users), -1, dtype=np.int64)
     width = len(key) + 1

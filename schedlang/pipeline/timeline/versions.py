@@ -20,7 +20,7 @@ def is_stale(timeline: Timeline) -> bool:
 
 
 def updates(timeline: Timeline) -> Column:
-    """For each microbatch the version that its gradients make, the same on every stage (from 1).
+    """Return the version that each microbatch's gradients make, the same on every stage (from 1).
 
     Raises TimelineError as `check_versions` does.
     """

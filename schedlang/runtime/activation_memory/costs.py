@@ -146,12 +146,13 @@ class _Probe(Code):
     watched: _Watched = field(default_factory=lambda: _Watched())
 
     def at(self, number: int) -> Coding | None:
-        """How a tensor is kept: as it is, unless its place is the one that is asked for."""
+        """Return the coding of a tensor: None (as it is), unless its place is the one that is asked
+        for."""
         asked = self.watched.only
         return self.coding if asked in (None, Place(self.fqn, number)) else None
 
     def note(self, number: int, tensor: Tensor, made: Rounded) -> None:
-        """In the first pass, which keeps all: where a tensor is saved, and its elements."""
+        """Note, in the first pass, which keeps all, where a tensor is saved, and its elements."""
         if self.watched.only is None:
             place = Place(self.fqn, number)
             seen = self.watched.places.setdefault(place, Seen(scope.site()))

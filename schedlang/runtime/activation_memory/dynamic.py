@@ -309,7 +309,7 @@ def pools(model: nn.Module) -> list[Pool]:
 
 
 class Dynamic(Policy):
-    """In a pool of so many bytes, which drops what is worth least and makes it again."""
+    """The policy of a pool of so many bytes, which drops what is worth least and makes it again."""
 
     def __init__(self, module: nn.Module, pool: Pool) -> None:
         self.module, self.pool = module, pool
@@ -458,7 +458,7 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _nothing() -> None:
-    """In place of a reference to what an operator did not make, or made without a storage."""
+    """Return None: the reference to what no operator made, or what was made without a storage."""
 
 
 def _plain(tensor: Tensor) -> bool:

@@ -51,7 +51,7 @@ Found = Mapping[int, tuple[Tensor, Tensor]]  # stream -> places; before they wer
 
 @dataclass
 class Tipped:
-    """By stream of draws: the places of such numbers, what was rounded down, and to what."""
+    """The numbers near a tie, by stream of draws: their places, and the values rounded down."""
 
     found: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -78,7 +78,7 @@ class Tipped:
 
 
 def margin(levels: int) -> float:
-    """How near to the next number, in steps, one may be tipped."""
+    """Return the distance from the next number, in steps, within which a value may be tipped."""
     return levels * _SHARE
 
 
@@ -120,7 +120,7 @@ _PACKED = {2: 4, 4: 2}  # bits -> numbers in a byte
 
 @dataclass(frozen=True)
 class Coding:
-    """How tensors are kept: numbers of `bits` bits, in blocks of `block` elements.
+    """The coding of tensors in numbers of `bits` bits, in blocks of `block` elements.
 
     Above 8 bits a number has 64 to itself: then next to nothing is lost, and nothing is saved.
     """
@@ -240,7 +240,7 @@ def _within(rows: Tensor, away: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def bound(dtype: torch.dtype) -> float:
-    """From which size on a value stands for none; float16 has real ones near its end."""
+    """Return the size from which on a value stands for none; float16 has real ones near its end."""
     most = torch.finfo(dtype).max
     return most * 0.9 if dtype == torch.float16 else most / 4
 
@@ -254,7 +254,7 @@ class Ends:
         self.most = flat.new_full((), -torch.inf, dtype=work)
 
     def note(self, rows: Tensor) -> Tensor:
-        """Which elements have no size: infinite ones, those near the end, what is no number."""
+        """Mark and note elements without a size: infinite, near the end of the dtype, or NaN."""
         away = ~(rows.abs() < self.bound)
         self.least = torch.minimum(self.least, rows.masked_fill(~away, torch.inf).amin())
         self.most = torch.maximum(self.most, rows.masked_fill(~away, -torch.inf).amax())
@@ -363,7 +363,7 @@ def code(
 
 @dataclass(eq=False)
 class Code(Policy):
-    """In whole numbers of few bits."""
+    """The policy that keeps tensors as whole numbers of few bits."""
 
     module: nn.Module
     fqn: str
@@ -384,7 +384,7 @@ class Code(Policy):
             call.known.clear()
 
     def at(self, number: int) -> Coding | None:
-        """How a tensor is kept, by its number in a call; None: as it is."""
+        """Return the coding of a tensor by its number in a call; None: it is kept as it is."""
         return replace(self.coding, bits=self.bits.get(number, self.coding.bits))
 
     def note(self, number: int, tensor: Tensor, made: Rounded) -> None:
@@ -392,7 +392,7 @@ class Code(Policy):
         self.tally.note(tensor, made)
 
     def casts(self, tensor: Tensor) -> bool:
-        """Is a tensor one of the module's own, cast?"""
+        """Return whether a tensor is a cast of one of the module's own."""
         return any(is_copy(tensor, one) for one in own(self.module))
 
     def sees(self, asked: Callable[[Tensor], bool], tensor: Tensor, *turn: object) -> bool:
@@ -476,7 +476,7 @@ class _Call:
         return made if codes is made.codes else Moved(replace(made, codes=_NONE), codes)
 
     def stays(self, tensor: Tensor, coding: Coding) -> bool:
-        """Is what could be coded kept as it is?"""
+        """Return whether a tensor that could be coded is kept as it is."""
         if tensor.numel() < coding.block or tensor.shape[-1] == 1:
             return True
         if tensor.is_neg() or tensor.is_inference():
@@ -498,7 +498,8 @@ def _shaped(made: Rounded, shape: torch.Size) -> Rounded:
 
 
 def extreme(tensor: Tensor) -> bool:
-    """Does a tensor hold what has no size, as masked scores do?  Its other values would be lost."""
+    """Return whether a tensor holds values without a size, as masked scores; coding would lose
+    others."""
     if tensor.is_meta:
         return False
     with torch._C.DisableTorchFunction():

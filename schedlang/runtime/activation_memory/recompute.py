@@ -228,7 +228,8 @@ class Checkpoint(Policy):
 def _policy(
     kept: frozenset[str], context: Any, operator: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """What torch is to do with the result of an operator of these names, and of all others."""
+    """Return torch's policy for the result of an operator: save those of these names, recompute
+    others."""
     keep = keeps(kept, operator, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -225,7 +225,7 @@ class _Result:
                 self.leaves[k] = value.detach()
 
     def given(self) -> Any:
-        """It again, for somebody who may write into it."""
+        """Return the result with its tensors cloned, for a caller that may write into it."""
         leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return tree_unflatten(leaves, self.spec)
 
@@ -250,7 +250,7 @@ class Results:
             return inner(*args, **kwargs)
 
     def keep(self) -> None:
-        """In their order."""
+        """Keep the results in their order."""
         for result in self.found.values():
             result.keep()
 

@@ -309,7 +309,7 @@ CLASSES = tuple(_OPERATORS)
 def numbers(
     save: tuple[str, ...], chosen: frozenset[Key], coded: bool
 ) -> tuple[Callable[[], Numbers], Collection[Hashable] | None]:
-    """How the calls are named whose results are kept, and the names that are (None: all).
+    """Return the numbering of calls whose results may be kept, and the names that are (None: all).
 
     Results that are `coded` are rounded by draws that follow from their numbers: only what every
     layout records may have one.

@@ -1,1 +1,1 @@
-"""What torch has no door for: its functions replaced, its private parts used; nothing elsewhere."""
+"""Adapters: replaced functions and private parts of torch; nowhere else are there any."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 @contextmanager
 def replaced(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, other functions of torch.distributed, by their names."""
+    """Put other functions into torch.distributed, by name, for the time of a block."""
     before = {name: getattr(dist, name) for name in functions}
     try:
         for name, function in functions.items():

@@ -13,7 +13,7 @@ Heard = Callable[[torch.UntypedStorage, int], None]
 
 @contextmanager
 def resizes(heard: Heard) -> Iterator[None]:
-    """Inside, tell of each storage that is resized, and to how many bytes, when it was.
+    """Tell, for the time of a block, of each storage that is resized, and to how many bytes.
 
     No dispatch mode sees that: fully_shard frees and fills what it gathers by it.
     """

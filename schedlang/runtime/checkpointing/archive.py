@@ -164,7 +164,8 @@ def _scale(found: Any) -> bool:
 
 
 def _plain(found: Any) -> bool:
-    """Is it what `moments` writes of a value: numbers, texts, lists of such, and tensors?"""
+    """Return whether a value is one that `moments` writes: numbers, texts, lists of such, and
+    tensors."""
     if isinstance(found, dict):
         tensor, moved = found.get("tensor"), found.get("moved")
         return len(found) == 2 and type(tensor) is Tensor and isinstance(moved, bool)
@@ -272,12 +273,12 @@ def load(program: Program, path: str | os.PathLike[str]) -> None:
 
 
 def _last(program: Program, folder: Path) -> tuple[Path, str | None]:
-    """On the first rank: what is to be loaded."""
+    """Return on the first rank what is to be loaded; on others the folder."""
     return steps.to_load(folder) if program.assembly.ranks.rank == 0 else (folder, None)
 
 
 def _moved(folder: Path, target: Path) -> bool:
-    """Is another checkpoint the last one now?"""
+    """Return whether another checkpoint than `target` is the last one now."""
     try:
         return steps.to_load(folder)[0] != target
     except FAILURES:

@@ -74,7 +74,7 @@ class Boxed:
 
     @property
     def key(self) -> str:
-        """Its name in the folder."""
+        """The name in the folder: the parts of the path, joined by dots."""
         return ".".join(self.path)
 
 
@@ -311,7 +311,8 @@ def read_value(folder: Path, index: Index, path: Path_) -> Any:
 
 
 def check_files(folder: Path, index: Index) -> None:
-    """Is every file there, of this save, and of its length?  Raises Unreadable or OSError."""
+    """Check that every file is there, of this save, and long enough; raise Unreadable or
+    OSError."""
     ends: dict[str, int] = dict(index.lengths)
     places = [box.place for entry in index.tensors.values() for box in entry.boxes]
     for place in (*places, *index.values.values()):

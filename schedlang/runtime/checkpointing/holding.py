@@ -1,4 +1,4 @@
-"""Which part of each tensor this rank holds, and how parts become whole tensors again."""
+"""Parts of tensors on this rank, and the way in which parts become whole tensors again."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ class Holding:
     stages: frozenset[int] | None = None
 
     def held(self, mesh: Mesh, rank: int) -> bool:
-        """Does this rank hold a part?"""
+        """Return whether a rank holds a part."""
         if self.stages is None or self.axis is None:
             return True
         return mesh.index(rank, self.axis) in self.stages
 
     def segments(self, mesh: Mesh, rank: int) -> tuple[tuple[Segment, ...], ...]:
-        """For each dim the runs of the (padded) whole that this rank holds, in its own order."""
+        """Return the runs of the (padded) whole, dim by dim, that this rank holds, in its own
+        order."""
         return _segments(self.layout, self.sliced, mesh, rank)
 
     def primary(self, mesh: Mesh, rank: int) -> bool:
-        """Is this the rank that speaks for its part, among those that hold the same?"""
+        """Return whether a rank speaks for its part, among those that hold the same."""
         if not self.held(mesh, rank):
             return False
         here = mesh.coordinates(rank)
@@ -183,7 +184,7 @@ def assemble(
 
 
 def _words(size: int) -> int:
-    """So many bytes as whole numbers of eight."""
+    """Return the number of words of eight bytes that hold so many bytes."""
     return -(-size // 8)
 
 

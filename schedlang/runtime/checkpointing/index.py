@@ -75,7 +75,7 @@ class Checksum:
 
     @property
     def piece(self) -> int:
-        """So many bytes more are quickest to add: to the end of a block."""
+        """The number of bytes up to the end of a block: the piece that is quickest to add next."""
         return (_BLOCK - self.at) * _WORD.itemsize - len(self.rest)
 
     def _words(self, words: Any) -> None:
@@ -191,7 +191,7 @@ class Index:
 
     @property
     def mark(self) -> str:
-        """By which ranks see that they have read the same."""
+        """The mark by which ranks see that they have read the same index."""
         return self.id or f"{self.checksum:08x}"
 
     @property
@@ -247,7 +247,7 @@ def read_index(folder: Path) -> Index:
 
 
 def state_of(folder: Path) -> tuple[int, ...]:
-    """By what one sees that the index of a folder is another one now."""
+    """Return a value that changes when the index of a folder is replaced."""
     path = next((p for p in (folder / MINE, folder / DCPS) if p.is_file()), folder)
     seen = path.stat()
     return seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns

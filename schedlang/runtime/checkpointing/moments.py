@@ -82,7 +82,7 @@ def named(program: Program) -> dict[str, nn.Parameter]:
 
 
 def like_parameter(value: Any, parameter: nn.Parameter) -> TypeGuard[Tensor]:
-    """Does this state lie as the parameter does?"""
+    """Return whether a value of the optimizer's state lies as the parameter does."""
     return isinstance(value, Tensor) and local(value).shape == local(parameter).shape
 
 
@@ -106,7 +106,7 @@ def put_back(program: Program, told: Moments, parts: Mapping[tuple[str, str], Te
 
 
 def misfit(program: Program, told: Moments) -> str:
-    """Why saved hyperparameters are none for a group here; empty: they are."""
+    """Return why saved hyperparameters do not fit the groups here; "" if they do."""
     owned = {id(p): name for name, p in named(program).items()}
     groups = program.optimizer.param_groups if program.optimizer is not None else ()
     named_groups = [(g, [owned[id(p)] for p in g["params"] if id(p) in owned]) for g in groups]
@@ -122,7 +122,7 @@ def misfit(program: Program, told: Moments) -> str:
 
 
 def _fits(known: Any, new: Any) -> bool:
-    """May the saved value take the place of this one?"""
+    """Return whether a saved value may take the place of this one."""
     if isinstance(new, dict) and isinstance(known, Tensor):
         return bool(new["tensor"].shape == known.shape)
     number = (isinstance(new, dict) and new["tensor"].numel() == 1) or type(new) in (int, float)
@@ -247,7 +247,8 @@ Told = Mapping[str, Any]
 
 
 def residue_described(program: Program) -> dict[str, Any] | None:
-    """How many ranks sum, how often they have, and of what they keep something; None: nothing."""
+    """Describe a compressor's residue: ranks that sum, steps, what is kept for which; None:
+    none."""
     c = program.assembly.compressor
     if c is None:
         return None
@@ -352,7 +353,7 @@ def _place(program: Program) -> int:
 
 
 def _speaks(program: Program, name: str) -> bool:
-    """Is this the rank that speaks for its part, among those at its place?"""
+    """Return whether this rank speaks for its part, among those at its place."""
     a = program.assembly
     assert a.compressor is not None
     mesh = a.ranks.mesh
@@ -361,7 +362,7 @@ def _speaks(program: Program, name: str) -> bool:
 
 
 def _part(program: Program, name: str) -> str:
-    """Which part of a parameter this rank holds, as text."""
+    """Return the part of a parameter that this rank holds, as text."""
     a = program.assembly
     runs = a.holdings[name].segments(a.ranks.mesh, a.ranks.rank)
     return ",".join("+".join(f"{run.start}:{run.length}" for run in dim) for dim in runs)

@@ -78,7 +78,7 @@ def to_load(target: Path) -> tuple[Path, str | None]:
 
 
 def _is_one(folder: Path) -> bool:
-    """Is it a checkpoint itself, and no folder of several?"""
+    """Return whether a folder is a checkpoint itself, and no folder of several."""
     return any((folder / name).is_file() for name in (MINE, DCPS))
 
 
@@ -176,7 +176,7 @@ def _name(step: int, k: int) -> str:
 
 
 def _ours(target: Path) -> bool:
-    """May checkpoints be saved here?"""
+    """Return whether checkpoints may be saved in a folder: it holds some, or is empty."""
     marks = (LATEST, LOCK, DCPS)
     return target.is_dir() and (
         any((target / mark).is_file() for mark in marks) or not any(target.iterdir())

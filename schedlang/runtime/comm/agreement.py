@@ -280,7 +280,7 @@ class _Meeting:
 
 
 def missing(gone: Sequence[int], world: int, wait: float) -> dict[str, Any]:
-    """What is said of ranks that are not there."""
+    """Describe the refusal (S651) for ranks that have not come within `wait` seconds."""
     verb, do = ("has", "does") if len(gone) == 1 else ("have", "do")
     return _said(
         "S651",

@@ -192,7 +192,7 @@ PLAIN = (_Enter, _Reduce, _Gather, _Scatter)
 
 
 def enter(x: Tensor, group: Group) -> Tensor:
-    """From alike on all ranks into a region where ranks differ: backward sums the gradients."""
+    """Enter a region where ranks differ with a tensor alike on all: backward sums its gradients."""
     return cast(Tensor, _Enter.apply(x, group))  # type: ignore[no-untyped-call]
 
 
@@ -281,7 +281,7 @@ class Total(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        """What all ranks have, added up."""
+        """Sum a tensor over the ranks of a group."""
         ctx.group = group
         return all_reduce(x, group)
 

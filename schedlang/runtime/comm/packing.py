@@ -38,7 +38,8 @@ class Pickler(pickle.Pickler):
     """Leaves no trace of whose device a tensor was on: another rank has another."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Of a tensor on an accelerator, its values in host memory, and that it was not there."""
+        """Pickle a tensor on an accelerator as its values in host memory, with a mark of where it
+        was."""
         if type(value) in (Tensor, nn.Parameter) and devices.on_accelerator(value):
             return _arrived, (value.detach().cpu(),)
         return NotImplemented
@@ -54,7 +55,8 @@ class _Without(Pickler):
         self.at = 0
 
     def persistent_id(self, value: Any) -> Any:
-        """Of such a tensor, where its bytes begin, its dtype and its shape."""
+        """Return for a tensor on this device the offset of its bytes, its dtype and its shape; else
+        None."""
         if type(value) is not Tensor or not devices.same_kind(value.device, self.device):
             return None
         if value.layout != torch.strided or value.is_complex() or value.is_quantized:

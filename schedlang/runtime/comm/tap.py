@@ -112,7 +112,7 @@ class Tap:
 
 
 def _functions(tap: Tap) -> dict[str, Callable[..., Any]]:
-    """What stands in for the functions of torch.distributed."""
+    """Return the stand-ins for functions of torch.distributed."""
     plain_new = dist.new_group
 
     def new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -164,7 +164,8 @@ def _functions(tap: Tap) -> dict[str, Callable[..., Any]]:
 
 
 def _newer(collective: Callable[[str, int], Callable[..., Done]]) -> dict[str, Any]:
-    """What fully_shard calls from torch 2.13 on; it gets a handle only where it asks for one."""
+    """Return stand-ins for what fully_shard calls from torch 2.13 on: a handle only if it is asked
+    for."""
 
     def at_once(run: Callable[..., Done]) -> Callable[..., Done | None]:
         def asked(*args: Any, **kwargs: Any) -> Done | None:
@@ -194,7 +195,7 @@ def _sent(
 
 
 def free() -> bool:
-    """May this process play a rank?  Not while it is one."""
+    """Return whether this process may play a rank: not while it is one."""
     return not dist.is_initialized()
 
 

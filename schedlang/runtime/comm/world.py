@@ -78,7 +78,7 @@ class World:
 
     @property
     def group(self) -> ProcessGroup | None:
-        """That of all ranks."""
+        """The group of all ranks."""
         return dist.group.WORLD if self.size > 1 else None
 
     def home(self, lies: torch.device | None) -> torch.device:
@@ -113,7 +113,7 @@ class World:
 
     @cached_property
     def timeout(self) -> timedelta | None:
-        """Of the world's group, which every other waits as long as; None: torch's own.
+        """The timeout of the world's group, which every other group gets too; None: torch's own.
 
         Private: torch tells it nowhere else.
         """
@@ -243,12 +243,12 @@ def joined() -> bool:
 
 
 def rank() -> int:
-    """Of this process in its job; 0 without one."""
+    """Return this process's rank in its job; 0 without a job."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def size() -> int:
-    """How many ranks the job has; 1 without one."""
+    """Return the number of ranks of the job; 1 without a job."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -321,7 +321,7 @@ def _end_with_torchrun() -> None:
 
 @cache
 def _settle_at_exit() -> None:
-    """Before the interpreter ends, give gloo's threads a moment in which they can take its lock.
+    """Wait before the interpreter ends, so that gloo's threads can take its lock.
 
     A thread drops the tensors of a collective after it has told the waiting rank; if it needs the
     interpreter for that and the interpreter is ending, Python ends the thread inside a C++
@@ -361,7 +361,7 @@ class _ByHost:
     into: Tensor | None = None
 
     def wait(self) -> None:
-        """Until it is there, where it was wanted."""
+        """Wait until the tensor is on the host, and copy it to where it was wanted."""
         self.work.wait()
         if self.into is not None:
             self.into.copy_(self.host)
@@ -510,8 +510,7 @@ def told_by(source: int, value: T) -> T:
 
 
 def handed(value: T, group: ProcessGroup, device: torch.device) -> list[T]:
-    """As `gathered`, but tensors on the device that ranks compute on go as they lie, in one
-    message, and not by way of the host."""
+    """Gather as `gathered`, but send tensors on the device of ranks as they lie, in one message."""
     with torch._C.DisableTorchFunction(), torch.no_grad():
         data, flat = taken_out(value, device)
         told = gathered((data, flat.numel()), group)
@@ -525,7 +524,7 @@ def handed(value: T, group: ProcessGroup, device: torch.device) -> list[T]:
 
 
 def handed_by(source: int, value: T, device: torch.device) -> T:
-    """As `told_by`, and tensors go as `handed` sends them."""
+    """Send as `told_by`, but tensors as `handed` sends them."""
     world = here()
     if world.size == 1:
         return value
@@ -574,7 +573,7 @@ def _rows(data: bytes, size: int, group: ProcessGroup | None) -> list[bytes]:
 
 
 def numbers(row: Sequence[float], group: ProcessGroup) -> list[list[float]]:
-    """As many numbers of every rank of a group that serves the host."""
+    """Gather a row of numbers from every rank of a group that serves the host."""
     here_ = torch.tensor([[*row]], dtype=torch.float64)
     told = here_.new_empty(dist.get_world_size(group), len(row))
     getattr(dist, GATHER)(told, here_, group=group)

@@ -49,7 +49,7 @@ METHODS: dict[str, tuple[int, ...]] = {
 
 
 def ranks_of(groups: Sequence[Group]) -> int:
-    """Over how many ranks the sequence is split."""
+    """Return the number of ranks that the sequence is split over."""
     return math.prod(group.size for group in groups)
 
 
@@ -60,7 +60,8 @@ def place_of(groups: Sequence[Group]) -> int:
 
 @dataclass(frozen=True)
 class Way:
-    """How a call runs: by which method, over which ranks, and with what of their tokens.
+    """The method and the ranks by which a call of attention runs, and what it takes of their
+    tokens.
 
     groups   as many as `METHODS` says, the outermost first
     layout   which tokens each place has
@@ -95,7 +96,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, way: Way) -> Tensor:
 
 
 def attend_lse(q: Tensor, k: Tensor, v: Tensor, mask: Mask, way: Way) -> tuple[Tensor, Tensor]:
-    """As `attend`, with the log-sum-exp of each query's scores, [rows, heads, local tokens].
+    """Attend as `attend`, and return the log-sum-exp of each query's scores too, [rows, heads,
+    local tokens].
 
     It is -inf where a query sees nothing, does not count `sinks`, and has a gradient too.
     """
@@ -236,7 +238,7 @@ class Ulysses:
         return cast(Tensor, _Swap.apply(x, self, False))  # type: ignore[no-untyped-call]
 
     def tags(self, tags: Tags) -> Tags:
-        """Those of all tokens of the team."""
+        """Return the tags of all tokens of the team."""
         given = [t for t in tags if t is not None]
         if not given:
             return tags
@@ -261,7 +263,7 @@ class Ulysses:
         return self.heads(rows)
 
     def sorted(self, x: Tensor, dim: int) -> Tensor:
-        """What has arrived from the ranks one by one, in the order that is wanted."""
+        """Put what arrived from the ranks one by one into the wanted order along a dim."""
         orders = _orders(self.arrived, self.wanted, x.device)
         return x if orders is None else x.index_select(dim, orders[0])
 
@@ -273,7 +275,8 @@ class Ulysses:
 
 @lru_cache(maxsize=64)  # as many lengths of sequences: each is sent to the device once
 def _orders(arrived: Runs, wanted: Runs, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """Of each wanted token the place where it arrives, and back; None where both are one order."""
+    """Return the place of arrival of each wanted token, and the inverse; None if both are one
+    order."""
     with torch._C.DisableTorchFunction(), torch.inference_mode(False):
         order = _places(spread(arrived), spread(wanted))
         return None if order is None else (sent(order, device), sent(order.argsort(), device))
@@ -303,7 +306,7 @@ def _to_tokens(x: Tensor, team: Ulysses) -> Tensor:
 
 
 def enough(kv_heads: int, ranks: int) -> int:
-    """How many copies of each head of keys and values let `ranks` have the same number of them.
+    """Return the number of copies of each head of keys and values that `ranks` divide equally.
 
     The least one; 1 where they can be divided.
     """

@@ -71,7 +71,7 @@ def rows_of(state: State, given: Tensor) -> Tensor:
 
 
 def plus(state: State, rows: Tensor) -> State:
-    """With more numbers that are added."""
+    """Add numbers to the scores."""
     return replace(state, added=rows if state.added is None else state.added + rows)
 
 
@@ -298,26 +298,26 @@ class Scores:
 
     @property
     def shape(self) -> torch.Size:
-        """As the model sees it."""
+        """The shape as the model sees it."""
         length = self.state.seat.length
         return torch.Size((*self.state.lead, length, length))
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the queries."""
+        """The dtype of the queries."""
         return self.state.query.dtype
 
     @property
     def device(self) -> torch.device:
-        """That of the queries."""
+        """The device of the queries."""
         return self.state.query.device
 
     def size(self, dim: int | None = None) -> Any:
-        """As of a tensor."""
+        """Return the size, as of a tensor."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """As of a tensor."""
+        """Return the number of dims, as of a tensor."""
         return len(self.shape)
 
     def __getattr__(self, name: str) -> Any:
@@ -372,7 +372,7 @@ def _lead(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
 
 
 def follow(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What a function makes of scores or weights; raises Refusal S661 where that is not known."""
+    """Compute a function of scores or weights; raise Refusal S661 where it is not known."""
     name = getattr(func, "__name__", "?")
     plain = name.strip("_")
     there = [x for x in args if isinstance(x, Scores)]

@@ -43,20 +43,21 @@ KNOWN = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Described:
-    """What a model hands to its attentions in place of a mask; for `seat` alone."""
+    """The mask that a model hands to its attentions as a rule in place of a tensor; for `seat`
+    alone."""
 
     mask: Mask
 
     def to(self, *_: Any, **__: Any) -> Described:
-        """As of a mask: of whatever type, it says the same."""
+        """Return the mask itself, as for any dtype: it says the same."""
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """What a model asks of a tensor."""
+        """Refuse attributes of tensors: a rule has none (AttributeError)."""
         raise AttributeError(f"masks are rules here, not tensors: they have no `{name}`")
 
     def __getitem__(self, _: Any) -> Described:
-        """As of a mask that is longer than the keys there are: of ours nothing is too much."""
+        """Return the mask itself, as if cut to the keys there are: a rule has no key too much."""
         return self
 
 
@@ -105,7 +106,7 @@ def _mask(
     attention_mask: Tensor | None = None,
     **_: Any,
 ) -> Described:
-    """In place of a mask of transformers: what it says of positions, and of tokens here."""
+    """Make the rule that stands for a mask of transformers: positions, and tokens here."""
     seat = seated()
     assert seat is not None
     if q_length != seat.length or kv_length != seat.length or q_offset or kv_offset:
@@ -144,7 +145,7 @@ def _cells(function: Any) -> dict[str, Any]:
 
 
 def _both(a: Mask, b: Mask) -> Mask:
-    """What two rules let through."""
+    """Return the mask that lets through only what both rules let through."""
 
     def least(x: int | None, y: int | None) -> int | None:
         known = [n for n in (x, y) if n is not None]
@@ -174,7 +175,7 @@ def _attend(
     is_causal: bool | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """In place of an attention function of transformers."""
+    """Attend, in place of an attention function of transformers."""
     seat, how = seated(), vars(module).get(SLOT)
     assert seat is not None
     if how is None:
@@ -244,7 +245,7 @@ def unknown(why: str, *helps: str) -> Refusal:
 
 
 def of_few_tokens() -> Refusal:
-    """What is added to scores is that of a rank's own keys, and no one knows the others'."""
+    """Return the refusal of an added score that covers a rank's own keys only."""
     return unknown(
         "what it adds to its scores covers only the tokens of one rank",
         "make it from positions and from integers of the batch alone: that, each rank makes for"

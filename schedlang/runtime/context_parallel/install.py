@@ -52,7 +52,7 @@ _LOWEST = -1e4  # what is added to a score to hide a key is lower
 
 
 class Attention(Ambient):
-    """Inside a module that a row names: its calls of torch's attention, or products of its own.
+    """The mode inside a module that a row names: its calls of torch's attention, or own products.
 
     `products` are the lines that multiply queries and keys.
     """
@@ -122,7 +122,7 @@ def _rule(seat: Seat, mask: Tensor | None, causal: bool) -> Mask:
 
 
 def _present(mask: Tensor) -> Tensor:
-    """Which keys a mask lets through; it must be booleans, or zeros and very low numbers."""
+    """Return which keys a mask lets through; it must be booleans, or zeros and very low numbers."""
     if mask.dtype == torch.bool:
         return mask
     seen = mask == 0
@@ -312,7 +312,7 @@ class At:
 
     @contextmanager
     def sitting(self, seat: Seat, around: AbstractContextManager[Any]) -> Iterator[None]:
-        """Inside `around`, the forward or backward of a microbatch at its seat."""
+        """Seat the forward or backward of a microbatch, inside `around`."""
         with ExitStack() as stack:
             stack.enter_context(around)
             stack.enter_context(scope.visiting(seat))

@@ -24,7 +24,8 @@ SMALL = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def form(reach: Reach, queries: range, keys: range) -> tuple[slice, slice, bool] | None:
-    """Which queries, which keys, and whether causally; None where no one operator does it."""
+    """Return the queries, the keys, and whether causal, of the one operator that does a block; else
+    None."""
     if reach.everything(queries, keys):
         return slice(0, len(queries)), slice(0, len(keys)), False
     if reach != Reach(ahead=0) or len(queries) != len(keys) or queries.step != keys.step:
@@ -61,7 +62,8 @@ def backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What these keys give to the gradients; `out` and `lse` are those over all keys."""
+    """Return these keys' part of the gradients of q, k and v; `out` and `lse` are those over all
+    keys."""
     heads, (k, v) = k.shape[1], (_as_many(k, q), _as_many(v, q))
     if on_host(q):
         lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # as the operator lays it out
@@ -151,7 +153,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Rules:
-    """What holds for all blocks of a call; slopes and rows as in `Mask`."""
+    """The rules for all blocks of a call; slopes and rows as in `Mask`."""
 
     reach: Reach
     scale: float
@@ -184,7 +186,8 @@ class Quick:
 
 
 def parts(rules: Rules, queries: Tokens, keys: Tokens, quick: bool) -> Iterator[Quick | Pair]:
-    """What queries have to do with keys that they see; in blocks, or by flash where it can."""
+    """Yield the pairs of queries and keys they see, as blocks, or for flash attention where it
+    can."""
     plain = not (
         rules.cap or rules.dropout or any(t is not None for t in (*keys.tags, *queries.tags))
     )
@@ -299,7 +302,8 @@ class Backward:
         self.rows = _like(rules.rows, lse.dtype) if _added(rules.rows) else None
 
     def add(self, k: Tensor, v: Tensor, keys: Tokens) -> tuple[Tensor, Tensor]:
-        """What this rank's queries give to keys and values; their own gradient grows in `dq`."""
+        """Return this rank's part of the gradients of keys and values; add to the queries' own in
+        `dq`."""
         kind = self.lse.dtype
         dk, dv = torch.zeros_like(k, dtype=kind), torch.zeros_like(v, dtype=kind)
         if self.q.is_meta:

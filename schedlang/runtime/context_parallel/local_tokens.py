@@ -28,7 +28,8 @@ from schedlang.runtime.sequence_pipelining.slices import length_of, runs_along, 
 
 @dataclass(frozen=True)
 class How:
-    """How one attention exchanges keys and values: the method, and the groups, outermost first."""
+    """The method by which one attention exchanges keys and values, and its groups, outermost
+    first."""
 
     method: str
     groups: tuple[Group, ...] = ()
@@ -54,18 +55,18 @@ class Call:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the result."""
+        """The shape of the result."""
         return (*self.query.shape[:-1], self.value.shape[-1])
 
 
 class Exchange(Protocol):
-    """How queries meet the keys of other ranks."""
+    """A way in which queries meet the keys of other ranks."""
 
     def __call__(self, seat: Seat, how: How, call: Call) -> Tensor:
         """The attention of the tokens of a seat to those of the whole sequence."""
 
     def drawn(self, seat: Seat, p: float, rows: int, heads: int) -> Any:
-        """Which weights are dropped by what the module that runs now would draw."""
+        """Return the weights to drop, as the module that runs now would draw them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,16 +86,16 @@ class Seat:
 
     @property
     def index(self) -> int:
-        """Which of the parts of the sequence this is."""
+        """The number of this part among the parts of the sequence."""
         return self.place
 
     @property
     def length(self) -> int:
-        """How many tokens there are here."""
+        """The number of tokens here."""
         return self.layout.counts[self.place]
 
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
-        """Where in the sequence they stand."""
+        """Return the positions of these tokens in the sequence."""
         return self.layout.positions(self.place, device)
 
     def hollow(self) -> Seat:
@@ -108,7 +109,8 @@ class Seat:
         return self.exchange(self, how, call)
 
     def draw(self, p: float, rows: int, heads: int) -> Any:
-        """Which weights a call of attention will drop, for `Call.drawn`."""
+        """Return the weights that a call of attention will drop, for `Call.drawn`; None without
+        exchange."""
         return None if self.exchange is None else self.exchange.drawn(self, p, rows, heads)
 
 
@@ -145,7 +147,7 @@ def known(seat: Seat, whole: Tensor, dim: int, pair: bool = False) -> Known:
 
 
 def whole_of(value: Any) -> Tensor | None:
-    """What is known of the whole sequence; None for other values."""
+    """Return the whole sequence of a value that knows it; None for other values."""
     return value.whole if isinstance(value, Known) else None
 
 
@@ -174,7 +176,7 @@ def by_keys(seat: Seat, given: Tensor) -> Tensor | None:
 
 
 def followed(seat: Seat, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a function makes of the whole sequence; None where it is to be called as it is."""
+    """Compute a function on the whole sequence; None where it is to be called as it is."""
     held = [x for x in torch_pytree.tree_leaves((args, dict(kwargs))) if isinstance(x, Tensor)]
     there = [x for x in held if whole_of(x) is not None]
     if not there or func not in RULES:
@@ -187,7 +189,7 @@ def followed(seat: Seat, func: Any, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def _forgotten(func: Any, args: Sequence[Any]) -> None:
-    """What is written with the rank's tokens alone is no longer known of the others."""
+    """Forget the whole sequence of a value that is written with this rank's tokens alone."""
     name = getattr(func, "__name__", "")
     writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     if writes and args and isinstance(args[0], Known):
@@ -381,7 +383,7 @@ RULES = _rules()
 
 @dataclass(frozen=True)
 class Tokens:
-    """How an unmodified model runs on some tokens of its sequences, as a probe has found it.
+    """The way in which an unmodified model runs on some tokens of its sequences, found by a probe.
 
     labels     the input that holds them; "" where there is none
     shift      how a token gets its label, which another rank may have: `none`, the model does not
@@ -414,11 +416,12 @@ class Tokens:
     outputs: Mapping[str, int] = field(default_factory=dict)
 
     def layout(self, batch: Batch) -> Layout:
-        """Which tokens of a batch each rank has."""
+        """Return the layout of a batch's tokens over the ranks."""
         return Layout.of(self.kind, length_of(batch), self.ranks)
 
     def sizes(self, batch: Batch, place: int = 0) -> Callable[[Any], tuple[int, ...]]:
-        """From the shape of a value for whole sequences to that of a place's tokens."""
+        """Return the function from the shape of a value of whole sequences to that of a place's
+        tokens."""
         layout = self.layout(batch)
 
         def resized(shape: Any) -> tuple[int, ...]:
@@ -475,7 +478,8 @@ class Tokens:
 
 
 def _documents(batch: Batch, seat: Seat) -> Tensor | None:
-    """Which document each token is of, where positions say so: they start anew in a row."""
+    """Return each token's document where positions start anew within a row; None: nothing says
+    so."""
     positions = batch.get("position_ids")
     if positions is None or "attention_mask" in batch:
         return None

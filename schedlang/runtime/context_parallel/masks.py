@@ -1,4 +1,4 @@
-"""What each query may see, as a description: by positions and documents, and after dropout."""
+"""Masks of attention as descriptions, by positions and documents; and dropout of its weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Reach:
         return not (late or early or apart)
 
     def block(self, queries: range, keys: range, device: torch.device) -> Tensor:
-        """Who sees whom: booleans [queries, keys]."""
+        """Return which query sees which key: booleans [queries, keys]."""
         q, k = spread([queries], device)[:, None], spread([keys], device)[None, :]
         near = torch.ones(len(queries), len(keys), dtype=torch.bool, device=device)
         if self.ahead is not None:
@@ -59,7 +59,8 @@ class Reach:
 
 @lru_cache(maxsize=256)
 def wanted(reach: Reach, layout: Layout, sizes: tuple[int, ...]) -> frozenset[tuple[int, ...]]:
-    """After which steps of rings in rings some rank sees anything of the packet that it then holds.
+    """Return the steps of rings in rings after which some rank sees anything of the packet it
+    holds.
 
     One number of steps for each ring; all ranks find the same.
     """
@@ -85,20 +86,20 @@ def sees(reach: Reach, layout: Layout, queries: int, keys: int) -> bool:
 
 
 class Tags(NamedTuple):
-    """What is known of tokens beside their positions, each [batch, tokens]; it goes with keys."""
+    """Facts about tokens beside their positions, each [batch, tokens]; they travel with keys."""
 
     documents: Tensor | None = None
     present: Tensor | None = None
     counted: Tensor | None = None
 
     def cut(self, start: int, stop: int) -> Tags:
-        """Those of a run of the tokens."""
+        """Return the tags of a run of the tokens."""
         return Tags(*(None if t is None else t[:, start:stop] for t in self))
 
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Which keys a query sees, and what is added to its scores.
+    """The keys that a query sees, and what is added to its scores.
 
     causal     no key after the query
     back       no key more than so many tokens before the query: a window of W tokens, the query's
@@ -145,7 +146,8 @@ class Mask:
 def seen(
     reach: Reach, queries: range, keys: range, at: Tags, to: Tags, device: torch.device
 ) -> Tensor | None:
-    """Who sees whom in a small block: booleans [batch or 1, 1, queries, keys]; None: all."""
+    """Return which query sees which key of a small block: booleans [batch or 1, 1, queries, keys];
+    None: all see all."""
     found: list[Tensor] = []
     if not reach.everything(queries, keys):
         found.append(reach.block(queries, keys, device)[None, None])
@@ -162,7 +164,8 @@ def seen(
 
 
 def distance(queries: range, keys: range, at: Tags, to: Tags, like: Tensor) -> Tensor:
-    """How far each key is from each query, [batch or 1, 1, queries, keys], as `like`."""
+    """Return the distance of each key from each query, [batch or 1, 1, queries, keys], as
+    `like`."""
     if at.counted is not None and to.counted is not None:
         apart = at.counted[:, None, :, None] - to.counted[:, None, None, :]
     else:
@@ -199,22 +202,23 @@ class Dropout:
 
     @staticmethod
     def fresh(p: float, rows: int, heads: int, total: int) -> Dropout:
-        """From torch's generator, which then has to be in the same state on all ranks."""
+        """Draw from torch's generator, which then has to be in the same state on all ranks."""
         return Dropout(p, torch.randint(-(2**62), 2**62, (rows,)), tuple(range(heads)), total)
 
     @staticmethod
     def logical(p: float, draw: LogicalDropout, rows: int, heads: int, total: int) -> Dropout:
-        """As `draw` would drop weights [rows, heads, total, total] in the module that runs now."""
+        """Draw as `draw` would drop weights [rows, heads, total, total] in the module that runs
+        now."""
         streams, index = draw.streams((rows, heads, total, total))
         held = tuple(range(heads)) if index is None else tuple(int(h) for h in index)
         return Dropout(p, streams, held, total)
 
     def of_heads(self, heads: slice) -> Dropout:
-        """For some of the heads."""
+        """Return the dropout of some of the heads."""
         return replace(self, heads=self.heads[heads])
 
     def factor(self, queries: range, keys: range, like: Tensor) -> Tensor:
-        """What weights [rows, heads, queries, keys] are multiplied by: 0 or 1/(1-p)."""
+        """Return the factor, 0 or 1/(1-p), of the weights [rows, heads, queries, keys]."""
         q, k = spread([queries], like.device), spread([keys], like.device)
         heads = torch.tensor(self.heads, device=like.device)
         cells = (heads[:, None, None] * self.total + q[:, None]) * self.total + k

@@ -99,7 +99,8 @@ def _counted(trial: Trial, part: Mapping[str, Any], more: int) -> float:
 
 
 def _near(a: Tensor, b: Tensor) -> bool:
-    """As near as few roundings to float32 inside of the model are, by the size of the whole."""
+    """Return whether two tensors are as near as few roundings to float32 leave them, by their
+    size."""
     if a.shape != b.shape:
         return False
     gate = 1e-5 if b.dtype == torch.float64 else 1e-3
@@ -223,7 +224,8 @@ class _Answers(_Model):
         return (tuple(value.shape), value.dtype) in self.shapes
 
     def _taken(self, value: Tensor, key: Any) -> Tensor:
-        """What a slice from 0 to the number of tokens takes: their places."""
+        """Take from a whole value the places of the tokens here, for a slice from 0 to their
+        number."""
         assert self.held is not None
         keys = list(key) if isinstance(key, tuple) else [key]
         for place, one in enumerate(keys):

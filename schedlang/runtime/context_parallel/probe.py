@@ -69,13 +69,14 @@ class Together:
         self._failed = False
 
     def meet(self, place: int, value: Any) -> list[Any]:
-        """What all have brought here, by place."""
+        """Wait for all places; return the values that they bring here, by place."""
         self._waiting[place] = value
         self._rest(place)
         return self._met
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """What the functions give; the first exception of one ends all, and is raised."""
+        """Run the functions in turn and return their results; raise the first exception, which ends
+        all."""
         made: dict[int, Any] = {}
         errors: list[BaseException] = []
         default = torch.get_default_dtype()  # one for all threads: each finds its own when it wakes
@@ -130,7 +131,7 @@ class Together:
 
 @dataclass
 class Parts(Seen):
-    """What the parts gave: their outputs, by place, and their common loss and gradients."""
+    """The results of the parts: outputs by place, and their common loss and gradients."""
 
     outputs: Sequence[Any] = ()
 
@@ -306,7 +307,7 @@ def upto(names: Iterable[str], last: str) -> list[str]:
 
 
 def _window(model: nn.Module, names: Sequence[str]) -> str:
-    """What the first of some modules that mixes neighbours does, if one does."""
+    """Describe the first of some modules that mixes neighbouring tokens; "" if none does."""
     for name in names:
         module = model.get_submodule(name)
         wide = getattr(module, "kernel_size", 1)
@@ -390,7 +391,7 @@ def refusal(title: str, *notes: str) -> Refusal:
 
 
 def probe(trial: Trial, kind: str, ranks: int, sites: Sequence[str]) -> Tokens:
-    """How the model of a trial runs by tokens on ranks; raises Refusal S659 where it cannot."""
+    """Find how the model of a trial runs by tokens on ranks; raise Refusal S659 where it cannot."""
     whole = watched(trial)
     output, _ = forward(trial, trial.model, trial.batch)
     first: tuple[Tokens, Exception] | None = None
@@ -422,7 +423,7 @@ def _of_the_model(trial: Trial, found: Refusal, error: Exception, sites: Sequenc
 
 
 def guess(trial: Trial, kind: str, ranks: int) -> Tokens:
-    """How a model without values would run, untried: it can be shown, not trained."""
+    """Return how a model without values would run, untried: it can be shown, not trained."""
     style = shift_of(trial)
     given = style == "padded" and _given(trial)
     source = trial.rule.source if trial.rule else ""
@@ -472,7 +473,7 @@ def _takes(trial: Trial, name: str) -> bool:
 
 
 def _tagged(trial: Trial, tokens: Tokens, whole: Seen, sites: Sequence[str]) -> Tokens:
-    """With the dims of random draws along the sequence, from the shapes of a first pass."""
+    """Add the dims of random draws along the sequence, from the shapes of a first pass."""
     if not trial.random or not whole.draws:
         return tokens
     parts, total = parted(trial, tokens, sites).draws, sum(trial.lengths)

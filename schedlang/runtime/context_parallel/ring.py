@@ -109,7 +109,7 @@ class Moving:
     works: tuple[Any, ...]
 
     def wait(self) -> Packet:
-        """What has arrived."""
+        """Wait for the packet, and return it."""
         for work in self.works:
             work.wait()
         return self.packet
@@ -166,7 +166,7 @@ def exchange(given: Sequence[Tensor], shapes: Sequence[Shape], group: Group) -> 
 
 
 def packed(k: Tensor, v: Tensor, tags: Tags) -> Packet:
-    """What other ranks need of this one's tokens."""
+    """Pack what other ranks need of this rank's tokens: keys, values, tags."""
     sides = [t for t in tags if t is not None]
     return Packet.of([k, v, *sides], [2, 2, *[1] * len(sides)])
 
@@ -225,7 +225,8 @@ class Team:
 
 
 def shares(lse: Tensor) -> Tensor:
-    """What each rank's result counts for, by its log-sum-exp (ranks first); 0 where none has keys.
+    """Return each rank's share of the result from its log-sum-exp (dim 0: ranks); 0 where none has
+    keys.
 
     They add up to 1 however large the scores are, by which a sum of lse would be rounded.
     """
@@ -233,11 +234,12 @@ def shares(lse: Tensor) -> Tensor:
 
 
 class Rounds(Protocol):
-    """How packets of keys and values come to this rank, and who shares its queries."""
+    """The order in which packets of keys and values reach this rank, and the ranks that share
+    queries."""
 
     @property
     def layout(self) -> Layout:
-        """Which tokens each packet has, by the place that it comes from."""
+        """The layout of tokens over packets, by the place that each packet comes from."""
 
     @property
     def team(self) -> Team | None:
@@ -259,11 +261,11 @@ class Gathered:
     team = None
 
     def forward(self, own: Packet) -> Iterator[tuple[int, Packet]]:
-        """As `Rounds`."""
+        """Yield packets as `Rounds` does."""
         yield from enumerate(gathered(own, self.layout.counts, self.group))
 
     def backward(self, own: Packet, contribute: Contribute) -> Packet:
-        """As `Rounds`."""
+        """Sum contributions as `Rounds` does."""
         packets = gathered(own, self.layout.counts, self.group)
         grads = [contribute(place, packet) for place, packet in enumerate(packets)]
         return scattered(grads, self.layout.counts, self.group)
@@ -285,11 +287,11 @@ class Ring:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many ranks each group has."""
+        """The number of ranks of each group."""
         return tuple(group.size for group in self.groups)
 
     def origin(self, offsets: Offsets) -> int:
-        """Whose packet is here after so many steps of each ring."""
+        """Return the place whose packet is here after so many steps of each ring."""
         steps = (*offsets, *[0] * (len(self.groups) - len(offsets)))
         return place_at([rank - step for rank, step in zip(self.here, steps)], self.sizes)
 
@@ -302,7 +304,7 @@ class Ring:
     # -- forward -----------------------------------------------------------------------------------
 
     def forward(self, own: Packet) -> Iterator[tuple[int, Packet]]:
-        """As `Rounds`."""
+        """Yield packets as `Rounds` does."""
         return self._around((), own)
 
     def _around(self, prefix: Offsets, packet: Packet) -> Iterator[tuple[int, Packet]]:
@@ -324,7 +326,8 @@ class Ring:
     # -- backward ----------------------------------------------------------------------------------
 
     def backward(self, own: Packet, contribute: Contribute) -> Packet:
-        """As `Rounds`: gradients follow their packet around, one step behind it."""
+        """Sum contributions as `Rounds` does: they follow their packet around, one step behind
+        it."""
         return self._back((), own, contribute)
 
     def _back(self, prefix: Offsets, packet: Packet, contribute: Contribute) -> Packet:
@@ -379,7 +382,7 @@ class Bodies:
 
     @property
     def team(self) -> Team | None:
-        """As `Rounds`."""
+        """The team, as of `Rounds`."""
         size = self.members.size
         first = self.ring.rank * size
         return Team(self.members, self.ranks.counts[first : first + size]) if size > 1 else None
@@ -403,7 +406,8 @@ class Bodies:
             packet = packet if coming is None else coming.wait()
 
     def backward(self, own: Packet, contribute: Contribute) -> Packet:
-        """As `Rounds`, of those that see this team's packet in the same share of steps."""
+        """Sum contributions as `Rounds` does, of those that see this team's packet in its share of
+        steps."""
         packet, arriving = self._first(own), None
         for step in self.share:
             coming = self._next(step, packet)

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each rank of a context-parallel group holds, and in which order.
+"""Layouts of a sequence's tokens over the ranks of a context-parallel group, and their order.
 
 contiguous  rank i holds the i-th run of tokens
 zigzag      the sequence in 2p chunks; rank i holds chunks i and 2p-1-i, so that under a causal mask
@@ -23,7 +23,7 @@ Runs = tuple[range, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """For each place the positions that it holds, as ascending ranges in the order of its tokens.
+    """The positions that each place holds, as ascending ranges in the order of its tokens.
 
     A place is a rank's number in its group, or in several groups together (`call.place_of`).  No
     length has to be divisible: parts may differ by a token or two.
@@ -47,7 +47,7 @@ class Layout:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many tokens each place holds."""
+        """The number of tokens at each place."""
         return tuple(sum(map(len, runs)) for runs in self.runs)
 
     @property

@@ -1,4 +1,4 @@
-"""Is a fused module as right as the module itself, in the type that it trains in?
+"""The accuracy test of a fused module against the module itself, in the dtype that it trains in.
 
 Dropout is compared with the masks that are drawn, where a compiled graph draws as eager torch does:
 on a CPU.  On a GPU it does not (torch's fused operator and what inductor makes of it number their

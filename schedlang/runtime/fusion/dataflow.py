@@ -277,8 +277,10 @@ def _is_foreign(code: CodeType) -> bool:
 
 @cache
 def _tests(code: CodeType) -> dict[int, tuple[tuple[str, bool], ...]]:
-    """By the place of each comparison with None the names that it may be about, and whether it is
-    about what the name stands for, or about what is made of that."""
+    """Return the names that each comparison with None may be about, by its place.
+
+    With each name: whether the comparison is about what it stands for, or what is made of that.
+    """
     found: dict[int, tuple[tuple[str, bool], ...]] = {}
     line: list[dis.Instruction] = []
     for one in dis.get_instructions(code):
@@ -568,7 +570,7 @@ def without_bias(module: nn.Module, x: Tensor) -> Tensor:
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """Without the function modes that hold here."""
+    """Leave the function modes that hold here, for the time of a block."""
     with ExitStack() as stack:
         for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             stack.enter_context(_pop_mode_temporarily())

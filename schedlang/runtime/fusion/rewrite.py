@@ -1,4 +1,4 @@
-"""Where a pattern stands in a data flow, and the flow with each place taken out as one call."""
+"""Matches of a pattern in a data flow, and the flow with each match taken out as one call."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Match:
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
-        """What it gives."""
+        """The nodes of the results."""
         return self.several or (self.root,)
 
 

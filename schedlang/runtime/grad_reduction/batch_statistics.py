@@ -55,7 +55,7 @@ class BatchSum:
 
     @property
     def mean(self) -> bool:
-        """Is it divided by the rows?"""
+        """Whether the sum is divided by the rows."""
         return self.name in MEANS
 
 
@@ -75,7 +75,7 @@ Mix = Mapping[Any, bool]  # sums that a tensor is made of -> whether by linear c
 
 
 class Sums(Lattice):
-    """Which sums over all rows a tensor is made of, in a forward with `rows` rows."""
+    """The sums over all rows that each tensor is made of, in a forward with `rows` rows."""
 
     mark: str = "_schedlang_sums"
     nothing: Mix = MappingProxyType({})
@@ -160,7 +160,8 @@ def _mixed(name: str, given: list[Tensor], mixes: list[Mix]) -> Mix:
 
 
 def _counted(out: Tensor, given: list[Tensor]) -> bool:
-    """Is it a whole number made of others: bounds of groups, an index?"""
+    """Return whether a tensor holds integers made of floating-point ones: bounds of groups, an
+    index."""
     whole = not out.is_floating_point()
     return whole and any(tensor.is_floating_point() for tensor in given)
 

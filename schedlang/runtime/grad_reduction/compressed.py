@@ -128,7 +128,7 @@ def _mean(rows: Tensor, there: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Codec:
-    """How gradients are compressed.
+    """The method by which gradients are compressed.
 
     kind      "powersgd", "int8" or "onebit"
     rank      of the product that stands for a matrix (powersgd)
@@ -142,7 +142,7 @@ class Codec:
     feedback: bool = True
 
     def smaller(self, shape: Sequence[int]) -> bool:
-        """Is a tensor of this shape compressed?  Vectors never are."""
+        """Return whether a tensor of this shape is compressed; vectors never are."""
         if len(shape) < 2:
             return False
         if self.kind != "powersgd":
@@ -256,7 +256,7 @@ class Compressor:
         return out
 
     def _gathered(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """For each rank of the group its tensors, in one message."""
+        """Gather the tensors of each rank of the group, in one message."""
         flat = torch.cat([t.reshape(-1) for t in tensors])
         whole = all_gather(flat, 0, self.group)
         sizes = [t.numel() for t in tensors]

@@ -86,7 +86,7 @@ class Flat:
             self._open = True
 
     def written(self) -> list[int]:
-        """How often each gradient was written into."""
+        """Return the number of writes into each gradient."""
         return [view._version for view in self.views]
 
     def at_home(self) -> bool:
@@ -170,7 +170,7 @@ class Held(dict[str, nn.Parameter]):
         return not away and not isinstance(parameter, DTensor) and id(parameter) not in self._flat
 
     def buckets(self, names: tuple[str, ...], most: int | None) -> list[Flat | list[nn.Parameter]]:
-        """How the gradients of some are summed, up to so many bytes at once.
+        """Return the buckets in which gradients are summed, each of at most so many bytes.
 
         What stands in a bucket follows from the names alone: all ranks of the group have the same
         ones. Whether a bucket lies together is each rank's own affair, for it is sent alike.
@@ -216,7 +216,8 @@ def in_buckets(parameters: Sequence[nn.Parameter], most: int | None) -> list[lis
 
 
 def buckets(sizes: Sequence[tuple[int, object]], most: int | None = None) -> list[list[int]]:
-    """Which tensors, of these bytes and kinds (dtypes), are summed together: runs of one kind."""
+    """Return runs of tensors of one kind (dtype) that are summed together; given bytes and
+    kinds."""
     limit = BUCKET_BYTES if most is None else most
     found: list[list[int]] = []
     room, kind = 0, object()
@@ -242,7 +243,7 @@ def local_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Those of them that have one; plain ones are asked without a call of Python."""
+    """Return the gradients of those parameters that have one, with few calls of Python."""
     found = [
         p.grad if OFFLOADED not in p.__dict__ and not isinstance(p, DTensor) else local_gradient(p)
         for p in parameters

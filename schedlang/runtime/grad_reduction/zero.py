@@ -47,9 +47,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Unit:
-    """How what a module holds is sliced: the `root` of its stage, or one of which parts compute
-    after its forward (`waits`), the tier on which its slices lie, and the dtype in which they are
-    gathered (None: as stored; their gradients are reduced as stored either way)."""
+    """The slicing of what a module holds.
+
+    `root`: the root of its stage; `waits`: parts of it compute after its forward; `tier`: where its
+    slices lie; `low`: the dtype in which they are gathered (None: as stored; gradients are reduced
+    as stored either way).
+    """
 
     root: bool = False
     waits: bool = False
@@ -315,7 +318,7 @@ def gathering(sliced: Mapping[int, Sliced]) -> Mapping[Kind, Handler]:
 def reduced(
     sliced: Sliced, parameters: Mapping[str, nn.Parameter]
 ) -> Iterator[tuple[frozenset[str], float]]:
-    """For each unit the names of its parameters, and the number that their sum is divided by."""
+    """Yield the names of each unit's parameters, and the number that their sum is divided by."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     for unit in sliced.units:
         for group in groups_of(unit):

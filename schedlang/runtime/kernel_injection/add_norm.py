@@ -259,7 +259,8 @@ _rewrite_all._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_constant(value: Any) -> bool:
-    """Whatever is no plain number, flag or text is part of the flow."""
+    """Return whether a value is a plain number, flag or text, or empty; all else is part of the
+    flow."""
     return isinstance(value, _PLAIN) or (isinstance(value, (tuple, dict)) and len(value) == 0)
 
 

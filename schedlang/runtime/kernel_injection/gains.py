@@ -1,4 +1,4 @@
-"""What fusing a module gains: kernels and bytes as it is, and fused."""
+"""The gain of fusing a module: kernels and bytes before and after."""
 
 from __future__ import annotations
 

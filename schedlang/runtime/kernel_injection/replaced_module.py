@@ -72,12 +72,12 @@ class Joined(nn.Module):
         return functional_call(inner, given, args, kwargs)
 
 
-class Held(nn.Module):
+class BareParameters(nn.Module):
     """Parameters under their names; what they compute stands elsewhere."""
 
 
 def _bare(module: nn.Module) -> nn.Module:
-    held = Held()
+    held = BareParameters()
     for name, parameter in module.named_parameters(recurse=False):
         held.register_parameter(name, parameter)
     for name, child in module.named_children():
@@ -205,7 +205,7 @@ def _buffers(fqn: str, name: str, old: nn.Module, new: nn.Module) -> None:
 
 
 def _adapted(new: nn.Module, old: nn.Module) -> None:
-    """Its own buffers to where the parameters are; in float64 if they are."""
+    """Move the new module's buffers to the device of the parameters, and to float64 if they are."""
     first = next(old.parameters(), None)
     if first is None or first.is_meta:
         return
@@ -218,7 +218,7 @@ def _adapted(new: nn.Module, old: nn.Module) -> None:
 
 
 def _same_call(fqn: str, old: nn.Module, new: nn.Module, name: str) -> None:
-    """Whatever calls the one can call the other in the same words."""
+    """Refuse a new module whose forward cannot be called in the same words as the old one's."""
     before, after = _arguments(old), _arguments(new)
     kinds = inspect.Parameter
     rest = {p.kind for p in after.values()}

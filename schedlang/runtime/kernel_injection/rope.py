@@ -159,7 +159,7 @@ def _called(function: Any, order: tuple[str, ...], given: Mapping[str, Tensor], 
 
 
 def _runs(function: Any, order: tuple[str, ...], heads: int, **more: Any) -> list[_Run]:
-    """With as many angles as numbers, and with half as many; without those that do not run."""
+    """Run with as many angles as numbers, and with half as many; leave out what does not run."""
     found = []
     for angles in (_SIZE, _SIZE // 2):
         given = _drawn(heads, angles)
@@ -195,7 +195,7 @@ def _distance(run: _Run, order: tuple[str, ...], width: int, form: Form) -> floa
 
 
 def _finished(function: Any, found: Rotation) -> Rotation | Mismatch:
-    """With its gradients judged, and where it rounds."""
+    """Return the rotation with its gradients judged, and where it rounds; else a Mismatch."""
     angles = _SIZE // (1 + found.doubled)
     try:
         error = _gradient_distance(function, found, angles)

@@ -195,7 +195,7 @@ def _kill(alive: Mapping[int, int]) -> None:
 
 
 class Outbox:
-    """Where `progress` of this process goes; nowhere outside a rank."""
+    """The receiver of `progress` of this process; None outside a rank."""
 
     tell: Callable[[object], None] | None = None
 

@@ -1,4 +1,4 @@
-"""Under torchrun: whether the ranks of a job get on, and where each stands if none of them does.
+"""Progress of a torchrun job: whether its ranks get on, and where each stands if none does.
 
 A thread of each rank looks whether its rank gets on, by the rule of local ranks (`hang`), and if it
 does raises a number in the job's store.  If nobody raised it for `HANG` seconds, no rank gets on:
@@ -52,7 +52,7 @@ class inside(ContextDecorator):  # noqa: N801  (reads as a function: `with insid
 
 
 def watch() -> None:
-    """From now on the ranks of this job are watched, if torchrun has started it, and on CPUs."""
+    """Watch the ranks of this job from now on, if torchrun has started it, and on CPUs."""
     global _watched
     apart = "TORCHELASTIC_RUN_ID" in os.environ and threading.current_thread() is _main()
     if _watched or not apart or comm.size() == 1 or device.accelerator() is not None:
@@ -118,7 +118,8 @@ class Heart:
     # -- of this rank ------------------------------------------------------------------------------
 
     def gets_on(self) -> bool:
-        """Has it worked since any rank last did, or is it about something else?"""
+        """Return whether this rank has worked since any rank last did, or is about something
+        else."""
         if not _depth or _debugged():
             return True
         now = self.now()
@@ -178,7 +179,7 @@ def _stack() -> str:
 
 
 def _debugged() -> bool:
-    """Does the main thread wait for somebody who looks at it?"""
+    """Return whether a debugger holds the main thread."""
     frame: FrameType | None = sys._current_frames().get(_main().ident or 0)
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _DEBUGGERS:

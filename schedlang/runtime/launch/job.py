@@ -176,7 +176,7 @@ def _frames(buffer: bytearray) -> list[Any]:
 
 @dataclass
 class Job:
-    """What is known of a running job."""
+    """The state of a running job, as its starter knows it."""
 
     world: int
     on_progress: Callable[[int, Any], None] | None
@@ -219,7 +219,7 @@ def judge(job: Job) -> None:
 
 
 def account(code: int, log: Path) -> str:
-    """How a process ended, its last words, and where it stood: the cause stands first.
+    """Describe how a process ended, its last words, and where it stood: the cause stands first.
 
     What faulthandler writes of all threads, once a signal has come, is as long as there are
     threads; of it the one is told in which the signal came, or else the main one.
@@ -291,7 +291,7 @@ def works(now: tuple[float, float], then: tuple[float, float], hang_after: float
 
 
 def stacks(job: Job, ranks: Sequence[Rank]) -> dict[int, str]:
-    """Where the main thread of each unfinished rank stands, innermost call first."""
+    """Return the stack of the main thread of each unfinished rank, innermost call first."""
     waiting = [r for r in ranks if r.pid and r.rank not in job.results]
     sizes = {r.rank: r.log.stat().st_size for r in waiting}
     for rank in waiting:
@@ -301,7 +301,7 @@ def stacks(job: Job, ranks: Sequence[Rank]) -> dict[int, str]:
 
 
 def _dumped(log: Path, start: int, end: float) -> str:
-    """What a rank writes of its threads from `start` on; whole once nothing comes any more."""
+    """Read what a rank writes of its threads from `start` on, until nothing more comes."""
     text, more = "", log.read_bytes()[start:].decode(errors="replace")
     while (more != text or not more) and time.monotonic() < end:
         time.sleep(_POLL)
@@ -328,7 +328,8 @@ class TimeIsUp(BaseException):
 
 @dataclass
 class Limit:
-    """So many seconds from a point of time on; `watching` while a pool holds its ranks to it."""
+    """A time limit, in seconds from a point of time; `watching` while a pool holds its ranks to
+    it."""
 
     seconds: float
     end: float
@@ -342,7 +343,7 @@ class Limit:
 
     @property
     def why(self) -> str:
-        """What is said of work that did not end in time."""
+        """The message for work that did not end in time."""
         return f"not finished after {self.seconds:g} s"
 
 
@@ -379,7 +380,7 @@ def limited(seconds: float | None, hard: Callable[[str], None] | None = None) ->
 
 
 def let_go() -> None:
-    """What comes now may take its time: the work is done but for telling of it."""
+    """Lift the limit of now: the work is done but for telling of it."""
     if (limit := current()) is not None:
         limit.watching = True
 
@@ -405,7 +406,7 @@ def _alarm(limit: Limit) -> Iterator[None]:
 
 
 def _last_resort(limit: Limit, tell: Callable[[str], None]) -> threading.Timer:
-    """What ends this process where no exception gets through; its ranks end with it."""
+    """Start a timer that ends this process, and so its ranks, where no exception gets through."""
     main = threading.main_thread().ident
 
     def end() -> None:

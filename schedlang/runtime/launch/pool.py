@@ -260,7 +260,7 @@ class Pool:
         return rank if rank is not None and rank.pid == pid else None
 
     def _watch(self, job: Job, timeout: float | None, hang_after: float) -> None:
-        """Until all results are there; raises what went wrong."""
+        """Watch the ranks until all results are there; raise what went wrong."""
         end, why = None if timeout is None else time.monotonic() + timeout, ""
         limit = current()
         if limit is not None and (end is None or limit.end < end):
@@ -310,7 +310,7 @@ class Pool:
 
 @contextmanager
 def _watching() -> Iterator[None]:
-    """Meanwhile the limit under which this runs is held by who watches the ranks."""
+    """Leave the current limit, for the time of a block, to the watcher of the ranks."""
     limit = current()
     if limit is None:
         yield

@@ -54,7 +54,7 @@ class Head:
 
 
 def probe_held(module: nn.Module) -> Head | Mismatch:
-    """As `probe_head`, for logits in place."""
+    """Probe as `probe_head`, for logits in place."""
     found = probe_head(module)
     return found if isinstance(found, Mismatch) else replace(found, held=True)
 

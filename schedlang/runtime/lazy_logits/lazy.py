@@ -116,7 +116,7 @@ class LazyLogits(StandIn):
         return self.x.requires_grad or self.weight.requires_grad
 
     def dim(self) -> int:
-        """As Tensor.dim."""
+        """Return the number of dims, as Tensor.dim."""
         return self.x.ndim
 
     def __len__(self) -> int:
@@ -140,13 +140,13 @@ class LazyLogits(StandIn):
         return self.real
 
     def whole(self) -> Tensor:
-        """As a plain tensor."""
+        """Return the logits as a plain tensor."""
         return self.computed()
 
     # -- what keeps them lazy --------------------------------------------------------------------
 
     def _then(self, step: Callable[[Tensor], Tensor], **new: Any) -> Any:
-        """After one more step; computed if they are already."""
+        """Note one more step, or apply it if the logits are computed already."""
         if self.real is not None:
             return step(self.real)
         return replace(self, steps=(*self.steps, step), like=step(self.like), **new)
@@ -177,18 +177,18 @@ class LazyLogits(StandIn):
     div = __truediv__
 
     def tanh(self) -> Any:
-        """As Tensor.tanh; a second time there is no kernel for it."""
+        """Apply Tensor.tanh; a second time there is no kernel for it."""
         return self.computed().tanh() if self.cap else self._then(torch.tanh, cap=1.0)
 
     def detach(self) -> Any:
-        """As Tensor.detach."""
+        """Detach as Tensor.detach."""
         bias = None if self.bias is None else self.bias.detach()
         if self.real is not None:
             return self.real.detach()
         return replace(self, x=self.x.detach(), weight=self.weight.detach(), bias=bias)
 
     def view(self, *shape: Any) -> Any:
-        """As Tensor.view where the last dim stays whole; computed otherwise."""
+        """View as Tensor.view where the last dim stays whole; computed otherwise."""
         sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
         if self.real is None and sizes and _keeps_last(sizes, self.shape):
             return self._moved(self.x.reshape(*sizes[:-1], self.x.shape[-1]))
@@ -211,7 +211,7 @@ class LazyLogits(StandIn):
     # -- the losses ------------------------------------------------------------------------------
 
     def has_loss(self) -> bool:
-        """Unless they are computed already."""
+        """Whether the loss can still be computed in their place: they are not computed yet."""
         return self.real is None
 
     def statistics(self, target: Tensor, form: Form) -> Three:
@@ -231,7 +231,7 @@ class LazyLogits(StandIn):
         return joined
 
     def logsumexp(self, dim: Any, keepdim: bool = False) -> Any:
-        """As Tensor.logsumexp; over the classes chunk by chunk."""
+        """Reduce as Tensor.logsumexp; over the classes chunk by chunk."""
         if not self.has_loss() or dim not in (-1, self.ndim - 1, (-1,), [-1]):
             return self.computed().logsumexp(dim, keepdim)
         nothing = torch.full((self.shape[:-1].numel(),), -1, device=self.device)

@@ -1,4 +1,4 @@
-"""What stand-ins for logits share: calls of torch's functions, indices, and the loss's arguments.
+"""Base of stand-ins for logits: calls of torch's functions, indices, and the loss's arguments.
 
 A stand-in goes through a model's own code in place of logits that are nowhere whole.  It knows a
 few functions; for anything else it gives the whole, so that any model gets what it asked for.
@@ -21,7 +21,7 @@ class StandIn:
 
     @property
     def ndim(self) -> int:
-        """As Tensor.ndim."""
+        """The number of dims, as Tensor.ndim."""
         return len(self.shape)
 
     @property
@@ -34,7 +34,7 @@ class StandIn:
         raise NotImplementedError
 
     def view(self, *shape: Any) -> Any:
-        """As Tensor.view."""
+        """View as Tensor.view."""
         raise NotImplementedError
 
     def has_loss(self) -> bool:
@@ -47,11 +47,11 @@ class StandIn:
         raise NotImplementedError
 
     def size(self, dim: int | None = None) -> Any:
-        """As Tensor.size."""
+        """Return the size, as Tensor.size."""
         return self.shape if dim is None else self.shape[dim]
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
-        """As Tensor.flatten; a view where the last dim stays whole."""
+        """Flatten as Tensor.flatten; a view where the last dim stays whole."""
         first, last = start_dim % self.ndim, end_dim % self.ndim
         if not first <= last < self.ndim - 1:
             return self.whole().flatten(start_dim, end_dim)

@@ -102,7 +102,7 @@ class ShardedLogits(StandIn):
         return whole[..., : self.classes]
 
     def whole(self) -> Tensor:
-        """As a plain tensor."""
+        """Return the logits as a plain tensor."""
         return self.gathered()
 
     # -- what keeps the split --------------------------------------------------------------------
@@ -111,7 +111,7 @@ class ShardedLogits(StandIn):
         return ShardedLogits(local, self.group, self.classes)
 
     def view(self, *shape: Any) -> Any:
-        """As Tensor.view where the last dim stays whole; gathered otherwise."""
+        """View as Tensor.view where the last dim stays whole; gathered otherwise."""
         sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
         if sizes and sizes[-1] in (self.classes, -1) and (sizes.count(-1) < 2):
             leading_known = -1 not in sizes[:-1]

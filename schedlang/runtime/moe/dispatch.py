@@ -24,7 +24,7 @@ Places = Sequence[tuple[int, ...]]  # of every expert, its place on each axis
 
 
 def place_of(sizes: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """For each expert its place on each of some axes: equal runs, the last axis fastest."""
+    """Return each expert's place on each of some axes: equal runs, the last axis fastest."""
     ranks = 1
     for size in sizes:
         ranks *= size
@@ -81,7 +81,7 @@ class Counts:
 
     @staticmethod
     def of(told: Sequence[int], chunks: int, count: int, steps: Sequence[Step]) -> Counts | None:
-        """From the numbers that `sent_by` gives; None from none."""
+        """Read the numbers that `sent_by` gives; None from none."""
         if not told:
             return None
         table = np.array(told).reshape(*(step.group.size for step in steps), chunks, count)

@@ -60,7 +60,7 @@ def within(choices: int, count: int, capacity: float) -> int:
 
 
 def places_of_rows(expert: Tensor, count: int, limit: int) -> tuple[Tensor, Tensor]:
-    """For each of `limit` places of each expert the row that has it, and whether one does.
+    """Return the row at each of `limit` places of each expert, and whether there is one.
 
     `expert` of each row: `count` for a row that has none. Free places name some row.
     """

@@ -112,7 +112,7 @@ def _listed(module: nn.Module) -> NoExperts | None:
 
 
 def scales(shapes: list[tuple[int, ...]]) -> Iterator[int]:
-    """By how much sizes are divided in a trial: as small as is sure to differ, else as it is."""
+    """Yield the divisors of sizes in a trial: as large as is sure to differ, then 1."""
     common = math.gcd(*(size for shape in shapes for size in shape[1:]))
     least = min(size for shape in shapes for size in shape[1:])
     scale = max((d for d in range(1, common + 1) if common % d == 0 and least // d >= 4), default=1)

@@ -21,7 +21,7 @@ from schedlang.runtime.storage import copies
 from schedlang.runtime.storage.saved import Pack, View, outside, slot
 
 
-class Held:
+class StreamedParameter:
     """One parameter: `home` off the device, and its copy there while a module has it."""
 
     def __init__(self, parameter: nn.Parameter, home: Tensor) -> None:
@@ -144,7 +144,7 @@ class Window:
 class Streamed:
     """The layer around the forward of a module whose parameters are streamed."""
 
-    def __init__(self, held: Sequence[Held], window: Window, ahead: int) -> None:
+    def __init__(self, held: Sequence[StreamedParameter], window: Window, ahead: int) -> None:
         self.held, self.window, self.ahead = tuple(held), window, ahead
         self.device = self.held[0].device
         self.working = 0  # forwards that run now
@@ -196,7 +196,7 @@ class Streamed:
 class _Note:
     """A note in the place of a streamed parameter, or of a view of one."""
 
-    def __init__(self, unit: Streamed, held: Held, tensor: Tensor) -> None:
+    def __init__(self, unit: Streamed, held: StreamedParameter, tensor: Tensor) -> None:
         self.unit, self.held, self.view = unit, held, View.of(tensor)
 
     def tensor(self) -> Tensor:
@@ -205,7 +205,9 @@ class _Note:
         return self.view.on(self.held.there())
 
 
-def stream(module: nn.Module, held: Sequence[Held], window: Window, ahead: int) -> None:
+def stream(
+    module: nn.Module, held: Sequence[StreamedParameter], window: Window, ahead: int
+) -> None:
     """Give `module` these parameters for its forwards and backwards only, in place."""
     wrap(module, "stream", Streamed(held, window, ahead))
 

@@ -187,7 +187,7 @@ class Offload(Policy):
 
 
 def _counts_apart(tensor: Tensor) -> bool:
-    """Is a tensor a part of a storage whose other parts count their own writes?
+    """Return whether a tensor is a part of a storage whose other parts count their own writes.
 
     So it is with `unsafe_chunk`, by which torch's recurrent cells take their gates apart and write
     them one by one: their versions do not tell that the rest of the storage has changed since.
@@ -287,7 +287,7 @@ def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
 
 
 class Lodged(Policy):
-    """In the bag of the forward that runs, if there is one."""
+    """The policy that keeps tensors in the bag of the forward that runs, if there is one."""
 
     def saving(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `inner`; what stays is kept without its history, which would live on with it."""

@@ -210,7 +210,7 @@ class Tiers:
 
 
 class Home(Protocol):
-    """A parameter off the device: whole (`Held`), or its slice (`Shard`)."""
+    """A parameter off the device: whole (`StreamedParameter`), or its slice (`Shard`)."""
 
     @property
     def home(self) -> Tensor:
@@ -265,7 +265,7 @@ def _ahead(some: Iterable[T]) -> Iterator[T]:
 
 
 @dataclass
-class Away:
+class Offloaded:
     """This rank's parameters, and where each of their parts lies.
 
     disk        whether any row puts anything on disk, on any rank
@@ -373,7 +373,8 @@ class Away:
         self.check("the state that could not be written stays in memory")
 
     def home(self, optimizer: torch.optim.Optimizer | None) -> AbstractContextManager[None]:
-        """While it is entered, state that other ranks hold is here; all ranks enter it."""
+        """Bring the state that other ranks hold here, for the time of a block; all ranks enter
+        it."""
         if self.peer is None or optimizer is None:
             return nullcontext()
         return self.peer.home(optimizer)
@@ -399,7 +400,7 @@ class Away:
 
     @property
     def _devices(self) -> list[torch.device]:
-        """Those from which the host copies, and need not wait until it reads."""
+        """Return the devices from which copies to the host run without waiting."""
         some = list(self.parameters.values())
         there = [local(one) for one in (*some, *(p.grad for p in some)) if one is not None]
         lies = dict.fromkeys(one.device for one in there)

@@ -21,7 +21,7 @@ BACKOFF, GROWTH = 0.5, 2.0
 
 @dataclass
 class LossScale:
-    """By what a loss is multiplied before backward; `growth` 0: it is not, and nobody is told.
+    """The factor of a loss before backward; `growth` 0: there is none, and nobody is told.
 
     good      steps that have followed the last change
     overflow  the last step was skipped, on all ranks

@@ -23,7 +23,7 @@ from schedlang.runtime.storage.offloaded_gradients import local
 
 
 def is_elementwise(optimizer: Callable[[Any], torch.optim.Optimizer]) -> bool:
-    """Does a small matrix, updated as a whole, move as its quarters do when updated alone?
+    """Return whether a small matrix, updated whole, moves as its quarters do when updated alone.
 
     Two steps with unequal gradients, in float64, equal to the last bit.  The function is called
     with made-up names (`probe.weight`).
@@ -156,7 +156,7 @@ AT_ONCE = 2**24  # elements that are whole at a time, or one parameter
 
 @dataclass(frozen=True)
 class WholeStep:
-    """How parameters of these holdings are stepped on; the same on every rank."""
+    """The optimizer step of parameters with these holdings; called on every rank alike."""
 
     parameters: Mapping[str, nn.Parameter]
     holdings: Mapping[str, Holding]

@@ -139,7 +139,7 @@ def _key(signature: Any, name: Message) -> Any:
 
 
 class _Slice:
-    """What one slice takes of earlier ones and owes to them; see flight.Carried."""
+    """The values that one slice takes of earlier ones and owes to them; see flight.Carried."""
 
     def __init__(self, carried: Carried, index: int) -> None:
         self.carried, self.index = carried, index
@@ -287,11 +287,11 @@ class Pipeline:
         return self.ranks[self.home(stage, replica)]
 
     def fills(self, bag: Bag) -> AbstractContextManager[Any]:
-        """Around a forward whose activations leave: what goes into the bag."""
+        """Enter a forward whose activations leave: they go into the bag."""
         return bag.at_hand() if self.picked else bag.collecting()
 
     def _planned(self, *kinds: Kind) -> frozenset[Work]:
-        """What this rank does one of these kinds of operations to."""
+        """Return the work that this rank does operations of these kinds on."""
         t = self.timeline
         planned = np.isin(t.kind, kinds)
         if not planned.any():

@@ -41,7 +41,7 @@ class _Storage:
     views: list[Kept] = field(default_factory=list)
 
     def check(self) -> None:
-        """As autograd does for what it saves itself."""
+        """Check versions, as autograd does for what it saves itself."""
         for view in self.views:
             view.tensor()
 
@@ -88,15 +88,15 @@ class Bag:
 
     @property
     def bytes(self) -> int:
-        """How many bytes of it are on this rank now."""
+        """The number of its bytes that are on this rank now."""
         return sum(one.size for one in self._storages if one.raw is not None)
 
     def collecting(self) -> AbstractContextManager[Any]:
-        """Around a forward: what it saves goes into this bag."""
+        """Collect in this bag what a forward saves, for the time of a block."""
         return slot(self._pack)
 
     def at_hand(self) -> AbstractContextManager[None]:
-        """Around a forward: modules that ask for it put into this bag what they save."""
+        """Offer this bag, for the time of a block, to modules that ask for it."""
         return within(park=self._pack)
 
     def close(self, leaves: Iterable[Tensor]) -> None:
@@ -126,7 +126,7 @@ class Bag:
         self._bring = parts
 
     def open(self) -> None:
-        """Before a backward: everything is in its place again."""
+        """Bring everything back to its place, before a backward."""
         bring, self._bring = self._bring, None
         for part, raw in zip(self._parts(), bring() if bring is not None else ()):
             at = 0
@@ -210,17 +210,17 @@ class Message(NamedTuple):
 
 
 class Carried(Protocol):
-    """What slices of one microbatch hand to each other within a stage, beside the messages.
+    """The values that slices of one microbatch pass on within a stage, beside the messages.
 
     `leaves()` came from earlier slices; they get a gradient in the backward, and `returned()` is
     called when they have it. `roots()` are what later slices took, with the gradients they gave.
     """
 
     def leaves(self) -> Sequence[torch.Tensor]:
-        """What came from earlier slices."""
+        """Return the values from earlier slices."""
 
     def roots(self) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
-        """What later slices took, and the gradients that they gave."""
+        """Return the values that later slices took, and the gradients that they gave."""
 
     def returned(self) -> None:
         """The leaves have their gradients."""
@@ -228,7 +228,7 @@ class Carried(Protocol):
 
 @dataclass
 class Flight:
-    """What a stage keeps of a microbatch from its forward to its backward.
+    """The values that a stage keeps of a microbatch from its forward to its backward.
 
     leaves   what was received, where gradients go back from
     edges    where the gradients of what was sent enter

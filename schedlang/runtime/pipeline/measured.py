@@ -1,4 +1,4 @@
-"""When the operations of a step ran on this rank: to be laid beside their timeline."""
+"""Measured times of a step's operations on this rank, to be compared with their timeline."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Watch:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around one step, on all ranks alike."""
+        """Time one step, on all ranks alike."""
         mail = self.pipeline.mail
         take = mail.take
 
@@ -66,7 +66,7 @@ class Watch:
 
     @contextmanager
     def around(self, op: Op, inner: AbstractContextManager[Any]) -> Iterator[None]:
-        """Around one forward or backward."""
+        """Time one forward or backward."""
         turn = self._arrived = self._now()
         with inner:
             yield

@@ -74,7 +74,7 @@ class EarlySums:
         self._running = []
 
     def _close(self) -> None:
-        """Whatever ran last has ended: all its sums begin."""
+        """Begin all sums of the operation that ran last."""
         if self._armed is not None:
             self._running += self._armed.close()
             self._armed = None
@@ -142,7 +142,7 @@ class Armed:
             self._begin()
 
     def _full(self) -> bool:
-        """Has all been added to the next bucket that was added in the step before?"""
+        """Return whether the next bucket has got every addition that it got in the step before."""
         place = len(self.begun)
         if place == len(self.learned.waiting):
             return False
@@ -193,12 +193,13 @@ class Armed:
 
 
 def _writes(members: Members) -> list[int] | None:
-    """How often each gradient of a bucket was written into, if they lie together."""
+    """Return the number of writes into each gradient of a bucket; None if they do not lie
+    together."""
     return members.written() if isinstance(members, Flat) and members.at_home() else None
 
 
 def _states(members: Members) -> list[Any]:
-    """Which gradients a bucket has, and how often each was written."""
+    """Return the identity and the number of writes of each gradient of a bucket."""
     if isinstance(members, Flat):
         return [*members.written(), members.at_home()]
     grads = [local_gradient(p) for p in members]

@@ -203,7 +203,7 @@ def _header(layout: Layout, device: torch.device) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """What carries a tensor: itself, or its memory where a backend may not know its dtype."""
+    """Return the tensor to send: itself, or its bytes where a backend may not know its dtype."""
     if tensor.dtype in CARRIED:  # the receiver expects it as itself, however it lies here
         return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
     flat = tensor.detach().contiguous().reshape(-1)

@@ -72,7 +72,7 @@ class Parking:
                 self._sizes.append((world.isend(message, to, self.hosts), message))
 
     def make_room(self) -> None:
-        """Before memory is needed: activations that left are gone.
+        """Free activations that have left, before memory is needed.
 
         HOLD stands right behind EVICT in the order of all rows, so it does not wait for what this
         rank does next. A backend that tells what has arrived is asked, not waited for.
@@ -138,7 +138,7 @@ def reload(step: Step, op: Op) -> None:
 
 
 def bag_of(step: Step, work: Work) -> Bag:
-    """What the forward of some work has saved."""
+    """Return the bag of activations that the forward of some work has saved."""
     bag = step.flights[work].bag
     assert bag is not None, "the forward of what is parked keeps no bag"
     return bag

@@ -75,7 +75,7 @@ class StageEnd(BaseException):
 
 @dataclass(frozen=True)
 class Forwarded:
-    """What one forward of a stage made.
+    """The results of one forward of a stage.
 
     `made` are the values for other stages, without history; `edges` where their gradients enter.
     `output` and `loss` are those of the model, on the last stage only.
@@ -114,7 +114,7 @@ class Order:
 
 @dataclass(frozen=True)
 class _Told:
-    """What one hook inside of a unit is told: the leaves of an output and of its arguments."""
+    """The arguments of one hook inside of a unit: the leaves of an output and of its arguments."""
 
     name: str
     hook: int
@@ -178,7 +178,8 @@ class Stub:
             tell(module, one.hook, pytree.tree_unflatten(given, one.given_spec), output)
 
     def _unknown(self, unit: int, k: int | None, leaf: Any, device: Any) -> Any:
-        """What nothing reads: not a number, so that a reader after all is seen; no memory."""
+        """Return a stand-in for a leaf that nothing reads: NaN, so that a reader is seen; no
+        memory."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         number = math.nan if leaf.dtype.is_floating_point else 0
@@ -263,7 +264,7 @@ class Stage:
         return self._late is None or id(weight) in self._late
 
     def _back(self, tokens: Sequence[Token]) -> tuple[Token, ...]:
-        """Those of some values for which gradients come back."""
+        """Return those values for which gradients come back."""
         return tuple(token for token in tokens if self.differentiable(token))
 
     def mutated(self, token: Token) -> bool:
@@ -371,7 +372,7 @@ class _Enter(torch.autograd.Function):
 
 
 def enter(leaf: torch.Tensor) -> torch.Tensor:
-    """What the model gets for a received leaf."""
+    """Return what the model gets for a received leaf."""
     if not leaf.requires_grad:
         return leaf
     entered: torch.Tensor = _Enter.apply(leaf)  # type: ignore[no-untyped-call]
@@ -393,12 +394,12 @@ def _device(batch: Mapping[str, Any]) -> torch.device:
 
 
 def signature(batch: Mapping[str, Any]) -> Any:
-    """What shapes depend on: shapes and dtypes of tensors, other values as they are."""
+    """Return what shapes depend on: shapes and dtypes of tensors, other values as they are."""
     return _signature(dict(batch))
 
 
 def _signature(tree: Any) -> Any:
-    """By hand for plain nests, which is many times faster than a flattening by pytree."""
+    """Return the signature: plain nests by hand, many times faster than a flattening by pytree."""
     kind = type(tree)
     if isinstance(tree, torch.Tensor):
         return (tree.shape, tree.dtype)

@@ -32,8 +32,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Kept:
-    """What it received from other stages, where generators of random numbers stood, and what the
-    forward has noted (scope.memo)."""
+    """The inputs of a stage's forward, for a second run of it.
+
+    They are what it received from other stages, where generators of random numbers stood, and what
+    the forward has noted (scope.memo).
+    """
 
     received: Mapping[Token, Tensor]
     drawn: Replayed
@@ -41,7 +44,8 @@ class Kept:
 
     @staticmethod
     def now(received: Mapping[Token, Tensor], model: nn.Module, device: torch.device) -> Kept:
-        """Before the forward of a stage's model, whose device draws, or the model itself."""
+        """Note the inputs before a forward of a stage's model; the device draws, or the model
+        itself."""
         drawn = Replayed([*default_generators([device]), *own_generators(model)])
         return Kept(received, drawn)
 
@@ -50,7 +54,7 @@ class Kept:
 
 
 class Result(NamedTuple):
-    """Of one microbatch, on the rank of the last stage: the loss (unscaled) and the output."""
+    """The result of one microbatch on the rank of the last stage: loss (unscaled) and output."""
 
     loss: torch.Tensor | None
     output: Any
@@ -95,7 +99,7 @@ class Step:
         return stage.forward(self.batches[work.microbatch], received), None
 
     def weight(self, work: Work) -> Number:
-        """By what the loss of this part of the batch is multiplied in backward."""
+        """Return the factor of this part's loss in backward."""
         return self.scale[work.microbatch]
 
     def finish(self, work: Work, loss: torch.Tensor | None, output: Any) -> None:
@@ -203,7 +207,7 @@ class Step:
             flight.split.weights()
 
     def roots(self, flight: Flight, work: Work) -> tuple[list[Any], list[Any]]:
-        """Where gradients enter this stage, and the gradients."""
+        """Return the edges at which gradients enter this stage, and the gradients."""
         stage = self.pipe.stages[work.stage]
         if flight.bag is not None:
             flight.bag.open()
@@ -251,7 +255,7 @@ class Step:
             self.outbox[name] = values
 
     def collect(self, back: bool, source: int, target: int, work: Work) -> list[torch.Tensor]:
-        """What another stage has handed over."""
+        """Return the values that another stage has sent."""
         name = _name(back, source, target, work)
         return self.here.pop(name) if name in self.here else self.pipe.mail.take(name)
 

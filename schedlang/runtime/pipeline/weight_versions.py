@@ -61,7 +61,7 @@ class Versions:
 
     @property
     def kept(self) -> int:
-        """How many versions are held now."""
+        """The number of versions that are held now."""
         return 1 + sum(version != self.newest for version in self._kept)
 
     def before(self, op: Op) -> None:
@@ -78,7 +78,7 @@ class Versions:
         self._at += 1
 
     def end(self) -> None:
-        """After the last row: the newest weights stay, and nothing else is kept."""
+        """Keep the newest weights after the last row, and nothing else."""
         assert self._at == len(self._rows), "the step has not been run to its end"
         self._show(self.newest)
         self._kept.clear()
@@ -122,7 +122,7 @@ def versions_of(
 
 
 def totals(everyone: Sequence[Sequence[float]], made: Sequence[int]) -> dict[int, float]:
-    """What the microbatches of each update weigh, from the weights of each replica."""
+    """Return the total weight of each update's microbatches, from the weights of each replica."""
     total: dict[int, float] = {}
     for weights in everyone:
         for microbatch, weight in enumerate(weights):

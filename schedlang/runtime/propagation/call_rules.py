@@ -154,7 +154,8 @@ def check_meeting(step: Step, axis: str) -> None:
 
 
 def _apart(call: Running, met: Sequence[Met], ranks: int) -> str:
-    """How tensors that are split over one axis do not meet as their wholes do; "" if they do."""
+    """Describe how tensors split over one axis meet otherwise than their wholes do; "" if they do
+    not."""
     dims = {_meaning(call, one) for one in met}
     if len(met) < 2 or None in dims:
         return ""
@@ -165,7 +166,8 @@ def _apart(call: Running, met: Sequence[Met], ranks: int) -> str:
 
 
 def _meaning(call: Running, one: Met) -> object:
-    """What the split dim of a tensor is in a call: equal for dims that meet; None: not known."""
+    """Return the role of a tensor's split dim in a call: equal for dims that meet; None: not
+    known."""
     behind = one.tag.dim - len(one.whole)  # counted from the last
     name = call.name.strip("_").removeprefix("i" if call.name.startswith("__i") else "")
     if call.func is F.scaled_dot_product_attention:
@@ -189,7 +191,8 @@ def _meaning(call: Running, one: Met) -> object:
 
 
 def _factor(place: int, behind: int, ndim: int) -> object:
-    """What a dim is in a product of matrices: of the batch, of the left or right, or summed."""
+    """Return the role of a dim in a product of matrices: of the batch, of the left or right, or
+    summed."""
     if ndim == 1:
         return "sum"
     if behind < -2:
@@ -206,7 +209,7 @@ def _letter(call: Running, one: Met) -> object:
 
 
 def _alike(a: Met, b: Met, ranks: int) -> bool:
-    """Does each rank hold the same indices of both, or of one the head of each group of heads?"""
+    """Return whether each rank holds the same indices of both, or of one the head of each group."""
     if (a.tag.blocks, a.tag.uneven) == (b.tag.blocks, b.tag.uneven):
         return True
     few, many = sorted((a, b), key=lambda one: one.size)
@@ -235,7 +238,8 @@ MERGES = ("view", "reshape", "flatten")
 
 
 def legal(step: Step, axis: str) -> list[Uneven]:
-    """How a dim of the result may lie on an axis; the shapes decide among them."""
+    """Return the ways in which a dim of the result may lie on an axis; the shapes decide among
+    them."""
     tags = _tags(step, axis)
     kinds = {tag.uneven for tag, _ in tags}
     if not kinds:
@@ -295,7 +299,7 @@ def mixed(notes: list[Note]) -> bool:
 
 
 def _merges(step: Step, tag: Tag, whole: tuple[int, ...]) -> bool:
-    """Is each part repeated in place here, next to itself?"""
+    """Return whether the call repeats each part in place, next to itself."""
     if step.name == "repeat_interleave":
         dim: Any = step.kwargs.get("dim", step.args[2] if len(step.args) > 2 else None)
         return isinstance(dim, int) and dim % len(whole) == tag.dim
@@ -342,7 +346,8 @@ def factors(expected: Call, tag: Tag | None) -> tuple[int, ...]:
 
 
 def rows_joined(before: tuple[int, ...], tag: Tag, after: tuple[int, ...], dim: int) -> int:
-    """How many rows of heads a reshape puts one behind the other in a dim; 0: none."""
+    """Return the number of rows of heads that a reshape joins in a dim, one behind the other; 0:
+    none."""
     outer, left = math.prod(before[: tag.dim]), math.prod(after[:dim])
     rows = outer // left if left else 0
     joined = len(tag.blocks) == 1 and rows > 1 and rows * before[tag.dim] == after[dim]
@@ -368,7 +373,7 @@ REPEATING = ("expand", "expand_as", "broadcast_to", "repeat", "repeat_interleave
 
 @dataclass(frozen=True)
 class Repeat:
-    """So many calls of the original that repeat each index of a dim next to itself."""
+    """Calls of the original, `calls` of them, that repeat each index of a dim next to itself."""
 
     dim: int
     before: Shape
@@ -377,7 +382,7 @@ class Repeat:
 
     @property
     def times(self) -> int:
-        """How often each index is repeated."""
+        """The number of times that each index is repeated."""
         return self.after[self.dim] // self.before[self.dim]
 
 
@@ -421,7 +426,8 @@ def skipped(
 
 
 def _fits(call: Call, inputs: Sequence[Tensor], follower: Follower) -> bool:
-    """May a call of these tensors be this one of the original?  Only split dims differ in size."""
+    """Return whether a call of these tensors may be this one of the original: only split dims
+    differ."""
     if not inputs or inputs[0].ndim != len(call.inputs[0]):
         return False
     split = {tag.dim for tag in follower.of(inputs[0]).tags.values()}
@@ -444,7 +450,7 @@ def met(inputs: list[Tensor], expected: Call | None, follower: Follower) -> list
 
 
 def _repeated(tensor: Tensor, note: Note, whole: Shape, follower: Follower) -> Note:
-    """What is known of a tensor for which the original's call is given one of this shape."""
+    """Return the note of a tensor for which the original's call is given one of shape `whole`."""
     for repeat in follower.left_out:
         dim, times = repeat.dim, repeat.times
         if repeat.after != whole or tensor.ndim != len(whole):

@@ -55,7 +55,7 @@ class Wanted:
 
     @property
     def uneven(self) -> Uneven:
-        """How the module's own split lies on the ranks."""
+        """The rule by which the module's own split fits the ranks."""
         lies = (self.computes, self.input)
         return next((p.uneven for p in lies if isinstance(p, S)), EVEN)
 
@@ -141,7 +141,7 @@ def _computed(
     kwargs: dict[str, Any],
     follower: Follower,
 ) -> Any:
-    """What a sharded module gives; its own call that does not do with parts, as a mismatch."""
+    """Return the result of a sharded module; refuse its own call that does not work on parts."""
     try:
         return sharded(*args, **kwargs)
     except NotSplit as fault:
@@ -150,7 +150,7 @@ def _computed(
 
 
 def _hoist(edge: Edge, main: Tensor, follower: Follower) -> None:
-    """Where an enclosing module was given the very tensor to be gathered, gather it there.
+    """Gather a tensor in the outermost enclosing module that was given that very tensor.
 
     That module may read sizes from it (batch and sequence), and its children share one gather.
     """

@@ -61,7 +61,7 @@ class Fed:
 
 
 class _Feeding(Lattice):
-    """What a tensor is made of: outputs of projections, the stream, tokens that were mixed."""
+    """The sources of each tensor: outputs of projections, the stream, tokens that were mixed."""
 
     mark: str = "_schedlang_feeds"
     nothing: frozenset[str] = frozenset()
@@ -201,8 +201,8 @@ class Named:
 
 
 class _Naming(Lattice):
-    """Which suspect a tensor is made of, and its largest number; `found` where a dim is too short
-    for that."""
+    """The suspect that each tensor is made of, and its largest number; `found`: a dim is too
+    short."""
 
     mark = "_schedlang_names"
 
@@ -229,7 +229,7 @@ class _Naming(Lattice):
             self.found = Named(key, call.name, model_line(), largest, source.shape[dim])
 
     def after(self, call: Running) -> None:
-        """What is made of a suspect is one, as long as it is whole numbers."""
+        """Mark integers made of a suspect as one."""
         known = next(filter(None, map(self.of, call.inputs)), None)
         for tensor in call.outputs if known is not None else ():
             if not tensor.is_floating_point() and tensor.dtype != torch.bool:

@@ -61,7 +61,8 @@ def reshaped(before: Shape, tag: Tag, after: Shape, dims: Sequence[int]) -> int 
 def told_apart(
     ways: list[dict[str, int]], step: Step, whole: Shape, place: int
 ) -> list[dict[str, int]]:
-    """Those of several ways that hold for each axis when it is followed through the call alone.
+    """Return those of several ways that hold for each axis when it is followed through the call
+    alone.
 
     `whole`: the original's result.
     """
@@ -138,7 +139,7 @@ GATHER = "gather the logits: `output=R` on the row of their module"
 
 
 class Follower(Lattice):
-    """How tensors of the sharded copy lie on the ranks; raises Mismatch at the first disagreement.
+    """The layouts of the sharded copy's tensors; raises Mismatch at the first disagreement.
 
     `frames`: the calls of the original, recorded.
     """
@@ -169,7 +170,7 @@ class Follower(Lattice):
 
     @classmethod
     def noted(cls, tensor: Tensor) -> bool:
-        """Is anything known of a tensor?"""
+        """Return whether anything is noted of a tensor."""
         return cls.mark in tensor.__dict__
 
     def before(self, call: Running) -> None:
@@ -221,7 +222,7 @@ class Follower(Lattice):
         return Mismatch(self.stack.frames[-1], reason, axis, (), self.agreed, helps)
 
     def unseen(self, cross: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """What `cross(x)` gives, whose own calls are none of the model's."""
+        """Return `cross(x)`, whose own calls are none of the model's."""
         self.stack.muted += 1
         crossed = cross(x)
         self.stack.muted -= 1
@@ -356,7 +357,8 @@ class Step(Running):
         return ways[0]
 
     def _fits(self, axis: str, local: int, whole: int) -> Uneven | None:
-        """How a dim that is `whole` lies on an axis if each rank has `local` of it."""
+        """Return how a dim that is `whole` fits an axis whose ranks have `local` of it each; None:
+        not."""
         held = local * self.follower.sizes.get(axis, 0)
         return next((u for u in call_rules.legal(self, axis) if held == whole * u.wide), None)
 

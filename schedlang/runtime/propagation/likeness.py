@@ -10,7 +10,7 @@ from schedlang.kernels.probe import bare_copy
 
 
 def computes_like(module: nn.Module, kind: str) -> bool:
-    """Does a copy with random values, in float64, compute a plain Linear, Conv1D or Embedding?
+    """Return whether a copy with random values computes a plain Linear, Conv1D or Embedding.
 
     It is tried in training mode, and may have no parameters beside weight and bias.  A module with
     a forward of its own may still be plain (Falcon's linear layers), or not (embeddings that

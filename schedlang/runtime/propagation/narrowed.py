@@ -40,7 +40,7 @@ class Narrowed:
     summed: bool = False
 
     def placement(self, x: Tensor) -> S:
-        """How this argument lies once it is cut."""
+        """Return the placement of this argument once it is cut."""
         return S(self.dim, x.shape[self.dim] // self.unit if self.unit else 1)
 
     def cut(self, x: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class Running:
 
 
 class Lattice:
-    """What is followed from tensor to tensor through a forward.
+    """A property that is followed from tensor to tensor through a forward.
 
     mark     the attribute of a tensor that holds what is known of it
     nothing  what is known of a tensor that nothing was put on
@@ -75,7 +75,7 @@ class Lattice:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Any:
-        """What is known of a tensor."""
+        """Return what is known of a tensor."""
         return tensor.__dict__.get(cls.mark, cls.nothing)
 
     @classmethod
@@ -193,7 +193,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class LabelRule:
-    """How a model's loss reads its labels: from which input, through which operations.
+    """The rule by which a model's loss reads its labels: an input, and operations on it.
 
     `count(batch)` is the number of labels that count in a part of the batch; the operations (a
     shift by one token, padding) are those that the model itself was seen to apply.
@@ -204,7 +204,8 @@ class LabelRule:
     ignore_index: int
 
     def count(self, batch: Mapping[str, Any]) -> float:
-        """How many labels count in this part of a batch; its rows if it has no labels."""
+        """Return the number of labels that count in this part of a batch; its rows if it has no
+        labels."""
         return float(self.counted(batch))
 
     def counted(self, batch: Mapping[str, Any]) -> Tensor | float:
@@ -236,7 +237,7 @@ LOSSES = (F.cross_entropy, F.nll_loss)
 
 
 class Recorded(Lattice):
-    """Which tensors are made of the batch, which of labels; every call is written down.
+    """The tensors made of the batch, and those made of labels; every call is written down.
 
     frames      calls by module and turn, but for those inside of opaque modules
     labels      how losses read their labels
@@ -295,7 +296,8 @@ class Recorded(Lattice):
             self._follow_labels(call)
 
     def _note_draw(self, call: Running) -> None:
-        """Of torch's function for multi-head attention it is seen that it drops, and no more."""
+        """Note a call's random draws; of torch's multi-head attention only that it drops is
+        known."""
         func, args, kwargs = call.func, call.args, call.kwargs
         inside = func is F.multi_head_attention_forward and call.argument(10, "dropout_p", 0.0) > 0
         if inside and kwargs.get("training", True):
@@ -373,7 +375,7 @@ def at_many_rows(
     batch: Mapping[str, Any],
     run: Callable[[nn.Module, dict[str, Any], Stack, int], Result],
 ) -> Result | None:
-    """What `run(bare model, inputs, stack, rows)` gives; None if the model takes no other batch.
+    """Return `run(bare model, inputs, stack, rows)`; None if the model takes no other batch.
 
     A dim that holds rows is a multiple of `rows` there, and no dim of a parameter is.
     """
@@ -424,7 +426,8 @@ class Tag:
     along: int | None = None
 
     def positions(self, size: int, parts: int, place: int) -> list[int]:
-        """What a rank holds of a dim of `size`, in its order; indices beyond `size` are zeros."""
+        """Return the indices that a rank holds of a dim of `size`, in order; those beyond `size`
+        are zeros."""
         total = sum(self.blocks)
         sizes = [block * size // total for block in self.blocks]
         return positions(sizes, self.uneven, parts, place)
@@ -432,7 +435,7 @@ class Tag:
 
 @dataclass
 class Note:
-    """What is known of a tensor: its splits by axis, and where its gradient would go.
+    """The knowledge about a tensor: its splits by axis, and where its gradient would go.
 
     `entered` are axes over which the value is whole but the gradient a part, to be summed where the
     tensor entered the sharded region.

@@ -23,7 +23,7 @@ FUNCTIONS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
 def packed(args: Sequence[Any]) -> bool:
-    """Is it the form for packed sequences: (data, sizes of batches, states, weights, ..)?
+    """Return whether a call has packed sequences: (data, sizes of batches, states, weights, ..).
 
     Its rows are tokens of all samples, sorted by length: no sample has rows of its own.
     """
@@ -31,7 +31,7 @@ def packed(args: Sequence[Any]) -> bool:
 
 
 def drops(args: Sequence[Any]) -> bool:
-    """Does a call draw masks: (.., layers, dropout, train, ..), between layers only?"""
+    """Return whether a call draws masks: (.., layers, dropout, train, ..), between layers only."""
     at = next(place for place, value in enumerate(args) if type(value) is int)
     return bool(args[at] > 1 and args[at + 1] and args[at + 2])
 
@@ -155,8 +155,10 @@ def _like(x: Tensor, kwargs: dict[str, Any]) -> tuple[torch.dtype, torch.device]
 
 
 def _normal(draw: Draw, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """By the inverse of their distribution: one draw, as every function makes one, for its place in
-    the count of a module's calls."""
+    """Draw normal numbers by the inverse of their distribution.
+
+    That is one draw, as every function makes one, for its place in the count of a module's calls.
+    """
     middle = draw.uniform(shape, torch.float64, device) + 2.0**-54  # never 0
     made: Tensor = torch.special.ndtri(middle).to(dtype)
     return made
@@ -316,7 +318,7 @@ def _has(overload: Any, name: str) -> bool:
 
 
 def masks(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Does this call draw random numbers, in a way that has a logical form?
+    """Return whether a call draws random numbers in a way that has a logical form.
 
     Of functions that are written in terms of others (`F.dropout`), too.
     """

@@ -71,7 +71,8 @@ Stream = tuple[scope.Moment, str, int, int]  # step, site, call, sample
 
 
 class Begun(NamedTuple):
-    """How a stream began, in which pass over the model it was drawn, and whether twice in one."""
+    """The start of a stream, the pass over the model that drew it, and whether twice in one
+    pass."""
 
     numbers: tuple[int, ...]
     turn: tuple[tuple[int, ...], int] | None  # of which rows, the how manyth
@@ -130,7 +131,7 @@ class LogicalDropout(Ambient):
         return self.run(func, types, args, kwargs)
 
     def drawn_in(self, step: scope.Moment) -> AbstractContextManager[None]:
-        """Within, a step draws; it tells each draw which step it is of."""
+        """Enter a step that draws; it tells each draw which step it is of."""
         return ambient(self)
 
     def bits(self, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -143,7 +144,8 @@ class LogicalDropout(Ambient):
         return made.reshape(tuple(shape))
 
     def streams(self, shape: Sequence[int]) -> tuple[Tensor, Sequence[int] | Tensor | None]:
-        """For who draws a tensor of `shape` in parts: a stream for each row, int64 [rows].
+        """Return the streams for who draws a tensor of `shape` in parts: one for each row, int64
+        [rows].
 
         It counts as the next call at the current site.  The second result are the logical positions
         held along dim 1, None: all; along later dims all are meant.
@@ -171,7 +173,8 @@ class LogicalDropout(Ambient):
         return keys, per_sample, window, call
 
     def samples(self, site: str, call: int) -> tuple[int, ...]:
-        """Whose masks a call at a site draws: those of the scope's rows, or one of all rows."""
+        """Return the samples whose masks a call at a site draws: the scope's rows, or one for all
+        rows."""
         where = scope.current()
         assert where is not None
         return (EVERY,) if is_unbatched(self.unbatched, site, call) else where.samples
@@ -260,7 +263,7 @@ def _signed(number: int) -> int:
 
 
 def without_form(name: str, site: str, line: str = "") -> Refusal:
-    """Of what draws in a way that cannot be drawn alike under every layout (S812)."""
+    """Return the refusal (S812) of a draw that cannot be made alike under every layout."""
     at = f", at {line}," if line else ""
     return _refusal(f"`{name}` in {here(site)}{at} cannot be reproduced on other ranks")
 
@@ -313,7 +316,8 @@ class Alone(Ambient):
 
 
 class ByRow:
-    """For every call and row a generator of torch: a row draws the same in every part."""
+    """Draws from a generator of torch for every call and row: a row draws the same in every
+    part."""
 
     def __init__(self, rows: Sequence[int]) -> None:
         self.rows, self.calls = tuple(rows), 0
@@ -358,7 +362,7 @@ Masks = Mapping[tuple[str, int], tuple[tuple[int, ...], Tags]]
 
 
 def of_evaluation(masks: Masks, site: str, dims: int, split: bool) -> Tags:
-    """How a tensor of so many dims a sample, drawn at a site in evaluation, lies on the ranks.
+    """Return the layout of a tensor of so many dims a sample that is drawn at a site in evaluation.
 
     `masks` are the draws of training, of which evaluation makes some only, so that calls are
     counted otherwise: all of its site have to lie alike.  `split`: the plan splits modules at all.
@@ -376,7 +380,8 @@ def of_evaluation(masks: Masks, site: str, dims: int, split: bool) -> Tags:
 
 
 class Undrawn(LogicalDropout):
-    """Around the evaluation of a program that draws nothing in training: refuses every draw."""
+    """The dropout of an evaluation of a program that draws nothing in training: refuses every
+    draw."""
 
     def _drawn(self, shape: Sequence[int]) -> Any:
         raise _unlike(scope.site(), "does not draw")
@@ -387,7 +392,7 @@ class Undrawn(LogicalDropout):
 
 
 def _unlike(site: str, trains: str) -> Refusal:
-    """Of a draw that evaluation alone makes so (S812), at the line of the model."""
+    """Return the refusal (S812) of a draw that only evaluation makes, at the line of the model."""
     drawn = f"{here(site)} draws random numbers in evaluation ({_line()})"
     return Refusal(
         Diagnostic(
@@ -451,7 +456,7 @@ class Watched(Ambient):
             self._inside -= 1
 
     def drew(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """To be told of every random operator that runs."""
+        """Hear of every random operator that runs."""
         if not active(func, args, kwargs):
             return
         self.random = True

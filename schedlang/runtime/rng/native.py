@@ -36,7 +36,7 @@ Places = tuple[tuple[str, int], ...]  # by axis
 
 @dataclass(frozen=True)
 class Fork:
-    """Where a draw stands that is not the step's own.
+    """The places of a draw that is not the step's own.
 
     every   it is one for all rows of a batch, in all microbatches
     """
@@ -78,7 +78,7 @@ class NativeDropout:
 
     @contextmanager
     def drawn_in(self, step: scope.Moment) -> Iterator[None]:
-        """Within, a step draws; afterwards the generators stand where they stood before."""
+        """Enter a step that draws; generators then stand where they stood before."""
         before, on = [one.get_state() for one in self.generators], self.on
         self._seed(begun(self.seed, step, self.places))
         self.on = True
@@ -90,7 +90,7 @@ class NativeDropout:
 
     @contextmanager
     def forked(self, site: str, fork: Fork, index: int = 0) -> Iterator[None]:
-        """Within, draws are those of a module's next call at some places."""
+        """Enter a module's next call, for which draws of their own begin at some places."""
         call = scope.next_call(f"{site}{_CALLS}")
         where, part = scope.current(), scope.visit()
         if where is None:  # a loop of the user's own: one of its numbers, which all ranks have
@@ -109,7 +109,7 @@ class NativeDropout:
             self._back(before)
 
     def attended(self, made: Any, shape: tuple[int, ...]) -> Any:
-        """What `made()` draws for the weights of an attention whose ranks share them."""
+        """Call `made`, which draws for the weights of an attention whose ranks share them."""
         frame = self.frame
         fork = frame.next() if frame is not None else None
         if frame is None or fork is None:
@@ -139,7 +139,7 @@ class NativeDropout:
 
     @contextmanager
     def framed(self, frame: Frame | None) -> Iterator[None]:
-        """Within a call of a module; None: all that it draws is one stream already."""
+        """Enter a call of a module; None: all that it draws is one stream already."""
         self._here.frames.append(frame)
         try:
             if frame is None:
@@ -152,12 +152,13 @@ class NativeDropout:
 
 
 def begun(seed: int, step: scope.Moment, places: Places) -> int:
-    """From where a step draws at some places."""
+    """Return the number from which a step draws at some places."""
     return _number(seed, step, places)
 
 
 def forks_at(seed: int, at: object, site: str, call: int, index: int, places: Places) -> int:
-    """From where a call of a module draws at some places; `at` is the microbatch of a step."""
+    """Return the number from which a module's call draws at some places; `at`: a step's
+    microbatch."""
     return _number(seed, at, site, call, index, places)
 
 
@@ -175,7 +176,7 @@ class Frame:
     index: int = -1
 
     def next(self) -> Fork | None:
-        """Where the next draw stands; None: with the step."""
+        """Return the places of the next draw; None: they are the step's."""
         self.index += 1
         return self.draws[self.index % len(self.draws)]
 
@@ -271,7 +272,7 @@ class Noting(Ambient):
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Within, draws are noted; those of shared attentions tell themselves."""
+        """Note draws for the time of a block; those of shared attentions tell themselves."""
         from schedlang.runtime.modes import ambient
 
         self.native.noting = self

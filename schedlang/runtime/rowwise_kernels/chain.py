@@ -38,7 +38,7 @@ class Grid:
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """The number of rows."""
         return prod(self.shape[:-1])
 
     @property

@@ -1,4 +1,4 @@
-"""From an ATen graph to a chain of row-wise values; the operator that is none is named."""
+"""Lowering of an ATen graph to a chain of row-wise values; it names the operator that is none."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ class _Lowering:
         self._keep(node, value, left)
 
     def _variance(self, node: fx.Node, said: str) -> None:
-        """In two sums, of the numbers and of the squares around their mean."""
+        """Lower a variance to two sums: of the numbers, and of the squares around their mean."""
         source: Any = node.args[0]
         value, roles = self._given(source), self.roles[source]
         dims = _dims(node, roles)

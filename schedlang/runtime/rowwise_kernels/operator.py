@@ -114,7 +114,7 @@ class _Silu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Its derivative, in torch's order of products."""
+        """Compute the derivative, in torch's order of products."""
         (x,) = ctx.saved_tensors
         value = x.to(torch.promote_types(x.dtype, torch.float32))
         slope = 1 / (1 + torch.exp(-value))

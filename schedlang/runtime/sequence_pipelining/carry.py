@@ -41,7 +41,7 @@ class Span:
 
     @property
     def length(self) -> int:
-        """How many tokens it has."""
+        """The number of its tokens."""
         return self.stop - self.start
 
 
@@ -86,7 +86,8 @@ class Carried:
         return joined
 
     def roots(self, index: int) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Where the gradients of a slice's keys and values enter, and what later slices left."""
+        """Return where gradients of a slice's keys and values enter, and what later slices left of
+        them."""
         found = [
             (edge, line.leaves[index].grad)
             for line in self._lines.values()
@@ -96,7 +97,8 @@ class Carried:
         return [edge for edge, _ in there], [grad for _, grad in there]
 
     def leaves(self, index: int) -> list[Tensor]:
-        """What a slice has taken of earlier ones, where gradients go back to it."""
+        """Return the keys and values that a slice has taken of earlier ones, and gives gradients
+        to."""
         return [
             line.leaves[before]
             for line in self._lines.values()
@@ -143,7 +145,7 @@ class Visit:
 
     @property
     def index(self) -> int:
-        """Which of the slices it is."""
+        """The number of this slice among the slices."""
         return self.span.index
 
     def join(self, key: Hashable, new: Tensor, dim: int = -2) -> Tensor:
@@ -265,7 +267,7 @@ def upto(args: Sequence[Any], kwargs: Mapping[str, Any], length: int) -> bool:
 
 
 def firsts(index: Any, length: int) -> list[bool]:
-    """Which items of an index are `[:length]`."""
+    """Return for each item of an index whether it is `[:length]`."""
     return [
         type(item) is slice and _plain(item) and item.start in (None, 0) and item.stop == length
         for item in items_of(index)
@@ -273,7 +275,7 @@ def firsts(index: Any, length: int) -> list[bool]:
 
 
 def lasts(tensor: Tensor, index: Any, length: int) -> list[bool]:
-    """Which items of an index take the last `length` of more."""
+    """Return for each item of an index whether it takes the last `length` of more."""
     items = items_of(index)
     sized = len(items) <= tensor.dim() and all(isinstance(item, (slice, int)) for item in items)
     return [
@@ -308,7 +310,8 @@ _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "s
 
 
 class Calls(Ambient):
-    """Where a slice runs: keys and values joined, positions moved at the places given."""
+    """The mode in which a slice runs: keys and values joined, positions moved at the places
+    given."""
 
     eager = "sequences run in slices, which pass keys and values on"
 

@@ -68,7 +68,7 @@ def fault(trial: Trial, slicing: Slicing, error: Exception) -> Refusal:
 
 
 def _joined(whole: Tensor, parts: list[Tensor], lengths: Sequence[int]) -> Tensor | None:
-    """What slices gave, one after the other; None if it does not fit together."""
+    """Join the outputs of slices along dim 1; None if they do not fit together."""
     parts = [part[:, :length] for part, length in zip(parts, lengths) if part.dim() > 1]
     sizes = [(whole.shape[0], length, *whole.shape[2:]) for length in lengths]
     return torch.cat(parts, 1) if [tuple(part.shape) for part in parts] == sizes else None
@@ -167,7 +167,7 @@ class Differs(Exception):
 
 
 def probe(trial: Trial, count: int) -> Slicing:
-    """How the model of a trial runs on slices; raises Refusal S655 where it cannot.
+    """Find how the model of a trial runs on slices; raise Refusal S655 where it cannot.
 
     `count` is the number of slices of the program; the trial has those of its lengths.
     """
@@ -186,7 +186,7 @@ def probe(trial: Trial, count: int) -> Slicing:
 
 
 def guess(trial: Trial, count: int) -> Slicing:
-    """How a model without values would run, untried: it can be shown, not trained."""
+    """Return how a model without values would run, untried: it can be shown, not trained."""
     style = shift_of(trial)
     cache = has_cache(trial.model)
     given = cache and style == "padded" and trial.loss is None
@@ -227,7 +227,8 @@ def has_cache(model: nn.Module) -> bool:
 
 
 def shift_of(trial: Trial) -> str:
-    """What a model does to its labels: `none`; `padded` or `cut`, shifted by one token."""
+    """Return a model's shift of its labels: `none`; `padded` or `cut`, by one token; refuse
+    others."""
     if trial.rule is None:
         return "none"
     total = sum(trial.lengths)
@@ -331,7 +332,7 @@ def compare(whole: Seen, parts: Seen) -> None:
 
 
 def _tagged(trial: Trial, slicing: Slicing, whole: Seen) -> Slicing:
-    """With the dims of random draws along the sequence, from the shapes of a first pass."""
+    """Add the dims of random draws along the sequence, from the shapes of a first pass."""
     if not trial.random or not whole.draws:
         return slicing
     parts = sliced(trial, slicing).draws

@@ -28,7 +28,7 @@ Weight = Callable[[Batch], float]
 
 @dataclass(frozen=True)
 class Slicing:
-    """How an unmodified model runs on slices of its sequences, as a probe has found it.
+    """The way in which an unmodified model runs on slices of its sequences, found by a probe.
 
     carrier  `cache`: by the cache of transformers; `calls`: at its calls of torch's attention
     labels   the input that holds them; "" where there is none
@@ -266,7 +266,7 @@ class Slices:
 
     @contextmanager
     def forward(self, part: Weighed, carried: Carried) -> Iterator[dict[str, Any]]:
-        """Around the forward of a slice; gives the keyword arguments of the model."""
+        """Enter the forward of a slice; give the keyword arguments of the model."""
         piece = part.piece
         visit = Visit(carried, piece.span)
         modes = ambient(*([self.mode] if self.mode is not None else []))

@@ -83,7 +83,8 @@ def _shorten(model: nn.Module, sites: Collection[str]) -> dict[str, str]:
 
 
 def _kinds(blocks: nn.ModuleList) -> list[tuple[str, str]]:
-    """What each block is: classes, shapes, and settings that are not merely its number."""
+    """Return the kind of each block: classes, shapes, and settings that are not merely its
+    number."""
     plain = [_settings(block) for block in blocks]
     numbers = {k for k in plain[0] if all(one.get(k) == at for at, one in enumerate(plain))}
     settings = [sorted((k, str(v)) for k, v in one.items() if k not in numbers) for one in plain]
@@ -157,7 +158,7 @@ class Trial:
 
 @dataclass
 class Seen:
-    """What one pass over the trial's model showed."""
+    """The results of one pass over the trial's model."""
 
     loss: Tensor
     gradients: dict[str, Tensor]

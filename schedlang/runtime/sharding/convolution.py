@@ -66,7 +66,7 @@ CHANNELS = 1  # the dim of an activation, [batch, channels, positions...], that 
 
 @dataclass(frozen=True)
 class Window:
-    """What one output position sees along one dim: sizes in rows of the input."""
+    """The input rows that one output position sees along one dim."""
 
     kernel: int
     stride: int
@@ -80,12 +80,13 @@ class Window:
         return self.dilation * (self.kernel - 1) - self.stride + 1 - self.before
 
     def fits(self, rows: int) -> bool:
-        """Can parts of so many rows each make their share of the outputs, with one neighbour?"""
+        """Return whether parts of so many rows each make their share of the outputs, with one
+        neighbour."""
         reach = max(self.before, self.after)
         return rows % self.stride == 0 and reach <= rows and self.even(rows)
 
     def even(self, rows: int) -> bool:
-        """Does the whole give one output for each `stride` rows, as the parts do?"""
+        """Return whether the whole gives one output for each `stride` rows, as the parts do."""
         return 0 <= self.behind - self.after < self.stride and rows > 0
 
 
@@ -101,7 +102,8 @@ def windows(module: nn.Module) -> tuple[Window, ...]:
 
 
 def type_dims(module: nn.Module) -> int:
-    """How many dims of positions a convolution or pool has, by the class that it inherits from."""
+    """Return the number of position dims of a convolution or pool, from the class that it
+    inherits."""
     names = [kind.__name__ for kind in type(module).__mro__]
     return next(int(name[-2]) for name in names if name[-2:] in ("1d", "2d", "3d"))
 

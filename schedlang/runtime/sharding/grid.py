@@ -277,7 +277,7 @@ class Cube:
         return self._turned(all_gather(x, x.ndim - 1, self.deep), inward=False)
 
     def _turned(self, x: Tensor, inward: bool) -> Tensor:
-        """From block by block to part by part, or back."""
+        """Reorder the last dim from block by block to part by part, or back."""
         if len(self.blocks) < 2:
             return x
         parts, whole = self.deep.size, sum(self.blocks)

@@ -60,7 +60,7 @@ def embedding_bag(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forw
 def _of_rows(
     module: nn.EmbeddingBag, ids: Tensor, offsets: Tensor | None, scales: Tensor | None, edge: Edge
 ) -> Tensor:
-    """What this rank's rows add to each bag."""
+    """Return what this rank's rows add to each bag."""
     weight = module.weight
     width = weight.shape[0]
     local = ids - edge.group.rank * width
@@ -131,7 +131,7 @@ class Sharded:
             return run(*args, **kwargs)
 
     def _around(self) -> AbstractContextManager[None]:
-        """What of this computation no single process has, to a coded module around it."""
+        """Return the context that tells a coded module around of what no single process has."""
         if self.kind == "experts":
             return uncoded()
         sums = any(isinstance(edge.computes, P) for edge in self.edges)

@@ -55,7 +55,7 @@ class SumLast(torch.autograd.Function):
 
 
 class Along(Ambient):
-    """What a split last dim does to the calls of one forward; split tensors are marked."""
+    """The mode in which calls of one forward run on a split last dim; split tensors are marked."""
 
     def __init__(self, group: Group, parameters: list[Tensor]) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Along(Ambient):
         return tensor
 
     def split(self, tensor: Tensor) -> bool:
-        """Does a tensor hold a part along its last dim?"""
+        """Return whether a tensor holds a part along its last dim."""
         return id(tensor) in self.parameters or "_schedlang_along" in tensor.__dict__
 
     def __torch_function__(
@@ -348,7 +348,7 @@ def batch_norm(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward
 
 
 def _own(statistic: Tensor | None, channels: Sequence[Group]) -> Tensor:
-    """What is tracked of this rank's channels; every rank keeps the statistics of all."""
+    """Return this rank's channels of a statistic; every rank tracks those of all."""
     assert statistic is not None
     for group in channels:
         statistic = own_part(statistic, 0, group)

@@ -1,4 +1,4 @@
-"""What happens to an activation at the edge of a sharded module: one placement into another."""
+"""Redistribution of an activation at the edge of a sharded module: one placement into another."""
 
 from __future__ import annotations
 

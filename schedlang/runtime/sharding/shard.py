@@ -22,7 +22,7 @@ from schedlang.runtime.sharding.redistribute import Arrivals, Crossing, block_si
 
 
 class Lookup(TorchFunctionMode):
-    """While it is on, the rows of one module's weight are looked up by `rows`."""
+    """The mode in which the rows of one module's weight are looked up by `rows`."""
 
     def __init__(self, module: nn.Embedding, rows: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def region(inner: Forward, edges: tuple[Edge, ...]) -> Forward:
 
 
 def is_main(value: Any) -> bool:
-    """Is this a floating-point tensor, as activations are?"""
+    """Return whether a value is a floating-point tensor, as activations are."""
     return isinstance(value, Tensor) and value.is_floating_point()
 
 

@@ -53,7 +53,7 @@ ALONG = {
 
 
 def index_at(given: Any, dim: int, dims: int) -> Any:
-    """What stands for one dim in an index of a tensor of so many dims."""
+    """Return the item for one dim of an index into a tensor of so many dims."""
     index = given if isinstance(given, tuple) else (given,)
     if any(one is Ellipsis for one in index):
         at = next(k for k, one in enumerate(index) if one is Ellipsis)
@@ -163,7 +163,7 @@ def arguments(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, 
 
 
 class _Reading(TorchFunctionMode):
-    """While it is on, one module's own code reads some sizes of some tensors as its part."""
+    """The mode in which one module's own code reads some sizes of some tensors as its part."""
 
     def __init__(self, module: nn.Module, own: Sequence[tuple[Tensor, int, int]]) -> None:
         super().__init__()
@@ -185,7 +185,8 @@ class _Reading(TorchFunctionMode):
 
 
 def _runs(module: nn.Module, frame: FrameType | None) -> bool:
-    """Is this the module's own code: a method of it, or what stands inside of one?"""
+    """Return whether a frame runs the module's own code: a method of it, or what stands inside of
+    one."""
     while frame is not None and frame.f_code.co_name.startswith("<"):
         frame = frame.f_back
     names = frame.f_code.co_varnames[:1] if frame is not None else ()

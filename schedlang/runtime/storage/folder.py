@@ -91,7 +91,7 @@ def _opened(file: Path) -> int:
 
 
 def _is(handle: int, file: Path) -> bool:
-    """Does the open file still have this name?"""
+    """Return whether the open file still has this name."""
     try:
         return os.path.samestat(os.fstat(handle), file.lstat())
     except FileNotFoundError:
@@ -130,7 +130,7 @@ def _claimed(path: Path) -> Iterator[None]:
 
 
 def _gone(held: Held) -> bool:
-    """Was the holder a process of this host that is no more?"""
+    """Return whether the holder was a process of this host that is no more."""
     if held.host != socket.gethostname() or not held.pid:
         return False
     try:

@@ -70,7 +70,7 @@ class Work:
 
 @cache
 def _looks(func: Any) -> bool:
-    """Does an operator give nothing but a view?"""
+    """Return whether an operator gives nothing but a view."""
     return bool(func.is_view)
 
 

@@ -159,7 +159,7 @@ def offload_gradients(
     scratch: Scratch | None = None,
     told: Collection[nn.Parameter] = (),
 ) -> None:
-    """From now on gradients of these leave as they are made, with `scratch` to disk.
+    """Let gradients of these parameters leave as they are made, with `scratch` to disk.
 
     Those of `told` are made off the device by others, who tell it by `accumulate_offloaded`.
     """

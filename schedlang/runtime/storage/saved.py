@@ -64,7 +64,7 @@ def as_it_is(tensor: Tensor) -> Tensor:
 
 
 def outside() -> Pack:
-    """How the hooks around keep a tensor, whoever's they are: torch asks the innermost alone."""
+    """Return the way in which the hooks around keep a tensor; torch asks the innermost alone."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         return as_it_is
@@ -83,7 +83,7 @@ class _Outside(NamedTuple):
 
 
 class View(NamedTuple):
-    """How a tensor lies in its storage."""
+    """The place of a tensor in its storage."""
 
     dtype: torch.dtype
     offset: int
@@ -133,8 +133,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 class _Policies(threading.local):
-    """How policies around keep a tensor, for those who keep one beside what autograd saves or hand
-    on what they made of one; what coded modules leave out, and what no single process has.
+    """The policies around that keep tensors, for who keeps some beside autograd's own.
 
     uncoded  what coded modules save is kept as it is, and not counted
     summed   results are parts of sums over ranks: a recomputation that spares them keeps them whole
@@ -152,7 +151,7 @@ policies = _Policies()
 
 @contextmanager
 def within(**known: Any) -> Iterator[None]:
-    """Inside, modules around keep tensors so, or say so of them (names of `_Policies`)."""
+    """Set policies (names of `_Policies`) of the modules around, for the time of a block."""
     before = {name: getattr(policies, name) for name in known}
     vars(policies).update(known)
     try:
@@ -162,12 +161,12 @@ def within(**known: Any) -> Iterator[None]:
 
 
 def uncoded() -> AbstractContextManager[None]:
-    """Inside, what coded modules save is kept as it is, and not counted."""
+    """Keep what coded modules save as it is, uncounted, for the time of a block."""
     return within(uncoded=True)
 
 
 def summing() -> AbstractContextManager[None]:
-    """Inside, results are parts of sums over ranks, and not those of one process."""
+    """Note, for the time of a block, that results are parts of sums over ranks."""
     return within(summed=True)
 
 
@@ -212,7 +211,7 @@ def place(tensor: Tensor) -> int:
 
 
 def is_copy(tensor: Tensor, weight: Tensor) -> bool:
-    """Is a tensor of 16 bits a weight of more as casts have it, perhaps transposed?"""
+    """Return whether a tensor of 16 bits is a weight of 32 bits, cast, perhaps transposed."""
     if tensor.dtype not in HALVES or weight.dtype != torch.float32:
         return False
     if tensor.is_meta != weight.is_meta:
@@ -285,6 +284,6 @@ def given_whole(arguments: Any) -> frozenset[int]:
 
 
 def is_candidate(tensor: Tensor, whole: Collection[int]) -> bool:
-    """May a saved tensor be coded: a float in memory of its own?"""
+    """Return whether a saved tensor may be coded: a float in memory of its own."""
     plain = type(tensor) is Tensor and tensor.layout == torch.strided
     return plain and tensor.dtype in FLOATS and tensor.numel() > 0 and place(tensor) not in whole

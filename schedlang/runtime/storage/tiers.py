@@ -82,7 +82,7 @@ def tier_of(tensor: Tensor) -> str:
 
 
 class Ledger:
-    """How many bytes lie on each tier, and the peaks.
+    """The bytes that lie on each tier, and their peaks.
 
     It watches the storages themselves: a byte counts as long as anything holds it.  Looking
     costs time in proportion to the storages alive, so it is for tests and reports.

@@ -57,7 +57,8 @@ class Memo:
     def run(
         self, func: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """What `plain(*args, **kwargs)` gives: the results of the operator `func`."""
+        """Return `plain(*args, **kwargs)`, the results of the operator `func`; remember their
+        shapes."""
         fresh = self._fresh.get(func)
         if fresh is None:
             fresh = self._fresh[func] = _makes(func)
@@ -81,7 +82,7 @@ class Memo:
 
 
 def _makes(func: Any) -> bool:
-    """Does an operator only make new tensors, the same for the same arguments?"""
+    """Return whether an operator only makes new tensors, the same for the same arguments."""
     schema = func._schema
     ends = (*schema.arguments, *schema.returns)
     alias = any(one.alias_info is not None for one in ends)
@@ -105,7 +106,7 @@ def _key(value: Any, inputs: list[Tensor]) -> Any:
 
 
 def _described(out: Any, inputs: Iterable[Tensor]) -> tuple[type, tuple[Made | None, ...]] | None:
-    """What is needed to make a result anew; None of one that is not new memory of its own."""
+    """Return what makes a result anew; None for one that is not new memory of its own."""
     parts = (out,) if isinstance(out, Tensor) else out
     if not isinstance(parts, tuple | list):
         return None
@@ -374,7 +375,7 @@ def _nobody(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None
 
 @functools.cache
 def draws(func: Any) -> bool:
-    """Does an operator draw random numbers, if its arguments let it?"""
+    """Return whether an operator draws random numbers, if its arguments let it."""
     return torch.Tag.nondeterministic_seeded in func.tags
 
 

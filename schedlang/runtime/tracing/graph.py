@@ -57,7 +57,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Reads:
-    """What a unit, with the code between units that feeds it, reads of the rest of the model.
+    """The values that a unit, with the code between units that feeds it, reads of the model's rest.
 
     `inner` are units of whose inside it reads a value that they do not return.
     """
@@ -124,7 +124,7 @@ class Cut:
 
     @cached_property
     def stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return self.stage_of[-1] + 1
 
     def units(self, stage: int) -> range:
@@ -236,11 +236,12 @@ class Calls:
 
     @cached_property
     def counts(self) -> Mapping[str, int]:
-        """How often each module is called."""
+        """The number of calls of each module."""
         return Counter(self.order)
 
     def place(self, name: str) -> str:
-        """Where a module is called again, in words: file, line, and the loop around it."""
+        """Describe where a module is called again: file, line, and the loop around it; "" if it is
+        not."""
         if name not in self.again:
             return ""
         file, line = self.again[name]

@@ -1,4 +1,4 @@
-"""What is said of a model that gives no loss: the two lines that would give one."""
+"""The refusal of a model that gives no loss, with the two lines that would give one."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def is_loss(value: Any) -> bool:
 
 
 def _absent(model: Any, batch: Mapping[str, Any]) -> list[str]:
-    """What looks like labels, is taken by the forward, and is not in the batch."""
+    """Return notes on arguments of the forward that look like labels and are not in the batch."""
     names = named_arguments(model) if model is not None else None
     return [
         f"its forward takes `{name}`, which is not in the batch"

@@ -34,7 +34,7 @@ def install() -> Any:
 
 
 def _ctc(log_probs: Tensor, targets: Tensor, lengths: Any, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Of the connectionist temporal classification of [tokens, rows, classes], and its states.
+    """Return empty results of connectionist temporal classification: losses, and its states.
 
     There are as many states as the longest target has, which without values is as long as any.
     """

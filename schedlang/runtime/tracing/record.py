@@ -73,7 +73,8 @@ class Burden:
 
 
 def operations(func: Any, args: Any, kwargs: Any, output: Any) -> float:
-    """Of one operator, by torch's formula; where there is none, one for each element it makes."""
+    """Return the operations of one operator by torch's formula; else one for each element it
+    makes."""
     formula = flop_counter.flop_registry.get(func._overloadpacket)
     if formula is not None:
         return float(formula(*args, **kwargs, out_val=output))
@@ -81,7 +82,7 @@ def operations(func: Any, args: Any, kwargs: Any, output: Any) -> float:
 
 
 def key_of(tensor: torch.Tensor) -> int:
-    """What tells one storage from others, as long as it lives."""
+    """Return a number that is unique to a storage as long as it lives."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):

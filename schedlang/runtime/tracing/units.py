@@ -204,7 +204,7 @@ def in_trunk(
     trunks: Sequence[str] = (),
     unrolled: Iterable[str] = (),
 ) -> tuple[bool, ...]:
-    """Which units are elements of the trunk, or lie in one; others stand before, between, after."""
+    """Return for each unit whether it is an element of the trunk, or lies in one."""
     elements = elements_of(model, dict.fromkeys(units, 1), trunks, unrolled)
     return tuple(any(unit == e or unit.startswith(f"{e}.") for e in elements) for unit in units)
 
@@ -284,7 +284,7 @@ def _ours(hook: Any) -> bool:
 
 @contextmanager
 def overheard(unit: nn.Module, heard: Heard, *, hooked: nn.Module | None = None) -> Iterator[None]:
-    """Within, `heard` is called in place of every such hook; what it returns is the hook's.
+    """Call `heard` in place of every such hook, for the time of a block; its result is the hook's.
 
     `hooked` has the hooks, where `unit` is a copy that was made before they were put there.
     """

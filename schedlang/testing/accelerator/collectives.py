@@ -307,7 +307,7 @@ class Communicator(Group):
         return work, Transfer(kind, staged, work.device, peer, number, base, self.ranks[peer])
 
     def start_coalescing(self) -> None:
-        """What follows is launched as one."""
+        """Begin a batch of operations that is launched as one."""
         self._batch = []
 
     def end_coalescing(self) -> Together:

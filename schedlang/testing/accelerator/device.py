@@ -39,7 +39,7 @@ class Unavailable(RuntimeError):
 
 
 def unavailable() -> str:
-    """Why the device cannot be simulated here; empty if it can, as far as is known by looking."""
+    """Return why the device cannot be simulated here; "" if it can, as far as looking tells."""
     if sys.platform != "linux":
         return f"the simulated accelerator needs Linux, and this is {sys.platform}"
     if not torch.distributed.is_available():
@@ -56,7 +56,7 @@ def _compiler() -> str | None:
 
 @cache
 def library() -> Path:
-    """Where the compiled code is, or will be."""
+    """Return the path of the compiled code, whether it is there or not yet."""
     text = hashlib.sha256(repr((torch.__version__, torch.version.git_version, _FLAGS)).encode())
     for path in sorted(SOURCES.iterdir()):
         text.update(path.read_bytes())
@@ -176,7 +176,7 @@ def _stream_classes(core: Any) -> tuple[type, type]:
 
 
 def _module(core: Any) -> types.ModuleType:
-    """What `torch.cuda` is for CUDA, as far as a program may ask for it."""
+    """Make the module that is for the device what `torch.cuda` is for CUDA."""
     module: Any = types.ModuleType(f"torch.{NAME}")
     module.Stream, module.Event = _stream_classes(core)
 

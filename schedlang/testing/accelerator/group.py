@@ -94,7 +94,7 @@ class Mismatch(RuntimeError):
 
 
 class State:
-    """What this process knows of all its communicators."""
+    """The state of all communicators of this process."""
 
     core: Any = None
     tickets = itertools.count(1)
@@ -240,7 +240,7 @@ class Together:
 
 
 def span(t: Tensor) -> tuple[int, int]:
-    """Its first byte, and one past its last."""
+    """Return the address of a tensor's first byte, and one past its last."""
     start = t.data_ptr()
     return start, start + t.numel() * t.element_size()
 
@@ -322,7 +322,8 @@ class Group:
         return self._streams[device]
 
     def publish_before(self, new: Work, tensors: Sequence[Tensor]) -> None:
-        """What ran before on the same stream is there for what comes after it."""
+        """Publish the results of earlier work on the same stream that the new work reads or
+        writes."""
         spans = [span(t) for t in tensors]
         for work in list(State.open.values()):
             if work.device != new.device or work.stream != new.stream:
@@ -375,7 +376,7 @@ class Group:
     # ---- waiting ----------------------------------------------------------------------------
 
     def wait_for(self, work: Work) -> None:
-        """Until the data of a work is there; raises what stands in its way."""
+        """Wait until the data of a work is there; raise what stands in its way."""
         began, told = time.monotonic(), False
         try:
             while not self._arrived(work):
@@ -415,7 +416,7 @@ class Group:
             raise
 
     def fail(self, error: RuntimeError) -> None:
-        """What is still open will never come: whoever waits for it is told the same."""
+        """Fail: end all work that is still open, whose waiters are told the same error."""
         self.failed = error
         for ticket, work in list(State.open.items()):
             if work.group is self:

@@ -68,7 +68,7 @@ class Report:
 
 
 class Raced(AssertionError):
-    """What `check` raises; `reports` are all that were made."""
+    """Raised by `check`; `reports` are all that were made."""
 
     def __init__(self, reports: Sequence[Report]) -> None:
         more = f"\n... and {len(reports) - 8} more" if len(reports) > 8 else ""
@@ -114,7 +114,7 @@ def could_overlap(a: Operation, b: Operation) -> bool:
 
 
 class Simulation:
-    """What a simulation saw; it goes on while this is asked."""
+    """The reports of a simulation; it goes on while they are read."""
 
     def __init__(self, core: Any) -> None:
         self._core, self.device = core, torch.device("sim")
@@ -178,14 +178,16 @@ class Simulation:
 
     @contextlib.contextmanager
     def strict(self) -> Iterator[None]:
-        """Inside, a report is raised where it is made, and so is a synchronisation."""
+        """Raise reports where they are made, and synchronisations too, for the time of a block."""
         with self.raising(), self.no_synchronisation():
             yield
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
-        """Inside, a report is raised where it is made (that of an early use of the host at the
-        end, since operators of the CPU go on): a debugger stops there."""
+        """Raise a report where it is made, for the time of a block: a debugger stops there.
+
+        The report of an early use of the host comes at the end, since operators of the CPU go on.
+        """
         check, before = self._core.set_check(_RAISE), len(self.reports())
         try:
             yield
@@ -196,7 +198,7 @@ class Simulation:
 
     @contextlib.contextmanager
     def no_synchronisation(self) -> Iterator[None]:
-        """Inside, a synchronisation of host and device is an error."""
+        """Make a synchronisation of host and device an error, for the time of a block."""
         forbid = self._core.set_forbid(True)
         try:
             yield
@@ -205,7 +207,7 @@ class Simulation:
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Inside, synchronisations are neither counted nor forbidden: those of a test itself."""
+        """Neither count nor forbid synchronisations of a block: those of a test itself."""
         counting = self._core.set_counting(False)
         try:
             yield
@@ -214,7 +216,7 @@ class Simulation:
 
     @contextlib.contextmanager
     def unchecked(self) -> Iterator[None]:
-        """Inside, no accesses are followed: what is known to race is looked at by its values."""
+        """Follow no accesses in a block: what is known to race is looked at by its values."""
         check = self._core.set_check(_OFF)
         try:
             yield
@@ -350,7 +352,8 @@ def close() -> None:
 
 
 def _on_rank(fn: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    """What a rank does: another world than the one that it was given, and a simulation."""
+    """Run a function on a rank, in another world than the one that it was given, and a
+    simulation."""
     global _here
     rank, size = dist.get_rank(), dist.get_world_size()
     store = PrefixStore("simulated", dist.distributed_c10d._get_default_store())

@@ -1,4 +1,4 @@
-"""What moves the data of the simulated collective library: gloo, on bytes of copies on the host.
+"""Transfers of the simulated collective library: gloo, on bytes of copies on the host.
 
 Queues of a communicator are serial: what was launched first runs first, and blocks what follows.
 """
@@ -203,7 +203,7 @@ class Transfer:
 
 
 class Item:
-    """What a queue runs at once: one transfer, a batch of them, or a collective."""
+    """The unit that a queue runs at once: one transfer, a batch of them, or a collective."""
 
     def __init__(self, transfers: Sequence[Transfer], collective: Any = None) -> None:
         self.transfers, self.collective = list(transfers), collective
@@ -212,7 +212,7 @@ class Item:
         self.error: BaseException | None = None
 
     def described(self) -> list[Any]:
-        """What other ranks may read about it."""
+        """Return what other ranks may read about it, as plain values."""
         return [[one.kind, one.peer, one.number, str(one)] for one in self.transfers]
 
 
@@ -231,7 +231,7 @@ class Queue:
         return not self._items
 
     def head(self) -> Item | None:
-        """What runs now."""
+        """The item that runs now."""
         return self._items[0] if self._items else None
 
     def put(self, item: Item) -> None:

@@ -1,4 +1,4 @@
-"""What the examination is made of: its parts in order, their cases, and what came of each."""
+"""Cases of the examination: its parts in order, their cases, and the outcome of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Wrong(Exception):
 
 
 class Skipped(Exception):
-    """It cannot be done here; the text says why."""
+    """Raised where a case cannot be run on this machine; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Found:
         return self.outcome in ("wrong", "failed")
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return plain values, as JSON has them."""
         return asdict(self)
 
 

@@ -189,7 +189,7 @@ def floor_of(one: Contest, setup: Setup) -> float:
 
 
 def ways(sizes: Sizes, ours: Function, eager: Function, **peers: Function | None) -> Any:
-    """By name, without those that are not installed; the eager one also compiled."""
+    """Return the ways by name, without those not installed; the eager one also compiled."""
     compiled = torch.compile(eager, dynamic=False, backend=sizes.backend)
     found = {"ours": ours, "eager": eager, "compile": compiled} | peers
     return {name: function for name, function in found.items() if function is not None}

@@ -135,7 +135,7 @@ Seen = dict[str, Tensor]  # losses, and by how much each parameter changed
 
 
 def moved(shape: Shape, dtype: torch.dtype, after: Mapping[str, Tensor]) -> Seen:
-    """By how much training has changed each parameter: what errs little in itself errs here."""
+    """Return the change of each parameter by training: what errs little in itself errs here."""
     first = dict(model(shape, dtype).named_parameters())
     return {f"change of {n}": after[n].cpu() - first[n].detach() for n in first}
 

@@ -1,4 +1,4 @@
-"""What was found as a page: the device and its versions, what went wrong, each part as a table."""
+"""The examination as a page: the device and its versions, the failures, each part as a table."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def _part(name: str, title: str, timed: bool, found: Sequence[Found]) -> str:
 
 
 def _cell(text: str) -> str:
-    """In a table, in one line."""
+    """Fit a text into one line of a table's cell."""
     one = " ".join(text.replace("|", "\\|").split())
     return one if len(one) <= _SHOWN else f"{one[: _SHOWN - 3]}..."
 

@@ -122,7 +122,7 @@ def plan_of(subject: Subject, shape: Shape, device: str) -> Plan:
 
 
 def trained(subject: Subject, shape: Shape, device: str) -> Seen:
-    """On a rank: what a program leaves after some steps."""
+    """Train some steps on a rank, and return what the program leaves."""
     plan = plan_of(subject, shape, device)
     program = build(plan, models.batch(shape, 0), optimizer=subject.make)
     seen: Seen = {}

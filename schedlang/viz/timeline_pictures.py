@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from schedlang.pipeline.cost import Number
 from schedlang.pipeline.timeline.simulation import COPIES, Costs, Timing, timing
 from schedlang.pipeline.timeline.table import UNIT, Kind, Timeline, dependencies
+from schedlang.viz.elements import box, say, sheet
 
 # -- colours, words, shades and labels -------------------------------------------------------------
 
@@ -58,7 +59,7 @@ def word(kind: Kind) -> str:
 
 
 def levels(timeline: Timeline) -> NDArray[np.int64]:
-    """For each row the place of its stage among the stages that its rank runs of its replica."""
+    """Return each row's level: its stage's number among those that its rank runs of its replica."""
     t = timeline
     level = np.zeros((max(1, t.replicas), max(1, t.stages)), dtype=np.int64)
     for replica, row in enumerate(t.homes):
@@ -211,23 +212,18 @@ SHAPES = {
 OTHER_SHAPE = "M{x} {a}l3 4l-3 4l-3 -4z"
 
 
-def svg(
-    timeline: Timeline,
-    cost: Costs = UNIT,
-    transfer: Number = 0.0,
-    title: str = "",
-    widest: float = 4000.0,
-    ranks: int | None = None,
-    unit: float = UNIT_WIDTH,
-    *,
-    transfers: bool = False,
-    who: str = "rank ",
-) -> str:
-    """The operations of every rank over time, as SVG text; see `drawn`."""
-    times = {"": timing(timeline, cost, transfer)}
-    return drawn(
-        times, title=title, widest=widest, ranks=ranks, unit=unit, transfers=transfers, who=who
-    )
+def svg(timeline: Timeline, cost: Costs = UNIT, transfer: Number = 0.0, **look: Any) -> str:
+    """Draw the operations of every rank over time; `look`: the other arguments of `drawn`."""
+    return drawn({"": timing(timeline, cost, transfer)}, **look)
+
+
+def height(lanes: int, layers: int = 1) -> int:
+    """Return the points from top to bottom of a picture of so many ranks."""
+    return TOP + lanes * _step(layers) + 26
+
+
+def _step(layers: int) -> int:
+    return ROW * layers + 6 * (layers > 1)
 
 
 def drawn(
@@ -239,6 +235,7 @@ def drawn(
     unit: float = UNIT_WIDTH,
     transfers: bool = False,
     who: str = "rank ",
+    at: tuple[int, int] | None = None,
 ) -> str:
     """Timings of one pipeline, each rank's bars under each other and named, as SVG text.
 
@@ -248,23 +245,17 @@ def drawn(
     A unit of cost is `unit` points wide, or less where all would be more than `widest`. `ranks`:
     only the first so many are drawn, at their times among all. `transfers`: lines from where a
     value is made to where it is used. `who`: what stands before a lane's number, as `pp=`.
+    `at`: where the picture stands inside of another one.
     """
     first = next(iter(layers.values()))
     lanes = first.timeline.ranks if ranks is None else min(ranks, first.timeline.ranks)
     end = max(float(max(times.makespan for times in layers.values())), 1e-9)
     scale = min(unit, widest / end)
-    step = ROW * len(layers) + 6 * (len(layers) > 1)
+    step = _step(len(layers))
     left = LEFT + 60 * any(layers)
-    width, height = left + end * scale + 10, TOP + lanes * step + 26
     text = title or f"bubble {float(first.bubble):.1%}, {end:g} units"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="t" viewBox="0 0 {width:.0f} {height}" '
-        f'width="{width:.0f}" height="{height}" role="img" aria-label="{escape(text)}">',
-        f"<style>{STYLE}</style>",
-        f'<rect class="bg" width="{width:.0f}" height="{height}"/>',
-        HATCH if any(times.timeline.replicas > 1 for times in layers.values()) else "",
-        f'<text x="{left}" y="18">{escape(text)}</text>',
-    ]
+    hatched = any(times.timeline.replicas > 1 for times in layers.values())
+    parts = [*([HATCH] if hatched else []), say(left, 18, text)]
     for place, (name, times) in enumerate(layers.items()):
         tops = [TOP + rank * step + place * ROW for rank in range(lanes)]
         for rank, y in enumerate(tops):
@@ -275,15 +266,16 @@ def drawn(
     kinds = np.unique(np.concatenate([times.timeline.kind for times in layers.values()]))
     several = first.timeline.replicas > 1
     parts += _legend([Kind(k) for k in kinds.tolist()], several, left, TOP + lanes * step + 6)
-    return "\n".join([*filter(None, parts), "</svg>"]) + "\n"
+    wide, high = round(left + end * scale + 10), height(lanes, len(layers))
+    return sheet("t", wide, high, text, STYLE, parts, at=at)
 
 
 def _lane(who: str, name: str, y: int, left: int, wide: float) -> Iterator[str]:
     if who:
-        yield f'<text x="4" y="{y + 16}">{who}</text>'
+        yield say(4, y + 16, who)
     if name:
-        yield f'<text x="{LEFT}" y="{y + 16}">{escape(name)}</text>'
-    yield f'<rect class="lane" x="{left}" y="{y}" width="{wide:.1f}" height="{BLOCK}"/>'
+        yield say(LEFT, y + 16, name)
+    yield box(left, y, wide, BLOCK, "lane")
 
 
 def _layer(times: Timing, scale: float, tops: Sequence[int], left: int) -> Iterator[str]:
@@ -301,12 +293,13 @@ def _layer(times: Timing, scale: float, tops: Sequence[int], left: int) -> Itera
             continue
         y, x = tops[int(t.rank[row])], left + float(times.start[row]) * scale
         shape = SHAPES.get(kind, OTHER_SHAPE).format(x=f"{x:.1f}", a=y + 4, b=y + 18, top=y)
-        yield f'<path class="k" d="{shape}" fill="{fill(kind)}">{_title(t, row)}</path>'
+        title = f"<title>{_title(t, row)}</title>"
+        yield f'<path class="k" d="{shape}" fill="{fill(kind)}">{title}</path>'
 
 
 def _title(t: Timeline, row: int) -> str:
     names = ("kind", "stage", "replica", "microbatch", "slice", "version")
-    return f"<title>{named(t, *(int(getattr(t, name)[row]) for name in names))}</title>"
+    return named(t, *(int(getattr(t, name)[row]) for name in names))
 
 
 def _blocks(times: Timing, scale: float, tops: Sequence[int], left: int) -> Iterator[str]:
@@ -320,12 +313,10 @@ def _blocks(times: Timing, scale: float, tops: Sequence[int], left: int) -> Iter
         if wide <= 0 or rank >= len(tops):
             continue
         x, y = left + start * scale, tops[rank]
-        box = f'x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{BLOCK}"'
-        yield (
-            f'<rect class="b" {box} fill="{shaded(Kind(kind), high, most)}">{_title(t, row)}</rect>'
-        )
+        look = f'fill="{shaded(Kind(kind), high, most)}"'
+        yield box(x, y, wide, BLOCK, "b", look, _title(t, row))
         if replica:
-            yield f'<rect {box} fill="url(#replica)" pointer-events="none"/>'
+            yield box(x, y, wide, BLOCK, look='fill="url(#replica)" pointer-events="none"')
         words = label(microbatch, part, slices)
         if wide >= 6.5 * len(words) + 4:
             yield f'<text class="op" x="{x + wide / 2:.1f}" y="{y + 15}">{words}</text>'
@@ -369,10 +360,10 @@ def _lines(times: Timing, scale: float, tops: Sequence[int], left: int) -> Itera
 def _legend(kinds: Sequence[Kind], hatched: bool, left: int, y: int) -> Iterator[str]:
     x = float(left)
     for kind in kinds:
-        yield f'<rect x="{x:.0f}" y="{y}" width="12" height="12" fill="{fill(kind)}"/>'
-        yield f'<text x="{x + 16:.0f}" y="{y + 10}">{word(kind)}</text>'
+        yield box(f"{x:.0f}", y, 12, 12, look=f'fill="{fill(kind)}"')
+        yield say(x + 16, y + 10, word(kind))
         x += 32 + 6.5 * len(word(kind))
     if hatched:
-        yield f'<rect class="r" x="{x:.0f}" y="{y}" width="12" height="12"/>'
-        yield f'<rect x="{x:.0f}" y="{y}" width="12" height="12" fill="url(#replica)"/>'
-        yield f'<text x="{x + 16:.0f}" y="{y + 10}">second replica</text>'
+        yield box(f"{x:.0f}", y, 12, 12, "r")
+        yield box(f"{x:.0f}", y, 12, 12, look='fill="url(#replica)"')
+        yield say(x + 16, y + 10, "second replica")
