@@ -85,7 +85,10 @@ class Float64(Ambient):
             _refuse_bits(args, kwargs)
         if func is Tensor.type and len(args) + len(kwargs) == 1:
             return func(*args, **kwargs)
-        args, kwargs = _wide(args), {k: _wide(v) for k, v in kwargs.items()}
+        if not _AS_IT_IS.issuperset(map(type, args)):
+            args = _wide(args)
+        if kwargs:
+            kwargs = {k: _wide(v) for k, v in kwargs.items()}
         if func in _LIKE and len(args) > 1 and isinstance(args[1], Tensor):
             args = (args[0], args[1].new_empty(0, dtype=WIDE.get(args[1].dtype)), *args[2:])
         if func in _WITHOUT_FLOAT64:

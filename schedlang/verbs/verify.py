@@ -61,8 +61,13 @@ def verify(
     if locked:
         demand_lock(file, common.model, as_json)
     given = settings(common.knob, common.mesh)
-    with Telling(quiet=as_json) as said, unchecked(timeout, as_json, said.close):
+    with (
+        Pool(preload=(*BASE, *PROGRAMS), forked=True) as pool,  # while there is no other thread
+        Telling(quiet=as_json) as said,
+        unchecked(timeout, as_json, said.close),
+    ):
         found = load_model_file(common.model, file)
+        pool.know(found.files)
         one = posed(
             file,
             found,
@@ -73,8 +78,7 @@ def verify(
             dtype=dtype,
             shrink=shrink,
         )
-        with Pool(preload=(*BASE, *PROGRAMS), files=found.files) as pool:
-            report = prove(one.case, pool=pool, title=file.name, command=one.command, progress=said)
+        report = prove(one.case, pool=pool, title=file.name, command=one.command, progress=said)
     _show(remarked(report, one.small), as_json, html, verbose)
     raise typer.Exit(report.exit_code if report.exit_code in (HOLDS, FAILS) else UNCHECKED)
 

@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +36,7 @@ PROGRAMS = (
     "schedlang.passes.lower.build",
     "schedlang.runtime.program",
     "schedlang.runtime.propagation.narrowed",
+    "schedlang.runtime.fusion.fuse",
     "schedlang.runtime.offload.saved_tensors",
     "schedlang.runtime.activation_memory.recompute",
     "schedlang.runtime.activation_memory.quantized",
@@ -56,7 +58,8 @@ def wanted(names: Iterable[str]) -> tuple[str, ...]:
 # ---- The process that local ranks are forked from, and what a rank does: wait for jobs and run
 # them.
 # The server imports torch and what else is named once, runs nothing with it (forking after threads
-# have started deadlocks), and forks a rank whenever it is told to. It owns the ranks: it alone
+# have started deadlocks), and forks a rank whenever it is told to. It is an interpreter of its own,
+# or a fork of a command that has done no more than import. It owns the ranks: it alone
 # kills and reaps them, each with all processes that it started, and ends with them when its parent
 # ends, for whatever reason.
 
@@ -105,6 +108,60 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
 
 
 # ---- the server ----------------------------------------------------------------------------------
+
+
+def can_fork() -> bool:
+    """Whether a server may be forked from this process: on Linux, while it has a single thread.
+
+    A fork has no other thread, but the locks that these hold: those of torch's own are for ever.
+    """
+    return sys.platform == "linux" and len(os.listdir("/proc/self/task")) == 1
+
+
+class Forked:
+    """A server forked from this process, asked as a `Popen` is."""
+
+    def __init__(
+        self,
+        ours: socket.socket,
+        theirs: socket.socket,
+        preload: Sequence[str],
+        files: Mapping[str, str],
+        scratch: str,
+    ) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.setsid()  # an interrupt at the terminal is for the parent alone
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                ours.close()  # else its end is never seen
+                main(theirs.detach(), preload, files, scratch)
+            finally:
+                os._exit(0)  # without what the parent does at its exit
+        self._ended = os.pidfd_open(self.pid)
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+                os.close(self._ended)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, once it has ended; raises subprocess.TimeoutExpired."""
+        if self.poll() is None and not select.select([self._ended], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("the fork server", timeout or 0.0)
+        code = self.poll()
+        assert code is not None, "it was seen to end"
+        return code
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
 
 
 class Serving:

@@ -110,6 +110,7 @@ def _locked(descriptor: int) -> bool:
 __all__ = ["Hang", "Pool", "RankDied", "progress"]
 
 _TICK = 0.25  # seconds between two looks at the ranks
+Server = subprocess.Popen[bytes] | forkserver.Forked
 
 
 class Pool:
@@ -117,43 +118,67 @@ class Pool:
 
     `preload` are modules imported before the ranks are forked, besides those that the first job
     names; `files` maps module names to files that cannot be imported by name, such as a model file.
+    A command that has imported what its ranks need and has run nothing lets the server be `forked`
+    from it, which imports nothing again; so it is where this process has one thread, on Linux.
     """
 
     def __init__(
         self,
         preload: Sequence[str] = BASE,
         files: Mapping[str, str | Path] | None = None,
+        *,
+        forked: bool = False,
     ) -> None:
         if forkserver.Serving.here or Importing.now:  # each would start the next one, without end
             raise Refusal(_started_by_ranks())
-        self.files = {name: str(path) for name, path in (files or {}).items()}
+        self.files: dict[str, str] = {}
         self._scratch, kept = made()  # stores, logs
         weakref.finalize(self, os.close, kept)
         self._ranks: list[Rank] = []
         self._jobs = 0
         self._lock = threading.Lock()
-        self._start(tuple(preload))
+        self._note(files or {})
+        self._start(tuple(preload), forked and forkserver.can_fork())
 
-    def _start(self, preload: tuple[str, ...]) -> None:
+    def know(self, files: Mapping[str, str | Path]) -> None:
+        """Let the server import more files, at once; ranks that run already do so at their job."""
+        self._note(files)
+        with contextlib.suppress(OSError):  # a server that is gone is started again by `run`
+            forkserver.send(self._control, ("import", (), self.files))
+
+    def _note(self, files: Mapping[str, str | Path]) -> None:
+        self.files |= {name: str(path) for name, path in files.items()}
+
+    def _start(self, preload: tuple[str, ...], forked: bool = False) -> None:
         self._preload, self._owner = preload, os.getpid()
         self._scratch.mkdir(exist_ok=True)
         self._control, theirs = socket.socketpair()
+        told = preload, self.files, str(self._scratch)
+        if forked:
+            self._server: Server = forkserver.Forked(self._control, theirs, *told)
+        else:
+            self._server = self._executed(theirs, *told)
+        theirs.close()
+        self._inbox = Rank(-1, self._control, self._scratch / "server")
+        # the server ends when our end is closed, so this is all there is to tidy up
+        self._finalizer = weakref.finalize(self, _end, self._control, self._server, self._scratch)
+
+    @staticmethod
+    def _executed(
+        theirs: socket.socket, preload: Sequence[str], files: Mapping[str, str], scratch: str
+    ) -> Server:
+        """A server in a new interpreter."""
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
             "from schedlang.runtime.launch import forkserver; "
-            f"forkserver.main({theirs.fileno()}, {preload!r}, {self.files!r}, "
-            f"{str(self._scratch)!r})"
+            f"forkserver.main({theirs.fileno()}, {preload!r}, {files!r}, {scratch!r})"
         )
-        self._server = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-c", code],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # an interrupt at the terminal is for us alone
         )
-        theirs.close()
-        self._inbox = Rank(-1, self._control, self._scratch / "server")
-        # the server ends when our end is closed, so this is all there is to tidy up
-        self._finalizer = weakref.finalize(self, _end, self._control, self._server, self._scratch)
 
     def close(self) -> None:
         """End the server and all ranks; the pool cannot be used afterwards."""
@@ -347,7 +372,7 @@ def _started_by_ranks() -> Diagnostic:
     )
 
 
-def _end(control: socket.socket, server: subprocess.Popen[bytes], scratch: Path) -> None:
+def _end(control: socket.socket, server: Server, scratch: Path) -> None:
     control.close()
     try:
         server.wait(5)

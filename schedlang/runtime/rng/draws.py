@@ -286,7 +286,16 @@ ILLOGICAL: dict[Any, Callable[[Any, Any], bool]] = {
 }
 
 
-def illogical(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+def may_draw(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call may draw random numbers at all, as far as the function alone tells."""
+    named = func in LOGICAL or func in ILLOGICAL or isinstance(func, _OPERATORS)
+    return named or "generator" in kwargs
+
+
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # each says itself if it draws
+
+
+def illogical(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether this call draws random numbers in a way that `LOGICAL` does not cover."""
     if func in ILLOGICAL:
         return ILLOGICAL[func](args, kwargs)

@@ -17,7 +17,7 @@ from torch import Tensor
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import scope
 from schedlang.runtime.modes import Ambient, ambient
-from schedlang.runtime.rng.draws import LOGICAL, Draw, active, illogical
+from schedlang.runtime.rng.draws import LOGICAL, Draw, active, illogical, may_draw
 from schedlang.runtime.tracing.torch_calls import model_line
 
 # ---- Logical dropout: masks that depend on what is computed, not on where, when, or how often.
@@ -119,11 +119,12 @@ class LogicalDropout(Ambient):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        if scope.current() is not None:
+        kwargs = kwargs or {}
+        if may_draw(func, kwargs) and scope.current() is not None:
             if illogical(func, args, kwargs):
                 raise without_form(name(func), scope.site())
             if func in LOGICAL:
+                kwargs = dict(kwargs)
                 if any(hasattr(x, "placements") for x in args):
                     raise _refusal(f"`{name(func)}` in {here(scope.site())} is given a DTensor")
                 kwargs.pop("generator", None)

@@ -181,7 +181,8 @@ class Constants:
             output = memo.run(func, SHAPES.get(func, func), args, kwargs)
         except NotImplementedError:  # the shape depends on values
             return self._sized(func, args, kwargs, unknown)
-        made = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_meta]
+        parts = (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output)
+        made = [t for t in parts if isinstance(t, Tensor) and t.is_meta]
         if not made:
             if func._schema.is_mutable:
                 self._forget(t for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor))
@@ -216,6 +217,8 @@ class Constants:
     def _shadow(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         if draws(func):  # the batch does not decide it, and a program's own numbers stay unused
             return None
+        if any(type(a) in PLAIN and a.is_meta and _storage(a) not in self.values for a in args):
+            return None  # most operators of a model: found out without a look into what they take
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         on_meta = any(t.is_meta for t in tensors) or any(
