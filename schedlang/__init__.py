@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from schedlang.ir.placement import P, R, S
     from schedlang.report import Report
     from schedlang.runtime.checkpointing.steps import last_checkpoint
+    from schedlang.runtime.transfer.transfer import transfer
     from schedlang.schedule import create_schedule, load
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ __all__ = [
     "create_schedule",
     "last_checkpoint",
     "load",
+    "transfer",
     "verify",
 ]
 
@@ -41,6 +43,7 @@ _HOMES = {
     "create_schedule": "schedule",
     "last_checkpoint": "runtime.checkpointing.steps",
     "load": "schedule",
+    "transfer": "runtime.transfer.transfer",
     "verify": "equivalence",
 }
 

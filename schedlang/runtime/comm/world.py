@@ -72,6 +72,11 @@ class World:
     _made: dict[tuple[Groups, str], ProcessGroup | None] = field(default_factory=dict)
 
     @property
+    def members(self) -> Sequence[int]:
+        """Its ranks, by their numbers in the job."""
+        return range(self.size)
+
+    @property
     def played(self) -> bool:
         """Whether no other rank is there: what is sent goes nowhere, and nobody answers."""
         return "fake" in self.backends.values()
@@ -438,32 +443,38 @@ def gathered(value: T, group: ProcessGroup | None = None) -> list[T]:
 
 
 def distinct(value: T) -> list[T]:
-    """The values of all ranks of the job, each once, in the order of the first that has it.
+    """The values of all ranks of the job, each once, in the order of the first that has it."""
+    return [told for told, _ in kinds(value)]
+
+
+def kinds(value: T) -> list[tuple[T, tuple[int, ...]]]:
+    """The different values of all ranks of the job, and whose they are.
 
     Ranks tell each other a digest; then the first of those that are alike tells the value.  So a
     world of many ranks with few kinds of them sends as many values as there are kinds.
     """
     world = here()
     if world.size == 1:
-        return [value]
+        return [(value, (0,))]
     group = world.control
     with torch._C.DisableTorchFunction():
         data = packed(value)
         mine = hashlib.blake2b(data, digest_size=_DIGEST).digest()
         rows = _rows(mine + len(data).to_bytes(_LENGTH, "little"), _DIGEST + _LENGTH, group)
-        first: dict[bytes, int] = {}
+        first: dict[bytes, list[int]] = {}
         for source, row in enumerate(rows):
-            first.setdefault(row, source)
+            first.setdefault(row, []).append(source)
         if len(first) > _KINDS:  # as many messages would take longer than one that is longer
-            return list({row: one for row, one in zip(rows, gathered(value))}.values())
+            everyone = gathered(value)
+            return [(everyone[ranks[0]], tuple(ranks)) for ranks in first.values()]
         found = []
-        for row, source in first.items():
+        for row, ranks in first.items():
             size = int.from_bytes(row[_DIGEST:], "little")
             same = row == rows[world.rank]
             told = torch.frombuffer(bytearray(data if same else bytes(size)), dtype=torch.uint8)
             if len(first) > 1:
-                dist.broadcast(told, source, group)
-            found.append(pickle.loads(told.numpy().tobytes()))
+                dist.broadcast(told, ranks[0], group)
+            found.append((pickle.loads(told.numpy().tobytes()), tuple(ranks)))
         return found
 
 
