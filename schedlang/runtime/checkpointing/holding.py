@@ -99,7 +99,8 @@ def _spread(layout: Layout, sliced: tuple[str, ...], mesh: Mesh) -> tuple[tuple[
     """The distinct parts, and which of them each rank of the mesh holds: found by axes."""
     over = [*(split.axis for split in layout.splits), *((sliced,) if sliced else ())]
     coordinates = _all_coordinates(mesh)
-    places = [np.zeros(mesh.world, np.int64), *(mesh.index_at(coordinates, a) for a in over)]
+    places: list[Any] = [np.zeros(mesh.world, np.int64)]
+    places += [mesh.index_at(coordinates, one) for one in over]
     _, first, code = np.unique(np.stack(places), axis=1, return_index=True, return_inverse=True)
     numbers: dict[Part, int] = {}
     found = []

@@ -236,9 +236,9 @@ def part_of(name: str, value: Tensor) -> Part:
     if not hasattr(value, "placements"):
         return whole(value.shape)
     runs = [[Segment(0, size)] for size in value.shape]
-    mesh: Any = value.device_mesh  # type: ignore[attr-defined]
+    mesh: Any = value.device_mesh
     place = mesh.get_coordinate()
-    for axis, one in enumerate(value.placements):  # type: ignore[attr-defined]
+    for axis, one in enumerate(value.placements):
         if one.is_replicate():
             continue
         if one.is_partial() or not hasattr(one, "dim"):

@@ -150,8 +150,10 @@ class _Ends:
         ]
         before = {mark for each, _ in everyone for mark in each[3] if mark is not None}
         return _Ends(
-            *ends,
-            *sides,
+            ends[0],
+            ends[1],
+            sides[0],
+            sides[1],
             optimizer,
             changed_only,
             bucket_size(bucket_bytes),
@@ -176,7 +178,7 @@ class _Ends:
         told, laid = self._moments(names)
         here, there = self._local(laid)
         moved = {name: self.source.lying[at] for name, at in names.items()}
-        digests = self._digests(here, there, names) if self.changed_only else {}
+        digests = self._digests(here, there, names) if self.changed_only else ({}, {})
         if self.changed_only and self.before:
             changed = self._changed(digests, names)
             moved = {name: one for name, one in moved.items() if name in changed}
@@ -385,10 +387,11 @@ def _check_ties(source: Tensors, target: Tensors) -> None:
 
 def _check_alike(end: End | None, source: Tensors, target: Tensors) -> None:
     """Refuse to lay tensors that differ into one that has their names (S642)."""
-    pairs = [
-        (name, other, source.name(name), source.name(other)) for other, name in target.also.items()
-    ]
-    apart = [(n, o, at, to) for n, o, at, to in pairs if at != to and None not in (at, to)]
+    apart = []
+    for other, name in target.also.items():
+        at, to = source.name(name), source.name(other)
+        if at is not None and to is not None and at != to:
+            apart.append((name, other, at, to))
     if not apart:
         return
     here = end.local() if end is not None else {}
