@@ -54,6 +54,7 @@ from schedlang.runtime.whole import whole_output
 
 
 @at_their_callers_lines
+@world.in_its_world
 @dataclass(repr=False)
 class Program:
     """A scheduled model on this rank.

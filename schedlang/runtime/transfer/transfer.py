@@ -99,9 +99,10 @@ def transfer(
     less.  Raises Refusal S634 (names), S635 (shapes, dtypes), S636 (optimizer) or S642 (what cannot
     be an end) on all ranks, before anything is changed.
     """
-    ends = _Ends.met(a, b, optimizer, changed_only, bucket_bytes)
-    with ends.at_home():
-        return ends.move()
+    with comm.within(()):  # whatever part of the job the ends are on
+        ends = _Ends.met(a, b, optimizer, changed_only, bucket_bytes)
+        with ends.at_home():
+            return ends.move()
 
 
 @dataclass
