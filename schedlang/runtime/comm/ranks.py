@@ -110,12 +110,17 @@ def on_ranks(ranks: Sequence[int] | None) -> Iterator[None]:
         return
     job = comm.job()
     part = tuple(ranks)
-    fits = len({*part}) == len(part) and all(type(r) is int and 0 <= r < job.size for r in part)
+    fits = all(type(rank) is int and 0 <= rank < job.size for rank in part)
+    fits = fits and part == tuple(sorted({*part}))
     if not fits or job.rank not in part:
         named = ", ".join(map(str, part)) or "none"
-        why = f"rank {job.rank} is none of them" if fits else f"the job has 0 to {job.size - 1}"
+        why = (
+            f"rank {job.rank} is none of them"
+            if fits
+            else f"give some of 0 to {job.size - 1}, rising"
+        )
         title = f"a program for ranks {named} cannot be built here: {why}"
-        helps = ("call `build(ranks=...)` on the ranks that it names, each once, and on no others",)
+        helps = ("call `build(ranks=...)` on the ranks that it names, and on no others",)
         raise Refusal(Diagnostic("S607", title, helps=helps))
     with comm.within(part):
         yield

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup as ProcessGroup
 
 from schedlang.runtime import device as devices
-from schedlang.runtime.adapters.torch_distributed import count_groups
+from schedlang.runtime.adapters.torch_distributed import count_groups, counted_from
 from schedlang.runtime.comm.packing import Pickler, put_back, taken_out
 
 T = TypeVar("T")
@@ -143,9 +143,11 @@ class World:
         """This rank's of these groups, for tensors of the host; for a `purpose`, as of `made`."""
         if not self.backends or devices.HOST.type in self.backends:
             return self.made(groups, purpose)
-        how = self._own if self.part else self._each
+        named = f"host {purpose}"
+        if self.part:
+            return self._once(groups, named, lambda: self._own(groups, _HOSTS, named))
         with self._unbound():
-            return self._once(groups, f"host {purpose}", lambda: how(groups, _HOSTS))
+            return self._once(groups, named, lambda: self._each(groups, _HOSTS))
 
     @contextmanager
     def _unbound(self) -> Iterator[None]:
@@ -168,7 +170,7 @@ class World:
         if self.size == 1:
             return None
         if self.part:
-            return self._once(groups, purpose, lambda: self._own(groups))
+            return self._once(groups, purpose, lambda: self._own(groups, None, purpose))
         if not purpose and [*groups] == [tuple(range(self.size))]:
             return self.group
         how = self._split if self._splits else self._each
@@ -198,16 +200,16 @@ class World:
         pass_over(several[mine + 1 :])
         return found
 
-    def _own(self, groups: Groups, backend: str | None = None) -> ProcessGroup | None:
+    def _own(self, groups: Groups, backend: str | None, purpose: str) -> ProcessGroup | None:
         """Only this rank's own, of which ranks beyond this part of the job are told nothing."""
         mine = next((ranks for ranks in groups if self.rank in ranks), ())
         if len(mine) < 2:
             return None
         ranks = [self.part[rank] for rank in mine]
+        told = hashlib.blake2b(repr((self.part, sorted(groups), purpose)).encode(), digest_size=_LENGTH)
         made: ProcessGroup | None
-        made = dist.new_group(
-            ranks, timeout=self.timeout, backend=backend, use_local_synchronization=True
-        )
+        with self._unbound(), counted_from(int.from_bytes(told.digest(), "little")):
+            made = dist.new_group(ranks, timeout=self.timeout, backend=backend)
         return made
 
     @property
