@@ -254,7 +254,8 @@ class Schedule(Scope):
                    program is built from, initial weights too; "batches", also each step's batch and
                    the optimizer's settings; "nothing"
         wait       seconds in which all ranks come here; then those that are there refuse
-        ranks      those of the job that the program is for, where it is not for all, rising: only these build it, and call what it offers
+        ranks      those of the job that the program is for, rising, where it is not for all: only
+                   these build it, and call what it offers
         A model whose parts of a batch do not make the whole (batch norm, a sum as the loss) is
         refused as `verify` refuses it, where that is found out in about a second: a larger one is
         verified before it is trained

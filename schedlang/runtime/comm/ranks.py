@@ -114,11 +114,8 @@ def on_ranks(ranks: Sequence[int] | None) -> Iterator[None]:
     fits = fits and part == tuple(sorted({*part}))
     if not fits or job.rank not in part:
         named = ", ".join(map(str, part)) or "none"
-        why = (
-            f"rank {job.rank} is none of them"
-            if fits
-            else f"give some of 0 to {job.size - 1}, rising"
-        )
+        legal = f"they are some of 0 to {job.size - 1}, rising"
+        why = f"rank {job.rank} is none of them" if fits else legal
         title = f"a program for ranks {named} cannot be built here: {why}"
         helps = ("call `build(ranks=...)` on the ranks that it names, and on no others",)
         raise Refusal(Diagnostic("S607", title, helps=helps))
