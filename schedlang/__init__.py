@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from schedlang.passes.judge.program import TrainingProgram
     from schedlang.report import Report
     from schedlang.runtime.checkpointing.steps import last_checkpoint
+    from schedlang.runtime.transfer.transfer import transfer
     from schedlang.schedule import create_schedule, load
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "create_schedule",
     "last_checkpoint",
     "load",
+    "transfer",
     "verify",
     "verify_program",
 ]
@@ -45,6 +47,7 @@ _HOMES = {
     "create_schedule": "schedule",
     "last_checkpoint": "runtime.checkpointing.steps",
     "load": "schedule",
+    "transfer": "runtime.transfer.transfer",
     "verify": "equivalence",
     "verify_program": "equivalence",
 }

@@ -238,6 +238,7 @@ class Schedule(Scope):
         dropout: str | None = None,
         compare: str = "build",
         wait: float = 20.0,
+        ranks: Sequence[int] | None = None,
         **unknown: object,
     ) -> Program | Waiting:
         """This rank's program, in the running job (torchrun's) or a world of one.
@@ -256,6 +257,8 @@ class Schedule(Scope):
                    program is built from, initial weights too; "batches", also each step's batch and
                    the optimizer's settings; "nothing"
         wait       seconds in which all ranks come here; then those that are there refuse
+        ranks      those of the job that the program is for, rising, where it is not for all: only
+                   these build it, and call what it offers
         A model whose parts of a batch do not make the whole (batch norm, a sum as the loss) is
         refused as `verify` refuses it, where that is found out in about a second: a larger one is
         verified before it is trained
@@ -266,6 +269,7 @@ class Schedule(Scope):
         from schedlang.passes.simulate.gains import gained
         from schedlang.passes.simulate.played_step import repeated
         from schedlang.passes.verify.probe import cheaply
+        from schedlang.runtime.comm.ranks import on_ranks
         from schedlang.runtime.left import telling
         from schedlang.runtime.waiting import Waiting
 
@@ -283,6 +287,7 @@ class Schedule(Scope):
         check_options(args, unknown, {"batch": batch, **options})
         check = partial(cheaply, loss=loss, weight=weight)
 
+        @on_ranks(ranks)
         def made(first: Mapping[str, Any], local: bool = False) -> Program:
             whole = repeated(first, plan.shares) if local else first
             demand(plan, whole, loss, weight)
@@ -291,7 +296,10 @@ class Schedule(Scope):
             asked = None if local else check
             return telling(build(plan, first, local=local, check=asked, **options))
 
-        return made(batch) if batch is not None else Waiting(made, check_job(plan), plan.row_axes)
+        with on_ranks(ranks):
+            if batch is not None:
+                return made(batch)
+            return Waiting(made, check_job(plan), plan.row_axes)
 
     # ---- declarations -------------------------------------------------------------------
 

@@ -159,7 +159,7 @@ class Layout:
                 held[split.dim] = strips(split.blocks, split.uneven)
             cut.add(split.dim)
             held[split.dim] = [_part(strip, parts, place) for strip in held[split.dim]]
-        return tuple(tuple(_joined([run for strip in dim for run in strip])) for dim in held)
+        return tuple(tuple(joined([run for strip in dim for run in strip])) for dim in held)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape that every rank holds (padding included)."""
@@ -229,7 +229,7 @@ def _part(strip: Sequence[Segment], parts: int, place: int) -> list[Segment]:
     return found
 
 
-def _joined(runs: Sequence[Segment]) -> list[Segment]:
+def joined(runs: Sequence[Segment]) -> list[Segment]:
     """Neighbouring runs as one."""
     out: list[Segment] = []
     for run in runs:

@@ -56,6 +56,7 @@ _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 @at_their_callers_lines
+@world.in_its_world
 @dataclass(repr=False)
 class Program:
     """A scheduled model on this rank.
@@ -476,7 +477,7 @@ class Program:
         been changed.
         """
         whole.load_state_dict(self.assembly, state)
-        self._loaded()
+        self.taken_over()
 
     @at_home
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
@@ -491,9 +492,10 @@ class Program:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take over the last checkpoint of a folder, of any layout; see `archive.load`."""
         archive.load(self, path)
-        self._loaded()
+        self.taken_over()
 
-    def _loaded(self) -> None:
+    def taken_over(self) -> None:
+        """Put what was loaded where it lies between steps."""
         if self.away is not None:
             self.away.settle(self.optimizer)
 

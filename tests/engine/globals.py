@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from schedlang.runtime.comm import collectives
+from schedlang.runtime.comm import collectives, world
 from schedlang.runtime.fusion import fuse, rewrite
 from schedlang.runtime.kernel_injection import attention
 from schedlang.runtime.offload import saved_tensors
@@ -23,6 +23,7 @@ OWN: tuple[tuple[ModuleType, str], ...] = (
     (launch, "_launchers"),
     (saved_tensors, "_watching"),
     (rewrite, "_watchers"),
+    (world, "_within"),
 )
 _PLACES = ("RANK", "LOCAL_RANK")
 

@@ -89,6 +89,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "a state dict of another model",
         "Nothing was changed; the message lists names and shapes.",
     ),
+    "S642": (
+        "not an end of a transfer",
+        "Programs, modules and state dicts of dense tensors are; a rank that has no part of one\n"
+        "passes None for it, and all ranks of the job call `transfer` alike.",
+    ),
     "S650": (
         "ranks would build different programs",
         "All ranks of a job compare what they build from: versions, mesh, model, rows,\n"

@@ -22,6 +22,21 @@ def replaced(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
             setattr(dist, name, function)
 
 
+@contextmanager
+def counted_from(number: int) -> Iterator[None]:
+    """Name the groups that are made inside by a number of one's own, not by how many there were.
+
+    Ranks of a part of a job make groups that others do not hear of, and still name them alike; what
+    torch offers for that (`use_local_synchronization`) hangs on what else a rank has made.
+    """
+    world = dist.distributed_c10d._world
+    before, world.group_count = world.group_count, number
+    try:
+        yield
+    finally:
+        world.group_count = before
+
+
 def count_groups(number: int) -> None:
     """Count groups that this rank is not in, as if it had been asked to make each of them.
 

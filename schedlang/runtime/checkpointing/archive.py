@@ -406,13 +406,24 @@ def _check(program: Program, contents: Mapping[str, Any], told: Moments) -> None
                     helps=("load it into a program of the same model and dtype",),
                 )
             )
-    kind = type(program.optimizer).__qualname__ if program.optimizer is not None else None
-    found = comm.distinct((kind, list(named(program))))
+    check_moments(program, told)
+
+
+def check_moments(program: Program | None, told: Moments) -> bool:
+    """Refuse what another optimizer knows (S636); does any rank have an optimizer that takes it?
+
+    None: this rank has no part of the program.
+    """
+    optimizer = None if program is None else program.optimizer
+    kind = type(optimizer).__qualname__ if optimizer is not None else None
+    found = comm.distinct((kind, list(named(program)) if program is not None else []))
     kinds = [kind for kind, _ in found if kind is not None]
     if kinds:
         _check_optimizer(kinds[0], {name for _, names in found for name in names}, told)
-        if odd := next(filter(None, comm.distinct(misfit(program, told))), None):
+        odd = misfit(program, told) if program is not None else ""
+        if odd := next(filter(None, comm.distinct(odd)), ""):
             raise _other_optimizer(odd)
+    return bool(kinds)
 
 
 def _check_optimizer(kind: str, names: set[str], told: Moments) -> None:

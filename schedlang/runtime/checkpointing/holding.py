@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from schedlang.ir.placement import Layout, Segment
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.ranks import Ranks
 from schedlang.runtime.grad_reduction.gradient import buckets
+from schedlang.runtime.redistribution.spread import NOWHERE, Array, Cell, Part, Spread
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,18 @@ class Holding:
             return False
         return all(place == 0 for axis, place in here.items() if axis not in splitting)
 
+    def spread(self, mesh: Mesh, ranks: Sequence[int] = (), world: int = 0) -> Spread:
+        """Where the parts lie in a job; `ranks`: which of its `world` ranks are the mesh's."""
+        parts, of = _spread(self.layout, self.sliced, mesh)
+        if self.stages is not None and self.axis is not None:
+            place = mesh.index_at(_all_coordinates(mesh), self.axis)
+            of = np.where(np.isin(place, list(self.stages)), of, NOWHERE)
+        if len(ranks):
+            everyone = np.full(world, NOWHERE, of.dtype)
+            everyone[list(ranks)] = of
+            of = everyone
+        return Spread(self.layout.shape, parts, of)
+
     def local_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
         """The shape of this rank's part."""
         runs = self.segments(mesh, rank)
@@ -77,11 +92,35 @@ def _segments(
     length = sum(run.length for run in runs[0])
     chunk = -(-length // count)  # as torch.chunk, which fully_shard follows
     first, last = min(place * chunk, length), min((place + 1) * chunk, length)
-    return (tuple(_window(runs[0], first, last)), *runs[1:])
+    return (tuple(window(runs[0], first, last)), *runs[1:])
 
 
-def _window(runs: tuple[Segment, ...], first: int, last: int) -> Iterator[Segment]:
-    """The part of a chain of runs between two local positions."""
+@lru_cache(maxsize=1 << 8)
+def _spread(layout: Layout, sliced: tuple[str, ...], mesh: Mesh) -> tuple[tuple[Part, ...], Array]:
+    """The distinct parts, and which of them each rank of the mesh holds: found by axes."""
+    over = [*(split.axis for split in layout.splits), *((sliced,) if sliced else ())]
+    coordinates = _all_coordinates(mesh)
+    places: list[Any] = [np.zeros(mesh.world, np.int64)]
+    places += [mesh.index_at(coordinates, one) for one in over]
+    _, first, code = np.unique(np.stack(places), axis=1, return_index=True, return_inverse=True)
+    numbers: dict[Part, int] = {}
+    found = []
+    for rank in first.tolist():
+        segments = _segments(layout, sliced, mesh, rank)
+        part = tuple(tuple(cells(runs, n)) for runs, n in zip(segments, layout.shape))
+        found.append(numbers.setdefault(part, len(numbers)))
+    return tuple(numbers), np.array(found, np.int32)[code.reshape(-1)]
+
+
+def _all_coordinates(mesh: Mesh) -> dict[str, Any]:
+    """Where all ranks lie on each axis, as arrays."""
+    sizes = tuple(mesh.sizes.values())
+    found = np.unravel_index(np.arange(mesh.world), sizes) if sizes else ()
+    return dict(zip(mesh.sizes, found))
+
+
+def window(runs: tuple[Segment, ...], first: int, last: int) -> Iterator[Segment]:
+    """Cut out the part of a chain of runs between two local positions."""
     at = 0
     for run in runs:
         low, high = max(first, at), min(last, at + run.length)
@@ -107,17 +146,19 @@ class Block:
         return tensor[tuple(slice(o, o + n) for o, n in zip(self.whole, self.size))]
 
 
+def cells(runs: tuple[Segment, ...], size: int) -> Iterator[Cell]:
+    """The runs of one dim that are within its true size: in the part, in the whole, how long."""
+    at = 0
+    for run in runs:
+        length = max(0, min(run.start + run.length, size) - run.start)
+        if length:
+            yield at, run.start, length
+        at += run.length
+
+
 def blocks(segments: tuple[tuple[Segment, ...], ...], shape: tuple[int, ...]) -> Iterator[Block]:
     """The boxes of a part; what lies beyond the true shape (padding) is left out."""
-    rows = []
-    for runs, size in zip(segments, shape):
-        at, cells = 0, []
-        for run in runs:
-            length = max(0, min(run.start + run.length, size) - run.start)
-            if length:
-                cells.append((at, run.start, length))
-            at += run.length
-        rows.append(cells)
+    rows = [list(cells(runs, size)) for runs, size in zip(segments, shape)]
     for cell in itertools.product(*rows):
         yield Block(*(tuple(c[k] for c in cell) for k in range(3)))
 

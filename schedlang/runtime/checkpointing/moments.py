@@ -48,13 +48,16 @@ class Moments:
         return dict(vars(self))
 
 
-def described(program: Program) -> Moments:
-    """Gather what the optimizers of all ranks know.
+def described(program: Program | None) -> Moments:
+    """Gather what the optimizers of all ranks know; None: this rank has no part of the program.
 
     Raises Refusal S637, alike on all ranks, for what is neither a tensor nor plain data, or what
     differs between ranks although it does not lie in parts.
     """
-    mine = together(lambda: _mine(program), lambda error: Diagnostic("S637", str(error)))
+    mine = together(
+        lambda: Moments() if program is None else _mine(program),
+        lambda error: Diagnostic("S637", str(error)),
+    )
     everyone = world.distinct(mine)
     out = Moments(next((m.kind for m in everyone if m.kind is not None), None))
     for found in everyone:
@@ -215,7 +218,12 @@ def _set_group(group: dict[str, Any], hyper: Hyper) -> None:
 
 
 def laid(part: Tensor, parameter: nn.Parameter) -> Tensor:
-    """A state tensor that lies as the parameter does."""
+    """A state tensor that lies as the parameter does: this one, if it does already."""
+    if type(part) is type(parameter.data) and (part.shape, part.device) == (
+        parameter.shape,
+        parameter.device,
+    ):
+        return part
     made = torch.zeros_like(parameter, dtype=part.dtype, requires_grad=False)
     local(made).copy_(part)
     return made

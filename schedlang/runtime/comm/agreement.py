@@ -98,7 +98,7 @@ def agree(items: Sequence[Item], wait: float = WAIT) -> None:
     """
     if (store := shared_store()) is None:
         return
-    _Meeting(store, dist.get_rank(), dist.get_world_size(), wait).hold(items)
+    _Meeting(store, comm.rank(), comm.size(), wait).hold(items)
 
 
 def all_come(wait: float = WAIT) -> None:
@@ -128,7 +128,7 @@ def told_if_refused() -> Iterator[None]:
     except Exception as error:
         if (store := shared_store()) is not None and not getattr(error, _AGREED, False):
             said = error.diagnostic.title if isinstance(error, Refusal) else _in_a_line(error)
-            meeting = _Meeting(store, dist.get_rank(), dist.get_world_size(), 0.0)
+            meeting = _Meeting(store, comm.rank(), comm.size(), 0.0)
             meeting.come({"refused": said})
             store.set(f"{meeting.room}/refused", "1")
         raise
@@ -147,7 +147,7 @@ def shared_store() -> Any:
 
     Private: torch gives no other way to the store that it made for the job.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+    if comm.size() == 1 or dist.get_backend() == "fake":
         return None
     return c10d._get_default_store()
 
@@ -168,8 +168,9 @@ class _Meeting:
 
     def __init__(self, store: Any, rank: int, world: int, wait: float) -> None:
         self.store, self.rank, self.world, self.wait = store, rank, world, wait
-        turn = store.add(f"schedlang/turn/{rank}", 1)
-        self.room = f"schedlang/{turn}"
+        part = "".join(f"{each}," for each in comm.here().part)
+        turn = store.add(f"schedlang/{part}turn/{rank}", 1)
+        self.room = f"schedlang/{part}{turn}"
 
     def leave(self, message: object, kind: str = "told") -> None:
         """Put a message of this rank into the room."""

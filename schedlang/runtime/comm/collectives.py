@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedlang.runtime.comm.world import GATHER, SCATTER
+from schedlang.runtime.comm.world import GATHER, SCATTER, number
 from schedlang.runtime.device import HOST
 
 # ---- Differentiable collectives over one group of ranks; each counts what it sends.
@@ -121,7 +121,7 @@ def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format) if own else x.new_empty(x.shape)
     count("broadcast", group, out)
     if group.pg is not None:
-        dist.broadcast(out, src=group.ranks[source], group=group.pg)
+        dist.broadcast(out, src=number(group.ranks[source]), group=group.pg)
     return out
 
 
@@ -130,7 +130,7 @@ def reduce_to(x: Tensor, target: int, group: Group) -> Tensor | None:
     out = x.clone(memory_format=torch.contiguous_format)
     count("reduce", group, out)
     if group.pg is not None:
-        dist.reduce(out, dst=group.ranks[target], group=group.pg)
+        dist.reduce(out, dst=number(group.ranks[target]), group=group.pg)
     return out if group.rank == target else None
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -100,6 +101,27 @@ class Ranks:
         inner = self.group(tuple(shard))
         assert inner.pg is not None
         return DeviceMesh.from_group(inner.pg, self.device.type, mesh_dim_names=("shard",))
+
+
+@contextmanager
+def on_ranks(ranks: Sequence[int] | None) -> Iterator[None]:
+    """Meanwhile these ranks of the job are the world (S607); None: all are, as they are."""
+    if ranks is None:
+        yield
+        return
+    job = comm.job()
+    part = tuple(ranks)
+    fits = all(type(rank) is int and 0 <= rank < job.size for rank in part)
+    fits = fits and part == tuple(sorted({*part}))
+    if not fits or job.rank not in part:
+        named = ", ".join(map(str, part)) or "none"
+        legal = f"they are some of 0 to {job.size - 1}, rising"
+        why = f"rank {job.rank} is none of them" if fits else legal
+        title = f"a program for ranks {named} cannot be built here: {why}"
+        helps = ("call `build(ranks=...)` on the ranks that it names, and on no others",)
+        raise Refusal(Diagnostic("S607", title, helps=helps))
+    with comm.within(part):
+        yield
 
 
 def _wrong_world(mesh: Mesh, world: int) -> Diagnostic:

@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache, cached_property
+from functools import cache, cached_property, wraps
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -31,7 +32,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup as ProcessGroup
 
 from schedlang.runtime import device as devices
-from schedlang.runtime.adapters.torch_distributed import count_groups
+from schedlang.runtime.adapters.torch_distributed import count_groups, counted_from
 from schedlang.runtime.comm.packing import Pickler, put_back, taken_out
 
 T = TypeVar("T")
@@ -69,7 +70,14 @@ class World:
     backends: Mapping[str, str] = field(default_factory=dict)
     bound: torch.device | None = None  # the device that the world was joined with
     ours: bool = False
+    part: tuple[int, ...] = ()  # of a job: its ranks that are this world; none: all
+    parts: dict[tuple[int, ...], World] = field(default_factory=dict)  # those that were entered
     _made: dict[tuple[Groups, str], ProcessGroup | None] = field(default_factory=dict)
+
+    @property
+    def members(self) -> Sequence[int]:
+        """Its ranks, by their numbers in the job."""
+        return self.part or range(self.size)
 
     @property
     def played(self) -> bool:
@@ -79,6 +87,8 @@ class World:
     @property
     def group(self) -> ProcessGroup | None:
         """The group of all ranks."""
+        if self.part and self.size > 1:
+            return self.made([tuple(range(self.size))])
         return dist.group.WORLD if self.size > 1 else None
 
     def home(self, lies: torch.device | None) -> torch.device:
@@ -119,7 +129,7 @@ class World:
         """
         for kind in self.backends:
             with suppress(AttributeError, RuntimeError):  # a backend without options
-                backend = self.group._get_backend(torch.device(kind))  # type: ignore[union-attr]
+                backend = dist.group.WORLD._get_backend(torch.device(kind))  # type: ignore[union-attr]
                 if isinstance(found := backend.options._timeout, timedelta):
                     return found
         return None
@@ -133,13 +143,16 @@ class World:
         """This rank's of these groups, for tensors of the host; for a `purpose`, as of `made`."""
         if not self.backends or devices.HOST.type in self.backends:
             return self.made(groups, purpose)
+        named = f"host {purpose}"
+        if self.part:
+            return self._once(groups, named, lambda: self._own(groups, _HOSTS, named))
         with self._unbound():
-            return self._once(groups, f"host {purpose}", lambda: self._each(groups, _HOSTS))
+            return self._once(groups, named, lambda: self._each(groups, _HOSTS))
 
     @contextmanager
     def _unbound(self) -> Iterator[None]:
         """A bound world asks each new group for the backend of its device, which hosts have not."""
-        world: Any = self.group
+        world: Any = dist.group.WORLD
         if self.bound is None:
             yield
             return
@@ -156,6 +169,8 @@ class World:
         """
         if self.size == 1:
             return None
+        if self.part:
+            return self._once(groups, purpose, lambda: self._own(groups, None, purpose))
         if not purpose and [*groups] == [tuple(range(self.size))]:
             return self.group
         how = self._split if self._splits else self._each
@@ -184,6 +199,18 @@ class World:
         found = dist.new_group([*several[mine]], timeout=self.timeout, backend=backend)
         pass_over(several[mine + 1 :])
         return found
+
+    def _own(self, groups: Groups, backend: str | None, purpose: str) -> ProcessGroup | None:
+        """Only this rank's own, of which ranks beyond this part of the job are told nothing."""
+        mine = next((ranks for ranks in groups if self.rank in ranks), ())
+        if len(mine) < 2:
+            return None
+        ranks = [self.part[rank] for rank in mine]
+        told = hashlib.blake2b(repr((self.part, sorted(groups), purpose)).encode(), digest_size=_LENGTH)
+        made: ProcessGroup | None
+        with self._unbound(), counted_from(int.from_bytes(told.digest(), "little")):
+            made = dist.new_group(ranks, timeout=self.timeout, backend=backend)
+        return made
 
     @property
     def _all_make_each(self) -> bool:
@@ -222,8 +249,63 @@ def pass_over(groups: Groups) -> None:
 _worlds: weakref.WeakKeyDictionary[ProcessGroup, World] = weakref.WeakKeyDictionary()
 
 
+# where a part of the job is at work: that part, by the ranks that are in it
+_within: list[World] = []
+
+
+@contextmanager
+def within(ranks: Sequence[int]) -> Iterator[None]:
+    """Meanwhile some ranks of the job are the world: they count from 0, and wait for no others.
+
+    No ranks: the whole job.  Only these ranks call this; entered again, it is the same world.
+    """
+    whole, part = job(), tuple(ranks)
+    if not part or part == tuple(range(whole.size)):
+        _within.append(whole)
+    else:
+        if part not in whole.parts:
+            at = part.index(whole.rank)
+            made = World(at, len(part), whole.backends, whole.bound, whole.ours, part)
+            whole.parts[part] = made
+        _within.append(whole.parts[part])
+    try:
+        yield
+    finally:
+        _within.pop()
+
+
+def in_its_world(cls: type[T]) -> type[T]:
+    """A program whose public methods run in its world, where that is a part of the job."""
+    for name, found in list(vars(cls).items()):
+        if isinstance(found, FunctionType) and not name.startswith("_"):
+            setattr(cls, name, _in_world(found))
+    return cls
+
+
+def _in_world(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        part = self.assembly.ranks.world.part
+        if not part:
+            return method(self, *args, **kwargs)
+        with within(part):
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+def number(rank: int) -> int:
+    """The number in the job of a rank of this world."""
+    return here().members[rank] if _within else rank
+
+
 def here() -> World:
-    """The world that this process is in; without a job, one of its own."""
+    """The world that this process is in: its job, or a part of it; without one, itself."""
+    return _within[-1] if _within else job()
+
+
+def job() -> World:
+    """The whole job; without one, a world of this process alone."""
     if not dist.is_initialized():
         return World()
     group = dist.group.WORLD
@@ -244,12 +326,12 @@ def joined() -> bool:
 
 def rank() -> int:
     """Return this process's rank in its job; 0 without a job."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    return here().rank if dist.is_initialized() else 0
 
 
 def size() -> int:
     """Return the number of ranks of the job; 1 without a job."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return here().size if dist.is_initialized() else 1
 
 
 # -- coming and going ------------------------------------------------------------------------------
@@ -375,16 +457,16 @@ def isend(x: Tensor, to: int, group: ProcessGroup | None) -> Any:
     """Start to send to a global rank; the tensor is kept until the work is done by who asks."""
     if here().by_host(x.device):
         host = x.detach().cpu()
-        return _ByHost(dist.isend(host, to, group), host)
-    return dist.isend(x, to, group)
+        return _ByHost(dist.isend(host, number(to), group), host)
+    return dist.isend(x, number(to), group)
 
 
 def irecv(into: Tensor, source: int, group: ProcessGroup | None) -> Any:
     """Start to receive from a global rank."""
     if here().by_host(into.device):
         host = torch.empty_like(into, device=devices.HOST)
-        return _ByHost(dist.irecv(host, source, group), host, into)
-    work = dist.irecv(into, source, group)
+        return _ByHost(dist.irecv(host, number(source), group), host, into)
+    work = dist.irecv(into, number(source), group)
     assert work is not None, "this rank is not in the group of its messages"
     return work
 
@@ -392,9 +474,9 @@ def irecv(into: Tensor, source: int, group: ProcessGroup | None) -> Any:
 def meet(word: Tensor, source: int, target: int, group: ProcessGroup | None) -> None:
     """Send a word from one global rank to another, which both wait for; others do nothing."""
     if rank() == source:
-        dist.send(word, target, group)
+        dist.send(word, number(target), group)
     elif rank() == target:
-        dist.recv(word, source, group)
+        dist.recv(word, number(source), group)
 
 
 def both_ways(
@@ -408,8 +490,8 @@ def both_ways(
     """
     given = [tensor for tensor, _ in (*sent, *wanted)]
     if given and here().queues(given[0].device):
-        ops = [dist.P2POp(dist.isend, x, to, group) for x, to in sent]
-        ops += [dist.P2POp(dist.irecv, x, source, group) for x, source in wanted]
+        ops = [dist.P2POp(dist.isend, x, number(to), group) for x, to in sent]
+        ops += [dist.P2POp(dist.irecv, x, number(source), group) for x, source in wanted]
         return tuple(dist.batch_isend_irecv(ops))
     works = [isend(x, to, group) for x, to in sent]
     return (*works, *(irecv(x, source, group) for x, source in wanted))
@@ -438,32 +520,38 @@ def gathered(value: T, group: ProcessGroup | None = None) -> list[T]:
 
 
 def distinct(value: T) -> list[T]:
-    """The values of all ranks of the job, each once, in the order of the first that has it.
+    """The values of all ranks of the job, each once, in the order of the first that has it."""
+    return [told for told, _ in kinds(value)]
+
+
+def kinds(value: T) -> list[tuple[T, tuple[int, ...]]]:
+    """The different values of all ranks of the job, and whose they are.
 
     Ranks tell each other a digest; then the first of those that are alike tells the value.  So a
     world of many ranks with few kinds of them sends as many values as there are kinds.
     """
     world = here()
     if world.size == 1:
-        return [value]
+        return [(value, (0,))]
     group = world.control
     with torch._C.DisableTorchFunction():
         data = packed(value)
         mine = hashlib.blake2b(data, digest_size=_DIGEST).digest()
         rows = _rows(mine + len(data).to_bytes(_LENGTH, "little"), _DIGEST + _LENGTH, group)
-        first: dict[bytes, int] = {}
+        first: dict[bytes, list[int]] = {}
         for source, row in enumerate(rows):
-            first.setdefault(row, source)
+            first.setdefault(row, []).append(source)
         if len(first) > _KINDS:  # as many messages would take longer than one that is longer
-            return list({row: one for row, one in zip(rows, gathered(value))}.values())
+            everyone = gathered(value)
+            return [(everyone[ranks[0]], tuple(ranks)) for ranks in first.values()]
         found = []
-        for row, source in first.items():
+        for row, ranks in first.items():
             size = int.from_bytes(row[_DIGEST:], "little")
             same = row == rows[world.rank]
             told = torch.frombuffer(bytearray(data if same else bytes(size)), dtype=torch.uint8)
             if len(first) > 1:
-                dist.broadcast(told, source, group)
-            found.append(pickle.loads(told.numpy().tobytes()))
+                dist.broadcast(told, number(ranks[0]), group)
+            found.append((pickle.loads(told.numpy().tobytes()), tuple(ranks)))
         return found
 
 
@@ -490,10 +578,10 @@ def at_first(value: T) -> list[T]:
         sizes = [int.from_bytes(row, "little") for row in rows]
         mine = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
         if world.rank:
-            dist.gather(mine, None, 0, group)
+            dist.gather(mine, None, number(0), group)
             return []
         everyone = [torch.empty_like(mine) for _ in sizes]
-        dist.gather(mine, everyone, 0, group)
+        dist.gather(mine, everyone, number(0), group)
         return [pickle.loads(one[:n].numpy().tobytes()) for one, n in zip(everyone, sizes)]
 
 
@@ -504,7 +592,7 @@ def told_by(source: int, value: T) -> T:
         return value
     with torch._C.DisableTorchFunction():
         sent: list[Any] = [packed(value) if rank() == source else None]
-        dist.broadcast_object_list(sent, src=source, group=world.control)
+        dist.broadcast_object_list(sent, src=number(source), group=world.control)
         found: T = value if rank() == source else pickle.loads(sent[0])
     return found
 
@@ -533,7 +621,7 @@ def handed_by(source: int, value: T, device: torch.device) -> T:
         data, size = told_by(source, (data, flat.numel()))
         flat = flat if rank() == source else flat.new_empty(size)
         if size:
-            dist.broadcast(flat, src=source, group=world.group)
+            dist.broadcast(flat, src=number(source), group=world.group)
         return value if rank() == source else put_back(data, flat)
 
 

@@ -55,11 +55,12 @@ def watch() -> None:
     """Watch the ranks of this job from now on, if torchrun has started it, and on CPUs."""
     global _watched
     apart = "TORCHELASTIC_RUN_ID" in os.environ and threading.current_thread() is _main()
-    if _watched or not apart or comm.size() == 1 or device.accelerator() is not None:
+    job = comm.job()
+    if _watched or not apart or job.size == 1 or device.accelerator() is not None:
         return
     _watched = True
     # the main thread may wait in the store's own connection
-    heart = Heart(comm.own_store(), comm.rank(), comm.size(), HANG)
+    heart = Heart(comm.own_store(), job.rank, job.size, HANG)
     thread = threading.Thread(target=heart.run, name="schedlang: do the ranks get on", daemon=True)
     thread.start()
     atexit.register(heart.stop, thread)  # a thread that comes back while Python ends would abort it

@@ -1,0 +1,243 @@
+"""Carry: what a route says of this rank, done: packed into flat buckets, sent, and put in place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from schedlang.runtime.comm import world
+from schedlang.runtime.redistribution.route import Kind, Route
+from schedlang.runtime.redistribution.spread import NOWHERE, Overlap, overlaps
+
+ALIGNED = 16  # bytes of the widest element: buckets are cut between elements of any kind
+AT_ONCE = 2  # buckets each way that are packed or on their way
+Local = Callable[[str], Tensor]  # this rank's part of a tensor, written in place
+
+
+def bucket_size(asked: int) -> int:
+    """The bytes of a bucket, cut between elements."""
+    return max(asked // ALIGNED, 1) * ALIGNED
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Some elements that one rank sends to another, of tensors of one kind."""
+
+    kind: Kind
+    boxes: tuple[Overlap, ...]  # of each tensor
+    low: int
+    high: int
+
+    @cached_property
+    def each(self) -> int:
+        """The elements of one tensor."""
+        return sum(math.prod(box.size) for box in self.boxes)
+
+    @property
+    def bytes(self) -> int:
+        """Those of all its elements."""
+        return (self.high - self.low) * self.kind.itemsize
+
+    def pieces(self, low: int, high: int, local: Local, sends: bool) -> Iterator[Tensor]:
+        """Views of the elements from `low` to `high`, in their order."""
+        while low < high:
+            number, at = divmod(low, self.each)
+            end = min(high - number * self.each, self.each)
+            tensor = local(self.kind.names[number])
+            first = 0
+            for box in self.boxes:
+                size = math.prod(box.size)
+                start, stop = max(at - first, 0), min(end - first, size)
+                if start < stop:
+                    corner = box.here if sends else box.there
+                    yield from _run(_view(tensor, corner, box.size), start, stop)
+                first += size
+            low = number * self.each + end
+
+
+def _view(tensor: Tensor, corner: Sequence[int], size: Sequence[int]) -> Tensor:
+    return tensor[tuple(slice(at, at + n) for at, n in zip(corner, size))]
+
+
+def _run(view: Tensor, low: int, high: int) -> Iterator[Tensor]:
+    """Views of the elements from `low` to `high` of a box, row by row where they are no box."""
+    if view.ndim == 0 or (low, high) == (0, view.numel()):
+        yield view
+    elif view.ndim == 1:
+        yield view[low:high]
+    else:
+        row = view[0].numel()
+        first, last = -(-low // row), high // row
+        if first > last:  # within one row
+            yield from _run(view[last], low - last * row, high - last * row)
+            return
+        if low % row:
+            yield from _run(view[first - 1], low % row, row)
+        if first < last:
+            yield view[first:last]
+        if high % row:
+            yield from _run(view[last], 0, high % row)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """All that one rank sends to another, one stretch behind the other."""
+
+    stretches: tuple[_Stretch, ...]
+
+    @cached_property
+    def bytes(self) -> int:
+        """Those of all stretches."""
+        return sum(one.bytes for one in self.stretches)
+
+    def copy(self, low: int, flat: Tensor, local: Local, sends: bool) -> None:
+        """Copy what belongs into a bucket that begins at byte `low`, or out of it."""
+        high, start = low + flat.numel(), 0
+        for one in self.stretches:
+            item, end = one.kind.itemsize, start + one.bytes
+            if start < high and low < end:
+                begin, stop = max(low, start), min(high, end)
+                spans = one.low + (begin - start) // item, one.low + (stop - start) // item
+                at = begin - low
+                for view in one.pieces(*spans, local, sends):
+                    size = view.numel() * item
+                    part = flat[at : at + size].view(view.dtype).view(view.shape)
+                    part.copy_(view) if sends else view.copy_(part)
+                    at += size
+            start = end
+
+
+@dataclass
+class Carried:
+    """The bytes and messages that this rank has really sent, received and copied within itself."""
+
+    sent: int = 0
+    received: int = 0
+    messages: int = 0
+    copied: int = 0
+    most: int = 0  # bytes of buckets that were alive at once
+
+
+def carry(
+    route: Route,
+    rank: int,
+    source: Local,
+    target: Local,
+    bucket: int,
+    group: world.ProcessGroup | None,
+    device: torch.device,
+) -> Carried:
+    """Send and receive what a route says of this rank; all ranks of the group together.
+
+    `source` and `target` give this rank's parts by name.  Ranks meet in turns: in turn `n` each
+    sends to the one `n` places behind it and receives from the one `n` places before, bucket by
+    bucket, so that none waits in a circle, and `AT_ONCE` buckets each way are alive at most.
+    """
+    done = Carried()
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        _within(route, rank, source, target, done)
+        gives, takes = _streams(route, rank)
+        turns = sorted(
+            {(to - rank) % route.world for to in gives}
+            | {(rank - at) % route.world for at in takes}
+        )
+        under_way: list[_Meeting] = []
+        for turn in turns:
+            to, at = (rank + turn) % route.world, (rank - turn) % route.world
+            give, take = gives.get(to), takes.get(at)
+            longest = max(one.bytes for one in (give, take) if one is not None)
+            for low in range(0, longest, bucket):
+                if len(under_way) == AT_ONCE:
+                    under_way.pop(0).end(target)
+                met = _Meeting(low, give, take, bucket, device)
+                met.begin(source, to, at, group)
+                under_way.append(met)
+                done.sent += met.out.numel()
+                done.received += met.into.numel()
+                done.messages += met.out.numel() > 0
+                alive = sum(m.out.numel() + m.into.numel() for m in under_way)
+                done.most = max(done.most, alive)
+        for met in under_way:
+            met.end(target)
+    return done
+
+
+class _Meeting:
+    """One bucket that is sent and one that is received at the same time; either may be empty."""
+
+    def __init__(
+        self,
+        low: int,
+        give: _Stream | None,
+        take: _Stream | None,
+        bucket: int,
+        device: torch.device,
+    ) -> None:
+        def room(stream: _Stream | None) -> Tensor:
+            size = 0 if stream is None else min(bucket, max(stream.bytes - low, 0))
+            return torch.empty(size, dtype=torch.uint8, device=device)
+
+        self.low, self.give, self.take = low, give, take
+        self.out, self.into = room(give), room(take)
+
+    def begin(self, source: Local, to: int, at: int, group: world.ProcessGroup | None) -> None:
+        """Pack what is sent, and start both."""
+        sent, wanted = [], []
+        if self.give is not None and self.out.numel():
+            self.give.copy(self.low, self.out, source, True)
+            sent.append((self.out, to))
+        if self.take is not None and self.into.numel():
+            wanted.append((self.into, at))
+        self.works = world.both_ways(sent, wanted, group)
+
+    def end(self, target: Local) -> None:
+        """Wait for both, and put what has come where it belongs."""
+        for work in self.works:
+            work.wait()
+        if self.take is not None and self.into.numel():
+            self.take.copy(self.low, self.into, target, False)
+
+
+def _streams(route: Route, rank: int) -> tuple[Mapping[int, _Stream], Mapping[int, _Stream]]:
+    """What this rank sends to each other, and what each other sends to it."""
+    known: dict[tuple[int, int, int], tuple[Overlap, ...]] = {}
+
+    def stretch(row: int) -> _Stretch:
+        kind = route.kinds[route.kind[row]]
+        a = int(kind.source.of[route.sender[row]])
+        b = int(kind.target.of[route.receiver[row]])
+        key = int(route.kind[row]), a, b
+        if key not in known:
+            known[key] = tuple(overlaps(kind.source.parts[a], kind.target.parts[b]))
+        return _Stretch(kind, known[key], int(route.low[row]), int(route.high[row]))
+
+    def found(mine: np.ndarray, others: np.ndarray) -> dict[int, _Stream]:
+        rows: dict[int, list[int]] = {}
+        for row in np.flatnonzero(mine == rank):
+            rows.setdefault(int(others[row]), []).append(int(row))
+        order = lambda row: (int(route.kind[row]), int(route.low[row]))  # noqa: E731
+        return {
+            other: _Stream(tuple(stretch(row) for row in sorted(some, key=order)))
+            for other, some in rows.items()
+        }
+
+    return found(route.sender, route.receiver), found(route.receiver, route.sender)
+
+
+def _within(route: Route, rank: int, source: Local, target: Local, done: Carried) -> None:
+    """Copy what this rank holds itself."""
+    for kind in route.kinds:
+        a, b = int(kind.source.of[rank]), int(kind.target.of[rank])
+        if NOWHERE in (a, b):
+            continue
+        for box in overlaps(kind.source.parts[a], kind.target.parts[b]):
+            for name in kind.names:
+                view = _view(target(name), box.there, box.size)
+                view.copy_(_view(source(name), box.here, box.size))
+                done.copied += view.numel() * kind.itemsize

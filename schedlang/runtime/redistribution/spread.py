@@ -1,0 +1,120 @@
+"""Spread: where the boxes of tensors lie, as distinct parts and the ranks that hold each."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+Cell = tuple[int, int, int]  # of one dim: where it begins in the part, in the whole; its length
+Part = tuple[tuple[Cell, ...], ...]  # for each dim its cells: the part is their product
+Array = Any  # of numpy, of whole numbers
+NOWHERE = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """Where tensors of one shape lie on the ranks of a job.
+
+    parts   the distinct ones; shared between spreads that differ only in who holds them
+    of      for each rank of the job the part that it holds, or NOWHERE
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    of: Array
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Two spreads of one key lie alike."""
+        return self.shape, self.parts, self.of.tobytes()
+
+    @cached_property
+    def holders(self) -> list[Array]:
+        """For each part the ranks that hold it, rising."""
+        order = np.argsort(self.of, kind="stable")
+        ends = np.searchsorted(self.of[order], np.arange(len(self.parts) + 1))
+        return [order[low:high] for low, high in itertools.pairwise(ends)]
+
+    @cached_property
+    def sizes(self) -> Array:
+        """The number of elements in each part."""
+        found = [math.prod(sum(n for *_, n in cells) for cells in part) for part in self.parts]
+        return np.array(found, np.int64)
+
+
+def everywhere(shape: Sequence[int], ranks: Sequence[int], world: int) -> Spread:
+    """Hold the whole on each of some ranks."""
+    of = np.full(world, NOWHERE, np.int32)
+    of[list(ranks)] = 0
+    return Spread(tuple(shape), (whole(shape),), of)
+
+
+def whole(shape: Sequence[int]) -> Part:
+    """The part that is all of a tensor."""
+    return tuple(((0, 0, size),) if size else () for size in shape)
+
+
+def volumes(a: Sequence[Part], b: Sequence[Part], dims: int) -> Array:
+    """The number of elements that each part of `a` has in common with each of `b`."""
+    found = np.ones((len(a), len(b)), np.int64)
+    for dim in range(dims):
+        ours, mine = _numbered([part[dim] for part in a])
+        theirs, yours = _numbered([part[dim] for part in b])
+        found *= _common(ours, theirs)[np.ix_(mine, yours)]
+    return found
+
+
+def _numbered(found: list[tuple[Cell, ...]]) -> tuple[list[tuple[Cell, ...]], Array]:
+    """The distinct ones, and the number of each."""
+    numbers: dict[tuple[Cell, ...], int] = {}
+    places = [numbers.setdefault(one, len(numbers)) for one in found]
+    return list(numbers), np.array(places, np.int64)
+
+
+def _common(a: list[tuple[Cell, ...]], b: list[tuple[Cell, ...]]) -> Array:
+    """How many indices of one dim two runs of cells share, for all pairs."""
+    one, low, high = _flat(a)
+    other, start, end = _flat(b)
+    found = np.zeros((len(a), len(b)), np.int64)
+    for k in range(0, len(one), 256):  # some rows at a time: memory stays small
+        few = slice(k, k + 256)
+        shared = np.minimum(high[few, None], end) - np.maximum(low[few, None], start)
+        at, to = np.nonzero(shared > 0)
+        np.add.at(found, (one[few][at], other[to]), shared[at, to])
+    return found
+
+
+def _flat(found: list[tuple[Cell, ...]]) -> tuple[Array, Array, Array]:
+    rows = [(k, at, at + n) for k, cells in enumerate(found) for _, at, n in cells]
+    table = np.array(rows, np.int64).reshape(-1, 3)
+    return table[:, 0], table[:, 1], table[:, 2]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """A box that two parts have in common: where it begins in each of them, and its size."""
+
+    here: tuple[int, ...]
+    there: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+def overlaps(a: Part, b: Part) -> Iterator[Overlap]:
+    """All boxes that two parts have in common, in the order of the whole."""
+    dims = []
+    for ours, theirs in zip(a, b):
+        found = []
+        for at, start, length in ours:
+            for place, begin, size in theirs:
+                low, high = max(start, begin), min(start + length, begin + size)
+                if low < high:
+                    found.append((low, at + low - start, place + low - begin, high - low))
+        dims.append(sorted(found))
+    for cells in itertools.product(*dims):
+        yield Overlap(*(tuple(cell[k] for cell in cells) for k in (1, 2, 3)))

@@ -1,0 +1,283 @@
+"""Ends of a transfer: what each rank tells of what it holds, and the tensors themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of
+from schedlang.ir.mesh import Mesh
+from schedlang.ir.placement import Layout, Segment, joined
+from schedlang.runtime.checkpointing.holding import Holding, cells, window
+from schedlang.runtime.checkpointing.index import DTYPE_NAMES, DTYPES
+from schedlang.runtime.checkpointing.moments import Moments, like_parameter, named
+from schedlang.runtime.grad_reduction.zero import reshard
+from schedlang.runtime.program import Program
+from schedlang.runtime.redistribution.route import Lying
+from schedlang.runtime.redistribution.spread import NOWHERE, Part, Spread, whole
+from schedlang.runtime.storage.offloaded_gradients import local
+
+Ranks = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The tensors of one end, as all ranks know them: where each lies, and its dtype.
+
+    also   other names of a tensor -> the one that it has here
+    """
+
+    lying: dict[str, Lying]
+    dtypes: Mapping[str, str]
+    also: Mapping[str, str] = field(default_factory=dict)
+    program: bool = False
+
+    def name(self, asked: str) -> str | None:
+        """What a tensor is called here; None: there is none of this name."""
+        return asked if asked in self.lying else self.also.get(asked)
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ToldProgram:
+    """A program: its mesh, where every parameter lies; the same on each of its ranks.
+
+    buffers   name -> shape; `homes`: the place along `axis` whose value of a buffer counts
+    ranks     of the job, in the order of the mesh
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    views: tuple[tuple[str, tuple[str, ...]], ...]
+    ranks: tuple[int, ...]
+    holdings: tuple[Holding, ...]
+    buffers: tuple[tuple[str, tuple[int, ...]], ...]
+    homes: tuple[tuple[str, int], ...]
+    axis: str | None
+    dtypes: tuple[tuple[str, str], ...]
+    ties: tuple[tuple[str, ...], ...]
+
+    def tensors(self, world: int, *, takes: bool) -> Tensors:
+        """Parameters as they are held; of buffers, which all ranks have, copies that count."""
+        mesh, homes = Mesh(self.axes, self.views), dict(self.homes)
+        kinds = dict(self.dtypes)
+        lying = {}
+        for one in self.holdings:
+            lying[one.name] = Lying(one.spread(mesh, self.ranks, world), size_of(kinds[one.name]))
+        for name, shape in self.buffers:
+            home = None if takes else homes.get(name)
+            stages = None if home is None else frozenset([home])
+            one = Holding(name, Layout.whole(shape), (), self.axis, stages)
+            lying[name] = Lying(one.spread(mesh, self.ranks, world), size_of(kinds[name]))
+        also = {other: names[0] for names in self.ties for other in names[1:]}
+        return Tensors(
+            lying, kinds, {n: first for n, first in also.items() if first in lying}, True
+        )
+
+
+def size_of(dtype: str) -> int:
+    """The bytes of an element."""
+    return DTYPES[dtype].itemsize
+
+
+class ProgramEnd:
+    """A program as one end of a transfer."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.anchor: object = program
+
+    def told(self) -> ToldProgram:
+        """What it is, for all ranks."""
+        a = self.program.assembly
+        buffers = {n: tuple(t.shape) for n, t in self.buffers.items()}
+        kinds = {**dict(a.module.named_parameters()), **self.buffers}
+        return ToldProgram(
+            a.ranks.mesh.axes,
+            a.ranks.mesh.views,
+            tuple(a.ranks.world.members),
+            tuple(a.holdings.values()),
+            tuple(buffers.items()),
+            tuple((n, home) for n, home in a.buffer_homes.items() if n in buffers),
+            a.stage_axis,
+            tuple((name, DTYPE_NAMES[kinds[name].dtype]) for name in (*a.holdings, *buffers)),
+            a.ties,
+        )
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Those of the state dict."""
+        a = self.program.assembly
+        return {name: buffer for name, buffer in a.buffers.items() if name in a.keys}
+
+    def local(self) -> dict[str, Tensor]:
+        """This rank's parts, written in place."""
+        own = {n: local(p) for n, p in self.program.assembly.parameters.items()}
+        return {**own, **{name: buffer.detach() for name, buffer in self.buffers.items()}}
+
+    def moments(self) -> dict[str, Tensor]:
+        """This rank's parts of the optimizer's state, by `moment`."""
+        found, optimizer = {}, self.program.optimizer
+        for name, parameter in named(self.program).items():
+            state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+            for key, value in state.items():
+                if like_parameter(value, parameter):
+                    found[moment(name, key)] = local(value)
+        return found
+
+    def blank(self, told: Moments) -> dict[tuple[str, str], Tensor]:
+        """Room for parts of an optimizer's state, laid as the parameters are."""
+        return {
+            (name, key): torch.zeros_like(parameter, dtype=DTYPES[dtype], requires_grad=False)
+            for name, parameter in named(self.program).items()
+            for key, dtype in told.parts.get(name, {}).items()
+        }
+
+    def taken(self) -> None:
+        """New values are there: what was gathered or moved of the old ones is let go."""
+        reshard(self.program.assembly.sliced)
+        self.program.taken_over()
+
+
+def moment(name: str, key: str) -> str:
+    """The name of a tensor that an optimizer keeps of a parameter; no parameter is called so."""
+    return f"{key} of {name}"
+
+
+# -- state dicts -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ToldState:
+    """Named tensors, or this rank's parts of them: of each its whole shape, its dtype, its part."""
+
+    parts: tuple[tuple[str, tuple[int, ...], str, Part], ...]
+    also: tuple[tuple[str, str], ...] = ()
+
+
+def state_tensors(told: Sequence[tuple[ToldState, Ranks]], world: int) -> Tensors:
+    """The tensors of which ranks have told their parts.  Raises Refusal where they differ."""
+    known: dict[str, tuple[tuple[int, ...], str]] = {}
+    places: dict[str, dict[Part, list[int]]] = {}
+    for state, ranks in told:
+        for name, shape, dtype, part in state.parts:
+            if known.setdefault(name, (shape, dtype)) != (shape, dtype):
+                raise Refusal(
+                    Diagnostic(
+                        "S635",
+                        f"ranks differ in `{name}`: it is {known[name][1]}{[*known[name][0]]} on"
+                        f" one of them, and {dtype}{[*shape]} on another",
+                        helps=("pass the same state on every rank, or its parts as DTensors",),
+                    )
+                )
+            places.setdefault(name, {}).setdefault(part, []).extend(ranks)
+    shared: dict[Any, Spread] = {}
+    lying = {}
+    for name, (shape, dtype) in known.items():
+        key = shape, tuple((part, tuple(ranks)) for part, ranks in places[name].items())
+        if key not in shared:
+            of = np.full(world, NOWHERE, np.int32)
+            for number, ranks in enumerate(places[name].values()):
+                of[ranks] = number
+            shared[key] = Spread(shape, tuple(places[name]), of)
+        lying[name] = Lying(shared[key], size_of(dtype))
+    also = {other: name for state, _ in told for other, name in state.also if other not in lying}
+    return Tensors(lying, {name: dtype for name, (_, dtype) in known.items()}, also)
+
+
+class StateEnd:
+    """Tensors by name as one end of a transfer: plain ones are whole, DTensors say their part."""
+
+    def __init__(self, state: Mapping[str, Any], anchor: object) -> None:
+        self.anchor = anchor
+        first: dict[Any, str] = {}
+        self.state: dict[str, Tensor] = {}
+        self.also: dict[str, str] = {}
+        for name, value in state.items():
+            if not isinstance(value, Tensor) or value.layout != torch.strided:
+                what = kind_of(value) if not isinstance(value, Tensor) else "a sparse tensor"
+                raise not_taken(f"`{name}` of a state dict is {what}, not a dense tensor")
+            plain = local(value)
+            known = first.setdefault(_memory(value, plain), name) if plain.numel() else name
+            if known == name:
+                self.state[name] = value
+            else:
+                self.also[name] = known
+
+    def told(self) -> ToldState:
+        """What this rank has, for all ranks."""
+        parts = tuple(
+            (name, tuple(value.shape), DTYPE_NAMES[value.dtype], part_of(name, value))
+            for name, value in self.state.items()
+        )
+        return ToldState(parts, tuple(self.also.items()))
+
+    def local(self) -> dict[str, Tensor]:
+        """This rank's parts, written in place."""
+        return {name: local(value) for name, value in self.state.items()}
+
+    def taken(self) -> None:
+        """New values are there."""
+
+
+def _memory(value: Tensor, plain: Tensor) -> tuple[Any, ...]:
+    at = plain.untyped_storage().data_ptr(), plain.storage_offset()
+    return *at, plain.device, plain.dtype, plain.stride(), tuple(plain.shape), tuple(value.shape)
+
+
+def part_of(name: str, value: Tensor) -> Part:
+    """The part of a tensor that this rank has; a plain one is whole."""
+    if not hasattr(value, "placements"):
+        return whole(value.shape)
+    runs = [[Segment(0, size)] for size in value.shape]
+    mesh: Any = value.device_mesh
+    place = mesh.get_coordinate()
+    for axis, one in enumerate(value.placements):
+        if one.is_replicate():
+            continue
+        if one.is_partial() or not hasattr(one, "dim"):
+            raise not_taken(
+                f"`{name}` is a DTensor with the placement `{one}`",
+                "redistribute it first: only `Shard` and `Replicate` say where values lie",
+            )
+        dim, count = one.dim % value.ndim, mesh.size(axis)
+        at = place[axis] if place is not None else count
+        strips = _chunks(runs[dim], getattr(one, "split_factor", 1))
+        runs[dim] = [run for strip in strips for run in _chunk(strip, count, at)]
+    found = tuple(tuple(cells(tuple(joined(run)), n)) for run, n in zip(runs, value.shape))
+    there = tuple(sum(n for *_, n in dim) for dim in found)
+    if there != tuple(local(value).shape):
+        raise not_taken(
+            f"`{name}` is a DTensor of {list(local(value).shape)} here, where its placements give"
+            f" {list(there)}"
+        )
+    return found
+
+
+def _chunks(runs: list[Segment], count: int) -> Iterator[list[Segment]]:
+    """Runs in so many chunks, as `torch.chunk` cuts them."""
+    for at in range(count):
+        yield _chunk(runs, count, at)
+
+
+def _chunk(runs: list[Segment], count: int, at: int) -> list[Segment]:
+    length = sum(run.length for run in runs)
+    size = -(-length // count)
+    return list(window(tuple(runs), min(at * size, length), min((at + 1) * size, length)))
+
+
+def not_taken(title: str, *helps: str) -> Refusal:
+    return Refusal(
+        Diagnostic(
+            "S642",
+            title,
+            helps=helps
+            or ("a transfer goes between programs, modules, and state dicts of tensors",),
+        )
+    )

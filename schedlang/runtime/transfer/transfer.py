@@ -1,0 +1,451 @@
+"""transfer: values from one layout into another, each byte that is missing sent once."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from schedlang.diagnostics.diagnostic import (
+    Diagnostic,
+    Refusal,
+    at_the_callers_line,
+    kind_of,
+    quoted,
+)
+from schedlang.runtime import device as devices
+from schedlang.runtime.checkpointing.archive import check_moments
+from schedlang.runtime.checkpointing.moments import Moments, described, put_back
+from schedlang.runtime.comm import world as comm
+from schedlang.runtime.comm.agreement import checksum
+from schedlang.runtime.program import Program
+from schedlang.runtime.redistribution.carry import Carried, bucket_size, carry
+from schedlang.runtime.redistribution.route import Lying, Route, Unmet, kinds_of, route
+from schedlang.runtime.storage.offloaded_gradients import local
+from schedlang.runtime.transfer.ends import (
+    ProgramEnd,
+    StateEnd,
+    Tensors,
+    ToldProgram,
+    ToldState,
+    moment,
+    not_taken,
+    size_of,
+    state_tensors,
+)
+
+BUCKET = 64 << 20
+End = ProgramEnd | StateEnd
+# of what has been an end: which transfer it took part in, and the checksums of its tensors then
+_KNOWN: Any = WeakIdKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Transferred:
+    """What a transfer has moved: bytes of all ranks, and of this one.
+
+    bytes     sent over the wire, by all ranks; `bound`: the fewest that any transfer sends
+    sent, received, copied   by this rank; copied: what it held already, and has put in place
+    messages  sent by all ranks
+    tensors   how many were moved; `left`: how many were not, since they had not changed
+    held      the most bytes of buckets that this rank had at once
+    """
+
+    bytes: int
+    bound: int
+    messages: int
+    tensors: int
+    left: int
+    sent: int
+    received: int
+    copied: int
+    held: int
+    route: Route
+
+    def __repr__(self) -> str:
+        left = f", {self.left} unchanged" if self.left else ""
+        return (
+            f"<{self.tensors} tensors transferred{left}: {self.bytes:,} bytes in"
+            f" {self.messages:,} messages, of which at least {self.bound:,} bytes were needed>"
+        )
+
+
+@at_the_callers_line()
+def transfer(
+    a: object,
+    b: object,
+    *,
+    optimizer: bool = False,
+    changed_only: bool = False,
+    bucket_bytes: int = BUCKET,
+) -> Transferred:
+    """Give `b` the values of `a`, whatever the layouts; all ranks of the job together.
+
+    `a` is a program, a module or a state dict (plain tensors are whole, DTensors say their part),
+    `b` one of these whose tensors are written in place.  A rank that has no part of one of them
+    passes None for it.  Names, shapes and dtypes have to agree.
+
+    optimizer      between programs: the optimizer's state, the step and the loss scale, too
+    changed_only   only tensors whose values differ from those of the last transfer from `a` to `b`
+    bucket_bytes   of a message; a rank has at most four of them at once, beside its tensors
+
+    Each rank receives once what it is to hold and does not hold already, so that no transfer sends
+    less.  Raises Refusal S634 (names), S635 (shapes, dtypes), S636 (optimizer) or S642 (what cannot
+    be an end) on all ranks, before anything is changed.
+    """
+    with comm.within(()):  # whatever part of the job the ends are on
+        ends = _Ends.met(a, b, optimizer, changed_only, bucket_bytes)
+        with ends.at_home():
+            return ends.move()
+
+
+@dataclass
+class _Ends:
+    """Both ends on this rank, and what all ranks have told of theirs."""
+
+    a: End | None
+    b: End | None
+    source: Tensors
+    target: Tensors
+    optimizer: bool
+    changed_only: bool
+    bucket: int
+    device: torch.device
+    before: str | None  # the last transfer, if both ends of all ranks took part in it
+
+    @staticmethod
+    def met(a: object, b: object, optimizer: bool, changed_only: bool, bucket_bytes: int) -> _Ends:
+        """Tell the other ranks what is here, and look at what they have told."""
+        ends: list[End | None] = [None, None]
+        wrong: Diagnostic | None = None
+        told: list[Any] = [None, None]
+        try:
+            if type(bucket_bytes) is not int or bucket_bytes < 1:
+                title = f"`bucket_bytes` must be a positive whole number, not {bucket_bytes!r}"
+                raise not_taken(title, "leave it out: buckets of 64 MiB")
+            ends = [_end(one, optimizer) for one in (a, b)]
+            told = [one.told() if one is not None else None for one in ends]
+        except Refusal as refusal:
+            wrong = refusal.diagnostic
+        lies = sorted({t.device.type for e in ends if e is not None for t in e.local().values()})
+        marks = [_KNOWN.get(e.anchor, ("", {}))[0] if e is not None else None for e in ends]
+        asked = optimizer, changed_only, bucket_bytes
+        everyone = comm.kinds((wrong, told, lies, marks, asked))
+        for (odd, *_), _ in everyone:
+            if odd is not None:
+                raise Refusal(odd)
+        if len({each[-1] for each, _ in everyone}) > 1:
+            raise not_taken(
+                "ranks have called `transfer` with different options",
+                "give `optimizer`, `changed_only` and `bucket_bytes` alike on all ranks",
+            )
+        size = comm.here().size
+        sides = [
+            _side([(each[1][k], ranks) for each, ranks in everyone], size, "ab"[k]) for k in (0, 1)
+        ]
+        before = {mark for each, _ in everyone for mark in each[3] if mark is not None}
+        return _Ends(
+            ends[0],
+            ends[1],
+            sides[0],
+            sides[1],
+            optimizer,
+            changed_only,
+            bucket_size(bucket_bytes),
+            _wire({kind for each, _ in everyone for kind in each[2]}, ends),
+            before.pop() if len(before) == 1 else None,
+        )
+
+    @contextmanager
+    def at_home(self) -> Iterator[None]:
+        """Meanwhile what of the optimizers' state other ranks keep is here."""
+        with ExitStack() as stack:
+            for end in (self.a, self.b) if self.optimizer else ():
+                if isinstance(end, ProgramEnd) and end.program.away is not None:
+                    stack.enter_context(end.program.away.home(end.program.optimizer))
+            yield
+
+    def move(self) -> Transferred:
+        """Do what is asked for."""
+        _check_ties(self.source, self.target)
+        names = _matched(self.source, self.target)
+        _check_alike(self.a, self.source, self.target)
+        told, laid = self._moments(names)
+        here, there = self._local(laid)
+        moved = {name: self.source.lying[at] for name, at in names.items()}
+        digests = self._digests(here, there, names) if self.changed_only else ({}, {})
+        if self.changed_only and self.before:
+            changed = self._changed(digests, names)
+            moved = {name: one for name, one in moved.items() if name in changed}
+        world = comm.here()
+        wanted = {name: self.target.lying[name] for name in moved}
+        try:
+            found = route(kinds_of(moved, wanted), world.size)
+        except Unmet as odd:
+            raise _unmet(odd) from None
+        every = [tuple(range(world.size))]
+        on_host = devices.on_host(self.device)
+        make = world.on_host if on_host else world.made
+        group = make(every, "transfer") if len(found.kind) else None
+        done = carry(
+            found,
+            world.rank,
+            lambda name: here[names[name]],
+            there.__getitem__,
+            self.bucket,
+            group,
+            self.device,
+        )
+        self._finish(told, laid)
+        if self.changed_only:
+            self._remember(digests, there, moved)
+        return _told(found, done, self.bucket, len(names) - len(moved))
+
+    def _moments(self, names: dict[str, str]) -> tuple[Moments, dict[tuple[str, str], Tensor]]:
+        """What the optimizer of `a` knows, and room for it in `b`; the names get those of it."""
+        if not self.optimizer:
+            return Moments(), {}
+        giving = self.a.program if isinstance(self.a, ProgramEnd) else None
+        taking = self.b.program if isinstance(self.b, ProgramEnd) else None
+        told = described(giving)
+        if not check_moments(taking, told):
+            return Moments(), {}
+        for name, parts in told.parts.items():
+            for key, dtype in parts.items():
+                for side, at in ((self.source, names[name]), (self.target, name)):
+                    lies = Lying(side.lying[at].spread, size_of(dtype))
+                    side.lying[moment(name, key)] = lies
+                names[moment(name, key)] = moment(name, key)
+        return told, self.b.blank(told) if isinstance(self.b, ProgramEnd) else {}
+
+    def _local(
+        self, laid: Mapping[tuple[str, str], Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """This rank's tensors by name: of `a`, which are read, and of `b`, which are written."""
+        here = self.a.local() if self.a is not None else {}
+        there = self.b.local() if self.b is not None else {}
+        if laid or self.optimizer and isinstance(self.a, ProgramEnd):
+            here |= self.a.moments() if isinstance(self.a, ProgramEnd) else {}
+            there |= {moment(*key): local(value) for key, value in laid.items()}
+        return here, there
+
+    def _finish(self, told: Moments, laid: Mapping[tuple[str, str], Tensor]) -> None:
+        """Let `b` go on from what has come."""
+        if self.optimizer:
+            giving = self.a.program if isinstance(self.a, ProgramEnd) else None
+            scale = giving.loss_scale if giving is not None else None
+            plain = None
+            if giving is not None:
+                plain = giving.step, scale.described() if scale is not None else None
+            step, factor = next(one for one in comm.distinct(plain) if one is not None)
+            if isinstance(self.b, ProgramEnd):
+                taking = self.b.program
+                taking.step = step
+                if taking.loss_scale is not None:
+                    taking.loss_scale.put_back(factor)
+                if told.kind is not None:
+                    put_back(taking, told, laid)
+        if self.b is not None:
+            self.b.taken()
+
+    # -- what has changed --------------------------------------------------------------------------
+
+    def _digests(
+        self, here: Mapping[str, Tensor], there: Mapping[str, Tensor], names: Mapping[str, str]
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """The checksums of this rank's parts at both ends, by the names of `b`."""
+        return (
+            {name: checksum(here[at]) for name, at in names.items() if at in here},
+            {name: checksum(there[name]) for name in names if name in there},
+        )
+
+    def _changed(
+        self, digests: tuple[dict[str, str], dict[str, str]], names: Mapping[str, str]
+    ) -> set[str]:
+        """The tensors that are others, on any rank and at either end, than they were."""
+        mine = set()
+        for end, now in zip((self.a, self.b), digests):
+            if end is not None:
+                known = _KNOWN[end.anchor][1]
+                mine |= {name for name in names if now.get(name) != known.get(name)}
+        return {name for some in comm.distinct(sorted(mine)) for name in some}
+
+    def _remember(
+        self,
+        digests: tuple[dict[str, str], dict[str, str]],
+        there: Mapping[str, Tensor],
+        moved: Mapping[str, Lying],
+    ) -> None:
+        """Note what both ends are now."""
+        mark = comm.told_by(0, secrets.token_hex(8))
+        sent, received = digests
+        received |= {name: checksum(there[name]) for name in moved if name in there}
+        for end, now in ((self.a, sent), (self.b, received)):
+            if end is not None:
+                _KNOWN[end.anchor] = mark, now
+
+
+# -- what ranks have told --------------------------------------------------------------------------
+
+
+def _end(one: object, optimizer: bool) -> End | None:
+    """Take what a rank has passed as an end.  Raises Refusal S642."""
+    if one is None:
+        return None
+    if isinstance(one, Program):
+        return ProgramEnd(one)
+    if optimizer:
+        raise not_taken(
+            f"`optimizer=True` goes between programs, and this is {kind_of(one)}",
+            "leave `optimizer` out, or pass the program itself",
+        )
+    if isinstance(one, nn.Module):
+        return StateEnd(one.state_dict(keep_vars=True), one)
+    if isinstance(one, Mapping):
+        return StateEnd(one, next(iter(one.values()), one))
+    raise not_taken(
+        f"{kind_of(one)} cannot be an end of a transfer",
+        "pass a program, a module, or a state dict of tensors; on a rank without a part, None",
+    )
+
+
+def _side(told: Sequence[tuple[Any, tuple[int, ...]]], world: int, which: str) -> Tensors:
+    """The tensors of one end, from what all ranks have told of it."""
+    there = [(one, ranks) for one, ranks in told if one is not None]
+    if not there:
+        raise not_taken(
+            f"no rank has passed `{which}`",
+            "pass it on each rank that has a part of it, and None on the others",
+        )
+    if all(isinstance(one, ToldState) for one, _ in there):
+        return state_tensors(there, world)
+    first = there[0][0]
+    if not isinstance(first, ToldProgram) or any(one != first for one, _ in there):
+        raise not_taken(
+            f"ranks have passed different things as `{which}`",
+            "pass the same program on all of its ranks, or state dicts on all",
+        )
+    passed = sorted(rank for _, ranks in there for rank in ranks)
+    if passed != sorted(first.ranks):
+        raise not_taken(
+            f"the program `{which}` is of ranks {_some(first.ranks)}, and was passed on"
+            f" {_some(passed)}",
+            "pass it on all ranks that it was built on",
+        )
+    return first.tensors(world, takes=which == "b")
+
+
+def _some(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
+def _matched(source: Tensors, target: Tensors) -> dict[str, str]:
+    """For each tensor of `b` the name that it has in `a`.  Raises Refusal S634, S635 or S642."""
+    found: dict[str, str] = {}
+    others: dict[str, list[str]] = {}
+    for other, name in target.also.items():
+        others.setdefault(name, []).append(other)
+    for name in target.lying:
+        known = (source.name(one) for one in (name, *others.get(name, ())))
+        if (at := next((one for one in known if one is not None), None)) is not None:
+            found[name] = at
+    missing = [name for name in target.lying if name not in found]
+    aliases = {source.name(one) for one in target.also}
+    unknown = [name for name in source.lying if name not in {*found.values(), *aliases}]
+    notes = (f"missing in `a`: {quoted(missing)}",) * bool(missing)
+    notes += (f"not in `b`: {quoted(unknown)}",) * bool(unknown)
+    if notes:
+        title, help_ = "the two ends have different tensors", "transfer between ends of one model"
+        raise Refusal(Diagnostic("S634", title, notes=notes, helps=(help_,)))
+    for name, at in found.items():
+        ours, theirs = (
+            f"{side.dtypes[one]}{[*side.lying[one].spread.shape]}"
+            for side, one in ((target, name), (source, at))
+        )
+        if ours != theirs:
+            title = f"`{name}` is {theirs} in `a`, but {ours} in `b`"
+            help_ = "transfer between ends of the same model and dtype"
+            raise Refusal(Diagnostic("S635", title, helps=(help_,)))
+    return found
+
+
+def _check_ties(source: Tensors, target: Tensors) -> None:
+    """Refuse programs of models that tie other tensors (S642)."""
+    if source.program and target.program and source.also != target.also:
+        odd = min(set(source.also.items()) ^ set(target.also.items()))
+        where = "a" if odd in source.also.items() else "b"
+        raise not_taken(
+            f"`{odd[0]}` and `{odd[1]}` are one tensor in `{where}` only",
+            "transfer between programs of the same model",
+        )
+
+
+def _check_alike(end: End | None, source: Tensors, target: Tensors) -> None:
+    """Refuse to lay tensors that differ into one that has their names (S642)."""
+    apart = []
+    for other, name in target.also.items():
+        at, to = source.name(name), source.name(other)
+        if at is not None and to is not None and at != to:
+            apart.append((name, other, at, to))
+    if not apart:
+        return
+    here = end.local() if end is not None else {}
+    odd = [
+        (name, other)
+        for name, other, at, to in apart
+        if (at in here) != (to in here) or at in here and not _equal(here[at], here[to])
+    ]
+    if odd := next(filter(None, comm.distinct(odd)), []):
+        name, other = odd[0]
+        raise not_taken(
+            f"`{name}` and `{other}` are one tensor in `b`, and two that differ in `a`",
+            "transfer to a model in which they are not tied",
+        )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+def _unmet(odd: Unmet) -> Refusal:
+    if odd.missing:
+        return not_taken(
+            f"parts of `{odd.name}` of `a` are on no rank",
+            "pass `a` on all ranks that have a part of it",
+        )
+    return not_taken(
+        f"parts of `{odd.name}` of `a` overlap on several ranks without being equal",
+        "pass whole tensors, or DTensors over one mesh",
+    )
+
+
+def _wire(kinds: set[str], ends: Sequence[End | None]) -> torch.device:
+    """Where buckets lie: on the accelerator where tensors do, if messages go from there."""
+    backends = comm.here().backends
+    for kind in sorted(kinds):
+        if kind != devices.HOST.type and backends.get(kind, "gloo") != "gloo":
+            own = [t.device for end in ends if end is not None for t in end.local().values()]
+            mine = next((one for one in own if one.type == kind), None)
+            return mine if mine is not None else comm.here().home(torch.device(kind))
+    return devices.HOST
+
+
+def _told(found: Route, done: Carried, bucket: int, left: int) -> Transferred:
+    return Transferred(
+        int(found.bytes.sum()),
+        int(found.bound.sum()),
+        found.messages(bucket),
+        sum(len(kind.names) for kind in found.kinds),
+        left,
+        done.sent,
+        done.received,
+        done.copied,
+        done.most,
+        found,
+    )
