@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-    from schedlang.equivalence import assert_equivalent, verify
+    from schedlang.equivalence import assert_equivalent, verify, verify_program
     from schedlang.ir.placement import P, R, S
+    from schedlang.passes.judge.program import TrainingProgram
     from schedlang.report import Report
     from schedlang.runtime.checkpointing.steps import last_checkpoint
     from schedlang.schedule import create_schedule, load
@@ -22,12 +23,14 @@ __all__ = [
     "Refusal",
     "Report",
     "S",
+    "TrainingProgram",
     "__version__",
     "assert_equivalent",
     "create_schedule",
     "last_checkpoint",
     "load",
     "verify",
+    "verify_program",
 ]
 
 _HOMES = {
@@ -37,11 +40,13 @@ _HOMES = {
     "Refusal": "diagnostics.diagnostic",
     "Report": "report",
     "S": "ir.placement",
+    "TrainingProgram": "passes.judge.program",
     "assert_equivalent": "equivalence",
     "create_schedule": "schedule",
     "last_checkpoint": "runtime.checkpointing.steps",
     "load": "schedule",
     "verify": "equivalence",
+    "verify_program": "equivalence",
 }
 
 

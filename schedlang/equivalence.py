@@ -1,9 +1,10 @@
-"""Verification from Python: a schedule against its model, as a report or as an assertion."""
+"""Verification from Python: a schedule, or anybody's program, against its model."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import (
@@ -16,7 +17,10 @@ from schedlang.diagnostics.diagnostic import (
 from schedlang.diagnostics.source import python_span
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from schedlang.report import Report
+    from schedlang.runtime.launch.pool import Pool
     from schedlang.schedule import Schedule
 
 Batches = Mapping[str, Any] | Callable[..., Mapping[str, Any]]
@@ -87,6 +91,69 @@ def assert_equivalent(sch: Schedule, **options: Any) -> None:
     report = verify(sch, **options)
     if not report.ok:
         raise AssertionError(f"the schedule differs from its model\n{report}")
+
+
+@at_the_callers_line()
+def verify_program(
+    program: Callable[..., Any] | str | Path,
+    *,
+    model: nn.Module | str | Path,
+    batch: Batches | None = None,
+    loss: Callable[..., Any] | None = None,
+    ranks: int | None = None,
+    seed: int = 0,
+    vary: bool = True,
+    timeout: float | None = None,
+    pool: Pool | None = None,
+) -> Report:
+    """Compare a distributed program of your own with its model on local ranks, in float64.
+
+    program  program(model) -> schedlang.TrainingProgram, called on every rank; or the file of it
+    model    the original; or the file that has `model()`, `batch(seed)` and `loss(output, batch)`
+    batch    the keyword arguments of one step, or a function of the seed that gives them
+    loss     loss(output, batch), where the model returns none
+    ranks    how many local ranks; default: `world` of the program's file
+    vary     also on batches with more labels that do not count than yours have
+    timeout  seconds for all of it; then Hang says where each rank, or this process, stands
+    pool     ranks that are warm already
+    Raises Refusal for what cannot be run, RankDied or Hang for a run that failed.
+    """
+    from schedlang.runtime.launch.job import limited
+
+    with limited(timeout):
+        return _judged(program, model, batch, loss, ranks, seed, vary, pool)
+
+
+def _judged(
+    program: Any, model: Any, batch: Any, loss: Any, ranks: int | None, seed: int, *more: Any
+) -> Report:
+    from schedlang.ir.modelfile import load_model_file
+    from schedlang.passes.judge.judge import Task, judge
+    from schedlang.passes.judge.program import check_ranks, load_program
+    from schedlang.passes.verify.asked import STEPS
+    from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
+    from schedlang.runtime.launch.pool import Pool
+
+    vary, pool = more
+    files: dict[str, Path] = {}
+    if isinstance(model, (str, Path)):
+        found = load_model_file(str(model))
+        model, files = found.model(seed=seed), {**found.files}
+        batch, loss = batch or (found.batch if found.varies else found.batch()), loss or found.loss
+    title = f"{type(model).__name__} against a program"
+    if isinstance(program, (str, Path)):
+        written = load_program(Path(program))
+        program, ranks = written.program, ranks or written.world
+        title, files = written.path.name, {**files, **written.files}
+    if batch is None:
+        raise _refusal("there is no `batch`")
+    check_ranks(ranks)
+    assert ranks is not None
+    task = Task(program, model, _batches(batch, seed, STEPS), ranks, loss, seed, vary)
+    if pool is not None or not files:
+        return judge(task, pool=pool, title=title)
+    with Pool(preload=(*BASE, *PROGRAMS), files=files) as own:
+        return judge(task, pool=own, title=title)
 
 
 def _batches(batch: Any, seed: int, steps: int) -> tuple[dict[str, Any], ...]:

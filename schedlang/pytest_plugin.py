@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 if TYPE_CHECKING:
+    from schedlang.report import Report
     from schedlang.testing.accelerator import Simulation
     from schedlang.verbs.answers import Outcome, Wish
     from schedlang.verbs.examine import Ranks
@@ -38,6 +39,21 @@ def accelerator() -> Iterator[Simulation]:
             simulation.check()
     except Unavailable as reason:
         pytest.skip(str(reason))
+
+
+@pytest.fixture
+def verify_program(request: pytest.FixtureRequest) -> Callable[..., Report]:
+    """`schedlang.verify_program`, which fails the test with the report unless all is equal."""
+    from schedlang.equivalence import verify_program as judge
+
+    def judged(program: Any, **options: Any) -> Report:
+        options.setdefault("timeout", request.config.getoption("schedlang_timeout"))
+        report = judge(program, **options)
+        if not report.ok:
+            pytest.fail(f"the program differs from its model\n{report}", pytrace=False)
+        return report
+
+    return judged
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

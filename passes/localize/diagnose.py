@@ -79,7 +79,8 @@ def _is_of(key: Key, row: Row) -> bool:
     return key == (row.condition, row.kind, row.step, row.name)
 
 
-def _fits(x: Tensor, r: Tensor) -> bool:
+def fits(x: Tensor, r: Tensor) -> bool:
+    """Whether two tensors are one, but for what a pattern is said to fit by."""
     return float((x - r).norm()) <= _FITS * float(r.norm())
 
 
@@ -88,7 +89,7 @@ def _ratio(x: Tensor, r: Tensor, sizes: Mapping[str, int]) -> str:
     if not float(r.norm()):
         return ""
     factor = float((x * r).sum() / (r * r).sum())
-    if not factor or not _fits(x, factor * r) or abs(factor - 1) <= _FITS:
+    if not factor or not fits(x, factor * r) or abs(factor - 1) <= _FITS:
         return ""
     for words, value in _numbers(sizes):
         if math.isclose(factor, value, rel_tol=_FITS):
@@ -120,7 +121,7 @@ def _again_and_again(x: Tensor, r: Tensor, others: Mapping[str, Tensor | None]) 
             continue
         row = other.double()
         times = float((gap * row).sum() / (row.expand_as(gap) ** 2).sum()) if row.any() else 0.0
-        if round(times) and _fits(gap, round(times) * row.expand_as(gap)):
+        if round(times) and fits(gap, round(times) * row.expand_as(gap)):
             often = (
                 f"{round(times)} times too often" if times > 0 else f"{-round(times)} times less"
             )
@@ -142,22 +143,22 @@ def of_ranks(locals_: Sequence[Tensor | None], right: Sequence[Tensor], mesh: Me
 
 def _over(group: Sequence[int], locals_: Sequence[Tensor | None], right: Sequence[Tensor]) -> str:
     wanted = [right[rank].double() for rank in group]
-    if any(w.shape != wanted[0].shape or not _fits(w, wanted[0]) for w in wanted):
+    if any(w.shape != wanted[0].shape or not fits(w, wanted[0]) for w in wanted):
         return ""  # each holds a part of its own
     found = [locals_[rank] for rank in group]
     ours = [torch.zeros_like(w) if x is None else x.double() for x, w in zip(found, wanted)]
     if any(x.shape != wanted[0].shape for x in ours):
         return ""
-    good = [place for place, x in enumerate(ours) if _fits(x, wanted[0])]
+    good = [place for place, x in enumerate(ours) if fits(x, wanted[0])]
     if 0 < len(good) < len(ours):
         which = ", ".join(map(str, good))
         return f"only place {which} along AXIS has the right value: not sent to the others"
     total = torch.stack(ours).sum(0)
     if good or not bool(total.isfinite().all()):
         return ""
-    if _fits(total, wanted[0]):
+    if fits(total, wanted[0]):
         return "the sum over AXIS of the ranks' values is right: a missing all-reduce over AXIS"
-    if _fits(total / len(ours), wanted[0]):
+    if fits(total / len(ours), wanted[0]):
         return "the mean over AXIS of the ranks' values is right"
     return ""
 
@@ -170,7 +171,7 @@ def of_parts(x: Tensor, r: Tensor, parts: Mapping[str, Tensor | None]) -> str:
         if part is None or not float(part.norm()):
             continue
         for times, words in ((-1, "is missing"), (1, "is counted twice")):
-            if _fits(x.double() - r.double(), times * part.double()):
+            if fits(x.double() - r.double(), times * part.double()):
                 return f"the share of {name} {words}"
     return ""
 
@@ -181,9 +182,9 @@ def _taken(x: Tensor, r: Tensor, others: Mapping[str, Tensor | None]) -> str:
         if other is None or other.shape != x.shape or not other.any():
             continue
         other = other.double()
-        if _fits(x, other) and not _fits(r, other):
+        if fits(x, other) and not fits(r, other):
             return f"it is the value of {name}"
-        if _fits(x - r, other):
+        if fits(x - r, other):
             return f"the value of {name} has been added"
     return ""
 
@@ -197,7 +198,7 @@ def _blocks(x: Tensor, r: Tensor, sizes: Mapping[str, int]) -> str:
         scale = float(r.norm()) * _FITS
         wrong = [i for i in range(n) if float((ours[i] - right[i]).norm()) > scale]
         where = f"of {n} blocks along dim {dim} ({name} = {n})"
-        order = [next((j for j in range(n) if _fits(ours[i], right[j])), None) for i in range(n)]
+        order = [next((j for j in range(n) if fits(ours[i], right[j])), None) for i in range(n)]
         if None not in order and order != list(range(n)):
             return f"blocks are out of order: {order} {where}"
         if 0 < len(wrong) < n:
@@ -211,14 +212,14 @@ def _permuted(x: Tensor, r: Tensor) -> str:
     """The same slices in another order."""
     for dim in range(x.dim()):
         ours, right = (t.movedim(dim, 0).reshape(t.shape[dim], -1) for t in (x, r))
-        if len(ours) < 2 or _fits(ours, right):
+        if len(ours) < 2 or fits(ours, right):
             continue
         sums = [t.norm(dim=1).sort() for t in (ours, right)]
-        if _fits(sums[0].values, sums[1].values) and _fits(
+        if fits(sums[0].values, sums[1].values) and fits(
             ours[sums[0].indices], right[sums[1].indices]
         ):
             return f"the right slices along dim {dim}, in another order"
-    if x.dim() == 2 and x.shape[0] == x.shape[1] and _fits(x, r.T):
+    if x.dim() == 2 and x.shape[0] == x.shape[1] and fits(x, r.T):
         return "it is transposed"
     return ""
 

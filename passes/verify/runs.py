@@ -33,6 +33,7 @@ from schedlang.runtime.changed import Freeze
 TOKENS = "input_ids"  # the names that batches of text have everywhere
 MASK = "attention_mask"
 POSITIONS = "position_ids"
+PADDED, HALVED = "ignored labels and padding", "rows of half the vocabulary"
 TEXT = frozenset({TOKENS, MASK, "labels", "token_type_ids", POSITIONS})
 
 
@@ -132,8 +133,12 @@ def integers(batch: Mapping[str, Any]) -> dict[str, Tensor]:
     return {k: v for k, v in batch.items() if isinstance(v, Tensor) and not v.is_floating_point()}
 
 
-def varied(seen: Batches) -> tuple[list[Batch], dict[int, list[str]]]:
+def varied(
+    seen: Batches, wanted: Sequence[str] | None = None
+) -> tuple[list[Batch], dict[int, list[str]]]:
     """As many batches, changed where all of them together hide something; by place, what changed.
+
+    `wanted` names the changes, where not all of them are.
 
     A batch is changed only in ways that mean the same for every model: labels that do not count,
     masked positions, fewer rows, other tokens of a text.
@@ -142,7 +147,11 @@ def varied(seen: Batches) -> tuple[list[Batch], dict[int, list[str]]]:
     said: dict[int, list[str]] = {}
     for place, words, there, change in _CHANGES:
         place %= len(made)
-        if there(replace(seen, all=[*seen.all, *made])):
+        if (
+            wanted is not None
+            and words not in wanted
+            or there(replace(seen, all=[*seen.all, *made]))
+        ):
             continue
         found = change(seen, made[place])
         if found is not None:
@@ -218,9 +227,9 @@ def _first(seen: Batches, batch: Batch, few: int) -> Batch | None:
 
 # at which batch, what it is called, whether it is there already, and how it is made
 _CHANGES: tuple[tuple[int, str, Callable[[Batches], bool], Change], ...] = (
-    (0, "ignored labels and padding", lambda seen: seen.uneven and seen.padded, _padded),
+    (0, PADDED, lambda seen: seen.uneven and seen.padded, _padded),
     (1, "rows and a part without labels", lambda seen: seen.empty, _emptied),
-    (1, "rows of half the vocabulary", lambda seen: seen.classes, _halved),
+    (1, HALVED, lambda seen: seen.classes, _halved),
     (2, "a smaller last part", lambda seen: seen.ragged or seen.parts == 1, _shortened),
     (2, "equal parts", lambda seen: seen.even, _trimmed),
     (2, "another number of rows", lambda seen: seen.shapes > 1, _shortened),

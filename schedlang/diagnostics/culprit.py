@@ -30,7 +30,7 @@ def told(error: Exception, name: str, function: Callable[..., Any]) -> Refusal:
 
     Where the error arose deeper, in a library that the function calls, a note says where.
     """
-    file = _file(function)
+    file = file_of(function)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if file and os.path.abspath(frame.filename) == file]
     said = f"{type(error).__name__}: {error}".split("\n")[0].removesuffix(": ")
@@ -42,12 +42,12 @@ def told(error: Exception, name: str, function: Callable[..., Any]) -> Refusal:
         and not os.path.realpath(deepest.filename).startswith(OURS)
     ):
         notes.append(f"raised at {Path(deepest.filename).name}:{deepest.lineno}: {deepest.line}")
-    label = Label(_span(own[-1]), "here") if own else Label()
+    label = Label(at_frame(own[-1]), "here") if own else Label()
     title = f"`{name}` of the model file raises {said}"
     return Refusal(Diagnostic(CODES[name], title, label, notes=tuple(notes), helps=(HELPS[name],)))
 
 
-def _file(function: Callable[..., Any]) -> str:
+def file_of(function: Callable[..., Any]) -> str:
     """Where a function is written, as an absolute path; empty where nobody knows."""
     try:
         found = inspect.getsourcefile(inspect.unwrap(function))
@@ -56,7 +56,7 @@ def _file(function: Callable[..., Any]) -> str:
     return os.path.abspath(found) if found else ""
 
 
-def _span(frame: traceback.FrameSummary) -> Span:
+def at_frame(frame: traceback.FrameSummary) -> Span:
     """The expression that a frame was at."""
     try:
         text = Path(frame.filename).read_text(encoding="utf-8")

@@ -186,9 +186,16 @@ def load_model_file(named: str | None, beside: Path | None = None) -> ModelFile:
                 ),
             )
         )
-    module, load = module_of(IMPORT_NAME, path.resolve())
+    return _checked(imported(IMPORT_NAME, path), IMPORT_NAME, path.resolve())
+
+
+def imported(name: str, path: Path) -> ModuleType:
+    """A file of the user's as a module of this name; refuses (S904, S905) what cannot be run."""
+    if not path.is_file():
+        raise Refusal(Diagnostic("S904", f"there is no file `{path}`"))
+    module, load = module_of(name, path.resolve())
     _run(load, str(path))
-    return _checked(module, IMPORT_NAME, path.resolve())
+    return module
 
 
 class Importing:

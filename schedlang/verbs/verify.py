@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import click
 import typer
 
 from schedlang.verbs.ending import FAILS, HOLDS, UNCHECKED, show_json
@@ -14,11 +16,34 @@ if TYPE_CHECKING:
     from schedlang.report import Report
 
 
+@dataclass(frozen=True)
+class Foreign:
+    """A program that was written elsewhere, and how its ranks are run."""
+
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            "--against", metavar="PROGRAM.py", help="Judge this program, written elsewhere."
+        ),
+    ] = None
+    ranks: Annotated[
+        int | None, typer.Option(metavar="N", help="With --against: how many ranks it runs on.")
+    ] = None
+    as_given: Annotated[
+        bool,
+        typer.Option("--as-given", help="With --against: only the batches of the model file."),
+    ] = False
+
+
 @verb
 def verify(
-    file: Annotated[Path, typer.Argument(help="A schedule.", metavar="FILE")],
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="A schedule; with --against the original's file.", metavar="FILE"),
+    ] = None,
     *,
     common: Common,
+    foreign: Foreign,
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and dropout.")] = 0,
     only: Annotated[
         str | None, typer.Option(metavar="LINES", help="Only the rows of these lines: 11,14-17.")
@@ -45,7 +70,7 @@ def verify(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Prove that a schedule computes what the model computes; a CPU is enough.
+    """Prove that a schedule, or a program of yours, computes what the model computes, on a CPU.
 
     Outputs, loss, every gradient, the gradient norm, parameters and optimizer state after three
     steps of two optimizers, buffers, ties and a saved state, in float64 with dropout on.
@@ -60,6 +85,12 @@ def verify(
     from schedlang.verbs.telling import Telling
 
     check_folders(html=html)
+    if foreign.against is not None:
+        report = _judged(file, common.model, foreign, seed, timeout, as_json)
+        _show(report, as_json, html, verbose)
+        raise typer.Exit(_code(report))
+    if file is None:
+        raise click.UsageError("Missing argument 'FILE'.")
     if locked:
         demand_lock(file, common.model, as_json)
     given = settings(common.knob, common.mesh)
@@ -78,7 +109,61 @@ def verify(
         with Pool(preload=(*BASE, *PROGRAMS), files=found.files) as pool:
             report = prove(one.case, pool=pool, title=file.name, command=one.command, progress=said)
     _show(remarked(report, one.small), as_json, html, verbose)
-    raise typer.Exit(report.exit_code if report.exit_code in (HOLDS, FAILS) else UNCHECKED)
+    raise typer.Exit(_code(report))
+
+
+def _code(report: Report) -> int:
+    return report.exit_code if report.exit_code in (HOLDS, FAILS) else UNCHECKED
+
+
+def _judged(
+    file: Path | None,
+    model: str | None,
+    foreign: Foreign,
+    seed: int,
+    timeout: float | None,
+    as_json: bool,
+) -> Report:
+    """The report of a program that was written elsewhere, against the original's file."""
+    import sys
+
+    from schedlang.ir.modelfile import load_model_file
+    from schedlang.passes.judge.judge import Task, judge
+    from schedlang.passes.judge.program import check_ranks, load_program
+    from schedlang.passes.verify.asked import STEPS
+    from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
+    from schedlang.runtime.launch.pool import Pool
+    from schedlang.verbs.telling import Telling
+
+    path = foreign.against
+    assert path is not None
+    with Telling(quiet=as_json) as said, unchecked(timeout, as_json, said.close):
+        named = str(file) if file is not None else model
+        found = load_model_file(named, path)
+        if str(path.resolve().parent) not in sys.path:
+            sys.path.insert(0, str(path.resolve().parent))  # as `python program.py` has it
+        written = load_program(path)
+        ranks = foreign.ranks if foreign.ranks is not None else written.world
+        check_ranks(ranks)
+        assert ranks is not None
+        batches = tuple(found.batch(seed + step) for step in range(STEPS))
+        task = Task(
+            written.program,
+            found.model(seed=seed),
+            batches,
+            ranks,
+            found.loss,
+            seed,
+            vary=not foreign.as_given,
+            told=as_json,
+        )
+        words = ["schedlang verify", *([named] if named else []), f"--against {path}"]
+        words += [f"--ranks {ranks}", f"--seed {seed}"]
+        words += ["--as-given"] * foreign.as_given
+        files = {**found.files, **written.files}
+        with Pool(preload=(*BASE, *PROGRAMS), files=files) as pool:
+            title = path.name
+            return judge(task, pool=pool, title=title, command=" ".join(words), progress=said)
 
 
 def _show(report: Report, as_json: bool, html: Path | None, verbose: bool) -> None:

@@ -23,7 +23,7 @@ FILE_LIMIT, FUNCTION_LIMIT, LINE_LIMIT = 600, 60, 100
 TEXT = {".py", ".sched", ".lark", ".md", ".toml", ".txt", ".cfg", ".json", ".yml", ".yaml", ".svg"}
 AT_TORCH = (
     *("schedlang/runtime/", "schedlang/kernels/", "schedlang/ir/model.py"),
-    *("passes/verify/", "passes/localize/", "passes/prove.py"),
+    *("passes/verify/", "passes/localize/", "passes/judge/", "passes/prove.py"),
     "schedlang/ir/nests.py",
     "schedlang/testing/accelerator/",
     "schedlang/testing/gpu/",

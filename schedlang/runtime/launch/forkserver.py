@@ -270,8 +270,7 @@ def _work(sock: socket.socket, rank: int, world: int, setup: dict[str, Any], blo
         send_bytes(sock, pickle.dumps(("done", cloudpickle.dumps(result))))
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
-        consequence = isinstance(error, RuntimeError) and bool(_CONSEQUENCE.search(str(error)))
-        consequence = consequence or bool(getattr(error, "consequence", False))  # it says so
+        consequence = is_consequence(error)
         try:
             itself = cloudpickle.dumps(error)
         except Exception:  # an error may hold what cannot be sent: its text goes alone
@@ -279,6 +278,12 @@ def _work(sock: socket.socket, rank: int, world: int, setup: dict[str, Any], blo
         send(sock, ("error", text, consequence, itself))
     else:
         _leave()
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether an error of a rank comes of another rank's, as far as it tells."""
+    of_others = isinstance(error, RuntimeError) and bool(_CONSEQUENCE.search(str(error)))
+    return of_others or bool(getattr(error, "consequence", False))  # it says so
 
 
 def _join(rank: int, world: int, store: str, threads: int) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
@@ -348,6 +349,25 @@ class Still:
     def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
         """See Draw."""
         return torch.ones(tuple(shape), dtype=torch.bool, device=device)
+
+
+class Undropped(Alone):
+    """Nothing is dropped, on whatever tensors: of DTensors, too, whose masks would be plain."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            kwargs.pop("dropout_p", None)
+            return func(*args, **kwargs)
+        if func in LOGICAL and "dropout" in name(func):
+            value = args[0] if args else kwargs["input"]
+            kept = value.clone(), torch.ones_like(value, dtype=torch.bool)
+            return kept if func is torch.native_dropout else value
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 # ---- Draws of a model that evaluates: they lie on ranks as those of training do, or are refused.

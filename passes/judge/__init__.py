@@ -1,0 +1,1 @@
+"""Programs that were written elsewhere, judged by the comparator that judges our own."""

@@ -1,0 +1,451 @@
+"""Judge a program that was written elsewhere: run its ranks, run the original, compare, explain."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.ir.model import ModelFacts
+from schedlang.language.syntax import parse
+from schedlang.passes.elaborate.expand import expand
+from schedlang.passes.judge.kinds import kinds
+from schedlang.passes.judge.layouts import Holdings, Table
+from schedlang.passes.judge.program import Make
+from schedlang.passes.judge.subject import Judged, Kept
+from schedlang.passes.verify.compare import compare
+from schedlang.passes.verify.finite import check_original, check_trained
+from schedlang.passes.verify.observe import (
+    HIDDEN,
+    Batch,
+    Condition,
+    Key,
+    Observation,
+    conditions,
+    observe,
+)
+from schedlang.passes.verify.original import Sequential, randomised, rows
+from schedlang.passes.verify.runs import (
+    HALVED,
+    PADDED,
+    Batches,
+    Labels,
+    gaps,
+    idle,
+    integers,
+    unoffered,
+    varied,
+)
+from schedlang.passes.verify.sides import Case, twin
+from schedlang.report import Gap, Report, Row
+from schedlang.runtime.batch import shares
+from schedlang.runtime.comm import world as comm
+from schedlang.runtime.float64 import Float64, as_float64
+from schedlang.runtime.float64 import widened as wide
+from schedlang.runtime.launch.pool import Pool, shared
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.rng.logical_dropout import Alone, Still, Undropped
+
+MOST_RANKS = 8
+INITIAL, SAVED = "initial weights", "saved state"
+IGNORED = -100  # the label that torch's losses leave out
+Progress = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A program, its original, and how they are compared.
+
+    vary  some batches are changed where all of them together hide something
+    told  ranks' lines go to the standard error: the standard output is a document
+    """
+
+    make: Make
+    original: nn.Module
+    batches: tuple[Batch, ...]
+    world: int
+    loss: Any = None
+    seed: int = 0
+    vary: bool = True
+    told: bool = False
+
+
+def judge(
+    task: Task,
+    *,
+    pool: Pool | None = None,
+    title: str = "",
+    command: str = "",
+    progress: Progress = lambda stage, done=0, total=0: None,
+) -> Report:
+    """Compare a program with its original in float64; on failure say by which arithmetic it errs.
+
+    Raises Refusal for a program or batch that cannot be run, RankDied or Hang for a run that
+    failed.
+    """
+    start = time.perf_counter()
+    _check_world(task.world)
+    case = check_trained(_widened(task))
+    progress("the original")
+    told, seen, derived = _conditions(case, task)
+    actual, kept = _ranks(case, task, told, pool or shared(), progress)
+    holdings = kept.holdings
+    assert holdings is not None
+    told = [replace(one, optimizer=_grouped(one.optimizer, holdings)) for one in told]
+    expected = _original(case, told)
+    check_original(case, told, expected)
+    expected, actual = _alike(expected, actual, kept)
+    report = Report(
+        (*_initial(case, kept), *compare(expected, actual), *_saved(case, actual, kept, told)),
+        title=title,
+        facts=_facts(task, holdings, derived),
+        command=command,
+        gaps=_gaps(case, seen, expected, actual, kept),
+    )
+    if any(not row.ok for row in report.rows):
+        progress("the kind of mistake")
+        with ambient(*_modes()):
+            report = kinds(report, expected, actual, kept, task.world, _means(case, told, task))
+    return replace(report, seconds=time.perf_counter() - start)
+
+
+def _check_world(world: int) -> None:
+    if world <= MOST_RANKS:
+        return
+    title = f"`verify` starts at most {MOST_RANKS} ranks on one machine, not {world}"
+    raise Refusal(
+        Diagnostic("S702", title, helps=("a program of fewer ranks shows as much: `--ranks 4`",))
+    )
+
+
+def _widened(task: Task) -> Case:
+    """The original in float64 with other weights, all different, under a plan without any row."""
+    module = randomised(as_float64(task.original), task.seed)
+    plan = expand(parse(Source("nothing.sched", "schedule 1\n")), ModelFacts(module)).plan
+    assert plan is not None
+    batches = tuple(wide(dict(batch)) for batch in task.batches)
+    return Case(plan, batches, task.loss, None, task.seed, "none")
+
+
+def _modes() -> tuple[Any, ...]:
+    return Float64(), Undropped(Still())
+
+
+# ---- The runs.
+
+
+def _conditions(case: Case, task: Task) -> tuple[list[Condition], Batches, list[str]]:
+    """SGD on the batches as given, AdamW, clipped, on variants; what all show, what was derived."""
+    given = case.batches
+
+    def cut(count: int) -> list[range]:
+        return [part for part in shares(count, task.world) if part]
+
+    norm = _norm(case, given[0])
+    assert norm is not None
+    names = [n for n, v in integers(given[0]).items() if "label" in n or "target" in n]
+    labels = [Labels(name, IGNORED) for name in names if _leaves_out(case, given[0], name)]
+    seen = Batches(given, cut, labels)
+    made, derived = list(given), []
+    if task.vary:
+        made, said = varied(seen, (PADDED, HALVED))
+        for place, words in said.items():
+            if _norm(case, made[place]) is None:
+                made[place] = given[place]
+            else:
+                derived += words
+    told = [replace(one, follow=False) for one in conditions(given, norm, made)]
+    return told, replace(seen, all=(*given, *made)), derived
+
+
+def _norm(case: Case, batch: Batch) -> float | None:
+    """The gradient norm of the original at a batch; None for one that it does not take."""
+    try:
+        with ambient(*_modes()):
+            norm = Sequential(twin(case), loss=case.loss).norm(batch)
+    except Refusal:
+        raise
+    except Exception:
+        if batch is case.batches[0]:
+            raise
+        return None
+    return norm if math.isfinite(norm) or batch is case.batches[0] else None
+
+
+def _leaves_out(case: Case, batch: Batch, name: str) -> bool:
+    """Whether labels of -100 do not count: the original takes them."""
+    changed = batch[name].clone().reshape(-1)
+    changed[-1:] = IGNORED
+    return _norm(case, {**batch, name: changed.reshape(batch[name].shape)}) is not None
+
+
+def _original(case: Case, told: Sequence[Condition]) -> Observation:
+    def make(condition: Condition) -> Sequential:
+        return Sequential(
+            twin(case),
+            condition.optimizer,
+            loss=case.loss,
+            clip=condition.clip,
+            evaluate=condition.evaluate,
+            follow=False,
+        )
+
+    with ambient(*_modes()):
+        return observe(make, told)
+
+
+def _grouped(optimizer: Any, holdings: Holdings) -> Any:
+    """The optimizer over names of groups: what a program fused does not decay apart."""
+    groups = holdings.groups
+    return lambda named: optimizer([(groups.get(name, name), p) for name, p in named])
+
+
+def _ranks(
+    case: Case, task: Task, told: Sequence[Condition], pool: Pool, progress: Progress
+) -> tuple[Observation, Kept]:
+    steps = sum(len(condition.batches) for condition in told)
+    done = itertools.count(1)
+    stage = f"{task.world} rank{'s' * (task.world > 1)}"
+
+    def heard(rank: int, message: object) -> None:
+        if rank == 0:
+            progress(stage, min(next(done), steps), steps)
+
+    progress(stage, 0, steps)
+    module = case.plan.model.model
+    found: tuple[Observation, Kept] = pool.run(
+        _rank, task.world, task.make, module, tuple(told), task.told, on_progress=heard
+    )[0]
+    return found
+
+
+def _rank(
+    make: Make, original: nn.Module, told: Sequence[Condition], aside: bool
+) -> tuple[Observation, Kept] | None:
+    """One rank's part; only rank 0 tells what it saw."""
+    kept, table, last = Kept(), Table(original), []
+
+    def subject(condition: Condition) -> Judged:
+        last[:] = [Judged(make, original, table, condition, kept)]
+        return last[0]
+
+    lines = contextlib.redirect_stdout(sys.stderr) if aside else contextlib.nullcontext()
+    with lines, ambient(*_modes()):
+        seen = observe(subject, told, keep=comm.rank() == 0)
+        last[0].save()
+    sys.stdout.flush()
+    return (seen, kept) if comm.rank() == 0 else None
+
+
+# ---- What is compared beside what every observation has.
+
+
+def _alike(
+    expected: Observation, actual: Observation, kept: Kept
+) -> tuple[Observation, Observation]:
+    """Both sides with the same things in them; what the program does not offer is missing."""
+    missing = set(actual.missing) | {"input gradients", "generator state", "dropout draws"}
+    for kind, offer in (("outputs", "evaluate"), ("training outputs", "output")):
+        missing |= {kind} - ({kind} if offer in kept.offers else set())
+    if "clip" not in kept.offers:
+        missing.add("gradient norm")
+    left = dict(actual.left_out)
+    tensors = {k: v for k, v in actual.tensors.items() if k.kind not in _OUTPUTS}
+    for key, want in expected.tensors.items():
+        if key.kind not in _OUTPUTS or key.kind in missing:
+            continue
+        parts = list(_parts(actual, key))
+        whole = _put_together(parts, want) if want is not None else None
+        if whole is None:
+            left[key.name] = (
+                "parts of ranks do not make it" if parts else "the program does not give it"
+            )
+        else:
+            tensors[key] = whole
+    gone = {
+        k
+        for k in expected.tensors
+        if k.kind in ("other state", HIDDEN) and k.name in kept.lost and k not in tensors
+    }
+    sets = {
+        k: v if k.kind != "state_dict keys" else v - kept.lost for k, v in expected.sets.items()
+    }
+    wanted = {k: v for k, v in expected.tensors.items() if k not in gone}
+    actual = replace(
+        actual,
+        tensors=tensors,
+        missing=missing,
+        left_out=left,
+        order=expected.order,
+        ties=expected.ties,
+    )
+    return replace(expected, tensors=wanted, sets=sets), actual
+
+
+_OUTPUTS = ("outputs", "training outputs")
+
+
+def _parts(actual: Observation, key: Key) -> Iterator[Tensor]:
+    """What ranks gave of an output, in their order."""
+    for rank in itertools.count():
+        value = actual.tensors.get(key._replace(name=f"{key.name}.{rank}"))
+        if value is None:
+            return
+        yield value
+
+
+def _put_together(parts: Sequence[Tensor], want: Tensor) -> Tensor | None:
+    """The whole output of the ranks' parts: alike ones once, side by side along one dim."""
+    alone: list[Tensor] = []
+    for part in parts:
+        if part.shape == want.shape:
+            return part.to(want.dtype, copy=True)
+        if not any(part.shape == one.shape and torch.equal(part, one) for one in alone):
+            alone.append(part)
+    for dim in range(want.dim()):
+        if sum(part.shape[dim] for part in alone if part.dim() == want.dim()) == want.shape[dim]:
+            with contextlib.suppress(RuntimeError):
+                whole = torch.cat(alone, dim)
+                return whole if whole.shape == want.shape else None
+    return None
+
+
+def _initial(case: Case, kept: Kept) -> Iterator[Row]:
+    """Whether the program starts from the weights that it was given, and holds all of them."""
+    assert kept.holdings is not None
+    for name, p in case.plan.model.model.named_parameters():
+        value, lost = kept.initial.get(name), kept.holdings.missing.get(name, 0)
+        want = p.detach()
+        if lost or value is None:
+            note = f"{lost} of its {p.numel()} elements are on no rank"
+            yield Row("", INITIAL, name, math.inf, 0.0, False, None, note, tuple(p.shape))
+            continue
+        error = float((value - want).norm() / want.norm()) if p.numel() else 0.0
+        note = "" if error == 0 else "the program changed it before the first step"
+        yield Row("", INITIAL, name, error, 0.0, error == 0, None, note, tuple(p.shape))
+
+
+def _saved(case: Case, actual: Observation, kept: Kept, told: Sequence[Condition]) -> Iterator[Row]:
+    """What the program saves, against what its ranks hold, under the original's names."""
+    if kept.saved is None:
+        return
+    condition = told[-1]
+    last = len(condition.batches) - 1
+    held = {
+        k.name: v
+        for k, v in actual.tensors.items()
+        if k.condition == condition.name
+        and k.step == last
+        and k.kind in ("parameters", "other state")
+    }
+    for name in {**case.plan.model.model.state_dict(), **kept.saved}:
+        want, value = held.get(name), kept.saved.get(name)
+        if name in kept.lost:
+            continue
+        same = want is not None and value is not None and value.shape == want.shape
+        ok = same and torch.equal(value.to(want.dtype), want)  # type: ignore[union-attr]
+        note = "" if ok else "lost" if value is None else "extra" if want is None else "differs"
+        yield Row(condition.name, SAVED, name, 0.0 if ok else math.inf, 0.0, ok, last, note)
+
+
+# ---- What is said about it.
+
+
+def _facts(task: Task, holdings: Holdings, derived: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    by_name = sorted({one.name for one in holdings.everything if one.by == "name"})
+    facts = [
+        ("", f"{task.world} rank{'s' * (task.world > 1)}"),
+        ("seed", str(task.seed)),
+        ("dtype", "float64"),
+        ("torch", torch.__version__),
+    ]
+    facts += [("mesh", ", ".join(f"{k}={n}" for k, n in holdings.axes.items()))] * bool(
+        holdings.axes
+    )
+    facts += [("derived", ", ".join(derived))] * bool(derived)
+    facts += [("matched by name", ", ".join(by_name[:8]))] * bool(by_name)
+    for name, count in holdings.padding.items():
+        facts.append(("padding", f"{count} elements of {name}"))
+    return tuple(facts)
+
+
+def _gaps(
+    case: Case, seen: Batches, expected: Observation, actual: Observation, kept: Kept
+) -> tuple[Gap, ...]:
+    assert kept.holdings is not None
+    sizes = kept.holdings.axes or {}
+    names = {name: p.numel() for name, p in case.plan.model.model.named_parameters()}
+    found = [*gaps(seen, sizes=sizes, drawn=None, parameters=names)]
+    found.append(Gap("dropout is off", "masks that differ between copies or on recomputation"))
+    if all(p.requires_grad for p in case.plan.model.model.parameters()):
+        found.append(Gap("no frozen parameters", "frozen weights that are updated"))
+    if "state_dict" not in kept.offers:
+        found.append(Gap("saved state (not offered)", "state that is saved or loaded wrongly"))
+    for name in sorted(kept.lost):
+        found.append(Gap(f"buffer `{name}`: no rank has it by this name", "wrong values in it"))
+    found = [one for one in found if one.condition != "no float inputs"]
+    return (*found, *idle(expected), *unoffered(actual))
+
+
+def _means(
+    case: Case, told: Sequence[Condition], task: Task
+) -> Callable[[str, str], Iterator[tuple[str, Tensor]]]:
+    """What a gradient would be as the plain mean of the means of parts, by the parts in words."""
+    known: dict[tuple[str, int, int], Mapping[str, Tensor | None]] = {}
+
+    def of_part(condition: Condition, parts: int, place: int, strided: bool) -> Any:
+        key = (condition.name, parts * (-1 if strided else 1), place)
+        if key not in known:
+            batch = condition.batches[0]
+            subject = Sequential(twin(case), loss=case.loss)
+            count = rows(batch)
+            chosen = (
+                list(range(place, count, parts))
+                if strided
+                else [row for row in _chunk(count, parts, place)]
+            )
+            part = _chosen(batch, chosen, count)
+            subject.derive(part, chosen)
+            known[key] = dict(subject.gradients())
+        return known[key]
+
+    def means(name: str, condition: str) -> Iterator[tuple[str, Tensor]]:
+        one = next(c for c in told if c.name == condition)
+        count = rows(one.batches[0])
+        for parts in range(2, min(task.world, count) + 1):
+            if task.world % parts:
+                continue
+            for strided in (False, True):
+                try:
+                    found = [of_part(one, parts, k, strided).get(name) for k in range(parts)]
+                except Exception:  # the original takes no part of its batch
+                    continue
+                there = [g for g in found if g is not None]
+                if len(there) == parts:
+                    yield f"{parts} parts", torch.stack(there).mean(0)
+
+    return means
+
+
+def _chunk(count: int, parts: int, place: int) -> range:
+    return shares(count, parts)[place]
+
+
+def _chosen(batch: Batch, chosen: Sequence[int], count: int) -> dict[str, Any]:
+    return {
+        name: value[list(chosen)]
+        if isinstance(value, Tensor) and value.dim() and len(value) == count
+        else value
+        for name, value in batch.items()
+    }

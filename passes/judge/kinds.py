@@ -1,0 +1,232 @@
+"""By which arithmetic a program errs: one plain sentence for each group of tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from schedlang.diagnostics.diagnostic import quoted
+from schedlang.passes.judge.subject import Copy, Kept
+from schedlang.passes.localize.diagnose import NONE, diagnose, explain, fits
+from schedlang.passes.verify.observe import Key, Observation
+from schedlang.report import Report, Row
+
+Means = Callable[[str, str], Iterator[tuple[str, Tensor]]]
+MOST_GROUPS, MOST_NAMES = 6, 4
+
+
+def kinds(
+    report: Report,
+    expected: Observation,
+    actual: Observation,
+    kept: Kept,
+    world: int,
+    means: Means,
+) -> Report:
+    """The report with a sentence for each group of tensors that are wrong alike."""
+    assert kept.holdings is not None
+    sizes = {name: size for name, size in kept.holdings.axes.items() if size != world}
+    sizes |= {"ranks": world}
+    wrong = [row for row in report.rows if not row.ok]
+    found: dict[str, list[str]] = {}
+    for row in _first_gradients(wrong):
+        key = Key(row.condition, "gradients", 0, row.name)
+        want, got = expected.tensors.get(key), actual.tensors.get(key)
+        copies = kept.copies.get((row.condition, row.name), [])
+        text = of_gradient(want, got, _clipped(copies, got), sizes, means, row)
+        found.setdefault(text, []).append(row.name)
+    asked = {row.name for row in report.rows if row.kind == "gradients" and row.step == 0}
+    lines = [("gradients", _said(t, names, len(asked))) for t, names in found.items() if t]
+    first = report.first
+    if not lines and first is not None:
+        text = _of_row(first, expected, actual, sizes)
+        lines = [(first.kind.split(" (")[0][:17], text)] if text else []
+    lines += list(_conditions(wrong, report))
+    return replace(report, localised=(*report.localised, *lines[:MOST_GROUPS]))
+
+
+def _first_gradients(wrong: Sequence[Row]) -> Iterator[Row]:
+    """The failing gradients of the first step of the first condition in which some fail."""
+    rows = [row for row in wrong if _gradient_of(row)]
+    if not rows:
+        return
+    names: set[str] = set()
+    for row in rows:
+        name = _gradient_of(row)
+        if row.condition == rows[0].condition and row.step == 0 and name not in names:
+            names.add(name)
+            yield replace(row, name=name)
+
+
+def _gradient_of(row: Row) -> str:
+    """The parameter whose gradient a row is about; empty if it is about none."""
+    if row.kind == "gradients" and row.step == 0:
+        return row.name
+    if row.kind == "replicas" and row.step == 0 and row.name.startswith("gradient of "):
+        return row.name.removeprefix("gradient of ")
+    return ""
+
+
+def _said(text: str, names: Sequence[str], of: int) -> str:
+    return f"{len(names)} of {of} ({quoted(names, MOST_NAMES)}): {text}"
+
+
+def _clipped(copies: Sequence[Copy], got: Tensor | None) -> Sequence[Copy]:
+    """The ranks' values as the judge scaled them, by what was done to the first of them."""
+    first = next((c for c in copies if c.values is not None and bool(c.values.any())), None)
+    if first is None or got is None or first.values is None:
+        return copies
+    after = got.reshape(-1)[first.places].double()
+    factor = float((after * first.values).sum() / (first.values**2).sum())
+    if abs(factor - 1) < 1e-12:
+        return copies
+    return [c if c.values is None else replace(c, values=c.values * factor) for c in copies]
+
+
+# ---- One gradient.
+
+
+def of_gradient(
+    want: Tensor | None,
+    got: Tensor | None,
+    copies: Sequence[Copy],
+    sizes: Mapping[str, int],
+    means: Means,
+    row: Row,
+) -> str:
+    """How a wrong gradient comes from the right one, or from those of the ranks."""
+    if want is None:
+        return "the original has none" if got is not None else ""
+    if got is None:
+        return "no rank has one: detached, or never computed"
+    flat = want.reshape(-1).double()
+    text = _of_copies(flat, copies)
+    if text:
+        return text
+    scale = _clip_ratio(row, want, got)
+    for parts, mean in means(row.name, row.condition):
+        if _along(got.double(), mean.double()) and not _along(want.double(), mean.double()):
+            return (
+                f"it is the plain mean of the means of {parts}, which do not weigh alike: divide "
+                "the sum of all losses by the count of all labels (or rows)"
+            )
+    found = diagnose(got, want, sizes)
+    if found.startswith((NONE, "only block", "only the last")) or not found:
+        found = _of_ranks(flat, copies) or found
+    return found + scale
+
+
+def _clip_ratio(row: Row, want: Tensor, got: Tensor) -> str:
+    return " (after clipping)" if "clipped" in row.condition else ""
+
+
+def _along(x: Tensor, r: Tensor) -> bool:
+    """Whether two tensors are one but for a positive factor (what clipping has left of it)."""
+    if x.shape != r.shape or not x.any() or not r.any():
+        return False
+    factor = float((x * r).sum() / (r * r).sum())
+    return factor > 0 and fits(x, factor * r)
+
+
+def _of_copies(want: Tensor, copies: Sequence[Copy]) -> str:
+    """What copies of the same elements on different ranks, or on one, say; "" if they agree."""
+    groups: dict[bytes, list[Copy]] = {}
+    for copy in copies:
+        if len(copy.places):
+            groups.setdefault(copy.places.sort().values.numpy().tobytes(), []).append(copy)
+    said = {_of_group(want, group) for group in groups.values()}
+    said.discard("")
+    return sorted(said)[0] if said else ""
+
+
+def _of_group(want: Tensor, group: Sequence[Copy]) -> str:
+    there = [copy for copy in group if copy.values is not None]
+    absent = [copy for copy in group if copy.values is None]
+    if len(group) < 2 or not there:
+        return ""
+    order = there[0].places.sort().values
+    right = want[order]
+    values = [copy.values[copy.places.argsort()].double() for copy in there]  # type: ignore[index]
+    different: list[Tensor] = []
+    for value in values:
+        if not any(fits(value, one) for one in different):
+            different.append(value)
+    if len(different) == 1 and not (absent and fits(different[0], right)):
+        return ""
+    good = [copy for copy, value in zip(there, values) if fits(value, right)]
+    bad = [copy for copy in group if not any(copy is one for one in good)]
+    if good:
+        return (
+            f"only {_who(good)} {'has' if len(_ranks_of(good)) == 1 else 'have'} the right value: "
+            f"it is not the same on {_who(bad)}"
+        )
+    one_rank = len({copy.rank for copy in group}) < len(group)
+    where = "copies" if one_rank else "ranks"
+    names = sorted({copy.name for copy in group})
+    tie = f": a tie is broken between {quoted(names)}" if len(names) > 1 else ""
+    total, each = torch.stack(different).sum(0), torch.stack(values)
+    if fits(total, right) or fits(each.sum(0), right):
+        return f"{where} differ and their sum is right: a sum over {where} is missing{tie}"
+    if fits(each.mean(0), right) or fits(total / len(different), right):
+        return f"{where} differ and their mean is right: they are not averaged{tie}"
+    factor = float((total * right).sum() / (right * right).sum()) if right.any() else 0.0
+    if factor and fits(total, factor * right):
+        return (
+            f"{where} differ and their sum is {factor:.6g} times the right value: a sum over "
+            f"{where} is missing{tie}"
+        )
+    return f"{where} differ, and neither their sum nor their mean is right{tie}"
+
+
+def _of_ranks(want: Tensor, copies: Sequence[Copy]) -> str:
+    """Which ranks' parts are wrong, and by which factor."""
+    right: list[Copy] = []
+    wrong: dict[str, list[Copy]] = {}
+    for copy in copies:
+        if copy.values is None or not len(copy.places):
+            continue
+        part, value = want[copy.places], copy.values.double()
+        if fits(value, part) or not part.any() and not value.any():
+            right.append(copy)
+            continue
+        factor = float((value * part).sum() / (part * part).sum()) if part.any() else math.nan
+        text = f"{factor:.6g} times the right value" if fits(value, factor * part) else "wrong"
+        wrong.setdefault("zero" if not value.any() else text, []).append(copy)
+    if not wrong or (not right and len(wrong) < 2):
+        return ""
+    said = [f"what {_who(ones)} holds is {text}" for text, ones in wrong.items()]
+    return f"{'; '.join(said)}" + (f"; that of {_who(right)} is right" if right else "")
+
+
+def _who(copies: Sequence[Copy]) -> str:
+    ranks = _ranks_of(copies)
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _ranks_of(copies: Sequence[Copy]) -> list[int]:
+    return sorted({copy.rank for copy in copies})
+
+
+# ---- What is no gradient.
+
+
+def _of_row(row: Row, expected: Observation, actual: Observation, sizes: Mapping[str, int]) -> str:
+    if row.kind == "trainable set":
+        return f"{row.note}: what the program trains is not what the original trains"
+    if row.kind == "replicas":
+        return f"`{row.name}`: ranks hold different values"
+    found = explain(row, expected, actual, sizes)
+    return f"`{row.name}`: {found}" if found else ""
+
+
+def _conditions(wrong: Sequence[Row], report: Report) -> Iterator[tuple[str, str]]:
+    """Say that a program is right on the batches as given, where only variants show it wrong."""
+    derived = dict(report.facts).get("derived")
+    named = {row.condition for row in wrong if row.condition}
+    plain = next((row.condition for row in report.rows if row.condition), "")
+    if derived and named and plain not in named:
+        yield "only where", f"batches have {derived}: as they are given all is equal"

@@ -1,0 +1,303 @@
+"""What each rank holds of the original: found by values, which all differ, or else by names.
+
+A layout is a number for each element of a rank's tensor: its place among all elements of the
+original's parameters laid side by side, -1 for padding. So every cut is one thing: shards of any dim
+in any order, interleaved and fused weights, flat parameters, transposed ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of, quoted
+from schedlang.passes.judge.program import TrainingProgram
+
+# what wrappers put into names
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
+_MOST = 8
+
+
+class Table:
+    """The elements of the original's parameters, each under a number, found by their values."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters = dict(module.named_parameters())  # a tied one by its first name
+        self.shapes = {name: p.shape for name, p in self.parameters.items()}
+        self.aliases: dict[str, str] = {}
+        first = {id(p): name for name, p in self.parameters.items()}
+        for name, p in module.named_parameters(remove_duplicate=False):
+            self.aliases[name] = first[id(p)]
+        self.starts: dict[str, int] = {}
+        count = 0
+        for name, p in self.parameters.items():
+            self.starts[name] = count
+            count += p.numel()
+        self.names = list(self.starts)
+        self._bounds = torch.tensor([*list(self.starts.values())[1:]], dtype=torch.long)
+        flat = [p.detach().reshape(-1).double() for p in self.parameters.values()]
+        self.values = torch.cat(flat) if flat else torch.empty(0, dtype=torch.float64)
+        self._sorted, self._order = self.values.sort()
+        twice = self._sorted[1:] == self._sorted[:-1]
+        self._alone = torch.ones_like(self._sorted, dtype=torch.bool)
+        self._alone[1:] &= ~twice
+        self._alone[:-1] &= ~twice
+
+    def find(self, values: Tensor) -> Tensor:
+        """The number of each element; -1 where none, or more than one, has its value."""
+        flat = values.detach().reshape(-1).double()
+        if not len(self.values) or not len(flat):
+            return torch.full((len(flat),), -1)
+        place = torch.searchsorted(self._sorted, flat).clamp(max=len(self._sorted) - 1)
+        there = (self._sorted[place] == flat) & self._alone[place]
+        return torch.where(there, self._order[place], -1)
+
+    def numbers(self, name: str) -> Tensor:
+        """The numbers of all elements of a parameter, in its shape."""
+        start, shape = self.starts[name], self.shapes[name]
+        return torch.arange(start, start + shape.numel()).reshape(shape)
+
+    def pieces(self, index: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """By parameter, which elements of a rank's tensor are of it, and where in it they lie."""
+        here = (index >= 0).nonzero().reshape(-1)
+        owners = torch.bucketize(index[here], self._bounds, right=True)
+        found = {}
+        for owner in owners.unique().tolist():
+            name, mine = self.names[owner], here[owners == owner]
+            found[name] = mine, index[mine] - self.starts[name]
+        return found
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter of a rank, by the name that it has there, and what it is of the original."""
+
+    name: str
+    index: Tensor  # a number for each element
+    shape: tuple[int, ...]
+    trains: bool
+    by: str  # "values" or "name"
+    mesh: tuple[tuple[str, int], ...] = ()
+    pieces: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+def local(value: Tensor) -> Tensor:
+    """A rank's own part of a tensor."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def named(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a rank, each once, by name; of several chunks with the chunk's number."""
+    seen: set[int] = set()
+    for number, module in enumerate(modules):
+        for name, p in module.named_parameters():
+            if id(p) not in seen:
+                seen.add(id(p))
+                yield (f"{number}:{name}" if len(modules) > 1 else name), p
+
+
+def candidates(name: str) -> Iterator[str]:
+    """What the original may call it: the name without what wrappers put into it, less and less."""
+    words = name.partition(":")[2].split(".") if ":" in name else name.split(".")
+    yield ".".join(words)
+    for count in range(1, len(WRAPPERS) + 1):
+        yield ".".join(word for word in words if word not in WRAPPERS[:count])
+    while words and words[0] == "module":
+        words = words[1:]
+        yield ".".join(words)
+
+
+def known_name(program: TrainingProgram, name: str, known: Mapping[str, Any]) -> str | None:
+    """The original's name of what a program calls so: said by the user, or found in its words."""
+    plain = name.partition(":")[2] or name
+    said = program.original_name(plain)
+    if said is not None:
+        if said not in known:
+            title = f"`names` calls `{plain}` `{said}`, which the original has not"
+            helps = (f"the original has {quoted(known)}",)
+            raise Refusal(Diagnostic("S767", title, helps=helps))
+        return said
+    return next((one for one in candidates(name) if one in known), None)
+
+
+def held(program: TrainingProgram, table: Table) -> tuple[list[Held], list[str]]:
+    """What this rank holds, and in words what of it was not found in the original."""
+    found, lost = [], []
+    for name, p in named(program.modules):
+        own = local(p.detach())
+        if own.is_floating_point() and own.dtype != torch.float64:
+            lost.append(f"`{name}` is {str(own.dtype).removeprefix('torch.')}, not float64")
+            continue
+        one = _held(program, table, name, p, own)
+        if one is None:
+            lost.append(f"`{name}` {tuple(p.shape)}")
+        else:
+            found.append(replace(one, pieces=table.pieces(one.index)))
+    return found, lost
+
+
+def _held(
+    program: TrainingProgram, table: Table, name: str, p: nn.Parameter, own: Tensor
+) -> Held | None:
+    index = table.find(own)
+    mesh: tuple[tuple[str, int], ...] = ()
+    if isinstance(p, DTensor):
+        words = p.device_mesh.mesh_dim_names or [f"dim {k}" for k in range(p.device_mesh.ndim)]
+        mesh = tuple(zip(words, p.device_mesh.shape))
+    one = Held(name, index, tuple(own.shape), p.requires_grad, "values", mesh)
+    said = known_name(program, name, table.aliases)
+    if bool((index >= 0).all()) and (own.numel() or said is None):
+        return one
+    if said is not None:
+        numbers = _by_name(program, table, name, table.aliases[said], p)
+        if numbers is not None:
+            return replace(one, index=numbers.reshape(-1), by="name")
+    return one if _padded(p, own, index) else None
+
+
+def _padded(p: nn.Parameter, own: Tensor, index: Tensor) -> bool:
+    """Whether what is not of the original is padding: zeros, or the end of a dim, or of a flat."""
+    unknown = index < 0
+    flat = type(p).__name__ == "FlatParameter"
+    if flat:
+        return True
+    if not bool((index >= 0).any()):
+        return not own.numel()
+    if not bool(own.reshape(-1)[unknown].any()):
+        return True
+    shaped = unknown.reshape(own.shape)
+    for dim in range(own.dim()):
+        rows = shaped.movedim(dim, 0).reshape(own.shape[dim], -1)
+        whole, some = rows.all(1), rows.any(1)
+        first = int(whole.long().argmax())
+        if bool((whole == some).all()) and bool(whole[first:].all()):
+            return True
+    return False
+
+
+def _by_name(
+    program: TrainingProgram, table: Table, name: str, said: str, p: nn.Parameter
+) -> Tensor | None:
+    """The numbers of a rank's part of a tensor that goes by a known name; None if unlike."""
+    whole = table.numbers(said)
+    if isinstance(p, DTensor):
+        if p.shape != whole.shape:
+            return None
+        spread = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
+        return spread.to_local()
+    declared = (program.layouts or {}).get(name.partition(":")[2] or name)
+    if declared is not None:
+        return _declared(name, declared, whole)
+    return whole if p.shape == whole.shape else None
+
+
+def _declared(name: str, said: Any, whole: Tensor) -> Tensor:
+    placement, ranks = said if isinstance(said, tuple) else (said, None)
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    among = list(range(world)) if ranks is None else list(ranks)
+    if isinstance(placement, Replicate):
+        return whole
+    if not isinstance(placement, Shard) or rank not in among:
+        what = kind_of(placement) if not isinstance(placement, Shard) else f"not of rank {rank}"
+        title = f"the layout of `{name}` is {what}"
+        helps = (
+            "give `Shard(dim)` or `Replicate()`, over all ranks, or in a pair with the list of "
+            "ranks that hold the parts, which has this rank: `(Shard(0), [0, 1])`",
+        )
+        raise Refusal(Diagnostic("S767", title, helps=helps))
+    parts = whole.chunk(len(among), placement.dim)
+    place = among.index(rank)
+    return parts[place] if place < len(parts) else whole.narrow(placement.dim, 0, 0)
+
+
+# ---- What all ranks hold together.
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What all ranks hold, by rank, and the elements of the original that nobody holds."""
+
+    ranks: tuple[tuple[Held, ...], ...]
+    table: Table = field(repr=False)
+
+    @cached_property
+    def missing(self) -> dict[str, int]:
+        """How many elements of each parameter no rank holds."""
+        there = torch.zeros(len(self.table.values), dtype=torch.bool)
+        for one in self.everything:
+            there[one.index[one.index >= 0]] = True
+        gone = {n: int((~there[self.table.numbers(n)]).sum()) for n in self.table.names}
+        return {name: count for name, count in gone.items() if count}
+
+    @property
+    def everything(self) -> Iterator[Held]:
+        """All parameters of all ranks."""
+        return (one for rank in self.ranks for one in rank)
+
+    @cached_property
+    def groups(self) -> dict[str, str]:
+        """By a name of the original, or of a program, the first of those that train as one tensor.
+
+        Weights that a program fused cannot decay apart: the original's do not either.
+        """
+        first = {name: name for name in self.table.names}
+
+        def of(name: str) -> str:
+            while first[name] != name:
+                name = first[name]
+            return name
+
+        for one in self.everything:
+            joined = sorted((of(name) for name in one.pieces), key=self.table.names.index)
+            for other in joined[1:]:
+                first[other] = joined[0]
+        found = {name: of(name) for name in first}
+        for one in self.everything:
+            for name in one.pieces:
+                found.setdefault(one.name, found[name])
+        return found
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The sizes of the axes of meshes that DTensors lie on."""
+        return {name: size for one in self.everything for name, size in one.mesh if size > 1}
+
+    @property
+    def padding(self) -> dict[str, int]:
+        """How many elements of each tensor are none of the original's."""
+        count = {
+            one.name: int((one.index < 0).sum()) for one in self.everything if one.index.numel()
+        }
+        return {name: number for name, number in count.items() if number}
+
+
+def together(everyone: Sequence[tuple[list[Held], list[str]]], table: Table) -> Holdings:
+    """What all ranks hold; refuses (S763) tensors that are none of the original's."""
+    lost = {text: rank for rank, (_, texts) in reversed([*enumerate(everyone)]) for text in texts}
+    holdings = Holdings(tuple(tuple(found) for found, _ in everyone), table)
+    if not lost:
+        return holdings
+    (text, rank), *_ = lost.items()
+    more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
+    notes = [f"on rank {rank}: {', '.join(list(lost)[:_MOST])}"]
+    if holdings.missing:
+        notes.append(f"of the original nobody holds {quoted(holdings.missing)}")
+    raise Refusal(
+        Diagnostic(
+            "S763",
+            f"{text} on rank {rank} cannot be matched with the original{more}",
+            notes=tuple(notes),
+            helps=(
+                "keep the values of the model that `program` is given, in its dtype: they tell "
+                "which weight is which, however it is cut, fused or renamed",
+                'or say it: `names={"its.name": "original.name"}`, and of a plain part '
+                '`layouts={"its.name": Shard(0)}`',
+            ),
+        )
+    )

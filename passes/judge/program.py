@@ -1,0 +1,200 @@
+"""TrainingProgram: what somebody's own distributed program offers to be judged by."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostics.culprit import OURS, at_frame, file_of
+from schedlang.diagnostics.diagnostic import (
+    Diagnostic,
+    Label,
+    Refusal,
+    guess,
+    kind_of,
+    unknown,
+)
+from schedlang.ir.modelfile import imported
+from schedlang.runtime.launch.forkserver import is_consequence
+
+if TYPE_CHECKING:
+    from torch import nn
+
+IMPORT_NAME = "schedlang_program_file"
+WAYS = ("mean", "sum", "same")  # how the losses of ranks make the loss of the batch
+FORM = "def program(model): ... return schedlang.TrainingProgram(module, step)"
+_GPU = ("not compiled with cuda", "nvidia driver", "no cuda gpus", "nccl", "no hip gpus", "xpu")
+
+
+@dataclass(frozen=True)
+class TrainingProgram:
+    """One rank's part of a distributed program: its module, and a step without the optimizer's.
+
+    module      an nn.Module whose parameters are the rank's; or several, as chunks of a pipeline
+    step        step(batch), with the whole batch of a step: forward, backward and the reduction of
+                gradients for the rank's own part of it.  Returns the rank's loss, None where the
+                rank has none, or a pair of the loss and the rank's output
+    optimizer   named parameters -> Optimizer, used for the original too; default: SGD, and AdamW
+    world_loss  how the losses that ranks return make that of the batch: their "mean" or "sum", or
+                "same": each is that of the whole batch
+    names       the original's name of a parameter or buffer, by the name that it has here: a dict
+                or a function.  Asked where values do not tell it
+    layouts     what a rank holds of a plain tensor, by the name that it has here: a placement of
+                torch.distributed.tensor over all ranks, or a pair of it and the list of ranks
+    clip        clip(most) -> norm, as the program clips its gradients; default: the judge does
+    evaluate    evaluate(batch) -> the output in eval mode
+    state_dict  the whole state as the program saves it, under the original's names
+    """
+
+    module: nn.Module | Sequence[nn.Module]
+    step: Callable[[Any], Any]
+    _: KW_ONLY
+    optimizer: Callable[..., Any] | None = None
+    world_loss: str = "mean"
+    names: Mapping[str, str] | Callable[[str], str | None] | None = None
+    layouts: Mapping[str, Any] | None = None
+    clip: Callable[[float], Any] | None = None
+    evaluate: Callable[[Any], Any] | None = None
+    state_dict: Callable[[], Mapping[str, Any]] | None = None
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules of this rank."""
+        from torch import nn
+
+        return (self.module,) if isinstance(self.module, nn.Module) else tuple(self.module)
+
+    def original_name(self, name: str) -> str | None:
+        """The original's name, where the user says it."""
+        if self.names is None:
+            return None
+        return self.names.get(name) if isinstance(self.names, Mapping) else self.names(name)
+
+
+Make = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class ProgramFile:
+    """An imported program file; other processes find it under its name."""
+
+    module: ModuleType
+    path: Path
+
+    @property
+    def program(self) -> Make:
+        """`program(model)`."""
+        made: Make = self.module.program
+        return made
+
+    @property
+    def world(self) -> int | None:
+        """How many ranks the file asks for."""
+        return getattr(self.module, "world", None)
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """What other processes must load, and under which name."""
+        return {IMPORT_NAME: self.path}
+
+
+def load_program(path: Path) -> ProgramFile:
+    """Import a program file.  Raises Refusal S904, S905, or S761 if it defines no program."""
+    found = path.resolve()
+    module = imported(IMPORT_NAME, path)
+    if not callable(getattr(module, "program", None)):
+        defined = [word for word in vars(module) if not word.startswith("_")]
+        title = f"`{path.name}` defines no `program(model)`"
+        helps = (guess("program", defined, "it defines"), f"write `{FORM}`")
+        raise Refusal(Diagnostic("S761", title, helps=helps, facts=unknown("program", defined)))
+    return ProgramFile(module, found)
+
+
+def made(make: Make, model: nn.Module, rank: int) -> TrainingProgram:
+    """Call a user's program on a rank; refuses (S761, S767) what is no program."""
+    with telling(make, "program", rank):
+        found = make(model)
+    if not isinstance(found, TrainingProgram):
+        what = "nothing" if found is None else kind_of(found)
+        title = f"`program` returns {what} on rank {rank}, not a TrainingProgram"
+        raise Refusal(Diagnostic("S761", title, helps=("return one on every rank", FORM)))
+    check(found, rank)
+    return found
+
+
+def check(program: TrainingProgram, rank: int) -> None:
+    """Refuse (S761, S767) a program whose parts are not what they must be."""
+    from torch import nn
+
+    module = program.module
+    chunks = isinstance(module, Sequence) and all(isinstance(one, nn.Module) for one in module)
+    if not chunks and not isinstance(module, nn.Module):
+        title = f"`module` of the program on rank {rank} is {kind_of(module)}"
+        helps = ("give a torch.nn.Module, or a list of those of this rank",)
+        raise Refusal(Diagnostic("S761", title, helps=helps))
+    if not callable(program.step):
+        title = f"`step` of the program on rank {rank} is {kind_of(program.step)}, not a function"
+        raise Refusal(Diagnostic("S761", title, helps=("give step(batch)",)))
+    if program.world_loss not in WAYS:
+        title = f"`world_loss` is {program.world_loss!r}"
+        helps = (guess(str(program.world_loss), WAYS, "choose one of"),)
+        raise Refusal(Diagnostic("S767", title, helps=helps))
+
+
+def check_ranks(ranks: object) -> None:
+    """Refuse (S767) a number of ranks that is none."""
+    if isinstance(ranks, int) and ranks > 0:
+        return
+    title = "nobody says how many ranks" if ranks is None else f"`{ranks}` ranks cannot be started"
+    helps = ("write `world = 4` in the program's file", "or say it: `--ranks 4`, `ranks=4`")
+    raise Refusal(Diagnostic("S767", title, helps=helps))
+
+
+@contextmanager
+def telling(make: Make, what: str, rank: int) -> Iterator[None]:
+    """What a function of the user's raises, refused at its own line, with the rank (S762, S765)."""
+    try:
+        yield
+    except Refusal:
+        raise
+    except Exception as error:
+        raise _told(error, make, what, rank) from error
+
+
+def _told(error: Exception, make: Make, what: str, rank: int) -> Refusal:
+    file = file_of(make)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if file and os.path.abspath(frame.filename) == file]
+    said = f"{type(error).__name__}: {error}".split("\n")[0].removesuffix(": ")
+    label = Label(at_frame(own[-1]), "here") if own else Label()
+    notes = [f"called at {Path(f.filename).name}:{f.lineno}: {f.line}" for f in own[:-1]]
+    deepest = frames[-1]
+    if deepest not in own[-1:] and not os.path.realpath(deepest.filename).startswith(OURS):
+        notes.append(f"raised at {Path(deepest.filename).name}:{deepest.lineno}: {deepest.line}")
+    if any(word in str(error).lower() for word in _GPU):
+        title = f"`{what}` asks for a GPU on rank {rank}: {said}"
+        helps = (
+            "the judge runs ranks on CPUs, under gloo: take the device of the model's parameters, "
+            "`next(model.parameters()).device`",
+        )
+        return Refusal(Diagnostic("S765", title, label, notes=tuple(notes), helps=helps))
+    title = f"`{what}` raises {said} on rank {rank}"
+    refusal = Refusal(Diagnostic("S762", title, label, notes=tuple(notes), helps=(_HELPS[what],)))
+    refusal.consequence = is_consequence(error)  # type: ignore[attr-defined]
+    return refusal
+
+
+_HELPS = {
+    "program": "it is called on every rank with a copy of the model in float64, on the CPU",
+    "step": "it is called on every rank with the whole batch, and takes its part of it",
+    "optimizer": "it is called with pairs of names and parameters, also those of the original",
+    "clip": "it is called with the greatest norm, and returns the norm that it found",
+    "evaluate": "it is called on every rank with the whole batch",
+    "state_dict": "it is called on every rank without arguments",
+}

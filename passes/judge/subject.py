@@ -1,0 +1,364 @@
+"""A program of somebody else's as a subject of observation; all ranks call alike."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of, quoted
+from schedlang.ir import nests as pytree
+from schedlang.passes.judge.layouts import (
+    Holdings,
+    Table,
+    held,
+    known_name,
+    local,
+    named,
+    together,
+)
+from schedlang.passes.judge.program import Make, TrainingProgram, made, telling
+from schedlang.passes.verify.compare import over
+from schedlang.passes.verify.observe import Batch, Condition, flattened
+from schedlang.runtime.batch import named_tensors
+from schedlang.runtime.comm import world
+from schedlang.runtime.training import Training
+
+EPS = 1e-6  # of torch's own clipping
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What a rank has of a tensor of the original: under which name, which elements, their values.
+
+    `values` is None where it has no gradient.
+    """
+
+    rank: int
+    name: str
+    places: Tensor
+    values: Tensor | None
+
+
+@dataclass
+class Kept:
+    """What a rank keeps beside an observation, to say later what kind of mistake was made."""
+
+    copies: dict[tuple[str, str], list[Copy]] = field(default_factory=dict)  # condition, name
+    initial: dict[str, Tensor] = field(default_factory=dict)
+    holdings: Holdings | None = None
+    lost: set[str] = field(default_factory=set)  # buffers that no rank has by a known name
+    offers: set[str] = field(default_factory=set)  # optional parts that the program gives
+    saved: Mapping[str, Any] | None = None
+
+
+class Judged:
+    """One rank's program under one condition; see `passes.verify.observe.Subject`."""
+
+    grad_norm: Tensor | float | None = None
+
+    def __init__(
+        self, make: Make, original: nn.Module, table: Table, condition: Condition, kept: Kept
+    ) -> None:
+        self.make, self.condition, self.kept = make, condition, kept
+        self.rank = world.rank()
+        model = copy.deepcopy(original)
+        self._buffers_of_original = {n: b.shape for n, b in model.named_buffers()}
+        self._saved_buffers = set(model.state_dict()) - set(table.aliases)
+        self.program: TrainingProgram = made(make, model, self.rank)
+        self.table = table
+        self.holdings = together(world.gathered(held(self.program, table)), table)
+        kept.holdings = kept.holdings or self.holdings
+        kept.offers |= {k for k in ("clip", "evaluate", "state_dict") if self._offers(k)}
+        parameters = [p for _, p in named(self.program.modules)]
+        self._own = list(zip(self.holdings.ranks[self.rank], parameters))
+        self._training = [Training(module) for module in self.program.modules]
+        self._train()
+        if not kept.initial:
+            whole = self._whole([local(p.detach()) for _, p in self._own])[0]
+            kept.initial = {n: v.clone() for n, v in whole.items() if v is not None}
+        self._optimizer = self._made_optimizer()
+        self._losses: list[Any] = []
+        self._outputs: Any = None
+        self._errors: dict[str, float] = {}
+        self._gradients: dict[str, Tensor | None] = {}
+        self._step = 0
+
+    def _offers(self, part: str) -> bool:
+        return getattr(self.program, part) is not None
+
+    def _made_optimizer(self) -> Any:
+        groups = self.holdings.groups
+        pairs = [
+            (next((groups[n] for n in one.pieces), groups.get(one.name, one.name)), p)
+            for one, p in self._own
+            if p.requires_grad
+        ]
+        if not pairs:
+            return None
+        with telling(self.program.optimizer or self.make, "optimizer", self.rank):
+            return self.condition.optimizer(pairs)
+
+    def _train(self) -> None:
+        for one in self._training:
+            one.on()
+
+    # -- a step
+
+    def train_step(self, batch: Batch) -> Tensor:
+        """Run the program's step on a copy of the batch, clip, and step the optimizer."""
+        self._train()
+        for module in self.program.modules:
+            module.zero_grad(set_to_none=True)
+        value = self._called("step", self.program.step, batch)
+        if isinstance(value, tuple) and len(value) == 2:
+            value, self._outputs = value
+            self.kept.offers.add("output")
+        loss = self._loss(value)
+        copies = self._copies([self._gradient(p) for _, p in self._own])
+        if self._step == 0:
+            self.kept.copies |= {(self.condition.name, n): found for n, found in copies.items()}
+        self._gradients, errors = self._joined(copies)
+        self._errors = {f"gradient of {name}": error for name, error in errors.items()}
+        self._clip()
+        if self._optimizer is not None:
+            self._optimizer.step()
+        self._step += 1
+        return loss
+
+    def _called(self, what: str, function: Callable[[Any], Any], batch: Batch) -> Any:
+        """What a function of the user's makes of a batch; refuses (S764) one that changes it."""
+        given = pytree.tree_map(
+            lambda v: v.detach().clone() if isinstance(v, Tensor) else v, dict(batch)
+        )
+        with telling(self.make, what, self.rank):
+            value = function(given)
+        after, before = named_tensors(given), named_tensors(batch)
+        changed = [n for n, v in before.items() if n not in after or not _same(after[n], v)]
+        if changed:
+            title = f"`{what}` changes the batch in place on rank {self.rank}: {quoted(changed)}"
+            helps = ("work on a copy: `batch = dict(batch)`, `labels = batch['labels'].clone()`",)
+            raise Refusal(Diagnostic("S764", title, helps=helps))
+        return value
+
+    def _loss(self, value: Any) -> Tensor:
+        """The loss of the batch from those that ranks return."""
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        number = value is None or isinstance(value, (int, float))
+        if not number and not (isinstance(value, Tensor) and value.numel() == 1):
+            title = f"`step` returns {kind_of(value)} on rank {self.rank}, not a loss"
+            helps = ("return a number, None where the rank has none, or `(loss, output)`",)
+            raise Refusal(Diagnostic("S766", title, helps=helps))
+        mine = None if value is None else float(value.detach() if number is False else value)
+        found = [one for one in world.gathered(mine) if one is not None]
+        self._losses.append(found)
+        if not found:
+            title = "`step` returns a loss on no rank"
+            helps = ("return the loss on the rank that computes it, None on the others",)
+            raise Refusal(Diagnostic("S766", title, helps=helps))
+        way = self.program.world_loss
+        total = (
+            found[0] if way == "same" else math.fsum(found) / (len(found) if way == "mean" else 1)
+        )
+        if way == "same" and any(abs(one - total) > 1e-9 * abs(total) for one in found):
+            total = math.nan
+        return torch.tensor(total, dtype=torch.float64)
+
+    def _gradient(self, p: nn.Parameter) -> Tensor | None:
+        grad = p.grad
+        if isinstance(grad, DTensor) and isinstance(p, DTensor):
+            grad = grad.redistribute(placements=p.placements)  # a pending sum is its value
+        return None if grad is None else local(grad.detach())
+
+    def _clip(self) -> None:
+        """As the program does, or else by the norm of the whole gradients."""
+        most = math.inf if self.condition.clip is None else self.condition.clip
+        if self.program.clip is not None:
+            with telling(self.make, "clip", self.rank):
+                norm = self.program.clip(most)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            self.grad_norm = float(norm)
+            clipped = self._copies([self._gradient(p) for _, p in self._own])
+            self._gradients = self._joined(clipped)[0]
+            return
+        there = [g for g in self._gradients.values() if g is not None]
+        norm = float(torch.stack([g.norm() for g in there]).norm()) if there else 0.0
+        factor = min(1.0, most / (norm + EPS))
+        if factor < 1:
+            with torch.no_grad():
+                for _, p in self._own:
+                    if p.grad is not None:
+                        p.grad.mul_(factor)
+            scaled = {n: g if g is None else g * factor for n, g in self._gradients.items()}
+            self._gradients = scaled
+
+    @property
+    def output(self) -> Any:
+        """What ranks return of an output, by the place in it: a list by rank."""
+        return self._by_rank(self._outputs)
+
+    def eval_step(self, batch: Batch) -> Any:
+        """What ranks give of an output in eval mode, likewise."""
+        if self.program.evaluate is None:
+            return None
+        for one in self._training:
+            one.off()
+        with torch.no_grad():
+            return self._by_rank(self._called("evaluate", self.program.evaluate, batch))
+
+    def _by_rank(self, output: Any) -> dict[str, list[Tensor]]:
+        mine = {
+            name: (v.full_tensor() if isinstance(v, DTensor) else torch.as_tensor(v)).detach()
+            for name, v in flattened(output, set())
+        }
+        everyone = world.gathered(mine)
+        names = dict.fromkeys(name for one in everyone for name in one)
+        return {name: [one[name] for one in everyone if name in one] for name in names}
+
+    # -- whole tensors
+
+    def _copies(self, values: Sequence[Tensor | None]) -> dict[str, list[Copy]]:
+        """What all ranks have of each tensor of the original, in the order of ranks."""
+        mine = [None if v is None else v.reshape(-1).clone() for v in values]
+        found: dict[str, list[Copy]] = {}
+        for rank, (ones, theirs) in enumerate(zip(self.holdings.ranks, world.gathered(mine))):
+            for one, value in zip(ones, theirs):
+                for name, (here, there) in one.pieces.items():
+                    part = None if value is None else value[here]
+                    found.setdefault(name, []).append(Copy(rank, one.name, there, part))
+        return found
+
+    def _joined(
+        self, copies: Mapping[str, Sequence[Copy]]
+    ) -> tuple[dict[str, Tensor | None], dict[str, float]]:
+        """Whole tensors, each element from the first rank that has it; how far others are off."""
+        whole: dict[str, Tensor | None] = {}
+        errors: dict[str, float] = {}
+        for name, shape in self.table.shapes.items():
+            there = [one for one in copies.get(name, ()) if one.values is not None]
+            if not there:
+                whole[name] = None
+                continue
+            out = torch.full((shape.numel(),), math.nan, dtype=torch.float64)
+            done = torch.zeros(shape.numel(), dtype=torch.bool)
+            far = 0.0
+            for one in there:
+                assert one.values is not None
+                again = done[one.places]
+                gap = (out[one.places] - one.values)[again]
+                far = max(far, float(gap.norm())) if gap.isfinite().all() else math.inf
+                new = one.places[~again]
+                out[new], done[new] = one.values[~again].double(), True
+            whole[name] = out.reshape(shape)
+            if far or len(there) > 1:
+                errors[name] = over(far, float(out[done].norm()))
+        return whole, errors
+
+    def _whole(
+        self, values: Sequence[Tensor | None]
+    ) -> tuple[dict[str, Tensor | None], dict[str, float]]:
+        return self._joined(self._copies(values))
+
+    def gradients(self) -> Mapping[str, Tensor | None]:
+        """Whole gradients as the last step left them."""
+        trained = set(self.trainable())
+        return {name: g for name, g in self._gradients.items() if name in trained}
+
+    def input_gradients(self) -> None:
+        """Nobody asks a step for gradients of its batch."""
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """Whole parameters and buffers, also under the other names of tied ones."""
+        whole, errors = self._whole([local(p.detach()) for _, p in self._own])
+        self._errors |= errors
+        state = {name: whole[first] for name, first in self.table.aliases.items()}
+        found = {name: value for name, value in state.items() if value is not None}
+        return found | {n: b for n, b in self._buffers().items() if n in self._saved_buffers}
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        """Buffers that go by a known name, also those that a state dict leaves out."""
+        return self._buffers()
+
+    def _buffers(self) -> dict[str, Tensor]:
+        mine: dict[str, Tensor] = {}
+        known = self._buffers_of_original
+        for number, module in enumerate(self.program.modules):
+            for name, buffer in module.named_buffers():
+                said = known_name(self.program, f"{number}:{name}", known)
+                if said is not None and local(buffer).shape == known[said]:
+                    mine[said] = local(buffer).detach().clone()
+        found: dict[str, Tensor] = {}
+        for one in world.gathered(mine):
+            for name, value in one.items():
+                first = found.setdefault(name, value)
+                gap = float((value.double() - first.double()).norm())
+                error = over(gap, float(first.double().norm()))
+                key = f"buffer {name}"
+                self._errors[key] = max(self._errors.get(key, 0.0), error)
+        self.kept.lost |= set(known) - set(found)
+        return found
+
+    def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
+        """Whole optimizer state, by parameter and slot."""
+        state = self._optimizer.state if self._optimizer is not None else {}
+        slots = dict.fromkeys(k for p in state for k in state[p])
+        every = {k: None for names in world.gathered(list(slots)) for k in names}
+        found: dict[str, dict[str, Any]] = {}
+        for slot in every:
+            mine = [state[p].get(slot) if p in state else None for _, p in self._own]
+            like = [
+                local(v.detach())
+                if isinstance(v, Tensor) and v.shape == p.shape and p.dim()
+                else None
+                for v, (_, p) in zip(mine, self._own)
+            ]
+            whole, _ = self._whole(like)
+            numbers = {
+                name: v
+                for (one, p), v in zip(self._own, mine)
+                if v is not None and not (isinstance(v, Tensor) and v.shape == p.shape and p.dim())
+                for name in one.pieces
+            }
+            for name, value in whole.items():
+                if value is not None:
+                    found.setdefault(name, {})[slot] = value
+            for one in reversed(world.gathered(numbers)):
+                for name, value in one.items():
+                    found.setdefault(name, {})[slot] = value
+        return found
+
+    def trainable(self) -> list[str]:
+        """The original's names of what some rank trains."""
+        names = {n for one in self.holdings.everything if one.trains for n in one.pieces}
+        return [name for name in self.table.names if name in names]
+
+    def replicas(self) -> Mapping[str, float]:
+        """How far copies on different ranks are apart: of parameters, gradients and buffers."""
+        return dict(self._errors)
+
+    def save(self) -> None:
+        """Keep what the program saves."""
+        if self.program.state_dict is None:
+            return
+        with telling(self.make, "state_dict", self.rank):
+            state = self.program.state_dict()
+        self.kept.saved = {
+            name: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone()
+            for name, v in (state or {}).items()
+            if isinstance(v, Tensor)
+        }
+
+
+def _same(after: Tensor, before: Tensor) -> bool:
+    if after.shape != before.shape or after.dtype != before.dtype:
+        return False
+    equal = torch.eq(after.detach(), before.detach())
+    nan = after.isnan() & before.isnan() if after.is_floating_point() else torch.zeros_like(equal)
+    return bool((equal | nan).all())
