@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from schedlang.diagnostics.source import Source
 from schedlang.ir.model import ModelFacts
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
-from schedlang.passes.judge.kinds import kinds
+from schedlang.passes.judge.kinds import INITIAL, kinds
 from schedlang.passes.judge.layouts import Holdings, Table
 from schedlang.passes.judge.program import Make
 from schedlang.passes.judge.subject import Judged, Kept
@@ -55,10 +55,12 @@ from schedlang.runtime.float64 import Float64, as_float64
 from schedlang.runtime.float64 import widened as wide
 from schedlang.runtime.launch.pool import Pool, shared
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.rng.logical_dropout import Alone, Still, Undropped
+from schedlang.runtime.rng.logical_dropout import Still, Undropped
 
 MOST_RANKS = 8
-INITIAL, SAVED = "initial weights", "saved state"
+SAVED = "saved state"
+CHANGED, UNLIKE = "the program changed it before the first step", "ranks start from other values"
+OWN = "own optimizer"
 IGNORED = -100  # the label that torch's losses leave out
 Progress = Callable[..., None]
 
@@ -102,6 +104,8 @@ def judge(
     actual, kept = _ranks(case, task, told, pool or shared(), progress)
     holdings = kept.holdings
     assert holdings is not None
+    if kept.optimizer is not None:
+        told, actual = _with_own(told, actual, pickle.loads(kept.optimizer))
     told = [replace(one, optimizer=_grouped(one.optimizer, holdings)) for one in told]
     expected = _original(case, told)
     check_original(case, told, expected)
@@ -211,6 +215,24 @@ def _grouped(optimizer: Any, holdings: Holdings) -> Any:
     return lambda named: optimizer([(groups.get(name, name), p) for name, p in named])
 
 
+def _with_own(
+    told: Sequence[Condition], seen: Observation, optimizer: Any
+) -> tuple[list[Condition], Observation]:
+    """The conditions with the program's own optimizer, and what was seen under their names."""
+    names = {one.name: OWN + ", clipped" * ("clipped" in one.name) for one in told}
+
+    def renamed(values: Mapping[Key, Any]) -> dict[Key, Any]:
+        return {k._replace(condition=names[k.condition]): v for k, v in values.items()}
+
+    now = replace(
+        seen,
+        tensors=renamed(seen.tensors),
+        sets=renamed(seen.sets),
+        replicas=renamed(seen.replicas),
+    )
+    return [replace(one, name=names[one.name], optimizer=optimizer) for one in told], now
+
+
 def _ranks(
     case: Case, task: Task, told: Sequence[Condition], pool: Pool, progress: Progress
 ) -> tuple[Observation, Kept]:
@@ -234,16 +256,17 @@ def _rank(
     make: Make, original: nn.Module, told: Sequence[Condition], aside: bool
 ) -> tuple[Observation, Kept] | None:
     """One rank's part; only rank 0 tells what it saw."""
-    kept, table, last = Kept(), Table(original), []
+    kept, table = Kept(), Table(original)
+    made: list[Judged] = []
 
     def subject(condition: Condition) -> Judged:
-        last[:] = [Judged(make, original, table, condition, kept)]
-        return last[0]
+        made[:] = [Judged(make, original, table, condition, kept)]
+        return made[0]
 
     lines = contextlib.redirect_stdout(sys.stderr) if aside else contextlib.nullcontext()
     with lines, ambient(*_modes()):
         seen = observe(subject, told, keep=comm.rank() == 0)
-        last[0].save()
+        made[0].save()
     sys.stdout.flush()
     return (seen, kept) if comm.rank() == 0 else None
 
@@ -257,9 +280,12 @@ def _alike(
     """Both sides with the same things in them; what the program does not offer is missing."""
     missing = set(actual.missing) | {"input gradients", "generator state", "dropout draws"}
     for kind, offer in (("outputs", "evaluate"), ("training outputs", "output")):
-        missing |= {kind} - ({kind} if offer in kept.offers else set())
+        missing |= set() if offer in kept.offers else {kind}
     if "clip" not in kept.offers:
         missing.add("gradient norm")
+    slots = {k.kind for k in expected.tensors if k.kind.startswith("optimizer ")}
+    if kept.optimizer is not None:  # a wrapper may keep its state elsewhere
+        missing |= slots - {k.kind for k in actual.tensors}
     left = dict(actual.left_out)
     tensors = {k: v for k, v in actual.tensors.items() if k.kind not in _OUTPUTS}
     for key, want in expected.tensors.items():
@@ -332,7 +358,9 @@ def _initial(case: Case, kept: Kept) -> Iterator[Row]:
             yield Row("", INITIAL, name, math.inf, 0.0, False, None, note, tuple(p.shape))
             continue
         error = float((value - want).norm() / want.norm()) if p.numel() else 0.0
-        note = "" if error == 0 else "the program changed it before the first step"
+        note = "" if error == 0 else CHANGED
+        if not error and (error := kept.unlike.get(name, 0.0)):
+            note = UNLIKE
         yield Row("", INITIAL, name, error, 0.0, error == 0, None, note, tuple(p.shape))
 
 
@@ -354,7 +382,7 @@ def _saved(case: Case, actual: Observation, kept: Kept, told: Sequence[Condition
         if name in kept.lost:
             continue
         same = want is not None and value is not None and value.shape == want.shape
-        ok = same and torch.equal(value.to(want.dtype), want)  # type: ignore[union-attr]
+        ok = bool(same and value is not None and want is not None and torch.equal(value, want))
         note = "" if ok else "lost" if value is None else "extra" if want is None else "differs"
         yield Row(condition.name, SAVED, name, 0.0 if ok else math.inf, 0.0, ok, last, note)
 

@@ -17,6 +17,7 @@ from schedlang.report import Report, Row
 
 Means = Callable[[str, str], Iterator[tuple[str, Tensor]]]
 MOST_GROUPS, MOST_NAMES = 6, 4
+INITIAL = "initial weights"
 
 
 def kinds(
@@ -32,11 +33,15 @@ def kinds(
     sizes = {name: size for name, size in kept.holdings.axes.items() if size != world}
     sizes |= {"ranks": world}
     wrong = [row for row in report.rows if not row.ok]
+    if other := [row for row in wrong if row.kind == INITIAL]:
+        text = f"{len(other)} tensors ({quoted((r.name for r in other), MOST_NAMES)}): "
+        text += f"{other[0].note}; what follows differs for that, right or wrong"
+        return replace(report, localised=(*report.localised, ("weights", text)))
     found: dict[str, list[str]] = {}
     for row in _first_gradients(wrong):
         key = Key(row.condition, "gradients", 0, row.name)
         want, got = expected.tensors.get(key), actual.tensors.get(key)
-        copies = kept.copies.get((row.condition, row.name), [])
+        copies = kept.of(row.condition, row.name)
         text = of_gradient(want, got, _clipped(copies, got), sizes, means, row)
         found.setdefault(text, []).append(row.name)
     asked = {row.name for row in report.rows if row.kind == "gradients" and row.step == 0}
@@ -107,7 +112,6 @@ def of_gradient(
     text = _of_copies(flat, copies)
     if text:
         return text
-    scale = _clip_ratio(row, want, got)
     for parts, mean in means(row.name, row.condition):
         if _along(got.double(), mean.double()) and not _along(want.double(), mean.double()):
             return (
@@ -117,11 +121,7 @@ def of_gradient(
     found = diagnose(got, want, sizes)
     if found.startswith((NONE, "only block", "only the last")) or not found:
         found = _of_ranks(flat, copies) or found
-    return found + scale
-
-
-def _clip_ratio(row: Row, want: Tensor, got: Tensor) -> str:
-    return " (after clipping)" if "clipped" in row.condition else ""
+    return found
 
 
 def _along(x: Tensor, r: Tensor) -> bool:

@@ -1,8 +1,8 @@
 """What each rank holds of the original: found by values, which all differ, or else by names.
 
 A layout is a number for each element of a rank's tensor: its place among all elements of the
-original's parameters laid side by side, -1 for padding. So every cut is one thing: shards of any dim
-in any order, interleaved and fused weights, flat parameters, transposed ones.
+original's parameters laid side by side, -1 for padding. So every cut is one thing: shards of any
+dim in any order, interleaved and fused weights, flat parameters, transposed ones.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Table:
         here = (index >= 0).nonzero().reshape(-1)
         owners = torch.bucketize(index[here], self._bounds, right=True)
         found = {}
-        for owner in owners.unique().tolist():
+        for owner in sorted(set(owners.tolist())):
             name, mine = self.names[owner], here[owners == owner]
             found[name] = mine, index[mine] - self.starts[name]
         return found

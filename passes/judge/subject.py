@@ -50,12 +50,19 @@ class Copy:
 class Kept:
     """What a rank keeps beside an observation, to say later what kind of mistake was made."""
 
-    copies: dict[tuple[str, str], list[Copy]] = field(default_factory=dict)  # condition, name
+    # gradients of the first step, by whether they are clipped later and name
+    copies: dict[tuple[bool, str], list[Copy]] = field(default_factory=dict)
     initial: dict[str, Tensor] = field(default_factory=dict)
+    unlike: dict[str, float] = field(default_factory=dict)  # how far apart ranks start
+    optimizer: bytes | None = None  # the program's own, pickled for the original
     holdings: Holdings | None = None
     lost: set[str] = field(default_factory=set)  # buffers that no rank has by a known name
     offers: set[str] = field(default_factory=set)  # optional parts that the program gives
     saved: Mapping[str, Any] | None = None
+
+    def of(self, condition: str, name: str) -> list[Copy]:
+        """The ranks' gradients of the first step under a condition."""
+        return self.copies.get(("clipped" in condition, name), [])
 
 
 class Judged:
@@ -81,7 +88,7 @@ class Judged:
         self._training = [Training(module) for module in self.program.modules]
         self._train()
         if not kept.initial:
-            whole = self._whole([local(p.detach()) for _, p in self._own])[0]
+            whole, kept.unlike = self._whole([local(p.detach()) for _, p in self._own])
             kept.initial = {n: v.clone() for n, v in whole.items() if v is not None}
         self._optimizer = self._made_optimizer()
         self._losses: list[Any] = []
@@ -102,8 +109,13 @@ class Judged:
         ]
         if not pairs:
             return None
-        with telling(self.program.optimizer or self.make, "optimizer", self.rank):
+        own = self.program.optimizer
+        if own is None:
             return self.condition.optimizer(pairs)
+        if self.kept.optimizer is None:
+            self.kept.optimizer = _pickled(own)
+        with telling(own, "optimizer", self.rank):
+            return own(pairs)
 
     def _train(self) -> None:
         for one in self._training:
@@ -123,7 +135,8 @@ class Judged:
         loss = self._loss(value)
         copies = self._copies([self._gradient(p) for _, p in self._own])
         if self._step == 0:
-            self.kept.copies |= {(self.condition.name, n): found for n, found in copies.items()}
+            clipped = "clipped" in self.condition.name
+            self.kept.copies |= {(clipped, n): found for n, found in copies.items()}
         self._gradients, errors = self._joined(copies)
         self._errors = {f"gradient of {name}": error for name, error in errors.items()}
         self._clip()
@@ -354,6 +367,19 @@ class Judged:
             for name, v in (state or {}).items()
             if isinstance(v, Tensor)
         }
+
+
+def _pickled(optimizer: Any) -> bytes:
+    """The program's optimizer for the original, in another process (S767 where it cannot go)."""
+    import cloudpickle  # type: ignore[import-untyped]
+
+    try:
+        found: bytes = cloudpickle.dumps(optimizer)
+        return found
+    except Exception as error:
+        title = f"`optimizer` of the program cannot be given to the original: {error}"
+        helps = ("write it beside `program`: `def optimizer(named): ...`, without the module",)
+        raise Refusal(Diagnostic("S767", title.split("\n")[0], helps=helps)) from error
 
 
 def _same(after: Tensor, before: Tensor) -> bool:

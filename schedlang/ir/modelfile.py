@@ -186,7 +186,8 @@ def load_model_file(named: str | None, beside: Path | None = None) -> ModelFile:
                 ),
             )
         )
-    return _checked(imported(IMPORT_NAME, path), IMPORT_NAME, path.resolve())
+    module = imported(IMPORT_NAME, path)
+    return _checked(module, IMPORT_NAME, path.resolve())
 
 
 def imported(name: str, path: Path) -> ModuleType:

@@ -1,1 +1,1 @@
-"""Programs that were written elsewhere, judged: right ones pass, wrong ones fail with the reason."""
+"""Programs that were written elsewhere: right ones pass, wrong ones fail with the reason."""

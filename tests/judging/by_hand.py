@@ -165,6 +165,19 @@ def cut_straight(model: nn.Module) -> TrainingProgram:
     return TrainingProgram(whole.module, step, world_loss="same")
 
 
+def one_rank_off(model: nn.Module) -> TrainingProgram:
+    """Wrong: after the sum, one rank's gradient of a replicated bias is scaled."""
+    whole = megatron(model)
+
+    def step(batch: Any) -> Any:
+        found = whole.step(batch)
+        if dist.get_rank() == 1:
+            whole.module.norm.bias.grad.mul_(0.5)
+        return found
+
+    return TrainingProgram(whole.module, step, world_loss="same")
+
+
 class First(nn.Module):
     """The first stage."""
 

@@ -140,8 +140,8 @@ def fsdp1_names(model: nn.Module) -> TrainingProgram:
     return TrainingProgram(module, stepping(module, rank, size, size))
 
 
-def fsdp1_half(model: nn.Module) -> TrainingProgram:
-    """Wrong: the last rank's share of the loss is lost."""
+def fsdp1_doubled(model: nn.Module) -> TrainingProgram:
+    """Wrong: the loss is scaled twice."""
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = fsdp1(model)
     scale = 2 * size

@@ -84,4 +84,36 @@ CODES: Mapping[str, tuple[str, str]] = {
         "It was derived from the batch of the full model: ids, lengths and sizes.  Define\n"
         "`small()` and `small_batch(seed)` in the model file.",
     ),
+    "S761": (
+        "no program to be judged",
+        "`verify --against FILE` calls `program(model)` of that file on every rank; it returns\n"
+        "`schedlang.TrainingProgram(module, step)`, with a module of torch and a function.",
+    ),
+    "S762": (
+        "a program raises",
+        "What a function of a program that is judged raises, at its own line, with the rank.",
+    ),
+    "S763": (
+        "weights that are none of the original's",
+        "A weight of a rank is found by its values: the original's all differ.  One whose values\n"
+        "were changed is found by its name, shape and placement, or as `names` and `layouts` say.",
+    ),
+    "S764": (
+        "a program changes its batch in place",
+        "The next step, the loss, or another microbatch would see it changed.",
+    ),
+    "S765": (
+        "a program asks for a GPU",
+        "The judge runs ranks on CPUs, under gloo.  Take the device from the model's parameters.",
+    ),
+    "S766": (
+        "a step returns no loss",
+        "`step(batch)` returns the rank's loss, or None where the rank has none, or a pair of the\n"
+        "loss and the output.  At least one rank has a loss.",
+    ),
+    "S767": (
+        "an argument of a program that cannot be",
+        "The number of ranks, `world_loss`, `names`, `layouts` or `optimizer`: the message says\n"
+        "what is legal.",
+    ),
 }

@@ -1,0 +1,209 @@
+"""What a user may get wrong: each mistake is refused, or ends, with the rank and the line."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import schedlang
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.launch.job import Hang
+from schedlang.runtime.launch.pool import Pool
+
+ORIGINAL = """
+import torch
+from torch import nn
+
+
+def model():
+    return nn.Linear(4, 2)
+
+
+def batch(seed):
+    g = torch.Generator().manual_seed(seed)
+    return {"input": torch.randn(4, 4, generator=g), "target": torch.randn(4, 2, generator=g)}
+
+
+def loss(output, batch):
+    return nn.functional.mse_loss(output, batch["target"])
+"""
+HEAD = """
+import torch
+import torch.distributed as dist
+import schedlang
+
+world = 2
+
+
+def ahead(model, batch):
+    loss = torch.nn.functional.mse_loss(model(batch["input"]), batch["target"])
+    loss.backward()
+    return loss
+
+
+def program(model):
+    rank = dist.get_rank()
+"""
+RIGHT = "    return schedlang.TrainingProgram(model, lambda batch: ahead(model, batch))\n"
+
+
+def stepping(*lines: str) -> str:
+    """The body of a program whose step begins with these lines."""
+    body = "".join(f"        {line}\n" for line in lines)
+    head = f"    def step(batch):\n{body}        return ahead(model, batch)\n"
+    return head + "    return schedlang.TrainingProgram(model, step)\n"
+
+
+REFUSED = {
+    "returns nothing on one rank": (
+        "    if rank == 1:\n        return None\n" + RIGHT,
+        "S761",
+        "returns nothing on rank 1",
+    ),
+    "returns a module": ("    return model\n", "S761", "a Linear on rank"),
+    "a module that is none": (
+        "    return schedlang.TrainingProgram([model, 3], print)\n",
+        "S761",
+        "`module` of the program",
+    ),
+    "a step that is none": (
+        "    return schedlang.TrainingProgram(model, 3)\n",
+        "S761",
+        "`step` of the program",
+    ),
+    "raises while it is built": ("    model.nothing\n" + RIGHT, "S762", "`program` raises"),
+    "raises on one rank": (
+        stepping("if rank == 1:", "    raise ValueError('no data')"),
+        "S762",
+        "`step` raises ValueError: no data on rank 1",
+    ),
+    "a GPU": ("    model.cuda()\n" + RIGHT, "S765", "asks for a GPU"),
+    "a batch changed in place": (
+        stepping("batch['target'].mul_(2)"),
+        "S764",
+        "changes the batch in place",
+    ),
+    "no loss on any rank": (
+        "    return schedlang.TrainingProgram(model, lambda batch: None)\n",
+        "S766",
+        "a loss on no rank",
+    ),
+    "a loss that is none": (
+        "    return schedlang.TrainingProgram(model, lambda batch: model(batch['input']))\n",
+        "S766",
+        "`step` returns a Tensor",
+    ),
+    "weights of its own": (
+        "    model.more = torch.nn.Linear(2, 2).double()\n" + RIGHT,
+        "S763",
+        "`more.weight` (2, 2)",
+    ),
+    "weights in float32": (
+        "    with torch._C.DisableTorchFunction():\n        model.float()\n" + RIGHT,
+        "S763",
+        "is float32, not float64",
+    ),
+    "a way to join losses": (
+        RIGHT.replace("))\n", "), world_loss='men')\n"),
+        "S767",
+        "did you mean `mean`?",
+    ),
+    "a name that is none": (
+        RIGHT.replace("))\n", "), names={'weight': 'wieght'})\n"),
+        "S767",
+        "which the original has not",
+    ),
+    "an optimizer that raises": (
+        RIGHT.replace("))\n", "), optimizer=lambda named: 1 / 0)\n"),
+        "S762",
+        "`optimizer` raises ZeroDivisionError",
+    ),
+}
+
+
+def written(folder: Path, body: str, head: str = HEAD) -> Path:
+    """An original and a program in files."""
+    (folder / "original.py").write_text(ORIGINAL)
+    (folder / "program.py").write_text(head + body)
+    return folder / "program.py"
+
+
+def asked(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """The verb, in a process of its own."""
+    command = [sys.executable, "-m", "schedlang", "verify", "original.py", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("body, code, said", REFUSED.values(), ids=REFUSED)
+def test_a_mistake_is_refused(tmp_path: Path, pool: Pool, body: str, code: str, said: str) -> None:
+    """The message has a code, says what is wrong, on which rank, and what would be right."""
+    scope: dict[str, Any] = {"__name__": f"bad_{code}"}
+    file = written(tmp_path, body)
+    exec(compile(file.read_text(), str(file), "exec"), scope)
+    exec(ORIGINAL, original := {"__name__": "original"})
+    with pytest.raises(Refusal) as refusal:
+        schedlang.verify_program(
+            scope["program"],
+            model=original["model"](),
+            batch=original["batch"],
+            loss=original["loss"],
+            ranks=2,
+            pool=pool,
+        )
+    text = refusal.value.render()
+    assert f"error[{code}]" in text and said in text and "= help: " in text, text
+    if code in ("S762", "S765"):
+        assert re.search(r"program\.py:\d+:\d+", text), text
+
+
+def test_a_hang_ends_with_stacks(tmp_path: Path) -> None:
+    """A rank that waits for another for ever ends in time, with the line where each stands."""
+    waits = stepping("if rank == 0:", "    dist.barrier()")
+    (tmp_path / "original.py").write_text(ORIGINAL)
+    with pytest.raises(Hang) as hang:
+        schedlang.verify_program(
+            written(tmp_path, waits), model=tmp_path / "original.py", timeout=30
+        )
+    assert "step" in str(hang.value) and "program.py" in str(hang.value), str(hang.value)
+
+
+def test_lines_that_ranks_print(tmp_path: Path) -> None:
+    """They appear as they are; with --json they leave the document alone."""
+    written(tmp_path, stepping("print('rank', rank, 'steps', flush=True)"))
+    plain = asked(tmp_path, "--against", "program.py")
+    assert plain.returncode == 0 and "rank 1 steps" in plain.stdout, plain.stdout + plain.stderr
+    told = asked(tmp_path, "--against", "program.py", "--json")
+    assert json.loads(told.stdout)["ok"] is True, told.stdout
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    """No such file, no `program`, no number of ranks, too many: each has its code, and exit 2."""
+    written(tmp_path, RIGHT)
+    (tmp_path / "other.py").write_text("def programme(model):\n    pass\n")
+    (tmp_path / "broken.py").write_text("import nothing_like_it\n")
+    (tmp_path / "unsaid.py").write_text((HEAD + RIGHT).replace("world = 2", ""))
+    for words, said in (
+        (("--against", "nowhere.py"), "[S904]: there is no file `nowhere.py`"),
+        (("--against", "other.py"), "did you mean `programme`?"),
+        (("--against", "broken.py"), "[S905]: importing"),
+        (("--against", "unsaid.py"), "[S767]: nobody says how many ranks"),
+        (("--against", "program.py", "--ranks", "0"), "[S767]: `0` ranks"),
+        (("--against", "program.py", "--ranks", "64"), "[S702]"),
+    ):
+        done = asked(tmp_path, *words)
+        assert done.returncode == 2 and said in done.stderr, (words, done.stdout, done.stderr)
+
+
+def test_a_model_that_nothing_trains() -> None:
+    """What is refused of every original is refused here, too."""
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(Refusal, match="S710"):
+        schedlang.verify_program(print, model=frozen, batch={"input": torch.ones(2, 2)}, ranks=2)

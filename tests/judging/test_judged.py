@@ -1,0 +1,124 @@
+"""Right programs of every kind pass; wrong ones fail, with the tensors and the kind of mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from schedlang import verify_program
+from schedlang.report import Report
+from schedlang.runtime.launch.pool import Pool
+from tests.judging import by_hand, net, wrapped
+
+DEEP = pytest.mark.deep
+
+
+def judged(pool: Pool, program: Callable[[Any], Any], ranks: int, **model: Any) -> Report:
+    """The report on a program of the small decoder."""
+    torch.manual_seed(0)
+    original: nn.Module = net.Net(**model)
+    return verify_program(
+        program, model=original, batch=net.batch, loss=net.loss, ranks=ranks, pool=pool
+    )
+
+
+RIGHT = [
+    pytest.param(wrapped.ddp_evaluated, 2, {}, id="ddp"),
+    pytest.param(wrapped.compiled, 2, {}, id="compiled", marks=DEEP),
+    pytest.param(wrapped.fsdp2, 4, {}, id="fsdp2"),
+    pytest.param(wrapped.fsdp1, 2, {}, id="fsdp1"),
+    pytest.param(wrapped.fsdp1_names, 2, {}, id="fsdp1 with names"),
+    pytest.param(wrapped.fsdp2, 2, {"tied": True, "frozen": True}, id="fsdp2, tied and frozen"),
+    pytest.param(wrapped.tp, 2, {}, id="tp"),
+    pytest.param(wrapped.tp_fsdp, 4, {}, id="tp and fsdp2"),
+    pytest.param(by_hand.megatron, 2, {}, id="plain parts"),
+    pytest.param(by_hand.gpipe, 2, {}, id="pipeline by hand"),
+    pytest.param(by_hand.gpipe_tied, 2, {"tied": True}, id="pipeline with a tie"),
+    pytest.param(by_hand.pipelining, 2, {}, id="torch's pipelining"),
+]
+
+
+@pytest.mark.parametrize("program, ranks, model", RIGHT)
+def test_a_right_program_passes(pool: Pool, program: Any, ranks: int, model: Any) -> None:
+    """Loss, gradients, parameters and optimizer state are compared, and equal."""
+    report = judged(pool, program, ranks, **model)
+    assert report.ok, str(report)
+    kinds = {row.kind for row in report.rows}
+    assert kinds >= {"loss", "gradients", "parameters", "optimizer exp_avg", "initial weights"}
+    trained = {row.name for row in report.rows if row.kind == "gradients"}
+    assert len(trained) == 36 - len(model), sorted(trained)
+
+
+WRONG = [
+    (wrapped.ddp_mean, 2, {}, "head.weight", "plain mean of the means of 2 parts"),
+    (wrapped.ddp_twice, 2, {}, "head.weight", "1/ranks = 1/2 times the right value everywhere"),
+    (wrapped.ddp_unsynced, 2, {}, "head.weight", "ranks differ and their mean is right"),
+    (wrapped.ddp_other_start, 2, {}, "norm.weight", "changed it before the first step"),
+    (wrapped.fsdp2_sum, 4, {}, "head.weight", "1/ranks = 1/4 times the right value everywhere"),
+    (wrapped.fsdp1_doubled, 2, {}, "head.weight", "ranks = 2 times the right value everywhere"),
+    (wrapped.tp_summed, 2, {}, "norm.weight", "ranks = 2 times the right value everywhere"),
+    (wrapped.tp_fsdp_once, 4, {}, "head.weight", "1/dp = 1/2 times the right value everywhere"),
+    (by_hand.unreduced, 2, {}, "blocks.1.n2.weight", "their sum is right: a sum over ranks is"),
+    (by_hand.cut_straight, 2, {}, "blocks.0.down.weight", "what rank 0 holds is 2 times the right"),
+    (by_hand.one_rank_off, 2, {}, "norm.bias", "only rank 0 has the right value"),
+    (by_hand.gpipe, 2, {"tied": True}, "emb.weight", "a tie is broken between"),
+    (by_hand.untied, 2, {"tied": True}, "emb.weight", "copies differ and their sum is right"),
+    (by_hand.frozen_trained, 2, {"frozen": True}, "norm.weight", "the original has none"),
+]
+
+
+@pytest.mark.parametrize(
+    "program, ranks, model, name, said", WRONG, ids=lambda v: getattr(v, "__name__", "")
+)
+def test_a_wrong_program_fails_with_the_kind_of_mistake(
+    pool: Pool, program: Any, ranks: int, model: Any, name: str, said: str
+) -> None:
+    """One plain sentence for each group of tensors says by which arithmetic they are wrong."""
+    report = judged(pool, program, ranks, **model)
+    assert report.exit_code == 1, str(report)
+    assert any(f"`{name}`" in text and said in text for _, text in report.localised), str(report)
+
+
+def test_only_the_wrong_tensors_are_named(pool: Pool) -> None:
+    """Of a missing sum over sequence parallel norms, the norms fail and nothing else."""
+    report = judged(pool, by_hand.unreduced, 2)
+    first = [r for r in report.rows if r.kind == "gradients" and r.step == 0 and not r.ok]
+    wrong = {row.name for row in first if row.condition == "SGD"}
+    norms = {f"blocks.{k}.{n}.{p}" for k in (0, 1) for n in ("n1", "n2") for p in PAIR}
+    assert wrong == norms
+
+
+PAIR = ("weight", "bias")
+
+
+def test_a_mistake_that_only_padding_shows(pool: Pool) -> None:
+    """Batches whose parts weigh alike hide a mean of means; derived ones show it, and that is said.
+
+    With `vary=False` nothing is derived, and the report says what was not exercised.
+    """
+
+    def batch(seed: int) -> Any:
+        made = net.batch(seed)
+        return {**made, "labels": made["ids"].roll(1, 1)}
+
+    torch.manual_seed(0)
+    options: Any = {"model": net.Net(), "batch": batch, "loss": net.loss, "ranks": 2, "pool": pool}
+    report = verify_program(wrapped.ddp_mean, **options)
+    assert report.exit_code == 1 and report.localised[-1][0] == "only where", str(report)
+    plain = verify_program(wrapped.ddp_mean, **options, vary=False)
+    assert plain.ok and "no ignored labels" in {gap.condition for gap in plain.gaps}
+
+
+def test_what_is_not_offered_is_said(pool: Pool) -> None:
+    """Each part that a program may leave out is compared, or a line "not exercised"."""
+    full = judged(pool, wrapped.ddp_evaluated, 2)
+    bare = judged(pool, wrapped.ddp_mean, 2)
+    parts = {"outputs", "training outputs", "gradient norm", "saved state"}
+    assert parts <= {row.kind for row in full.rows}
+    said = {gap.condition for gap in bare.gaps}
+    assert {f"{part} (not offered)" for part in parts} <= said, said
+    assert not parts & {row.kind for row in bare.rows}
