@@ -1,0 +1,23 @@
+"""Tensor parallelism by the plan that transformers has for a model."""
+
+import torch.distributed as dist
+from transformers.distributed import DistributedConfig
+
+import schedlang
+
+
+def program(model):
+    split = type(model).from_pretrained(
+        None,
+        config=model.config,
+        state_dict=model.state_dict(),
+        dtype=model.dtype,
+        distributed_config=DistributedConfig(tp_size=dist.get_world_size()),
+    )
+
+    def step(batch):
+        loss = split(**batch).loss
+        loss.backward()
+        return loss
+
+    return schedlang.TrainingProgram(split, step)

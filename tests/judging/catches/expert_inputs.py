@@ -1,0 +1,55 @@
+"""https://github.com/pytorch/torchtitan/issues/1805: what goes into split experts gets one rank's gradient.
+
+Each expert is split over ranks inside.  Its input was taken out of a DTensor by `to_local()` without
+`grad_placements`: the gradients that ranks compute for it are parts of a sum, and are not summed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from schedlang import TrainingProgram
+from tests.judging.catches.moe import Experts
+from tests.judging.catches.parts import Copied, Summed, ranks, split
+from tests.judging.catches.words import Words, batch, loss
+
+NAMED = r"embed\.weight.*ranks differ"
+
+__all__ = ["batch", "loss"]
+
+
+def model() -> nn.Module:
+    """Whole experts on one rank."""
+    return Words(Experts())
+
+
+def _program(model: Any, grad_placements: Any) -> TrainingProgram:
+    experts, mesh = model.inner, init_device_mesh("cpu", (ranks(),), mesh_dim_names=("tp",))
+    split(experts, "up", 2)
+    split(experts, "down", 1)
+
+    def step(batch: Any) -> Tensor:
+        x = model.embed(batch["ids"])
+        share, which = experts.routed(x)
+        whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        local = whole.to_local(grad_placements=grad_placements)
+        y = Summed.apply(experts.mixed(local, Copied.apply(share), which))
+        value = loss(model.head(y), batch)
+        value.backward()
+        return value
+
+    return TrainingProgram(model, step, world_loss="same")
+
+
+def wrong(model: Any) -> TrainingProgram:
+    """The gradient is taken for the whole one."""
+    return _program(model, None)
+
+
+def right(model: Any) -> TrainingProgram:
+    """The gradient is a pending sum."""
+    return _program(model, [Partial()])

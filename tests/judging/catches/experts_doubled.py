@@ -1,0 +1,75 @@
+"""https://github.com/pytorch/pytorch/issues/160285: gradients of experts are as many times too large as ranks.
+
+Each rank has rows of its own and the mean of their losses, and gradients are averaged over ranks.
+But an expert has met the rows of all: its gradient is a sum already, and nobody divides it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from schedlang import TrainingProgram
+from tests.judging.catches.moe import Experts
+from tests.judging.catches.parts import (
+    Combined,
+    Dispatched,
+    average,
+    everyone,
+    own,
+    ranks,
+    split,
+)
+from tests.judging.catches.words import Words, batch, loss
+
+NAMED = r"inner\.up.*inner\.down.*2 times"
+
+__all__ = ["batch", "loss"]
+
+
+def model() -> nn.Module:
+    """All experts and rows on one rank."""
+    return Words(Experts())
+
+
+def _program(model: Any, divided: bool) -> TrainingProgram:
+    experts = model.inner
+    split(experts, "up")
+    split(experts, "down")
+
+    def step(batch: Any) -> Tensor:
+        mine = {name: own(rows) for name, rows in batch.items()}
+        x = model.embed(mine["ids"])
+        share, which = experts.routed(x)
+        y = dispatched(experts, x, Dispatched.apply(share), everyone(which))
+        value = loss(model.head(y), mine)
+        value.backward()
+        average(model, but=("inner.up", "inner.down"))
+        if divided:
+            experts.up.grad /= ranks()
+            experts.down.grad /= ranks()
+        return value
+
+    return TrainingProgram(model, step)
+
+
+def dispatched(experts: Experts, x: Tensor, share: Tensor, which: Tensor) -> Tensor:
+    """Send words to their experts' ranks and back; shares and choices are those of all rows."""
+    count = len(experts.up)
+    elsewhere = which // count != dist.get_rank()
+    here = torch.where(elsewhere, 0, which % count)
+    share = share.masked_fill(elsewhere, 0.0)
+    return Combined.apply(experts.mixed(Dispatched.apply(x), share, here))
+
+
+def wrong(model: Any) -> TrainingProgram:
+    """Experts are left out of the average."""
+    return _program(model, divided=False)
+
+
+def right(model: Any) -> TrainingProgram:
+    """Experts are divided by the ranks, too."""
+    return _program(model, divided=True)

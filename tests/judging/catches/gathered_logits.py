@@ -1,0 +1,50 @@
+"""https://github.com/NVIDIA/Megatron-LM/issues/7452 (2): gathered logits go where a part of them belongs.
+
+With labels and `parallel_output=False` the cross entropy over a split vocabulary is given the whole
+one on each rank: the loss is the right one plus log(ranks), and the gradient of the wanted is lost.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from schedlang import TrainingProgram
+from tests.judging.catches.parts import Copied, Gathered, of_vocabulary, split
+from tests.judging.catches.words import Words, batch, loss
+
+NAMED = r"head\.weight"
+
+__all__ = ["batch", "loss"]
+
+
+def model() -> nn.Module:
+    """The whole vocabulary on one rank."""
+    return Words(nn.Tanh())
+
+
+def _program(model: Any, gathered: bool) -> TrainingProgram:
+    split(model.head, "weight")
+
+    def step(batch: Any) -> Tensor:
+        ids = batch["ids"]
+        scores = model.head(Copied.apply(model.inner(model.embed(ids[:, :-1]))))
+        if gathered:
+            scores = Gathered.apply(scores, -1)
+        log_sum, picked = of_vocabulary(scores, ids[:, 1:])
+        mean = (log_sum - picked).mean()
+        mean.backward()
+        return mean
+
+    return TrainingProgram(model, step, world_loss="same")
+
+
+def wrong(model: Any) -> TrainingProgram:
+    """Gather, and then sum over ranks again."""
+    return _program(model, gathered=True)
+
+
+def right(model: Any) -> TrainingProgram:
+    """Leave the scores split."""
+    return _program(model, gathered=False)

@@ -1,0 +1,61 @@
+"""https://github.com/huggingface/transformers/issues/48687: the router learns from experts that are elsewhere.
+
+A rank computes also the slots of other ranks' experts, with an expert of its own, and with share
+zero: that hides them forward, not backward, where the share's gradient is the expert's output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from schedlang import TrainingProgram
+from tests.judging.catches.moe import Experts
+from tests.judging.catches.parts import Copied, Summed, split
+from tests.judging.catches.words import Words, batch, loss
+
+NAMED = r"inner\.router\.weight"
+
+__all__ = ["batch", "loss"]
+
+
+def model() -> nn.Module:
+    """All experts on one rank."""
+    return Words(Experts())
+
+
+def _program(model: Any, masked: bool) -> TrainingProgram:
+    experts = model.inner
+    split(experts, "up")
+    split(experts, "down")
+    count = len(experts.up)
+
+    def step(batch: Any) -> Tensor:
+        x = model.embed(batch["ids"])
+        share, which = experts.routed(x)
+        share = Copied.apply(share)
+        elsewhere = which // count != dist.get_rank()
+        here = torch.where(elsewhere, count - 1, which % count)
+        if masked:
+            share = share.masked_fill(elsewhere, 0.0)
+        else:
+            share.detach()[elsewhere] = 0.0
+        y = Summed.apply(experts.mixed(Copied.apply(x), share, here))
+        value = loss(model.head(y), batch)
+        value.backward()
+        return value
+
+    return TrainingProgram(model, step, world_loss="same")
+
+
+def wrong(model: Any) -> TrainingProgram:
+    """Shares are zero, and have gradients."""
+    return _program(model, masked=False)
+
+
+def right(model: Any) -> TrainingProgram:
+    """Shares are masked, and so are their gradients."""
+    return _program(model, masked=True)

@@ -1,0 +1,47 @@
+"""https://github.com/NVIDIA/Megatron-LM/issues/1446: the last norm has another gradient on each rank.
+
+Under sequence parallelism a norm sees the words of its rank.  Its weights are replicas, and their
+gradients are to be summed over ranks before the optimizer steps; those of the last norm were not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from schedlang import TrainingProgram
+from tests.judging.catches.parts import Gathered, Taken, total
+from tests.judging.catches.words import WIDTH, Words, batch, loss
+
+NAMED = r"inner\.weight.*a sum over ranks is missing"
+
+__all__ = ["batch", "loss"]
+
+
+def model() -> nn.Module:
+    """All words on one rank."""
+    return Words(nn.LayerNorm(WIDTH))
+
+
+def _program(model: Any, summed: bool) -> TrainingProgram:
+    def step(batch: Any) -> Tensor:
+        mine = Taken.apply(model.embed(batch["ids"]), 1)
+        value = loss(model.head(Gathered.apply(model.inner(mine), 1)), batch)
+        value.backward()
+        if summed:
+            for p in model.inner.parameters():
+                p.grad = total(p.grad)
+        return value
+
+    return TrainingProgram(model, step, world_loss="same")
+
+
+def wrong(model: Any) -> TrainingProgram:
+    """The norm is forgotten."""
+    return _program(model, summed=False)
+
+
+def right(model: Any) -> TrainingProgram:
+    """Its gradients are summed."""
+    return _program(model, summed=True)

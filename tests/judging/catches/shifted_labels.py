@@ -1,0 +1,53 @@
+"""https://github.com/huggingface/transformers/pull/36607: the label at the border of two ranks' words is lost.
+
+Under sequence parallelism each rank shifts the labels of its own words, and fills up with what does
+not count: the last word of a rank, whose label lies with the next rank, learns nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from schedlang import TrainingProgram
+from tests.judging.catches.parts import average, own, ranks
+from tests.judging.catches.words import Words, batch, loss
+
+NAMED = r"head\.weight"
+
+__all__ = ["batch", "loss"]
+
+
+def model() -> nn.Module:
+    """All words on one rank."""
+    return Words(nn.Tanh())
+
+
+def _program(model: Any, first: bool) -> TrainingProgram:
+    def shifted(ids: Tensor) -> Tensor:
+        return F.pad(ids[:, 1:], (0, 1), value=-100)
+
+    def step(batch: Any) -> Tensor:
+        ids = batch["ids"]
+        mine = own(ids, 1)
+        labels = own(shifted(ids), 1) if first else shifted(mine)
+        scores = model(mine).flatten(0, 1)
+        summed = F.cross_entropy(scores, labels.flatten(), reduction="sum")
+        value = summed / ids[:, 1:].numel() * ranks()
+        value.backward()
+        average(model)
+        return value
+
+    return TrainingProgram(model, step)
+
+
+def wrong(model: Any) -> TrainingProgram:
+    """Split, then shift."""
+    return _program(model, first=False)
+
+
+def right(model: Any) -> TrainingProgram:
+    """Shift, then split."""
+    return _program(model, first=True)

@@ -1,0 +1,60 @@
+"""https://github.com/NVIDIA/Megatron-LM/issues/7452 (8): sinks of split heads miss in the norm for clipping.
+
+Attention sinks lie with their heads, but were not marked as split: they count as replicas, of which
+only the first rank's enter the norm. So gradients are clipped by too small a norm.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from schedlang import TrainingProgram
+from tests.judging.catches.attention import Attention, split_heads
+from tests.judging.catches.parts import Copied, Summed, total
+from tests.judging.catches.words import Words, batch, loss
+
+NAMED = r"gradient norm"
+
+__all__ = ["batch", "loss"]
+
+
+def model() -> nn.Module:
+    """All heads on one rank."""
+    return Words(Attention())
+
+
+def _program(model: Any, replicas: tuple[str, ...]) -> TrainingProgram:
+    split_heads(model.inner)
+
+    def step(batch: Any) -> Tensor:
+        x = model.embed(batch["ids"])
+        y = model.inner.heads(Copied.apply(x), Copied.apply(model.inner.shared_key(x)))
+        value = loss(model.head(Summed.apply(model.inner.out(y))), batch)
+        value.backward()
+        return value
+
+    def clip(most: float) -> Tensor:
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        counted = [g for n, g in gradients.items() if n not in replicas or dist.get_rank() == 0]
+        norm = total(sum(g.square().sum() for g in counted)).sqrt()
+        for g in gradients.values():
+            g.mul_((most / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    return TrainingProgram(model, step, world_loss="same", clip=clip)
+
+
+REPLICAS = ("embed.weight", "inner.shared_key.weight", "head.weight")
+
+
+def wrong(model: Any) -> TrainingProgram:
+    """Sinks are taken for replicas."""
+    return _program(model, (*REPLICAS, "inner.sinks"))
+
+
+def right(model: Any) -> TrainingProgram:
+    """Sinks are split, as heads are."""
+    return _program(model, REPLICAS)

@@ -1,0 +1,33 @@
+"""The smallest language model, its batches and its loss: an original for several of the bugs."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCAB, WIDTH = 12, 8
+
+
+class Words(nn.Module):
+    """An embedding, something between, and a head."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.inner = inner
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Scores of the next word at each place."""
+        return self.head(self.inner(self.embed(ids)))
+
+
+def batch(seed: int) -> dict[str, Tensor]:
+    """Four rows of six words."""
+    return {"ids": torch.randint(VOCAB, (4, 6), generator=torch.Generator().manual_seed(seed))}
+
+
+def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """The mean over all words that have one before them."""
+    return F.cross_entropy(output[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten())

@@ -1,0 +1,55 @@
+"""Silent bugs from public threads: the program as it was written is caught, and the mended one passes."""
+
+import importlib
+import re
+
+import pytest
+
+import schedlang
+
+CATCHES = (
+    "accumulated_means",
+    "detached_router",
+    "expert_inputs",
+    "experts_doubled",
+    "gathered_logits",
+    "label_smoothing",
+    "mean_of_means",
+    "norm_counts_replicas",
+    "sentinel_slots",
+    "sequence_norm",
+    "shared_key",
+    "shifted_labels",
+    "sink_norm",
+    "summed_twice",
+)
+
+
+def judged(name, program, pool):
+    """The verdict on one of a catch's programs, and the catch."""
+    catch = importlib.import_module(f"tests.judging.catches.{name}")
+    report = schedlang.verify_program(
+        getattr(catch, program),
+        model=catch.model(),
+        batch=catch.batch,
+        loss=catch.loss,
+        ranks=2,
+        pool=pool,
+    )
+    return report, catch
+
+
+@pytest.mark.parametrize("name", CATCHES)
+def test_the_bug_is_caught_and_named(name, pool) -> None:
+    """The program as it was written differs from its original, and the verdict says in what."""
+    report, catch = judged(name, "wrong", pool)
+    assert not report.ok
+    said = "\n".join(f"{place}: {text}" for place, text in report.localised)
+    assert re.search(catch.NAMED, said), str(report)
+
+
+@pytest.mark.parametrize("name", CATCHES)
+def test_the_mended_program_passes(name, pool) -> None:
+    """The same program without the bug equals its original in everything."""
+    report, _ = judged(name, "right", pool)
+    assert report.ok, str(report)
