@@ -16,6 +16,7 @@ from schedlang.passes.analyze.taking import at_the_forward, check_keys
 from schedlang.passes.complete.proposal import (
     Row,
     Trial,
+    call,
     canonical,
     mesh_text,
     names_text,
@@ -50,8 +51,9 @@ def expert_rows(finder: Finder, *beside: Row) -> None:
 
     `beside` are rows that must stand with it, such as the one that splits the batch.
     """
+    spread = call("expert_parallel", over=finder.axis)
     for name in _experts(finder.trial.blocks):
-        row = Row((name,), f"expert_parallel(over={finder.axis})", "each rank has some experts")
+        row = Row((name,), spread, "each rank has some experts")
         made = finder.mended([row, *beside])
         if isinstance(made, str):
             finder.whole((name,), made)
@@ -82,8 +84,10 @@ def context_rows(finder: Finder) -> None:
         if parent in blocks.named
     ]
     for method in METHODS:
-        call = f"context_parallel({method}, over={finder.axis})"
-        made = finder.mended([Row((name,), call, "each rank has some tokens") for name in names])
+        exchange = call("context_parallel", method, over=finder.axis)
+        made = finder.mended(
+            [Row((name,), exchange, "each rank has some tokens") for name in names]
+        )
         if names and isinstance(made, list):
             refused = finder.trial.by_tokens(made, finder.axis, finder.ranks)
             if refused is None:
@@ -112,12 +116,13 @@ def vocabulary_rows(finder: Finder) -> None:
     tables, heads = _found(finder)
     if not tables:
         return
-    over = f"over={finder.axis}"
     facts = finder.trial.blocks.facts
     tied = {name for names in facts.ties for name in names}
-    table = [Row((n,), f"shard(vocab, {over})", "split by rows") for n in tables]
-    split = [Row((n,), f"shard(vocab, {over})", _loss(f"{n}.weight" in tied)) for n in heads]
-    gathered = [Row((n,), f"shard(col, output=R, {over})", "logits are gathered") for n in heads]
+    rows = call("shard", "vocab", over=finder.axis)
+    columns = call("shard", "col", output="R", over=finder.axis)
+    table = [Row((n,), rows, "split by rows") for n in tables]
+    split = [Row((n,), rows, _loss(f"{n}.weight" in tied)) for n in heads]
+    gathered = [Row((n,), columns, "logits are gathered") for n in heads]
     pads, why = _pads(finder, (*tables, *heads)), ""
     for tried, left in (
         ([*table, *split], ()),
@@ -144,9 +149,11 @@ def bag_rows(finder: Finder) -> None:
     order, known = list(sites), len(finder.rows)
     for name in sorted(bags, key=order.index):
         why = ""
-        for how, said in (("vocab", "split by rows"), ("col, output=R", "split by columns")):
-            row = Row((name,), f"shard({how}, over={finder.axis})", said)
-            pads = _pads(finder, [name]) if how == "vocab" else []
+        rows = call("shard", "vocab", over=finder.axis)
+        columns = call("shard", "col", output="R", over=finder.axis)
+        for how, said in ((rows, "split by rows"), (columns, "split by columns")):
+            row = Row((name,), how, said)
+            pads = _pads(finder, [name]) if how is rows else []
             made = finder.mended([*pads, row])
             if isinstance(made, list):
                 finder.rows += made
@@ -155,7 +162,7 @@ def bag_rows(finder: Finder) -> None:
         else:
             finder.whole([name], why)
     added = finder.rows[known:]
-    finder.rows[known:] = sorted(added, key=lambda row: not row.call.startswith("pad("))
+    finder.rows[known:] = sorted(added, key=lambda row: row.call.verb != "pad")
 
 
 def _loss(tied: bool) -> str:
@@ -195,7 +202,7 @@ def _pads(finder: Finder, names: Sequence[str]) -> list[Row]:
             seen.add(weight.name)
             multiple = PADDED if PADDED % ranks == 0 and size > LARGE else ranks
             said = f"{size} rows do not divide by {ranks}"
-            out.append(Row((name,), f"pad({dim}, multiple={multiple})", said))
+            out.append(Row((name,), call("pad", dim, multiple=multiple), said))
     return out
 
 
@@ -416,7 +423,7 @@ def _rows(asked: Asked, notes: list[str]) -> dict[str, list[Row]]:
             vocabulary_rows(finder)
             bag_rows(finder)
         elif role == "experts":
-            expert_rows(finder, Row((), f"zero(stage=1, over={axis})"))
+            expert_rows(finder, Row((), call("zero", stage=1, over=axis)))
         else:
             context_rows(finder)
         if not finder.rows and asked.mesh[axis] > 1:
@@ -433,7 +440,7 @@ def _first(blocks: Blocks, row: Row) -> bool:
     """Return whether a row stands above all others: it is about a table, or its padding."""
     name = row.names[0]
     table = leaf_kind(blocks.facts.sites[blocks.named[name][0]]) in TABLES
-    return row.call.startswith("pad(") or (table and not blocks.inside(name))
+    return row.call.verb == "pad" or (table and not blocks.inside(name))
 
 
 def _idle(axis: str, said: list[str]) -> Refusal:
@@ -460,12 +467,12 @@ def _rest(asked: Asked) -> list[Row]:
     if stages is not None:
         rows.append(_cut(asked, stages, count))
     if sliced is not None:
-        rows.append(Row((), f"zero(stage=3, over={sliced})"))
+        rows.append(Row((), call("zero", stage=3, over=sliced)))
     if data:
         over = data[0] if len(data) == 1 else f"({', '.join(data)})"
-        rows.append(Row((), f"zero(stage={0 if sliced else 1}, over={over})"))
+        rows.append(Row((), call("zero", stage=0 if sliced else 1, over=over)))
     if stages is not None:
-        rows.append(Row((), f'pipeline(order="1F1B", micro={_micro(asked, count)})'))
+        rows.append(Row((), call("pipeline", order='"1F1B"', micro=_micro(asked, count))))
     return rows
 
 
@@ -488,7 +495,7 @@ def _cut(asked: Asked, axis: str, stages: int) -> Row:
     tried = [tuple(outer), *((name,) for name in largest)]
     first: Refusal | None = None
     for names in dict.fromkeys(names for names in tried if names):
-        row = Row(names, f"pipeline_split(over={axis})")
+        row = Row(names, call("pipeline_split", over=axis))
         refusal = asked.trial.cut(row, axis, stages)
         if refusal is None:
             return row
@@ -511,7 +518,8 @@ def _cut_between(asked: Asked, axis: str, stages: int) -> Row:
         names = list(dict.fromkeys(startable(facts.model, asked.trial.sample)))
         stage_of = balanced([Unit(name, facts.numel(name)) for name in names], stages)
         starts = {stage: name for name, stage in zip(reversed(names), reversed(stage_of)) if stage}
-        row = Row(tuple(starts[stage] for stage in sorted(starts)), f"pipeline_split(over={axis})")
+        first = tuple(starts[stage] for stage in sorted(starts))
+        row = Row(first, call("pipeline_split", over=axis))
         refusal = asked.trial.cut(row, axis, stages)
         if refusal is None:
             return row
@@ -542,7 +550,7 @@ def _text(
     if rest:
         cut = [row for row in rest if row.names]
         lines = [f"{', '.join(row.names)}  {row.call}" for row in cut]
-        lines += [row.call for row in rest if not row.names]
+        lines += [str(row.call) for row in rest if not row.names]
         name = "pipeline" if cut else "data"
         lines.append("verify(train, steps=3)")
         steps.append(f'step "{name}" {asked.relax}{{\n' + "\n".join(lines) + "\n}\n")

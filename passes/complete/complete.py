@@ -10,9 +10,17 @@ from typing import Any
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.complete.proposal import Row, Trial, names_text, paths, planned_rows
+from schedlang.passes.complete.proposal import (
+    Call,
+    Row,
+    Trial,
+    call,
+    names_text,
+    paths,
+    planned_rows,
+)
 from schedlang.passes.complete.tensor_rows import Finder, Flow, flows, split_rows, variants
-from schedlang.passes.elaborate.state import arguments_text
+from schedlang.passes.elaborate.state import arguments_said
 from schedlang.passes.reduce_model.blocks import Blocks, blocks_of
 
 Loss = Callable[..., Any]
@@ -103,7 +111,7 @@ def _begun(plan: Plan, axis: str, blocks: Blocks, row: Action) -> list[_Begun]:
     for action in _placing(plan, axis, row):
         for fqn in action.sites:
             name = blocks.common(fqn)
-            one = Row((name,), f"{action.name}({arguments_text(action.primitive)})")
+            one = Row((name,), _said(action))
             found.setdefault(_block(name, fqn), {}).setdefault(name, one)
     if not found:
         raise Refusal(
@@ -136,11 +144,16 @@ def _begun(plan: Plan, axis: str, blocks: Blocks, row: Action) -> list[_Begun]:
 def _shapes(plan: Plan, blocks: Blocks) -> list[Row]:
     """The rows that change shapes (padding), which splits follow."""
     rows = [
-        Row((blocks.common(fqn),), f"{action.name}({arguments_text(action.primitive)})")
+        Row((blocks.common(fqn),), _said(action))
         for action in plan.rows_changing(Facet.SHAPE)
         for fqn in action.sites
     ]
     return list(dict.fromkeys(rows))
+
+
+def _said(action: Action) -> Call:
+    """The call of a row."""
+    return Call(action.name, tuple(arguments_said(action.primitive)))
 
 
 def _block(common: str, fqn: str) -> str:
@@ -151,7 +164,8 @@ def _block(common: str, fqn: str) -> str:
 
 def _complete(finder: Finder, flow: Flow, begun: _Begun) -> None:
     """Add what a flow lacks, in its one legal form."""
-    if any("output=R" in begun.rows[n].call for n in flow.sources if n in begun.rows):
+    known = (begun.rows[name].call for name in flow.sources if name in begun.rows)
+    if any(one.of("output") == "R" for one in known):
         finder.rows += [begun.rows[name] for name in begun.of(flow)]
         return  # it is gathered behind its sources: nothing else follows
     legal: list[list[Row]] = []
@@ -176,14 +190,15 @@ def _loose(finder: Finder, begun: _Begun) -> None:
     """Refuse a projection in the middle of a chain: sum behind it, or gather, is equally good."""
     blocks, uses = finder.trial.blocks, finder.trial.fed.uses
     for name, row in begun.rows.items():
-        if row in finder.rows or "shard(col" not in row.call or "output=" in row.call:
+        splits = row.call.verb == "shard" and row.call.style == "col"
+        if row in finder.rows or not splits or row.call.of("output") is not None:
             continue
         readers = {
             blocks.common(f) for f, use in uses.items() if name in map(blocks.common, use.reads)
         }
-        over = f"over={finder.axis}"
-        rows = [row, *(Row((reader,), f"shard(row, {over})") for reader in readers)]
-        gathered = [replace(row, call=row.call.replace(over, f"output=R, {over}"))]
+        after = call("shard", "row", over=finder.axis)
+        rows = [row, *(Row((reader,), after) for reader in readers)]
+        gathered = [row.with_argument("output", "R")]
         if readers and isinstance(finder.mended(rows), list):
             flow = Flow((name,), tuple(readers))
             raise Refusal(_several(flow, begun, [rows[1:], gathered]))

@@ -32,20 +32,50 @@ PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+|\*")
 
 
 @dataclass(frozen=True)
+class Call:
+    """A primitive and its arguments: names, and values as the language writes them; "": no name."""
+
+    verb: str
+    arguments: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        said = (f"{name}={value}" if name else value for name, value in self.arguments)
+        return f"{self.verb}({', '.join(said)})"
+
+    @property
+    def style(self) -> str:
+        """The first argument, if it stands without a name: the style of a `shard`."""
+        return next((value for name, value in self.arguments[:1] if not name), "")
+
+    def of(self, name: str) -> str | None:
+        """The value of an argument, if the call has it."""
+        return dict(self.arguments).get(name)
+
+
+def call(verb: str, *words: str, **named: object) -> Call:
+    """A call of these arguments, in this order."""
+    said = [("", word) for word in words]
+    return Call(verb, (*said, *((name, str(value)) for name, value in named.items())))
+
+
+@dataclass(frozen=True)
 class Row:
     """One primitive at the modules of one or several common names; none: at the model itself."""
 
     names: tuple[str, ...]
-    call: str
+    call: Call
     comment: str = ""
 
-    def with_argument(self, argument: str) -> Row:
-        """The row with one more argument, before the axis, or with another value of it."""
-        key = argument.partition("=")[0]
-        if re.search(rf"\b{key}=", self.call):
+    def with_argument(self, name: str, value: object) -> Row:
+        """The row with one more argument, before the axis; one that it has stays."""
+        if self.call.of(name) is not None:
             return self
-        before, over, after = self.call.partition("over=")
-        return replace(self, call=f"{before}{argument}, {over}{after}")
+        arguments = [*self.call.arguments]
+        axis = next(
+            (k for k, (known, _) in enumerate(arguments) if known == "over"), len(arguments)
+        )
+        arguments.insert(axis, (name, str(value)))
+        return replace(self, call=replace(self.call, arguments=tuple(arguments)))
 
 
 Place = tuple[str, str, Row]  # the blocks where a row stands, and its path inside them

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from schedlang.ir.model import Site
-from schedlang.passes.complete.proposal import Row, names_text
+from schedlang.passes.complete.proposal import Row, call, names_text
 from schedlang.passes.reduce_model.blocks import TABLES, Blocks, leaf_kind, splits
 
 if TYPE_CHECKING:
@@ -159,7 +158,7 @@ class Finder:
             better = self._better(rows, place, refusal) if 0 <= place < len(rows) else rows
             if better == rows:
                 break
-            if any("heads=" in row.call for row in better) and not counted:
+            if any(row.call.of("heads") for row in better) and not counted:
                 counted = said  # what is refused next is refused of heads that nobody wrote
             rows = better
         return counted or said
@@ -172,40 +171,44 @@ class Finder:
             return [self.uneven(row, size) for row in rows] if size else rows
         better = rows[place]
         for name, value in asked.items():
-            better = better.with_argument(f"{name}={value}")
+            better = better.with_argument(name, value)
         return [*rows[:place], better, *rows[place + 1 :]]
 
     def uneven(self, row: Row, size: int) -> Row:
         """A row with its number of heads of a size, if the ranks do not divide it."""
         blocks = _beside(row)
         heads, rest = divmod(self._width(row), size * blocks)
-        if rest or heads % self.ranks == 0 or "blocks=[" in row.call:
+        if rest or heads % self.ranks == 0 or (row.call.of("blocks") or "").startswith("["):
             return row
-        shared = "col" in row.call and self.ranks % heads == 0 and blocks == 1
-        row = row.with_argument(f"heads={heads}")
-        return row.with_argument(f"uneven={'replicate' if shared else 'pad'}")
+        shared = row.call.style == "col" and self.ranks % heads == 0 and blocks == 1
+        row = row.with_argument("heads", heads)
+        return row.with_argument("uneven", "replicate" if shared else "pad")
 
     def _width(self, row: Row) -> int:
         """The size of the dim that a row splits: of outputs, or of what is summed over."""
         blocks = self.trial.blocks
         site = blocks.facts.sites[blocks.named[row.names[0]][0]]
         dims = site.dims.get("weight", ())
-        dim = "in" if "row" in row.call else "out"
+        dim = "in" if row.call.style == "row" else "out"
         return site.parameters["weight"].shape[dims.index(dim)] if dim in dims else 1
 
     def _shared(self, refusal: Refusal) -> Row | None:
         """The row for a module that shares a weight which is split, or has one that meets it."""
-        module, call = map(refusal.diagnostic.fact, ("module", "call"))
-        if module is not None and call is not None:
-            return Row((self.trial.blocks.common(module),), call, "for its heads")
+        module, splits = map(refusal.diagnostic.fact, ("module", "splits"))
+        if module is not None and splits is not None:
+            own = dict(one.split("=") for one in splits.split(", "))
+            made = call("shard", **own, over=self.axis)
+            return Row((self.trial.blocks.common(module),), made, "for its heads")
         name = refusal.diagnostic.fact("parameter")
         if name is None:
             return None
         owner, _, parameter = name.rpartition(".")
         blocks = self.trial.blocks
-        how = "vocab" if leaf_kind(blocks.facts.sites[owner]) else f"{parameter}=S(0)"
-        row = Row((blocks.common(owner),), f"shard({how}, over={self.axis})")
-        return replace(row, comment="the same weight")
+        if leaf_kind(blocks.facts.sites[owner]):
+            made = call("shard", "vocab", over=self.axis)
+        else:
+            made = call("shard", **{parameter: "S(0)"}, over=self.axis)
+        return Row((blocks.common(owner),), made, "the same weight")
 
     def whole(self, names: Sequence[str], why: str) -> None:
         """Note what stays replicated, and why."""
@@ -265,31 +268,31 @@ def _forms(finder: Finder, flow: Flow) -> Iterator[list[Row]]:
 
 def split_rows(finder: Finder, flow: Flow) -> list[Row]:
     """The rows of a flow: its sources split by outputs, its sinks by inputs."""
-    over = f"over={finder.axis}"
     said = "split by heads" if flow.mixed else "split by width"
     rows = []
     if not flow.mixed and not all(_kind(finder, name) for name in flow.sources):
         said = "split by channels"
     for name in flow.sources:
-        table = _kind(finder, name) in TABLES
-        how = "weight=S(hidden)" if table else "col"
-        rows.append(Row((name,), f"shard({how}, {over})", said))
-    return [
-        *rows,
-        *(Row((name,), f"shard(row, {over})", "parts are summed") for name in flow.sinks),
-    ]
+        if _kind(finder, name) in TABLES:
+            split = call("shard", weight="S(hidden)", over=finder.axis)
+        else:
+            split = call("shard", "col", over=finder.axis)
+        rows.append(Row((name,), split, said))
+    summed = call("shard", "row", over=finder.axis)
+    return [*rows, *(Row((name,), summed, "parts are summed") for name in flow.sinks)]
 
 
 def _gathered(finder: Finder, flow: Flow) -> list[Row]:
-    over = f"over={finder.axis}"
+    gathered = call("shard", "col", output="R", over=finder.axis)
+    summed = call("shard", "row", over=finder.axis)
     tables = [name for name in flow.sources if _kind(finder, name) in TABLES]
     return [
         *(
-            Row((name,), f"shard(col, output=R, {over})", "split, then gathered")
+            Row((name,), gathered, "split, then gathered")
             for name in flow.sources
             if name not in tables
         ),
-        *(Row((name,), f"shard(row, {over})", "parts are summed") for name in flow.sinks),
+        *(Row((name,), summed, "parts are summed") for name in flow.sinks),
     ]
 
 
@@ -299,22 +302,23 @@ def _packed(finder: Finder, row: Row) -> Row:
     first = blocks.named[row.names[0]][0]
     parts = finder.trial.fed.parts.get(first, [])
     site = blocks.facts.sites[first]
-    if "col" not in row.call or len(parts) < 2 or sum(parts) != outputs_of(site):
+    if row.call.style != "col" or len(parts) < 2 or sum(parts) != outputs_of(site):
         return row
-    return row.with_argument(f"blocks={parts if len(set(parts)) > 1 else len(parts)}")
+    return row.with_argument("blocks", parts if len(set(parts)) > 1 else len(parts))
 
 
 def _beside(row: Row) -> int:
     """Return the number of equal blocks, each with heads of its own, in what a row splits."""
-    found = re.search(r"blocks=(\d+)", row.call)
-    return int(found[1]) if found else 1
+    blocks = row.call.of("blocks") or ""
+    return int(blocks) if blocks.isdigit() else 1
 
 
 def _viewed(finder: Finder, row: Row) -> Row:
     """A row with as many blocks as a view first takes its modules' outputs apart into."""
     first = finder.trial.blocks.named[row.names[0]][0]
     count = finder.trial.fed.packed.get(first, 0)
-    return row.with_argument(f"blocks={count}") if "col" in row.call and count > 1 else row
+    splits = row.call.style == "col" and count > 1
+    return row.with_argument("blocks", count) if splits else row
 
 
 def _heads(finder: Finder, name: str) -> int:

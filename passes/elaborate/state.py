@@ -33,20 +33,25 @@ SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
 def arguments_text(primitive: Primitive) -> str:
-    """Return the arguments that differ from their defaults as the language has them: `stage=1,
-    over=dp`."""
-    said = []
+    """What differs from the defaults, as the language writes it: `stage=1, over=dp`."""
+    said = arguments_said(primitive)
+    return ", ".join(f"{name}={value}" if name else value for name, value in said)
+
+
+def arguments_said(primitive: Primitive) -> list[tuple[str, str]]:
+    """The same as names and texts of values; "" for one that stands without its name."""
+    said: list[tuple[str, str]] = []
     for one in dataclasses.fields(primitive):  # type: ignore[arg-type]
         value = getattr(primitive, one.name)
         if value == one.default:
             continue
         if is_rest(one.type):
-            said += [f"{name}={_word(each)}" for name, each in value]
+            said += [(name, _word(each)) for name, each in value]
         elif one.kw_only:
-            said.append(f"{one.name}={_word(value)}")
+            said.append((one.name, _word(value)))
         else:
-            said += [_word(v) for v in (value if isinstance(value, tuple) else (value,))]
-    return ", ".join(said)
+            said += [("", _word(v)) for v in (value if isinstance(value, tuple) else (value,))]
+    return said
 
 
 def is_rest(kind: object) -> bool:

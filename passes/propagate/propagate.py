@@ -198,7 +198,8 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
     label = Label(action.span) if action is not None and action.span is not None else Label()
     helps = (*heads[1:], *failure.helps) if heads else failure.helps or _fitting(plan, action, fqn)
     made = () if heads else tuple(_made(plan, failure))
-    helps = (*(f"shard the other one, too: `{site}  {call}`" for site, call in made), *helps)
+    too = (f"{site}  shard({splits}, over={failure.axis})" for site, splits in made)
+    helps = (*(f"shard the other one, too: `{row}`" for row in too), *helps)
     if not heads and action is not None:
         helps = (*_beside(plan, failure, action), *helps)
     if line and not heads and failure.call in RESHAPES and failure.integers:
@@ -214,7 +215,7 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
             notes=notes,
             helps=helps,
             facts=(
-                *(zip(("module", "call"), made[0]) if made else ()),
+                *(zip(("module", "splits"), made[0]) if made else ()),
                 *((("line", line),) if line else ()),
                 *(asked if heads else failure.asked),
             ),
@@ -223,7 +224,7 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
 
 
 def _made(plan: Plan, failure: Mismatch) -> Iterator[tuple[str, str]]:
-    """The rows for replicated parameters that meet sharded heads (a bias table): module, call."""
+    """Replicated parameters that meet sharded heads (a bias table): module, and how they split."""
     names, size = failure.made
     found: dict[str, list[str]] = {}
     for name in sorted(names, reverse=True) if failure.axis is not None else ():
@@ -232,7 +233,7 @@ def _made(plan: Plan, failure: Mismatch) -> Iterator[tuple[str, str]]:
         if len(dims) == 1 and not site.dims and failure.axis not in plan.held(name).axes:
             found.setdefault(str(site), []).append(f"{name.rpartition('.')[2]}=S({dims[0]})")
     for site_name, own in found.items():  # a norm's weight and its bias are sharded together
-        yield site_name, f"shard({', '.join(own)}, over={failure.axis})"
+        yield site_name, ", ".join(own)
 
 
 COMBINED = ("add", "iadd", "radd", "mul", "imul", "rmul", "sub", "isub", "rsub")  # two tensors
