@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.passes.lower.build import build
-from schedlang.runtime.launch.pool import Pool
+from tests.engine import Threads
 from tests.proofs import planned
 
+WHOLE = "cast(bf16, params=true)"
 MICRO = 'pipeline(order="GPipe", micro=4)'
 
 
@@ -62,25 +63,66 @@ def weights_cast(program: Any) -> list[int]:
     return [counted.shapes[shape] for shape in ((10, 6), (3, 10))]
 
 
-@pytest.mark.parametrize("row", ["cast(bf16)", "cast(bf16, params=true)"])
 @pytest.mark.parametrize("rest, times", [(MICRO, 1), ("{up,down} checkpoint()\n" + MICRO, 2)])
-def test_a_weight_is_cast_once_a_step(row: str, rest: str, times: int) -> None:
+def test_a_weight_is_cast_once_a_step(rest: str, times: int) -> None:
     """However many microbatches there are; what runs again after the last forward casts again, so
     that no cast lies beside all gradients."""
-    program = program_of(f"{row}\n{rest}")
+    program = program_of(f"{WHOLE}\n{rest}")
     for _ in range(2):
         assert weights_cast(program) == [times, times]
 
 
-def _gathered(rank: int) -> list[int]:
-    program = program_of(f"cast(bf16)\nzero(stage=3, over=dp)\n{MICRO}", "dp=2")
-    return weights_cast(program)
+def test_autocast_casts_as_torchs_does() -> None:
+    """Once a forward, however often it uses a weight."""
+
+    class Twice(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.down(self.up(x)) + self.down(self.up(-x))
+            return out.float().square().mean()
+
+    plan = planned(Twice(), "cast(bf16)\n" + MICRO, "", "dtype")
+    assert weights_cast(build(plan, points())) == [4, 4]
 
 
-def test_what_is_gathered_is_cast_for_each_use(pool: Pool) -> None:
+def test_gradients_do_not_pile_up() -> None:
+    """Each weight has its gradient when backward has gone past it, in later microbatches too."""
+    program, seen = program_of(f"{WHOLE}\n{MICRO}"), list[str]()
+    module = program.module
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    module.up.register_full_backward_hook(lambda *_: seen.append("backward of up"))
+    program.train_step(points())
+    one = ["down.weight", "down.bias"]
+    each = len(seen) // 4
+    for start in range(0, len(seen), each):
+        step = seen[start : start + each]
+        assert set(step[:2]) == set(one) and "backward of up" in step[2:], step
+
+
+@pytest.mark.parametrize(
+    "rows, mesh, keeps",
+    [
+        ("", "", True),
+        ("zero(stage=1, over=dp)", "dp=2", True),
+        ("zero(stage=3, over=dp)", "dp=2", False),
+        ("up offload(parameters)", "", False),
+    ],
+)
+def test_what_is_gathered_or_fetched_is_cast_for_each_use(
+    threads: Threads, rows: str, mesh: str, keeps: bool
+) -> None:
     """A cast that outlived the parameter would be a copy of what was freed."""
-    for found in pool.run(_gathered, 2, 0):
-        assert found == [4, 4]
+    found = threads.run(_keeps, 2 if mesh else 1, f"{WHOLE}\n{rows}", mesh)
+    assert set(found) == {keeps}
+
+
+def _keeps(rows: str, mesh: str) -> bool:
+    region = program_of(rows, mesh).assembly.region
+    region.begin()
+    try:
+        return region.casts is not None
+    finally:
+        region.end()
 
 
 @pytest.mark.parametrize("row", ["cast(bf16)", "cast(bf16, params=true)"])
@@ -97,27 +139,26 @@ def test_each_step_casts_the_weights_that_it_has(row: str) -> None:
 
 def test_microbatches_add_up_in_the_stored_dtype() -> None:
     """As a loop over microbatches in which each casts by itself, to the last bit."""
-    program = program_of(f"cast(bf16)\n{MICRO}")
+    program = program_of(f"{WHOLE}\n{MICRO}")
     program.train_step(points())
     module = Layers()
     for part in points()["x"].chunk(4):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = module(part)
+        low = {n: p.to(torch.bfloat16) for n, p in module.named_parameters()}
+        loss = torch.func.functional_call(module, low, (part.to(torch.bfloat16),))
         (loss / 4).backward()
     for name, grad in program.gradients().items():
         assert torch.equal(grad, module.get_parameter(name).grad), name
 
 
 def test_a_step_that_fails_keeps_nothing() -> None:
-    """The next use of autocast, of whoever, casts anew."""
-    program = program_of(f"cast(bf16)\n{MICRO}")
+    """The next step casts anew, and so does who calls the module itself."""
+    program = program_of(f"{WHOLE}\n{MICRO}")
     program.train_step(points())
     handle = program.module.down.register_forward_hook(_fail)
     with pytest.raises(RuntimeError, match="stop"):
         program.train_step(points())
     handle.remove()
-    assert torch.autocast_increment_nesting() == 1
-    assert torch.autocast_decrement_nesting() == 0
+    assert program.assembly.region.casts is None
     assert weights_cast(program) == [1, 1]
 
 
