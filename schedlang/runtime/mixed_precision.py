@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from schedlang.ir import nests as pytree
+from schedlang.runtime.adapters.torch_tensor import at_once_in_backward
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.modes import Ambient, ModeOrFactory, ambient
 
@@ -95,7 +96,7 @@ def autocast(
     keeps  casts of weights serve all uses, by torch's own rule: until no autocast is on
     """
     if device == "meta":
-        return Imitated(dtype, keeps)
+        return Imitated(dtype)
     if dtype is None:
         return torch.autocast(device, enabled=False)
     return torch.autocast(device, dtype=dtype, cache_enabled=keeps)
@@ -111,23 +112,17 @@ def imitated(device: str) -> AbstractContextManager[Any]:
 class _Autocasts(threading.local):
     def __init__(self) -> None:
         self.modes: list[Imitated] = []  # the last one decides
-        # of weights, by identity, dtype and whether it is differentiated: each with its weight
-        self.casts: dict[tuple[int, torch.dtype, bool], tuple[Tensor, Tensor]] = {}
-        self.held = False  # what is kept outlives the modes
 
 
 _autocasts = _Autocasts()
 
 
 class Imitated(Ambient):
-    """The dtypes that autocast would give, for tensors without values; `dtype` None: no casts.
+    """The dtypes that autocast would give, for tensors without values; `dtype` None: no casts."""
 
-    keeps  casts of weights serve all uses until no such mode is on, as in `autocast`
-    """
-
-    def __init__(self, dtype: torch.dtype | None, keeps: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype | None) -> None:
         super().__init__()
-        self.dtype, self.keeps = dtype, keeps
+        self.dtype = dtype
 
     def __enter__(self) -> Imitated:
         _autocasts.modes.append(self)
@@ -137,8 +132,6 @@ class Imitated(Ambient):
     def __exit__(self, *error: Any) -> None:
         TorchFunctionMode.__exit__(self, *error)  # type: ignore[no-untyped-call]
         _autocasts.modes.pop()
-        if not _autocasts.modes and not _autocasts.held:
-            _autocasts.casts.clear()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -148,22 +141,15 @@ class Imitated(Ambient):
             return self.run(func, types, args, kwargs)
         wanted = _ruled(func, args, kwargs, self.dtype)
         if wanted is not None:
-            args, kwargs = pytree.tree_map(partial(self._to, dtype=wanted), (args, kwargs))
+            args, kwargs = pytree.tree_map(partial(_to, dtype=wanted), (args, kwargs))
             return func(*args, **kwargs)
         return self.run(func, types, args, kwargs)
 
-    def _to(self, value: Any, dtype: torch.dtype) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
-        if value.dtype in (dtype, torch.float64):
-            return value
-        kept = self.keeps and dtype == self.dtype and value.is_leaf and value.requires_grad
-        if not kept or value.dtype != torch.float32:
-            return value.to(dtype)
-        key = id(value), dtype, torch.is_grad_enabled()
-        if key not in _autocasts.casts:
-            _autocasts.casts[key] = value, value.to(dtype)
-        return _autocasts.casts[key][1]
+
+def _to(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64:
+        return value.to(dtype)
+    return value
 
 
 # ---- A module that computes in another dtype than its parameters are stored in.
@@ -182,7 +168,8 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 class Region:
     """Where a model computes now: the dtype that its parameters are cast to where they are used.
 
-    keeps  a cast serves all uses of a parameter by one module, in a step: in all microbatches
+    keeps  casts serve many uses: what `Whole` casts all uses of a parameter by one module, in all
+           microbatches of a step; what torch.autocast does those of one call, as it is by default
     """
 
     def __init__(self, keeps: bool = False) -> None:
@@ -194,18 +181,11 @@ class Region:
 
     def begin(self) -> None:
         """Keep casts from now on: a step begins."""
-        if self.keeps and self.casts is None:
-            self.casts, _autocasts.held = {}, True
-            torch.autocast_increment_nesting()
+        self.casts = {} if self.keeps else None
 
     def end(self) -> None:
         """Let go of them: the last forward has ended, and graphs hold what is left of them."""
-        if self.casts is None:
-            return
-        self.casts, _autocasts.held = None, False
-        _autocasts.casts.clear()
-        if not torch.autocast_decrement_nesting():
-            torch.clear_autocast_cache()
+        self.casts = None
 
     def auto(self, dtype: torch.dtype, device: str) -> AbstractContextManager[Any]:
         """A part of the model under autocast, its parameters as they are stored."""
@@ -324,7 +304,7 @@ class Used(dict[str, Any]):
             return parameter.to(dtype)
         key = id(self), name, torch.is_grad_enabled()
         if key not in kept or kept[key].dtype != dtype:
-            kept[key] = parameter.to(dtype)
+            kept[key] = at_once_in_backward(parameter.to(dtype))
         return kept[key]
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -29,11 +29,15 @@ model.layers.*.mlp.down_proj shard(row, over=tp)
 """,
 }
 BLOCKS = {"gpt2": "transformer.h", "llama": "model.layers"}
+STAGES = '[1] pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)'
 
 
-def model_of(kind: str, dtype: torch.dtype) -> Any:
+def model_of(kind: str, dtype: torch.dtype, dropout: float = 0.0) -> Any:
     """A model of transformers with a loss that it can name, and no cache: both log while traced."""
-    model: Any = models.gpt2(2) if kind == "gpt2" else models.llama(2)
+    model: Any = models.gpt2(2, dropout) if kind == "gpt2" else models.llama(2)
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = dropout
     model.config.use_cache = False
     model.loss_type = "ForCausalLM"
     return model.to(dtype)
@@ -47,7 +51,9 @@ def rows_of(kind: str, parts: tuple[str, ...]) -> str:
         "tp": SPLIT[kind],
         "checkpoint": f"{BLOCKS[kind]}.* checkpoint()",
         "saving": f"{BLOCKS[kind]}.* checkpoint(save=[linear])",
+        "replicas": "zero(stage=0, over=dp)",
         "zero": "zero(stage=3, over=dp)",
+        "stages": BLOCKS[kind] + STAGES,
     }
     return "\n".join(row for name, row in found.items() if name in parts)
 
@@ -57,22 +63,28 @@ def _trained(kind: str, parts: tuple[str, ...], backend: str) -> tuple[list[floa
     torch._dynamo.reset()
     counters.clear()
     low = bool({"cast", "whole cast"} & set(parts))
-    mesh = ", ".join(f"{axis}=2" for axis, part in (("dp", "zero"), ("tp", "tp")) if part in parts)
+    axes = {"zero": "dp", "replicas": "dp", "tp": "tp", "stages": "pp"}
+    mesh = ", ".join(f"{axis}=2" for part, axis in axes.items() if part in parts)
     batch: dict[str, Any] = {**models.tokens(rows=4), "use_cache": False}
     found: list[Any] = []
     for compiles in (False, True):
-        model = model_of(kind, torch.float32 if low else torch.float64)
+        dropout = 0.1 if "dropout" in parts else 0.0
+        model = model_of(kind, torch.float32 if low else torch.float64, dropout)
         plan = planned(model, rows_of(kind, parts), mesh, *(("dtype",) if low else ()))
         program = build(plan, batch, optimizer=_sgd)
-        for stage in _graphs(program.assembly.module) if compiles else ():
+        for stage in _graphs(program.assembly.module, kind, parts) if compiles else ():
             stage.compile(fullgraph=True, backend=backend)
+        torch.manual_seed(7)
         losses = [program.train_step(batch).item() for _ in range(2)]
         found.append((losses, program.state_dict()))
     return found, [counters["stats"]["unique_graphs"], dict(counters["graph_break"])]
 
 
-def _graphs(module: nn.Module) -> list[nn.Module]:
-    """What may be one graph: the stage; where units of it gather their parameters, each of them."""
+def _graphs(module: nn.Module, kind: str, parts: tuple[str, ...]) -> list[nn.Module]:
+    """What may be one graph: the stage; where units of it gather their parameters, or are told
+    apart, each of them."""
+    if "stages" in parts:
+        return list(module.get_submodule(BLOCKS[kind]))  # type: ignore[call-overload]
     units = [one for one in module.modules() if isinstance(one, FSDPModule) and one is not module]
     return units or [module]
 
@@ -90,7 +102,12 @@ DEEP = [
     ("tp", "saving"),
     ("checkpoint", "whole cast"),
 ]
-CASES = [("tp", "checkpoint", "cast"), ("zero", "tp", "checkpoint", "cast")]
+CASES = [
+    ("tp", "checkpoint", "cast"),
+    ("zero", "tp", "checkpoint", "cast"),
+    ("stages",),
+    ("replicas", "checkpoint", "dropout"),
+]
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -100,7 +117,7 @@ CASES = [("tp", "checkpoint", "cast"), ("zero", "tp", "checkpoint", "cast")]
 def test_a_stage_is_one_graph(pool: Pool, kind: str, parts: tuple[str, ...]) -> None:
     """Under each technique, and all of them, a stage compiles whole and trains as it does without;
     equal blocks share a graph."""
-    world = 2 ** len({"zero", "tp"} & set(parts))
+    world = 2 ** len({"zero", "tp", "stages", "replicas"} & set(parts))
     for (eager, compiled), (graphs, breaks) in pool.run(_trained, world, kind, parts, "aot_eager"):
         assert graphs == 1 and not breaks
         same(eager, compiled, 1e-6 if {"cast", "whole cast"} & set(parts) else 1e-12)

@@ -405,3 +405,28 @@ def test_an_idle_axis_is_refused() -> None:
     """Ranks along an axis that no row uses would all do the same work."""
     with pytest.raises(Refusal, match="no row uses the axis `dp`"):
         build(planned(Small(), "verify(loss)", "dp=2"), _series(4, 1))
+
+
+@pytest.mark.parametrize("order", ["GPipe", "1F1B"])
+def test_accumulation_keeps_one_microbatch(order: str) -> None:
+    """Where nothing is cut each backward follows its forward, as in a loop by hand."""
+    seen: list[str] = []
+
+    class Told(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.up(x)
+            if not out.is_meta and out.requires_grad:
+                seen.append("forward")
+                out.register_hook(lambda grad: seen.append("backward"))
+            return out.square().mean()
+
+    plan = planned(Told(), f'pipeline(order="{order}", micro=3)')
+    batch = {"x": torch.randn(6, 4)}
+    program = build(plan, batch)
+    seen.clear()
+    program.train_step(batch)
+    assert seen == ["forward", "backward"] * 3

@@ -1,4 +1,4 @@
-"""Tensors: `.data =` between devices that torch does not know to be alike."""
+"""Tensors: `.data =` between unlike devices, and when backward comes to what made a tensor."""
 
 from __future__ import annotations
 
@@ -27,3 +27,15 @@ def assignable(
     tensor: Any = torch.Tensor
     tensor.data = property(lambda self: old.__get__(self), assign)
     torch._has_compatible_shallow_copy_type = _has_compatible_shallow_copy_type
+
+
+def at_once_in_backward(made: torch.Tensor) -> torch.Tensor:
+    """Let backward run what made this tensor as soon as its gradient is there; the tensor again.
+
+    Backward goes by age, the youngest node first.  What many microbatches use is older than all of
+    the later ones, so gradients would pile up in front of it, until all else of a backward is done.
+    """
+    node: Any = made.grad_fn
+    if node is not None:
+        node._set_sequence_nr(2**63 - 1)  # as nodes that add to a leaf's gradient have it
+    return made

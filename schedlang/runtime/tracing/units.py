@@ -23,7 +23,7 @@ class Switch:
     A module that stands several times in `names` is as many units: its k-th call (since `using`)
     is the k-th of them, and any further call the last. Without a handler (also in recomputation) a
     unit is called as it is. This is the one place that uses `Module._compiled_call_impl`, torch's
-    own override of a module's call.
+    own override of a module's call: what `module.compile()` puts there is called behind the switch.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
@@ -32,14 +32,16 @@ class Switch:
         self.handler: Handler | None = None
         self.turns: dict[str, int] = {}
         self._before = {n: model.get_submodule(n).__dict__.get(OVERRIDE) for n in names}
-        for name in self._before:
-            model.get_submodule(name).__dict__[OVERRIDE] = self._route(model, name)
+        self._routes = {name: self._route(model, name) for name in self._before}
+        for module, route in self._routes.values():
+            module.__dict__[OVERRIDE] = route
 
-    def _route(self, model: nn.Module, name: str) -> Callable[..., Any]:
-        module, before = model.get_submodule(name), self._before[name]
+    def _route(self, model: nn.Module, name: str) -> tuple[nn.Module, Callable[..., Any]]:
+        module = model.get_submodule(name)
         units = [unit for unit, other in enumerate(self.names) if other == name]
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            before = self._before[name]
             original = before if before is not None else module._call_impl
             if self.handler is None:
                 return original(*args, **kwargs)
@@ -47,11 +49,14 @@ class Switch:
             self.turns[name] = turn + 1
             return self.handler(units[min(turn, len(units) - 1)], original, args, kwargs)
 
-        return call
+        return module, call
 
     @contextmanager
     def using(self, handler: Handler) -> Iterator[None]:
         """Hand calls to `handler` within."""
+        for name, (module, route) in self._routes.items():
+            if (now := module.__dict__[OVERRIDE]) is not route:  # the module was compiled since
+                self._before[name], module.__dict__[OVERRIDE] = now, route
         outer, self.handler, self.turns = (self.handler, self.turns), handler, {}
         try:
             yield
