@@ -164,7 +164,8 @@ def _over(group: Sequence[int], locals_: Sequence[Tensor | None], right: Sequenc
 
 
 def of_parts(x: Tensor, r: Tensor, parts: Mapping[str, Tensor | None]) -> str:
-    """Whether a part of a sum (a microbatch) is missing or counted twice, in words; or ""."""
+    """Return whether a part of a sum (a microbatch) is missing or counted twice, in words; or
+    ""."""
     if x.shape != r.shape:
         return ""
     for name, part in parts.items():

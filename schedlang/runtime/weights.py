@@ -38,7 +38,7 @@ def _there(value: Number) -> bool:
 
 
 def known(values: Sequence[Number]) -> bool:
-    """Whether the host knows all of these numbers."""
+    """Return whether the host knows all of these numbers."""
     return not any(isinstance(value, Tensor) for value in values)
 
 

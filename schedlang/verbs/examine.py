@@ -113,7 +113,7 @@ def check(file: Path, wish: Wish) -> Outcome:
 
 
 def lock(file: Path, wish: Wish) -> Outcome:
-    """Whether the model and the schedule are what the lock file says."""
+    """Return whether the model and the schedule are what the lock file says."""
 
     def ask(outcome: Outcome) -> Outcome:
         from schedlang.verbs.lockfile import compare_lock
@@ -126,7 +126,8 @@ def lock(file: Path, wish: Wish) -> Outcome:
 
 
 def static(file: Path, wish: Wish) -> Outcome:
-    """Whether the plan can be built for the model, and what is proven of it without running."""
+    """Return whether the plan can be built for the model, and what is proven of it without
+    running."""
 
     def ask(outcome: Outcome) -> Outcome:
         from schedlang.passes.static_checks.static import static as proofs
@@ -146,7 +147,8 @@ def static(file: Path, wish: Wish) -> Outcome:
 
 
 def verify(file: Path, wish: Wish, ranks: Ranks) -> Outcome:
-    """Whether the schedule computes what its model computes, or is refused as it is meant to be."""
+    """Return whether the schedule computes what its model computes, or is refused as it is meant to
+    be."""
 
     def ask(outcome: Outcome) -> Outcome:
         from schedlang.runtime.launch.job import limited

@@ -287,7 +287,7 @@ ILLOGICAL: dict[Any, Callable[[Any, Any], bool]] = {
 
 
 def illogical(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether this call draws random numbers in a way that `LOGICAL` does not cover."""
+    """Return whether this call draws random numbers in a way that `LOGICAL` does not cover."""
     if func in ILLOGICAL:
         return ILLOGICAL[func](args, kwargs)
     if kwargs.get("generator") is not None:  # the user's own stream
@@ -303,7 +303,8 @@ def illogical(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def active(overload: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a random operator of torch.ops draws here: not with dropout 0 or out of training."""
+    """Return whether a random operator of torch.ops draws here: not with dropout 0 or out of
+    training."""
     given = dict(zip((a.name for a in overload._schema.arguments), args)) | dict(kwargs)
     if not given.get("train", given.get("training", not _has(overload, "training"))):
         return False
