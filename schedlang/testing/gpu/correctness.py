@@ -20,11 +20,11 @@ from schedlang.kernels import (
     flex_attention,
     gated,
     grouped,
+    liger,
     linear_cross_entropy,
     norm,
     rope,
 )
-from schedlang.kernels import liger
 from schedlang.kernels.check import Comparison
 from schedlang.kernels.device import INTERPRETED, triton
 from schedlang.testing.gpu import contests
