@@ -169,7 +169,7 @@ class offload(Uniform):  # noqa: N801
 
 
 def _meet(sites: tuple[str, ...], fqn: str) -> bool:
-    """Whether one of these modules is that one, lies in it or around it."""
+    """Return whether one of these modules is that one, lies in it or around it."""
     return any(
         f"{one}.".startswith(f"{fqn}." if fqn else "") or f"{fqn}.".startswith(f"{one}.")
         for one in sites

@@ -100,7 +100,8 @@ Places = frozenset[int] | None
 
 
 def gathers_by_rows(plan: Plan, staged: Staged) -> bool:
-    """Whether rows of the timeline gather parameters: in a pipeline that slices them (stage 3)."""
+    """Return whether rows of the timeline gather parameters: in a pipeline that slices them (stage
+    3)."""
     sliced, _ = slicing(plan)
     return staged.axis is not None and sliced is not None and sliced.stage == 3
 

@@ -205,7 +205,7 @@ def _of_rows(plan: Plan, staged: Staged) -> Iterator[Clash]:
 
 
 def _moves(staged: Staged) -> bool:
-    """Whether some backward reads other weights than its forward."""
+    """Return whether some backward reads other weights than its forward."""
 
     table = table_of(staged)
     return table is not None and table.forward != table.backward

@@ -156,7 +156,7 @@ class Failed:
     sites: tuple[str, ...]
 
     def explains(self, plan_sites: Sequence[str]) -> bool:
-        """Whether one of the sites is, holds or lies in one of these."""
+        """Return whether one of the sites is, holds or lies in one of these."""
         return any(
             a == b or a.startswith(f"{b}." if b else "") or b.startswith(f"{a}." if a else "")
             for a in self.sites
@@ -252,7 +252,7 @@ class Expander:
             return False
 
     def _follows(self, problem: Diagnostic, broken: frozenset[str]) -> bool:
-        """Whether a message only says that a refused declaration is missing."""
+        """Return whether a message only says that a refused declaration is missing."""
         if not broken or problem.code not in ("S204", "S210", "S301", "S106", "S111", "S304"):
             return False
         words = [word for fact, word in problem.facts if fact == "unknown"]

@@ -190,7 +190,7 @@ def _loose(file: n.File, state: State) -> Iterator[Diagnostic]:
 
 
 def _checks(row: n.Rule | n.Do) -> bool:
-    """Whether a row asks for more of a proof."""
+    """Return whether a row asks for more of a proof."""
     kind = find(row.call.name.text)
     return kind is not None and issubclass(kind, Checking)
 

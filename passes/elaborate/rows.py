@@ -97,7 +97,7 @@ def repeated(file: object, plan: Plan, seed: int, model: str | None, lines: str 
 
 
 def comes_to(file: n.File, plan: Plan, facts: ModelFacts, settings: Settings) -> bool:
-    """Whether a file's plan is this one, in whatever rows, and is not refused."""
+    """Return whether a file's plan is this one, in whatever rows, and is not refused."""
     try:
         made = expand(file, facts, settings).plan
     except Refusal:

@@ -230,5 +230,5 @@ def agreed(primitive: Primitive, state: State, span: Span) -> None:
 
 
 def _open(value: Any) -> bool:
-    """Whether only a model can tell a value, or one of a list."""
+    """Return whether only a model can tell a value, or one of a list."""
     return value is UNKNOWN or (isinstance(value, tuple) and any(map(_open, value)))

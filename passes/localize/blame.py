@@ -109,7 +109,7 @@ class Again:
 
 
 def _follows(case: Case) -> bool:
-    """Whether the original does as rows say, so that it is another one for other rows."""
+    """Return whether the original does as rows say, so that it is another one for other rows."""
     plan = case.plan
     rules = plan.model.changes, plan.kept, any(routings(plan)), is_lossy(plan)
     return case.parted or case.table is not None or any(map(bool, rules))

@@ -70,7 +70,7 @@ def slice_state(
 
 
 def _waits(plan: Plan, fqn: str) -> bool:
-    """Whether a row lets something in this module compute after its forward."""
+    """Return whether a row lets something in this module compute after its forward."""
     late = (action for action, row in plan.rows_with(Injected) if row.waits)
     return any(s == fqn or s.startswith(f"{fqn}.") for action in late for s in action.sites)
 
@@ -208,7 +208,7 @@ def early_sums(staged: Staged, found: Mapping[str, nn.Parameter], sums: Sequence
 
 
 def _splits(plan: Plan, staged: Staged, stage: int, sliced: Mapping[int, Any]) -> bool:
-    """Whether a stage's backward is run in halves, where the order has halves.
+    """Return whether a stage's backward is run in halves, where the order has halves.
 
     Not where weights are gathered, which are gone again when the second half needs them, nor where
     activations are computed again: each part of a backward would compute all of them.

@@ -364,7 +364,7 @@ def at_home(plan: Plan, staged: Staged) -> Staged:
 
 
 def meet(one: str, other: str) -> bool:
-    """Whether a module is, holds or lies in another."""
+    """Return whether a module is, holds or lies in another."""
     a, b = f"{one}.".lstrip("."), f"{other}.".lstrip(".")
     return a.startswith(b) or b.startswith(a)
 

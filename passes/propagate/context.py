@@ -110,7 +110,7 @@ def answer(subject: Subject, count: int, ask: Question[T]) -> T:
 
 
 def hollow(model: nn.Module) -> bool:
-    """Whether a model has no values."""
+    """Return whether a model has no values."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 

@@ -407,6 +407,6 @@ def _known_sums(plan: Plan, sample: Mapping[str, Any], loss: Loss | None) -> Rea
 
 
 def _again(plan: Plan, fqn: str) -> bool:
-    """Whether the forward of a module is run again in backward, where nothing is shared."""
+    """Return whether the forward of a module is run again in backward, where nothing is shared."""
     sites = {s for a in plan.rows_changing(Facet.RECOMPUTE) for s in a.sites}
     return any(inside(fqn, site) for site in sites)

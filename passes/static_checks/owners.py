@@ -252,7 +252,7 @@ def _step(step: Step, played: Sequence[Role]) -> Iterator[Diagnostic]:
 
 
 def _same_rows(step: Step, one: Role, other: Role) -> bool:
-    """Whether two ranks differ at most in which tokens of the same rows they have."""
+    """Return whether two ranks differ at most in which tokens of the same rows they have."""
     mesh, tokens = step.plan.mesh, step.plan.context_axes
     a, b = mesh.coordinates(one.rank), mesh.coordinates(other.rank)
     return all(a[axis] == b[axis] for axis in mesh.sizes if axis not in tokens)

@@ -45,13 +45,13 @@ def given_up(plan: Plan) -> frozenset[str]:
 
 
 def exact_row(action: Action) -> bool:
-    """Whether a row gives up nothing and can be left out: recomputation, offloading."""
+    """Return whether a row gives up nothing and can be left out: recomputation, offloading."""
     return action.acts and not action.changes(*_NEEDED) and not action.primitive.gives_up
 
 
 def _exact(plan: Plan, action: Action) -> bool:
-    """Whether a row of this plan is exact: what runs again from rounded inputs gives up what they
-    do."""
+    """Return whether a row of this plan is exact: what runs again from rounded inputs gives up what
+    they do."""
     return exact_row(action) and action not in (row for row, _ in meeting(plan))
 
 

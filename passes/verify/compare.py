@@ -107,7 +107,7 @@ def tensor_rows(
 
 
 def is_left_out(key: Key, left_out: Mapping[str, str]) -> bool:
-    """Whether a tensor stands in a part of the output that the program does not give."""
+    """Return whether a tensor stands in a part of the output that the program does not give."""
     return key.kind in OUTPUTS and any(
         key.name == name or key.name.startswith(f"{name}.") for name in left_out
     )

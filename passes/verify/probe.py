@@ -480,5 +480,5 @@ def _hollow(plan: Plan) -> bool:
 
 
 def _has_float64(plan: Plan) -> bool:
-    """Whether the device where the model lies computes in float64."""
+    """Return whether the device where the model lies computes in float64."""
     return all(has_float64(tensor.device) for tensor in plan.model.model.parameters())

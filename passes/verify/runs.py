@@ -338,7 +338,7 @@ def batches_of(case: Case) -> Batches:
 
 
 def _sound(case: Case, batch: Batch) -> bool:
-    """Whether the original takes a derived batch, and its parts make the whole."""
+    """Return whether the original takes a derived batch, and its parts make the whole."""
     try:
         with alone(case) as subject:
             norm = subject.norm(batch)

@@ -227,7 +227,7 @@ class Rounded:
     program: Observation
 
     def rows(self, *, wrong: bool = False) -> list[Row]:
-        """Whether it errs as little as the original does.
+        """Compare the errors of the program with those of the original, which they may not exceed.
 
         Of activations in fewer bits a number that lies where two are as near falls to either side:
         one is a whole step of its block off, above every gate for rounding.  Where rows fail for

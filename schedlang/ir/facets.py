@@ -234,7 +234,7 @@ class Expectation:
         return self.on is None or mesh.device is None or self.on == mesh.device
 
     def holds(self, found: float) -> bool:
-        """Whether a value is within the bound."""
+        """Return whether a value is within the bound."""
         return BOUNDS[self.op](found, self.bound)
 
 

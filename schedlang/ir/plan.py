@@ -58,7 +58,7 @@ class Action:
         return known if self.primitive.takes == "selection" else known[0]
 
     def changes(self, *facets: Facet) -> bool:
-        """Whether the row writes one of these facets."""
+        """Return whether the row writes one of these facets."""
         return self.primitive.changes(*facets)
 
     @property

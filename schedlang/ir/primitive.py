@@ -113,7 +113,7 @@ class Primitive:
             _registry[cls.__name__] = cls
 
     def changes(self, *facets: Facet) -> bool:
-        """Whether it writes one of these facets."""
+        """Return whether it writes one of these facets."""
         return not self.writes.isdisjoint(facets)
 
     @property

@@ -352,7 +352,7 @@ def shared(plan: Plan, action: Action) -> Plan | None:
 
 
 def changed(before: Plan, after: Plan) -> bool:
-    """Whether a row has changed what `alike` compares."""
+    """Return whether a row has changed what `alike` compares."""
     return any(getattr(before, name) is not getattr(after, name) for name in MAPS)
 
 

@@ -92,7 +92,7 @@ def _fact(node: n.Name, parts: tuple[str, ...], names: Names) -> Any:
 
 
 def _is_computed(holder: object, name: str) -> bool:
-    """Whether reading the attribute would run code written for it."""
+    """Return whether reading the attribute would run code written for it."""
     found = inspect.getattr_static(type(holder), name, None) if holder is not None else None
     return isinstance(found, property) or inspect.isroutine(found)
 

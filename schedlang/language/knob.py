@@ -44,7 +44,7 @@ class Knob:
         return (False, True) if self.type == "bool" else ()
 
     def allows(self, value: Any) -> bool:
-        """Whether a value of the right type lies in the domain."""
+        """Return whether a value of the right type lies in the domain."""
         if self.choices is not None:
             return value in self.choices
         return self.interval is None or self.interval[0] <= value <= self.interval[1]

@@ -325,7 +325,7 @@ class Printer:
         self._block(start, block)
 
     def _holds_comment(self, block: n.Block) -> bool:
-        """Whether a comment stands between the braces."""
+        """Return whether a comment stands between the braces."""
         return bool(self.comments) and self.comments[0].span.line < self._end(block)
 
     def _block(self, start: str, block: n.Block) -> None:
@@ -374,7 +374,7 @@ def _first_block(node: n.Node) -> n.Block | None:
 
 
 def _apart(before: n.Item | None, item: n.Item) -> bool:
-    """Whether a blank line must stand between two items at the top of a file."""
+    """Return whether a blank line must stand between two items at the top of a file."""
     blocks = n.Step | n.Def | n.Override
     same = type(before) is type(item)
     return not same or isinstance(item, blocks) or isinstance(before, blocks)

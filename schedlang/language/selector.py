@@ -351,7 +351,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def _fixed(path: n.Path) -> bool:
-    """Whether a path names the same whatever names mean: its bounds are numbers."""
+    """Return whether a path names the same whatever names mean: its bounds are numbers."""
     items = [item for seg in path.segs for item in seg.index]
     each = (
         (item,) if isinstance(item, str) else (item.start, item.stop, item.step) for item in items

@@ -89,7 +89,7 @@ class Made:
 
 
 def is_masked(tensor: Tensor) -> bool:
-    """Whether a tensor is a product with a mask, as noted by `note_mask`."""
+    """Return whether a tensor is a product with a mask, as noted by `note_mask`."""
     return "_schedlang_masked" in tensor.__dict__
 
 

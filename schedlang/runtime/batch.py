@@ -318,7 +318,7 @@ def sample_of(batch: Batch, replicas: int, micro: int) -> dict[str, Any]:
 
 
 def even(batch: Batch, replicas: int, micro: int) -> bool:
-    """Whether all parts have as many rows."""
+    """Return whether all parts have as many rows."""
     return rows_of(batch) % (replicas * micro) == 0
 
 
@@ -389,7 +389,7 @@ def _stacked(values: Sequence[Any], rows: Sequence[int], weights: Sequence[float
 
 
 def _either_dim(values: Sequence[Tensor], rows: Sequence[int]) -> bool:
-    """Whether dim 0 has several entries for each row, and another dim has exactly one."""
+    """Return whether dim 0 has several entries for each row, and another dim has exactly one."""
     if values[0].shape[0] == rows[0]:
         return False
     others = zip(*(v.shape[1:] for v in values))
@@ -403,7 +403,7 @@ def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
 
 
 def _by_rows(values: Sequence[Tensor], rows: Sequence[int]) -> bool:
-    """Whether dim 0 holds the same number of rows for each sample, in all parts."""
+    """Return whether dim 0 holds the same number of rows for each sample, in all parts."""
     if any(not v.ndim or v.shape[0] % count for v, count in zip(values, rows)):
         return False
     each = {v.shape[0] // count for v, count in zip(values, rows)}

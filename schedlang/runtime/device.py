@@ -74,23 +74,22 @@ def make_current(device: torch.device) -> None:
 
 
 def on_accelerator(where: Tensor | torch.device) -> bool:
-    """Whether a tensor lies, or a device is, apart from the host: neither CPU nor meta."""
-    kind = (where.device if isinstance(where, Tensor) else where).type
-    return kind != _HOST and kind != _NOT_THERE
+    """Return whether a tensor lies, or a device is, apart from the host: neither CPU nor meta."""
+    return _accelerates(where.device if isinstance(where, Tensor) else where)
 
 
 def on_host(where: Tensor | torch.device) -> bool:
-    """Whether a tensor lies in the memory of the host."""
+    """Return whether a tensor lies in the memory of the host."""
     return (where.device if isinstance(where, Tensor) else where).type == HOST.type
 
 
 def not_there(where: Tensor | torch.device) -> bool:
-    """Whether a device has shapes and no bytes."""
+    """Return whether a device has shapes and no bytes."""
     return (where.device if isinstance(where, Tensor) else where).type == _NOT_THERE
 
 
 def has_float64(device: torch.device) -> bool:
-    """Whether a device computes in float64; Apple's does not."""
+    """Return whether a device computes in float64; Apple's does not."""
     return device.type != "mps"
 
 
@@ -107,7 +106,7 @@ def _accelerates(device: torch.device) -> bool:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether work on a device is ordered by streams."""
+    """Return whether work on a device is ordered by streams."""
     return _accelerates(device) and hasattr(torch.get_device_module(device), "Stream")
 
 
@@ -190,7 +189,7 @@ def host_empty(shape: Sequence[int], dtype: torch.dtype, *, beside: torch.device
 
 
 def same_kind(one: torch.device, other: torch.device) -> bool:
-    """Whether two devices are of one type, whatever their numbers."""
+    """Return whether two devices are of one type, whatever their numbers."""
     return one.type == other.type
 
 

@@ -55,7 +55,8 @@ class Ambient(TorchFunctionMode):
 
 
 def _plain(kind: Any) -> bool:
-    """Whether tensors of this class have no rules of their own, which must see the function."""
+    """Return whether tensors of this class have no rules of their own, which must see the
+    function."""
     rules: Any = kind.__torch_function__
     inherited: Any = torch.Tensor.__torch_function__
     plain = rules is torch._C._disabled_torch_function_impl

@@ -34,7 +34,7 @@ def counted(values: Sequence[Number]) -> list[Number]:
 
 
 def known(values: Sequence[Number]) -> bool:
-    """Whether the host knows all of these numbers."""
+    """Return whether the host knows all of these numbers."""
     return not any(isinstance(value, Tensor) for value in values)
 
 

@@ -113,7 +113,7 @@ def check(file: Path, wish: Wish) -> Outcome:
 
 
 def lock(file: Path, wish: Wish) -> Outcome:
-    """Whether the model and the schedule are what the lock file says."""
+    """Compare the model and the schedule with the lock file."""
 
     def ask(outcome: Outcome) -> Outcome:
         from schedlang.verbs.lockfile import compare_lock
@@ -126,7 +126,7 @@ def lock(file: Path, wish: Wish) -> Outcome:
 
 
 def static(file: Path, wish: Wish) -> Outcome:
-    """Whether the plan can be built for the model, and what is proven of it without running."""
+    """Plan the schedule for its model, and prove what can be proven without running."""
 
     def ask(outcome: Outcome) -> Outcome:
         from schedlang.passes.static_checks.static import static as proofs
@@ -146,7 +146,7 @@ def static(file: Path, wish: Wish) -> Outcome:
 
 
 def verify(file: Path, wish: Wish, ranks: Ranks) -> Outcome:
-    """Whether the schedule computes what its model computes, or is refused as it is meant to be."""
+    """Prove that the schedule computes what its model computes, or is refused as it is meant to."""
 
     def ask(outcome: Outcome) -> Outcome:
         from schedlang.runtime.launch.job import limited

@@ -65,7 +65,7 @@ def fmt(
 
 
 def _differs(file: Path, before: str, after: str) -> bool:
-    """Whether the bytes would change: also line ends and a byte order mark count."""
+    """Return whether the bytes would change: also line ends and a byte order mark count."""
     return before != after or bytes_of(file) != after.encode()
 
 

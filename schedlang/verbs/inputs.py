@@ -54,7 +54,7 @@ def _pair(option: str, text: str) -> tuple[str, str]:
 
 
 def is_saved(file: Path) -> bool:
-    """Whether a file begins as JSON does, and no schedule."""
+    """Return whether a file begins as JSON does, and no schedule."""
     try:
         with regular(file) as opened:
             return opened.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.tables import joined, number, size, table, widths, wrapped
@@ -38,13 +38,7 @@ class Effect:
 
     def to_json(self) -> dict[str, object]:
         """Return plain values."""
-        return {
-            "kind": self.kind,
-            "axes": list(self.axes),
-            "what": self.what,
-            "count": self.count,
-            "bytes": self.bytes,
-        }
+        return asdict(self) | {"axes": list(self.axes)}
 
 
 @dataclass(frozen=True)

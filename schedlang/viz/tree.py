@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.passes.elaborate.state import short
@@ -54,15 +54,7 @@ class Node:
             "count": self.count,
             "parameters": self.numel,
             "tensors": [
-                {
-                    "name": t.name,
-                    "dtype": t.dtype,
-                    "shape": list(t.shape),
-                    "dims": list(t.dims),
-                    "tied": t.tied,
-                    "trained": t.trained,
-                }
-                for t in self.tensors
+                asdict(t) | {"shape": list(t.shape), "dims": list(t.dims)} for t in self.tensors
             ],
             "children": [child.to_json() for child in self.children],
         }

@@ -462,7 +462,7 @@ def _nothing() -> None:
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Whether shape, strides and storage say all that there is to know of it."""
+    """Return whether shape, strides and storage say all that there is to know of it."""
     dense = type(tensor) in _KINDS and tensor.layout is torch.strided
     return dense and not tensor.is_conj() and not tensor.is_neg()
 
@@ -471,7 +471,7 @@ _KINDS = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def _repeatable(operator: Any) -> bool:
-    """Whether a second run gives the same, and changes nothing."""
+    """Return whether a second run gives the same, and changes nothing."""
     return not _sends(operator) and fresh(operator)
 
 

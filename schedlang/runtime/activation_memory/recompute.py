@@ -465,7 +465,7 @@ class _Known:
         self.facts = _facts(tensor)
 
     def is_(self, tensor: Tensor) -> bool:
-        """Whether this is that tensor, or the same view of it, not written into since."""
+        """Return whether this is that tensor, or the same view of it, not written into since."""
         if type(tensor) is not Tensor or self.storage.expired():  # type: ignore[no-untyped-call]
             return False
         return bool(

@@ -239,7 +239,7 @@ class Results:
         self.found: dict[Hashable, _Result] = {}
 
     def names(self, key: Hashable | None) -> bool:
-        """Whether the result of the call of this name is kept."""
+        """Return whether the result of the call of this name is kept."""
         return key is not None and (self.chosen is None or key in self.chosen)
 
     def noting(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -145,7 +145,7 @@ class Numbered(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether functions stay compiled."""
+        """Return whether functions stay compiled."""
         return True
 
     def __enter__(self) -> Any:
@@ -248,7 +248,7 @@ def name_of(operator: Any) -> str:
 
 
 def fresh(operator: Any) -> bool:
-    """Whether it gives something new, and writes into nothing."""
+    """Return whether it gives something new, and writes into nothing."""
     schema = getattr(operator, "_schema", None)
     if schema is None:  # of a higher order
         return True
@@ -258,7 +258,7 @@ def fresh(operator: Any) -> bool:
 
 
 def draws(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call moves the random state on.
+    """Return whether this call moves the random state on.
 
     Operators of packages may not say that they draw; of these a rate of dropout tells it.
     """
@@ -325,13 +325,13 @@ def operators(save: tuple[str, ...]) -> frozenset[str]:
 
 
 def keeps(kept: frozenset[str], operator: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the result of a call is kept: of these operators, new, and the same again."""
+    """Return whether the result of a call is kept: of these operators, new, and the same again."""
     wanted = name_of(operator) in kept or ("attention" in kept and attends(operator))
     return wanted and fresh(operator) and not draws(operator, args, kwargs)
 
 
 def attends(operator: Any) -> bool:
-    """Whether an operator that is not torch's own says by its name that it is an attention's
+    """Return whether an operator that is not torch's own says by its name that it is an attention's
     forward, as `flash_attn::_flash_attn_forward`, and writes into nothing."""
     space, _, _ = name_of(operator).partition("::")
     said = name_of(operator).lower()

@@ -314,7 +314,7 @@ def _told(item: Item) -> str | dict[str, str]:
 
 
 def _unlike(told: Sequence[Mapping[str, str] | None]) -> bool:
-    """Whether two ranks say different things of one part."""
+    """Return whether two ranks say different things of one part."""
     seen: dict[str, str] = {}
     return any(
         seen.setdefault(name, text) != text for one in told for name, text in (one or {}).items()

@@ -110,7 +110,8 @@ class World:
         return home
 
     def queues(self, device: torch.device) -> bool:
-        """Whether messages of two ranks in one group run one after the other, each until it is met.
+        """Return whether messages of two ranks in one group run one after the other, each until it
+        is met.
 
         So it is with NCCL and its kin; gloo keeps what arrives apart until it is asked for.
         """
@@ -118,7 +119,8 @@ class World:
         return devices.on_accelerator(device) and kind != _HOSTS
 
     def by_host(self, device: torch.device) -> bool:
-        """Whether messages of a device have to be copied to the host: gloo sends from there."""
+        """Return whether messages of a device have to be copied to the host: gloo sends from
+        there."""
         return devices.on_accelerator(device) and self.backends.get(device.type) == _HOSTS
 
     @cached_property
@@ -320,7 +322,7 @@ def job() -> World:
 
 
 def joined() -> bool:
-    """Whether this process is a rank of a job."""
+    """Return whether this process is a rank of a job."""
     return dist.is_initialized()
 
 
@@ -338,7 +340,7 @@ def size() -> int:
 
 
 def to_join() -> bool:
-    """Whether torchrun has started this process for a job that it has not joined yet."""
+    """Return whether torchrun has started this process for a job that it has not joined yet."""
     return not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -449,7 +451,7 @@ class _ByHost:
             self.into.copy_(self.host)
 
     def is_completed(self) -> bool:
-        """Whether it has come to the host."""
+        """Return whether it has come to the host."""
         return bool(self.work.is_completed())
 
 
@@ -556,7 +558,7 @@ def kinds(value: T) -> list[tuple[T, tuple[int, ...]]]:
 
 
 def anywhere(here_: bool) -> bool:
-    """Whether something is so on any rank of the job."""
+    """Return whether something is so on any rank of the job."""
     world = here()
     if world.size == 1:
         return here_
@@ -633,7 +635,7 @@ def packed(value: object) -> bytes:
 
 
 def _serves_host(group: ProcessGroup | None) -> bool:
-    """Whether tensors of the host can be given to a group."""
+    """Return whether tensors of the host can be given to a group."""
     told = dist.get_backend_config(group).split(",")
     return any(one.startswith(f"{devices.HOST.type}:") for one in told)
 

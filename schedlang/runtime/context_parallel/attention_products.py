@@ -253,7 +253,8 @@ def factors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any
 
 
 def scored(found: Sequence[Any], length: int) -> bool:
-    """Whether factors are queries and keys of so many tokens: [.., tokens, d], [.., d, tokens]."""
+    """Return whether factors are queries and keys of so many tokens: [.., tokens, d], [.., d,
+    tokens]."""
     if len(found) != 2 or not all(isinstance(x, Tensor) and x.dim() > 2 for x in found):
         return False
     a, b = found

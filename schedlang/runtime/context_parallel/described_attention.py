@@ -211,7 +211,7 @@ def _rule(module: nn.Module, mask: Any, is_causal: bool | None) -> Mask:
 
 
 def is_causal(seat: Seat, seen: Tensor) -> bool:
-    """Whether booleans, of the queries here and all keys, say that none sees a later one."""
+    """Return whether booleans, of the queries here and all keys, say that none sees a later one."""
     if seen.is_meta or seen.shape[-2] != seat.length:
         return False
     at = seat.positions(seen.device)[:, None]

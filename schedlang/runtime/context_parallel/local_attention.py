@@ -104,7 +104,7 @@ def _summed(x: Tensor, heads: int) -> Tensor:
 
 
 def usable(q: Tensor, v: Tensor) -> bool:
-    """Whether torch has an operator for such tensors that has been seen to be right here."""
+    """Return whether torch has an operator for such tensors that has been seen to be right here."""
     same = q.shape[-1] == v.shape[-1]
     return same and not q.is_meta and q.dtype in SMALL and _right(q.dtype, q.device, q.shape[-1])
 

@@ -27,7 +27,7 @@ class Reach:
     chunk: int | None = None
 
     def nothing(self, queries: range, keys: range) -> bool:
-        """Whether none of the queries sees one of the keys."""
+        """Return whether none of the queries sees one of the keys."""
         q0, q1, k0, k1 = queries[0], queries[-1], keys[0], keys[-1]
         late = self.ahead is not None and k0 - q1 > self.ahead
         early = self.back is not None and q0 - k1 > self.back
@@ -37,7 +37,7 @@ class Reach:
         return late or early or apart
 
     def everything(self, queries: range, keys: range) -> bool:
-        """Whether every query sees every key."""
+        """Return whether every query sees every key."""
         q0, q1, k0, k1 = queries[0], queries[-1], keys[0], keys[-1]
         late = self.ahead is not None and k1 - q0 > self.ahead
         early = self.back is not None and q1 - k0 > self.back
@@ -77,7 +77,7 @@ def wanted(reach: Reach, layout: Layout, sizes: tuple[int, ...]) -> frozenset[tu
 
 
 def sees(reach: Reach, layout: Layout, queries: int, keys: int) -> bool:
-    """Whether a query of one place may see a key of another."""
+    """Return whether a query of one place may see a key of another."""
     return any(not reach.nothing(q, k) for q in layout.runs[queries] for k in layout.runs[keys])
 
 

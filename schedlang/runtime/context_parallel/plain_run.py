@@ -28,7 +28,7 @@ Outputs = dict[str, Tensor]
 
 
 def depends_on_tokens(trial: Trial, sites: Sequence[str]) -> bool:
-    """Whether the model alone gives some tokens another result than in the full sequence.
+    """Return whether the model alone gives some tokens another result than in the full sequence.
 
     Attentions inside of the modules `sites` see the keys of all tokens, those elsewhere only their
     own.  True where it cannot be told, as for a model that does not run on some tokens.
@@ -45,7 +45,7 @@ def depends_on_tokens(trial: Trial, sites: Sequence[str]) -> bool:
 
 
 def runs(trial: Trial) -> bool:
-    """Whether the model alone takes the trial's batch, and one of a token less."""
+    """Return whether the model alone takes the trial's batch, and one of a token less."""
     total = sum(trial.lengths)
     try:
         for length in (total, total - 1):
@@ -58,7 +58,8 @@ def runs(trial: Trial) -> bool:
 def _same(
     trial: Trial, sites: Sequence[str], products: bool, counted: bool, more: int, labels: bool
 ) -> bool:
-    """Whether every module gives each part what it gives those tokens, and the losses make one.
+    """Return whether every module gives each part what it gives those tokens, and the losses make
+    one.
 
     `counted`: positions that are counted from shapes are those of the tokens.  `more`: tokens by
     which parts overlap, for a model that moves its labels.  `labels`: count them here.
@@ -220,7 +221,7 @@ class _Answers(_Model):
         return self.noted[self.calls - 1][..., self.held, :]
 
     def _known(self, value: Tensor) -> bool:
-        """Whether it is a parameter or buffer."""
+        """Return whether it is a parameter or buffer."""
         return (tuple(value.shape), value.dtype) in self.shapes
 
     def _taken(self, value: Tensor, key: Any) -> Tensor:

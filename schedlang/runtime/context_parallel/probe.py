@@ -461,7 +461,7 @@ def candidates(trial: Trial, kind: str, ranks: int) -> Iterator[Tokens]:
 
 
 def _given(trial: Trial) -> bool:
-    """Whether labels may come moved already."""
+    """Return whether labels may come moved already."""
     return trial.loss is None and (_takes(trial, "shift_labels") or _takes(trial, "**"))
 
 

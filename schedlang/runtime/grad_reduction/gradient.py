@@ -90,7 +90,8 @@ class Flat:
         return [view._version for view in self.views]
 
     def at_home(self) -> bool:
-        """Whether all gradients lie here: nothing has put another tensor in the place of one."""
+        """Return whether all gradients lie here: nothing has put another tensor in the place of
+        one."""
         return bool(self.views) and all(
             [p.grad is view for p, view in zip(self.parameters, self.views)]
         )
@@ -165,7 +166,7 @@ class Held(dict[str, nn.Parameter]):
         self._buckets.clear()
 
     def _free(self, parameter: nn.Parameter) -> bool:
-        """Whether a gradient may be part of a flat tensor, and is of none yet."""
+        """Return whether a gradient may be part of a flat tensor, and is of none yet."""
         away = offloads_gradient(parameter) or tier_of(parameter) != DEVICE
         return not away and not isinstance(parameter, DTensor) and id(parameter) not in self._flat
 

@@ -285,7 +285,8 @@ def _spent_since(ranks: Sequence[Rank]) -> Times:
 
 
 def works(now: tuple[float, float], then: tuple[float, float], hang_after: float) -> bool:
-    """Whether a process that had so much of a processor, and waited so long for one, works."""
+    """Return whether a process that had so much of a processor, and waited so long for one,
+    works."""
     ran, queued = now[0] - then[0], now[1] - then[1]
     return ran >= _SLEEPING * hang_after or ran + queued >= _WANTING * hang_after
 

@@ -211,7 +211,8 @@ class LazyLogits(StandIn):
     # -- the losses ------------------------------------------------------------------------------
 
     def has_loss(self) -> bool:
-        """Whether the loss can still be computed in their place: they are not computed yet."""
+        """Return whether the loss can still be computed in their place: they are not computed
+        yet."""
         return self.real is None
 
     def statistics(self, target: Tensor, form: Form) -> Three:

@@ -224,5 +224,5 @@ def _device(given: Any, usual: torch.device) -> torch.device:
 
 
 def _in_backward() -> bool:
-    """Whether autograd is at work: this is a recomputation."""
+    """Return whether autograd is at work: this is a recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -135,7 +135,8 @@ def _parts(group: dict[str, Any]) -> Sequence[dict[str, Any]]:
 
 
 def _as_list(group: dict[str, Any]) -> bool:
-    """Whether a group is updated in one call, as far as is known: of None the device decides."""
+    """Return whether a group is updated in one call, as far as is known: of None the device
+    decides."""
     asked = [group[key] for key in _LISTS if key in group]
     if any(asked):
         return True

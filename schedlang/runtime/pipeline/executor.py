@@ -359,7 +359,7 @@ class Pipeline:
         return self._orders[(count, train)]
 
     def _works(self, op: Op) -> bool:
-        """Whether an operation is a backward that does something on its stage."""
+        """Return whether an operation is a backward that does something on its stage."""
         return op.kind in BACKWARD and (op.kind is not Kind.W or self.stages[op.stage].split)
 
 

@@ -260,7 +260,7 @@ class Stage:
             self.stub = stub or Stub(hollow_model(model, {}), cut)
 
     def waits(self, weight: torch.Tensor) -> bool:
-        """Whether the gradient of a weight is left to W."""
+        """Return whether the gradient of a weight is left to W."""
         return self._late is None or id(weight) in self._late
 
     def _back(self, tokens: Sequence[Token]) -> tuple[Token, ...]:
@@ -268,11 +268,11 @@ class Stage:
         return tuple(token for token in tokens if self.differentiable(token))
 
     def mutated(self, token: Token) -> bool:
-        """Whether the model writes into this value."""
+        """Return whether the model writes into this value."""
         return self.cut.graph.leaves[token].mutated
 
     def differentiable(self, token: Token) -> bool:
-        """Whether gradients come back for this value."""
+        """Return whether gradients come back for this value."""
         return self.cut.graph.leaves[token].differentiable
 
     def forward(

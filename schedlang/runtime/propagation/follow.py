@@ -87,14 +87,14 @@ def _followed(step: Step, axis: str, whole: Shape, dims: Sequence[int], place: i
     if tag.uneven != EVEN:
         return None
     size = step.follower.sizes[axis]
-    seen = alone(step.func, step.args, step.kwargs, shapes, tags, size, place)
+    seen = shape_along(step.func, step.args, step.kwargs, shapes, tags, size, place)
     if seen is None or len(seen) != len(whole):
         return tag.dim if len(before) == len(whole) and tag.dim in dims else None
     fits = [d for d in dims if seen[d] * size == whole[d]]
     return fits[0] if len(fits) == 1 else None
 
 
-def alone(
+def shape_along(
     func: Callable[..., Any],
     args: Any,
     kwargs: Any,
@@ -103,7 +103,7 @@ def alone(
     size: int,
     place: int,
 ) -> Shape | None:
-    """The shape of a result where one axis alone splits what goes in; None where it cannot run.
+    """Return the shape of a result where one axis alone splits its inputs; None if it cannot run.
 
     `shapes` are the whole shapes of the tensors among the arguments, `tags` their splits.
     """

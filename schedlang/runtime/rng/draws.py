@@ -286,17 +286,8 @@ ILLOGICAL: dict[Any, Callable[[Any, Any], bool]] = {
 }
 
 
-def may_draw(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call may draw random numbers at all, as far as the function alone tells."""
-    named = func in LOGICAL or func in ILLOGICAL or isinstance(func, _OPERATORS)
-    return named or "generator" in kwargs
-
-
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # each says itself if it draws
-
-
-def illogical(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether this call draws random numbers in a way that `LOGICAL` does not cover."""
+def illogical(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether this call draws random numbers in a way that `LOGICAL` does not cover."""
     if func in ILLOGICAL:
         return ILLOGICAL[func](args, kwargs)
     if kwargs.get("generator") is not None:  # the user's own stream
@@ -312,7 +303,8 @@ def illogical(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def active(overload: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a random operator of torch.ops draws here: not with dropout 0 or out of training."""
+    """Return whether a random operator of torch.ops draws here: not with dropout 0 or out of
+    training."""
     given = dict(zip((a.name for a in overload._schema.arguments), args)) | dict(kwargs)
     if not given.get("train", given.get("training", not _has(overload, "training"))):
         return False

@@ -87,7 +87,8 @@ EVERY = -1  # stands for all samples of a batch where they share one mask
 
 
 def is_unbatched(known: Unbatched, site: str, call: int) -> bool:
-    """Whether a draw has no dim of samples: all rows of a batch, wherever they are, share its mask.
+    """Return whether a draw has no dim of samples: all rows of a batch, wherever they are, share
+    its mask.
 
     Evaluation makes some draws only and counts them otherwise: there all of the site have to be so.
     """

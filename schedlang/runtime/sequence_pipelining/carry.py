@@ -261,7 +261,8 @@ def caller() -> Place:
 
 
 def upto(args: Sequence[Any], kwargs: Mapping[str, Any], length: int) -> bool:
-    """Whether these are the arguments of torch.arange(length), or torch.arange(0, length)."""
+    """Return whether these are the arguments of torch.arange(length), or torch.arange(0,
+    length)."""
     ends = tuple(args) or tuple(kwargs[name] for name in ("start", "end") if name in kwargs)
     return ends in ((length,), (0, length))
 

@@ -220,7 +220,7 @@ def candidates(trial: Trial) -> Iterator[Slicing]:
 
 
 def has_cache(model: nn.Module) -> bool:
-    """Whether it is a model of transformers that takes a cache of keys and values."""
+    """Return whether it is a model of transformers that takes a cache of keys and values."""
     if not any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
         return False
     return "past_key_values" in inspect.signature(model.forward).parameters
@@ -399,7 +399,8 @@ def dims_of(
 
 
 def _left(trial: Trial, slicing: Slicing) -> bool:
-    """Whether rows that begin with padding, a whole slice of it and more, come out right, too."""
+    """Return whether rows that begin with padding, a whole slice of it and more, come out right,
+    too."""
     masks = masks_of(trial.batch)
     if not masks:
         return True

@@ -177,7 +177,8 @@ def along(batch: Batch) -> frozenset[str]:
 
 
 def sections(value: Any, total: int, rows: int) -> bool:
-    """Whether a tensor holds several positions of every token: integers [sections, rows, tokens].
+    """Return whether a tensor holds several positions of every token: integers [sections, rows,
+    tokens].
 
     So multimodal models have them, for rotations by time, height and width.
     """
@@ -190,7 +191,8 @@ def sections(value: Any, total: int, rows: int) -> bool:
 
 
 def runs_along(value: Any, total: int, rows: int) -> bool:
-    """Whether a tensor runs along the sequence: [rows, tokens, ..] or a mask of four dims."""
+    """Return whether a tensor runs along the sequence: [rows, tokens, ..] or a mask of four
+    dims."""
     if not isinstance(value, Tensor) or value.dim() < 2:
         return False
     if value.dim() == 4 and value.shape[-1] == total and value.shape[2] in (1, total):

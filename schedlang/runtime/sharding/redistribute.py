@@ -43,7 +43,7 @@ class Crossing:
 
 
 def switches(source: Placement, target: Placement) -> bool:
-    """Whether parts along one dim become parts along another, all equally large."""
+    """Return whether parts along one dim become parts along another, all equally large."""
     both = [p for p in (source, target) if isinstance(p, S) and p.blocks == 1 and p.uneven == EVEN]
     return len(both) == 2 and dim_of(both[0]) != dim_of(both[1])
 

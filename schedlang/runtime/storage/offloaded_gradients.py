@@ -91,7 +91,7 @@ class _Offloaded:
         self._more.append((host, event))
 
     def waits_for(self, event: object) -> bool:
-        """Whether what comes behind an event is yet to be added."""
+        """Return whether what comes behind an event is yet to be added."""
         return any(one is event for _, one in self._more)
 
     def add_until(self, event: object) -> None:
@@ -129,7 +129,7 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
 
 
 def offloads_gradient(parameter: Tensor) -> bool:
-    """Whether the gradients of a parameter leave."""
+    """Return whether the gradients of a parameter leave."""
     return OFFLOADED in vars(parameter)
 
 

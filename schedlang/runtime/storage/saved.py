@@ -194,7 +194,7 @@ def _inside(
 
 
 def plain(tensor: Tensor) -> bool:
-    """Whether a tensor is bytes in memory and nothing else."""
+    """Return whether a tensor is bytes in memory and nothing else."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return False
     return not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())

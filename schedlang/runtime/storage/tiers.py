@@ -61,7 +61,7 @@ _making = _Making()
 
 
 def gone(reference: StorageWeakRef) -> bool:
-    """Whether nothing holds a storage any more."""
+    """Return whether nothing holds a storage any more."""
     return bool(reference.expired())  # type: ignore[no-untyped-call]
 
 

@@ -49,7 +49,7 @@ def not_a_loss(value: Any, model: Any = None, batch: Mapping[str, Any] | None = 
 
 
 def is_loss(value: Any) -> bool:
-    """Whether a loss function gave what a backward can begin from."""
+    """Return whether a loss function gave what a backward can begin from."""
     return isinstance(value, Tensor) and value.numel() == 1
 
 

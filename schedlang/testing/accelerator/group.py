@@ -202,7 +202,7 @@ class Work:
         return True
 
     def is_completed(self) -> bool:
-        """Whether the results are there."""
+        """Return whether the results are there."""
         return self.finished
 
     def result(self) -> list[Tensor]:
@@ -231,7 +231,7 @@ class Together:
         return True
 
     def is_completed(self) -> bool:
-        """Whether all results are there."""
+        """Return whether all results are there."""
         return all(work.finished for work in self.works)
 
     def result(self) -> list[Tensor]:
@@ -425,7 +425,7 @@ class Group:
                 State.core.closed(ticket)
 
     def _arrived(self, work: Work) -> bool:
-        """Whether it is done, after a moment of waiting."""
+        """Return whether it is done, after a moment of waiting."""
         if work.item is not None:
             if not work.item.done.wait(_SLICE.total_seconds()):
                 return False
@@ -474,7 +474,7 @@ class Group:
         return None, 0
 
     def _met(self, one: Transfer, key: int) -> bool:
-        """Whether the other side is at the head of its queue, too."""
+        """Return whether the other side is at the head of its queue, too."""
         opposite = "recv" if one.kind == "send" else "send"
         column = RING + (self.size if key == self.size else self.rank)
         theirs = self.board.read(one.peer, column)

@@ -104,12 +104,12 @@ class Operation:
     label: str
 
     def after(self, other: Operation) -> bool:
-        """Whether an order puts this after the other."""
+        """Return whether an order puts this after the other."""
         return other.index < len(self.clock) and self.clock[other.index] >= other.time
 
 
 def could_overlap(a: Operation, b: Operation) -> bool:
-    """Whether two operations could run at once: neither is ordered after the other."""
+    """Return whether two operations could run at once: neither is ordered after the other."""
     return not a.after(b) and not b.after(a)
 
 

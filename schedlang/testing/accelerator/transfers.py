@@ -227,7 +227,7 @@ class Queue:
         self.closed = False
 
     def idle(self) -> bool:
-        """Whether nothing is waiting or running."""
+        """Return whether nothing is waiting or running."""
         return not self._items
 
     def head(self) -> Item | None:

@@ -20,11 +20,11 @@ from schedlang.kernels import (
     flex_attention,
     gated,
     grouped,
+    liger,
     linear_cross_entropy,
     norm,
     rope,
 )
-from schedlang.kernels import liger as ligers
 from schedlang.kernels.check import Comparison
 from schedlang.kernels.device import INTERPRETED, triton
 from schedlang.testing.gpu import contests
@@ -101,8 +101,8 @@ def _of_others(sizes: contests.Sizes) -> Iterator[Any]:
     for across in (False, True):
         yield grouped.Case((rows, 256), "bfloat16", 8, 512, across)
     for dtype in TYPES:
-        yield ligers.Case((rows, sizes.width), dtype)
-        yield ligers.Case((rows, sizes.width), dtype, norm.Form(True), True)
+        yield liger.Case((rows, sizes.width), dtype)
+        yield liger.Case((rows, sizes.width), dtype, norm.Form(True), True)
 
 
 NEEDS = {"flash_attention": "flash_attn", "liger": "liger_kernel"}  # packages of kernels
