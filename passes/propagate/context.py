@@ -142,9 +142,10 @@ def tokens_of(
         _check(plan)
         found = _found(Subject(plan, traced, sample, loss, weight))
         found.layout(sample)  # are there enough tokens?
-        return found
     except Refusal as refusal:
         raise _at(refusal, row_of(plan)) from refusal
+    row = row_of(plan)
+    return found if row is None else replace(found, row=row.span)
 
 
 def kind_of(plan: Plan) -> str:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -252,7 +253,7 @@ class Distributed:
         # the program says these itself, of whole tensors under original names
         self.state_dict, self.optimizer_state = program.state_dict, program.optimizer_state
         self.input_gradients, self.buffers = program.input_gradients, program.buffers
-        self.trainable = program.trained
+        self.trainable = cache(program.trained)  # ranks ask each other
         program.evaluate = evaluate
         dropout = program.assembly.dropout
         self.logical = dropout if isinstance(dropout, LogicalDropout) else None
@@ -291,7 +292,7 @@ class Distributed:
     def gradients(self) -> Mapping[str, Tensor | None]:
         """Whole gradients; one that no rank has is None."""
         found = self.program.gradients()
-        return {name: found.get(name) for name in self.program.trained()}
+        return {name: found.get(name) for name in self.trainable()}
 
     def generators(self) -> Mapping[str, Tensor]:
         """Generators of this rank; those of others are compared as copies."""

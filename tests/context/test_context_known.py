@@ -10,10 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.autoshard.propose import propose
+from schedlang.passes.lower.build import build
 from schedlang.passes.simulate.traffic import collectives
 from schedlang.passes.static_checks.static import static
+from schedlang.runtime.batch import Batch
+from tests import models
 from tests.causal import Causal
 from tests.context.test_context import batches, same
 from tests.engine.threads import Threads
@@ -216,6 +220,39 @@ def test_scores_that_are_not_followed() -> None:
     assert "S661" in said and "`__mul__` on its scores is not supported" in said, said
     line = next(k for k, one in enumerate(SOURCE.splitlines(), 1) if "scores * scores" in one)
     assert f"at test_context_known.py:{line}" in said, said
+
+
+class Turning(nn.Module):
+    """Attention by products that does with seven rows what nobody saw at build."""
+
+    def forward(self, x: Tensor, keep: Tensor | None) -> Tensor:
+        scores = x @ x.mT
+        if len(x) == 7:
+            scores = scores * scores
+        return x + scores.softmax(-1) @ x
+
+
+def _refused_later(plan: Plan, first: Batch, later: Batch) -> str:
+    """What a rank says of a batch on which its program does other things than at build."""
+    program = build(plan, first)
+    program.train_step(first)
+    try:
+        program.train_step(later)
+    except Refusal as refusal:
+        return refusal.render()
+    return ""
+
+
+def test_what_ranks_refuse_names_its_row(threads: Threads) -> None:
+    """A later batch meets scores that are not followed: the refusal of a rank is at the row."""
+    model = Causal(layers=1)
+    model.blocks[0] = Turning().double()
+    plan = planned(model, "\n" + OWN.format(RING), "cp=2")
+    row = next(one for one in plan.actions if one.acts).span
+    later = models.tokens(7, 8, mask=False)
+    for said in threads.run(_refused_later, 2, plan, batches(mask=False)[0], later):
+        assert "S661" in said and "`__mul__` on its scores" in said, said
+        assert row is not None and f":{row.line}:{row.col}" in said, said
 
 
 class Biased(nn.Module):

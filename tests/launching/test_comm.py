@@ -147,8 +147,16 @@ def _two_jobs(path: str) -> list[int]:
     return [*found, len(comm._worlds)]
 
 
+def _sliced() -> None:
+    """A step of a program whose parameters are DTensors, of which torch remembers the mesh."""
+    batch = models.tokens()
+    row = "zero(stage=3, over=dp)"
+    build(planned(models.gpt2(2), row, "dp=2"), batch, optimizer=sgd).train_step(batch)
+
+
 def test_a_job_that_is_left_leaves_nothing(pool: Pool, tmp_path: Path) -> None:
     """Another job of the same process has a world of its own, and the last one's is gone."""
+    pool.run(_sliced, 2)
     for found in pool.run(_two_jobs, 2, str(tmp_path)):
         assert found == [1, 1, 1, 0]
 

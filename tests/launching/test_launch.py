@@ -297,6 +297,56 @@ def test_a_dead_server_is_replaced() -> None:
         assert pool.run(_sum_of_ranks, 2) == [1, 1]
 
 
+FORKS = """
+import colorsys, os, signal, sys, threading, time
+from schedlang.runtime.launch.pool import Pool, RankDied
+
+def seen():
+    import colorsys, late
+    return getattr(colorsys, "MARK", None), late.PID, os.getpid(), os.getsid(0)
+
+if __name__ == "__main__":
+    colorsys.MARK = "of the parent"
+    if sys.argv[1] == "threads":
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    with Pool(forked=True) as pool:
+        pool.know({"late": sys.argv[2]})
+        found = pool.run(seen, 2)
+        assert len({pid for _, pid, *_ in found}) == 1, "the file was imported by each rank"
+        assert all(own == session for *_, own, session in found), found
+        print(found[0][0], flush=True)
+        pool._server.kill()
+        while pool._server.poll() is None:
+            time.sleep(0.01)
+        assert pool._server.poll() == -signal.SIGKILL
+        print(pool.run(seen, 1)[0][0], [own for *_, own, _ in found], flush=True)
+        last = pool._server
+    assert last.poll() is not None, "the server is still there"
+    print("closed", last.poll(), flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a server is an interpreter always")
+@pytest.mark.parametrize("kind", ["alone", "threads"])
+def test_a_server_forked_from_a_command(tmp_path: Path, kind: str) -> None:
+    """It has what the command imported; beside another thread it is an interpreter of its own, and
+    so is the one after it.  Both learn of files later, are told of their end, and are reaped."""
+    (tmp_path / "late.py").write_text("import os\nPID = os.getpid()\n")
+    (tmp_path / "script.py").write_text(FORKS)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py", kind, tmp_path / "late.py"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    first, second, last = done.stdout.splitlines() or ("", "", done.stderr)
+    assert first == ("of the parent" if kind == "alone" else "None"), done.stderr
+    assert second.startswith("None ["), done.stderr
+    assert _gone([int(pid) for pid in second[6:-1].split(",")])
+    assert last == "closed 0", done.stderr
+
+
 def test_what_the_first_job_names_is_imported_once(tmp_path: Path) -> None:
     """A module that the pickled job refers to is imported by the server, before the ranks."""
     (tmp_path / "slow_to_import.py").write_text(

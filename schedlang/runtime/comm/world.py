@@ -372,9 +372,13 @@ def join_locally(rank: int, size: int, path: str) -> None:
 
 
 def leave() -> None:
-    """Leave the job together: whoever closes first could cut off what is still on its way."""
+    """Leave the job together: whoever closes first could cut off what is still on its way.
+
+    Its world goes now: torch remembers the meshes of DTensors that it met, and these the group.
+    """
     if dist.is_initialized():
         barrier()
+        _worlds.pop(dist.group.WORLD, None)  # type: ignore[arg-type]
         dist.destroy_process_group()
 
 

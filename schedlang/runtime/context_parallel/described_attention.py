@@ -21,6 +21,7 @@ from schedlang.runtime.kernel_injection.attention import implementation, switch
 from schedlang.runtime.scope import site
 from schedlang.runtime.tracing.torch_calls import model_line
 
+UNSPLIT = "S661"
 NAME = "schedlang_context"
 SLOT = "_schedlang_context"
 _EAGER = "_schedlang_eager"  # on modules that attended by plain products
@@ -236,7 +237,7 @@ def unknown(why: str, *helps: str) -> Refusal:
     line = model_line() if site() else ""
     return Refusal(
         Diagnostic(
-            "S661",
+            UNSPLIT,
             f"`{site() or 'an attention'}` cannot be split by tokens",
             notes=(f"{why}, at {line}" if line else why,),
             helps=(*helps, "or " * bool(helps) + "leave `context_parallel` out for this model"),

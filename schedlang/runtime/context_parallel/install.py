@@ -82,16 +82,29 @@ class Attention(Ambient):
         return self.run(func, types, args, kwargs)
 
 
-def distribute_attention(module: nn.Module, how: How, products: Collection[Place] = ()) -> None:
-    """Let a module's own calls of torch's attention meet the keys of other ranks."""
+def distribute_attention(module: nn.Module, how: How, tokens: Tokens) -> None:
+    """Let a module's own calls of torch's attention meet the keys of other ranks.
+
+    What cannot be split after all, in a batch that does other things than the one of the build, is
+    refused at the row that splits it (S661).
+    """
 
     def layer(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if seated() is None:
             return inner(*args, **kwargs)
-        with ambient(Attention(how, products)):
-            return inner(*args, **kwargs)
+        try:
+            with ambient(Attention(how, tokens.products)):
+                return inner(*args, **kwargs)
+        except Refusal as refusal:
+            if refusal.diagnostic.code != described_attention.UNSPLIT:
+                raise
+            raise _at_its_row(refusal, tokens) from refusal.__cause__
 
     wrap(module, "context", layer)
+
+
+def _at_its_row(refusal: Refusal, tokens: Tokens) -> Refusal:
+    return refusal if tokens.row is None else refusal.at(tokens.row)
 
 
 def _attend(seat: Seat, how: How, given: dict[str, Any]) -> Tensor:
@@ -226,7 +239,7 @@ def install(model: nn.Module, tokens: Tokens, hows: Mapping[str, How]) -> list[A
     for fqn, how in hows.items():
         module = model.get_submodule(fqn)
         described_attention.mark(module, how)
-        distribute_attention(module, how, tokens.products)
+        distribute_attention(module, how, tokens)
     if tokens.shift != "head" or not tokens.head:
         return []
     return [model.get_submodule(tokens.head).register_forward_hook(_one_more)]
@@ -330,7 +343,7 @@ def windows(tokens: Tokens, inner: Slices | None) -> Slices:
             return held
         dims, total = tokens.draws.get((site, call)), seat.layout.total
         if dims is None or len(dims) != len(shape):
-            raise _unknown_draw(site)
+            raise _at_its_row(_unknown_draw(site), tokens)
         if all(size == total for size, what in zip(shape, dims) if what):
             return held  # an attention asks for the whole, and takes its part by itself
         runs: dict[str, Any] = {"rows": seat.positions(), "keys": range(total)}
@@ -342,7 +355,7 @@ def windows(tokens: Tokens, inner: Slices | None) -> Slices:
 def _unknown_draw(site: str) -> Refusal:
     return Refusal(
         Diagnostic(
-            "S661",
+            described_attention.UNSPLIT,
             f"`{site}` draws random numbers that it did not draw at build",
             notes=("a rank must find its part of the numbers drawn for the full sequence",),
             helps=("leave `context_parallel` out for this model",),

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.source import Span
 from schedlang.ir import nests as pytree
 from schedlang.runtime import scope
 from schedlang.runtime.batch import Batch, Part, dotted, rows_of
@@ -398,6 +399,7 @@ class Tokens:
                for the whole sequence
     draws      (module, turn) of a random draw -> per dim of one sample "", "rows" or "keys"
     outputs    leaf of the output (by path) -> its dim of tokens
+    row        the row that splits the sequences, for what is refused while they run
     """
 
     kind: str
@@ -414,6 +416,7 @@ class Tokens:
     follow: bool = False
     draws: Mapping[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
     outputs: Mapping[str, int] = field(default_factory=dict)
+    row: Span | None = None
 
     def layout(self, batch: Batch) -> Layout:
         """Return the layout of a batch's tokens over the ranks."""
