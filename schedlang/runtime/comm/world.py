@@ -206,7 +206,9 @@ class World:
         if len(mine) < 2:
             return None
         ranks = [self.part[rank] for rank in mine]
-        told = hashlib.blake2b(repr((self.part, sorted(groups), purpose)).encode(), digest_size=_LENGTH)
+        told = hashlib.blake2b(
+            repr((self.part, sorted(groups), purpose)).encode(), digest_size=_LENGTH
+        )
         made: ProcessGroup | None
         with self._unbound(), counted_from(int.from_bytes(told.digest(), "little")):
             made = dist.new_group(ranks, timeout=self.timeout, backend=backend)
