@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of
 from schedlang.ir.mesh import Mesh
@@ -195,7 +195,8 @@ class StateEnd:
     """Tensors by name as one end of a transfer: plain ones are whole, DTensors say their part."""
 
     def __init__(self, state: Mapping[str, Any], anchor: object) -> None:
-        self.anchor = anchor
+        known = isinstance(anchor, Tensor | nn.Module)  # of an empty one nothing is remembered
+        self.anchor = anchor if known else self
         first: dict[Any, str] = {}
         self.state: dict[str, Tensor] = {}
         self.also: dict[str, str] = {}
