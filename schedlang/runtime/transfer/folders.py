@@ -45,7 +45,7 @@ class Checkpoint:
             if key.startswith(head)
         }
 
-    def read(self, wanted: Sequence[tuple[str, Tensor, tuple[Block, ...]]], _: int) -> None:
+    def read(self, wanted: Sequence[tuple[str, Tensor, tuple[Block, ...]]], most: int) -> None:
         """Read boxes of tensors into this rank's parts, when all of them have been looked at."""
         blank = [zeros(local.shape, local.dtype) for _, local, _ in wanted]
         boxed = [
@@ -72,7 +72,7 @@ class Safetensors:
         self.kinds: dict[str, tuple[tuple[int, ...], str]] = {}
         self._files: dict[str, Any] = {}
         for name in sorted(names):
-            file = safe_open(folder / Path(name).name, "pt")
+            file: Any = safe_open(folder / Path(name).name, "pt")
             for key in file.keys():  # noqa: SIM118  (no mapping)
                 part = file.get_slice(key)
                 if part.get_dtype() not in _NAMES:
