@@ -217,8 +217,11 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     Raises Refusal before any collective where the plan cannot be built, and where ranks of the job
     would build different things.
     """
-    from schedlang.runtime.comm.agreement import agree, all_come, shared_store, told_if_refused
-    from schedlang.runtime.comm.world import join_world
+    from schedlang.runtime.comm.agreement import agree
+    from schedlang.runtime.comm.agreement import all_come
+    from schedlang.runtime.comm.agreement import shared_store
+    from schedlang.runtime.comm.agreement import told_if_refused
+    from schedlang.runtime.comm.joining import join_world
     from schedlang.runtime.launch.heart import watch
 
     given = replace(options, **more)
@@ -386,9 +389,10 @@ def _optimizer(
 def check_job(plan: Plan, hollow: bool = False) -> Ranks:
     """Join the running job; refuse idle axes (S205) and a mesh of another size (S607)."""
     from schedlang.runtime.comm import world
+    from schedlang.runtime.comm.joining import join_world
     from schedlang.runtime.comm.ranks import Ranks
 
-    world.join_world()
+    join_world()
     check_axes(plan)
     if hollow:
         return Ranks(plan.mesh)

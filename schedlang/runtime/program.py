@@ -25,6 +25,7 @@ from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.batch import Batch, Part, check_mapping, followed, moved
 from schedlang.runtime.checkpointing import archive, export
 from schedlang.runtime.comm import world
+from schedlang.runtime.comm.ranks import in_its_world
 from schedlang.runtime.context_parallel.install import At
 from schedlang.runtime.device import numbers, on_accelerator
 from schedlang.runtime.grad_reduction.gradient import (
@@ -56,7 +57,7 @@ _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 @at_their_callers_lines
-@world.in_its_world
+@in_its_world
 @dataclass(repr=False)
 class Program:
     """A scheduled model on this rank.

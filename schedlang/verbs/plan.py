@@ -54,6 +54,24 @@ class Locks:
     ] = False
 
 
+@dataclass(frozen=True)
+class Moved:
+    """Another layout that the weights are brought into; None: not asked for."""
+
+    transfer: Annotated[
+        Path | None,
+        typer.Option(
+            "--transfer",
+            metavar="B",
+            help="Only show what `schedlang.transfer` sends from this layout into that of another "
+            "schedule of the same model.",
+        ),
+    ] = None
+    apart: Annotated[
+        bool, typer.Option("--apart", help="The other layout is on further ranks of the job.")
+    ] = False
+
+
 @verb
 def plan(
     file: Annotated[Path, typer.Argument(help="A schedule.", metavar="FILE")],
@@ -63,6 +81,7 @@ def plan(
     each: Annotated[bool, typer.Option("--each", help="One line for each module.")] = False,
     written: Written,
     locks: Locks,
+    moved: Moved,
     as_json: AsJson = False,
 ) -> None:
     """Show what a schedule does to its model and what that costs, without running anything.
@@ -81,6 +100,9 @@ def plan(
     if locks.locked:
         _check_lock_alone(common, locks)
         demand_lock(file, common.model, as_json, show=True)
+        return
+    if moved.transfer is not None:
+        _show_transfer((file, moved.transfer), common, moved.apart, as_json)
         return
     found = planned(file, common.model, common.knob, common.mesh)
     for warning in () if as_json else found.warnings:
@@ -102,6 +124,17 @@ def plan(
         spent = time.perf_counter() - start - found.imports
         print(f"planned in {spent:.1f} s, imports {found.imports:.1f} s", file=sys.stderr)
     demand_expected(found.plan, shown.account, took)
+
+
+def _show_transfer(files: tuple[Path, Path], common: Common, apart: bool, as_json: bool) -> None:
+    """Show what is sent from the layout of one schedule into that of another."""
+    from schedlang.passes.simulate.transfer import transferred
+    from schedlang.verbs.inputs import planned
+
+    first, second = (planned(file, common.model, common.knob, common.mesh) for file in files)
+    batch = first.model.batch(0) if first.model.has_batch else None
+    told = transferred(first.plan, second.plan, batch, first.model.loss, apart=apart)
+    show_json(told.to_json()) if as_json else print(told.text(*(file.name for file in files)))
 
 
 def _check_lock_alone(common: Common, locks: Locks) -> None:

@@ -217,13 +217,13 @@ def _here(course: Course, shown: _Shown) -> Trained:
 
     from schedlang.passes.lower.train import train
     from schedlang.passes.verify.probe import cheaply
-    from schedlang.runtime.comm import world
+    from schedlang.runtime.comm.joining import leave
     from schedlang.runtime.launch.heart import inside
 
     check = partial(cheaply, loss=course.loss, weight=course.weight)
     with inside(), shown:
         trained = train(replace(course, check=check), shown.step)
-    world.leave()
+    leave()
     return trained
 
 

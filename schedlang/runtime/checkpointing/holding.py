@@ -159,7 +159,12 @@ def cells(runs: tuple[Segment, ...], size: int) -> Iterator[Cell]:
 def blocks(segments: tuple[tuple[Segment, ...], ...], shape: tuple[int, ...]) -> Iterator[Block]:
     """The boxes of a part; what lies beyond the true shape (padding) is left out."""
     rows = [list(cells(runs, size)) for runs, size in zip(segments, shape)]
-    for cell in itertools.product(*rows):
+    return box_blocks(rows)
+
+
+def box_blocks(part: Sequence[Sequence[Cell]]) -> Iterator[Block]:
+    """The boxes that the cells of each dim make up."""
+    for cell in itertools.product(*part):
         yield Block(*(tuple(c[k] for c in cell) for k in range(3)))
 
 

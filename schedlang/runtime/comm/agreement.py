@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.diagnostics.told_once import job_store
 from schedlang.runtime.comm import world as comm
+from schedlang.runtime.comm.joining import to_join
 
 # ---- Checksums of tensors: two passes over their bits where they lie, no copy of them.
 
@@ -106,7 +107,7 @@ def all_come(wait: float = WAIT) -> None:
 
     Whoever joins waits for them for minutes, and names nobody.
     """
-    if not comm.to_join():
+    if not to_join():
         return
     store, world = job_store(), int(os.environ["WORLD_SIZE"])
     if store is None or world == 1:

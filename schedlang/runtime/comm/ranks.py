@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +17,8 @@ from schedlang.ir.mesh import Mesh
 from schedlang.runtime import device as devices
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.comm.collectives import Group
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -122,6 +127,26 @@ def on_ranks(ranks: Sequence[int] | None) -> Iterator[None]:
         raise Refusal(Diagnostic("S607", title, helps=helps))
     with comm.within(part):
         yield
+
+
+def in_its_world(cls: type[T]) -> type[T]:
+    """A program whose public methods run in its world, where that is a part of the job."""
+    for name, found in list(vars(cls).items()):
+        if isinstance(found, FunctionType) and not name.startswith("_"):
+            setattr(cls, name, _in_world(found))
+    return cls
+
+
+def _in_world(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        part = self.assembly.ranks.world.part
+        if not part:
+            return method(self, *args, **kwargs)
+        with comm.within(part):
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 def _wrong_world(mesh: Mesh, world: int) -> Diagnostic:

@@ -8,22 +8,16 @@ with; group arguments are process groups, of which None means a dry run.
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import hashlib
 import io
 import os
 import pickle
-import signal
-import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache, cached_property, wraps
-from types import FunctionType
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -44,11 +38,7 @@ _NEW = hasattr(dist, "all_gather_single")
 GATHER = "all_gather_single" if _NEW else "all_gather_into_tensor"
 SCATTER = "reduce_scatter_single" if _NEW else "reduce_scatter_tensor"
 
-TIMEOUT = timedelta(minutes=10)  # of a collective that others do not join
-_FOREVER = timedelta(hours=12)  # where whoever started the ranks decides what a hang is
-_SETTLE = 0.1  # seconds at the end of a process for gloo's threads to let go of their tensors
-_PR_SET_PDEATHSIG = 1
-_HOSTS = "gloo"  # carries tensors of the host, point to point those alone
+HOSTS = "gloo"  # carries tensors of the host, point to point those alone
 _LENGTH, _SHORT = 8, 4096  # bytes of a length; bytes that go with it
 _DIGEST = 16  # bytes by which values are known
 _KINDS = 64  # so many different values are told one by one
@@ -115,13 +105,13 @@ class World:
 
         So it is with NCCL and its kin; gloo keeps what arrives apart until it is asked for.
         """
-        kind = self.backends.get(device.type, _HOSTS)
-        return devices.on_accelerator(device) and kind != _HOSTS
+        kind = self.backends.get(device.type, HOSTS)
+        return devices.on_accelerator(device) and kind != HOSTS
 
     def by_host(self, device: torch.device) -> bool:
         """Return whether messages of a device have to be copied to the host: gloo sends from
         there."""
-        return devices.on_accelerator(device) and self.backends.get(device.type) == _HOSTS
+        return devices.on_accelerator(device) and self.backends.get(device.type) == HOSTS
 
     @cached_property
     def timeout(self) -> timedelta | None:
@@ -147,9 +137,9 @@ class World:
             return self.made(groups, purpose)
         named = f"host {purpose}"
         if self.part:
-            return self._once(groups, named, lambda: self._own(groups, _HOSTS, named))
+            return self._once(groups, named, lambda: self._own(groups, HOSTS, named))
         with self._unbound():
-            return self._once(groups, named, lambda: self._each(groups, _HOSTS))
+            return self._once(groups, named, lambda: self._each(groups, HOSTS))
 
     @contextmanager
     def _unbound(self) -> Iterator[None]:
@@ -208,7 +198,9 @@ class World:
         if len(mine) < 2:
             return None
         ranks = [self.part[rank] for rank in mine]
-        told = hashlib.blake2b(repr((self.part, sorted(groups), purpose)).encode(), digest_size=_LENGTH)
+        told = hashlib.blake2b(
+            repr((self.part, sorted(groups), purpose)).encode(), digest_size=_LENGTH
+        )
         made: ProcessGroup | None
         with self._unbound(), counted_from(int.from_bytes(told.digest(), "little")):
             made = dist.new_group(ranks, timeout=self.timeout, backend=backend)
@@ -276,26 +268,6 @@ def within(ranks: Sequence[int]) -> Iterator[None]:
         _within.pop()
 
 
-def in_its_world(cls: type[T]) -> type[T]:
-    """A program whose public methods run in its world, where that is a part of the job."""
-    for name, found in list(vars(cls).items()):
-        if isinstance(found, FunctionType) and not name.startswith("_"):
-            setattr(cls, name, _in_world(found))
-    return cls
-
-
-def _in_world(method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        part = self.assembly.ranks.world.part
-        if not part:
-            return method(self, *args, **kwargs)
-        with within(part):
-            return method(self, *args, **kwargs)
-
-    return run
-
-
 def number(rank: int) -> int:
     """The number in the job of a rank of this world."""
     return here().members[rank] if _within else rank
@@ -336,87 +308,10 @@ def size() -> int:
     return here().size if dist.is_initialized() else 1
 
 
-# -- coming and going ------------------------------------------------------------------------------
-
-
-def to_join() -> bool:
-    """Return whether torchrun has started this process for a job that it has not joined yet."""
-    return not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def join_world() -> None:
-    """Join the job that torchrun started, if there is one and nobody has joined yet.
-
-    LOCAL_RANK chooses the device; the world is that of its backend alone, so that groups can be
-    split off it.
-    """
-    _settle_at_exit()
-    _end_with_torchrun()
-    if not to_join():
-        return
-    device = devices.own_device()
-    if devices.on_host(device):
-        dist.init_process_group(_HOSTS, timeout=TIMEOUT)
-    else:
-        kind = dist.get_default_backend_for_device(device)
-        dist.init_process_group(kind, timeout=TIMEOUT, device_id=device)
-    here().ours = True
-
-
-def join_locally(rank: int, size: int, path: str) -> None:
-    """Be a rank of a job on this machine that meets in a file, without a port to agree on."""
-    from torch._C._distributed_c10d import FileStore
-
-    store = FileStore(path, size)
-    dist.init_process_group(_HOSTS, store=store, rank=rank, world_size=size, timeout=_FOREVER)
-
-
-def leave() -> None:
-    """Leave the job together: whoever closes first could cut off what is still on its way.
-
-    Its world goes now: torch remembers the meshes of DTensors that it met, and these the group.
-    """
-    if dist.is_initialized():
-        barrier()
-        _worlds.pop(dist.group.WORLD, None)  # type: ignore[arg-type]
-        dist.destroy_process_group()
-
-
-def own_store() -> Any:
-    """The store of the job through a connection of its own, for another thread."""
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    store: Any = _get_default_store()
-    return store.clone()
-
-
 def barrier() -> None:
     """Wait for all ranks of the job."""
     if dist.is_initialized():
         dist.barrier(here().control)
-
-
-@cache
-def _end_with_torchrun() -> None:
-    """Have Linux end this rank with the torchrun that started it.
-
-    An agent that is killed ends nobody, and its ranks would hold their devices and wait for each
-    other.  Of other starters nothing is known: Linux counts the end of the thread that started us.
-    """
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != 1:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-@cache
-def _settle_at_exit() -> None:
-    """Wait before the interpreter ends, so that gloo's threads can take its lock.
-
-    A thread drops the tensors of a collective after it has told the waiting rank; if it needs the
-    interpreter for that and the interpreter is ending, Python ends the thread inside a C++
-    destructor, and the process aborts.  The groups live as long as a Program holds them, so
-    `destroy_process_group` does not join the threads.
-    """
-    atexit.register(time.sleep, _SETTLE)
 
 
 # -- tensors ---------------------------------------------------------------------------------------

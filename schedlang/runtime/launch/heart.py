@@ -25,6 +25,7 @@ from typing import Any
 from schedlang.runtime import device
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.comm.agreement import until
+from schedlang.runtime.comm.joining import own_store
 from schedlang.runtime.launch.job import Hang, cpu_seconds, queued_seconds, works
 
 HANG = 30.0  # seconds in which no rank got on
@@ -60,7 +61,7 @@ def watch() -> None:
         return
     _watched = True
     # the main thread may wait in the store's own connection
-    heart = Heart(comm.own_store(), job.rank, job.size, HANG)
+    heart = Heart(own_store(), job.rank, job.size, HANG)
     thread = threading.Thread(target=heart.run, name="schedlang: do the ranks get on", daemon=True)
     thread.start()
     atexit.register(heart.stop, thread)  # a thread that comes back while Python ends would abort it

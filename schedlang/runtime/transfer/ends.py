@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of
 from schedlang.ir.mesh import Mesh
@@ -195,7 +195,8 @@ class StateEnd:
     """Tensors by name as one end of a transfer: plain ones are whole, DTensors say their part."""
 
     def __init__(self, state: Mapping[str, Any], anchor: object) -> None:
-        self.anchor = anchor
+        lasts = isinstance(anchor, Tensor | nn.Module)  # of an empty one nothing is remembered
+        self.anchor = anchor if lasts else self
         first: dict[Any, str] = {}
         self.state: dict[str, Tensor] = {}
         self.also: dict[str, str] = {}
@@ -236,9 +237,10 @@ def part_of(name: str, value: Tensor) -> Part:
     if not hasattr(value, "placements"):
         return whole(value.shape)
     runs = [[Segment(0, size)] for size in value.shape]
-    mesh: Any = value.device_mesh
+    laid: Any = value
+    mesh = laid.device_mesh
     place = mesh.get_coordinate()
-    for axis, one in enumerate(value.placements):
+    for axis, one in enumerate(laid.placements):
         if one.is_replicate():
             continue
         if one.is_partial() or not hasattr(one, "dim"):
@@ -273,6 +275,7 @@ def _chunk(runs: list[Segment], count: int, at: int) -> list[Segment]:
 
 
 def not_taken(title: str, *helps: str) -> Refusal:
+    """Refuse what cannot be an end of a transfer (S642)."""
     return Refusal(
         Diagnostic(
             "S642",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +24,14 @@ from schedlang.diagnostics.diagnostic import (
 )
 from schedlang.runtime import device as devices
 from schedlang.runtime.checkpointing.archive import check_moments
+from schedlang.runtime.checkpointing.boxes import reason
 from schedlang.runtime.checkpointing.moments import Moments, described, put_back
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.comm.agreement import checksum
 from schedlang.runtime.program import Program
 from schedlang.runtime.redistribution.carry import Carried, bucket_size, carry
 from schedlang.runtime.redistribution.route import Lying, Route, Unmet, kinds_of, route
+from schedlang.runtime.storage.folder import together
 from schedlang.runtime.storage.offloaded_gradients import local
 from schedlang.runtime.transfer.ends import (
     ProgramEnd,
@@ -39,6 +44,7 @@ from schedlang.runtime.transfer.ends import (
     size_of,
     state_tensors,
 )
+from schedlang.runtime.transfer.folders import fill, opened, tensors_of
 
 BUCKET = 64 << 20
 End = ProgramEnd | StateEnd
@@ -88,8 +94,9 @@ def transfer(
     """Give `b` the values of `a`, whatever the layouts; all ranks of the job together.
 
     `a` is a program, a module or a state dict (plain tensors are whole, DTensors say their part),
-    `b` one of these whose tensors are written in place.  A rank that has no part of one of them
-    passes None for it.  Names, shapes and dtypes have to agree.
+    or the path of a checkpoint or of a folder of safetensors, of which each rank reads its boxes;
+    `b` is one of the first three, and its tensors are written in place.  A rank that has no part of
+    one of them passes None for it.  Names, shapes and dtypes have to agree.
 
     optimizer      between programs: the optimizer's state, the step and the loss scale, too
     changed_only   only tensors whose values differ from those of the last transfer from `a` to `b`
@@ -100,6 +107,8 @@ def transfer(
     be an end) on all ranks, before anything is changed.
     """
     with comm.within(()):  # whatever part of the job the ends are on
+        if any(comm.distinct(isinstance(a, str | os.PathLike))):
+            return _read(a, b, optimizer, bucket_bytes)
         ends = _Ends.met(a, b, optimizer, changed_only, bucket_bytes)
         with ends.at_home():
             return ends.move()
@@ -173,8 +182,8 @@ class _Ends:
 
     def move(self) -> Transferred:
         """Do what is asked for."""
-        _check_ties(self.source, self.target)
         names = _matched(self.source, self.target)
+        _check_ties(self.source, self.target)
         _check_alike(self.a, self.source, self.target)
         told, laid = self._moments(names)
         here, there = self._local(laid)
@@ -308,7 +317,7 @@ def _end(one: object, optimizer: bool) -> End | None:
     if isinstance(one, nn.Module):
         return StateEnd(one.state_dict(keep_vars=True), one)
     if isinstance(one, Mapping):
-        return StateEnd(one, next(iter(one.values()), one))
+        return StateEnd(one, next(iter(one.values()), None))
     raise not_taken(
         f"{kind_of(one)} cannot be an end of a transfer",
         "pass a program, a module, or a state dict of tensors; on a rank without a part, None",
@@ -434,6 +443,40 @@ def _wire(kinds: set[str], ends: Sequence[End | None]) -> torch.device:
             mine = next((one for one in own if one.type == kind), None)
             return mine if mine is not None else comm.here().home(torch.device(kind))
     return devices.HOST
+
+
+def _read(a: Any, b: object, optimizer: bool, bucket: int) -> Transferred:
+    """Read what lies in a folder into `b`; nothing is sent."""
+    if len({str(one) for one in comm.distinct(a)}) > 1:
+        raise not_taken("ranks have passed different things as `a`", "pass one path on all ranks")
+    if optimizer and isinstance(b, Program):
+        together(lambda: b.load(a), lambda error: Diagnostic("S633", str(error)), ())
+    elif optimizer:
+        together(lambda: _end(b, True), lambda error: Diagnostic("S633", str(error)), ())
+    ends = _Ends.met({}, b, False, False, bucket)
+    end, world = ends.b, comm.here()
+    done = Carried()
+    if not optimizer:
+        module = b.assembly.module if isinstance(b, Program) else b
+        prefix = str(getattr(module, "base_model_prefix", ""))
+        path = Path(os.path.realpath(a))
+        folder = together(lambda: opened(path, prefix), partial(_unread, path), (Exception,))
+        names = _matched(tensors_of(folder, world.size), ends.target)
+        local = end.local() if end is not None else {}
+        done.copied = together(
+            lambda: fill(folder, names, ends.target, local, world.rank, ends.bucket),
+            partial(_unread, path),
+            (Exception,),
+        )
+        if end is not None:
+            end.taken()
+    none = route((), world.size)
+    return replace(_told(none, done, ends.bucket, 0), tensors=len(ends.target.lying))
+
+
+def _unread(path: Path, error: BaseException) -> Diagnostic:
+    helps = ("give a folder that `program.save`, `program.export` or `save_pretrained` wrote",)
+    return Diagnostic("S633", f"cannot read `{path}`", notes=(reason(error),), helps=helps)
 
 
 def _told(found: Route, done: Carried, bucket: int, left: int) -> Transferred:

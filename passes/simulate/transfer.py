@@ -1,0 +1,143 @@
+"""What a transfer from one plan's layout into another's sends, counted without a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, quoted
+from schedlang.diagnostics.tables import number, size
+from schedlang.ir.plan import Plan
+
+if TYPE_CHECKING:
+    from schedlang.runtime.checkpointing.holding import Holding
+    from schedlang.runtime.redistribution.route import Lying, Route
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The figures of a transfer; ranks are those of the job.
+
+    world    its ranks; apart: those of the second layout come after those of the first
+    bound    the fewest bytes that any transfer sends
+    sender, receiver   the one with most bytes, and these
+    """
+
+    world: int
+    apart: bool
+    tensors: int
+    bytes: int
+    bound: int
+    sender: tuple[int, int]
+    receiver: tuple[int, int]
+    pairs: int
+    messages: int
+    bucket: int
+
+    def to_json(self) -> dict[str, object]:
+        """As plain values."""
+        return {
+            "ranks": self.world,
+            "apart": self.apart,
+            "tensors": self.tensors,
+            "bytes": self.bytes,
+            "bound": self.bound,
+            "largest_sender": dict(zip(("rank", "bytes"), self.sender)),
+            "largest_receiver": dict(zip(("rank", "bytes"), self.receiver)),
+            "pairs_of_ranks": self.pairs,
+            "messages": self.messages,
+            "bucket_bytes": self.bucket,
+        }
+
+    def text(self, first: str, second: str) -> str:
+        """The figures as lines of a terminal."""
+        beside = ", on other ranks" if self.apart else ""
+        if not self.bytes:
+            nothing = "nothing is sent: every rank holds what it is to hold"
+            return f"transfer {first} -> {second}, {self.world} ranks{beside}\n  {nothing}"
+        return "\n".join(
+            (
+                f"transfer {first} -> {second}, {self.world} ranks{beside}",
+                f"  sent      {size(self.bytes)} of {number(self.tensors)} tensors,"
+                f" at least {size(self.bound)} are needed",
+                f"  sender    rank {self.sender[0]} sends most, {size(self.sender[1])}",
+                f"  receiver  rank {self.receiver[0]} receives most, {size(self.receiver[1])}",
+                f"  messages  {self.messages} of at most {size(self.bucket)},"
+                f" between {self.pairs} pairs of ranks",
+            )
+        )
+
+
+def transferred(
+    first: Plan,
+    second: Plan,
+    batch: Mapping[str, Any] | None,
+    loss: Any = None,
+    *,
+    apart: bool = False,
+    bucket: int = 64 << 20,
+) -> Transfer:
+    """Count what `schedlang.transfer` sends between programs of two plans of one model.
+
+    Raises Refusal S634 or S635 where they are of different models.
+    """
+    from schedlang.runtime.redistribution.route import kinds_of, route
+
+    shift = first.mesh.world if apart else 0
+    world = max(first.mesh.world, shift + second.mesh.world)
+    source = _lying(first, batch, loss, range(first.mesh.world), world)
+    target = _lying(second, batch, loss, range(shift, shift + second.mesh.world), world)
+    if odd := sorted(source.keys() ^ target.keys()):
+        helps = ("give two schedules of the same model",)
+        raise Refusal(Diagnostic("S634", f"only one of them has {quoted(odd)}", helps=helps))
+    found = route(kinds_of(source, target), world)
+    return _figures(found, apart, bucket)
+
+
+def _figures(found: Route, apart: bool, bucket: int) -> Transfer:
+    sender, receiver = int(found.sent.argmax()), int(found.received.argmax())
+    return Transfer(
+        found.world,
+        apart,
+        sum(len(kind.names) for kind in found.kinds),
+        int(found.bytes.sum()),
+        int(found.bound.sum()),
+        (sender, int(found.sent[sender])),
+        (receiver, int(found.received[receiver])),
+        len(found.pairs[0]),
+        found.messages(bucket),
+        bucket,
+    )
+
+
+def _lying(
+    plan: Plan, batch: Mapping[str, Any] | None, loss: Any, ranks: range, world: int
+) -> dict[str, Lying]:
+    """Where the parameters of a plan's program lie in a job."""
+    from schedlang.runtime.redistribution.route import Lying
+
+    facts = plan.model.unique
+    return {
+        name: Lying(one.spread(plan.mesh, ranks, world), facts[name].itemsize)
+        for name, one in _holdings(plan, batch, loss).items()
+    }
+
+
+def _holdings(plan: Plan, batch: Mapping[str, Any] | None, loss: Any) -> Mapping[str, Holding]:
+    from schedlang.passes.analyze.holdings import holdings_of
+    from schedlang.passes.analyze.prepare import prepare
+    from schedlang.passes.analyze.taking import at_the_forward
+    from schedlang.passes.partition.staging import stages_of
+    from schedlang.passes.propagate.propagate import Traced
+    from schedlang.runtime.batch import sample_of
+
+    if not any(plan.mesh.size(cut.axis) > 1 for cut in plan.cuts):
+        return holdings_of(plan, stages_of(plan, Traced(), {}, None))
+    if batch is None:
+        title = "which stage holds what is not known: there is no batch to cut the model with"
+        helps = ("define `batch(seed)` in the model file",)
+        raise Refusal(Diagnostic("S642", title, helps=helps))
+    with at_the_forward(plan.model.model):
+        sample = sample_of(batch, plan.shares, plan.micro)
+    return prepare(plan, sample, loss).holdings
