@@ -11,6 +11,8 @@ import schedlang
 
 STAGE = 3
 
+world = 2
+
 
 def program(model):
     ranks, rank = dist.get_world_size(), dist.get_rank()

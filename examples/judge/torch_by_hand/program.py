@@ -12,6 +12,8 @@ import schedlang
 PLAN = dict.fromkeys(("query", "key", "value", "up"), tp.ColwiseParallel())
 PLAN |= dict.fromkeys(("out", "down"), tp.RowwiseParallel())
 
+world = 8
+
 
 def program(model):
     mesh = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))

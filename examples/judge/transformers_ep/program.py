@@ -5,6 +5,8 @@ from transformers.distributed import DistributedConfig
 
 import schedlang
 
+world = 4
+
 
 def program(model):
     ranks, rank = dist.get_world_size(), dist.get_rank()

@@ -5,6 +5,8 @@ from transformers.distributed import DistributedConfig
 
 import schedlang
 
+world = 2
+
 
 def program(model):
     split = type(model).from_pretrained(
