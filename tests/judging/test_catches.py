@@ -1,4 +1,4 @@
-"""Silent bugs from public threads: the program as it was written is caught, and the mended one passes."""
+"""Silent bugs from public threads: a program as it was written is caught, the mended one passes."""
 
 import importlib
 import re

@@ -1,4 +1,4 @@
-"""Programs of other people's libraries equal their originals: the examples, where one is installed."""
+"""Programs of other people's libraries equal their originals, where a library is installed."""
 
 from pathlib import Path
 
