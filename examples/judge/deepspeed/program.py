@@ -1,4 +1,4 @@
-"""ZeRO of DeepSpeed: rows over the ranks; gradients, optimizer state and, at stage 3, parameters too."""
+"""ZeRO of DeepSpeed: rows over the ranks, and what its stage cuts: at 3 the parameters, too."""
 
 import copy
 
