@@ -428,8 +428,8 @@ def _gaps(
 
 def _means(
     case: Case, told: Sequence[Condition], task: Task
-) -> Callable[[str, str], Iterator[tuple[str, Tensor]]]:
-    """What a gradient would be as the plain mean of the means of parts, by the parts in words."""
+) -> Callable[[str, str], Iterator[list[Tensor]]]:
+    """What a gradient is in each part of a batch by itself, for every number of parts."""
     known: dict[tuple[str, int, int], Mapping[str, Tensor | None]] = {}
 
     def of_part(condition: Condition, parts: int, place: int, strided: bool) -> Any:
@@ -448,7 +448,7 @@ def _means(
             known[key] = dict(subject.gradients())
         return known[key]
 
-    def means(name: str, condition: str) -> Iterator[tuple[str, Tensor]]:
+    def means(name: str, condition: str) -> Iterator[list[Tensor]]:
         one = next(c for c in told if c.name == condition)
         count = rows(one.batches[0])
         for parts in range(2, min(task.world, count) + 1):
@@ -461,7 +461,7 @@ def _means(
                     continue
                 there = [g for g in found if g is not None]
                 if len(there) == parts:
-                    yield f"{parts} parts", torch.stack(there).mean(0)
+                    yield there
 
     return means
 

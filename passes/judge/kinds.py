@@ -15,7 +15,7 @@ from schedlang.passes.localize.diagnose import NONE, diagnose, explain, fits
 from schedlang.passes.verify.observe import Key, Observation
 from schedlang.report import Report, Row
 
-Means = Callable[[str, str], Iterator[tuple[str, Tensor]]]
+Means = Callable[[str, str], Iterator[list[Tensor]]]  # gradients of parts of a batch
 MOST_GROUPS, MOST_NAMES = 6, 4
 INITIAL = "initial weights"
 
@@ -112,16 +112,33 @@ def of_gradient(
     text = _of_copies(flat, copies)
     if text:
         return text
-    for parts, mean in means(row.name, row.condition):
-        if _along(got.double(), mean.double()) and not _along(want.double(), mean.double()):
-            return (
-                f"it is the plain mean of the means of {parts}, which do not weigh alike: divide "
-                "the sum of all losses by the count of all labels (or rows)"
-            )
+    for parts in means(row.name, row.condition):
+        if text := _of_means(want.double(), got.double(), [part.double() for part in parts]):
+            return text
     found = diagnose(got, want, sizes)
     if found.startswith((NONE, "only block", "only the last")) or not found:
         found = _of_ranks(flat, copies) or found
     return found
+
+
+def _of_means(want: Tensor, got: Tensor, parts: Sequence[Tensor]) -> str:
+    """Whether a gradient is the plain mean of those of parts, and the right one is not; and why."""
+    mean = torch.stack(list(parts)).mean(0)
+    if not _along(got, mean) or _along(want, mean):
+        return ""
+    said = f"it is the plain mean of what {len(parts)} parts of the batch give by themselves"
+    columns = torch.stack([part.reshape(-1) for part in parts], 1)
+    weights = torch.linalg.lstsq(columns, want.reshape(-1, 1)).solution
+    if fits((columns @ weights).reshape(want.shape), want):
+        each = ", ".join(f"{float(w / weights.sum()):.3g}" for w in weights)
+        return (
+            f"{said}, but they weigh {each}: divide the sum of all losses by the count of all "
+            "labels (or rows)"
+        )
+    return (
+        f"{said}; the original sees the whole batch at once (statistics of a batch norm, a loss "
+        "over all rows)"
+    )
 
 
 def _along(x: Tensor, r: Tensor) -> bool:

@@ -185,10 +185,7 @@ class Judged:
         return torch.tensor(total, dtype=torch.float64)
 
     def _gradient(self, p: nn.Parameter) -> Tensor | None:
-        grad = p.grad
-        if isinstance(grad, DTensor) and isinstance(p, DTensor):
-            grad = grad.redistribute(placements=p.placements)  # a pending sum is its value
-        return None if grad is None else local(grad.detach())
+        return None if p.grad is None else _as_held(p.grad, p)
 
     def _clip(self) -> None:
         """As the program does, or else by the norm of the whole gradients."""
@@ -327,16 +324,13 @@ class Judged:
         for slot in every:
             mine = [state[p].get(slot) if p in state else None for _, p in self._own]
             like = [
-                local(v.detach())
-                if isinstance(v, Tensor) and v.shape == p.shape and p.dim()
-                else None
-                for v, (_, p) in zip(mine, self._own)
+                _as_held(v, p) if _of_shape(v, p) else None for v, (_, p) in zip(mine, self._own)
             ]
             whole, _ = self._whole(like)
             numbers = {
                 name: v
                 for (one, p), v in zip(self._own, mine)
-                if v is not None and not (isinstance(v, Tensor) and v.shape == p.shape and p.dim())
+                if v is not None and not _of_shape(v, p)
                 for name in one.pieces
             }
             for name, value in whole.items():
@@ -367,6 +361,19 @@ class Judged:
             for name, v in (state or {}).items()
             if isinstance(v, Tensor)
         }
+
+
+def _of_shape(value: Any, p: nn.Parameter) -> bool:
+    """Whether a slot of an optimizer has a number for each element of its parameter."""
+    return isinstance(value, Tensor) and value.shape == p.shape and p.dim() > 0
+
+
+def _as_held(value: Any, p: nn.Parameter) -> Tensor:
+    """This rank's part of a tensor of the shape of a parameter, cut as that is."""
+    if isinstance(value, DTensor) and isinstance(p, DTensor):
+        value = value.redistribute(placements=p.placements)  # a pending sum is its value
+    own: Tensor = local(value.detach())
+    return own
 
 
 def _pickled(optimizer: Any) -> bytes:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import click
 import typer
 
 from schedlang.verbs.ending import FAILS, HOLDS, UNCHECKED, show_json
@@ -75,6 +74,7 @@ def verify(
     Outputs, loss, every gradient, the gradient norm, parameters and optimizer state after three
     steps of two optimizers, buffers, ties and a saved state, in float64 with dropout on.
     """
+    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
     from schedlang.ir.modelfile import load_model_file
     from schedlang.passes.prove import prove
     from schedlang.passes.reduce_model.shrink import remarked
@@ -90,7 +90,9 @@ def verify(
         _show(report, as_json, html, verbose)
         raise typer.Exit(_code(report))
     if file is None:
-        raise click.UsageError("Missing argument 'FILE'.")
+        title = "`verify` needs a schedule, or a program of yours"
+        helps = ("`schedlang verify FILE`, or `schedlang verify --against program.py`",)
+        raise Refusal(Diagnostic("S109", title, helps=helps))
     if locked:
         demand_lock(file, common.model, as_json)
     given = settings(common.knob, common.mesh)

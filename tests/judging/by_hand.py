@@ -286,3 +286,34 @@ def untied(model: nn.Module) -> TrainingProgram:
         return value
 
     return TrainingProgram(model, step, world_loss="same")
+
+
+def renamed(model: nn.Module) -> TrainingProgram:
+    """Wrong: rows of an embedding under another name, with other values than it was given."""
+    from torch.distributed.tensor import Shard
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    table = nn.Parameter(model.emb.weight.detach().chunk(size)[rank] * 1.5)
+    rest = model
+    del rest.emb
+    holder = nn.Module()
+    holder.table, holder.rest = table, rest
+
+    def step(batch: Any) -> Any:
+        parts = [torch.empty_like(table) for _ in range(size)]
+        dist.all_gather(parts, table.detach())
+        parts[rank] = table
+        x = F.embedding(batch["ids"], torch.cat(parts))
+        for block in rest.blocks:
+            x = block(x)
+        value = share(rest.head(rest.norm(x)) * rest.scale, batch, batch)
+        value.backward()
+        return value
+
+    return TrainingProgram(
+        holder,
+        step,
+        world_loss="same",
+        names=lambda name: "emb.weight" if name == "table" else name.removeprefix("rest."),
+        layouts={"table": Shard(0)},
+    )

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import schedlang
+from schedlang.cli import app
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.launch.job import Hang
 from schedlang.runtime.launch.pool import Pool
@@ -170,7 +172,7 @@ def test_a_hang_ends_with_stacks(tmp_path: Path) -> None:
     (tmp_path / "original.py").write_text(ORIGINAL)
     with pytest.raises(Hang) as hang:
         schedlang.verify_program(
-            written(tmp_path, waits), model=tmp_path / "original.py", timeout=30
+            written(tmp_path, waits), model=tmp_path / "original.py", timeout=12
         )
     assert "step" in str(hang.value) and "program.py" in str(hang.value), str(hang.value)
 
@@ -184,8 +186,9 @@ def test_lines_that_ranks_print(tmp_path: Path) -> None:
     assert json.loads(told.stdout)["ok"] is True, told.stdout
 
 
-def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No such file, no `program`, no number of ranks, too many: each has its code, and exit 2."""
+    monkeypatch.chdir(tmp_path)
     written(tmp_path, RIGHT)
     (tmp_path / "other.py").write_text("def programme(model):\n    pass\n")
     (tmp_path / "broken.py").write_text("import nothing_like_it\n")
@@ -198,8 +201,8 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         (("--against", "program.py", "--ranks", "0"), "[S767]: `0` ranks"),
         (("--against", "program.py", "--ranks", "64"), "[S702]"),
     ):
-        done = asked(tmp_path, *words)
-        assert done.returncode == 2 and said in done.stderr, (words, done.stdout, done.stderr)
+        done = CliRunner().invoke(app, ["verify", "original.py", *words])
+        assert done.exit_code == 2 and said in done.stderr, (words, done.stdout, done.stderr)
 
 
 def test_a_model_that_nothing_trains() -> None:

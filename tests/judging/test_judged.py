@@ -35,6 +35,9 @@ RIGHT = [
     pytest.param(wrapped.fsdp2, 2, {"tied": True, "frozen": True}, id="fsdp2, tied and frozen"),
     pytest.param(wrapped.tp, 2, {}, id="tp"),
     pytest.param(wrapped.tp_fsdp, 4, {}, id="tp and fsdp2"),
+    pytest.param(wrapped.vocabulary, 2, {}, id="split vocabulary and sequence"),
+    pytest.param(wrapped.hybrid, 4, {}, id="hybrid fsdp2", marks=DEEP),
+    pytest.param(wrapped.recomputed, 2, {}, id="checkpoint wrappers", marks=DEEP),
     pytest.param(by_hand.megatron, 2, {}, id="plain parts"),
     pytest.param(by_hand.gpipe, 2, {}, id="pipeline by hand"),
     pytest.param(by_hand.gpipe_tied, 2, {"tied": True}, id="pipeline with a tie"),
@@ -54,10 +57,11 @@ def test_a_right_program_passes(pool: Pool, program: Any, ranks: int, model: Any
 
 
 WRONG = [
-    (wrapped.ddp_mean, 2, {}, "head.weight", "plain mean of the means of 2 parts"),
+    (wrapped.ddp_mean, 2, {}, "head.weight", "the plain mean of what 2 parts of the batch give"),
     (wrapped.ddp_twice, 2, {}, "head.weight", "1/ranks = 1/2 times the right value everywhere"),
     (wrapped.ddp_unsynced, 2, {}, "head.weight", "ranks differ and their mean is right"),
     (wrapped.ddp_other_start, 2, {}, "norm.weight", "changed it before the first step"),
+    (by_hand.renamed, 2, {}, "emb.weight", "changed it before the first step"),
     (wrapped.fsdp2_sum, 4, {}, "head.weight", "1/ranks = 1/4 times the right value everywhere"),
     (wrapped.fsdp1_doubled, 2, {}, "head.weight", "ranks = 2 times the right value everywhere"),
     (wrapped.tp_summed, 2, {}, "norm.weight", "ranks = 2 times the right value everywhere"),
@@ -122,3 +126,28 @@ def test_what_is_not_offered_is_said(pool: Pool) -> None:
     said = {gap.condition for gap in bare.gaps}
     assert {f"{part} (not offered)" for part in parts} <= said, said
     assert not parts & {row.kind for row in bare.rows}
+
+
+def test_an_optimizer_of_its_own(pool: Pool) -> None:
+    """ZeRO's optimizer holds what it holds; parameters after three steps equal those of AdamW."""
+    report = judged(pool, wrapped.zero1, 2)
+    assert report.ok, str(report)
+    assert {row.condition for row in report.rows if row.kind == "parameters"} == {
+        "own optimizer",
+        "own optimizer, clipped",
+    }
+
+
+def test_statistics_of_a_batch(pool: Pool) -> None:
+    """A batch norm that sees its rank's rows differs in kind from parts that weigh unequally."""
+    report = verify_program(
+        wrapped.unsynced_norm,
+        model=wrapped.Normed(),
+        batch=wrapped.images,
+        loss=wrapped.of_images,
+        ranks=2,
+        pool=pool,
+    )
+    text = " ".join(text for _, text in report.localised)
+    assert report.exit_code == 1 and "the original sees the whole batch at once" in text, text
+    assert any(row.name == "buffer bn.running_mean" and not row.ok for row in report.rows)

@@ -6,13 +6,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -190,3 +194,112 @@ def tp_fsdp_once(model: nn.Module) -> TrainingProgram:
     whole = tp_fsdp(model)
     place = dist.get_rank() // 2
     return TrainingProgram(whole.module, stepping(whole.module, place, 2, 1))
+
+
+def vocabulary(model: nn.Module) -> TrainingProgram:
+    """Tokens split between layers, a split vocabulary, and a loss of split logits."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    plan: dict[str, Any] = {
+        "emb": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(
+            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    for k in (0, 1):
+        at = f"blocks.{k}."
+        plan |= {at + "n1": SequenceParallel(), at + "n2": SequenceParallel()}
+        plan |= {at + f"attention.{n}": ColwiseParallel() for n in "qkv"}
+        plan |= {
+            at + "attention": PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+            ),
+            at + "attention.o": RowwiseParallel(output_layouts=Shard(1)),
+            at + "up": ColwiseParallel(input_layouts=Shard(1)),
+            at + "down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+    module = parallelize_module(model, mesh, plan)
+
+    def step(batch: Any) -> Any:
+        output = module(batch["ids"])
+        with loss_parallel():
+            value = F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten())
+            value.backward()
+        return value, output
+
+    return TrainingProgram(module, step)
+
+
+def hybrid(model: nn.Module) -> TrainingProgram:
+    """Shards within groups, copies across."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return TrainingProgram(model, stepping(model, dist.get_rank(), 4, 4))
+
+
+def recomputed(model: nn.Module) -> TrainingProgram:
+    """Blocks in torch's checkpoint wrappers, which are in the names."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for k, block in enumerate(model.blocks):
+        model.blocks[k] = checkpoint_wrapper(block)
+    return ddp(model)
+
+
+def sliced_adamw(named: Any) -> torch.optim.Optimizer:
+    """AdamW whose state lies on one rank each; for the original, in no job, plain AdamW."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    parameters = [p for _, p in named]
+    if not dist.is_initialized():
+        return torch.optim.AdamW(parameters, lr=3e-3, eps=1e-5)
+    return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=3e-3, eps=1e-5)
+
+
+def zero1(model: nn.Module) -> TrainingProgram:
+    """DDP with an optimizer of its own."""
+    whole = ddp(model)
+    return TrainingProgram(whole.module, whole.step, optimizer=sliced_adamw)
+
+
+class Normed(nn.Module):
+    """A convolution and a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6)
+        self.out = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores."""
+        return self.out(self.bn(self.conv(x)).relu().mean((2, 3)))
+
+
+def images(seed: int) -> dict[str, Any]:
+    """Images and their classes."""
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(8, 3, 4, 4, generator=draw),
+        "y": torch.randint(0, 5, (8,), generator=draw),
+    }
+
+
+def of_images(output: Tensor, batch: Any) -> Tensor:
+    """The mean over images."""
+    return F.cross_entropy(output, batch["y"])
+
+
+def unsynced_norm(model: nn.Module) -> TrainingProgram:
+    """Wrong: each rank's batch norm has the statistics of its own rows."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    module = DistributedDataParallel(model)
+
+    def step(batch: Any) -> Any:
+        mine = part(batch, rank, size)
+        value = of_images(module(mine["x"]), mine)
+        value.backward()
+        return value
+
+    return TrainingProgram(module, step)
