@@ -4,6 +4,8 @@ from accelerate import Accelerator
 
 import schedlang
 
+world = 2
+
 
 def program(model):
     accelerator = Accelerator(cpu=True)

@@ -4,9 +4,13 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
 import schedlang
 
+world = 2
+
 
 def program(model):
-    shards = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    shards = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
+    )
     accelerator = Accelerator(cpu=True, fsdp_plugin=shards)
     ranks, rank = accelerator.num_processes, accelerator.process_index
     wrapped = accelerator.prepare(model)

@@ -1,4 +1,4 @@
-"""ZeRO of DeepSpeed: rows over the ranks; gradients, optimizer state and, at stage 3, parameters too."""
+"""ZeRO of DeepSpeed: rows over the ranks, and what its stage cuts: at 3 the parameters, too."""
 
 import copy
 
@@ -10,6 +10,8 @@ from deepspeed.utils import safe_get_full_grad
 import schedlang
 
 STAGE = 3
+
+world = 2
 
 
 def program(model):

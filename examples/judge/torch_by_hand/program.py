@@ -1,4 +1,4 @@
-"""Two stages, rows and parameters over two ranks, each layer over two: torch's own parts, by hand."""
+"""Two stages, two parts of rows and parameters, layers in two: by hand from torch's own parts."""
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -11,6 +11,8 @@ import schedlang
 
 PLAN = dict.fromkeys(("query", "key", "value", "up"), tp.ColwiseParallel())
 PLAN |= dict.fromkeys(("out", "down"), tp.RowwiseParallel())
+
+world = 8
 
 
 def program(model):

@@ -1,4 +1,4 @@
-"""Llama 3 of torchtitan, tiny; its plain attention, since its other ones need a GPU or a compiler."""
+"""Llama 3 of torchtitan, tiny, with its plain attention: others need a GPU or a compiler."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 
 
 def model() -> llama3.Llama3Model:
-    """Two blocks, four query heads on two key/value heads; its layouts are part of its configuration."""
+    """Two blocks, four query heads on two key/value heads; layouts are in its configuration."""
     layers = llama3._build_llama3_layers(
         n_layers=2,
         dim=32,

@@ -9,10 +9,19 @@ import schedlang
 
 torchtitan.distributed.parallel_dims.device_type = "cpu"  # it takes CUDA where it finds nothing
 
+world = 4
+
 
 def program(model):
     dims = ParallelDims(
-        dp_replicate=1, dp_shard=2, cp=1, tp=2, pp=1, ep=1, world_size=4, spmd_backend="partial_dtensor"
+        dp_replicate=1,
+        dp_shard=2,
+        cp=1,
+        tp=2,
+        pp=1,
+        ep=1,
+        world_size=4,
+        spmd_backend="partial_dtensor",
     )
     dims.build_mesh()
     rows = dims.get_mesh(["fsdp"])

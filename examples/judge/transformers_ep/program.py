@@ -5,6 +5,8 @@ from transformers.distributed import DistributedConfig
 
 import schedlang
 
+world = 4
+
 
 def program(model):
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -16,6 +18,8 @@ def program(model):
         experts_implementation="batched_mm",  # grouped_mm knows no float64
         distributed_config=DistributedConfig(fsdp_size=ranks, ep_size=ranks // 2),
     )
+    for made, given in zip(split.buffers(), model.buffers(), strict=True):
+        made.copy_(given)  # rotary frequencies are computed anew, here in float64
 
     def step(batch):
         tokens = (batch["labels"][:, 1:] != -100).sum()

@@ -5,6 +5,8 @@ from transformers.distributed import DistributedConfig
 
 import schedlang
 
+world = 2
+
 
 def program(model):
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -15,6 +17,8 @@ def program(model):
         dtype=model.dtype,
         distributed_config=DistributedConfig(fsdp_size=ranks),
     )
+    for made, given in zip(split.buffers(), model.buffers(), strict=True):
+        made.copy_(given)  # rotary frequencies are computed anew, here in float64
 
     def step(batch):
         tokens = (batch["labels"][:, 1:] != -100).sum()

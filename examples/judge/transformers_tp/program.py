@@ -5,6 +5,8 @@ from transformers.distributed import DistributedConfig
 
 import schedlang
 
+world = 2
+
 
 def program(model):
     split = type(model).from_pretrained(
@@ -14,6 +16,8 @@ def program(model):
         dtype=model.dtype,
         distributed_config=DistributedConfig(tp_size=dist.get_world_size()),
     )
+    for made, given in zip(split.buffers(), model.buffers(), strict=True):
+        made.copy_(given)  # rotary frequencies are computed anew, here in float64
 
     def step(batch):
         loss = split(**batch).loss

@@ -1,1 +1,1 @@
-"""Silent bugs of distributed programs in the open, each as its author wrote it and as it should be."""
+"""Silent bugs of distributed programs: each as its author wrote it, and as it should be."""

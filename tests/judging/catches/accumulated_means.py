@@ -1,14 +1,14 @@
-"""https://github.com/huggingface/transformers/issues/46731: gradients grow with the steps of accumulation.
+"""https://github.com/huggingface/transformers/issues/46731: gradients grow with accumulation.
 
-The label smoother ignores `num_items_in_batch` and gives the mean of its micro-batch; the trainer,
-which believes that it was counted, does not divide by the number of micro-batches.
+The label smoother ignores `num_items_in_batch` and gives the mean of its micro-batch; the
+trainer, which believes that it was counted, does not divide by the number of micro-batches.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from schedlang import TrainingProgram

@@ -1,7 +1,7 @@
-"""https://github.com/NVIDIA-NeMo/Automodel/pull/2995 (2): a gather without a gradient detaches the router.
+"""https://github.com/NVIDIA-NeMo/Automodel/pull/2995 (2): a gather detaches the router.
 
-Routing probabilities went to the experts' ranks by `dist.all_gather`, which autograd does not see:
-the router is left out of the gradient of the loss.
+Routing probabilities went to the experts' ranks by `dist.all_gather`, which autograd does not
+see: the router is left out of the gradient of the loss.
 """
 
 from __future__ import annotations

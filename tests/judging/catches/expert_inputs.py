@@ -1,7 +1,8 @@
-"""https://github.com/pytorch/torchtitan/issues/1805: what goes into split experts gets one rank's gradient.
+"""https://github.com/pytorch/torchtitan/issues/1805: experts' inputs get one rank's gradient.
 
-Each expert is split over ranks inside.  Its input was taken out of a DTensor by `to_local()` without
-`grad_placements`: the gradients that ranks compute for it are parts of a sum, and are not summed.
+Each expert is split over ranks inside. Its input was taken out of a DTensor by `to_local()`
+without `grad_placements`: the gradients that ranks compute for it are parts of a sum, and are not
+summed.
 """
 
 from __future__ import annotations

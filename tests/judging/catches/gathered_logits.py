@@ -1,7 +1,8 @@
-"""https://github.com/NVIDIA/Megatron-LM/issues/7452 (2): gathered logits go where a part of them belongs.
+"""https://github.com/NVIDIA/Megatron-LM/issues/7452 (2): whole logits are taken for a part of them.
 
-With labels and `parallel_output=False` the cross entropy over a split vocabulary is given the whole
-one on each rank: the loss is the right one plus log(ranks), and the gradient of the wanted is lost.
+With labels and `parallel_output=False` the cross entropy over a split vocabulary is given the
+whole one on each rank: the loss is the right one plus log(ranks), and the gradient of the wanted
+is lost.
 """
 
 from __future__ import annotations

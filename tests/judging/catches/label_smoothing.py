@@ -1,7 +1,7 @@
-"""https://github.com/NVIDIA/Megatron-LM/issues/7452 (1): label smoothing counts a rank's vocabulary as all.
+"""https://github.com/NVIDIA/Megatron-LM/issues/7452 (1): smoothing counts a part of the vocabulary.
 
-The cross entropy over a split vocabulary takes the size of its part for the whole, and the mean of
-log probabilities over its part only: ranks have different losses, and wrong gradients.
+The cross entropy over a split vocabulary takes the size of its part for the whole, and the mean
+of log probabilities over its part only: ranks have different losses, and wrong gradients.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""https://github.com/huggingface/transformers/issues/34242: ranks with few labels weigh as much as those with many.
+"""https://github.com/huggingface/transformers/issues/34242: ranks with few labels weigh as all do.
 
-DistributedDataParallel averages the gradients of each rank's mean over its own labels; the mean over
-all labels of the batch is another one wherever rows are padded.
+DistributedDataParallel averages the gradients of each rank's mean over its own labels; the mean
+over all labels of the batch is another one wherever rows are padded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""https://github.com/NVIDIA-NeMo/RL/pull/3788: the norm for clipping counts replicas once for each rank.
+"""https://github.com/NVIDIA-NeMo/RL/pull/3788: the norm for clipping counts replicas again.
 
 One sum over the tensor parallel ranks is right for what is split; a parameter that all ranks have
-enters the norm as many times as there are ranks.  So gradients are clipped by too large a norm.
+enters the norm as many times as there are ranks. So gradients are clipped by too large a norm.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.judging.catches.parts import Copied, Summed, total
 from tests.judging.catches.sink_norm import REPLICAS
 from tests.judging.catches.words import Words, batch, loss
 
-NAMED = r"gradient norm"
+NAMED = r"gradient norm: norm"
 
 __all__ = ["batch", "loss"]
 

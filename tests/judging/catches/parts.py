@@ -111,7 +111,7 @@ class Dispatched(torch.autograd.Function):
 
 
 class Combined(torch.autograd.Function):
-    """Sum what ranks computed for each row, at the row's owner: backward sends it to all."""
+    """Sum what ranks computed for each row, at its owner: backward sends it to all."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class Combined(torch.autograd.Function):
 
 
 def of_vocabulary(scores: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The log of the sum of exponentials, and the score of what is wanted, of a split vocabulary."""
+    """Sum exponentials over a split vocabulary: the log, and the score of what is wanted."""
     size = scores.shape[-1]
     most = scores.detach().amax(-1)
     dist.all_reduce(most, dist.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""https://github.com/huggingface/transformers/issues/48687: the router learns from experts that are elsewhere.
+"""https://github.com/huggingface/transformers/issues/48687: routers learn from experts elsewhere.
 
 A rank computes also the slots of other ranks' experts, with an expert of its own, and with share
 zero: that hides them forward, not backward, where the share's gradient is the expert's output.

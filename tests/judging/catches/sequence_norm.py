@@ -1,6 +1,6 @@
-"""https://github.com/NVIDIA/Megatron-LM/issues/1446: the last norm has another gradient on each rank.
+"""https://github.com/NVIDIA/Megatron-LM/issues/1446: the last norm's gradient differs on each rank.
 
-Under sequence parallelism a norm sees the words of its rank.  Its weights are replicas, and their
+Under sequence parallelism a norm sees the words of its rank. Its weights are replicas, and their
 gradients are to be summed over ranks before the optimizer steps; those of the last norm were not.
 """
 

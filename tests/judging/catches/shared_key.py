@@ -1,7 +1,7 @@
-"""https://github.com/pytorch/torchtitan/pull/1373: the key part that all heads share gets one rank's gradient.
+"""https://github.com/pytorch/torchtitan/pull/1373: a key part of all heads lacks gradients.
 
-Forward it is right, as every rank has the same part and gives it to its own heads.  Backward a rank
-sees what its heads did with it, and nobody sums over the ranks.
+Forward it is right, as every rank has the same part and gives it to its own heads. Backward a
+rank sees what its heads did with it, and nobody sums over the ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""https://github.com/huggingface/transformers/pull/36607: the label at the border of two ranks' words is lost.
+"""https://github.com/huggingface/transformers/pull/36607: labels at the border of ranks are lost.
 
-Under sequence parallelism each rank shifts the labels of its own words, and fills up with what does
-not count: the last word of a rank, whose label lies with the next rank, learns nothing.
+Under sequence parallelism each rank shifts the labels of its own words, and fills up with what
+does not count: the last word of a rank, whose label lies with the next rank, learns nothing.
 """
 
 from __future__ import annotations

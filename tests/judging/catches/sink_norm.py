@@ -1,7 +1,7 @@
-"""https://github.com/NVIDIA/Megatron-LM/issues/7452 (8): sinks of split heads miss in the norm for clipping.
+"""https://github.com/NVIDIA/Megatron-LM/issues/7452 (8): the norm for clipping misses split sinks.
 
-Attention sinks lie with their heads, but were not marked as split: they count as replicas, of which
-only the first rank's enter the norm. So gradients are clipped by too small a norm.
+Attention sinks lie with their heads, but were not marked as split: they count as replicas, of
+which only the first rank's enter the norm. So gradients are clipped by too small a norm.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.judging.catches.attention import Attention, split_heads
 from tests.judging.catches.parts import Copied, Summed, total
 from tests.judging.catches.words import Words, batch, loss
 
-NAMED = r"gradient norm"
+NAMED = r"gradient norm: norm"
 
 __all__ = ["batch", "loss"]
 

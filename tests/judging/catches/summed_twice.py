@@ -1,7 +1,7 @@
 """https://github.com/InternLM/xtuner/pull/1004: a sum with a gradient multiplies it by the ranks.
 
-`torch.distributed.nn.functional.all_reduce` sums over ranks backward, too: right where each rank has
-a loss of its own, but where all compute the same loss it is counted once for each of them.
+`torch.distributed.nn.functional.all_reduce` sums over ranks backward, too: right where each rank
+has a loss of its own, but where all compute the same loss it is counted once for each of them.
 """
 
 from __future__ import annotations
