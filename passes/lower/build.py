@@ -217,10 +217,7 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     Raises Refusal before any collective where the plan cannot be built, and where ranks of the job
     would build different things.
     """
-    from schedlang.runtime.comm.agreement import agree
-    from schedlang.runtime.comm.agreement import all_come
-    from schedlang.runtime.comm.agreement import shared_store
-    from schedlang.runtime.comm.agreement import told_if_refused
+    from schedlang.runtime.comm.agreement import agree, all_come, shared_store, told_if_refused
     from schedlang.runtime.comm.joining import join_world
     from schedlang.runtime.launch.heart import watch
 

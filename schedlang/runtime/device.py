@@ -75,7 +75,8 @@ def make_current(device: torch.device) -> None:
 
 def on_accelerator(where: Tensor | torch.device) -> bool:
     """Return whether a tensor lies, or a device is, apart from the host: neither CPU nor meta."""
-    return _accelerates(where.device if isinstance(where, Tensor) else where)
+    kind = (where.device if isinstance(where, Tensor) else where).type
+    return kind != _HOST and kind != _NOT_THERE
 
 
 def on_host(where: Tensor | torch.device) -> bool:
@@ -221,7 +222,10 @@ class _Module:
         self.module = module
 
     def get_state(self) -> Tensor:
-        """Return the state."""
+        """Let anybody draw or seed for the time of a block; default generators are then put back.
+
+        Of the accelerator the current device's, unless nobody has begun to use it.
+        """
         state: Tensor = self.module.get_rng_state()
         return state
 

@@ -181,7 +181,7 @@ def _fresh(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _alike(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch.rand_like and torch.randn_like."""
+    """torch.normal, which torch.distributions draw by: of tensors, or of numbers and a size."""
 
     def made(draw: Draw, func: Any, input: Tensor, **kwargs: Any) -> Tensor:
         return sample(draw, input.shape, *_like(input, kwargs))
@@ -286,8 +286,17 @@ ILLOGICAL: dict[Any, Callable[[Any, Any], bool]] = {
 }
 
 
-def illogical(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+def may_draw(func: Any, kwargs: Mapping[str, Any]) -> bool:
     """Return whether this call draws random numbers in a way that `LOGICAL` does not cover."""
+    named = func in LOGICAL or func in ILLOGICAL or isinstance(func, _OPERATORS)
+    return named or "generator" in kwargs
+
+
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # each says itself if it draws
+
+
+def illogical(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call draws random numbers in a way that `LOGICAL` does not cover."""
     if func in ILLOGICAL:
         return ILLOGICAL[func](args, kwargs)
     if kwargs.get("generator") is not None:  # the user's own stream
