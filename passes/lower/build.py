@@ -258,16 +258,12 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     if plan.stores and not given.hollow:
         lying = away(builder, staged, found, sliced, given.optimizer)
     planned = reductions(plan, traced, holdings)
-    summed = planned or plan.data_axes
-    sums = sums_of(plan, planned, found, ranks) if summed else ()
+    sums = sums_of(plan, planned, found, ranks) if planned or plan.data_axes else ()
     drawing = Drawing()
     if traced.random:
         drawing = drawing_of(plan, prepared, ranks, module, _asked(plan, batch, given))
     loss = cast_loss(plan, given.loss) if plan.casts else given.loss
-    compressor = None
-    if plan.compression is not None:
-        compressor = compressor_of(plan, plan.compression, planned, holdings, found, ranks)
-    overlapped = plan.overlaps and plan.overlapping("gradients") is not None
+    compressor = compressor_of(plan, planned, holdings, found, ranks) if plan.compression else None
     # by labels that count; without any by rows, and by tokens where sequences are split
     weigh = weight_of if prepared.tokens is None else weight_by_tokens
     pipeline = pipeline_of(plan, module, ranks, prepared, loss, given.weight, sliced)
@@ -287,7 +283,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         weight=given.weight or weigh(traced, plan.shares * plan.micro),
         compressor=compressor,
         region=builder.region,
-        early=early_sums(staged, found, sums) if overlapped else None,
+        early=early_sums(plan, staged, found, sums) if plan.overlaps else None,
         dropout=drawing.dropout,
         native=drawing.native,
         drawn_because=drawing.why,

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.ir.facets import Compression
 from schedlang.ir.features import Injected
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
@@ -103,7 +102,6 @@ def sums_of(
 
 def compressor_of(
     plan: Plan,
-    how: Compression,
     planned: Sequence[Reduction],
     holdings: Mapping[str, Holding],
     found: Mapping[str, nn.Parameter],
@@ -113,8 +111,8 @@ def compressor_of(
     from schedlang.runtime.checkpointing.holding import cleaned
     from schedlang.runtime.grad_reduction.compressed import Codec, Compressor
 
-    one = next((one for one in planned if one.kind == "compressed"), None)
-    if one is None:
+    how, one = plan.compression, next((one for one in planned if one.kind == "compressed"), None)
+    if how is None or one is None:
         return None
     codec = Codec(how.kind, how.rank, how.block, how.feedback)
     names = tuple(name for name in one.names if name in found)
@@ -196,10 +194,14 @@ def pipeline_of(
     )
 
 
-def early_sums(staged: Staged, found: Mapping[str, nn.Parameter], sums: Sequence[Sum]) -> EarlySums:
-    """The sums that begin before the step ends."""
+def early_sums(
+    plan: Plan, staged: Staged, found: Mapping[str, nn.Parameter], sums: Sequence[Sum]
+) -> EarlySums | None:
+    """The sums that begin before the step ends, where a row lets them."""
     from schedlang.runtime.pipeline.overlapped_sums import EarlySums
 
+    if plan.overlapping("gradients") is None:
+        return None
     if staged.axis is None:
         return EarlySums(found, sums, dict.fromkeys(found, frozenset([0])))
     held = [(stage, staged.cut.parameters(stage)) for stage in range(staged.cut.stages)]
