@@ -144,7 +144,7 @@ class World:
     @contextmanager
     def _unbound(self) -> Iterator[None]:
         """A bound world asks each new group for the backend of its device, which hosts have not."""
-        world: Any = dist.group.WORLD
+        world: Any = job().group
         if self.bound is None:
             yield
             return
