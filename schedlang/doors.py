@@ -102,4 +102,11 @@ SIDE = (
         "Account",
         "what a plan costs: bytes per rank, and each collective of a step",
     ),
+    Door(
+        "judge",
+        "passes.judge.judge",
+        ("task",),
+        "Report",
+        "a program that was written elsewhere on local ranks against the untouched original",
+    ),
 )

@@ -102,7 +102,7 @@ def assert_equivalent(sch: Schedule, **options: Any) -> None:
 def verify_program(
     program: Callable[..., Any] | str | Path,
     *,
-    model: nn.Module | str | Path,
+    model: nn.Module | str | Path | None = None,
     batch: Batches | None = None,
     loss: Callable[..., Any] | None = None,
     ranks: int | None = None,
@@ -114,51 +114,43 @@ def verify_program(
     """Compare a distributed program of your own with its model on local ranks, in float64.
 
     program  program(model) -> schedlang.TrainingProgram, called on every rank; or the file of it
-    model    the original; or the file that has `model()`, `batch(seed)` and `loss(output, batch)`
+    model    the original; or the file that has `model()`, `batch(seed)` and `loss(output, batch)`;
+             of a program in a file by default the `model.py` beside it
     batch    the keyword arguments of one step, or a function of the seed that gives them
     loss     loss(output, batch), where the model returns none
     ranks    how many local ranks; default: `world` of the program's file
     vary     also on batches with more labels that do not count than yours have
     timeout  seconds for all of it; then Hang says where each rank, or this process, stands
-    pool     ranks that are warm already
+    pool     ranks that are warm already, where nothing is in a file
     Raises Refusal for what cannot be run, RankDied or Hang for a run that failed.
     """
     from schedlang.runtime.launch.job import limited
 
     with limited(timeout):
-        return _judged(program, model, batch, loss, ranks, seed, vary, pool)
+        return _judged(program, model, batch, loss, ranks, pool, seed=seed, vary=vary)
 
 
 def _judged(
-    program: Any, model: Any, batch: Any, loss: Any, ranks: int | None, seed: int, *more: Any
+    program: Any, model: Any, batch: Any, loss: Any, ranks: int | None, pool: Any, **options: Any
 ) -> Report:
-    from schedlang.ir.modelfile import load_model_file
-    from schedlang.passes.judge.judge import Task, judge
-    from schedlang.passes.judge.program import check_ranks, load_program
+    from schedlang.passes.judge.judge import judge, posed
     from schedlang.passes.verify.asked import STEPS
-    from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
-    from schedlang.runtime.launch.pool import Pool
 
-    vary, pool = more
-    files: dict[str, Path] = {}
-    if isinstance(model, (str, Path)):
-        found = load_model_file(str(model))
-        model, files = found.model(seed=seed), {**found.files}
-        batch, loss = batch or (found.batch if found.varies else found.batch()), loss or found.loss
-    title = f"{type(model).__name__} against a program"
-    if isinstance(program, (str, Path)):
-        written = load_program(Path(program))
-        program, ranks = written.program, ranks or written.world
-        title, files = written.path.name, {**files, **written.files}
-    if batch is None:
-        raise _refusal("there is no `batch`")
-    check_ranks(ranks)
-    assert ranks is not None
-    task = Task(program, model, _batches(batch, seed, STEPS), ranks, loss, seed, vary)
-    if pool is not None or not files:
-        return judge(task, pool=pool, title=title)
-    with Pool(preload=(*BASE, *PROGRAMS), files=files) as own:
-        return judge(task, pool=own, title=title)
+    in_file, named = isinstance(program, (str, Path)), isinstance(model, (str, Path))
+    if not in_file and (model is None or (batch is None and not named)):
+        raise _refusal("a program that is no file needs a `model` and a `batch`")
+    if batch is not None:
+        options["batches"] = _batches(batch, options["seed"], STEPS)
+    if loss is not None:
+        options["loss"] = loss
+    if model is not None and not named:
+        options["original"] = model
+    given = Path(program) if in_file else program
+    one = posed(given, str(model) if named else None, ranks, **options)
+    if pool is not None and not one.files:
+        return judge(one.task, pool=pool, title=one.title)
+    with one.pool() as own:
+        return judge(one.task, pool=own, title=one.title)
 
 
 def _batches(batch: Any, seed: int, steps: int) -> tuple[dict[str, Any], ...]:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +19,14 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.diagnostics.source import Source
 from schedlang.ir.model import ModelFacts
+from schedlang.ir.modelfile import load_model_file
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.judge.kinds import INITIAL, kinds
 from schedlang.passes.judge.layouts import Holdings, Table
-from schedlang.passes.judge.program import Make
+from schedlang.passes.judge.program import Make, check_ranks, load_program
 from schedlang.passes.judge.subject import Judged, Kept
+from schedlang.passes.verify.asked import STEPS
 from schedlang.passes.verify.compare import compare
 from schedlang.passes.verify.finite import check_original, check_trained
 from schedlang.passes.verify.observe import (
@@ -53,6 +56,7 @@ from schedlang.runtime.batch import shares
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.float64 import Float64, as_float64
 from schedlang.runtime.float64 import widened as wide
+from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
 from schedlang.runtime.launch.pool import Pool, shared
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.rng.logical_dropout import Still, Undropped
@@ -124,6 +128,46 @@ def judge(
     return replace(report, seconds=time.perf_counter() - start)
 
 
+@dataclass(frozen=True)
+class Posed:
+    """A task whose program, and maybe whose original, are files that ranks must load."""
+
+    task: Task
+    title: str
+    files: Mapping[str, Path]
+
+    @contextlib.contextmanager
+    def pool(self) -> Iterator[Pool]:
+        """Ranks that know the files."""
+        with Pool(preload=(*BASE, *PROGRAMS), files=dict(self.files)) as pool:
+            yield pool
+
+
+def posed(program: Make | Path, model: str | None, ranks: int | None, **options: Any) -> Posed:
+    """Read the files of a program and of its original, by default the `model.py` beside it.
+
+    `options` are those of Task; what they name is taken, and not what the files have.
+    """
+    files: dict[str, Path] = {}
+    title, make, beside = "a program", program, None
+    if isinstance(program, Path):
+        written = load_program(program)
+        title, make, beside = program.name, written.program, program
+        files |= written.files
+        ranks = ranks if ranks is not None else written.world
+    check_ranks(ranks)
+    assert ranks is not None and not isinstance(make, Path)
+    seed = options.get("seed", 0)
+    if "original" not in options or "batches" not in options:
+        found = load_model_file(model, beside)
+        files |= found.files
+        options.setdefault("original", found.model(seed=seed))
+        options.setdefault("loss", found.loss)
+        if "batches" not in options:
+            options["batches"] = tuple(found.batch(seed + step) for step in range(STEPS))
+    return Posed(Task(make, world=ranks, **options), title, files)
+
+
 def _check_world(world: int) -> None:
     if world <= MOST_RANKS:
         return
@@ -135,6 +179,9 @@ def _check_world(world: int) -> None:
 
 def _widened(task: Task) -> Case:
     """The original in float64 with other weights, all different, under a plan without any row."""
+    if any(t.is_meta for t in (*task.original.parameters(), *task.original.buffers())):
+        title = "the model has no values: it is on the meta device"
+        raise Refusal(Diagnostic("S623", title, helps=("make a small one with values",)))
     module = randomised(as_float64(task.original), task.seed)
     plan = expand(parse(Source("nothing.sched", "schedule 1\n")), ModelFacts(module)).plan
     assert plan is not None
@@ -180,10 +227,13 @@ def _norm(case: Case, batch: Batch) -> float | None:
             norm = Sequential(twin(case), loss=case.loss).norm(batch)
     except Refusal:
         raise
-    except Exception:
-        if batch is case.batches[0]:
-            raise
-        return None
+    except Exception as error:  # whatever the model raises for what its user never gave it
+        if batch is not case.batches[0]:
+            return None
+        text = f"{type(error).__name__}: {error}".split("\n")[0]
+        title = f"the original rejects its batch: {text}"
+        helps = ("return the keyword arguments of the model's forward from `batch(seed)`",)
+        raise Refusal(Diagnostic("S604", title, helps=helps)) from error
     return norm if math.isfinite(norm) or batch is case.batches[0] else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -107,6 +108,8 @@ class ProgramFile:
 def load_program(path: Path) -> ProgramFile:
     """Import a program file.  Raises Refusal S904, S905, or S761 if it defines no program."""
     found = path.resolve()
+    if path.is_file() and str(found.parent) not in sys.path:
+        sys.path.insert(0, str(found.parent))  # as `python program.py` has it
     module = imported(IMPORT_NAME, path)
     if not callable(getattr(module, "program", None)):
         defined = [word for word in vars(module) if not word.startswith("_")]

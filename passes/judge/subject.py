@@ -91,7 +91,6 @@ class Judged:
             whole, kept.unlike = self._whole([local(p.detach()) for _, p in self._own])
             kept.initial = {n: v.clone() for n, v in whole.items() if v is not None}
         self._optimizer = self._made_optimizer()
-        self._losses: list[Any] = []
         self._outputs: Any = None
         self._errors: dict[str, float] = {}
         self._gradients: dict[str, Tensor | None] = {}
@@ -126,6 +125,7 @@ class Judged:
     def train_step(self, batch: Batch) -> Tensor:
         """Run the program's step on a copy of the batch, clip, and step the optimizer."""
         self._train()
+        self._errors = {}
         for module in self.program.modules:
             module.zero_grad(set_to_none=True)
         value = self._called("step", self.program.step, batch)
@@ -138,7 +138,7 @@ class Judged:
             clipped = "clipped" in self.condition.name
             self.kept.copies |= {(clipped, n): found for n, found in copies.items()}
         self._gradients, errors = self._joined(copies)
-        self._errors = {f"gradient of {name}": error for name, error in errors.items()}
+        self._errors |= {f"gradient of {name}": error for name, error in errors.items()}
         self._clip()
         if self._optimizer is not None:
             self._optimizer.step()
@@ -171,7 +171,6 @@ class Judged:
             raise Refusal(Diagnostic("S766", title, helps=helps))
         mine = None if value is None else float(value.detach() if number is False else value)
         found = [one for one in world.gathered(mine) if one is not None]
-        self._losses.append(found)
         if not found:
             title = "`step` returns a loss on no rank"
             helps = ("return the loss on the rank that computes it, None on the others",)
@@ -180,8 +179,8 @@ class Judged:
         total = (
             found[0] if way == "same" else math.fsum(found) / (len(found) if way == "mean" else 1)
         )
-        if way == "same" and any(abs(one - total) > 1e-9 * abs(total) for one in found):
-            total = math.nan
+        if way == "same":
+            self._errors["loss"] = over(max(abs(one - total) for one in found), abs(total))
         return torch.tensor(total, dtype=torch.float64)
 
     def _gradient(self, p: nn.Parameter) -> Tensor | None:

@@ -129,45 +129,21 @@ def _judged(
     as_json: bool,
 ) -> Report:
     """The report of a program that was written elsewhere, against the original's file."""
-    import sys
-
-    from schedlang.ir.modelfile import load_model_file
-    from schedlang.passes.judge.judge import Task, judge
-    from schedlang.passes.judge.program import check_ranks, load_program
-    from schedlang.passes.verify.asked import STEPS
-    from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
-    from schedlang.runtime.launch.pool import Pool
+    from schedlang.passes.judge.judge import judge, posed
     from schedlang.verbs.telling import Telling
 
     path = foreign.against
     assert path is not None
     with Telling(quiet=as_json) as said, unchecked(timeout, as_json, said.close):
         named = str(file) if file is not None else model
-        found = load_model_file(named, path)
-        if str(path.resolve().parent) not in sys.path:
-            sys.path.insert(0, str(path.resolve().parent))  # as `python program.py` has it
-        written = load_program(path)
-        ranks = foreign.ranks if foreign.ranks is not None else written.world
-        check_ranks(ranks)
-        assert ranks is not None
-        batches = tuple(found.batch(seed + step) for step in range(STEPS))
-        task = Task(
-            written.program,
-            found.model(seed=seed),
-            batches,
-            ranks,
-            found.loss,
-            seed,
-            vary=not foreign.as_given,
-            told=as_json,
-        )
+        given = {"seed": seed, "vary": not foreign.as_given, "told": as_json}
+        one = posed(path, named, foreign.ranks, **given)
         words = ["schedlang verify", *([named] if named else []), f"--against {path}"]
-        words += [f"--ranks {ranks}", f"--seed {seed}"]
+        words += [f"--ranks {one.task.world}", f"--seed {seed}"]
         words += ["--as-given"] * foreign.as_given
-        files = {**found.files, **written.files}
-        with Pool(preload=(*BASE, *PROGRAMS), files=files) as pool:
-            title = path.name
-            return judge(task, pool=pool, title=title, command=" ".join(words), progress=said)
+        with one.pool() as pool:
+            command = " ".join(words)
+            return judge(one.task, pool=pool, title=one.title, command=command, progress=said)
 
 
 def _show(report: Report, as_json: bool, html: Path | None, verbose: bool) -> None:
