@@ -97,7 +97,9 @@ def _phase(row: Lowered) -> int:
 
 def _cast(builder: Builder) -> None:
     """Let modules compute in other dtypes."""
-    builder.region = cast_modules(builder.plan, builder.module, builder.steady)
+    plan, staged = builder.plan, builder.staged
+    keeps = staged is not None and steady(plan, staged.timeline)
+    builder.region = cast_modules(plan, builder.module, keeps)
 
 
 def _save(builder: Builder) -> None:
@@ -143,7 +145,6 @@ Loss = Callable[..., Any]
 class Builder:
     """What lowering changes: the local copy of the model, module by module.
 
-    steady  parameters are as they are all step long; see `casts.steady`
     region  where casts are made, if there are any
     """
 
@@ -153,7 +154,7 @@ class Builder:
     ranks: Ranks
     chains: Chains = field(default_factory=dict)  # the sites of a row -> what fits into memory
     bits: Bits = field(default_factory=dict)  # of saved tensors, by modules
-    steady: bool = False
+    staged: Staged | None = None
     region: Region | None = None
     _shared: dict[object, Any] = field(default_factory=dict)
 
@@ -246,8 +247,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     if given.check is not None:
         given.check(plan, batch, prepared)
     module = _local_copy(plan, holdings, ranks, given.hollow)
-    same = steady(plan, staged.timeline)
-    builder = Builder(plan, module, traced, ranks, prepared.chains, prepared.bits, same)
+    builder = Builder(plan, module, traced, ranks, prepared.chains, prepared.bits, staged)
     if prepared.tokens is not None:
         exchange(plan, module, prepared.tokens, ranks)
     lower(builder, lambda: shape_up(module, traced, builder.at_home))

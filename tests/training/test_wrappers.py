@@ -59,8 +59,9 @@ def wrappers(module: nn.Module) -> list[str]:
 
 def _found(rows: str, mesh: str) -> Iterator[tuple[str, list[str], list[str], bool]]:
     relaxed = {"cast": "dtype", "compress": "lossy"}
-    relax = [name for word, name in relaxed.items() if word in rows]
-    program = build(planned(models.gpt2(2, 0.1), rows, mesh, *relax), models.tokens(rows=4))
+    relax = ", ".join(name for word, name in relaxed.items() if word in rows)
+    plan = planned(models.gpt2(2, 0.1), rows, mesh, *([relax] if relax else []))
+    program = build(plan, models.tokens(rows=4))
     program.train_step(models.tokens(rows=4))
     for name, module in program.assembly.module.named_modules():
         layers = layers_of(module)
