@@ -9,7 +9,7 @@ from torch import nn
 
 from schedlang.passes.partition import stages as cuts
 from schedlang.pipeline.schedules import order
-from schedlang.pipeline.timeline import Op, Timeline, timeline
+from schedlang.pipeline.timeline.table import Op, Timeline, timeline
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.pipeline.executor import Pipeline
 from schedlang.runtime.pipeline.stage import Stage, Stub

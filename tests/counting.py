@@ -114,7 +114,7 @@ def count(plan: Plan, batch: Mapping[str, Any]) -> Counted:
     with saved_tensors_hooks(saved, lambda tensor: tensor):
         program.train_step(batch)
     out = sum(value.nbytes for value in moments if value.is_meta)
-    peer = program.away.peer if program.away is not None else None
+    peer = program.offloaded.peer if program.offloaded is not None else None
     lodging = peer.held_bytes() if peer is not None else 0
     return Counted(_sum(held), _sum(moments), counter.most, saved.bytes, out, lodging)
 

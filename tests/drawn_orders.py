@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from schedlang.pipeline.timeline import Edge, Kind, Op, Timeline, timeline
+from schedlang.pipeline.timeline.table import Edge, Kind, Op, Timeline, timeline
 
 Homes = Sequence[Sequence[int]]  # [replica][stage] -> rank
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from schedlang.passes.partition import stages as cuts
-from schedlang.pipeline.timeline import Kind, Op, Timeline, timeline
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.pipeline.executor import Pipeline
 from schedlang.runtime.pipeline.stage import Stage, Stub

@@ -14,7 +14,8 @@ from typing import Any
 
 from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import ORDERS, Order, OrderError, Size, sized
-from schedlang.pipeline.timeline import peak, timing
+from schedlang.pipeline.timeline.memory import peak
+from schedlang.pipeline.timeline.simulation import timing
 from schedlang.viz.timeline_pictures import bars
 
 PAGE = Path(__file__).parent.parent / "docs" / "pipelines.md"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from schedlang.pipeline.timeline import Edge, Kind, Op, Timeline, chain, timeline
+from schedlang.pipeline.timeline.table import Edge, Kind, Op, Timeline, chain, timeline
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
 PARK = (Kind.EVICT, Kind.LOAD)

@@ -54,7 +54,7 @@ def _refusal(plan: Plan, failure: Failure, ways: tuple[str, ...]) -> Refusal:
     row = plan.origin(cast)
     line, said = line_of(error), f"{type(error).__name__}: {error}".split("\n")[0]
     what = "the loss" if site is None else f"`{site}`" if site else "the model"
-    label = Label(row.span) if row is not None and row.span is not None else Label()
+    label = Label(row.span) if row is not None else Label()
     return Refusal(
         Diagnostic(
             "S895",

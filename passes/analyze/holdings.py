@@ -109,7 +109,7 @@ def gathers_by_rows(plan: Plan, staged: Staged) -> bool:
 def gathers_of(plan: Plan, staged: Staged, stage: int, place: int) -> tuple[int, int] | None:
     """Return the runs of forwards, and of backwards, that hold a stage gathered at a place; None:
     none."""
-    from schedlang.pipeline.timeline import runs
+    from schedlang.pipeline.timeline.sharded_weights import runs
 
     if not gathers_by_rows(plan, staged):
         return None

@@ -98,7 +98,7 @@ def _check_homes(plan: Plan, one: Stored) -> None:
 def _refuse(plan: Plan, one: Stored, said: str, note: str, helps: tuple[str, ...]) -> NoReturn:
     row = plan.origin(one)
     refusal = Refusal(Diagnostic("S851", said, notes=(note,), helps=helps))
-    raise refusal.at(row.span) if row is not None and row.span is not None else refusal
+    raise refusal.at(row.span) if row is not None else refusal
 
 
 def peer_of(
@@ -256,7 +256,7 @@ def tier_of_unit(plan: Plan, fqn: str, names: Sequence[str]) -> str:
                 ),
             )
         )
-        raise refusal.at(row.span) if row is not None and row.span is not None else refusal
+        raise refusal.at(row.span) if row is not None else refusal
     return kinds[0] if kinds else DEVICE
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from schedlang.passes.partition.staging import Staged
-    from schedlang.pipeline.timeline import Timeline
+    from schedlang.pipeline.timeline.table import Timeline
     from schedlang.runtime.assembly import Assembly
     from schedlang.runtime.optim.whole_step import WholeStep
 
@@ -55,7 +55,7 @@ def table_of(staged: Staged) -> Table | None:
 
 
 def _reads(timeline: Timeline) -> tuple[tuple[Versions, ...], tuple[Versions, ...]]:
-    from schedlang.pipeline.timeline import Kind
+    from schedlang.pipeline.timeline.table import Kind
 
     forward: list[dict[int, int]] = [{} for _ in range(timeline.microbatches)]
     backward: list[dict[int, int]] = [{} for _ in range(timeline.microbatches)]
@@ -83,7 +83,7 @@ SYNCHRONOUS = 'use a synchronous order: `pipeline(order="1F1B", micro=...)`'
 
 def check_stale(plan: Plan, staged: Staged) -> None:
     """Refuse a plan with stale weights that has no clear meaning (S625), or no proven table."""
-    from schedlang.pipeline.timeline import TimelineError
+    from schedlang.pipeline.timeline.table import TimelineError
     from schedlang.pipeline.timeline.versions import check_versions, is_stale
 
     if not is_stale(staged.timeline):
@@ -219,7 +219,7 @@ def _refuse(
     title: str, row: Action | None, *, notes: tuple[str, ...] = (), helps: tuple[str, ...] = ()
 ) -> NoReturn:
     refusal = Refusal(Diagnostic("S625", title, notes=notes, helps=helps))
-    raise refusal.at(row.span) if row is not None and row.span is not None else refusal
+    raise refusal.at(row.span) if row is not None else refusal
 
 
 # ---- Which optimizers step on parts, and which on parameters that are put together for them.

@@ -213,7 +213,7 @@ def check_rows(plan: Plan, sample: Mapping[str, Any]) -> None:
         Diagnostic(
             "S670",
             f"the batch cannot be split by rows: `{found.key}` holds indices of rows",
-            Label(row.span) if row is not None and row.span is not None else Label(),
+            Label(row.span) if row is not None else Label(),
             notes=(
                 f"it has the index {found.largest}, but a part has only {found.size} rows:"
                 f" `{found.call}`{found.line and f', at {found.line},'} would fail",

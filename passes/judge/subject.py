@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of, quoted
-from schedlang.ir import nests as pytree
+from schedlang.ir import pytree
 from schedlang.passes.judge.layouts import (
     Holdings,
     Table,

@@ -459,6 +459,6 @@ def _bisected(
     yield "bisected", f"{len(found.rows)} of {len(rows)} rows are needed, {found.runs} runs"
     for action in least:
         yield "smallest", shown(action)
-    lines = sorted({a.span.line for a in found.rows if a.span is not None and a.span.line})
+    lines = sorted({a.span.line for a in found.rows if a.span.line})
     if command and lines and "--only" not in command:
         yield "repeat these", f"{command} --only {','.join(map(str, lines))}"

@@ -235,7 +235,7 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
 
 def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     from schedlang.runtime.assembly import Assembly
-    from schedlang.runtime.grad_reduction.gradient import Held
+    from schedlang.runtime.grad_reduction.gradient import LocalParameters
 
     if plan.completing:
         plan = completed(plan, batch, given.loss)
@@ -253,7 +253,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     lower(builder, lambda: shape_up(module, traced, builder.at_home))
     sliced = slice_state(plan, module, ranks, prepared) if plan.replicas else {}
     held = {name for name, holding in holdings.items() if holding.held(plan.mesh, ranks.rank)}
-    found = Held({name: p for name, p in module.named_parameters() if name in held})
+    found = LocalParameters({name: p for name, p in module.named_parameters() if name in held})
     lying = None
     if plan.stores and not given.hollow:
         lying = away(builder, staged, found, sliced, given.optimizer)
@@ -307,7 +307,13 @@ def _trained(plan: Plan, staged: Staged, a: Assembly, lying: Any, given: Options
     comparing = _steered_alike(a.parameters, optimizer, given)
     scale = loss_scale(plan) if plan.casts else None
     return Program(
-        a, optimizer, given.clip, whole=whole, away=lying, loss_scale=scale, comparing=comparing
+        a,
+        optimizer,
+        given.clip,
+        whole=whole,
+        offloaded=lying,
+        loss_scale=scale,
+        comparing=comparing,
     )
 
 

@@ -139,7 +139,7 @@ def pipeline_of(
     sliced: Mapping[int, Any],
 ) -> Pipeline:
     """The stages of this rank's module in the order of the plan; `sliced` are those of `zero`."""
-    from schedlang.pipeline.timeline import Kind
+    from schedlang.pipeline.timeline.table import Kind
     from schedlang.runtime.grad_reduction.zero import gathering
     from schedlang.runtime.pipeline.executor import Pipeline
     from schedlang.runtime.pipeline.stage import Stage, Stub
@@ -224,7 +224,7 @@ def _splits(plan: Plan, staged: Staged, stage: int, sliced: Mapping[int, Any]) -
 
 def _parks(staged: Staged, ranks: Ranks) -> tuple[Any, ...]:
     """Groups for activations that are parked on partners, where some are."""
-    from schedlang.pipeline.timeline import Kind
+    from schedlang.pipeline.timeline.table import Kind
 
     if staged.axis is None or not (staged.timeline.kind == Kind.EVICT).any():
         return ()

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.plan import Plan
-from schedlang.pipeline.timeline import Kind, Timeline, Timing, timing
-from schedlang.pipeline.timeline.table import WORK, dependencies
+from schedlang.pipeline.timeline.simulation import Timing, timing
+from schedlang.pipeline.timeline.table import WORK, Kind, Timeline, dependencies
 
 if TYPE_CHECKING:
     from schedlang.passes.analyze.prepare import Prepared
@@ -298,7 +298,7 @@ def _home(plan: Plan) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Puts batches where the model's parameters are."""
     from torch import Tensor
 
-    from schedlang.ir import nests as pytree
+    from schedlang.ir import pytree
 
     where = next((p.device for p in plan.model.model.parameters()), None)
     home = lambda value: value.to(where) if isinstance(value, Tensor) else value  # noqa: E731

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from schedlang.passes.partition.staging import Staged
     from schedlang.passes.propagate.dryrun import Loss
     from schedlang.passes.propagate.propagate import Traced
-    from schedlang.pipeline.timeline import Timeline
+    from schedlang.pipeline.timeline.table import Timeline
     from schedlang.runtime.context_parallel.local_tokens import Tokens
     from schedlang.runtime.tracing.graph import StageGraph
 

@@ -14,7 +14,7 @@ from schedlang.ir.facets import Cut
 from schedlang.ir.memory import MOMENTS
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
-from schedlang.pipeline.timeline import Kind, Timeline
+from schedlang.pipeline.timeline.table import Kind, Timeline
 from schedlang.runtime.tracing.graph import refusal
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from schedlang.passes.propagate.propagate import Traced
 if TYPE_CHECKING:
     from torch import nn
 
-    from schedlang.pipeline.timeline import Timeline
+    from schedlang.pipeline.timeline.table import Timeline
     from schedlang.runtime.sharding.redistribute import Arrivals
     from schedlang.runtime.tracing.graph import Cut, StageGraph
 
@@ -71,7 +71,7 @@ class Staged:
     def microbatches(self, stage: int, place: int, replica: int | None = None) -> int:
         """Return the number of a step's microbatches in a stage at a place, or in one replica of
         it."""
-        from schedlang.pipeline.timeline import Kind
+        from schedlang.pipeline.timeline.table import Kind
 
         t = self.timeline
         here = (t.kind == Kind.F) & (t.stage == stage) & (t.rank == place) & (t.slice == 0)
@@ -211,7 +211,7 @@ def _as_often(plan: Plan, traced: Traced) -> None:
 
 def timeline_of(plan: Plan) -> Timeline:
     """The order of the plan, with backwards in halves where rows ask for it."""
-    from schedlang.pipeline.timeline import Kind, Op, halved, timeline
+    from schedlang.pipeline.timeline.table import Kind, Op, halved, timeline
 
     if plan.cuts or plan.order is not None:
         made = _ordered(plan)
@@ -347,7 +347,7 @@ def lodged(plan: Plan, staged: Staged) -> Staged:
     ahead = _ahead(plan, staged)
     if not ahead:
         return staged
-    from schedlang.pipeline.timeline import with_parks
+    from schedlang.pipeline.timeline.memory import with_parks
 
     _check_order(plan, staged.timeline)
     return replace(staged, timeline=with_parks(staged.timeline, ahead))
@@ -355,7 +355,7 @@ def lodged(plan: Plan, staged: Staged) -> Staged:
 
 def at_home(plan: Plan, staged: Staged) -> Staged:
     """The same stages, all of which keep what they save."""
-    from schedlang.pipeline.timeline import Kind
+    from schedlang.pipeline.timeline.table import Kind
 
     t = staged.timeline
     if not _ahead(plan, staged):
@@ -383,7 +383,7 @@ def _ahead(plan: Plan, staged: Staged) -> dict[int, int]:
 
 
 def _check_order(plan: Plan, timeline: Timeline) -> None:
-    from schedlang.pipeline.timeline import Kind
+    from schedlang.pipeline.timeline.table import Kind
 
     own = [kind for kind in (Kind.EVICT, Kind.OFFLOAD, Kind.RECOMPUTE) if kind in timeline.kind]
     if not own:

@@ -12,7 +12,7 @@ from schedlang.ir.plan import Plan
 if TYPE_CHECKING:
     from torch import nn
 
-    from schedlang.pipeline.timeline import Timeline
+    from schedlang.pipeline.timeline.table import Timeline
     from schedlang.runtime.mixed_precision import Region
     from schedlang.runtime.optim.loss_scale import LossScale
 

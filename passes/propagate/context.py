@@ -170,7 +170,7 @@ def about_its_row(plan: Plan) -> Iterator[None]:
 
 
 def _at(refusal: Refusal, row: Action | None) -> Refusal:
-    return refusal.at(row.span) if row is not None and row.span is not None else refusal
+    return refusal.at(row.span) if row is not None else refusal
 
 
 def _check(plan: Plan) -> None:

@@ -99,7 +99,7 @@ def _half_sharded(plan: Plan, name: str, used: str, axis: str) -> Diagnostic:
     return Diagnostic(
         "S506",
         f"`{owner}` shares a sharded weight, but has no `shard` row",
-        Label(row.span) if row.span is not None else Label(),
+        Label(row.span),
         notes=(f"`{used}` and `{name}` are the same tensor", f"it is sharded over `{axis}`"),
         facts=(("parameter", used),),
         helps=(f"shard it, too: `{owner} shard(vocab, over={axis})`",),
@@ -227,7 +227,7 @@ def _check_data(plan: Plan, fqn: str) -> None:
     """The first axis of a grid splits the batch, or gradients would be summed twice; no other."""
     first, *others = (plan.mesh.fold(b.axis) for b in plan.boundaries[fqn])
     row = next(a for a in plan.rows_changing(Facet.PLACEMENT) if fqn in a.sites)
-    label = Label(row.span) if row.span is not None else Label()
+    label = Label(row.span)
     if plan.mesh.size(first) > 1 and not set(first) <= set(plan.data_axes):
         said = f"no row splits the batch over `{first[0]}`, for the grid of `{fqn}`"
         add = f"add `zero(stage=0, over={first[0]})` at the end"
@@ -438,7 +438,7 @@ class Run:
             owner = name.rpartition(".")[0]
             tags = {s.axis: Tag(s.dim, s.blocks, owner, s.uneven) for s in plan.held(name).splits}
             for split in plan.held(name).splits:
-                self.follower.unevens.setdefault(split.axis, set()).add(split.uneven)
+                self.follower.uneven_splits.setdefault(split.axis, set()).add(split.uneven)
                 if split.uneven.repeat > 1:
                     self.follower.repeats = True
                     copies = neighbours(split.axis, split.uneven.repeat)

@@ -195,7 +195,7 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
         split = f"a `{failure.axis}` shard" if failure.axis is not None else "a shard"
         title = f"`{fqn or plan.model.class_name}` needs the full tensor, but gets {split}"
         notes = (*notes, f"torch says: {failure.reason}")
-    label = Label(action.span) if action is not None and action.span is not None else Label()
+    label = Label(action.span) if action is not None else Label()
     helps = (*heads[1:], *failure.helps) if heads else failure.helps or _fitting(plan, action, fqn)
     made = () if heads else tuple(_made(plan, failure))
     too = (f"{site}  shard({splits}, over={failure.axis})" for site, splits in made)
@@ -297,9 +297,9 @@ def _fitting(plan: Plan, action: Action | None, fqn: str) -> tuple[str, ...]:
 def _at_its_row(plan: Plan, refusal: Refusal) -> Refusal:
     """A refusal without a place at the last row that shards the module that it is about."""
     named = {value for d in refusal.diagnostics for fact, value in d.facts if fact == "site"}
-    shards = [a for a in plan.rows_changing(Facet.PLACEMENT) if a.span is not None]
+    shards = list(plan.rows_changing(Facet.PLACEMENT))
     row = next((a for a in reversed(shards) if named & set(a.sites)), None)
-    return refusal if row is None or row.span is None else refusal.at(row.span)
+    return refusal if row is None else refusal.at(row.span)
 
 
 def _guilty(plan: Plan, failure: Mismatch) -> Action | None:

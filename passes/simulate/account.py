@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from schedlang.passes.partition.staging import Staged
     from schedlang.passes.propagate.dryrun import Loss
     from schedlang.passes.propagate.original import Weight
-    from schedlang.pipeline.timeline import Timeline
+    from schedlang.pipeline.timeline.table import Timeline
 
 # -- activations on the next rank of the pipeline --------------------------------------------------
 
@@ -35,7 +35,7 @@ def lodgings(
 
     What forwards save is seen in a step that is `played` only where something leaves.
     """
-    from schedlang.pipeline.timeline import Kind
+    from schedlang.pipeline.timeline.table import Kind
 
     axis, t = prepared.staged.axis, prepared.staged.timeline
     away = t.pick(t.kind == Kind.EVICT)
@@ -90,7 +90,7 @@ class Account:
     @property
     def bubble(self) -> float | None:
         """The idle share of the pipeline's ranks at unit cost."""
-        from schedlang.pipeline.timeline import timing
+        from schedlang.pipeline.timeline.simulation import timing
 
         return None if self.timeline is None else float(timing(self.timeline).bubble)
 

@@ -41,7 +41,7 @@ def late(plan: Plan, took: Took) -> Iterator[Diagnostic]:
     """Yield a diagnostic (S860) for each expectation that a step of this length breaks."""
     for one in timed(plan):
         if not one.holds(took.seconds):
-            label = Label(one.span) if one.span is not None else Label()
+            label = Label(one.span)
             title = f"`{one.said}` does not hold: it is {took.seconds * 1e3:.4g} ms"
             yield Diagnostic("S860", title, label, notes=took.how, helps=(FASTER,))
 
@@ -132,7 +132,7 @@ def counting(plan: Plan) -> list[Expectation]:
 
 
 def _problems(plan: Plan, account: Account, one: Expectation) -> Iterator[Diagnostic]:
-    label = Label(one.span) if one.span is not None else Label()
+    label = Label(one.span)
     found = _found(plan, account, one)
     if found is None:
         title = f"`{one.said}` cannot be computed"

@@ -13,7 +13,7 @@ from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.analyze.residence import tiers_of
 from schedlang.passes.simulate.memory import RankClass, rank_classes
 from schedlang.passes.simulate.played_step import Step, alone, fewer, places
-from schedlang.pipeline.timeline import Kind
+from schedlang.pipeline.timeline.table import Kind
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from schedlang.passes.partition.staging import Staged
     from schedlang.passes.propagate.dryrun import Loss
-    from schedlang.pipeline.timeline import Op
+    from schedlang.pipeline.timeline.table import Op
     from schedlang.runtime.program import Program
     from schedlang.runtime.storage.footprint import Footprint, Levels, Work
 
@@ -74,7 +74,7 @@ class Rehearsal:
 
 def key(staged: Staged, place: int | None, op: Op) -> tuple[Any, ...]:
     """Equal for operations of alike stages that differ in their microbatch alone."""
-    from schedlang.pipeline.timeline import TRANSFERS
+    from schedlang.pipeline.timeline.table import TRANSFERS
 
     stages = staged.stages_at(place or 0)
     to = op.peer - op.stage if op.kind in TRANSFERS else 0
@@ -123,7 +123,8 @@ def _lodged(size: int, before: Levels) -> Run:
 def _rows(plan: Plan, staged: Staged, place: int | None) -> list[Op]:
     """Return the operations of a place in a whole step, with sends and gathers."""
     from schedlang.passes.analyze.holdings import gathers_by_rows
-    from schedlang.pipeline.timeline import with_gathers, with_transfers
+    from schedlang.pipeline.timeline.proof import with_transfers
+    from schedlang.pipeline.timeline.sharded_weights import with_gathers
 
     made = with_transfers(staged.timeline.with_edges(staged.cut.edges), plan.ahead)
     if gathers_by_rows(plan, staged):

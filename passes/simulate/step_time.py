@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from schedlang.passes.analyze.prepare import Prepared
     from schedlang.passes.partition.staging import Staged
     from schedlang.passes.simulate.rehearse import Played, Rehearsal
-    from schedlang.pipeline.timeline import Op, Timeline
+    from schedlang.pipeline.timeline.table import Op, Timeline
     from schedlang.runtime.storage.footprint import Message, Work
 
 # -- a cluster as a data sheet has it --------------------------------------------------------------
@@ -163,7 +163,8 @@ def simulated_step(plan: Plan, given: Cost | Measurement) -> Took:
 
 
 def _by_cost(line: Timeline, cost: Cost) -> Took:
-    from schedlang.pipeline.timeline import Kind, timing
+    from schedlang.pipeline.timeline.simulation import timing
+    from schedlang.pipeline.timeline.table import Kind
 
     tail = [name for name in TAIL if not (line.kind == Kind[name.upper()]).any()]
     once = sum(float(getattr(cost, name)) for name in tail)
@@ -177,7 +178,8 @@ def _by_cost(line: Timeline, cost: Cost) -> Took:
 def _by_measure(plan: Plan, line: Timeline, given: Measurement) -> Took:
     import numpy as np
 
-    from schedlang.pipeline.timeline import Kind, timing
+    from schedlang.pipeline.timeline.simulation import timing
+    from schedlang.pipeline.timeline.table import Kind
 
     mine = (dict(plan.mesh.sizes), line.microbatches, line.slices)
     if mine != (dict(given.mesh), given.micro, given.slices):
@@ -273,7 +275,7 @@ def step_time(plan: Plan, prepared: Prepared, played: Rehearsal, cluster: Cluste
     """
     import numpy as np
 
-    from schedlang.pipeline.timeline import timing
+    from schedlang.pipeline.timeline.simulation import timing
 
     clock = _Clock(plan, prepared.staged, cluster)
     line = _line(plan, prepared.staged)
@@ -299,7 +301,7 @@ _NOTHING = _Took(0.0, 0.0)
 def _line(plan: Plan, staged: Staged) -> Timeline:
     """The timeline that ranks run, with gathers where rows of it are their own."""
     from schedlang.passes.analyze.holdings import gathers_by_rows
-    from schedlang.pipeline.timeline import with_gathers
+    from schedlang.pipeline.timeline.sharded_weights import with_gathers
 
     line = staged.timeline.with_edges(staged.cut.edges)
     return with_gathers(line) if gathers_by_rows(plan, staged) else line

@@ -85,7 +85,7 @@ def _shared(one: str, other: str) -> int:
 
 def placed(row: Action | None) -> Label:
     """Return the label of a row; an empty one for no row."""
-    return Label(row.span) if row is not None and row.span is not None else Label()
+    return Label(row.span) if row is not None else Label()
 
 
 def folded(problems: Iterable[tuple[str, Diagnostic]]) -> tuple[Diagnostic, ...]:

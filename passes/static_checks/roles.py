@@ -356,7 +356,8 @@ def _called(letter: Letter | None) -> str:
 
 def _timeline(plan: Plan, prepared: Prepared) -> Iterator[Diagnostic]:
     """The table that every rank runs ends for all microbatches, and its transfers are paired."""
-    from schedlang.pipeline.timeline import TimelineError, check, check_queues, with_transfers
+    from schedlang.pipeline.timeline.proof import check, check_queues, with_transfers
+    from schedlang.pipeline.timeline.table import TimelineError
 
     staged = prepared.staged
     if staged.axis is None:

@@ -80,12 +80,12 @@ def static(
 def _played(step: Step) -> tuple[list[Role], dict[int, tuple[Booked, ...]], str]:
     """Ranks played, their sums over slices by place; nothing of both, and why, if none could be."""
     from schedlang.diagnostics.diagnostic import Refusal
-    from schedlang.ir import nests
+    from schedlang.ir import pytree
     from schedlang.runtime.comm.tap import free
 
     if not free():
         return [], {}, "this process is a rank of a job, and cannot simulate others"
-    if any(map(nests.separable, nests.tree_leaves(dict(step.sample), is_leaf=nests.separable))):
+    if any(map(pytree.separable, pytree.tree_leaves(dict(step.sample), is_leaf=pytree.separable))):
         return [], {}, "a batch of graphs is split by its values, and simulated ranks have none"
     try:
         found = roles(step)

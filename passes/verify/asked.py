@@ -208,7 +208,7 @@ def _check_exact(plan: Plan, action: Action) -> None:
                 ),
             )
         )
-        raise refusal.at(action.span) if action.span is not None else refusal
+        raise refusal.at(action.span)
 
 
 def _place(action: Action) -> str:

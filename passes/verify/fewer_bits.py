@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from schedlang.ir.facets import Kept
-from schedlang.ir.nests import tree_leaves
 from schedlang.ir.plan import Plan
+from schedlang.ir.pytree import tree_leaves
 from schedlang.passes.analyze.fewer_bits import numbers
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.propagate.saved_parts import Parts, Saving, experts_of, recomputed, summed

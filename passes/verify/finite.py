@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.ir.nests import tree_leaves
+from schedlang.ir.pytree import tree_leaves
 from schedlang.passes.verify.observe import Batch, Condition, Observation
 from schedlang.passes.verify.original import rows
 from schedlang.passes.verify.sides import Case, alone

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from schedlang.ir.nests import tree_flatten_with_path
+from schedlang.ir.pytree import tree_flatten_with_path
 from schedlang.runtime.batch import dotted
 from schedlang.runtime.device import undrawn
 from schedlang.runtime.launch.forkserver import progress

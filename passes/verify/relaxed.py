@@ -21,15 +21,15 @@ from torch.amp import GradScaler
 from torch.nn.utils.stateless import _reparametrize_module
 
 from schedlang.ir.facets import Cast
-from schedlang.ir.nests import tree_leaves, tree_map
 from schedlang.ir.plan import Plan
+from schedlang.ir.pytree import tree_leaves, tree_map
 from schedlang.passes.analyze.reductions import compressed_over
 from schedlang.passes.analyze.staleness import Table, Versions
 from schedlang.passes.partition.staging import Staged, buffer_homes
 from schedlang.passes.propagate.casts import root_cast
 from schedlang.passes.verify.observe import Batch
 from schedlang.passes.verify.original import Sequential, loss_of, rows
-from schedlang.pipeline.timeline import Kind
+from schedlang.pipeline.timeline.table import Kind
 from schedlang.runtime.batch import Part, called, stack
 from schedlang.runtime.checkpointing.holding import Holding, put, take
 from schedlang.runtime.grad_reduction.compressed import Codec, decoded, encoded, orthogonal, started

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.ir import nests as pytree
+from schedlang.ir import pytree
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import Prepared, prepare
 from schedlang.passes.analyze.reductions import compressed_over

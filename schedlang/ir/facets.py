@@ -13,7 +13,7 @@ from schedlang.ir.placement import Placement, R
 
 if TYPE_CHECKING:
     from schedlang.ir.mesh import Mesh
-    from schedlang.pipeline.timeline import Timeline
+    from schedlang.pipeline.timeline.table import Timeline
 
 
 BOUNDS: Mapping[str, Callable[[float, float], bool]] = {

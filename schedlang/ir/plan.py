@@ -151,7 +151,7 @@ class Plan:
     def __getstate__(self) -> tuple[dict[str, Any], tuple[type, ...]]:
         """Return the fields, the model fit to be sent, and the classes of what it takes and
         returns."""
-        from schedlang.ir.nests import known_classes, let_travel
+        from schedlang.ir.pytree import known_classes, let_travel
 
         for module in {id(m): m for m in (self.model.model, self.model.base.model)}.values():
             let_travel(module)
@@ -160,7 +160,7 @@ class Plan:
     def __setstate__(self, state: tuple[dict[str, Any], tuple[type, ...]]) -> None:
         """Restore the fields in another process, and note what making the model there would have
         noted."""
-        from schedlang.ir.nests import open_classes, register
+        from schedlang.ir.pytree import open_classes, register
 
         vars(self).update(state[0])
         open_classes(state[1])

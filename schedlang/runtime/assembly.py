@@ -17,7 +17,7 @@ from schedlang.runtime.comm.ranks import Ranks
 from schedlang.runtime.context_parallel.install import Exchanging
 from schedlang.runtime.context_parallel.local_tokens import Tokens
 from schedlang.runtime.grad_reduction.compressed import Compressor
-from schedlang.runtime.grad_reduction.gradient import Held, Sum, held_of
+from schedlang.runtime.grad_reduction.gradient import LocalParameters, Sum, held_of
 from schedlang.runtime.grad_reduction.zero import Sliced
 from schedlang.runtime.mixed_precision import Region
 from schedlang.runtime.pipeline.executor import Pipeline
@@ -85,7 +85,7 @@ class Assembly:
         return tuple(name for name, holding in self.holdings.items() if holding.sliced)
 
     @cached_property
-    def held(self) -> Held:
+    def held(self) -> LocalParameters:
         """This rank's parameters, and what is constant of them."""
         held = held_of(self.parameters)
         if not is_stale(self.pipeline.timeline):  # which lets go of gradients within a step

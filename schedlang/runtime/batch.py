@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of
-from schedlang.ir import nests as pytree
+from schedlang.ir import pytree
 
 # ---- Which keys of a batch the forward of a model takes: what else is there is for the loss.
 

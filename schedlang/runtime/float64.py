@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.ir import nests as pytree
+from schedlang.ir import pytree
 from schedlang.runtime.modes import Ambient
 
 WIDE: dict[Any, torch.dtype] = {

@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from schedlang.ir import nests as pytree
+from schedlang.ir import pytree
 from schedlang.ir.mesh import Mesh
 from schedlang.runtime import scope
 from schedlang.runtime.checkpointing.holding import Holding, take

@@ -36,7 +36,7 @@ def memory_of(program: Program) -> Memory:
     state: list[Any] = []
     if program.optimizer is not None:
         state = [value for slots in program.optimizer.state.values() for value in slots.values()]
-    held = program.away.peer if program.away is not None else None
+    held = program.offloaded.peer if program.offloaded is not None else None
     state_bytes = _bytes(state) + (held.held_bytes() if held is not None else 0)
     peak = peak_bytes(device_of(parameters))
     own = program.assembly.ranks.rank

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from schedlang.ir import nests as pytree
+from schedlang.ir import pytree
 from schedlang.runtime.adapters.torch_tensor import at_once_in_backward
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.modes import Ambient, ModeOrFactory, ambient

@@ -19,7 +19,7 @@ from schedlang.diagnostics.diagnostic import (
     unknown,
 )
 from schedlang.diagnostics.tables import html_table, number
-from schedlang.pipeline.timeline import Op
+from schedlang.pipeline.timeline.table import Op
 from schedlang.runtime import whole
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.batch import Batch, Part, check_mapping, followed, moved
@@ -77,7 +77,7 @@ class Program:
     keep_output: bool = False  # also keep the output of a training step, in `output`
     output: Any = None
     whole: WholeStep | None = None  # parameters are put together for each step of the optimizer
-    away: Offloaded | None = None  # what lies off the device
+    offloaded: Offloaded | None = None  # what lies off the device
     watch: Watch | None = None  # notes when the operations of a step run
     loss_scale: LossScale | None = None  # of float16; a step that overflows is skipped
     comparing: Comparing | None = None  # compares each step's batch among ranks, if asked for
@@ -91,8 +91,8 @@ class Program:
 
     def __post_init__(self) -> None:
         self._training = Training(self.assembly.module)
-        if self.away is not None:
-            self.away.check_whole(self.whole)
+        if self.offloaded is not None:
+            self.offloaded.check_whole(self.whole)
         a = self.assembly
         self._at = At(a.tokens) if a.tokens is not None else None
         self._versions: Versions | None = versions_of(a.pipeline, a.parameters, self._update)
@@ -167,7 +167,7 @@ class Program:
             title = f"the pipeline over `{a.stage_axis}` has no module of its own"
             helps = ("use `train_step` and `eval_step`: each rank runs a stage of the model",)
             raise Refusal(Diagnostic("S617", title, helps=helps))
-        tiers = () if self.away is None else self.away.tiers.values()
+        tiers = () if self.offloaded is None else self.offloaded.tiers.values()
         if any(one.gradient != DEVICE for one in tiers):
             title = "offloaded gradients leave the device at once: a loop of your own has none"
             helps = ("use `train_step` and `eval_step`",)
@@ -192,8 +192,8 @@ class Program:
             self.comparing.check(self.assembly, batch, local, self.step)
         self._training.off() if self.evaluate else self._training.on()
         self._zero()
-        if self.away is not None:
-            self.away.begin(self.assembly.buffers)
+        if self.offloaded is not None:
+            self.offloaded.begin(self.assembly.buffers)
         parts, weights, total = self._parts(batch, local)
         if self.follow_inputs:
             parts = self._inputs = [replace(part, inputs=followed(part.inputs)) for part in parts]
@@ -232,8 +232,8 @@ class Program:
 
     def _step_weights(self) -> None:
         """The optimizer's step: on parts, or on whole parameters where it looks at these."""
-        if self.away is not None:
-            self.away.step(self.optimizer, self.whole)
+        if self.offloaded is not None:
+            self.offloaded.step(self.optimizer, self.whole)
         elif self.whole is not None:
             self.whole.step(self.optimizer)
         elif self.optimizer is not None:
@@ -254,8 +254,8 @@ class Program:
         with torch.no_grad():
             results = self._run(parts, None, train=False)
         reshard(self.assembly.sliced)
-        if self.away is not None:
-            self.away.arrived()
+        if self.offloaded is not None:
+            self.offloaded.arrived()
         return self._whole(results, parts, weights)
 
     def _whole(
@@ -358,8 +358,8 @@ class Program:
     def _sum(self) -> None:
         """Finish the reductions that are left when the last backward has ended."""
         a = self.assembly
-        if self.away is not None:
-            self.away.arrived()
+        if self.offloaded is not None:
+            self.offloaded.arrived()
         for one in a.sliced.values():
             one.check_calls()
         a.held.settle()
@@ -497,8 +497,8 @@ class Program:
 
     def taken_over(self) -> None:
         """Put what was loaded where it lies between steps."""
-        if self.away is not None:
-            self.away.settle(self.optimizer)
+        if self.offloaded is not None:
+            self.offloaded.settle(self.optimizer)
 
     def export(self, path: str | os.PathLike[str], model: nn.Module) -> None:
         """Write whole weights as safetensors, for `from_pretrained`; see `export.export`."""

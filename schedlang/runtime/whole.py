@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.ir import nests as pytree
+from schedlang.ir import pytree
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.batch import Absent, Part, dotted, named_tensors, stack
 from schedlang.runtime.checkpointing.holding import assemble, take

@@ -16,7 +16,7 @@ from schedlang.verbs.ending import bad_option
 
 if TYPE_CHECKING:
     from schedlang.pipeline.schedules import Order
-    from schedlang.pipeline.timeline import Timeline
+    from schedlang.pipeline.timeline.table import Timeline
     from schedlang.verbs.simulated import Simulated
 
 TABLE = ".csv"

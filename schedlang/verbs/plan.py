@@ -149,7 +149,7 @@ def _check_lock_alone(common: Common, locks: Locks) -> None:
 def _draw(shown: View, asked: Written) -> None:
     """The pictures that were asked for."""
     from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-    from schedlang.pipeline.timeline import timing
+    from schedlang.pipeline.timeline.simulation import timing
     from schedlang.verbs.inputs import write_asked
     from schedlang.viz.picture import page, picture
     from schedlang.viz.timeline_page import trace

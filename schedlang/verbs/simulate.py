@@ -18,7 +18,7 @@ from schedlang.verbs.outcome import AsJson, Common, verb
 if TYPE_CHECKING:
     from schedlang.passes.simulate.step_time import Machine
     from schedlang.pipeline.cost import Cost
-    from schedlang.pipeline.timeline import Timing
+    from schedlang.pipeline.timeline.simulation import Timing
 
 Width = Annotated[
     int | None, typer.Option(help="Columns of the bars; as wide as the terminal, or 100.")

@@ -8,7 +8,9 @@ from typing import Any
 
 from schedlang.diagnostics.tables import fitted
 from schedlang.pipeline.cost import Cost
-from schedlang.pipeline.timeline import Timeline, Timing, peak, peak_live, timing
+from schedlang.pipeline.timeline.memory import peak, peak_live
+from schedlang.pipeline.timeline.simulation import Timing, timing
+from schedlang.pipeline.timeline.table import Timeline
 from schedlang.pipeline.timeline.versions import is_stale, weight_copies
 
 WIDE = 100 + len("rank 0: ")  # columns where there is no terminal

@@ -288,7 +288,8 @@ def _bar(view: View, one: RankClass, y: int, scale: float) -> Iterator[str]:
 
 
 def _timeline(view: View, y: int) -> Drawn:
-    from schedlang.pipeline.timeline import UNIT, timing
+    from schedlang.pipeline.timeline.simulation import timing
+    from schedlang.pipeline.timeline.table import UNIT
     from schedlang.viz.timeline_pictures import drawn, height
 
     timeline, order = view.account.timeline, view.plan.order

@@ -17,9 +17,9 @@ import numpy as np
 from schedlang.passes.lower.train import Measured
 from schedlang.pipeline.cost import UNIT_COST, Cost, Number
 from schedlang.pipeline.schedules import ORDERS, Order, OrderError, order
-from schedlang.pipeline.timeline import Kind, Timeline, Timing, chain, peak
-from schedlang.pipeline.timeline.simulation import COPIES, weights
-from schedlang.pipeline.timeline.table import barriers, dependencies
+from schedlang.pipeline.timeline.memory import peak
+from schedlang.pipeline.timeline.simulation import COPIES, Timing, weights
+from schedlang.pipeline.timeline.table import Kind, Timeline, barriers, chain, dependencies
 from schedlang.viz.elements import framed
 from schedlang.viz.timeline_pictures import (
     FAINTEST,

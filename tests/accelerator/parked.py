@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from schedlang.pipeline.timeline import Kind, Op
+from schedlang.pipeline.timeline.table import Kind, Op
 from schedlang.runtime.pipeline.flight import Bag, address, work_of
 from schedlang.runtime.storage.saved import Addresses
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schedlang.passes.lower.build import build
-from schedlang.pipeline.timeline import TimelineError
+from schedlang.pipeline.timeline.table import TimelineError
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.ranks import Ranks
 from schedlang.testing.accelerator import close, current, spawn, unavailable

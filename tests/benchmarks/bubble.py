@@ -24,7 +24,8 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.lower.build import build
 from schedlang.passes.lower.train import Measured, settled
 from schedlang.pipeline.schedules import ORDERS, OrderError, find, sized
-from schedlang.pipeline.timeline import Kind, timing
+from schedlang.pipeline.timeline.simulation import timing
+from schedlang.pipeline.timeline.table import Kind
 from schedlang.runtime.launch.pool import Pool, RankDied, progress
 from schedlang.runtime.pipeline.measured import Watch, gathered
 from tests.proofs import planned, sgd

@@ -19,7 +19,7 @@ from torch.distributed import pipelining
 
 from schedlang.passes.partition import stages as cuts
 from schedlang.pipeline.schedules import order
-from schedlang.pipeline.timeline import Timeline
+from schedlang.pipeline.timeline.table import Timeline
 from schedlang.runtime.launch.pool import Pool, progress
 from schedlang.runtime.pipeline.executor import Pipeline
 from schedlang.runtime.pipeline.stage import Stage, Stub

@@ -15,7 +15,9 @@ from typing import Any
 
 from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import order
-from schedlang.pipeline.timeline import check, peak, timing, with_transfers
+from schedlang.pipeline.timeline.memory import peak
+from schedlang.pipeline.timeline.proof import check, with_transfers
+from schedlang.pipeline.timeline.simulation import timing
 
 COST = Cost(f=18.5, i=18.1, w=9.3, comm=0.6)
 CASES = [(name, 64, 512) for name in ("GPipe", "1F1B", "ZB-H1", "Interleaved1F1B", "ZB-V")]

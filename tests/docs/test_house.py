@@ -24,7 +24,7 @@ TEXT = {".py", ".sched", ".lark", ".md", ".toml", ".txt", ".cfg", ".json", ".yml
 AT_TORCH = (
     *("schedlang/runtime/", "schedlang/kernels/", "schedlang/ir/model.py"),
     *("passes/verify/", "passes/localize/", "passes/judge/", "passes/prove.py"),
-    "schedlang/ir/nests.py",
+    "schedlang/ir/pytree.py",
     "schedlang/testing/accelerator/",
     "schedlang/testing/gpu/",
 )

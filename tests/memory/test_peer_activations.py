@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from schedlang.passes.lower.build import build
 from schedlang.passes.simulate.account import account
 from schedlang.pipeline.schedules import order
-from schedlang.pipeline.timeline import Kind, Timeline, check, with_parks, with_transfers
+from schedlang.pipeline.timeline.memory import with_parks
+from schedlang.pipeline.timeline.proof import check, with_transfers
+from schedlang.pipeline.timeline.table import Kind, Timeline
 from schedlang.runtime.storage.tiers import Residence
 from tests import models
 from tests.drawn_orders import drawn

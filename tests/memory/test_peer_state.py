@@ -71,8 +71,8 @@ def kept(plan: Any) -> tuple[dict[str, int], int]:
 
     with listening(heard):
         program.train_step(BATCHES[0])
-    assert program.away is not None and program.optimizer is not None
-    peer = program.away.peer
+    assert program.offloaded is not None and program.optimizer is not None
+    peer = program.offloaded.peer
     assert peer is not None and all(tier_of(one) == "peer" for one in peer.held.values())
     found = {"own": 0, "out": 0, "peer": peer.held_bytes()}
     for state in program.optimizer.state.values():
@@ -100,8 +100,8 @@ def most_home(plan: Any) -> tuple[int, int]:
     """On a rank: the most bytes of travelling state at home in a step, and those of all of it."""
     program = build(plan, BATCHES[0], optimizer=adamw)
     program.train_step(BATCHES[0])
-    assert program.away is not None and program.optimizer is not None
-    peer, state, most = program.away.peer, program.optimizer.state, [0]
+    assert program.offloaded is not None and program.optimizer is not None
+    peer, state, most = program.offloaded.peer, program.optimizer.state, [0]
     assert peer is not None
     steps = peer.steps
 
@@ -233,4 +233,4 @@ def test_an_axis_of_one_has_no_peer() -> None:
     """On one rank of a pipeline the row does nothing."""
     program = build(planned(words(), ALL + PIPE, "pp=1"), BATCHES[0], optimizer=adamw)
     program.train_step(BATCHES[0])
-    assert program.away is None and program.optimizer_state()
+    assert program.offloaded is None and program.optimizer_state()

@@ -236,8 +236,8 @@ def test_layers_are_loaded_twice(prefetch: int) -> None:
     never holds more of them on the device than are asked for."""
     rows = f"layers.* offload(parameters, prefetch={prefetch})"
     program = build(planned(words(6), rows), BATCHES[0], optimizer=sgd)
-    assert program.away is not None
-    window, most = program.away.window, [0]
+    assert program.offloaded is not None
+    window, most = program.offloaded.window, [0]
     turn = window.turn
 
     def counted(*args: Any, **kwargs: Any) -> None:
@@ -433,11 +433,11 @@ def test_a_full_disk_undoes_the_step(rows: str, room: int) -> None:
     """Wherever in a step the disk is full: a clear refusal, weights, moments and buffers as they
     were, and once there is room the steps go on as if nothing had been."""
     program, plain = (build(planned(words(), r), BATCHES[0], optimizer=adamw) for r in (rows, ""))
-    assert program.away is not None
+    assert program.offloaded is not None
     for one in (program, plain):
         one.train_step(BATCHES[0])
     before = everything(program)
-    with full_after(room, program.away.scratch), pytest.raises(Refusal) as caught:
+    with full_after(room, program.offloaded.scratch), pytest.raises(Refusal) as caught:
         program.train_step(BATCHES[1])
     told = caught.value.render()
     assert "S850" in told and os.strerror(errno.ENOSPC) in told and "TMPDIR" in told
@@ -471,9 +471,9 @@ def one_full(plan: Any) -> tuple[str, bool]:
     """On a rank: a step in which only rank 1 finds the disk full."""
     program = build(plan, BATCHES[0], optimizer=sgd)
     before = {n: v.clone() for n, v in program.state_dict().items()}
-    assert program.away is not None
+    assert program.offloaded is not None
     if program.assembly.ranks.rank == 1:
-        program.away.scratch.failure = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        program.offloaded.scratch.failure = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with pytest.raises(Refusal) as caught:
         program.train_step(BATCHES[0])
     after = program.state_dict()

@@ -14,7 +14,10 @@ import pytest
 
 from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import ORDERS, Order, OrderError, find, order, sized
-from schedlang.pipeline.timeline import UNIT, Kind, check, peak, peak_live, timing, with_transfers
+from schedlang.pipeline.timeline.memory import peak, peak_live
+from schedlang.pipeline.timeline.proof import check, with_transfers
+from schedlang.pipeline.timeline.simulation import timing
+from schedlang.pipeline.timeline.table import UNIT, Kind
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "torch_orders.json").read_text())
 

@@ -9,7 +9,10 @@ import pytest
 
 from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import order, vee
-from schedlang.pipeline.timeline import Timeline, check, peak, timing, with_transfers
+from schedlang.pipeline.timeline.memory import peak
+from schedlang.pipeline.timeline.proof import check, with_transfers
+from schedlang.pipeline.timeline.simulation import timing
+from schedlang.pipeline.timeline.table import Timeline
 
 P = [2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 24]
 

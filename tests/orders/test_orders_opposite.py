@@ -10,7 +10,10 @@ import pytest
 
 from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import OrderError, find, order, sized
-from schedlang.pipeline.timeline import Kind, Op, Timeline, check, peak, timing, with_transfers
+from schedlang.pipeline.timeline.memory import peak
+from schedlang.pipeline.timeline.proof import check, with_transfers
+from schedlang.pipeline.timeline.simulation import timing
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline
 
 # (F, I, W) as integers, so that all times are exact
 COSTS = [(1, 1, 1), (2, 1, 1), (3, 2, 1), (2, 2, 1), (7, 5, 3), (3, 1, 1), (8, 1, 1), (1, 2, 1)]

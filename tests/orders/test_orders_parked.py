@@ -6,7 +6,10 @@ import pytest
 
 from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import OrderError, find, order, sized
-from schedlang.pipeline.timeline import Kind, Timeline, check, peak, timing, with_transfers
+from schedlang.pipeline.timeline.memory import peak
+from schedlang.pipeline.timeline.proof import check, with_transfers
+from schedlang.pipeline.timeline.simulation import timing
+from schedlang.pipeline.timeline.table import Kind, Timeline
 
 ASIDE = (Kind.EVICT, Kind.LOAD)
 

@@ -10,16 +10,10 @@ from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import ORDERS, OrderError, Size, find, order
 from schedlang.pipeline.schedules.list_scheduling import Chain, filled
 from schedlang.pipeline.schedules.search import chains_of, repetends, searched, warmups
-from schedlang.pipeline.timeline import (
-    Kind,
-    Timeline,
-    check,
-    peak,
-    timeline,
-    timing,
-    with_transfers,
-)
-from schedlang.pipeline.timeline.table import Op
+from schedlang.pipeline.timeline.memory import peak
+from schedlang.pipeline.timeline.proof import check, with_transfers
+from schedlang.pipeline.timeline.simulation import timing
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline
 from tests.pipeline_optimum import Problem, faster
 
 COSTS = [(1, 1, 1), (2, 3, 1), (3, 2, 2)]

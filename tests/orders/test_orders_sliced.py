@@ -9,7 +9,10 @@ import pytest
 
 from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import OrderError, find, order, sized
-from schedlang.pipeline.timeline import Kind, check, peak, timing, with_transfers
+from schedlang.pipeline.timeline.memory import peak
+from schedlang.pipeline.timeline.proof import check, with_transfers
+from schedlang.pipeline.timeline.simulation import timing
+from schedlang.pipeline.timeline.table import Kind
 
 
 @pytest.mark.parametrize("name", ["Seq1F1B", "TeraPipe"])

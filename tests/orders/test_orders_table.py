@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from schedlang.pipeline.schedules import ORDERS, OrderError, order, read_table, write_table
-from schedlang.pipeline.timeline import Kind, Op, Timeline, timeline
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline
 
 
 def _runtime(t: Timeline) -> Any:

@@ -8,7 +8,10 @@ import pytest
 
 from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import order
-from schedlang.pipeline.timeline import Kind, Op, Timeline, check, peak, timing, with_transfers
+from schedlang.pipeline.timeline.memory import peak
+from schedlang.pipeline.timeline.proof import check, with_transfers
+from schedlang.pipeline.timeline.simulation import timing
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline
 
 Cell = tuple[Op, ...]
 Place = tuple[bool, int, int]  # a backward or not, stage, microbatch

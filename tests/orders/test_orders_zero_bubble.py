@@ -15,7 +15,9 @@ from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import find, order, sized
 from schedlang.pipeline.schedules.heuristic import KEPT, Knobs, draft
 from schedlang.pipeline.schedules.looped import accounted
-from schedlang.pipeline.timeline import check, peak, timing, with_transfers
+from schedlang.pipeline.timeline.memory import peak
+from schedlang.pipeline.timeline.proof import check, with_transfers
+from schedlang.pipeline.timeline.simulation import timing
 
 # Qi et al., Zero Bubble, 2023: the bubbles of Table 5, and the times of Table 9 in milliseconds
 TABLE = json.loads((Path(__file__).parents[1] / "data" / "zero_bubble.json").read_text())

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from schedlang.cli import app
 from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import order
-from schedlang.pipeline.timeline import timing
+from schedlang.pipeline.timeline.simulation import timing
 from schedlang.verbs.costs import costs
 
 PUBLISHED = "F=18.522,I=18.086,W=9.337,comm=0.601"  # Zero Bubble, Table 9, 1.5B, p = 8, m = 24

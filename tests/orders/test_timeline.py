@@ -11,18 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedlang.pipeline.schedules import ORDERS, order
-from schedlang.pipeline.timeline import (
-    Kind,
-    Op,
-    Timeline,
-    TimelineError,
-    chain,
-    check,
-    peak_live,
-    timeline,
-    timing,
-    with_transfers,
-)
+from schedlang.pipeline.timeline.memory import peak_live
+from schedlang.pipeline.timeline.proof import check, with_transfers
+from schedlang.pipeline.timeline.simulation import timing
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline, TimelineError, chain, timeline
 from schedlang.viz.timeline_pictures import svg
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741

@@ -12,22 +12,10 @@ from hypothesis import strategies as st
 
 from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import order
-from schedlang.pipeline.timeline import (
-    Kind,
-    Op,
-    Timeline,
-    TimelineError,
-    Timing,
-    check,
-    check_queues,
-    peak,
-    peak_live,
-    timeline,
-    timing,
-    with_parks,
-    with_transfers,
-)
-from schedlang.pipeline.timeline.simulation import Clock
+from schedlang.pipeline.timeline.memory import peak, peak_live, with_parks
+from schedlang.pipeline.timeline.proof import check, check_queues, with_transfers
+from schedlang.pipeline.timeline.simulation import Clock, Timing, timing
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline, TimelineError, timeline
 from tests.timelines import timelines
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741

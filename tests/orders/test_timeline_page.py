@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 from schedlang.cli import app
 from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import ORDERS, OrderError, order
-from schedlang.pipeline.timeline import peak, timing
+from schedlang.pipeline.timeline.memory import peak
+from schedlang.pipeline.timeline.simulation import timing
 from schedlang.viz.timeline_page import MICRO, RANKS, Shown, readable, timeline_page, variants
 
 COST = Cost(3, 4, 2, 0.5)

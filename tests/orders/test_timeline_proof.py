@@ -9,15 +9,8 @@ from dataclasses import dataclass, field
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from schedlang.pipeline.timeline import (
-    Kind,
-    Op,
-    Timeline,
-    TimelineError,
-    check,
-    timeline,
-    with_transfers,
-)
+from schedlang.pipeline.timeline.proof import check, with_transfers
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline, TimelineError, timeline
 from tests.timelines import B, F, I, Shape, W, scheduled, shapes
 
 Rows = list[list[Op]]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from schedlang.pipeline.schedules import OrderError, order
-from schedlang.pipeline.timeline import Kind, Op, Timeline, TimelineError, timeline
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline, TimelineError, timeline
 from schedlang.pipeline.timeline.versions import check_versions, is_stale, updates, weight_copies
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 7, 8, 16)]

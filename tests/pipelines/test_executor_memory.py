@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.pipeline.schedules import order
-from schedlang.pipeline.timeline import Kind, Op, Timeline, timeline
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.pipeline.executor import Event
 from tests import models

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedlang.pipeline.schedules import order
-from schedlang.pipeline.timeline import Timeline, timeline
+from schedlang.pipeline.timeline.table import Timeline, timeline
 from tests import models
 from tests.drawn_orders import drawn
 from tests.engine import Threads

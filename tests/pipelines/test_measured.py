@@ -16,8 +16,8 @@ from schedlang.passes.lower.build import build
 from schedlang.passes.lower.train import Measured, measured, settled
 from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import ORDERS, order, sized
-from schedlang.pipeline.timeline import Kind, Timing, timing
-from schedlang.pipeline.timeline.table import dependencies
+from schedlang.pipeline.timeline.simulation import Timing, timing
+from schedlang.pipeline.timeline.table import Kind, dependencies
 from schedlang.runtime.pipeline.measured import Ran, Watch, gathered
 from schedlang.viz.timeline_page import measured_page, measured_svg, measured_trace
 from tests import models

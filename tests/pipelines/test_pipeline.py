@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from schedlang.pipeline.schedules import order
-from schedlang.pipeline.timeline import Kind, Op, Timeline, timeline
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.pipeline import p2p

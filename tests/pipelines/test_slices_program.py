@@ -14,7 +14,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
 from schedlang.passes.lower.build import build
 from schedlang.passes.partition.staging import timeline_of
-from schedlang.pipeline.timeline import Kind
+from schedlang.pipeline.timeline.table import Kind
 from tests import models
 from tests.causal import WIDTH, Causal
 from tests.engine.threads import Threads

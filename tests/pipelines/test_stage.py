@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.partition import stages as cuts
-from schedlang.pipeline.timeline import Kind, Op, timeline
+from schedlang.pipeline.timeline.table import Kind, Op, timeline
 from schedlang.runtime.pipeline.executor import Pipeline
 from schedlang.runtime.pipeline.split_backward import SplitBackward
 from schedlang.runtime.pipeline.stage import Stage, Stub, enter

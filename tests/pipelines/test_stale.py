@@ -21,7 +21,7 @@ from schedlang.passes.verify.observe import Condition
 from schedlang.passes.verify.relaxed import Replayed
 from schedlang.passes.verify.sides import prepared, sequential
 from schedlang.pipeline.schedules import order
-from schedlang.pipeline.timeline import Kind, Op, Timeline, timeline
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline
 from schedlang.pipeline.timeline.versions import updates, weight_copies
 from schedlang.runtime import program
 from schedlang.runtime.float64 import Float64

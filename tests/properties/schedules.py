@@ -9,7 +9,7 @@ from functools import cache
 from hypothesis import strategies as st
 
 from schedlang.pipeline.schedules import ORDERS, Size, chunks_of, order
-from schedlang.pipeline.timeline import Kind
+from schedlang.pipeline.timeline.table import Kind
 from tests.properties import splits
 from tests.properties.drawn import GENERATORS, PHASES, RELAX, Axes, Drawn, Step, generator, step
 from tests.properties.drawn import block_path as _at

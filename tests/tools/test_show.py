@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 from schedlang.diagnostics.tables import number, size
 from schedlang.passes.elaborate.rows import pattern
 from schedlang.passes.simulate.account import account, delta
-from schedlang.pipeline.timeline import timing
+from schedlang.pipeline.timeline.simulation import timing
 from schedlang.viz.picture import page, picture
 from schedlang.viz.show import View, text, view
 from schedlang.viz.timeline_page import trace

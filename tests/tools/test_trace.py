@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from schedlang.cli import app
 from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import ORDERS, order, sized
-from schedlang.pipeline.timeline import Kind, Op, Timing, timeline, timing
-from schedlang.pipeline.timeline.table import dependencies
+from schedlang.pipeline.timeline.simulation import Timing, timing
+from schedlang.pipeline.timeline.table import Kind, Op, dependencies, timeline
 from schedlang.viz.timeline_page import UNIT, trace
 from schedlang.viz.timeline_pictures import IDLE, MOST_BLOCKS, MOST_RANKS, bars, drawn
 

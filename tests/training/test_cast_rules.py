@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.ir import nests
+from schedlang.ir import pytree
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.prove import Case, prove
@@ -75,7 +75,7 @@ def _dtypes(call: Call, device: str) -> list[torch.dtype] | str:
             made = Auto(torch.bfloat16, Region(), inner=False)(call, linear, x)
         except RuntimeError:
             return "raises"
-    return [leaf.dtype for leaf in nests.tree_leaves(made) if isinstance(leaf, Tensor)]
+    return [leaf.dtype for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)]
 
 
 @pytest.mark.parametrize("name", CALLS)

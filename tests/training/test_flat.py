@@ -11,15 +11,15 @@ from torch import nn
 
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.grad_reduction import gradient
-from schedlang.runtime.grad_reduction.gradient import Flat, Held, Sum, sum_gradients
+from schedlang.runtime.grad_reduction.gradient import Flat, LocalParameters, Sum, sum_gradients
 from schedlang.runtime.launch.pool import Pool
 from tests.benchmarks import steps
 from tests.ranks import run_ranks
 
 
-def parameters(*names: str) -> Held:
+def parameters(*names: str) -> LocalParameters:
     """Each of two numbers."""
-    return Held({name: nn.Parameter(torch.ones(2)) for name in names})
+    return LocalParameters({name: nn.Parameter(torch.ones(2)) for name in names})
 
 
 def test_who_gets_no_gradient_has_none() -> None:

@@ -13,8 +13,10 @@ from schedlang.ir.plan import Plan
 from schedlang.passes.lower.build import build
 from schedlang.passes.simulate.account import account
 from schedlang.pipeline.schedules import order
-from schedlang.pipeline.timeline import Kind, Timeline, TimelineError, check, halved, with_gathers
-from schedlang.pipeline.timeline import with_transfers as transferred
+from schedlang.pipeline.timeline.proof import check
+from schedlang.pipeline.timeline.proof import with_transfers as transferred
+from schedlang.pipeline.timeline.sharded_weights import with_gathers
+from schedlang.pipeline.timeline.table import Kind, Timeline, TimelineError, halved
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from tests import models

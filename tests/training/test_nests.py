@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree
 
-from schedlang.ir import nests
+from schedlang.ir import pytree
 from schedlang.runtime.batch import named_tensors, stack
 from schedlang.runtime.launch.pool import Pool
 from tests.proofs import planned, proven
@@ -39,8 +39,8 @@ class Kept(OrderedDict):  # type: ignore[type-arg]
                 self[name] = getattr(self, name)
 
 
-pytree.register_pytree_node(
-    Kept, pytree._dict_flatten, lambda v, c: Kept(**pytree._dict_unflatten(v, c))
+_pytree.register_pytree_node(
+    Kept, _pytree._dict_flatten, lambda v, c: Kept(**_pytree._dict_unflatten(v, c))
 )
 
 
@@ -83,11 +83,11 @@ def test_a_nest_of_any_class(kind: str) -> None:
     """Its tensors have names, and what is put together is of its class and holds the same."""
     nest, names = NESTS[kind]
     assert list(named_tensors({"x": nest})) == [f"x.{name}" for name in names]
-    twice = nests.tree_map_only(Tensor, lambda t: t * 2, nest)
+    twice = pytree.tree_map_only(Tensor, lambda t: t * 2, nest)
     assert type(twice) is type(nest)
     assert all(torch.equal(t, ONE * 2) for t in named_tensors({"x": twice}).values())
-    leaves, spec = nests.tree_flatten(nest)
-    again, other = nests.tree_flatten(nests.tree_unflatten(leaves, spec))
+    leaves, spec = pytree.tree_flatten(nest)
+    again, other = pytree.tree_flatten(pytree.tree_unflatten(leaves, spec))
     assert spec == other and [id(x) for x in leaves] == [id(x) for x in again]
     whole = stack([nest, twice], [4, 4], [1, 1])
     assert all(t.shape == (8,) for t in named_tensors({"x": whole}).values())
@@ -95,9 +95,9 @@ def test_a_nest_of_any_class(kind: str) -> None:
 
 def test_what_a_class_does_not_pass_on_stays() -> None:
     """A frozen dataclass keeps what init does not take, a dict with attributes keeps both."""
-    twice = nests.tree_map_only(Tensor, lambda t: t * 2, Frozen(ONE, "note"))
+    twice = pytree.tree_map_only(Tensor, lambda t: t * 2, Frozen(ONE, "note"))
     assert (twice.note, twice.computed) == ("note", 3)
-    kept = nests.tree_map_only(Tensor, lambda t: t * 2, Kept(sample=ONE))
+    kept = pytree.tree_map_only(Tensor, lambda t: t * 2, Kept(sample=ONE))
     assert torch.equal(kept.sample, ONE * 2) and kept.sample is kept["sample"]
 
 
@@ -109,7 +109,7 @@ def test_a_class_without_tensors_is_left_alone() -> None:
         width: int = 3
 
     config = Config()
-    (leaf,) = nests.tree_leaves(config)
+    (leaf,) = pytree.tree_leaves(config)
     assert leaf is config
 
 

@@ -9,7 +9,8 @@ import torch
 
 from schedlang.passes.lower.build import build
 from schedlang.passes.partition.staging import timeline_of
-from schedlang.pipeline.timeline import Kind, check, halved, with_transfers
+from schedlang.pipeline.timeline.proof import check, with_transfers
+from schedlang.pipeline.timeline.table import Kind, halved
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.pipeline import overlapped_sums

@@ -16,7 +16,7 @@ from schedlang.ir.plan import Plan
 from schedlang.passes.analyze import reductions as book
 from schedlang.passes.static_checks import owners
 from schedlang.passes.static_checks.static import Static, static
-from schedlang.pipeline.timeline import Kind
+from schedlang.pipeline.timeline.table import Kind
 from schedlang.runtime import program
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.pipeline import executor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from schedlang.pipeline.timeline import Kind
+from schedlang.pipeline.timeline.table import Kind
 from schedlang.runtime import program
 from schedlang.runtime.pipeline import weight_versions
 from schedlang.runtime.pipeline.weight_versions import Versions

@@ -20,7 +20,7 @@ from schedlang.pipeline.schedules import (
 )
 from schedlang.pipeline.schedules.csv_table import read_table, table_order, write_table
 from schedlang.pipeline.schedules.registry import Order, OrderError, Size
-from schedlang.pipeline.timeline import Timeline
+from schedlang.pipeline.timeline.table import Timeline
 
 KNOWN: tuple[Order, ...] = (
     *one_stage.FLUSHED,

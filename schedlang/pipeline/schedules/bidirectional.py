@@ -13,7 +13,7 @@ import numpy as np
 
 from schedlang.pipeline.schedules.registry import Ints, Order, Problem, Size, by_slot
 from schedlang.pipeline.schedules.vee import numbered, two_way
-from schedlang.pipeline.timeline import Kind, Timeline
+from schedlang.pipeline.timeline.table import Kind, Timeline
 
 
 def _chimera(size: Size) -> Timeline:

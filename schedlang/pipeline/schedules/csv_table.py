@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from schedlang.diagnostics.source import text_of
 from schedlang.pipeline.schedules.registry import Order, OrderError, Problem, Size
-from schedlang.pipeline.timeline import Kind, Op, Timeline, TimelineError, timeline, timing
+from schedlang.pipeline.timeline.simulation import timing
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline, TimelineError, timeline
 
 WORK = (Kind.F, Kind.B, Kind.I, Kind.W)
 ASIDE = (Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD, Kind.EVICT, Kind.LOAD)

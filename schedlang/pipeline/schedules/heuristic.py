@@ -12,7 +12,7 @@ import numpy as np
 
 from schedlang.pipeline.cost import Number
 from schedlang.pipeline.schedules.registry import Order, Problem, Size, laid
-from schedlang.pipeline.timeline import Kind, Timeline
+from schedlang.pipeline.timeline.table import Kind, Timeline
 
 # W needs 32 s b h of the s b (34 h + 5 a s) bytes of a layer (Zero Bubble, Table 1), and 5 a s / h
 # is 40 for three of the paper's four models

@@ -11,7 +11,7 @@ import numpy as np
 
 from schedlang.pipeline.cost import Number
 from schedlang.pipeline.schedules.registry import laid
-from schedlang.pipeline.timeline import Kind, Timeline
+from schedlang.pipeline.timeline.table import Kind, Timeline
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from schedlang.pipeline.schedules.registry import (
     times,
     weave,
 )
-from schedlang.pipeline.timeline import Timeline
+from schedlang.pipeline.timeline.table import Timeline
 
 
 def _interleaved(size: Size) -> Timeline:

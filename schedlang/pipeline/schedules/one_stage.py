@@ -20,7 +20,7 @@ from schedlang.pipeline.schedules.registry import (
     times,
     weave,
 )
-from schedlang.pipeline.timeline import Kind, Op, Timeline, timeline
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline
 
 
 def _gpipe(size: Size) -> Timeline:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from schedlang.pipeline.cost import UNIT_COST, Cost
-from schedlang.pipeline.timeline import COLUMNS, Column, Kind, Timeline, chain
+from schedlang.pipeline.timeline.table import COLUMNS, Column, Kind, Timeline, chain
 
 
 class OrderError(ValueError):

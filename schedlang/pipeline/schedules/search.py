@@ -13,8 +13,10 @@ from schedlang.pipeline.cost import Number
 from schedlang.pipeline.schedules.list_scheduling import Chain, F, I, W, filled
 from schedlang.pipeline.schedules.looped import home
 from schedlang.pipeline.schedules.registry import Order, OrderError, Size, in_turns
-from schedlang.pipeline.timeline import Kind, Timeline, check, peak, timing
-from schedlang.pipeline.timeline.simulation import weights
+from schedlang.pipeline.timeline.memory import peak
+from schedlang.pipeline.timeline.proof import check
+from schedlang.pipeline.timeline.simulation import timing, weights
+from schedlang.pipeline.timeline.table import Kind, Timeline
 
 # -- repeating patterns ----------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from schedlang.pipeline.schedules.registry import (
     flushed,
     merge,
 )
-from schedlang.pipeline.timeline import Timeline
+from schedlang.pipeline.timeline.table import Timeline
 
 
 def _seq1f1b(size: Size) -> Timeline:

@@ -13,7 +13,7 @@ from fractions import Fraction
 import numpy as np
 
 from schedlang.pipeline.schedules.registry import Ints, Order, Size, laid, times
-from schedlang.pipeline.timeline import Column, Kind, Timeline
+from schedlang.pipeline.timeline.table import Column, Kind, Timeline
 
 F0, F1, I0, I1, W0, W1, B0, B1 = range(8)  # what a rank does next, in which of its two chunks
 KINDS = np.repeat(np.array([Kind.F, Kind.I, Kind.W, Kind.B], dtype=np.int32), 2)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.ir import nests as pytree
+from schedlang.ir import pytree
 from schedlang.remat import Tree, paths
 from schedlang.remat.operators import Key
 from schedlang.runtime.activation_memory.selective import CLASSES, Chosen, keeps, numbers, operators

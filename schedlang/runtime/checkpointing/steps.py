@@ -23,7 +23,7 @@ from schedlang.runtime.storage.folder import (
     LOCK,
     REPLACED,
     SAVING,
-    Held,
+    LockHeld,
     beside_of,
     fill_folder,
     leftovers,
@@ -141,7 +141,7 @@ def _begin(target: Path, step: int, held: ExitStack) -> Path:
     target.mkdir(parents=True, exist_ok=True)
     try:
         held.enter_context(locked(target / LOCK))
-    except Held as other:
+    except LockHeld as other:
         raise Refusal(other.told(target)) from None
     _sweep(target)
     beside = beside_of(target / _name(step, 0), SAVING)

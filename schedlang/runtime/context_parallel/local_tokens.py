@@ -14,7 +14,7 @@ from torch.utils import _pytree as torch_pytree
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.diagnostics.source import Span
-from schedlang.ir import nests as pytree
+from schedlang.ir import pytree
 from schedlang.runtime import scope
 from schedlang.runtime.batch import Batch, Part, dotted, rows_of
 from schedlang.runtime.comm.collectives import Group

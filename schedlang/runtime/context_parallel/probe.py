@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, OwnError, Refusal
-from schedlang.ir import nests as pytree
+from schedlang.ir import pytree
 from schedlang.runtime.batch import Part, called, dotted, rows_of
 from schedlang.runtime.context_parallel.attention_products import Lines
 from schedlang.runtime.context_parallel.install import At, install, windows

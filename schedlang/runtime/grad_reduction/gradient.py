@@ -140,7 +140,7 @@ class Flat:
                 parameter.grad = view
 
 
-class Held(dict[str, nn.Parameter]):
+class LocalParameters(dict[str, nn.Parameter]):
     """The parameters of a rank by name, and what is constant of them while a program lives."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -202,9 +202,9 @@ class Held(dict[str, nn.Parameter]):
             flat.settle()
 
 
-def held_of(parameters: Mapping[str, nn.Parameter]) -> Held:
+def held_of(parameters: Mapping[str, nn.Parameter]) -> LocalParameters:
     """The same, with what is constant of them."""
-    return parameters if isinstance(parameters, Held) else Held(parameters)
+    return parameters if isinstance(parameters, LocalParameters) else LocalParameters(parameters)
 
 
 def in_buckets(parameters: Sequence[nn.Parameter], most: int | None) -> list[list[nn.Parameter]]:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 )
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.pipeline.timeline import Kind
+from schedlang.pipeline.timeline.table import Kind
 from schedlang.runtime.adapters.fully_shard import (
     around_backward,
     end_gather,

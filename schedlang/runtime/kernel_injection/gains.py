@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from schedlang.ir import nests as pytree
+from schedlang.ir import pytree
 from schedlang.ir.features import Count, Gain
 from schedlang.runtime.fusion.fuse import Told, fuse_pattern
 from schedlang.runtime.fusion.rewrite import watched

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.ir import nests as pytree
+from schedlang.ir import pytree
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.storage import copies
 from schedlang.runtime.storage.saved import Pack, View, outside, slot

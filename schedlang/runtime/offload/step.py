@@ -484,7 +484,11 @@ def at_home(method: F) -> F:
 
     @wraps(method)
     def run(program: Any, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if program.away is None else program.away.home(program.optimizer):
+        with (
+            nullcontext()
+            if program.offloaded is None
+            else program.offloaded.home(program.optimizer)
+        ):
             return method(program, *args, **kwargs)
 
     return cast(F, run)

@@ -12,16 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from schedlang.pipeline.timeline import (
-    Kind,
-    Op,
-    Timeline,
-    check,
-    check_queues,
-    with_gathers,
-    with_transfers,
-)
-from schedlang.pipeline.timeline import timeline as make_timeline
+from schedlang.pipeline.timeline.proof import check, check_queues, with_transfers
+from schedlang.pipeline.timeline.sharded_weights import with_gathers
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline
+from schedlang.pipeline.timeline.table import timeline as make_timeline
 from schedlang.runtime.comm import world
 from schedlang.runtime.pipeline import parking
 from schedlang.runtime.pipeline.flight import Bag, Message, Work, work_of

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from schedlang.pipeline.timeline import Op
+from schedlang.pipeline.timeline.table import Op
 from schedlang.runtime.pipeline.split_backward import SplitBackward
 from schedlang.runtime.storage.saved import Kept, View, plain, slot, within
 from schedlang.runtime.tracing.graph import Token

@@ -10,7 +10,7 @@ from torch import nn
 
 from schedlang.runtime.grad_reduction.gradient import (
     Flat,
-    Held,
+    LocalParameters,
     Started,
     Sum,
     begin,
@@ -97,7 +97,7 @@ class Learned:
     last     of each bucket, the place of the gradient that it added to last
     """
 
-    def __init__(self, held: Held, sums: Sequence[Sum]) -> None:
+    def __init__(self, held: LocalParameters, sums: Sequence[Sum]) -> None:
         self.held = held
         self.others = [one for one in sums if one.kind != "replicas"]
         self.waiting: list[tuple[Sum, Members]] = [

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from schedlang.pipeline.timeline import Op
+from schedlang.pipeline.timeline.table import Op
 from schedlang.runtime.comm import world
 from schedlang.runtime.device import HOST, not_there
 from schedlang.runtime.pipeline.flight import Bag, Work, work_of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from schedlang.ir import nests as pytree
+from schedlang.ir import pytree
 from schedlang.runtime import scope
 from schedlang.runtime.batch import called
 from schedlang.runtime.mixed_precision import imitated

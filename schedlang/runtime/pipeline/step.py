@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.ir import nests as pytree
-from schedlang.pipeline.timeline import Op
+from schedlang.ir import pytree
+from schedlang.pipeline.timeline.table import Op
 from schedlang.runtime.device import Replayed, default_generators, not_there, own_generators
 from schedlang.runtime.lazy_logits.lazy import LazyLogits
 from schedlang.runtime.pipeline.flight import Bag, Carried, Flight, Message, Work, address, work_of

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.pipeline.timeline import Kind, Op, Timeline
+from schedlang.pipeline.timeline.table import Kind, Op, Timeline
 from schedlang.pipeline.timeline.versions import BACKWARD, is_stale, updates
 from schedlang.runtime.storage.offloaded_gradients import drop_gradients
 

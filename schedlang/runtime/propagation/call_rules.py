@@ -243,7 +243,7 @@ def legal(step: Step, axis: str) -> list[Uneven]:
     tags = _tags(step, axis)
     kinds = {tag.uneven for tag, _ in tags}
     if not kinds:
-        return [EVEN, *step.follower.unevens.get(axis, ())]
+        return [EVEN, *step.follower.uneven_splits.get(axis, ())]
     if len(kinds) > 1:
         queries = tags[0][0].uneven  # which head each meets is checked where they meet
         grouped = step.func is F.scaled_dot_product_attention

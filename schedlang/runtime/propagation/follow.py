@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from schedlang.ir import nests as pytree
+from schedlang.ir import pytree
 from schedlang.ir.placement import EVEN, Uneven
 from schedlang.runtime.propagation import call_rules
 from schedlang.runtime.propagation.call_rules import check_meeting, reaches
@@ -161,7 +161,7 @@ class Follower(Lattice):
         self.partial: dict[str, set[str]] = {}  # parameter -> axes: its gradient is a part there
         self.masks: dict[Frame, tuple[tuple[int, ...], Mapping[str, Tag]]] = {}
         self.drawn: dict[str, int] = {}
-        self.unevens: dict[str, set[Uneven]] = {}  # by axis, of all that the plan splits
+        self.uneven_splits: dict[str, set[Uneven]] = {}  # by axis, of all that the plan splits
         self.repeats = False  # whether several ranks hold one part
         self.left_out: list[call_rules.Repeat] = []
         self.tokens: set[tuple[str, str]] = set()  # modules, axes: they split rows or tokens

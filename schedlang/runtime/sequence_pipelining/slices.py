@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.ir import nests as pytree
+from schedlang.ir import pytree
 from schedlang.runtime import scope
 from schedlang.runtime.batch import Absent, Batch, dotted, rows_of, shares, stack
 from schedlang.runtime.device import numbers
@@ -334,7 +334,7 @@ def whole_loss(losses: Sequence[Tensor], pieces: Sequence[Weighed]) -> Tensor:
 
 def joined(outputs: Sequence[Any], pieces: Sequence[Weighed]) -> Any:
     """The output of a microbatch from those of its slices: tokens one after the other."""
-    from schedlang.ir import nests as pytree
+    from schedlang.ir import pytree
 
     lengths, shares = [p.piece.span.length for p in pieces], numbers([p.share for p in pieces])
     flat = [pytree.tree_flatten(output) for output in outputs]

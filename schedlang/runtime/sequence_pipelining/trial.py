@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.ir import nests as pytree
+from schedlang.ir import pytree
 from schedlang.ir.model import inside
 from schedlang.runtime.batch import called, rows_of, shares
 from schedlang.runtime.float64 import Float64

@@ -27,7 +27,7 @@ LOCK, CLAIM = ".schedlang-lock", ".schedlang-claim"
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
 
-class Held(Exception):
+class LockHeld(Exception):
     """Another job writes into the folder: its process and host, as far as it has said."""
 
     def __init__(self, told: str) -> None:
@@ -51,7 +51,7 @@ class Held(Exception):
 
 @contextmanager
 def locked(file: Path, stays: bool = True) -> Iterator[None]:
-    """Nobody else has the lock of this file meanwhile.  Raises Held at once, or OSError.
+    """Nobody else has the lock of this file meanwhile.  Raises LockHeld at once, or OSError.
 
     The lock is the kernel's, of the open file: it ends with the process that holds it, whatever
     ends that.  A file that does not stay is removed by who holds it.
@@ -61,7 +61,7 @@ def locked(file: Path, stays: bool = True) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Held(os.pread(handle, 256, 0).decode(errors="replace")) from None
+            raise LockHeld(os.pread(handle, 256, 0).decode(errors="replace")) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
@@ -115,11 +115,11 @@ def _claimed(path: Path) -> Iterator[None]:
             os.link(own, path)
         except FileExistsError:
             told = path.read_text(errors="replace") if path.is_file() else ""
-            if not _gone(Held(told)):
-                raise Held(told) from None
+            if not _gone(LockHeld(told)):
+                raise LockHeld(told) from None
             os.replace(own, path)
             if path.read_bytes() != _me():  # another has taken it over at the same time
-                raise Held(path.read_text(errors="replace")) from None
+                raise LockHeld(path.read_text(errors="replace")) from None
     finally:
         own.unlink(missing_ok=True)
     try:
@@ -129,7 +129,7 @@ def _claimed(path: Path) -> Iterator[None]:
             path.unlink()
 
 
-def _gone(held: Held) -> bool:
+def _gone(held: LockHeld) -> bool:
     """Return whether the holder was a process of this host that is no more."""
     if held.host != socket.gethostname() or not held.pid:
         return False
@@ -280,7 +280,7 @@ def _begin(target: Path, marks: Sequence[str], held: ExitStack) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         held.enter_context(locked(target.with_name(f".{target.name}.lock"), stays=False))
-    except Held as other:
+    except LockHeld as other:
         raise Refusal(other.told(target)) from None
     if not os.path.lexists(target):  # one that took three moves has died after the first
         former = [path for path in leftovers(target, REPLACED) if path.is_dir()]

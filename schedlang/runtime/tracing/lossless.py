@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Diagnostic, kind_of
-from schedlang.ir import nests
+from schedlang.ir import pytree
 from schedlang.runtime.batch import named_arguments
 
 LABELS = ("labels", "label", "targets", "target", "y")
@@ -64,7 +64,7 @@ def _absent(model: Any, batch: Mapping[str, Any]) -> list[str]:
 
 
 def _loss(model: Any, output: Any, batch: Mapping[str, Any]) -> str:
-    leaves, _ = nests.tree_flatten_with_path(output)
+    leaves, _ = pytree.tree_flatten_with_path(output)
     floats = [(path, v) for path, v in leaves if isinstance(v, Tensor) and v.is_floating_point()]
     scalar = next((path for path, v in floats if v.dim() == 0 and v.requires_grad), None)
     if scalar is not None:

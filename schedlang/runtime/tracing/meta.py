@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.ir import nests as pytree
+from schedlang.ir import pytree
 
 # ---- Shapes on the meta device that torch lacks: of grouped matrix products in any float type
 # (torch's own rule knows bfloat16 alone, so that no model of experts in another type could be

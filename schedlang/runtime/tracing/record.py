@@ -14,7 +14,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from schedlang.ir import nests as pytree
+from schedlang.ir import pytree
 from schedlang.runtime.batch import called
 from schedlang.runtime.tracing.constants import Constants, Literals
 from schedlang.runtime.tracing.graph import Leaf, Reads, StageGraph, Token, labels, refusal

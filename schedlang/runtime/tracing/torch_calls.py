@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schedlang.ir import nests as pytree
+from schedlang.ir import pytree
 
 # ---- Calls of torch's functions as a mode sees them: their names, and the tensors among
 # arguments.

@@ -176,8 +176,8 @@ class _Ends:
         """Meanwhile what of the optimizers' state other ranks keep is here."""
         with ExitStack() as stack:
             for end in (self.a, self.b) if self.optimizer else ():
-                if isinstance(end, ProgramEnd) and end.program.away is not None:
-                    stack.enter_context(end.program.away.home(end.program.optimizer))
+                if isinstance(end, ProgramEnd) and end.program.offloaded is not None:
+                    stack.enter_context(end.program.offloaded.home(end.program.optimizer))
             yield
 
     def move(self) -> Transferred:

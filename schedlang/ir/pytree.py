@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree
 from torch.utils._pytree import (
     GetAttrKey,
     MappingKey,
@@ -70,7 +70,7 @@ def flat(tree: Any) -> bool:
 def tree_flatten(tree: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], Any]:
     """The leaves of a nest, and how they are put together."""
     know(tree)
-    return pytree.tree_flatten(tree, is_leaf)
+    return _pytree.tree_flatten(tree, is_leaf)
 
 
 def tree_leaves(tree: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
@@ -78,7 +78,7 @@ def tree_leaves(tree: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
     if flat(tree):
         return list(tree.values())
     know(tree)
-    return pytree.tree_leaves(tree, is_leaf)
+    return _pytree.tree_leaves(tree, is_leaf)
 
 
 def tree_flatten_with_path(
@@ -88,14 +88,14 @@ def tree_flatten_with_path(
     know(tree)
     found: list[tuple[Any, Any]] = []
     _walk(tree, (), is_leaf or (lambda value: False), found)
-    return found, pytree.tree_structure(tree, is_leaf)
+    return found, _pytree.tree_structure(tree, is_leaf)
 
 
 def _walk(
     value: Any, place: tuple[Any, ...], is_leaf: IsLeaf, found: list[tuple[Any, Any]]
 ) -> None:
     """Find the leaves inside of a value; torch's own walk ends at classes that name no places."""
-    node = pytree.SUPPORTED_NODES.get(pytree._get_node_type(value))
+    node = _pytree.SUPPORTED_NODES.get(_pytree._get_node_type(value))
     if node is None or is_leaf(value):
         found.append((place, value))
         return
@@ -109,13 +109,13 @@ def tree_map(function: Callable[..., Any], tree: Any, is_leaf: IsLeaf | None = N
     if flat(tree):
         return {name: function(value) for name, value in tree.items()}
     know(tree)
-    return pytree.tree_map(function, tree, is_leaf=is_leaf)
+    return _pytree.tree_map(function, tree, is_leaf=is_leaf)
 
 
 def tree_map_only(kinds: Any, function: Callable[..., Any], tree: Any) -> Any:
     """The nest with each leaf of some classes changed."""
     know(tree)
-    return pytree.tree_map_only(kinds, function, tree)
+    return _pytree.tree_map_only(kinds, function, tree)
 
 
 def tree_map_with_path(
@@ -150,7 +150,7 @@ def closed(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, (*_PLAIN, list, tuple)):
         return False
-    if kind in pytree.SUPPORTED_NODES or _form_of(kind) is not None:
+    if kind in _pytree.SUPPORTED_NODES or _form_of(kind) is not None:
         return False
     return _deep(value, 3)
 
@@ -175,7 +175,7 @@ def know(value: Any) -> bool:
         return any([know(one) for one in value])  # all of them, not up to the first
     if kind is dict:
         return any([know(one) for one in value.values()])
-    node = pytree.SUPPORTED_NODES.get(kind)  # private: torch has no other way to ask
+    node = _pytree.SUPPORTED_NODES.get(kind)  # private: torch has no other way to ask
     if node is not None:
         return any([know(one) for one in node.flatten_fn(value)[0]])
     if _form_of(kind) is None or not any([know(one) for one in _children(value)[1]]):
@@ -219,7 +219,7 @@ def _form_of(kind: type) -> str | None:
 
 
 def _register(kind: type) -> None:
-    if kind in pytree.SUPPORTED_NODES:
+    if kind in _pytree.SUPPORTED_NODES:
         return
     if _form_of(kind) == "samples":  # may be made while it runs: no other process knows its name
         return _register_samples(kind)
@@ -237,7 +237,7 @@ def _register(kind: type) -> None:
     def unflatten(children: Iterable[Any], context: Any) -> Any:
         return _made(kind, dict(zip(context[0], children)), context[1])
 
-    pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys)
+    _pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys)
 
 
 def _register_samples(kind: type) -> None:
@@ -255,7 +255,7 @@ def _register_samples(kind: type) -> None:
     def unflatten(children: Iterable[Any], context: Any) -> Any:
         return context[1].filled(children)
 
-    pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys)
+    _pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys)
 
 
 def _places(value: Any) -> Iterator[tuple[str, Any, Any]]:
