@@ -33,7 +33,7 @@ SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
 def arguments_text(primitive: Primitive) -> str:
-    """What differs from the defaults, as the language writes it: `stage=1, over=dp`."""
+    """Return the arguments that differ from the defaults, as written: `stage=1, over=dp`."""
     said = arguments_said(primitive)
     return ", ".join(f"{name}={value}" if name else value for name, value in said)
 

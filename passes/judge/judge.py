@@ -373,7 +373,7 @@ _OUTPUTS = ("outputs", "training outputs")
 
 
 def _parts(actual: Observation, key: Key) -> Iterator[Tensor]:
-    """What ranks gave of an output, in their order."""
+    """Yield what ranks gave of an output, in their order."""
     for rank in itertools.count():
         value = actual.tensors.get(key._replace(name=f"{key.name}.{rank}"))
         if value is None:
@@ -415,7 +415,7 @@ def _initial(case: Case, kept: Kept) -> Iterator[Row]:
 
 
 def _saved(case: Case, actual: Observation, kept: Kept, told: Sequence[Condition]) -> Iterator[Row]:
-    """What the program saves, against what its ranks hold, under the original's names."""
+    """Compare what the program saves with what its ranks hold, under the original's names."""
     if kept.saved is None:
         return
     condition = told[-1]
@@ -479,7 +479,11 @@ def _gaps(
 def _means(
     case: Case, told: Sequence[Condition], task: Task
 ) -> Callable[[str, str], Iterator[list[Tensor]]]:
-    """What a gradient is in each part of a batch by itself, for every number of parts."""
+    """Return a function that yields a gradient in each part of a batch by itself.
+
+    The batch is cut into every number of parts that divides the number of ranks, and is at most
+    that of its rows; in blocks, and with strides.
+    """
     known: dict[tuple[str, int, int], Mapping[str, Tensor | None]] = {}
 
     def of_part(condition: Condition, parts: int, place: int, strided: bool) -> Any:

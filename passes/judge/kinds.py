@@ -1,4 +1,4 @@
-"""By which arithmetic a program errs: one plain sentence for each group of tensors."""
+"""The arithmetic of a program's mistakes: one plain sentence for each group of tensors."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def of_gradient(
     means: Means,
     row: Row,
 ) -> str:
-    """How a wrong gradient comes from the right one, or from those of the ranks."""
+    """Say how a wrong gradient comes from the right one, or from those of the ranks."""
     if want is None:
         return "the original has none" if got is not None else ""
     if got is None:
@@ -150,7 +150,7 @@ def _along(x: Tensor, r: Tensor) -> bool:
 
 
 def _of_copies(want: Tensor, copies: Sequence[Copy]) -> str:
-    """What copies of the same elements on different ranks, or on one, say; "" if they agree."""
+    """Say how copies of the same elements, on several ranks or one, differ; "" if they agree."""
     groups: dict[bytes, list[Copy]] = {}
     for copy in copies:
         if len(copy.places):
@@ -200,7 +200,7 @@ def _of_group(want: Tensor, group: Sequence[Copy]) -> str:
 
 
 def _of_ranks(want: Tensor, copies: Sequence[Copy]) -> str:
-    """Which ranks' parts are wrong, and by which factor."""
+    """Say which ranks' parts are wrong, and by which factor."""
     right: list[Copy] = []
     wrong: dict[str, list[Copy]] = {}
     for copy in copies:

@@ -1,4 +1,4 @@
-"""What each rank holds of the original: found by values, which all differ, or else by names.
+"""Each rank's part of the original: found by values, which all differ, or else by names.
 
 A layout is a number for each element of a rank's tensor: its place among all elements of the
 original's parameters laid side by side, -1 for padding. So every cut is one thing: shards of any
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of, quoted
 from schedlang.passes.judge.program import TrainingProgram
+from schedlang.runtime.comm import world as comm
 
 # what wrappers put into names
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
@@ -64,7 +65,7 @@ class Table:
         return torch.arange(start, start + shape.numel()).reshape(shape)
 
     def pieces(self, index: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """By parameter, which elements of a rank's tensor are of it, and where in it they lie."""
+        """Return, by parameter, its elements in a rank's tensor, and their places in itself."""
         here = (index >= 0).nonzero().reshape(-1)
         owners = torch.bucketize(index[here], self._bounds, right=True)
         found = {}
@@ -103,7 +104,7 @@ def named(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def candidates(name: str) -> Iterator[str]:
-    """What the original may call it: the name without what wrappers put into it, less and less."""
+    """Yield the names that it may have in the original: as it is, and without words of wrappers."""
     words = name.partition(":")[2].split(".") if ":" in name else name.split(".")
     yield ".".join(words)
     for count in range(1, len(WRAPPERS) + 1):
@@ -127,7 +128,7 @@ def known_name(program: TrainingProgram, name: str, known: Mapping[str, Any]) ->
 
 
 def held(program: TrainingProgram, table: Table) -> tuple[list[Held], list[str]]:
-    """What this rank holds, and in words what of it was not found in the original."""
+    """Return what this rank holds, and in words what of it was not matched with the original."""
     found, lost = [], []
     for name, p in named(program.modules):
         own = local(p.detach())
@@ -199,8 +200,8 @@ def _by_name(
 
 def _declared(name: str, said: Any, whole: Tensor) -> Tensor:
     placement, ranks = said if isinstance(said, tuple) else (said, None)
-    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    among = list(range(world)) if ranks is None else list(ranks)
+    rank = comm.rank()
+    among = list(range(comm.size())) if ranks is None else list(ranks)
     if isinstance(placement, Replicate):
         return whole
     if not isinstance(placement, Shard) or rank not in among:
@@ -221,14 +222,14 @@ def _declared(name: str, said: Any, whole: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What all ranks hold, by rank, and the elements of the original that nobody holds."""
+    """The tensors that ranks hold, by rank, and the elements of the original that nobody holds."""
 
     ranks: tuple[tuple[Held, ...], ...]
     table: Table = field(repr=False)
 
     @cached_property
     def missing(self) -> dict[str, int]:
-        """How many elements of each parameter no rank holds."""
+        """The number of elements that no rank holds, for each parameter that has such elements."""
         there = torch.zeros(len(self.table.values), dtype=torch.bool)
         for one in self.everything:
             there[one.index[one.index >= 0]] = True
@@ -242,7 +243,7 @@ class Holdings:
 
     @cached_property
     def groups(self) -> dict[str, str]:
-        """By a name of the original, or of a program, the first of those that train as one tensor.
+        """The first of the names that train as one tensor, by a name of the original or a program.
 
         Weights that a program fused cannot decay apart: the original's do not either.
         """
@@ -270,7 +271,7 @@ class Holdings:
 
     @property
     def padding(self) -> dict[str, int]:
-        """How many elements of each tensor are none of the original's."""
+        """The number of elements that are none of the original's, for each tensor that has such."""
         count = {
             one.name: int((one.index < 0).sum()) for one in self.everything if one.index.numel()
         }
@@ -278,7 +279,7 @@ class Holdings:
 
 
 def together(everyone: Sequence[tuple[list[Held], list[str]]], table: Table) -> Holdings:
-    """What all ranks hold; refuses (S763) tensors that are none of the original's."""
+    """Join what all ranks hold; refuse (S763) tensors that are none of the original's."""
     lost = {text: rank for rank, (_, texts) in reversed([*enumerate(everyone)]) for text in texts}
     holdings = Holdings(tuple(tuple(found) for found, _ in everyone), table)
     if not lost:

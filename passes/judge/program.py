@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 IMPORT_NAME = "schedlang_program_file"
 WAYS = ("mean", "sum", "same")  # how the losses of ranks make the loss of the batch
 FORM = "def program(model): ... return schedlang.TrainingProgram(module, step)"
-_GPU = ("not compiled with cuda", "nvidia driver", "no cuda gpus", "nccl", "no hip gpus", "xpu")
+_GPU = re.compile("not compiled with cuda|nvidia driver|no cuda gpus|nccl|no hip gpus|xpu")
 
 
 @dataclass(frozen=True)
@@ -96,12 +97,12 @@ class ProgramFile:
 
     @property
     def world(self) -> int | None:
-        """How many ranks the file asks for."""
+        """The number of ranks that the file asks for; None: it does not say."""
         return getattr(self.module, "world", None)
 
     @property
     def files(self) -> dict[str, Path]:
-        """What other processes must load, and under which name."""
+        """The files that other processes must load, by the names that they load them under."""
         return {IMPORT_NAME: self.path}
 
 
@@ -161,7 +162,7 @@ def check_ranks(ranks: object) -> None:
 
 @contextmanager
 def telling(make: Make, what: str, rank: int) -> Iterator[None]:
-    """What a function of the user's raises, refused at its own line, with the rank (S762, S765)."""
+    """Refuse what a function of the user's raises, at its own line, with the rank (S762, S765)."""
     try:
         yield
     except Refusal:
@@ -180,7 +181,7 @@ def _told(error: Exception, make: Make, what: str, rank: int) -> Refusal:
     deepest = frames[-1]
     if deepest not in own[-1:] and not os.path.realpath(deepest.filename).startswith(OURS):
         notes.append(f"raised at {Path(deepest.filename).name}:{deepest.lineno}: {deepest.line}")
-    if any(word in str(error).lower() for word in _GPU):
+    if _GPU.search(str(error).lower()):
         title = f"`{what}` asks for a GPU on rank {rank}: {said}"
         helps = (
             "the judge runs ranks on CPUs, under gloo: take the device of the model's parameters, "

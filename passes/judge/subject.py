@@ -35,7 +35,7 @@ EPS = 1e-6  # of torch's own clipping
 
 @dataclass(frozen=True)
 class Copy:
-    """What a rank has of a tensor of the original: under which name, which elements, their values.
+    """A rank's copy of a tensor of the original: under which name, which elements, their values.
 
     `values` is None where it has no gradient.
     """
@@ -48,7 +48,7 @@ class Copy:
 
 @dataclass
 class Kept:
-    """What a rank keeps beside an observation, to say later what kind of mistake was made."""
+    """Facts that a rank keeps beside an observation, to say later what kind of mistake was made."""
 
     # gradients of the first step, by whether they are clipped later and name
     copies: dict[tuple[bool, str], list[Copy]] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class Judged:
         return loss
 
     def _called(self, what: str, function: Callable[[Any], Any], batch: Batch) -> Any:
-        """What a function of the user's makes of a batch; refuses (S764) one that changes it."""
+        """Return what a user's function makes of a batch; refuse (S764) one that changes it."""
         given = pytree.tree_map(
             lambda v: v.detach().clone() if isinstance(v, Tensor) else v, dict(batch)
         )
@@ -187,7 +187,7 @@ class Judged:
         return None if p.grad is None else _as_held(p.grad, p)
 
     def _clip(self) -> None:
-        """As the program does, or else by the norm of the whole gradients."""
+        """Clip gradients as the program does, or else by the norm of the whole gradients."""
         most = math.inf if self.condition.clip is None else self.condition.clip
         if self.program.clip is not None:
             with telling(self.make, "clip", self.rank):
@@ -210,11 +210,11 @@ class Judged:
 
     @property
     def output(self) -> Any:
-        """What ranks return of an output, by the place in it: a list by rank."""
+        """The values that ranks return of an output, by the place in it: a list by rank."""
         return self._by_rank(self._outputs)
 
     def eval_step(self, batch: Batch) -> Any:
-        """What ranks give of an output in eval mode, likewise."""
+        """Return what ranks give of an output in eval mode, likewise; None: they cannot give it."""
         if self.program.evaluate is None:
             return None
         for one in self._training:
@@ -234,7 +234,7 @@ class Judged:
     # -- whole tensors
 
     def _copies(self, values: Sequence[Tensor | None]) -> dict[str, list[Copy]]:
-        """What all ranks have of each tensor of the original, in the order of ranks."""
+        """Return all ranks' copies of each tensor of the original, in the order of ranks."""
         mine = [None if v is None else v.reshape(-1).clone() for v in values]
         found: dict[str, list[Copy]] = {}
         for rank, (ones, theirs) in enumerate(zip(self.holdings.ranks, world.gathered(mine))):
@@ -346,7 +346,7 @@ class Judged:
         return [name for name in self.table.names if name in names]
 
     def replicas(self) -> Mapping[str, float]:
-        """How far copies on different ranks are apart: of parameters, gradients and buffers."""
+        """Return how far copies are apart: of parameters, gradients, buffers and a `same` loss."""
         return dict(self._errors)
 
     def save(self) -> None:

@@ -143,7 +143,7 @@ Loss = Callable[..., Any]
 
 @dataclass
 class Builder:
-    """What lowering changes: the local copy of the model, module by module.
+    """The local copy of the model that lowering changes, module by module.
 
     region  where casts are made, if there are any
     """

@@ -1,4 +1,4 @@
-"""What a transfer from one plan's layout into another's sends, counted without a rank."""
+"""The traffic of a transfer from one plan's layout into another's, counted without a rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Transfer:
     bucket: int
 
     def to_json(self) -> dict[str, object]:
-        """As plain values."""
+        """Return the figures as plain values."""
         return {
             "ranks": self.world,
             "apart": self.apart,
@@ -114,7 +114,7 @@ def _figures(found: Route, apart: bool, bucket: int) -> Transfer:
 def _lying(
     plan: Plan, batch: Mapping[str, Any] | None, loss: Any, ranks: range, world: int
 ) -> dict[str, Lying]:
-    """Where the parameters of a plan's program lie in a job."""
+    """Return where the parameters of a plan's program lie in a job."""
     from schedlang.runtime.redistribution.route import Lying
 
     facts = plan.model.unique

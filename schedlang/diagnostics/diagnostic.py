@@ -129,7 +129,7 @@ def foremost(diagnostics: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
 
 
 def at_the_callers_line() -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """What is refused inside stands at the caller's line of Python, unless it has a place."""
+    """Return a decorator: refusals without a place stand at the caller's line of Python."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)

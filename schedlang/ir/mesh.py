@@ -69,7 +69,7 @@ class Mesh:
         return (*(name for name in self.names if name in names), *behind)
 
     def size(self, over: str | Sequence[str]) -> int:
-        """How many ranks lie along one axis, a view, or a tuple of axes."""
+        """Return how many ranks lie along one axis, a view, or a tuple of axes."""
         return math.prod(self._line(axis)[1] for axis in self.fold(over))
 
     def _line(self, axis: str) -> tuple[str, int]:

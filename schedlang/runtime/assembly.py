@@ -99,7 +99,7 @@ class Assembly:
 
     @cached_property
     def parts(self) -> tuple[int, int, int]:
-        """Into how many parts rows are split, into how many with tokens, and which is this rank's.
+        """The number of parts by rows, that by rows and tokens, and which part is this rank's.
 
         Constants of every step."""
         mesh = self.ranks.mesh

@@ -166,7 +166,7 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Region:
-    """Where a model computes now: the dtype that its parameters are cast to where they are used.
+    """The part of a model that runs now: the dtype that its parameters are cast to when used.
 
     keeps  casts serve many uses: what `Whole` casts all uses of a parameter by one module, in all
            microbatches of a step; what torch.autocast does those of one call, as it is by default

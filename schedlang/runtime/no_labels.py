@@ -63,7 +63,7 @@ def no_labels(weight: Number) -> AbstractContextManager[Any]:
 
 
 def weighing(weight: Number, around: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """Inside `around`, what computes the loss of a part that weighs so much."""
+    """Return a context: `around`, and inside it that of the loss of a part that weighs so much."""
     if not isinstance(weight, Tensor) and weight:
         return around  # as almost always, and in every operation of a step
     return _both(around, no_labels(weight))

@@ -39,6 +39,8 @@ LIBRARIES = {
     "runtime/grad_reduction/gradient.py": {"tensor"},  # DTensor: parts have no flat gradient
     "runtime/grad_reduction/zero.py": {"fsdp", "device_mesh"},  # the mesh that fully_shard is given
     "kernels/sharding.py": {"tensor"},
+    "passes/judge/layouts.py": {"tensor"},  # what programs of others hold
+    "passes/judge/subject.py": {"tensor"},
 }
 # stands below the runtime, and asks torchrun's own store before there is a world
 STORES = {"diagnostics/told_once.py"}

@@ -62,7 +62,7 @@ class Holding:
         return all(place == 0 for axis, place in here.items() if axis not in splitting)
 
     def spread(self, mesh: Mesh, ranks: Sequence[int] = (), world: int = 0) -> Spread:
-        """Where the parts lie in a job; `ranks`: which of its `world` ranks are the mesh's."""
+        """Return where parts lie in a job; `ranks`: which of its `world` ranks are the mesh's."""
         parts, of = _spread(self.layout, self.sliced, mesh)
         if self.stages is not None and self.axis is not None:
             place = mesh.index_at(_all_coordinates(mesh), self.axis)
@@ -113,7 +113,7 @@ def _spread(layout: Layout, sliced: tuple[str, ...], mesh: Mesh) -> tuple[tuple[
 
 
 def _all_coordinates(mesh: Mesh) -> dict[str, Any]:
-    """Where all ranks lie on each axis, as arrays."""
+    """Return where all ranks lie on each axis, as arrays."""
     sizes = tuple(mesh.sizes.values())
     found = np.unravel_index(np.arange(mesh.world), sizes) if sizes else ()
     return dict(zip(mesh.sizes, found))

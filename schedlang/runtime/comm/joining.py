@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from schedlang.runtime import device as devices
-from schedlang.runtime.comm.world import HOSTS, barrier, here
+from schedlang.runtime.comm.world import HOSTS, barrier, forget, here
 
 TIMEOUT = timedelta(minutes=10)  # of a collective that others do not join
 _FOREVER = timedelta(hours=12)  # where whoever started the ranks decides what a hang is
@@ -56,9 +56,13 @@ def join_locally(rank: int, size: int, path: str) -> None:
 
 
 def leave() -> None:
-    """Leave the job together: whoever closes first could cut off what is still on its way."""
+    """Leave the job together: whoever closes first could cut off what is still on its way.
+
+    Its world goes now: torch remembers the meshes of DTensors that it met, and these the group.
+    """
     if dist.is_initialized():
         barrier()
+        forget()
         dist.destroy_process_group()
 
 
@@ -83,7 +87,7 @@ def _end_with_torchrun() -> None:
 
 @cache
 def _settle_at_exit() -> None:
-    """Before the interpreter ends, give gloo's threads a moment in which they can take its lock.
+    """Give gloo's threads a moment before the interpreter ends, in which they can take its lock.
 
     A thread drops the tensors of a collective after it has told the waiting rank; if it needs the
     interpreter for that and the interpreter is ending, Python ends the thread inside a C++

@@ -110,7 +110,7 @@ class Ranks:
 
 @contextmanager
 def on_ranks(ranks: Sequence[int] | None) -> Iterator[None]:
-    """Meanwhile these ranks of the job are the world (S607); None: all are, as they are."""
+    """Make these ranks of the job the world, inside the block (S607); None: it stays as it is."""
     if ranks is None:
         yield
         return

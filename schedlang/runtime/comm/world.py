@@ -66,7 +66,7 @@ class World:
 
     @property
     def members(self) -> Sequence[int]:
-        """Its ranks, by their numbers in the job."""
+        """The ranks of this world, by their numbers in the job."""
         return self.part or range(self.size)
 
     @property
@@ -249,7 +249,7 @@ _within: list[World] = []
 
 @contextmanager
 def within(ranks: Sequence[int]) -> Iterator[None]:
-    """Meanwhile some ranks of the job are the world: they count from 0, and wait for no others.
+    """Make some ranks of the job the world, inside the block: they count from 0, await no others.
 
     No ranks: the whole job.  Only these ranks call this; entered again, it is the same world.
     """
@@ -291,6 +291,11 @@ def job() -> World:
             dist.get_rank(), dist.get_world_size(), {kind: name for kind, name in told}, bound
         )
     return _worlds[group]
+
+
+def forget() -> None:
+    """Let go of the world of the job that ends now, with its groups."""
+    _worlds.pop(dist.group.WORLD, None)  # type: ignore[arg-type]
 
 
 def joined() -> bool:

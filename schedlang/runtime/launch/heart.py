@@ -41,7 +41,7 @@ _watched, _depth = False, 0
 
 
 class inside(ContextDecorator):  # noqa: N801  (reads as a function: `with inside():`)
-    """Meanwhile this rank waits for nobody but the others."""
+    """A block in which this rank waits for nobody but the other ranks."""
 
     def __enter__(self) -> None:
         global _depth

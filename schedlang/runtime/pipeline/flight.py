@@ -194,7 +194,7 @@ class Work(NamedTuple):
 
 
 def work_of(op: Op) -> Work:
-    """What an operation works on."""
+    """Return what an operation works on."""
     return tuple.__new__(Work, (op.stage, op.replica, op.microbatch, op.slice))
 
 

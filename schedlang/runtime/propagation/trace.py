@@ -131,7 +131,7 @@ class Trace(TorchFunctionMode):
 
 @dataclass(eq=False)
 class Stack:
-    """Which module runs now; entered by wrapping the forwards of a throwaway copy.
+    """The stack of modules that run now; entered by wrapping the forwards of a throwaway copy.
 
     mains    the main tensor that each frame was given
     turns    modules in the order of their first call, and how often each was called

@@ -41,7 +41,7 @@ class _Stretch:
 
     @property
     def bytes(self) -> int:
-        """Those of all its elements."""
+        """The bytes of all its elements."""
         return (self.high - self.low) * self.kind.itemsize
 
     def pieces(self, low: int, high: int, local: Local, sends: bool) -> Iterator[Tensor]:
@@ -93,7 +93,7 @@ class _Stream:
 
     @cached_property
     def bytes(self) -> int:
-        """Those of all stretches."""
+        """The bytes of all its stretches."""
         return sum(one.bytes for one in self.stretches)
 
     def copy(self, low: int, flat: Tensor, local: Local, sends: bool) -> None:
@@ -205,7 +205,7 @@ class _Meeting:
 
 
 def _streams(route: Route, rank: int) -> tuple[Mapping[int, _Stream], Mapping[int, _Stream]]:
-    """What this rank sends to each other, and what each other sends to it."""
+    """Return what this rank sends to each other rank, and what each other sends to it."""
     known: dict[tuple[int, int, int], tuple[Overlap, ...]] = {}
 
     def stretch(row: int) -> _Stretch:

@@ -87,7 +87,7 @@ class Route:
         return found // self.world, found % self.world, _summed(place, self.bytes, len(found))
 
     def messages(self, bucket: int) -> int:
-        """How many messages of at most so many bytes are sent."""
+        """Return how many messages of at most so many bytes are sent."""
         return int((-(-self.pairs[2] // bucket)).sum())
 
 
@@ -154,7 +154,7 @@ def _check(kind: Kind, common: Array) -> None:
 
 
 def _wanted(kind: Kind, common: Array) -> tuple[Array, Array, Array]:
-    """Of each held part which rank wants how many elements, that does not hold it itself."""
+    """Return which ranks want how many elements of each held part that they do not hold."""
     a, b = kind.source, kind.target
     ranks = np.flatnonzero(b.of != NOWHERE)
     asked = common[:, b.of[ranks]]
@@ -197,7 +197,7 @@ def _levelled(
 
 
 def _shares(loads: Array, count: int, itemsize: int) -> Array:
-    """How many of `count` elements each sender gets, so that the fullest is as empty as can be."""
+    """Share `count` elements among the senders, so that the fullest is as empty as can be."""
     order = np.argsort(loads, kind="stable")
     filled = loads[order]
     below = np.concatenate([[0], np.cumsum(filled)[:-1]])

@@ -19,7 +19,7 @@ NOWHERE = -1
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """Where tensors of one shape lie on the ranks of a job.
+    """The places of tensors of one shape on the ranks of a job.
 
     parts   the distinct ones; shared between spreads that differ only in who holds them
     of      for each rank of the job the part that it holds, or NOWHERE
@@ -36,7 +36,7 @@ class Spread:
 
     @cached_property
     def holders(self) -> list[Array]:
-        """For each part the ranks that hold it, rising."""
+        """The ranks that hold each part, rising."""
         order = np.argsort(self.of, kind="stable")
         ends = np.searchsorted(self.of[order], np.arange(len(self.parts) + 1))
         return [order[low:high] for low, high in itertools.pairwise(ends)]
@@ -78,7 +78,7 @@ def _numbered(found: list[tuple[Cell, ...]]) -> tuple[list[tuple[Cell, ...]], Ar
 
 
 def _common(a: list[tuple[Cell, ...]], b: list[tuple[Cell, ...]]) -> Array:
-    """How many indices of one dim two runs of cells share, for all pairs."""
+    """Count the indices of one dim that two runs of cells share, for all pairs."""
     one, low, high = _flat(a)
     other, start, end = _flat(b)
     found = np.zeros((len(a), len(b)), np.int64)

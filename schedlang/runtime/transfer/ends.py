@@ -38,7 +38,7 @@ class Tensors:
     program: bool = False
 
     def name(self, asked: str) -> str | None:
-        """What a tensor is called here; None: there is none of this name."""
+        """Return what a tensor is called here; None: there is none of this name."""
         return asked if asked in self.lying else self.also.get(asked)
 
 
@@ -94,7 +94,7 @@ class ProgramEnd:
         self.anchor: object = program
 
     def told(self) -> ToldProgram:
-        """What it is, for all ranks."""
+        """Return what all ranks are told of the program."""
         a = self.program.assembly
         buffers = {n: tuple(t.shape) for n, t in self.buffers.items()}
         kinds = {**dict(a.module.named_parameters()), **self.buffers}
@@ -112,7 +112,7 @@ class ProgramEnd:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """Those of the state dict."""
+        """The buffers of the state dict."""
         a = self.program.assembly
         return {name: buffer for name, buffer in a.buffers.items() if name in a.keys}
 
@@ -212,7 +212,7 @@ class StateEnd:
                 self.also[name] = known
 
     def told(self) -> ToldState:
-        """What this rank has, for all ranks."""
+        """Return what this rank has, to tell it to all ranks."""
         parts = tuple(
             (name, tuple(value.shape), DTYPE_NAMES[value.dtype], part_of(name, value))
             for name, value in self.state.items()

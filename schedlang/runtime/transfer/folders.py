@@ -121,13 +121,13 @@ Folder = Checkpoint | Safetensors
 
 
 def opened(path: Path, prefix: str) -> Folder:
-    """What lies in a folder.  Raises Unreadable or OSError."""
+    """Open what lies in a folder.  Raises Unreadable or OSError."""
     weights = any((path / mark).is_file() for mark in MARKS)
     return Safetensors(path, prefix) if weights else Checkpoint(path)
 
 
 def tensors_of(folder: Folder, world: int) -> Tensors:
-    """Its tensors, which no rank holds yet."""
+    """Return the tensors of a folder, which no rank holds yet."""
     return Tensors(
         {
             name: Lying(everywhere(shape, (), world), size_of(dtype))

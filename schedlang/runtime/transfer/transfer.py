@@ -54,7 +54,7 @@ _KNOWN: Any = WeakIdKeyDictionary()
 
 @dataclass(frozen=True)
 class Transferred:
-    """What a transfer has moved: bytes of all ranks, and of this one.
+    """The amount that a transfer has moved: bytes of all ranks, and of this one.
 
     bytes     sent over the wire, by all ranks; `bound`: the fewest that any transfer sends
     sent, received, copied   by this rank; copied: what it held already, and has put in place
@@ -173,7 +173,7 @@ class _Ends:
 
     @contextmanager
     def at_home(self) -> Iterator[None]:
-        """Meanwhile what of the optimizers' state other ranks keep is here."""
+        """Bring here, inside the block, what other ranks keep of the optimizers' state."""
         with ExitStack() as stack:
             for end in (self.a, self.b) if self.optimizer else ():
                 if isinstance(end, ProgramEnd) and end.program.offloaded is not None:
@@ -217,7 +217,7 @@ class _Ends:
         return _told(found, done, self.bucket, len(names) - len(moved))
 
     def _moments(self, names: dict[str, str]) -> tuple[Moments, dict[tuple[str, str], Tensor]]:
-        """What the optimizer of `a` knows, and room for it in `b`; the names get those of it."""
+        """Return what `a`'s optimizer knows, and room for it in `b`; add its names to `names`."""
         if not self.optimizer:
             return Moments(), {}
         giving = self.a.program if isinstance(self.a, ProgramEnd) else None
@@ -355,7 +355,7 @@ def _some(ranks: Sequence[int]) -> str:
 
 
 def _matched(source: Tensors, target: Tensors) -> dict[str, str]:
-    """For each tensor of `b` the name that it has in `a`.  Raises Refusal S634, S635 or S642."""
+    """Return the name in `a` of each tensor of `b`.  Raises Refusal S634 or S635."""
     found: dict[str, str] = {}
     others: dict[str, list[str]] = {}
     for other, name in target.also.items():
@@ -435,7 +435,7 @@ def _unmet(odd: Unmet) -> Refusal:
 
 
 def _wire(kinds: set[str], ends: Sequence[End | None]) -> torch.device:
-    """Where buckets lie: on the accelerator where tensors do, if messages go from there."""
+    """Return where buckets lie: on the accelerator where tensors do, if messages go from there."""
     backends = comm.here().backends
     for kind in sorted(kinds):
         if kind != devices.HOST.type and backends.get(kind, "gloo") != "gloo":
