@@ -7,6 +7,7 @@ dim in any order, interleaved and fused weights, flat parameters, transposed one
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -271,11 +272,11 @@ class Holdings:
 
     @property
     def padding(self) -> dict[str, int]:
-        """The number of elements that are none of the original's, for each tensor that has such."""
-        count = {
-            one.name: int((one.index < 0).sum()) for one in self.everything if one.index.numel()
-        }
-        return {name: number for name, number in count.items() if number}
+        """The number of elements on all ranks that are none of the original's, by tensor."""
+        count: Counter[str] = Counter()
+        for one in self.everything:
+            count[one.name] += int((one.index < 0).sum())
+        return dict(+count)
 
 
 def together(everyone: Sequence[tuple[list[Held], list[str]]], table: Table) -> Holdings:

@@ -10,7 +10,7 @@ from torch import nn
 
 from schedlang import TrainingProgram
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.passes.judge.layouts import Holdings, Table, candidates, held, together
+from schedlang.passes.judge.layouts import Held, Holdings, Table, candidates, held, together
 
 
 class Original(nn.Module):
@@ -135,3 +135,12 @@ def test_a_module_of_that_name_keeps_it() -> None:
     """What the original itself calls `module` is not taken for a wrapper's word first."""
     assert next(candidates("module.weight")) == "module.weight"
     assert "deep.module.weight" in candidates("module.deep.module.weight")
+
+
+def test_padding_is_counted_on_all_ranks() -> None:
+    """Ranks that hold a tensor of one name may each have padding in it, or none."""
+    ranks = tuple(
+        (Held("weight", torch.tensor(index), (3,), True, "values"),)
+        for index in ([0, 1, -1], [2, -1, -1], [3, 4, 5])
+    )
+    assert Holdings(ranks, Table(nn.Linear(2, 3, bias=False))).padding == {"weight": 3}
