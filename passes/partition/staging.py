@@ -237,8 +237,8 @@ def _ordered(plan: Plan) -> Timeline:
         known = None if wanted.table else find(wanted.name)
         if known is not None and (wanted.slices > 1 or known.relaxed):
             return wanted.timeline(1)
-        # of one stage: each forward, then its backward.  Slices on the host are gathered in backward
-        # for the microbatch before, too, and nobody waits for that before the optimizer writes there
+        # of one stage: each forward, then its backward.  Slices on the host would be gathered for
+        # the microbatch before, too: nobody waits for that before the optimizer writes there
         return order("GPipe" if plan.stores else "1F1B", 1, wanted.micro)
     except OrderError as error:
         told = Diagnostic("S608", error.reason, helps=(error.legal,))
