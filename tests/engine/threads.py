@@ -53,6 +53,9 @@ class Threads:
             worker.put(None)
         self._workers = []
 
+    def know(self, files: Mapping[str, Any]) -> None:
+        """Do nothing: what this process has imported, its threads have."""
+
     def __enter__(self) -> Threads:
         return self
 
