@@ -13,9 +13,9 @@ NEEDS = {
     "deepspeed": ("transformers", "deepspeed"),
     "torch_by_hand": (),
     "torchtitan": ("torchtitan",),
-    "transformers_ep": ("transformers",),
-    "transformers_fsdp": ("transformers",),
-    "transformers_tp": ("transformers",),
+    "transformers_ep": ("transformers", "accelerate"),
+    "transformers_fsdp": ("transformers", "accelerate"),
+    "transformers_tp": ("transformers", "accelerate"),
 }
 
 
