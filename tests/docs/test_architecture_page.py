@@ -1,19 +1,8 @@
 """docs/architecture.md shows the house as it stands."""
 
 import re
-from collections.abc import Iterator
-
-import pytest
 
 from tests.architecture_page import PAGE, ROOT, apart, floors, page, uses
-from tests.figures import parsed
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _forget() -> Iterator[None]:
-    """Give the syntax of all files back: the garbage collector would look at it ever again."""
-    yield
-    parsed.cache_clear()
 
 
 def test_the_page_is_drawn_from_the_imports() -> None:

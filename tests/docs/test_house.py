@@ -73,13 +73,6 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _forget() -> Iterator[None]:
-    """Give the syntax of all files back: the garbage collector would look at it ever again."""
-    yield
-    tree.cache_clear()
-
-
 @cache
 def project() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
