@@ -492,11 +492,7 @@ def _means(
             batch = condition.batches[0]
             subject = Sequential(twin(case), loss=case.loss)
             count = rows(batch)
-            chosen = (
-                list(range(place, count, parts))
-                if strided
-                else [row for row in _chunk(count, parts, place)]
-            )
+            chosen = range(place, count, parts) if strided else shares(count, parts)[place]
             part = _chosen(batch, chosen, count)
             subject.derive(part, chosen)
             known[key] = dict(subject.gradients())
@@ -518,10 +514,6 @@ def _means(
                     yield there
 
     return means
-
-
-def _chunk(count: int, parts: int, place: int) -> range:
-    return shares(count, parts)[place]
 
 
 def _chosen(batch: Batch, chosen: Sequence[int], count: int) -> dict[str, Any]:

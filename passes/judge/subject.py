@@ -281,7 +281,7 @@ class Judged:
         return {name: g for name, g in self._gradients.items() if name in trained}
 
     def input_gradients(self) -> None:
-        """Nobody asks a step for gradients of its batch."""
+        """Return None: a step of somebody else gives no gradients of its batch."""
 
     def state_dict(self) -> Mapping[str, Tensor]:
         """Whole parameters and buffers, also under the other names of tied ones."""
