@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 TABLES = (".csv",)
 
 MOST = 2**16  # microbatches, chunks and slices of a step: what can be planned at once
+MOST_STAGES = 2**14
+MOST_OPERATIONS = 2**22  # forwards of all stages, microbatches and slices, laid in two seconds
 
 
 class pipeline(Located, Resolved):  # noqa: N801
@@ -136,10 +138,29 @@ class pipeline(Located, Resolved):  # noqa: N801
         ranks = plan.mesh.size(plan.cuts[0].axis) if plan.cuts else 1
         if ranks == 1 and (self.chunks or 1) == 1 and not plan.cuts:
             return  # nothing is cut: a loop over microbatches
+        order = self._order(plan)
+        self._check_size(ranks * order.chunks)
         try:
-            self._order(plan).timeline(ranks)
+            order.timeline(ranks)
         except OrderError as error:
             refuse("S608", error.reason, helps=(error.legal,))
+
+    def _check_size(self, stages: int) -> None:
+        """Refuse, before it is laid out, a step that takes long to lay out or fills the memory."""
+        if stages > MOST_STAGES:
+            refuse(
+                "S304",
+                f"a pipeline may have at most {MOST_STAGES} stages",
+                f"these are {stages}",
+                helps=("make the axis of the mesh smaller",),
+            )
+        if (operations := stages * self.micro * self.slices) > MOST_OPERATIONS:
+            refuse(
+                "S304",
+                f"a step may have at most {MOST_OPERATIONS} forwards on all ranks together",
+                f"these are {operations}",
+                helps=("make `micro` or `slices`, or the axis of the mesh smaller",),
+            )
 
     def transform(self, site: Site, plan: Plan) -> Plan:
         """Note the order."""

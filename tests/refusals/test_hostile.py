@@ -24,6 +24,7 @@ from schedlang.passes.elaborate.record import read_record
 from schedlang.pipeline.schedules import OrderError, read_table
 from schedlang.schedule import Schedule, create_schedule
 from schedlang.verbs.inputs import is_saved
+from tests.refusals.mutants import played
 
 HEAD = "schedule 1\nmesh(dp=2)\n"
 
@@ -148,6 +149,17 @@ def test_numbers_are_bounded(value: str, code: str) -> None:
         refusal = caught.value
         assert code in codes(refusal), refusal
         assert len(refusal.render()) < 2000
+
+
+@pytest.mark.parametrize(
+    "ranks, order", [(10**6, "micro=4"), (2**14, "micro=65536"), (2**13, "micro=4, chunks=4")]
+)
+def test_a_pipeline_is_bounded(ranks: int, order: str) -> None:
+    """An order is not laid out on more stages, or for more microbatches, than anybody plans."""
+    name = "Interleaved1F1B" if "chunks" in order else "1F1B"
+    rows = f'layers.2  pipeline_split(over=pp)\npipeline(order="{name}", {order})\n'
+    seen = played("a.sched", f"schedule 1 for Net\nmesh(pp={ranks})\n{rows}", costs=False)
+    assert seen.codes == ("S304",)
 
 
 def test_large_numbers_are_fine() -> None:
