@@ -48,6 +48,7 @@ from schedlang.runtime.float64 import Float64, as_float64
 from schedlang.runtime.float64 import widened as wide
 from schedlang.runtime.grad_reduction.batch_statistics import Scaled
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.moe.choices import Choices
 from schedlang.runtime.offload.saved_tensors import everything_moves
 from schedlang.runtime.program import Program
 from schedlang.runtime.rng.logical_dropout import LogicalDropout, Undrawn
@@ -194,8 +195,9 @@ def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:
     def make(condition: Condition) -> Sequential:
         return sequential(condition.case or case, condition, dropout)
 
-    with ambient(*modes):
-        return observe(make, told), dropout.drawn
+    with ambient(*modes, chosen := Choices()):
+        seen = observe(make, told)
+    return replace(seen, choices=chosen.found), dropout.drawn
 
 
 def sequential(
