@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from schedlang.ir.facets import Cast
 from schedlang.passes.analyze.cast_trial import Failure, refuse_failing, tried
@@ -18,6 +19,7 @@ from schedlang.passes.verify.conditioning import DRAWS, IN_DTYPE, OVERFLOWS, Bou
 from schedlang.passes.verify.observe import (
     Batch,
     Condition,
+    Loss,
     MakeOptimizer,
     Observation,
     conditions,
@@ -37,8 +39,9 @@ from schedlang.passes.verify.sides import (
 from schedlang.report import Row
 from schedlang.runtime.activation_memory.quantized import noting
 from schedlang.runtime.batch import called
+from schedlang.runtime.float64 import Float64, as_float64, widened
 from schedlang.runtime.launch.pool import Pool
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import ModeOrFactory, ambient
 from schedlang.runtime.moe.choices import Choices
 from schedlang.runtime.program import Program
 
@@ -106,6 +109,45 @@ class Rounded:
         first = [replace(condition, batches=working.batches) for condition in self.told[:1]]
         with ambient(dropout_of(working), Choices(self.exact.choices)), nudged:
             return observe(lambda condition: sequential(working, condition, cast=True), first)
+
+
+def bounds_of(
+    model: nn.Module,
+    told: Sequence[Condition],
+    loss: Loss | None = None,
+    *,
+    autocast: torch.dtype | None = None,
+    modes: Sequence[ModeOrFactory] = (),
+) -> Bounds:
+    """Tell the bounds of each tensor of any program that trains a model in a low dtype.
+
+    model     with the weights that ranks start from, in the dtype that they are kept in
+    told      training runs on batches in the dtype that the program is given
+    autocast  what operators compute in, where that is another dtype
+    modes     what the program runs under, such as no dropout
+    Against the model in float64 from the same weights: the program need not run in it.
+    """
+
+    def seen(module: nn.Module, told: Sequence[Condition], *more: ModeOrFactory) -> Observation:
+        def make(c: Condition) -> Sequential:
+            twin: Any = copy.deepcopy(module)
+            given = loss
+            if autocast is not None:
+                twin.forward = torch.autocast("cpu", autocast)(twin.forward)
+                given = loss and torch.autocast("cpu", autocast)(loss)
+            options = {"clip": c.clip, "scale": c.scale, "evaluate": c.evaluate}
+            return Sequential(twin, c.optimizer, loss=given, follow=c.follow, **options)
+
+        with ambient(*more, *modes):
+            return observe(make, told)
+
+    wide = [replace(one, batches=tuple(map(widened, map(dict, one.batches)))) for one in told]
+
+    def run(draw: int) -> Observation:
+        with Nudged(draw) if draw else nullcontext():
+            return seen(model, told)
+
+    return Bounds(seen(as_float64(model), wide, Float64()), run)
 
 
 # ---- Casts that torch does not run on this machine.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from schedlang.passes.verify.conditioning import LEAST, Bounds, Nudged, bound, quantile
 from schedlang.passes.verify.observe import Key, Observation, conditions, observe
 from schedlang.passes.verify.original import Sequential
+from schedlang.passes.verify.working_dtype import bounds_of
 from schedlang.report import Report
 from schedlang.runtime.float64 import Float64, as_float64, widened
 from schedlang.runtime.modes import ambient
@@ -182,6 +183,34 @@ def test_single_numbers_have_a_gate_by_their_size() -> None:
             program = Observation({**plain.tensors, key: value * factor})
             rows = [r for r in bounds.rows(program) if r.kind.startswith(kind)]
             assert all(row.ok for row in rows) == ok
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["kept in it", "autocast"])
+def test_bounds_of_a_program_that_was_written_elsewhere(autocast: torch.dtype | None) -> None:
+    """A model that computes in bfloat16 by itself, or under autocast: halves pass, mistakes fail."""
+    torch.manual_seed(0)
+    dtype = torch.float32 if autocast else torch.bfloat16
+    model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 16)).to(dtype)
+    batches: Any = [{"input": torch.randn(8, 32).to(dtype)} for _ in range(3)]
+    told = conditions(batches, 1.0)[:1]
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return output.float().square().mean()
+
+    def program(factor: float) -> Observation:
+        halves = nn.Sequential(Halved(model[0], factor), model[1], Halved(model[2], factor))
+        cast = torch.autocast("cpu", autocast) if autocast else nullcontext()
+
+        def make(condition: Any) -> Sequential:
+            return Sequential(copy.deepcopy(halves), condition.optimizer, loss=loss)
+
+        with cast:
+            return observe(make, told)
+
+    bounds = bounds_of(model, told, loss, autocast=autocast)
+    right = Report(bounds.rows(program(1.0)))
+    assert right.ok and {row.kind for row in right.rows} >= {"gradients in working dtype"}
+    assert not Report(bounds.rows(program(1.1))).ok
 
 
 class Quantised(nn.Module):
