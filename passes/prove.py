@@ -55,6 +55,7 @@ from schedlang.passes.verify.sides import (
 )
 from schedlang.passes.verify.trials import trials
 from schedlang.passes.verify.working_dtype import (
+    CHOSEN,
     TIPPED,
     Rounded,
     check_cast,
@@ -112,7 +113,7 @@ def prove(
         raise placed(refusal, case, told, pool) from refusal.__cause__
     actual = seen[0]
     rows = _compared(case, working, told, expected, seen)
-    rows, unsure = undecided(rows, expected.choices, seen[1])
+    rows, unsure = undecided(rows)
     bits, unchecked = _baseline_rows(case, told, _named(actual, expected), pool)
     extra, more = _in_working_dtype(working, told, wanted, pool)
     report = Report(
@@ -307,7 +308,8 @@ def _kernels(fewer: Sequence[Gained], left: Sequence[Left]) -> Iterator[tuple[st
 
 
 def _tipped(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """Say which numbers fall to either side."""
+    """Say which numbers fall to either side, and which choices."""
+    yield from {("choices", row.note) for row in rows if row.note.startswith(CHOSEN)}
     said = sum(row.note == TIPPED for row in rows)
     if said:
         yield ("in fewer bits", f"{TIPPED} ({said} rows in the working dtype)")

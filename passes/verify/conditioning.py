@@ -47,18 +47,20 @@ class Nudged(TorchDispatchMode):
     times other numbers is no mask.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, seed: int) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self._signs = 1.0 - 2.0 * torch.randint(2, (_POOL,), generator=generator)
-        self._steps: dict[torch.dtype, Tensor] = {}
+        self._generator = torch.Generator().manual_seed(seed)
+        self._signs = 1.0 - 2.0 * torch.randint(2, (_POOL,), generator=self._generator)
+        self._steps: dict[tuple[torch.dtype, float], Tensor] = {}
         self._places = random.Random(seed)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if _rounds(func) and (wide := _widest(args)) is not None:
+        if _rounds(func) and not _doubled(func, args) and (wide := _widest(args)) is not None:
             alone = func._overloadpacket.__name__ == "_to_copy"
             for value in (out,) if isinstance(out, Tensor) else pytree.tree_leaves(out):
                 if isinstance(value, Tensor) and not (alone and _unit(value.dtype) <= wide):
@@ -79,12 +81,12 @@ class Nudged(TorchDispatchMode):
 
     def _step(self, like: Tensor, unit: float) -> Tensor:
         """Draw a rounding for each element, relative to it."""
-        key = like.dtype
-        if key not in self._steps or float(self._steps[key][0].abs()) != unit:
-            self._steps[key] = (self._signs * unit).to(key)
-        steps, count = self._steps[key], like.numel()
+        key, count = (like.dtype, unit), like.numel()
+        if key not in self._steps:
+            self._steps[key] = (self._signs * unit).to(like.dtype)
+        steps = self._steps[key]
         if count > _POOL // 2:
-            steps = steps[torch.randint(_POOL, (count,)).to(steps.device)]
+            steps = steps[torch.randint(_POOL, (count,), generator=self._generator)]
         first = self._places.randrange(len(steps) - count + 1)
         return steps[first : first + count].view(like.shape)
 
@@ -97,10 +99,20 @@ def _unit(dtype: torch.dtype) -> float:
 @cache
 def _rounds(func: Any) -> bool:
     """Return whether an operator's results are new numbers, or are written where others were."""
+    if not isinstance(func, torch._ops.OpOverload) or torch.Tag.inplace_view in func.tags:
+        return False
     name = func._overloadpacket.__name__
     given = [one.alias_info for one in func._schema.returns]
     views = any(one is not None and not one.is_write for one in given)
     return not views and name not in _EXACT and name.removesuffix("_") not in _EXACT
+
+
+def _doubled(func: Any, args: Any) -> bool:
+    """Return whether an operator multiplies or divides by a power of two, which is exact."""
+    by = args[1] if len(args) > 1 else None
+    if not isinstance(by, (int, float)) or abs(math.frexp(by)[0]) != 0.5:
+        return False
+    return func._overloadpacket.__name__ in ("mul", "mul_", "div", "div_")
 
 
 def _widest(args: Any) -> float | None:
@@ -272,17 +284,17 @@ class Bounds:
             given = rtol.get(key.kind)
             row = Row(key.condition, key.kind + IN_DTYPE, key.name, math.inf, given or 1.0, False)
             row = replace(row, step=key.step, note="" if given is None else _GIVEN)
-            error = _error(self.exact, program, [key])
+            error = _error(self.exact, program, key)
             r, s = self.exact.tensors[key], self._as_it_stands.tensors.get(key)
             assert r is not None
             if error is None or s is None:
                 row = replace(row, note="missing")
-            elif not casts and bool((r.isfinite() & ~s.isfinite()).any()):
-                row = replace(row, error=math.nan, note=OVERFLOWS)
             elif given is not None:
                 row = replace(row, error=over(float(error.norm()), float(r.double().norm())))
-            elif casts and not bool(s.isfinite().all()):
-                row = replace(row, error=0.0 if not bool(error.isfinite().all()) else math.inf)
+            elif bool((r.isfinite() & ~s.isfinite()).any()):
+                so = casts and not bool(error.isfinite().all())
+                row = replace(row, error=0.0 if so else math.inf)
+                row = row if casts else replace(row, error=math.nan, note=OVERFLOWS)
             else:
                 left[key] = error
             found[key] = replace(row, ok=row.error <= row.gate)
@@ -315,30 +327,32 @@ class Bounds:
         A bound only falls with the degrees of freedom, and these are no more than elements: what is
         within the bound of so many, told from the runs so far, needs no more of them.
         """
-        shares, errors = dict[Key, float](), dict[Key, list[Tensor]]()
+        shares, plain, moved = dict[Key, float](), dict[Key, list[Tensor]](), dict[Key, Any]()
         for draw in range(self.draws + 1):
-            seen = self._as_it_stands if draw == 0 else self.run(draw)
-            times = PLAIN if draw == 0 else 1.0
+            seen = self.run(draw) if draw else self._as_it_stands
             for key in left:
-                e = _error(self.exact, seen, self._together(key))
-                if e is not None and bool(e.isfinite().all()):
-                    errors.setdefault(key, []).append(e * times)
+                found = [_error(self.exact, seen, one) for one in self._together(key)]
+                known = [e for e in found if e is not None and bool(e.isfinite().all())]
+                if draw:
+                    moved.setdefault(key, []).extend(known)
+                else:
+                    plain[key] = [PLAIN * e for e in known]
             for key, x in left.items():
-                known = errors.get(key, [])
+                known, most = plain[key] + moved.get(key, []), DRAWS * len(self._together(key))
                 some = min(max(1, x.numel()), MANY)
-                one = limits(known, chance, some, DRAWS) if known else Bound(0.0, 0.0)
+                one = limits(known, chance, some, most) if known else Bound(0.0, 0.0)
                 shares[key] = self._floored(key, one).share(x)
             left = {key: x for key, x in left.items() if not shares[key] <= 1.0}
             if not left:
                 break
         for key, x in left.items():
-            told = bound(errors.get(key, [])[1:], chance)
+            told = bound(moved.get(key, []), chance)
             if told is not None:
                 shares[key] = self._floored(key, told).share(x)
         return shares
 
     def _together(self, key: Key) -> list[Key]:
-        """The tensor; of a number all steps: one tells little of its law."""
+        """The tensor; of a number all steps, each a draw: one tells little of its law."""
         if key.kind not in _NUMBERS:
             return [key]
         return [k for k in self.exact.tensors if k._replace(step=0) == key._replace(step=0)]
@@ -364,16 +378,12 @@ def _value(seen: Observation, key: Key) -> Tensor | None:
     return value if first is None else value - first
 
 
-def _error(exact: Observation, seen: Observation, keys: Sequence[Key]) -> Tensor | None:
-    """The error of a tensor, or of numbers each by its size; None if one is not there."""
-    found = []
-    for key in keys:
-        r, v = (_value(one, key) for one in (exact, seen))
-        if r is None or v is None or v.shape != r.shape:
-            return None
-        r, v = unhidden(key, r.double(), v.double())
-        same = (v == r) & r.isinf()  # masked scores
-        v, r = (torch.where(same, 0, t) for t in (v, r))
-        size = float(r.abs()) or 1.0 if key.kind in _NUMBERS else 1.0
-        found.append((v - r).flatten() / size)
-    return torch.cat(found)
+def _error(exact: Observation, seen: Observation, key: Key) -> Tensor | None:
+    """The error of a tensor, of a number by its size; None if it is not there."""
+    r, v = (_value(one, key) for one in (exact, seen))
+    if r is None or v is None or v.shape != r.shape:
+        return None
+    r, v = unhidden(key, r.double(), v.double())
+    same = (v == r) & r.isinf()  # masked scores
+    error = torch.where(same, 0, v - r).flatten()
+    return error / (float(r.abs()) or 1.0) if key.kind in _NUMBERS else error

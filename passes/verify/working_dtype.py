@@ -57,6 +57,7 @@ def rounded(working: Case, told: Sequence[Condition], made: list[Program]) -> Ob
     return replace(seen, choices=chosen.everyone(), tipped=tipped.everyone())
 
 
+CHOSEN = "as ranks chose"
 TIPPED = "numbers that roundings tip are taken as ranks took them"
 
 
@@ -78,33 +79,33 @@ class Rounded:
 
         Of one that is known to be `wrong` no more is asked than what one run of the original tells.
 
-        Of activations in fewer bits a number that lies where two are as near falls to either side:
-        one is a whole step of its block off, above every gate for rounding.  Where rows fail for
-        it, the original is run again with such numbers, and no others, as ranks took them.
+        Behind a choice that rounding tips, a top-k of nearly equal scores, is another function. Of
+        activations in fewer bits a number that lies where two are as near falls to either side:
+        one is a whole step of its block off.  Where rows fail for either, the original is run
+        again, in float64 too, and chooses and takes such numbers, and no others, as ranks did.
         """
-        draws = 0 if wrong else DRAWS
-        rows = self._against(self.exact, draws)
-        if not self.program.tipped or all(row.ok for row in rows):
+        draws, program = 0 if wrong else DRAWS, self.program
+        rows = self._against(draws)
+        other = tipped(self.exact.choices, program.choices)
+        if wrong or all(row.ok for row in rows) or not (program.tipped or other):
             return rows
-        case, working = (
-            replace(one, tipped=self.program.tipped) for one in (self.case, self.working)
-        )
+        as_taken: dict[str, Any] = {"tipped": program.tipped or None, "chosen": program.choices}
+        case, working = (replace(one, **as_taken) for one in (self.case, self.working))
         exact, _ = original(case, self.told[:1])
-        rows = replace(self, case=case, working=working)._against(exact, draws)
-        return [replace(row, note=TIPPED) if row.ok and not row.note else row for row in rows]
+        rows = replace(self, case=case, working=working, exact=exact)._against(draws)
+        note = TIPPED if program.tipped else f"{CHOSEN}: {other[0]}"
+        return [replace(row, note=note) if row.ok and not row.note else row for row in rows]
 
-    def _against(self, exact: Observation, draws: int) -> list[Row]:
-        """The rows against the original, which chooses as float64 does."""
+    def _against(self, draws: int) -> list[Row]:
+        """The rows against the original, whose every run chooses as that in float64 does."""
+        exact = self.exact
         tensors = {k: v for k, v in exact.tensors.items() if k.condition == self.told[0].name}
         plan = self.working.plan
         bounds = Bounds(replace(exact, tensors=tensors), self._run, draws)
         return [*bounds.rows(self.program, rtol=asked(plan).rtol, casts=bool(lowest(plan)))]
 
     def _run(self, draw: int) -> Observation:
-        """The original in the working dtype, under the casts of the plan.
-
-        What rounding tips to another choice is another function, so all runs choose as float64.
-        """
+        """The original in the working dtype, under the casts of the plan."""
         working, nudged = self.working, Nudged(draw) if draw else nullcontext()
         first = [replace(condition, batches=working.batches) for condition in self.told[:1]]
         with ambient(dropout_of(working), Choices(self.exact.choices)), nudged:
@@ -177,31 +178,15 @@ def check_cast(working: Case | None) -> None:
     refuse_failing(plan, run)
 
 
-# ---- Flips: choices that rounding tips, behind which errors in the working dtype say nothing.
+# ---- Rows that say nothing, and choices that rounding tips.
 
 
-def undecided(
-    rows: Sequence[Row], right: Mapping[Any, Tensor], program: Observation
-) -> tuple[list[Row], list[str]]:
-    """The rows without those that a tipped choice leaves undecided; and what those are.
-
-    A top-k of nearly equal scores chooses otherwise in a coarser dtype, and everything behind it is
-    another function.  No bound is widened for that: such rows are not checked, which is said.
-    `right` is what the original chooses in float64.
-    Neither are those of which the original itself, in its working dtype, makes no finite number.
-    """
-
-    def without(some: Sequence[Row], why: str) -> list[Row]:
-        said.append(f"{len(some)} rows in the working dtype, the first {some[0].place}: {why}")
-        return [row for row in rows if row not in some]
-
-    rows, said = list(rows), list[str]()
+def undecided(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
+    """The rows without those of which the original, in its working dtype, has no finite number."""
     over = [row for row in rows if row.note == OVERFLOWS and row.kind.endswith(IN_DTYPE)]
-    if over:
-        rows = without(over, f"{OVERFLOWS} there")
-    bad = [row for row in rows if not row.ok and row.kind.endswith(IN_DTYPE)]
-    words = tipped(right, program.choices) if bad else []
-    return (without(bad, words[0]) if words else rows), said
+    why = f"{OVERFLOWS} there"
+    said = [f"{len(over)} rows in the working dtype, the first {one.place}: {why}" for one in over[:1]]
+    return [row for row in rows if row not in over], said
 
 
 def tipped(right: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> list[str]:

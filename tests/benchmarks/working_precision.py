@@ -128,7 +128,7 @@ def judged(case: Case, pool: Any, every: bool = False) -> Judged:
     with mock.patch.object(Rounded, "_run", counted):
         rows = Rounded(wide, working, told, exact, ran).rows()
     seconds = time.process_time() - start
-    rows, unsure = undecided(rows, exact.choices, ran)
+    rows, unsure = undecided(rows)
     drawn: list[Row] = []
     if every:
         with (
@@ -136,7 +136,7 @@ def judged(case: Case, pool: Any, every: bool = False) -> Judged:
             mock.patch.object(conditioning.Bounds, "_floored", lambda self, key, one: one),
         ):
             drawn = Rounded(wide, working, told, exact, ran).rows()
-        drawn, _ = undecided(drawn, exact.choices, ran)
+        drawn, _ = undecided(drawn)
     return Judged(rows, drawn, unsure, max(draws), seconds)
 
 

@@ -187,7 +187,7 @@ def test_single_numbers_have_a_gate_by_their_size() -> None:
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["kept in it", "autocast"])
 def test_bounds_of_a_program_that_was_written_elsewhere(autocast: torch.dtype | None) -> None:
-    """A model that computes in bfloat16 by itself, or under autocast: halves pass, mistakes fail."""
+    """A model that computes in bfloat16 or is cast to it: halves pass, mistakes fail."""
     torch.manual_seed(0)
     dtype = torch.float32 if autocast else torch.bfloat16
     model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 16)).to(dtype)

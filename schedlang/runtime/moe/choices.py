@@ -36,7 +36,8 @@ class Choices(Ambient):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = self.run(func, types, args, kwargs or {})
-        if func in CHOOSING and scope.current() is not None:
+        # rounding tips no choice among whole numbers
+        if func in CHOOSING and scope.current() is not None and _floats(args, kwargs or {}):
             right = self._note(CHOOSING[func], out)
             if right is not None:
                 return _as_chosen(CHOOSING[func], out, right, args, kwargs or {})
@@ -56,7 +57,8 @@ class Choices(Ambient):
         right = []
         for sample, part in zip(samples, parts):
             key = (where.step, scope.site(), name, call, sample)
-            right.append(self.forced.get(key, part))
+            told = self.forced.get(key)
+            right.append(part if told is None or told.shape != part.shape else told)
             self.found.setdefault(key, right[-1].clone())
         if all(one is part for one, part in zip(right, parts)):
             return None
@@ -72,11 +74,17 @@ class Choices(Ambient):
         return out
 
 
+def _floats(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    given = args[0] if args else kwargs.get("input")
+    return isinstance(given, Tensor) and given.is_floating_point()
+
+
 def _as_chosen(name: str, out: Any, right: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """The result of an operator that chooses as it is told."""
     if isinstance(out, Tensor):
         return right
-    given, place = args[0], 2 if name in ("topk", "kthvalue") else 1
+    given = args[0] if args else kwargs["input"]
+    place = 2 if name in ("topk", "kthvalue") else 1
     dim = kwargs.get("dim", args[place] if len(args) > place else -1)
     if right.dim() == given.dim():
         return type(out)((given.gather(dim, right), right))
