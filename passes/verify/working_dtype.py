@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -185,7 +185,9 @@ def undecided(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     """The rows without those of which the original, in its working dtype, has no finite number."""
     over = [row for row in rows if row.note == OVERFLOWS and row.kind.endswith(IN_DTYPE)]
     why = f"{OVERFLOWS} there"
-    said = [f"{len(over)} rows in the working dtype, the first {one.place}: {why}" for one in over[:1]]
+    said = [
+        f"{len(over)} rows in the working dtype, the first {one.place}: {why}" for one in over[:1]
+    ]
     return [row for row in rows if row not in over], said
 
 
