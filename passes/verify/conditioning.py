@@ -40,7 +40,7 @@ _EXACT = frozenset(_MOVING.split())
 _POOL = 2**16  # signs that are drawn once, and read from any place on
 
 
-class Nudged(TorchDispatchMode):
+class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Move each rounded result by a rounding more, up or down, by one unit in its last place.
 
     In the mean square that is what twelve roundings to the nearest do.  Whole numbers that the
@@ -51,7 +51,7 @@ class Nudged(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._generator = torch.Generator().manual_seed(seed)
         self._signs = 1.0 - 2.0 * torch.randint(2, (_POOL,), generator=self._generator)
         self._steps: dict[tuple[torch.dtype, float], Tensor] = {}

@@ -136,7 +136,7 @@ def bounds_of(
             if autocast is not None:
                 twin.forward = torch.autocast("cpu", autocast)(twin.forward)
                 given = loss and torch.autocast("cpu", autocast)(loss)
-            options = {"clip": c.clip, "scale": c.scale, "evaluate": c.evaluate}
+            options: dict[str, Any] = {"clip": c.clip, "scale": c.scale, "evaluate": c.evaluate}
             return Sequential(twin, c.optimizer, loss=given, follow=c.follow, **options)
 
         with ambient(*more, *modes):
