@@ -151,7 +151,7 @@ MOST = 1e6  # degrees of freedom, of errors that are all the same
 
 @dataclass(frozen=True)
 class Bound:
-    """How large one more error may be: its norm, and its largest element."""
+    """The greatest size of one more error: its norm, and its largest element."""
 
     norm: float
     most: float
@@ -257,7 +257,7 @@ Run = Callable[[int], Observation]
 
 @dataclass
 class Bounds:
-    """How far from float64 each tensor of a program may be, told from runs of the original.
+    """Bounds of how far from float64 each tensor may be, told from runs of the original.
 
     exact  the original in float64, from the weights that the others start from
     run    its k-th run in the working dtype: as it stands for 0, `Nudged` by k for others
