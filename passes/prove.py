@@ -55,20 +55,20 @@ from schedlang.passes.verify.sides import (
 )
 from schedlang.passes.verify.trials import trials
 from schedlang.passes.verify.working_dtype import (
+    CHOSEN,
     TIPPED,
     Rounded,
     check_cast,
     curve_rows,
+    rounded,
     undecided,
 )
 from schedlang.report import Report, Row
-from schedlang.runtime.activation_memory.quantized import noting
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.launch.job import Hang, TimeIsUp, current, let_go
 from schedlang.runtime.launch.pool import Pool, shared, temporary
 from schedlang.runtime.left import Left, left_in, merged
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.moe.choices import Choices
 from schedlang.runtime.program import Program
 
 MOST_RANKS = 8
@@ -113,7 +113,7 @@ def prove(
         raise placed(refusal, case, told, pool) from refusal.__cause__
     actual = seen[0]
     rows = _compared(case, working, told, expected, seen)
-    rows, unsure = undecided(rows, case, working, told, seen[1])
+    rows, unsure = undecided(rows)
     bits, unchecked = _baseline_rows(case, told, _named(actual, expected), pool)
     extra, more = _in_working_dtype(working, told, wanted, pool)
     report = Report(
@@ -222,24 +222,24 @@ def _ranks(
         progress(stage, 0, steps)
     with temporary() as folder:
         every = pool.run(_rank, world, case, working, tuple(told), folder, on_progress=heard)
-        seen, rounded, again, _ = every[0]
+        seen, worked, again, _ = every[0]
         outputs = NO_OUTPUTS if case.parted else again  # each replica has statistics of its own
         left = merged(one for ran in every for one in ran[3])
-        return seen, rounded, loaded(case, told, folder) | {"outputs": outputs}, left
+        return seen, worked, loaded(case, told, folder) | {"outputs": outputs}, left
 
 
 def _compared(
     case: Case, working: Case | None, told: Sequence[Condition], expected: Observation, ran: _Ran
 ) -> list[Row]:
     """The rows of one run of the ranks."""
-    actual, rounded, archive, _ = ran
+    actual, worked, archive, _ = ran
     exact = not given_up(case.plan) and not case.parted
     rows = [*compare(expected, actual, exact=exact)]
     rows += archive_rows(told[saved(told)].name, archive, actual)
     if working is None:
         return rows
     wrong = any(not row.ok for row in rows)
-    return rows + Rounded(case, working, told, expected, rounded).rows(wrong=wrong)
+    return rows + Rounded(case, working, told, expected, worked).rows(wrong=wrong)
 
 
 def _named(actual: Observation, expected: Observation) -> Observation:
@@ -283,12 +283,7 @@ def _rank(
 
     if working is None:
         return seen, Observation(), again, left()
-    first = [replace(condition, batches=working.batches) for condition in told[:1]]
-    chosen = Choices()
-    with ambient(chosen), noting() as tipped:
-        rounded = observed(working, first, made)
-    rounded = replace(rounded, choices=chosen.everyone(), tipped=tipped.everyone())
-    return seen, rounded, again, left()
+    return seen, rounded(working, told, made), again, left()
 
 
 # -- what is said about it ---------------------------------------------------------------------
@@ -313,7 +308,8 @@ def _kernels(fewer: Sequence[Gained], left: Sequence[Left]) -> Iterator[tuple[st
 
 
 def _tipped(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """Say which numbers fall to either side."""
+    """Say which numbers fall to either side, and which choices."""
+    yield from {("choices", row.note) for row in rows if row.note.startswith(CHOSEN)}
     said = sum(row.note == TIPPED for row in rows)
     if said:
         yield ("in fewer bits", f"{TIPPED} ({said} rows in the working dtype)")

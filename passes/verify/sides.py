@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -48,6 +48,7 @@ from schedlang.runtime.float64 import Float64, as_float64
 from schedlang.runtime.float64 import widened as wide
 from schedlang.runtime.grad_reduction.batch_statistics import Scaled
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.moe.choices import Choices
 from schedlang.runtime.offload.saved_tensors import everything_moves
 from schedlang.runtime.program import Program
 from schedlang.runtime.rng.logical_dropout import LogicalDropout, Undrawn
@@ -75,6 +76,7 @@ class Case:
     prepared: Prepared | None = None
     parted: bool = False  # compare with the original trained by parts: statistics are relaxed
     tipped: Found | None = None  # numbers that lie where two are as near, as ranks took them
+    chosen: Mapping[Any, Tensor] = field(default_factory=dict)  # by operators, as ranks chose it
     # the plan that expectations are about and a batch of it, where another one is run
     meant: tuple[Plan, Batch] | None = None
 
@@ -194,8 +196,9 @@ def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:
     def make(condition: Condition) -> Sequential:
         return sequential(condition.case or case, condition, dropout)
 
-    with ambient(*modes):
-        return observe(make, told), dropout.drawn
+    with ambient(*modes, chosen := Choices(case.chosen)):
+        seen = observe(make, told)
+    return replace(seen, choices=chosen.found), dropout.drawn
 
 
 def sequential(

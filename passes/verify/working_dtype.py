@@ -3,213 +3,61 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from schedlang.ir.facets import Cast
 from schedlang.passes.analyze.cast_trial import Failure, refuse_failing, tried
-from schedlang.passes.analyze.routing import routings
 from schedlang.passes.propagate.casts import lowest
 from schedlang.passes.verify.asked import Curve, asked
-from schedlang.passes.verify.compare import is_left_out, over, unhidden
+from schedlang.passes.verify.conditioning import DRAWS, IN_DTYPE, OVERFLOWS, Bounds, Nudged
 from schedlang.passes.verify.observe import (
     Batch,
     Condition,
-    Key,
+    Loss,
     MakeOptimizer,
     Observation,
     conditions,
     observe,
 )
 from schedlang.passes.verify.original import Sequential
-from schedlang.passes.verify.pooled_draws import CHANCE, bound
 from schedlang.passes.verify.relaxed import cast_twin
 from schedlang.passes.verify.sides import (
     Case,
     dropout_of,
-    modes_of,
+    observed,
     original,
     program_of,
     sequential,
     twin,
 )
 from schedlang.report import Row
+from schedlang.runtime.activation_memory.quantized import noting
 from schedlang.runtime.batch import called
+from schedlang.runtime.float64 import Float64, as_float64, widened
 from schedlang.runtime.launch.pool import Pool
-from schedlang.runtime.modes import ambient
+from schedlang.runtime.modes import ModeOrFactory, ambient
 from schedlang.runtime.moe.choices import Choices
-
-# ---- Rounding: the model as it stands, in its working dtype, against the original's own error.
-# With r the float64 result from the rounded weights, s the original's and x the program's in the
-# working dtype, two orders of the same sums: |x - r| <= k |s - r| + 4 u |r| per tensor, u the
-# dtype's unit roundoff. What a fixed tolerance cannot know, the condition of a sum, is in |s - r|.
-#
-# Of a tensor whose elements err together, a small bias, one |s - r| may be small by luck. Other
-# runs of the original are more draws of the same error: one by the parts that the program makes,
-# whose sums are rounded one by one before they cancel (the larger of both counts), and several
-# from values that differ by one rounding, which together tell how large an error may be by luck
-# (`pooled_draws`). The program's may be twice that: it rounds parts of sums before it adds them.
-
-
-# how much larger than the original's an error may be: above all that was measured on random models
-_TIMES = {
-    "outputs": 4.0,
-    "training outputs": 4.0,
-    "gradients": 8.0,
-    "input gradients": 8.0,
-    "parameters": 16.0,
-}
-
-
-# a single number: its error may vanish by luck, so it has a gate by its own size, in roundings
-_SCALARS = {"loss": 16.0, "gradient norm": 16.0}
-IN_DTYPE = " in working dtype"
-OVERFLOWS = "the original itself is not finite"
-
-
-def within_rounding(
-    exact: Observation,
-    original: Observation,
-    program: Observation,
-    *,
-    rtol: Mapping[str, float] | None = None,
-    low: float = 0.0,
-    parts: Observation | None = None,
-    draws: Sequence[Observation] = (),
-) -> tuple[Row, ...]:
-    """Rows for outputs, loss, gradients, norm and parameter updates; an error of 1 is the gate.
-
-    `exact` is the original in float64 started from the weights of the other two. For kinds in
-    `rtol` the schedule has given a bound of its own for the relative error.
-    With `low`, the spacing of a low dtype at 1, that both computed in: an error is at most twice
-    the original's own under the same casts, or `low` times its size. Of its errors the larger
-    counts: of the run `original`, and of the one by `parts`. What is above all that is held against
-    `draws`, runs of the original from values that differ by a rounding: in a right program some row
-    is above twice their bound with a chance of at most `CHANCE`.
-    """
-    rtol, unit, found = rtol or {}, unit_of(original), list[Row]()
-    chance = CHANCE / max(1, len(exact.tensors))
-    last = {key[:2]: key.step for key in exact.tensors}
-    for key in exact.tensors:
-        if key.kind in _SCALARS:
-            pass
-        elif key.kind not in _TIMES or (key.kind == "parameters" and key.step != last[key[:2]]):
-            continue
-        r, s, x = (_value(seen, key) for seen in (exact, original, program))
-        if r is None or not r.is_floating_point() or (r.dim() == 0 and key.kind not in _SCALARS):
-            continue
-        if key.kind in program.missing or is_left_out(key, program.left_out):
-            continue
-        gate = rtol.get(key.kind, 1.0)
-        row = Row(key.condition, key.kind + IN_DTYPE, key.name, math.inf, gate, False, key.step)
-        if x is None or s is None or x.shape != r.shape:
-            found.append(replace(row, note="missing"))
-            continue
-        r, s, x = unhidden(key, r, s, x)
-        if not low and bool((r.isfinite() & ~s.isfinite()).any()):
-            found.append(replace(row, error=math.nan, note=OVERFLOWS))
-            continue
-        note = "the bound of the schedule" if key.kind in rtol else ""
-        if key.kind in rtol:
-            error = over(_size(x, r), float(r.double().norm()))
-        elif low:
-            error = _twice(x, s, r, low, _off([original, parts], key, r))
-        elif key.kind in _SCALARS:
-            error = _number(x, s, r, unit * _SCALARS[key.kind])
-        else:
-            error = _error(x, s, r, _TIMES[key.kind])
-        if draws and not error <= gate and key.kind not in rtol:
-            error = min(error, _beyond(exact, program, draws, key, chance))
-        found.append(replace(row, error=error, ok=error <= gate, note=note))
-    return tuple(found)
-
-
-def unit_of(original: Observation) -> float:
-    """The unit roundoff of the coarsest dtype that the original worked in."""
-    floats = {v.dtype for v in original.tensors.values() if v is not None and v.is_floating_point()}
-    return max((torch.finfo(dtype).eps / 2 for dtype in floats), default=0.0)
-
-
-def _size(x: Tensor, r: Tensor) -> float:
-    """The norm of an error."""
-    return float((x.double() - r.double()).norm())
-
-
-def _off(runs: Sequence[Observation | None], key: Key, r: Tensor) -> float:
-    """The largest finite error of a tensor in some runs of the original."""
-    found = (_value(one, key) for one in runs if one is not None)
-    errors = [_size(v, r) for v in found if v is not None and v.shape == r.shape]
-    return max((error for error in errors if math.isfinite(error)), default=0.0)
-
-
-def _beyond(
-    exact: Observation, program: Observation, draws: Sequence[Observation], key: Key, chance: float
-) -> float:
-    """Return the ratio of an error to the bound of what luck explains, told from draws of it."""
-    error = _errors(exact, program, [key])
-    every = [key]
-    if key.kind in _SCALARS:  # one number tells little of its law, those of all steps tell more
-        every = [k for k in exact.tensors if k._replace(step=0) == key._replace(step=0)]
-    found = [_errors(exact, one, every) for one in draws]
-    gate = 2.0 * bound([e for e in found if e is not None], chance)
-    size = math.inf if error is None else float(error.norm())
-    return size / gate if gate and math.isfinite(size) else math.inf
-
-
-def _errors(exact: Observation, seen: Observation, keys: Sequence[Key]) -> Tensor | None:
-    """The errors of a tensor, or of numbers each by its size; None if one is not there."""
-    found = []
-    for key in keys:
-        r, v = (_value(one, key) for one in (exact, seen))
-        if r is None or v is None or v.shape != r.shape:
-            return None
-        r, v = unhidden(key, r.double(), v.double())
-        same = (v == r) & r.isinf()
-        v, r = (torch.where(same, 0, t) for t in (v, r))
-        size = float(r.abs()) or 1.0 if key.kind in _SCALARS else 1.0
-        found.append((v - r).flatten() / size)
-    return torch.cat(found)
-
-
-def _twice(x: Tensor, s: Tensor, r: Tensor, low: float, own: float) -> float:
-    """The rule for casts, `own` being the original's own error; what overflows there must here."""
-    if not bool(s.isfinite().all()):
-        return math.inf if bool(x.isfinite().all()) else 0.0
-    return over(_size(x, r), max(2.0 * own, low * float(r.double().norm())))
-
-
-def _number(x: Tensor, s: Tensor, r: Tensor, share: float) -> float:
-    """A mean or a norm is a sum of terms of one sign, so its own size is that of its terms."""
-    gate = 4.0 * abs(float(s) - float(r)) + share * abs(float(r))
-    return over(abs(float(x) - float(r)), gate)
-
-
-def _value(seen: Observation, key: Key) -> Tensor | None:
-    """A tensor; of parameters the change since the first step, which their size does not swamp."""
-    value = seen.tensors.get(key)
-    if key.kind != "parameters" or value is None:
-        return value
-    first = seen.tensors.get(key._replace(step=0))
-    return value if first is None else value - first
-
-
-def _error(x: Tensor, s: Tensor, r: Tensor, times: float) -> float:
-    unit = torch.finfo(s.dtype).eps / 2
-    x, s, r = x.double(), s.double(), r.double()
-    same = (x == s) & r.isinf()  # masked scores
-    x, s, r = (torch.where(same, 0, t) for t in (x, s, r))
-    return over(_size(x, r), times * _size(s, r) + 4 * unit * float(r.norm()))
-
+from schedlang.runtime.program import Program
 
 # ---- The program in the working dtype, against float64 and against the original's own rounding.
 
 
-DRAWS = 8  # runs of the original from values that differ by a rounding
+def rounded(working: Case, told: Sequence[Condition], made: list[Program]) -> Observation:
+    """One rank's observation in the working dtype, and what all ranks chose and rounded."""
+    first = [replace(condition, batches=working.batches) for condition in told[:1]]
+    chosen = Choices()
+    with ambient(chosen), noting() as tipped:
+        seen = observed(working, first, made)
+    return replace(seen, choices=chosen.everyone(), tipped=tipped.everyone())
+
+
+CHOSEN = "as ranks chose"
 TIPPED = "numbers that roundings tip are taken as ranks took them"
 
 
@@ -227,104 +75,80 @@ class Rounded:
     program: Observation
 
     def rows(self, *, wrong: bool = False) -> list[Row]:
-        """Compare the errors of the program with those of the original, which they may not exceed.
+        """Compare the errors of the program with what roundings make of the original.
 
-        Of activations in fewer bits a number that lies where two are as near falls to either side:
-        one is a whole step of its block off, above every gate for rounding.  Where rows fail for
-        it, the original is run again with such numbers, and no others, as ranks took them; gates
-        stay.  What fails then may be luck, unless the program is known to be `wrong`, and is drawn
-        again.
+        Of one that is known to be `wrong` no more is asked than what one run of the original tells.
+
+        Behind a choice that rounding tips, a top-k of nearly equal scores, is another function. Of
+        activations in fewer bits a number that lies where two are as near falls to either side:
+        one is a whole step of its block off.  Where rows fail for either, the original is run
+        again, in float64 too, and chooses and takes such numbers, and no others, as ranks did.
         """
-        judge, plain, note = self, self._plain(self.working), ""
-        rows = self._against(plain)
-        if self.program.tipped and not all(row.ok for row in rows):
-            case, working = (
-                replace(one, tipped=self.program.tipped) for one in (self.case, self.working)
-            )
-            exact, _ = original(case, self.told[:1])
-            judge = replace(self, case=case, working=working, exact=exact)
-            plain, note = judge._plain(working), TIPPED
-            rows = judge._against(plain)
-        if not wrong and not all(row.ok for row in rows):
-            rows = judge._drawn_again(rows, plain)
+        draws, program = 0 if wrong else DRAWS, self.program
+        rows = self._against(draws)
+        other = tipped(self.exact.choices, program.choices)
+        if wrong or all(row.ok for row in rows) or not (program.tipped or other):
+            return rows
+        as_taken: dict[str, Any] = {"tipped": program.tipped or None, "chosen": program.choices}
+        case, working = (replace(one, **as_taken) for one in (self.case, self.working))
+        exact, _ = original(case, self.told[:1])
+        rows = replace(self, case=case, working=working, exact=exact)._against(draws)
+        note = TIPPED if program.tipped else f"{CHOSEN}: {other[0]}"
         return [replace(row, note=note) if row.ok and not row.note else row for row in rows]
 
-    def _plain(self, working: Case) -> Observation:
-        """The original in the working dtype, under the casts of the plan, and what it chose."""
+    def _against(self, draws: int) -> list[Row]:
+        """The rows against the original, whose every run chooses as that in float64 does."""
+        exact = self.exact
+        tensors = {k: v for k, v in exact.tensors.items() if k.condition == self.told[0].name}
+        plan = self.working.plan
+        bounds = Bounds(replace(exact, tensors=tensors), self._run, draws)
+        return [*bounds.rows(self.program, rtol=asked(plan).rtol, casts=bool(lowest(plan)))]
+
+    def _run(self, draw: int) -> Observation:
+        """The original in the working dtype, under the casts of the plan."""
+        working, nudged = self.working, Nudged(draw) if draw else nullcontext()
         first = [replace(condition, batches=working.batches) for condition in self.told[:1]]
-        noted = Choices()
-        with ambient(dropout_of(working), noted):
-            seen = observe(lambda condition: sequential(working, condition, cast=True), first)
-        return replace(seen, choices=noted.found)
-
-    def _against(
-        self,
-        plain: Observation,
-        parts: Observation | None = None,
-        draws: Sequence[Observation] = (),
-    ) -> list[Row]:
-        """The rows against one run of the original, or several."""
-        tensors = {k: v for k, v in self.exact.tensors.items() if k.condition == self.told[0].name}
-        wanted, plan = replace(self.exact, tensors=tensors), self.working.plan
-        rules: dict[str, Any] = {"rtol": asked(plan).rtol, "low": lowest(plan)}
-        return [*within_rounding(wanted, plain, self.program, **rules, parts=parts, draws=draws)]
-
-    def _drawn_again(self, rows: list[Row], plain: Observation) -> list[Row]:
-        """Hold the program against more runs of the original, where rows fail.
-
-        The first goes by the parts of the program: parts whose sums cancel are rounded one by one.
-        The others start from values that differ by one rounding, and tell together what is luck.
-        One that chooses otherwise than float64 does is a run of another function, and tells
-        nothing.
-        """
-        working, program = self.working, self.program
-        plan, known = working.plan, working.prepared
-        right = chosen(self.case, self.told[:1], wide=True) if plain.choices else {}
-        if known is None or tipped(right, plain.choices) or tipped(right, program.choices):
-            return rows
-        parts = None
-        # of some parts are another function, and others go by parts as it is
-        whole = any(routings(plan)) or known.traced.statistics is not None
-        whole = whole or bool(plan.kept) or plan.compression is not None
-        whole = whole or working.parted or working.table is not None
-        if math.prod(working.cuts) > 1 and not whole:
-            working = replace(working, parted=True)
-            parts = self._plain(working)
-            rows = self._against(plain, parts)
-            if all(row.ok for row in rows):
-                return rows
-        unit = lowest(plan) / 2 or unit_of(plain)
-        near = (self._plain(nudged(working, unit, draw)) for draw in range(DRAWS))
-        draws = [plain if parts is None else parts, *near]
-        draws = [one for one in draws if not tipped(right, one.choices)]
-        return self._against(plain, parts, draws)
+        with ambient(dropout_of(working), Choices(self.exact.choices)), nudged:
+            return observe(lambda condition: sequential(working, condition, cast=True), first)
 
 
-def nudged(case: Case, unit: float, draw: int) -> Case:
-    """The case with every weight and float input off by at most one rounding.
+def bounds_of(
+    model: nn.Module,
+    told: Sequence[Condition],
+    loss: Loss | None = None,
+    *,
+    autocast: torch.dtype | None = None,
+    modes: Sequence[ModeOrFactory] = (),
+) -> Bounds:
+    """Tell the bounds of each tensor of any program that trains a model in a low dtype.
 
-    Whole numbers stay: no dtype rounds them, and of a mask of 0 and 1 other ones make no mask.
+    model     with the weights that ranks start from, in the dtype that they are kept in
+    told      training runs on batches in the dtype that the program is given
+    autocast  what operators compute in, where that is another dtype
+    modes     what the program runs under, such as no dropout
+    Against the model in float64 from the same weights: the program need not run in it.
     """
-    generator = torch.Generator().manual_seed(case.seed * DRAWS + draw)
 
-    def near(value: Tensor) -> Tensor:
-        noise = 2 * torch.rand(value.shape, generator=generator, dtype=torch.float64) - 1
-        wide = value.detach().double().cpu()
-        return torch.where(wide == wide.round(), wide, wide * (1 + unit * noise)).to(value)
+    def seen(module: nn.Module, told: Sequence[Condition], *more: ModeOrFactory) -> Observation:
+        def make(c: Condition) -> Sequential:
+            twin: Any = copy.deepcopy(module)
+            given = loss
+            if autocast is not None:
+                twin.forward = torch.autocast("cpu", autocast)(twin.forward)
+                given = loss and torch.autocast("cpu", autocast)(loss)
+            options: dict[str, Any] = {"clip": c.clip, "scale": c.scale, "evaluate": c.evaluate}
+            return Sequential(twin, c.optimizer, loss=given, follow=c.follow, **options)
 
-    module = copy.deepcopy(case.plan.model.base.model)
-    with torch.no_grad():
-        for p in module.parameters():
-            if p.is_floating_point():
-                p.copy_(near(p))
-    batches = tuple(
-        {
-            k: near(v) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-            for k, v in batch.items()
-        }
-        for batch in case.batches
-    )
-    return replace(case.with_model(module), batches=batches)
+        with ambient(*more, *modes):
+            return observe(make, told)
+
+    wide = [replace(one, batches=tuple(map(widened, map(dict, one.batches)))) for one in told]
+
+    def run(draw: int) -> Observation:
+        with Nudged(draw) if draw else nullcontext():
+            return seen(model, told)
+
+    return Bounds(seen(as_float64(model), wide, Float64()), run)
 
 
 # ---- Casts that torch does not run on this machine.
@@ -354,38 +178,17 @@ def check_cast(working: Case | None) -> None:
     refuse_failing(plan, run)
 
 
-# ---- Flips: choices that rounding tips, behind which errors in the working dtype say nothing.
+# ---- Rows that say nothing, and choices that rounding tips.
 
 
-def undecided(
-    rows: Sequence[Row],
-    case: Case,
-    working: Case | None,
-    told: Sequence[Condition],
-    program: Observation,
-) -> tuple[list[Row], list[str]]:
-    """The rows without those that a tipped choice leaves undecided; and what those are.
-
-    A top-k of nearly equal scores chooses otherwise in a coarser dtype, and everything behind it is
-    another function.  No bound is widened for that: such rows are not checked, which is said.
-    Neither are those of which the original itself, in its working dtype, makes no finite number.
-    """
-
-    def without(some: Sequence[Row], why: str) -> list[Row]:
-        said.append(f"{len(some)} rows in the working dtype, the first {some[0].place}: {why}")
-        return [row for row in rows if row not in some]
-
-    rows, said = list(rows), list[str]()
+def undecided(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
+    """The rows without those of which the original, in its working dtype, has no finite number."""
     over = [row for row in rows if row.note == OVERFLOWS and row.kind.endswith(IN_DTYPE)]
-    if over:
-        rows = without(over, f"{OVERFLOWS} there")
-    bad = [row for row in rows if not row.ok and row.kind.endswith(IN_DTYPE)]
-    if bad and working is not None:
-        right = chosen(case, told[:1], wide=True)
-        plain = chosen(working, [replace(told[0], batches=working.batches)], wide=False)
-        words = [*tipped(right, plain), *tipped(right, program.choices)]
-        rows = without(bad, words[0]) if words else rows
-    return rows, said
+    why = f"{OVERFLOWS} there"
+    said = [
+        f"{len(over)} rows in the working dtype, the first {one.place}: {why}" for one in over[:1]
+    ]
+    return [row for row in rows if row not in over], said
 
 
 def tipped(right: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> list[str]:
@@ -402,16 +205,6 @@ def tipped(right: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> list[str
         for (site, name), (wrong, many) in counts.items()
         if wrong
     ]
-
-
-def chosen(case: Case, told: Iterable[Condition], *, wide: bool) -> Mapping[Any, Tensor]:
-    """Note what the original chooses, in float64 or in its working dtype."""
-    (float64, dropout), _ = modes_of(case)
-    noted = Choices()
-    modes = (float64, dropout, noted) if wide else (dropout, noted)
-    with ambient(*modes):
-        observe(lambda condition: sequential(case, condition), told, keep=False)
-    return noted.found
 
 
 # ---- Loss curves: the program's and the original's, side by side in the working dtype.

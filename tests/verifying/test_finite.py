@@ -11,9 +11,9 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.lower.build import build
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.verify.compare import compare
+from schedlang.passes.verify.conditioning import OVERFLOWS, Bounds
 from schedlang.passes.verify.observe import Key, Observation
 from schedlang.passes.verify.probe import cheaply
-from schedlang.passes.verify.working_dtype import OVERFLOWS, within_rounding
 from schedlang.report import Report
 from tests.engine import Threads
 from tests.proofs import planned, sgd
@@ -182,8 +182,8 @@ def test_not_a_number_in_other_places(kind: str, same: bool) -> None:
         assert holds(want, exact) is same
         assert not holds(other, exact) and not holds(torch.ones(3), exact)
     seen = [Observation({key: v.clone()}) for v in (want, want, other)]
-    for low in (0.0, 2**-8) if kind == "outputs" else (0.0,):
-        assert not Report(within_rounding(*seen, low=low)).ok
+    for casts in (False, True) if kind == "outputs" else (False,):
+        assert not Report(Bounds(seen[0], lambda draw: seen[1]).rows(seen[2], casts=casts)).ok
 
 
 def test_an_original_that_overflows_in_its_dtype_is_not_checked_there() -> None:

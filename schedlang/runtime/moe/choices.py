@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,10 +21,14 @@ CHOOSING: dict[Any, str] = {
 
 
 class Choices(Ambient):
-    """`found` holds the indices that were chosen, inside a scope; a recomputation chooses again."""
+    """`found` holds the indices that were chosen, inside a scope; a recomputation chooses again.
 
-    def __init__(self) -> None:
+    What is in `forced` is chosen as it says there.
+    """
+
+    def __init__(self, forced: Mapping[Where, Tensor] | None = None) -> None:
         super().__init__()
+        self.forced = forced or {}
         self.found: dict[Where, Tensor] = {}
         self._calls: dict[Any, int] = {}
 
@@ -31,24 +36,33 @@ class Choices(Ambient):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = self.run(func, types, args, kwargs or {})
-        if func in CHOOSING and scope.current() is not None:
-            self._note(CHOOSING[func], out)
+        # rounding tips no choice among whole numbers
+        if func in CHOOSING and scope.current() is not None and _floats(args, kwargs or {}):
+            right = self._note(CHOOSING[func], out)
+            if right is not None:
+                return _as_chosen(CHOOSING[func], out, right, args, kwargs or {})
         return out
 
-    def _note(self, name: str, out: Any) -> None:
-        """The indices of a result, sample by sample, where its rows are those of samples."""
+    def _note(self, name: str, out: Any) -> Tensor | None:
+        """Note the indices of a result, sample by sample; give those that are forced, if others."""
         where = scope.current()
         chosen = out if isinstance(out, Tensor) else out[1]
         assert where is not None
         samples = where.samples
         if chosen.is_floating_point() or not chosen.dim() or chosen.shape[0] % len(samples):
-            return
+            return None
         place = (where.step, where.microbatch, samples, scope.site(), name)
         call = self._calls[place] = self._calls.get(place, -1) + 1
         parts = chosen.detach().cpu().chunk(len(samples)) if len(chosen) else ()
+        right = []
         for sample, part in zip(samples, parts):
             key = (where.step, scope.site(), name, call, sample)
-            self.found.setdefault(key, part.clone())
+            told = self.forced.get(key)
+            right.append(part if told is None or told.shape != part.shape else told)
+            self.found.setdefault(key, right[-1].clone())
+        if all(one is part for one, part in zip(right, parts)):
+            return None
+        return torch.cat(right).to(chosen.device)
 
     def everyone(self) -> dict[Where, Tensor]:
         """Gather the choices of all ranks; where several have one place, the first rank's count."""
@@ -58,3 +72,20 @@ class Choices(Ambient):
         for found in reversed(world.gathered(self.found)):
             out.update(found)
         return out
+
+
+def _floats(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    given = args[0] if args else kwargs.get("input")
+    return isinstance(given, Tensor) and given.is_floating_point()
+
+
+def _as_chosen(name: str, out: Any, right: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """The result of an operator that chooses as it is told."""
+    if isinstance(out, Tensor):
+        return right
+    given = args[0] if args else kwargs["input"]
+    place = 2 if name in ("topk", "kthvalue") else 1
+    dim = kwargs.get("dim", args[place] if len(args) > place else -1)
+    if right.dim() == given.dim():
+        return type(out)((given.gather(dim, right), right))
+    return type(out)((given.gather(dim, right.unsqueeze(dim)).squeeze(dim), right))

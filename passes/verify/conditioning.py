@@ -1,0 +1,390 @@
+"""Conditioning: how far roundings move each tensor of the original, and so may a program's.
+
+The original is run again in its working dtype, each result of each operator, forward, backward and
+in the optimizer, off by a rounding in either direction (TTrace's perturbation, at every operator).
+What a tensor is off then is what its own conditioning makes of roundings: no tolerance is given.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from schedlang.ir import pytree
+from schedlang.passes.verify.compare import is_left_out, over, unhidden
+from schedlang.passes.verify.observe import Key, Observation
+from schedlang.report import Row
+
+# ---- Runs whose every result is off by a rounding.
+
+# Of results these are made without one.  Factories take no tensor, views are told by their schema.
+_MOVING = (
+    "_reshape_alias _unsafe_view abs amax amin as_strided_scatter bernoulli cat clamp clamp_max "
+    "clamp_min clone constant_pad_nd copy diag_embed diagonal_scatter embedding empty_like "
+    "exponential fill flip full_like gather index index_copy index_select lift_fresh log_normal "
+    "masked_fill masked_scatter masked_select max max_pool2d_with_indices maximum min minimum "
+    "native_dropout neg new_full normal ones_like rand_like randn_like relu repeat roll round "
+    "select_backward select_scatter set sign slice_backward slice_scatter sort stack take "
+    "threshold_backward topk tril triu uniform unfold_backward where zero zeros_like"
+)
+_EXACT = frozenset(_MOVING.split())
+_POOL = 2**16  # signs that are drawn once, and read from any place on
+
+
+class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Move each rounded result by a rounding more, up or down, by one unit in its last place.
+
+    In the mean square that is what twelve roundings to the nearest do.  Whole numbers that the
+    dtype has stay, and so does what stands for infinity: no rounding makes them, a mask of 0 and 1
+    times other numbers is no mask.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator = torch.Generator().manual_seed(seed)
+        self._signs = 1.0 - 2.0 * torch.randint(2, (_POOL,), generator=self._generator)
+        self._steps: dict[tuple[torch.dtype, float], Tensor] = {}
+        self._places = random.Random(seed)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if _rounds(func) and not _doubled(func, args) and (wide := _widest(args)) is not None:
+            alone = func._overloadpacket.__name__ == "_to_copy"
+            for value in (out,) if isinstance(out, Tensor) else pytree.tree_leaves(out):
+                if isinstance(value, Tensor) and not (alone and _unit(value.dtype) <= wide):
+                    self._move(value)
+        return out
+
+    def _move(self, value: Tensor) -> None:
+        if value.is_complex():
+            value = torch.view_as_real(value)
+        unit = _unit(value.dtype)
+        if value.is_meta or value.layout != torch.strided or not value.numel() or unit < 2**-50:
+            return  # not a float below float64
+        v = value.float() if value.dtype.itemsize == 1 else value
+        moved = torch.addcmul(v, v, self._step(v, unit))
+        size, most = v.abs(), torch.finfo(value.dtype).max / 4
+        stays = (v.frac() == 0).logical_and_(size < 1 / unit).logical_or_(size > most)
+        value.copy_(torch.where(stays, v, moved))
+
+    def _step(self, like: Tensor, unit: float) -> Tensor:
+        """Draw a rounding for each element, relative to it."""
+        key, count = (like.dtype, unit), like.numel()
+        if key not in self._steps:
+            self._steps[key] = (self._signs * unit).to(like.dtype)
+        steps = self._steps[key]
+        if count > _POOL // 2:
+            steps = steps[torch.randint(_POOL, (count,), generator=self._generator)]
+        first = self._places.randrange(len(steps) - count + 1)
+        return steps[first : first + count].view(like.shape)
+
+
+def _unit(dtype: torch.dtype) -> float:
+    """The unit roundoff of a dtype; 0 of what is no float."""
+    return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 0.0
+
+
+@cache
+def _rounds(func: Any) -> bool:
+    """Return whether an operator's results are new numbers, or are written where others were."""
+    if not isinstance(func, torch._ops.OpOverload) or torch.Tag.inplace_view in func.tags:
+        return False
+    name = func._overloadpacket.__name__
+    given = [one.alias_info for one in func._schema.returns]
+    views = any(one is not None and not one.is_write for one in given)
+    return not views and name not in _EXACT and name.removesuffix("_") not in _EXACT
+
+
+def _doubled(func: Any, args: Any) -> bool:
+    """Return whether an operator multiplies or divides by a power of two, which is exact."""
+    by = args[1] if len(args) > 1 else None
+    if not isinstance(by, (int, float)) or abs(math.frexp(by)[0]) != 0.5:
+        return False
+    return func._overloadpacket.__name__ in ("mul", "mul_", "div", "div_")
+
+
+def _widest(args: Any) -> float | None:
+    """The least unit roundoff of the floats that an operator is given; None: it is given none."""
+    floats = (a for a in pytree.tree_leaves(args) if isinstance(a, Tensor))
+    return min((_unit(a.dtype) for a in floats if a.is_floating_point()), default=None)
+
+
+# ---- The law of such errors: above which size is one more of them no luck?
+#
+# They are taken for draws e ~ N(0, S), S unknown.  Their squared norm is a sum of chi squares,
+# weighed by the eigenvalues of S.  Matched in mean and variance it is tr(S)/n times a chi square of
+# n = tr(S)^2 / tr(S^2) degrees of freedom (Satterthwaite, Biometrics Bulletin 2, 1946; Box, Annals
+# of Mathematical Statistics 25, 1954): n is one where all elements move together, and the number of
+# elements where each goes its own way.  So of one more error x beside K others
+#
+#     |x|^2 / mean |e|^2  ~  F(n, K n),
+#
+# and it lies above the quantile of 1 - p of that law with chance p.
+#
+# n is told from the same errors, by whichever of two is less, as too low an n is safe: quantiles
+# fall with n.  Of errors with a mean m of their own (all runs cast one weight) n is 2 (E |e|^2)^2
+# over var |e|^2 = 2 tr(S^2) + 4 m'Sm, and
+#
+#     of pairs of errors, the variance of e . f is a half of that: many pairs, less noise;
+#     of their squared norms it is seen itself, also where their law has longer tails.
+#
+# The largest of n normal numbers is about sqrt(2 ln 2n) times their spread, and with chance p above
+# sqrt(2 ln 2n/p): so much further, or as much as the norm where that is more, may one element be.
+
+CHANCE = 1e-6  # of a false alarm, in all rows of a report together
+LEAST = 4  # errors that a law is told from: fewer say too little of n
+MOST = 1e6  # degrees of freedom, of errors that are all the same
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The greatest size of one more error: its norm, and its largest element."""
+
+    norm: float
+    most: float
+
+    def share(self, error: Tensor) -> float:
+        """The part of the bound that an error takes; above 1 it is no luck."""
+        if not bool(error.isfinite().all()):
+            return math.inf
+        return max(over(float(error.norm()), self.norm), over(_largest(error), self.most))
+
+
+def bound(errors: Sequence[Tensor], chance: float) -> Bound | None:
+    """The size above which one more error lies with this chance; None: too few to say."""
+    norms = [float(e @ e) for e in errors]
+    mean = math.fsum(norms) / max(1, len(norms))
+    if len(errors) < LEAST or not mean or not math.isfinite(mean):
+        return None
+    unit = [e / math.sqrt(mean) for e in errors]
+    dots = [[float(e @ f) for f in unit] for e in unit]
+    return limits(errors, chance, freedom([norm / mean for norm in norms], dots))
+
+
+def limits(errors: Sequence[Tensor], chance: float, n: float, draws: int = 0) -> Bound:
+    """The bound from errors of so many degrees of freedom, as if there were `draws` of them."""
+    times = math.sqrt(quantile(chance / 2, n, n * (draws or len(errors))))
+    further = math.sqrt(1 + math.log(2 / chance) / math.log(2 * n))
+    norm = _mean_square([float(e.norm()) for e in errors])
+    most = _mean_square([_largest(e) for e in errors])
+    return Bound(times * norm, max(times, further) * most)
+
+
+def _mean_square(sizes: Sequence[float]) -> float:
+    return math.sqrt(math.fsum(size * size for size in sizes) / len(sizes))
+
+
+def _largest(error: Tensor) -> float:
+    return float(error.abs().max()) if error.numel() else 0.0
+
+
+def freedom(norms: Sequence[float], dots: Sequence[Sequence[float]]) -> float:
+    """Degrees of freedom, of errors whose mean squared norm is 1, and their inner products."""
+    pairs = {(i, j): dots[i][j] for i, j in combinations(range(len(norms)), 2)}
+    squares = math.fsum(p * p for p in pairs.values()) / len(pairs)
+    apart = [
+        p * q for (i, p), (j, q) in combinations(pairs.items(), 2) if not {*i} & {*j}
+    ]  # their mean is that of e . f, squared
+    by_pairs = squares - max(0.0, math.fsum(apart) / len(apart))
+    by_norms = math.fsum((norm - 1) ** 2 for norm in norms) / (len(norms) - 1) / 2
+    return min(MOST, max(1.0, 1 / max(by_pairs, by_norms, 1 / MOST)))
+
+
+@cache
+def quantile(chance: float, n: float, m: float) -> float:
+    """Return the number above which F(n, m) lies with this chance."""
+    low, high = 0.0, 1.0
+    while above(high, n, m) > chance:
+        low, high = high, 2 * high
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if above(middle, n, m) > chance else (low, middle)
+    return high
+
+
+def above(value: float, n: float, m: float) -> float:
+    """The chance that F(n, m) lies above a number: an incomplete beta function."""
+    return _beta(m / 2, n / 2, m / (m + n * value)) if value > 0 else 1.0
+
+
+def _beta(a: float, b: float, x: float) -> float:
+    """The regularised incomplete beta function, by its continued fraction (DLMF 8.17.22)."""
+    if x > (a + 1) / (a + b + 2):  # where the other end converges faster
+        return 1.0 - _beta(b, a, 1.0 - x) if x < 1 else 1.0
+    front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) - math.log(a)
+    front += a * math.log(x) + b * math.log1p(-x)
+    c, d = 1.0, 1.0 / (1.0 - (a + b) * x / (a + 1))
+    found = d
+    for k in range(1, 10_000):
+        even = k * (b - k) * x / ((a + 2 * k - 1) * (a + 2 * k))
+        odd = -(a + k) * (a + b + k) * x / ((a + 2 * k) * (a + 2 * k + 1))
+        for term in (even, odd):
+            d = 1.0 / (1.0 + term * d)
+            c = 1.0 + term / c
+            found *= c * d
+        if abs(c * d - 1.0) < 1e-13:
+            break
+    return math.exp(front) * found
+
+
+# ---- Bounds of each tensor, and the rows of a program that is held against them.
+
+KINDS = (
+    *("outputs", "training outputs", "gradients", "input gradients", "parameters"),
+    *("loss", "gradient norm"),
+)
+_NUMBERS = frozenset(KINDS[-2:])
+DRAWS = 8  # runs of the original whose results are off by roundings
+PLAIN = 2.0  # by how much, at least, these are further off than the original as it stands
+MANY = 256  # degrees of freedom from which on luck is about the same
+IN_DTYPE = " in working dtype"
+OVERFLOWS = "the original itself is not finite"
+Run = Callable[[int], Observation]
+
+
+@dataclass
+class Bounds:
+    """Bounds of how far from float64 each tensor may be, told from runs of the original.
+
+    exact  the original in float64, from the weights that the others start from
+    run    its k-th run in the working dtype: as it stands for 0, `Nudged` by k for others
+    """
+
+    exact: Observation
+    run: Run
+    draws: int = DRAWS
+    _plain: Observation | None = None
+
+    def rows(
+        self, program: Observation, *, rtol: Mapping[str, float] | None = None, casts: bool = False
+    ) -> tuple[Row, ...]:
+        """Compare a program's errors with their bounds; an error of 1 is the gate.
+
+        For kinds in `rtol` the schedule has given a bound of its own for the relative error. Under
+        `casts` what is not finite in the original may be so in the program, and must.
+        The original is run until each error is known to be within its bound: a few times at most,
+        where the program is right.
+        """
+        rtol, found, left = rtol or {}, dict[Key, Row](), dict[Key, Tensor]()
+        keys = list(self._keys(program))
+        chance = CHANCE / max(1, len(keys))
+        for key in keys:
+            given = rtol.get(key.kind)
+            row = Row(key.condition, key.kind + IN_DTYPE, key.name, math.inf, given or 1.0, False)
+            row = replace(row, step=key.step, note="" if given is None else _GIVEN)
+            error = _error(self.exact, program, key)
+            r, s = self.exact.tensors[key], self._as_it_stands.tensors.get(key)
+            assert r is not None
+            if error is None or s is None:
+                row = replace(row, note="missing")
+            elif given is not None:
+                row = replace(row, error=over(float(error.norm()), float(r.double().norm())))
+            elif bool((r.isfinite() & ~s.isfinite()).any()):
+                so = casts and not bool(error.isfinite().all())
+                row = replace(row, error=0.0 if so else math.inf)
+                row = row if casts else replace(row, error=math.nan, note=OVERFLOWS)
+            else:
+                left[key] = error
+            found[key] = replace(row, ok=row.error <= row.gate)
+        for key, share in self._shares(left, chance).items():
+            found[key] = replace(found[key], error=share, ok=share <= 1.0)
+        return tuple(found.values())
+
+    @property
+    def _as_it_stands(self) -> Observation:
+        if self._plain is None:
+            self._plain = self.run(0)
+        return self._plain
+
+    def _keys(self, program: Observation) -> Iterator[Key]:
+        """The floats that a program gives; of parameters those of the last step."""
+        last = {key[:2]: key.step for key in self.exact.tensors}
+        for key, r in self.exact.tensors.items():
+            if key.kind not in KINDS or key.kind in program.missing or r is None:
+                continue
+            if is_left_out(key, program.left_out) or not r.is_floating_point():
+                continue
+            if key.kind not in _NUMBERS and r.dim() == 0:
+                continue
+            if key.kind != "parameters" or key.step == last[key[:2]]:
+                yield key
+
+    def _shares(self, left: Mapping[Key, Tensor], chance: float) -> dict[Key, float]:
+        """The shares of their bounds that errors take, from as many runs as that asks for.
+
+        A bound only falls with the degrees of freedom, and these are no more than elements: what is
+        within the bound of so many, told from the runs so far, needs no more of them.
+        """
+        shares, plain, moved = dict[Key, float](), dict[Key, list[Tensor]](), dict[Key, Any]()
+        for draw in range(self.draws + 1):
+            seen = self.run(draw) if draw else self._as_it_stands
+            for key in left:
+                found = [_error(self.exact, seen, one) for one in self._together(key)]
+                known = [e for e in found if e is not None and bool(e.isfinite().all())]
+                if draw:
+                    moved.setdefault(key, []).extend(known)
+                else:
+                    plain[key] = [PLAIN * e for e in known]
+            for key, x in left.items():
+                known, most = plain[key] + moved.get(key, []), DRAWS * len(self._together(key))
+                some = min(max(1, x.numel()), MANY)
+                one = limits(known, chance, some, most) if known else Bound(0.0, 0.0)
+                shares[key] = self._floored(key, one).share(x)
+            left = {key: x for key, x in left.items() if not shares[key] <= 1.0}
+            if not left:
+                break
+        for key, x in left.items():
+            told = bound(moved.get(key, []), chance)
+            if told is not None:
+                shares[key] = self._floored(key, told).share(x)
+        return shares
+
+    def _together(self, key: Key) -> list[Key]:
+        """The tensor; of a number all steps, each a draw: one tells little of its law."""
+        if key.kind not in _NUMBERS:
+            return [key]
+        return [k for k in self.exact.tensors if k._replace(step=0) == key._replace(step=0)]
+
+    def _floored(self, key: Key, one: Bound) -> Bound:
+        """The bound, and at least one rounding: of what comes out exact, by luck, for the whole."""
+        r, s = self.exact.tensors[key], self._as_it_stands.tensors[key]
+        assert r is not None and s is not None
+        unit = _unit(s.dtype)
+        r = torch.ones(1) if key.kind in _NUMBERS else torch.where(r.isfinite(), r, 0).double()
+        return Bound(max(one.norm, unit * float(r.norm())), max(one.most, unit * _largest(r)))
+
+
+_GIVEN = "the bound of the schedule"
+
+
+def _value(seen: Observation, key: Key) -> Tensor | None:
+    """A tensor; of parameters the change since the first step, which their size does not swamp."""
+    value = seen.tensors.get(key)
+    if key.kind != "parameters" or value is None:
+        return value
+    first = seen.tensors.get(key._replace(step=0))
+    return value if first is None else value - first
+
+
+def _error(exact: Observation, seen: Observation, key: Key) -> Tensor | None:
+    """The error of a tensor, of a number by its size; None if it is not there."""
+    r, v = (_value(one, key) for one in (exact, seen))
+    if r is None or v is None or v.shape != r.shape:
+        return None
+    r, v = unhidden(key, r.double(), v.double())
+    same = (v == r) & r.isinf()  # masked scores
+    error = torch.where(same, 0, v - r).flatten()
+    return error / (float(r.abs()) or 1.0) if key.kind in _NUMBERS else error
