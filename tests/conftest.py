@@ -1,5 +1,6 @@
 """What all tests share: warm ranks of both engines, and what is skipped without a C++ compiler."""
 
+import gc
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -9,11 +10,14 @@ from hypothesis import settings
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.fusion.fuse import unavailable
 from schedlang.runtime.launch.pool import Pool
+from schedlang.uncollected import uncollected
+from tests import forks
 from tests.engine import Threads
 from tests.properties.profiles import register
 from tests.tiers import in_part, part, spread
 
 register()
+Pool._executed = staticmethod(forks.server)  # type: ignore[method-assign]
 
 # imported once, before the ranks are forked
 PRELOAD = (
@@ -42,6 +46,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ours = [one for one in items if in_part(one.nodeid, *asked)]
         config.hook.pytest_deselected(items=[one for one in items if one not in ours])
         items[:] = ours
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Keep the garbage collector from all that is imported: it would walk it again and again."""
+    with uncollected():
+        result = yield
+    gc.freeze()
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, Any, Any]:
+    """Behind the tests of a file the collector takes what they left, and keeps from the rest."""
+    result = yield
+    if nextitem is not None and nextitem.path != item.path:
+        _settled()
+    return result
+
+
+def _settled() -> None:
+    """Collect, and let later collections walk only what comes from now on.
+
+    Between two files nothing of a test is alive: what is kept here are modules and caches. What a
+    test makes is never kept before it ends, so that a test sees what it leaks.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
