@@ -42,11 +42,11 @@ IMPORTED = (
 )
 # variables that no import reads, or that are set anew in the fork
 FREE = {
-    *("PYTEST_CURRENT_TEST", "PYTHONPATH", "OMP_NUM_THREADS", "PWD", "OLDPWD", "TMPDIR", "HOME"),
+    *("PYTHONPATH", "OMP_NUM_THREADS", "PWD", "OLDPWD", "TMPDIR", "HOME"),
     *("COLUMNS", "LINES", "TERM", "NO_COLOR", "FORCE_COLOR", "CI"),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 }
-FREE_PREFIXES = ("GITHUB_", "PYTEST_XDIST_")
+FREE_PREFIXES = ("GITHUB_", "PYTEST_")
 _MOST = 1 << 20  # bytes of a message
 
 
