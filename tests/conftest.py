@@ -1,20 +1,23 @@
 """What all tests share: warm ranks of both engines, and what is skipped without a C++ compiler."""
 
+from __future__ import annotations
+
 import gc
 from collections.abc import Generator, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.fusion.fuse import unavailable
 from schedlang.runtime.launch.pool import Pool
 from schedlang.uncollected import uncollected
 from tests import forks
-from tests.engine import Threads
 from tests.properties.profiles import register
 from tests.tiers import in_part, part, spread
+
+if TYPE_CHECKING:
+    from tests.engine import Threads
 
 register()
 Pool._executed = staticmethod(forks.server)  # type: ignore[method-assign]
@@ -88,6 +91,8 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture(scope="session")
 def threads() -> Iterator[Threads]:
     """The same ranks as threads of this process: where many small programs are run."""
+    from tests.engine import Threads  # with torch, which whoever hands the tests out never needs
+
     with Threads() as threads:
         yield threads
 
@@ -98,6 +103,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
     try:
         return (yield)
     except Refusal as refusal:
+        from schedlang.runtime.fusion.fuse import unavailable
+
         missing = unavailable()
         if missing and {d.code for d in refusal.diagnostics} == {"S831"}:
             pytest.skip(f"inductor cannot compile here: {missing}")
