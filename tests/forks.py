@@ -307,8 +307,9 @@ def _command(plain: Sequence[str], cwd: str, words: list[str]) -> int:
         else:
             sys.path.insert(0, str(Path(words[0]).resolve().parent))
             sys.argv[:] = words
-            vars(main)["__file__"] = words[0]
-            exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), vars(main))
+            file = os.path.abspath(words[0])  # so it is in an interpreter
+            vars(main)["__file__"] = file
+            exec(compile(Path(file).read_bytes(), file, "exec"), vars(main))
         code = 0
     except SystemExit as asked:
         code = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
