@@ -45,6 +45,9 @@ FREE = {
     *("PYTHONPATH", "OMP_NUM_THREADS", "PWD", "OLDPWD", "TMPDIR", "HOME"),
     *("COLUMNS", "LINES", "TERM", "NO_COLOR", "FORCE_COLOR", "CI"),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    # torch sets these in this process when it first compiles, and reads them then
+    *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUBLAS_WORKSPACE_CONFIG"),
+    *("KMP_DUPLICATE_LIB_OK", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "TORCH_WARM_POOL"),
 }
 FREE_PREFIXES = ("GITHUB_", "PYTEST_")
 _MOST = 1 << 20  # bytes of a message
@@ -90,6 +93,7 @@ class Forks:
         self._control: socket.socket | None = None
         self._environ: dict[str, str] = {}
         self._owner = 0
+        self._process: subprocess.Popen[bytes] | None = None  # ends with this one
 
     def can(self, environ: Mapping[str, str]) -> bool:
         """Whether a process with these variables may be forked."""
@@ -119,7 +123,7 @@ class Forks:
             f"sys.path[:] = {sys.path!r}; from tests import forks; forks.serve(plain)"
         )
         with theirs:
-            subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=theirs,
                 stdout=subprocess.DEVNULL,
