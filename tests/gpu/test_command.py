@@ -104,10 +104,11 @@ SIM_CASES = (
     "kernels:rms_norm float32 1x",
     "programs:co",
     "ranks:zero 1",
+    "compiled:MLPs",
     "offload",
+    "contests:swiglu",
     "layers:llama, tiny, untied, ours",
 )
-NOT_COMPILED = {"compiled": "MLPs", "contests": "swiglu"}
 
 
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "it is there")
@@ -117,20 +118,12 @@ def test_each_part_on_a_simulated_device(tmp_path: Path) -> None:
     done = command("--device", "sim", "--json", "--out", str(where), "--only", *SIM_CASES)
     assert done.returncode == 0, done.stdout + done.stderr
     found = outcomes(done)
-    assert list(found) == [part.name for part in PARTS if part.name not in NOT_COMPILED]
+    assert list(found) == [part.name for part in PARTS]
     for part in ("programs", "ranks", "offload"):
         assert set(found[part].values()) == {"ok"}, found[part]
-    assert set(found["kernels"].values()) == {"skipped"}
+    for part in ("kernels", "compiled", "contests"):
+        assert set(found[part].values()) == {"skipped"}
     assert "compiles nothing for this device" in where.read_text()
-
-
-@pytest.mark.parametrize("part", NOT_COMPILED)
-def test_what_is_compiled_is_skipped_on_a_simulated_device(part: str) -> None:
-    """Its cases say why before anything runs, so they need no process and no device."""
-    cases = driver.cases_of(part, Setup("sim", "tiny"), NOT_COMPILED[part])
-    found = [driver.found_of(part, case) for case in cases]
-    assert found and all(one.outcome == "skipped" for one in found), found
-    assert all("compile" in one.note for one in found), found
 
 
 @pytest.mark.deep
