@@ -32,7 +32,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +40,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from schedlang.cli import app
+from tests import forks
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -194,15 +194,18 @@ def execute(words: list[str], folder: Path) -> tuple[int, str]:
         done = CliRunner().invoke(app, words[1:])
         return done.exit_code, done.output if done.exit_code else done.stdout
     start = {
-        "python": [sys.executable],
-        "pytest": [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider"],
-        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
-    }.get(words[0], words[:1])
+        "python": [],
+        "pytest": ["-m", "pytest", "-n", "0", "-p", "no:cacheprovider"],
+        "torchrun": ["-m", "torch.distributed.run", "--standalone"],
+    }.get(words[0])
     paths = os.pathsep.join((str(folder), str(ROOT)))
     environ = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [*start, *words[1:]], cwd=folder, env=environ, capture_output=True, text=True, timeout=300
-    )
+    if start is None:
+        ran = subprocess.run(
+            words, cwd=folder, env=environ, capture_output=True, text=True, timeout=300
+        )
+    else:
+        ran = forks.run(*start, *words[1:], cwd=folder, env=environ, timeout=300)
     return ran.returncode, ran.stdout if not ran.returncode else ran.stdout + ran.stderr
 
 

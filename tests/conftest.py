@@ -1,19 +1,26 @@
 """What all tests share: warm ranks of both engines, and what is skipped without a C++ compiler."""
 
+from __future__ import annotations
+
+import gc
 from collections.abc import Generator, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.fusion.fuse import unavailable
 from schedlang.runtime.launch.pool import Pool
-from tests.engine import Threads
+from schedlang.uncollected import uncollected
+from tests import forks
 from tests.properties.profiles import register
 from tests.tiers import in_part, part, spread
 
+if TYPE_CHECKING:
+    from tests.engine import Threads
+
 register()
+Pool._executed = staticmethod(forks.server)  # type: ignore[method-assign]
 
 # imported once, before the ranks are forked
 PRELOAD = (
@@ -44,6 +51,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = ours
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Keep the garbage collector from all that is imported: it would walk it again and again."""
+    with uncollected():
+        result = yield
+    gc.freeze()
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, Any, Any]:
+    """Behind the tests of a file the collector takes what they left, and keeps from the rest."""
+    result = yield
+    if nextitem is not None and nextitem.path != item.path:
+        _settled()
+    return result
+
+
+def _settled() -> None:
+    """Collect, and let later collections walk only what comes from now on.
+
+    Between two files nothing of a test is alive: what is kept here are modules and caches. What a
+    test makes is never kept before it ends, so that a test sees what it leaks.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Local ranks, started by the first test that runs some; a job that dies leaves new ones."""
@@ -54,6 +91,8 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture(scope="session")
 def threads() -> Iterator[Threads]:
     """The same ranks as threads of this process: where many small programs are run."""
+    from tests.engine import Threads  # with torch, which whoever hands the tests out never needs
+
     with Threads() as threads:
         yield threads
 
@@ -64,6 +103,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
     try:
         return (yield)
     except Refusal as refusal:
+        from schedlang.runtime.fusion.fuse import unavailable
+
         missing = unavailable()
         if missing and {d.code for d in refusal.diagnostics} == {"S831"}:
             pytest.skip(f"inductor cannot compile here: {missing}")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import median
+
+from schedlang.uncollected import uncollected
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("the language", "primitives", "passes", "runtime", "kernels", "tests")
@@ -33,8 +36,11 @@ class Figures:
 
 @cache
 def parsed(path: Path) -> ast.Module:
-    """A file as syntax."""
-    return ast.parse(path.read_text())
+    """A file as syntax: very many objects, which the garbage collector does not look at."""
+    with uncollected():
+        found = ast.parse(path.read_text())
+    gc.freeze()
+    return found
 
 
 def paths(room: str) -> Iterator[Path]:

@@ -13,7 +13,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -31,6 +30,7 @@ from schedlang.runtime.checkpointing import boxes, export
 from schedlang.runtime.checkpointing.export import MARK
 from schedlang.runtime.program import Program
 from schedlang.runtime.storage import folder as exchange
+from tests import forks
 from tests.layouts import Odd, odd_program, points
 
 CALLS = ("open", "mkdir", "rename", "replace", "fsync", "unlink", "rmdir", "ftruncate")
@@ -380,13 +380,9 @@ def flipped(folder: Path, count: int) -> dict[str, int]:
 def apart(folder: Path, **counts: int) -> dict[str, dict[str, int]]:
     """The figures, from a process of its own."""
     given = [word for name, count in counts.items() for word in (f"--{name}", str(count))]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.interrupted", str(folder), *given],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    home = Path(__file__).parents[1]
+    done = forks.run("-m", "tests.interrupted", folder, *given, cwd=home, env=environ)
     assert not done.returncode, done.stderr
     found: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -198,12 +198,15 @@ def _at_marks() -> Iterator[None]:
 
     Each look is at what came since then alone: a model and its modules are very many objects.
     """
+    ours = not gc.get_freeze_count()  # else who keeps the collector from them goes on doing so
     with uncollected():
-        gc.freeze()
+        if ours:
+            gc.freeze()
         try:
             yield
         finally:
-            gc.unfreeze()
+            if ours:
+                gc.unfreeze()
 
 
 def _sizes(

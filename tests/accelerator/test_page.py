@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from schedlang.testing.accelerator import unavailable
+from tests import forks
 from tests.book import ROOT
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
@@ -23,8 +23,8 @@ def blocks(language: str) -> list[str]:
 
 def played(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_page.py").write_text(text)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    return subprocess.run([*command, "test_page.py"], cwd=folder, capture_output=True, text=True)
+    words = ["-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "test_page.py"]
+    return forks.run(*words, cwd=folder)
 
 
 def test_the_page_runs(tmp_path: Path) -> None:

@@ -5,12 +5,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests import figures
-from tests.docs import test_house
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget() -> Iterator[None]:
     """Give the syntax of all files back: the garbage collector would look at it ever again."""
     yield
-    test_house.tree.cache_clear()
     figures.parsed.cache_clear()

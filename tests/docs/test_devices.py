@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.docs.test_house import FOLDERS, shown, sources, tree
+from tests.docs.test_house import FOLDERS, shown, sources
+from tests.figures import parsed
 
 TYPES = {"cuda", "nccl", "mps", "xpu", "hip", "npu", "privateuseone"}
 ALLOWED = {
@@ -57,14 +58,16 @@ def test_one_file_names_devices() -> None:
         for path in sources(*FOLDERS)
         if shown(path) not in ALLOWED
         if not shown(path).startswith("schedlang/testing/")  # it makes a device of its own
-        for line, how in asked(tree(path))
+        for line, how in asked(parsed(path))
     ]
     assert not found, "\n".join(found)
 
 
 def test_reasons_are_needed() -> None:
     """No file has a reason for what it does not do."""
-    idle = {shown(p) for p in sources(*FOLDERS) if shown(p) in ALLOWED and not any(asked(tree(p)))}
+    idle = {
+        shown(p) for p in sources(*FOLDERS) if shown(p) in ALLOWED and not any(asked(parsed(p)))
+    }
     assert not idle
 
 

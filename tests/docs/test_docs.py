@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from schedlang.cli import app
+from tests import forks
 from tests.book import PAGES, ROOT
 
 README, CONTRIBUTING = PAGES[:2]
@@ -55,13 +55,7 @@ def arguments(command: str) -> list[str]:
 
 
 def run(*words: object, cwd: Path = ROOT, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *map(str, words)],
-        cwd=cwd,
-        env={**ENVIRON, **environ},
-        capture_output=True,
-        text=True,
-    )
+    return forks.run(*words, cwd=cwd, env={**ENVIRON, **environ})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

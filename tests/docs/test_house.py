@@ -15,6 +15,7 @@ import pytest
 import typer.main
 
 from schedlang.cli import app
+from tests.figures import parsed
 from tests.tiers import in_part, part
 
 ROOT = Path(__file__).parents[2]
@@ -69,11 +70,6 @@ def shown(path: Path) -> str:
 
 
 @cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-@cache
 def project() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -94,7 +90,7 @@ def definitions(path: Path) -> Iterator[tuple[str, Definition, bool]]:
             else:
                 yield from below(child, prefix, public)
 
-    yield from below(tree(path), "", True)
+    yield from below(parsed(path), "", True)
 
 
 # ---- what a file says -----------------------------------------------------------------------
@@ -108,7 +104,7 @@ def test_first_line_says_what_the_file_does() -> None:
             path.read_text().split("\n") if path.suffix in TEXT or name(path)[0] == ".ci" else []
         )
         if path.suffix == ".py":
-            said = lines[0].startswith('"""') and (ast.get_docstring(tree(path)) or "")
+            said = lines[0].startswith('"""') and (ast.get_docstring(parsed(path)) or "")
             silent += [shown(path)] if not said or len(said.split("\n")[0]) < 12 else []
         elif path.suffix == ".lark" or name(path)[0] == ".ci":
             first = lines[1] if lines[0].startswith("#!") else lines[0]
@@ -165,7 +161,7 @@ def test_docstrings_begin_with_a_verb_or_a_thing() -> None:
     vague = [
         f"{shown(path)} {dotted}: {said}"
         for path in sources(*FOLDERS)
-        for dotted, node in [("", tree(path)), *((d, n) for d, n, _ in definitions(path))]
+        for dotted, node in [("", parsed(path)), *((d, n) for d, n, _ in definitions(path))]
         if (said := (ast.get_docstring(node) or "").split("\n")[0])
         if re.split(r"\W", said, maxsplit=1)[0] in VAGUE
     ]
@@ -274,7 +270,7 @@ def test_torch_waits_for_whoever_needs_it() -> None:
     for path in sources(*FOLDERS):
         if shown(path).startswith(AT_TORCH):
             continue
-        for node in at_import(tree(path)):
+        for node in at_import(parsed(path)):
             if isinstance(node, ast.ImportFrom):
                 whole = [f"{node.module}.{alias.name}" for alias in node.names]
             else:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from schedlang.runtime.adapters import torch_distributed, torch_storage, torch_tensor
 from tests.docs.test_docs import ROOT
+from tests.figures import parsed
 
 LIBRARIES = ("torch", "transformers", "diffusers", "peft", "timm", "torch_geometric", "triton")
 ADAPTERS = "schedlang/runtime/adapters/"
@@ -24,7 +25,7 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
     """The files of the library, by their paths."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+            yield str(path.relative_to(ROOT)), parsed(path)
 
 
 class Foreign:

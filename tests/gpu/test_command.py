@@ -17,6 +17,7 @@ from schedlang.testing.gpu import driver, page
 from schedlang.testing.gpu.__main__ import main
 from schedlang.testing.gpu.case import PARTS, Found, Part, Setup
 from schedlang.testing.gpu.programs import ONE, SEVERAL
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 CPU = Setup("cpu", "tiny")
@@ -27,12 +28,15 @@ def command(*words: str, before: Path | None = None) -> subprocess.CompletedProc
     """Run it; `before` holds a `sitecustomize` that each of its processes imports first."""
     paths = [str(one) for one in (before, ROOT) if one is not None]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    words = ("-m", "schedlang.testing.gpu", "--patience", PATIENCE, *words)
+    if before is None:
+        return forks.run(*words, env=environment, cwd=ROOT, timeout=1500)
     return subprocess.run(
-        [sys.executable, "-m", "schedlang.testing.gpu", "--patience", PATIENCE, *words],
+        [sys.executable, *words],
         capture_output=True,
         text=True,
         env=environment,
-        cwd=before or ROOT,
+        cwd=before,
         timeout=1500,
     )
 

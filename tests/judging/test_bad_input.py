@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from schedlang.cli import app
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.launch.job import Hang
 from schedlang.runtime.launch.pool import Pool
+from tests import forks
 
 ORIGINAL = """
 import torch
@@ -140,8 +140,7 @@ def written(folder: Path, body: str, head: str = HEAD) -> Path:
 
 def asked(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """The verb, in a process of its own."""
-    command = [sys.executable, "-m", "schedlang", "verify", "original.py", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return forks.run("-m", "schedlang", "verify", "original.py", *words, cwd=folder)
 
 
 @pytest.mark.parametrize("body, code, said", REFUSED.values(), ids=REFUSED)

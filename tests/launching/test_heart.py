@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from schedlang.runtime.launch import heart
 from schedlang.runtime.launch.heart import Heart, inside
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,16 +59,9 @@ for step in range(3):
 
 def _torchrun(*words: object, **more: str) -> tuple[subprocess.CompletedProcess[str], float]:
     """A job of two ranks, and how long it took."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    began = time.monotonic()
-    done = subprocess.run(
-        [*start, *map(str, words)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **more},
-    )
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    began, environ = time.monotonic(), {**os.environ, "PYTHONPATH": str(ROOT), **more}
+    done = forks.run(*start, *words, cwd=ROOT, timeout=300, env=environ)
     return done, time.monotonic() - began
 
 

@@ -169,25 +169,17 @@ def test_verify_ends_wherever_it_loops(tmp_path: Path, where: str) -> None:
     """Exit code 3, the account names what loops, and no process is left."""
     (tmp_path / "model.py").write_text(MODEL.replace("WHERE", repr(where)))
     (tmp_path / "a.sched").write_text(SCHED)
-    start, seconds = time.monotonic(), "25" if where == "ranks" else "8"
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "schedlang.cli",
-            "verify",
-            tmp_path / "a.sched",
-            "--json",
-            "--timeout",
-            seconds,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 3, done.stderr
-    assert time.monotonic() - start < 60
-    said = json.loads(done.stdout)
+    words = [sys.executable, "-m", "schedlang.cli", "verify", tmp_path / "a.sched", "--json"]
+    for seconds in ("8", "25"):  # the longer where a slow machine has not come to the ranks
+        start = time.monotonic()
+        done = subprocess.run(
+            [*words, "--timeout", seconds], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 3, done.stderr
+        assert time.monotonic() - start < 60
+        said = json.loads(done.stdout)
+        if where != "ranks" or "in spin" in said["error"]:
+            break
     assert said["exit"] == 3 and f"not finished after {seconds} s" in said["error"]
     assert "in spin" in said["error"]
     assert ("rank 1:" in said["error"]) == (where == "ranks")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from schedlang.diagnostics.codes import model
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 HEAD = """\
@@ -32,14 +33,7 @@ def job(folder: Path, script: str, ranks: int = 2) -> str:
     (folder / "x.py").write_text(HEAD + script)
     words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "x.py"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=folder,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = forks.run(*words, cwd=folder, env=environ, timeout=120)
     assert done.returncode
     return done.stderr
 

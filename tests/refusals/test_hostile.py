@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from schedlang.pipeline.schedules import OrderError, read_table
 from schedlang.schedule import Schedule, create_schedule
 from schedlang.verbs.inputs import is_saved
 from tests.refusals.mutants import played
+from tests import forks
 
 HEAD = "schedule 1\nmesh(dp=2)\n"
 
@@ -318,13 +317,9 @@ def test_commands_do_not_hang(tmp_path: Path) -> None:
         ["plan"],
         ["diff", "x.sched"],
     ):
-        done = subprocess.run(
-            [sys.executable, "-m", "schedlang", *words, "x.sched"],
-            cwd=tmp_path,
-            timeout=60,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+        environ = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+        done = forks.run(
+            "-m", "schedlang", *words, "x.sched", cwd=tmp_path, timeout=60, env=environ
         )
         assert done.returncode == 2 and "not a regular file" in done.stdout + done.stderr, words
 

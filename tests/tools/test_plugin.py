@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from schedlang.report import Report, Row
+from tests import forks
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parents[2]
@@ -194,8 +195,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "GITHUB_WORKSPACE": str(folder.parent),
     }
     options = "--schedlang -vrs --junitxml junit.xml --schedlang-dtype none --schedlang-seed 5"
-    command = [sys.executable, "-m", "pytest", *PLUGIN, *options.split(), "--schedlang-world", "3"]
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
+    words = ["-m", "pytest", *PLUGIN, *options.split(), "--schedlang-world", "3"]
+    done = forks.run(*words, cwd=folder, env=environ)
     junit = ElementTree.parse(folder / "junit.xml").getroot()
     cases = {f"{c.get('classname')}::{c.get('name')}": c for c in junit.iter("testcase")}
     return {

@@ -15,6 +15,7 @@ from schedlang.cli import app
 from schedlang.ir.modelfile import load_model_file
 from schedlang.passes.elaborate.record import record, restored
 from schedlang.schedule import load
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 
@@ -159,14 +160,8 @@ def test_no_plan(tmp_path: Path, text: str) -> None:
 
 
 def _torchrun(*args: object) -> subprocess.CompletedProcess[str]:
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*start, *map(str, args)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = forks.run(*start, *args, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     return done
 

@@ -1,0 +1,333 @@
+"""Processes forked from one that has imported what they would import: each begins at once.
+
+    done = forks.run("-m", "schedlang", "verify", "x.sched", cwd=folder)
+
+is `subprocess.run([sys.executable, ...], capture_output=True, text=True)`, but that the interpreter
+and its imports, two seconds of a processor, are there already.  Where the variables of the
+environment could change what an import does, and off Linux, it is a new interpreter.  Tests whose
+subject is the process, its hash seed or its imports start one themselves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import os
+import pickle
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from schedlang.runtime.launch import forkserver
+from schedlang.runtime.launch.pool import Pool
+
+EXECUTED = Pool._executed  # a server in a new interpreter
+IMPORTED = (
+    *forkserver.wanted(("torch", "torch.distributed", "cloudpickle", "schedlang.passes.prove")),
+    *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
+    *(f"schedlang.verbs.{verb}" for verb in ("check", "plan", "run", "verify")),
+    *("typer.main", "rich.console", "schedlang.equivalence", "schedlang.schedule"),
+)
+# variables that no import reads, or that are set anew in the fork
+FREE = {
+    *("PYTHONPATH", "OMP_NUM_THREADS", "PWD", "OLDPWD", "TMPDIR", "HOME"),
+    *("COLUMNS", "LINES", "TERM", "NO_COLOR", "FORCE_COLOR", "CI"),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    # torch sets these in this process when it first compiles, and reads them then
+    *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUBLAS_WORKSPACE_CONFIG"),
+    *("KMP_DUPLICATE_LIB_OK", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "TORCH_WARM_POOL"),
+}
+FREE_PREFIXES = ("GITHUB_", "PYTEST_")
+_MOST = 1 << 20  # bytes of a message
+
+
+# ---- in the process of the tests -----------------------------------------------------------------
+
+
+class Fork:
+    """A forked process, asked as a `Popen` is."""
+
+    def __init__(self, pid: int, ended: socket.socket) -> None:
+        self.pid, self._ended = pid, ended
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        if self.returncode is None and select.select([self._ended], [], [], 0)[0]:
+            said = self._ended.recv(_MOST)
+            self.returncode = int(said) if said else -signal.SIGKILL  # its parent is gone
+            self._ended.close()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, once it has ended; raises subprocess.TimeoutExpired."""
+        if self.poll() is None and not select.select([self._ended], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+        code = self.poll()
+        assert code is not None, "it was seen to end"
+        return code
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class Forks:
+    """The process that the others are forked from, started by the first of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+        self._environ: dict[str, str] = {}
+        self._owner = 0
+        self._process: subprocess.Popen[bytes] | None = None  # ends with this one
+
+    def can(self, environ: Mapping[str, str]) -> bool:
+        """Whether a process with these variables may be forked."""
+        if sys.platform != "linux":
+            return False
+        known = self._environ or dict(os.environ)
+        odd = {name for name, _ in set(known.items()) ^ set(environ.items())}
+        return all(name in FREE or name.startswith(FREE_PREFIXES) for name in odd)
+
+    def fork(self, what: tuple[Any, ...], environ: Mapping[str, str], fds: Sequence[int]) -> Fork:
+        """Fork one that does `what`; `fds` are its input, output and errors, and one more."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        message = pickle.dumps((what, dict(environ), os.getcwd()))
+        with theirs, self._lock:
+            self._begin()
+            assert self._control is not None, "it has begun"
+            socket.send_fds(self._control, [message], [theirs.fileno(), *fds])
+        return Fork(int(ours.recv(_MOST)), ours)
+
+    def _begin(self) -> None:
+        if self._owner == os.getpid():
+            return
+        self._owner, self._environ = os.getpid(), dict(os.environ)
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        code = (
+            "import sys; plain = sys.path[1:]; "
+            f"sys.path[:] = {sys.path!r}; from tests import forks; forks.serve(plain)"
+        )
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=theirs,
+                stdout=subprocess.DEVNULL,
+                cwd=Path(__file__).parents[1],
+                start_new_session=True,
+            )
+
+
+FORKS = Forks()
+
+
+def server(
+    theirs: socket.socket, preload: Sequence[str], files: Mapping[str, str], scratch: str
+) -> Any:
+    """A server of ranks, as `Pool` starts one in a new interpreter."""
+    if not FORKS.can(os.environ):
+        return EXECUTED(theirs, preload, files, scratch)
+    with open(os.devnull) as nothing:
+        return FORKS.fork(
+            ("server", list(sys.path), tuple(preload), dict(files), scratch),
+            os.environ,
+            [nothing.fileno(), 1, 2, theirs.fileno()],
+        )
+
+
+def run(
+    *words: object,
+    cwd: Path | str | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with these words, `-m`, `-c` or a file first, and take what it prints."""
+    texts, environ = list(map(str, words)), os.environ if env is None else env
+    if not FORKS.can(environ):
+        return subprocess.run(
+            [sys.executable, *texts],
+            cwd=cwd,
+            env=env,
+            timeout=timeout,
+            capture_output=True,
+            text=True,
+        )
+    with (
+        open(os.devnull) as nothing,
+        tempfile.TemporaryFile() as out,
+        tempfile.TemporaryFile() as err,
+    ):
+        fds = [nothing.fileno(), out.fileno(), err.fileno()]
+        one = FORKS.fork(("command", str(cwd or os.getcwd()), texts), environ, fds)
+        try:
+            code = one.wait(timeout)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.killpg(one.pid, signal.SIGKILL)
+            raise
+        said = []
+        for file in (out, err):
+            file.seek(0)
+            said.append(file.read().decode().replace("\r\n", "\n"))
+        return subprocess.CompletedProcess([sys.executable, *texts], code, *said)
+
+
+# ---- in the process that is forked ---------------------------------------------------------------
+
+
+def serve(plain: Sequence[str]) -> None:
+    """Import, then fork a process for each message until the tests have ended.
+
+    `plain` is the path of modules as this interpreter found it.
+    """
+    control = socket.socket(fileno=os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()
+    for name in IMPORTED:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork has none of the other threads"
+    alive: dict[int, socket.socket] = {}
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    wake, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes)
+    while True:
+        ready, _, _ = select.select([control, wake], [], [])
+        if wake in ready:
+            os.read(wake, 1024)
+            _reap(alive)
+        if control not in ready:
+            continue
+        message, fds, _, _ = socket.recv_fds(control, _MOST, 8)
+        if not message:
+            break
+        told = socket.socket(fileno=fds.pop(0))
+        pid = os.fork()
+        if pid == 0:
+            for one in (control.detach(), told.detach(), wake, wakes):
+                os.close(one)
+            for one in alive.values():
+                one.close()
+            _become(*pickle.loads(message), fds, plain)
+        for fd in fds:
+            os.close(fd)
+        alive[pid] = told
+        told.send(str(pid).encode())
+    os._exit(0)
+
+
+def _reap(alive: dict[int, socket.socket]) -> None:
+    for pid in list(alive):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            with alive.pop(pid) as told, contextlib.suppress(OSError):
+                told.send(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _become(
+    what: tuple[Any, ...],
+    environ: dict[str, str],
+    cwd: str,
+    fds: list[int],
+    plain: Sequence[str],
+) -> None:
+    """Be the process that was asked for; never return."""
+    code = 1
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for place, fd in enumerate(fds[:3]):
+            os.dup2(fd, place)
+            os.close(fd)
+        before = dict(os.environ)
+        os.environ.clear()
+        os.environ.update(environ)
+        tempfile.tempdir = None  # asked for anew
+        _threads(before.get("OMP_NUM_THREADS"), environ.get("OMP_NUM_THREADS"))
+        kind, *told = what
+        if kind == "server":
+            path, *rest = told
+            os.chdir(cwd)
+            sys.path[:] = path
+            forkserver.main(fds[3], *rest)
+            code = 0
+        else:
+            paths = before.get("PYTHONPATH", "").split(os.pathsep)
+            code = _command([one for one in plain if one not in paths], *told)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _threads(before: str | None, now: str | None) -> None:
+    """As many threads as torch takes by its environment, which it read when it was imported."""
+    if now != before:
+        import torch
+
+        torch.set_num_threads(int(now) if now else os.cpu_count() or 1)
+
+
+def _command(plain: Sequence[str], cwd: str, words: list[str]) -> int:
+    """As the interpreter runs `-m`, `-c` or a file, to its exit code."""
+    os.chdir(cwd)
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    vars(main)["__builtins__"] = __builtins__
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [*filter(None, paths), *plain]
+    importlib.invalidate_caches()
+    sys.stdout, sys.stderr = (os.fdopen(fd, "w") for fd in (1, 2))
+    try:
+        if words[0] == "-m":
+            sys.path.insert(0, cwd)
+            sys.argv[:] = ["-m", *words[2:]]
+            runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
+        elif words[0] == "-c":
+            sys.path.insert(0, "")
+            sys.argv[:] = ["-c", *words[2:]]
+            exec(compile(words[1], "<string>", "exec"), vars(main))
+        else:
+            sys.path.insert(0, str(Path(words[0]).resolve().parent))
+            sys.argv[:] = words
+            file = os.path.abspath(words[0])  # so it is in an interpreter
+            vars(main)["__file__"] = file
+            exec(compile(Path(file).read_bytes(), file, "exec"), vars(main))
+        code = 0
+    except SystemExit as asked:
+        code = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
+        if asked.code is not None and not isinstance(asked.code, int):
+            print(asked.code, file=sys.stderr)
+    except BaseException as error:
+        code = 1
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    return code & 0xFF

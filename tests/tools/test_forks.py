@@ -1,0 +1,64 @@
+"""Forked processes end, print and are told what a new interpreter's are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import forks
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each is an interpreter")
+FILE = "import sys\nprint(__name__, __file__, sys.argv)\nimport beside\n"
+WAYS = {
+    "a file": ("x.py", "one", "two"),
+    "a module": ("-m", "beside", "one"),
+    "a text": ("-c", "import sys, beside; print(sys.argv, __name__)", "one"),
+    "an error": ("-c", "import beside\ndef f(): 1 / 0\nf()"),
+    "an error of a module": ("-m", "raising"),
+    "an exit": ("-c", "raise SystemExit(7)"),
+    "words at the exit": ("-c", "raise SystemExit('no more')"),
+    "what is run at the exit": ("-c", "import atexit; atexit.register(print, 'last')"),
+    "a signal": ("-c", "import os; print('first', flush=True); os.kill(os.getpid(), 15)"),
+    "a thread": (
+        "-c",
+        "import threading, time\n"
+        "threading.Thread(target=lambda: (time.sleep(0.2), print('late'))).start()",
+    ),
+}
+
+
+@linux
+@pytest.mark.parametrize("words", WAYS.values(), ids=WAYS)
+def test_as_an_interpreter(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Exit code, output and errors, word by word: of a file, a module and a text."""
+    (tmp_path / "x.py").write_text(FILE)
+    (tmp_path / "beside.py").write_text("print('beside', __name__)\n")
+    (tmp_path / "raising.py").write_text("def f():\n    raise ValueError('so')\n\n\nf()\n")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert forks.FORKS.can(environ)
+    ours = forks.run(*words, cwd=tmp_path, env=environ)
+    theirs = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=environ, capture_output=True, text=True
+    )
+    assert (ours.returncode, ours.stdout) == (theirs.returncode, theirs.stdout)
+    if "-m" not in words:  # else both name lines of runpy, with or without marks
+        assert ours.stderr == theirs.stderr
+    else:
+        assert ours.stderr.splitlines()[-1:] == theirs.stderr.splitlines()[-1:]
+
+
+@linux
+def test_one_that_does_not_end(tmp_path: Path) -> None:
+    """It is ended with its time, and whoever waits is told."""
+    with pytest.raises(subprocess.TimeoutExpired):
+        forks.run("-c", "import time; time.sleep(600)", cwd=tmp_path, timeout=0.5)
+
+
+def test_what_an_import_may_read_is_not_forked() -> None:
+    """Other variables than those that no import reads need a new interpreter."""
+    assert not forks.FORKS.can({**os.environ, "TRITON_INTERPRET": "of this test"})
+    assert not forks.FORKS.can({"PATH": ""})
