@@ -100,11 +100,11 @@ class Allocated:
         self._core.begin()
 
     def now(self) -> int:
-        """The bytes that live."""
+        """Return the bytes that live."""
         return int(self._core.now())
 
     def peak(self) -> int:
-        """The most that have lived at once since `anew`."""
+        """Return the most bytes that have lived at once since `anew`."""
         return int(self._core.peak())
 
     def anew(self) -> None:
@@ -114,7 +114,7 @@ class Allocated:
 
 @functools.cache
 def library() -> Path:
-    """The compiled code; compiles it where that has not been done."""
+    """Return the path of the compiled code, which is compiled where it is not there yet."""
     from torch.utils import cpp_extension
 
     said = repr((torch.__version__, torch.version.git_version, _SOURCE)).encode()

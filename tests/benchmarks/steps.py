@@ -65,7 +65,7 @@ def calls_of(step: Step) -> int:
 
 
 def bytes_of(make: Callable[[], Step], steps: int = 4) -> tuple[int, int]:
-    """Bytes of tensors that live between steps, and at most in one, of a program made here.
+    """Count bytes of tensors between steps, and at most in one, of a program made here.
 
     Of some steps the least: gloo's threads let go of tensors after they have told who waits.
     """
@@ -148,7 +148,7 @@ def profiled(name: str, sizes: Sizes, side: int) -> str:
 
 
 def fullest(found: Sequence[Measured]) -> list[Counts]:
-    """Both sides of a row: the counts of rank 0, with the bytes of the rank that has most."""
+    """Return the counts of rank 0 for both sides, with the bytes of the rank that has most."""
     return [
         replace(
             count,
