@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedlang.passes.lower.build import build
+from schedlang.runtime.offload import step as away
 from schedlang.runtime.offload.saved_tensors import everything_moves
 from schedlang.testing.accelerator import Operation, could_overlap, current, spawn, unavailable
 from tests.accelerator.test_features_run import CUT, RING, SUM, single
@@ -325,6 +326,28 @@ def both_ways() -> int:
     seen = [one for one in current().operations() if back(one)]
     going, coming = ([one for one in seen if one.name == name] for name in (OUT, BACK))
     return sum(could_overlap(one, other) for one in going for other in coming)
+
+
+def fetched_ahead(state: str) -> list[tuple[bool, bool]]:
+    """On a rank: of each parameter whether what its step needs could come while the one before it,
+    and the one before that, goes back."""
+    with mock.patch.object(away, "buckets", lambda sizes: [[k] for k in range(len(sizes))]):
+        of_program("dp=2", f"{SUM}{state}", (), False)
+    seen = current().operations()
+    going, coming = ([one for one in seen if one.name == name] for name in (BACK, OUT))
+    each = len(coming) // len(going)  # of a parameter: its values, and its gradient
+    assert len(going) == 6 * DEPTH and len(coming) == each * len(going)
+    fetches = [coming[k * each : k * each + each] for k in range(len(going))]
+    return [
+        tuple(all(could_overlap(f, going[k - by]) for f in fetches[k]) for by in (1, 2))
+        for k in range(2, len(going))
+    ]
+
+
+def test_optimizer_state_on_the_host() -> None:
+    """While the host computes the step of some parameters, the next come and the last go back."""
+    for found in spawn(fetched_ahead, "offload(optimizer)", timeline=True):
+        assert all(one == (True, True) for one in found)
 
 
 @pytest.mark.parametrize("zero", [2, 3])

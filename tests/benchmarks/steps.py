@@ -2,18 +2,17 @@
 
 A decoder of plain torch trains under schedules and under what torch's documentation writes by hand
 for the same (`step_rows`).  Counted on rank 0, alike on both sides: Python functions entered in a
-step, collectives (and how many bytes the largest tensor of each has), and, of a model four times as
-wide, bytes that live between steps and at the peak of one.  With `--pairs N`, the ratios of wall
-and CPU time of steps in turn.  `--profile ROW` prints where our step calls most.
+step, collectives (and how many bytes the largest tensor of each has), and, of a model `--wider N`
+times as wide, bytes of tensors that live between steps and at the peak of one, on the rank that
+has most.  With `--pairs N`, the ratios of wall and CPU time of steps in turn, with their 95 %
+intervals.  `--profile ROW` prints where our step calls most.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import pathlib
-import re
 import sys
 import time
 from collections import Counter
@@ -26,12 +25,10 @@ import torch
 
 import schedlang
 from schedlang.runtime.launch.pool import Pool, progress
+from tests.benchmarks.allocated import Allocated
 from tests.benchmarks.counting import Counted
 from tests.benchmarks.pairs import Ratio, interleaved
 from tests.benchmarks.step_rows import ROWS, Sizes, Step, scheduled
-
-WIDER = 4  # where bytes are counted
-_M_MMAP_THRESHOLD = -3  # of mallopt
 
 
 @dataclass(frozen=True)
@@ -43,6 +40,9 @@ class Counts:
     sent: int
     live: int = 0
     peak: int = 0
+
+
+Measured = tuple[list[Counts], tuple[Ratio, Ratio] | None]  # ours and the peer's
 
 
 def calls_of(step: Step) -> int:
@@ -64,48 +64,41 @@ def calls_of(step: Step) -> int:
     return found
 
 
-def bytes_of(make: Callable[[], Step], steps: int = 3) -> tuple[int, int]:
-    """Bytes that live after some steps, and the most of the last one; of a program made here.
+def bytes_of(make: Callable[[], Step], steps: int = 4) -> tuple[int, int]:
+    """Count bytes of tensors between steps, and at most in one, of a program made here.
 
-    Resident ones, as Linux counts them: whoever allocates, in whatever thread.  What is larger than
-    a few pages is mapped for itself, and so is gone when it is freed.
+    Of some steps the least: gloo's threads let go of tensors after they have told who waits.
     """
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**15)
+    counted = Allocated()
     gc.collect()
-    before = _resident()[0]
+    before = counted.now()
     step = make()
-    for _ in range(steps - 1):
-        step()
-    gc.collect()
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the most begins anew
     step()
-    peak = _resident()[1]
-    gc.collect()
-    return _resident()[0] - before, peak - before
+    live, peaks = list[int](), list[int]()
+    for _ in range(steps):
+        gc.collect()
+        time.sleep(0.05)
+        live.append(counted.now() - before)
+        counted.anew()
+        step()
+        peaks.append(counted.peak() - before)
+    return min(live), min(peaks)
 
 
-def _resident() -> tuple[int, int]:
-    """Bytes now, and the most since it was set back."""
-    time.sleep(0.05)  # gloo's threads let go of tensors after they have told who waits
-    ctypes.CDLL(None).malloc_trim(0)
-    told = dict(re.findall(r"(Vm\w+):\s+(\d+) kB", pathlib.Path("/proc/self/status").read_text()))
-    return int(told["VmRSS"]) << 10, int(told["VmHWM"]) << 10
+def measured(name: str, sizes: Sizes, pairs: int, wider: int) -> Measured:
+    """One rank's part of a row: the counts of both sides.
 
-
-def measured(
-    name: str, sizes: Sizes, pairs: int, memory: bool
-) -> tuple[list[Counts], tuple[Ratio, Ratio] | None]:
-    """One rank's part of a row: the counts of both sides."""
+    wider: times the width of the model whose bytes are counted; 0 leaves them out
+    """
     torch.set_num_threads(1)
     row = ROWS[name]
     sizes = replace(sizes, dropout=row.dropout)
     makes = [partial(scheduled, row.ours, sizes), partial(row.peer, sizes)]
     held = [(0, 0), (0, 0)]
-    if memory:  # each once before: libraries are loaded, threads have their heaps
-        wide = replace(sizes, hidden=sizes.hidden * WIDER)
-        makes_wide = [partial(scheduled, row.ours, wide), partial(row.peer, wide)]
-        for _ in range(2):
-            held = [bytes_of(make) for make in makes_wide]
+    if wider:
+        wide = replace(sizes, hidden=sizes.hidden * wider)
+        for side, make in enumerate((partial(scheduled, row.ours, wide), partial(row.peer, wide))):
+            held[side] = bytes_of(make)
             progress()
     steps = [make() for make in makes]
     for _ in range(3):
@@ -154,9 +147,21 @@ def profiled(name: str, sizes: Sizes, side: int) -> str:
     return "\n".join(f"{count:7} {where}" for where, count in found.most_common(120))
 
 
-def shown(name: str, counts: Sequence[Counts], ratios: tuple[Ratio, Ratio] | None) -> str:
-    """A row of the table."""
-    ours, peer = counts
+def fullest(found: Sequence[Measured]) -> list[Counts]:
+    """Return the counts of rank 0 for both sides, with the bytes of the rank that has most."""
+    return [
+        replace(
+            count,
+            live=max(counts[side].live for counts, _ in found),
+            peak=max(counts[side].peak for counts, _ in found),
+        )
+        for side, count in enumerate(found[0][0])
+    ]
+
+
+def shown(name: str, found: Sequence[Measured]) -> str:
+    """A row of the table, of what each rank has measured."""
+    (ours, peer), ratios = fullest(found), found[0][1]
     cells = [
         f"{getattr(ours, key):,} / {getattr(peer, key):,}"
         for key in ("calls", "collectives", "sent", "live", "peak")
@@ -177,7 +182,9 @@ def main() -> None:
     )
     parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--pairs", type=int, default=0)
-    parser.add_argument("--no-memory", action="store_true", help="leave the bytes out")
+    parser.add_argument(
+        "--wider", type=int, default=4, metavar="N", help="where bytes are counted; 0: nowhere"
+    )
     parser.add_argument("--profile", choices=list(ROWS))
     parser.add_argument("--peer", action="store_true", help="profile the peer")
     for name in ("hidden", "layers", "seq", "rows", "ranks"):
@@ -202,15 +209,8 @@ def main() -> None:
         print(f"{'':36}" + "".join(f"{h:>{w}}" for h, w in zip(heads, (24, 12, 24, 26, 26))))
         for name in asked.rows or ROWS:
             ranks = ROWS[name].ranks(sizes.ranks)
-            work = (
-                measured,
-                ranks,
-                name,
-                replace(sizes, ranks=ranks),
-                asked.pairs,
-                not asked.no_memory,
-            )
-            print(shown(name, *pool.run(*work, hang_after=180.0)[0]), flush=True)
+            work = (measured, ranks, name, replace(sizes, ranks=ranks), asked.pairs, asked.wider)
+            print(shown(name, pool.run(*work, hang_after=180.0)), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.grad_reduction import gradient
 from schedlang.runtime.grad_reduction.gradient import Flat, LocalParameters, Sum, sum_gradients
 from schedlang.runtime.launch.pool import Pool
+from schedlang.testing.accelerator import unavailable
 from tests.benchmarks import steps
+from tests.benchmarks.allocated import Allocated
 from tests.ranks import run_ranks
 
 
@@ -98,11 +101,37 @@ def test_sums_of_what_some_ranks_have() -> None:
         assert found == [[3, 3], [10, 10], [10, 10], None]
 
 
-@pytest.mark.parametrize("row", ["one", "overlapped", "dp", "1f1b", "overlapped-dropout"])
+NUMBERS = 2**13  # bytes: who got a gradient, the norm, the state of a generator that draws masks
+
+
+@pytest.mark.parametrize("row", ["one", "overlapped", "dp", "1f1b", "tp", "overlapped-dropout"])
 def test_a_step_costs_what_it_does_by_hand(pool: Pool, row: str) -> None:
-    """A tenth more calls of Python than hand-written torch at most, and no more collectives."""
+    """A tenth more calls of Python than hand-written torch at most, no more collectives, and on the
+    fullest rank no more bytes of tensors, between steps or at their peak, but for some numbers."""
     ranks = steps.ROWS[row].ranks(2)
     sizes: Any = steps.Sizes(ranks=ranks)
-    (ours, peer), _ = pool.run(steps.measured, ranks, row, sizes, 0, False)[0]
+    wider = 0 if unavailable() else 1  # bytes are counted by compiled code
+    found = pool.run(steps.measured, ranks, row, sizes, 0, wider)
+    ours, peer = steps.fullest(found)
     assert ours.calls <= 1.1 * peer.calls, (ours, peer)
     assert ours.collectives <= peer.collectives, (ours, peer)
+    assert ours.live <= peer.live + NUMBERS, (ours, peer)
+    assert ours.peak <= peer.peak + NUMBERS, (ours, peer)
+    assert not wider or 0 < peer.live < peer.peak
+
+
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "it is there")
+def test_bytes_of_tensors_are_counted() -> None:
+    """All that live, at most at once, and what is given back in whatever thread."""
+    counted = Allocated()
+    before = counted.now()
+    held = [torch.ones(1000, dtype=torch.float64) for _ in range(3)]
+    assert counted.now() - before == 24_000
+    counted.anew()
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    assert counted.now() == before and counted.peak() - before == 24_000
+    counted.anew()
+    again = torch.ones(500) + 1
+    assert counted.peak() - before >= 4_000 > counted.now() - before == again.nbytes

@@ -36,20 +36,25 @@ class _Statistics(torch.autograd.Function):
         mine = (local >= 0) & (local < x.shape[-1])
         local = local.clamp(0, x.shape[-1] - 1)
         picked = x.gather(-1, local[..., None])[..., 0] * mine
-        finite = x.masked_fill(x == -torch.inf, 0.0)  # padding has no logit to be summed
-        exps = (x - largest[..., None]).exp()
-        sums = collectives.all_reduce(torch.stack([exps.sum(-1), picked, finite.sum(-1)]), group)
+        exps = (x - largest[..., None]).exp_().sum(-1)
+        total = x.masked_fill(x == -torch.inf, 0.0).sum(-1)  # padding has no logit to be summed
+        sums = collectives.all_reduce(torch.stack([exps, picked, total]), group)
         logsumexp = sums[0].log() + largest
         ctx.save_for_backward(x, logsumexp, local, mine)
+        ctx.set_materialize_grads(False)
         return logsumexp, sums[1].clone(), sums[2].clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Softmax, one-hot and ones, each by its gradient: of this rank's words only."""
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        """Softmax, one-hot and ones, each by its gradient: of this rank's words only.
+
+        Nothing as large as the logits lives beside them and their gradient.
+        """
         x, logsumexp, local, mine = ctx.saved_tensors
         by_lse, by_target, by_sum = grads
-        out = (x - logsumexp[..., None]).exp_() * by_lse[..., None]
-        out += by_sum[..., None] * (x != -torch.inf)
+        out = (x - logsumexp[..., None]).exp_().mul_(by_lse[..., None])
+        if by_sum is not None:  # labels are smoothed
+            out += by_sum[..., None] * (x != -torch.inf)
         out.scatter_add_(-1, local[..., None], (by_target * mine)[..., None])
         return out, None, None
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.collectives import Group, count
-from schedlang.runtime.device import HOST, has_streams, settled
+from schedlang.runtime.device import HOST, current_stream, has_streams, record, settled
 from schedlang.runtime.grad_reduction.gradient import buckets, local_gradient
 from schedlang.runtime.offload.parameters import Window
 from schedlang.runtime.optim.whole_step import WholeStep, step_on
@@ -323,7 +323,7 @@ class Offloaded:
             return
         if self.peer is not None and optimizer is not None:
             for names in self.peer.steps(optimizer):
-                fetched = self._fetched(names)
+                fetched = self._fetched(names, {})
                 self._commit(optimizer, self._step(optimizer, fetched) if names else ())
         made: list[_Made] = []
         for fetched in self._coming() if optimizer is not None else ():
@@ -394,9 +394,13 @@ class Offloaded:
             yield [names[k] for k in bucket]
 
     def _coming(self) -> Iterator[_Batch]:
-        """The batches that step together; where they are copied, the next one ahead."""
-        fetched = map(self._fetched, self._batches())
-        return _ahead(fetched) if self._devices else fetched
+        """The batches that step together; where they are copied, the next one ahead.
+
+        All is there when the step begins: no copy waits for what goes back of the batches before.
+        """
+        behind = {device: record(current_stream(device)) for device in self._devices}
+        fetched = (self._fetched(names, behind) for names in self._batches())
+        return _ahead(fetched) if behind else fetched
 
     @property
     def _devices(self) -> list[torch.device]:
@@ -406,9 +410,15 @@ class Offloaded:
         lies = dict.fromkeys(one.device for one in there)
         return [device for device in lies if has_streams(device)]
 
-    def _fetched(self, names: Sequence[str]) -> _Batch:
+    def _fetched(
+        self, names: Sequence[str], behind: Mapping[torch.device, torch.Event | None]
+    ) -> _Batch:
         """Bring what the step on some parameters needs to where it is computed."""
         found, copied = [], False
+
+        def came(value: Tensor) -> Tensor:
+            return copies.to_host(value, behind=behind.get(value.device))
+
         for name in names:
             parameter, tiers = self.parameters[name], self.tiers.get(name, Tiers())
             grad, value = local_gradient(parameter), local(parameter)
@@ -416,8 +426,8 @@ class Offloaded:
                 continue
             if tiers.step == CPU:
                 own = tiers.parameter == CPU and not self.disk
-                value = value if own else copies.to_host(value)
-                grad = grad if tiers.gradient != DEVICE else copies.to_host(grad)
+                value = value if own else came(value)
+                grad = grad if tiers.gradient != DEVICE else came(grad)
                 copied |= not own or tiers.gradient == DEVICE
                 found.append(_Fetched(name, value, grad))
             else:

@@ -27,11 +27,14 @@ from schedlang.runtime.device import (
 from schedlang.runtime.storage.tiers import Scratch, empty
 
 
-def to_host(source: Tensor, scratch: Scratch | None = None) -> Tensor:
+def to_host(
+    source: Tensor, scratch: Scratch | None = None, behind: torch.Event | None = None
+) -> Tensor:
     """A contiguous copy in host memory, or with `scratch` in a file; it begins at once.
 
     From an accelerator into memory it ends later: what reads it on the host calls `settle` first,
-    or waits for a `mark`, and `to_device` comes after it by itself.
+    or waits for a `mark`, and `to_device` comes after it by itself.  It waits for what the current
+    stream does so far, or, where `source` was there before, for an event alone.
     """
     with torch._C.DisableTorchFunction():
         source = source.detach()
@@ -43,7 +46,7 @@ def to_host(source: Tensor, scratch: Scratch | None = None) -> Tensor:
         if not has_streams(source.device):
             return host.copy_(source)
         stream = side_stream(source.device)
-        follow(stream, current_stream(source.device))
+        wait(behind or record(current_stream(source.device)), stream)
         with on_stream(stream):
             host.copy_(source, non_blocking=True)
         used_on(source, stream)  # its memory is not reused before the copy is done
