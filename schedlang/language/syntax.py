@@ -131,16 +131,7 @@ def read(path: str | FilePath, name: str | None = None) -> Source:
 
 
 DECLARATIONS = (
-    "use",
-    "mesh",
-    "view",
-    "knob",
-    "require",
-    "pattern",
-    "def",
-    "step",
-    "override",
-    "drop",
+    *("use", "mesh", "view", "knob", "require", "pattern", "def", "step", "override", "drop"),
 )
 STATEMENTS = ("at", "when", "expect")
 KEYWORDS = frozenset(DECLARATIONS + STATEMENTS) | {

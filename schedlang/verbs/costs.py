@@ -17,25 +17,11 @@ if TYPE_CHECKING:
     from schedlang.passes.simulate.step_time import Measurement
 
 # as they are written, and the fields of a Cost that they are; B stands for I and W together
-FIELDS = {
-    name if name in ("F", "I", "W") else name.lower(): name.lower()
+FIELDS = {"F": "f", "I": "i", "W": "w"} | {
+    name: name
     for name in (
-        "F",
-        "I",
-        "W",
-        "comm",
-        "kept",
-        "inputs",
-        "recompute",
-        "evict",
-        "load",
-        "offload",
-        "reload",
-        "unshard",
-        "reshard",
-        "reduce",
-        "step",
-        "barrier",
+        *("comm", "kept", "inputs", "recompute", "evict", "load", "offload"),
+        *("reload", "unshard", "reshard", "reduce", "step", "barrier"),
     )
 }
 SHARES = ("kept", "inputs")  # of a microbatch's activations, none above one

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from schedlang.verbs.ending import show_json
-from schedlang.verbs.outcome import AsJson, verb
+from schedlang.verbs.options import AsJson, verb
 
 
 @verb

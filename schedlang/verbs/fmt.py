@@ -12,7 +12,7 @@ import typer
 
 from schedlang.diagnostics.source import bytes_of
 from schedlang.verbs.ending import FAILS, show_json
-from schedlang.verbs.outcome import AsJson, verb
+from schedlang.verbs.options import AsJson, verb
 
 
 @verb

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from schedlang.verbs.outcome import verb
+from schedlang.verbs.options import verb
 
 
 @verb

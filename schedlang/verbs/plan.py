@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from schedlang.verbs.ending import bad_option, show_json
-from schedlang.verbs.outcome import AsJson, Common, verb
+from schedlang.verbs.options import AsJson, Common, verb
 
 if TYPE_CHECKING:
     from schedlang.verbs.inputs import Planned

@@ -12,7 +12,7 @@ import typer
 
 from schedlang.diagnostics.tables import for_messages
 from schedlang.verbs.ending import FAILS, REFUSED, bad_option, show_json
-from schedlang.verbs.outcome import AsJson, Common, Seed, Timeout, unchecked, verb
+from schedlang.verbs.options import AsJson, Common, Seed, Timeout, unchecked, verb
 
 if TYPE_CHECKING:
     from schedlang.ir.modelfile import ModelFile

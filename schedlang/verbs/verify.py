@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from schedlang.verbs.ending import FAILS, HOLDS, UNCHECKED, show_json
-from schedlang.verbs.outcome import AsJson, Common, Seed, Timeout, WorkingDtype, unchecked, verb
+from schedlang.verbs.options import AsJson, Common, Seed, Timeout, WorkingDtype, unchecked, verb
 
 if TYPE_CHECKING:
     from schedlang.report import Report

@@ -19,8 +19,7 @@ from schedlang.kernels.linear_cross_entropy import (
 )
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.runtime.kernel_injection.kernel import kernel_of, match, replace
-from schedlang.runtime.lazy_logits.head import Head, probe_head
-from schedlang.runtime.lazy_logits.lazy import LazyLogits
+from schedlang.runtime.lazy_logits.lazy import Head, LazyLogits, probe_head
 from tests import models
 from tests.proofs import planned, proven, refused
 

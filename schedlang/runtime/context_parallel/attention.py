@@ -22,7 +22,6 @@ from torch import Tensor
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.context_parallel.local_attention import BLOCK, Rules, Tokens
-from schedlang.runtime.context_parallel.masks import Dropout, Mask, Tags
 from schedlang.runtime.context_parallel.ring import (
     Attention,
     Bodies,
@@ -34,7 +33,15 @@ from schedlang.runtime.context_parallel.ring import (
     exchange,
     gathered,
 )
-from schedlang.runtime.context_parallel.token_layout import Layout, Runs, place_at, spread
+from schedlang.runtime.context_parallel.token_layout import (
+    Dropout,
+    Layout,
+    Mask,
+    Runs,
+    Tags,
+    place_at,
+    spread,
+)
 from schedlang.runtime.device import HOST, sent
 
 # method -> how many groups it takes, the outermost first

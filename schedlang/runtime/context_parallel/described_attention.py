@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, by_keys, plain, seated
-from schedlang.runtime.context_parallel.masks import Mask
+from schedlang.runtime.context_parallel.token_layout import Mask
 from schedlang.runtime.kernel_injection.attention import implementation, switch
 from schedlang.runtime.scope import site
 from schedlang.runtime.tracing.torch_calls import model_line
@@ -28,16 +28,8 @@ _EAGER = "_schedlang_eager"  # on modules that attended by plain products
 # what modules hand to any attention, and what ours reads elsewhere or has no use for
 KNOWN = frozenset(
     (
-        "sliding_window",
-        "position_ids",
-        "output_attentions",
-        "use_cache",
-        "softcap",
-        "cache_position",
-        "output_hidden_states",
-        "layer_idx",
-        "labels",
-        "shift_labels",
+        *("sliding_window", "position_ids", "output_attentions", "use_cache", "softcap"),
+        *("cache_position", "output_hidden_states", "layer_idx", "labels", "shift_labels"),
     )
 )
 

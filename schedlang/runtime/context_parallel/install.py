@@ -37,7 +37,7 @@ from schedlang.runtime.context_parallel.local_tokens import (
     known,
     seated,
 )
-from schedlang.runtime.context_parallel.masks import Dropout, Mask
+from schedlang.runtime.context_parallel.token_layout import Dropout, Mask
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.modes import Ambient, ambient
 from schedlang.runtime.rng.logical_dropout import LogicalDropout, Slices, Window, within

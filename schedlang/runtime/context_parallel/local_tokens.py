@@ -18,8 +18,7 @@ from schedlang.ir import pytree
 from schedlang.runtime import scope
 from schedlang.runtime.batch import Batch, Part, dotted, rows_of
 from schedlang.runtime.comm.collectives import Group
-from schedlang.runtime.context_parallel.masks import Mask
-from schedlang.runtime.context_parallel.token_layout import Layout
+from schedlang.runtime.context_parallel.token_layout import Layout, Mask
 from schedlang.runtime.sequence_pipelining.carry import Place, items_of
 from schedlang.runtime.sequence_pipelining.slices import length_of, runs_along, sections
 

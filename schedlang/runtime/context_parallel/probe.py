@@ -21,9 +21,8 @@ from schedlang.runtime.batch import Part, called, dotted, rows_of
 from schedlang.runtime.context_parallel.attention_products import Lines
 from schedlang.runtime.context_parallel.install import At, install, windows
 from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, Tokens
-from schedlang.runtime.context_parallel.masks import Tags, seen
 from schedlang.runtime.context_parallel.plain_run import depends_on_tokens
-from schedlang.runtime.context_parallel.token_layout import Layout
+from schedlang.runtime.context_parallel.token_layout import Layout, Tags, seen
 from schedlang.runtime.no_labels import no_labels
 from schedlang.runtime.sequence_pipelining.probe import (
     compare,

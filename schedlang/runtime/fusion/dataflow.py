@@ -102,32 +102,10 @@ METHODS: Mapping[str, str] = {
 }
 VIEWS = frozenset(
     (
-        "view",
-        "reshape",
-        "transpose",
-        "permute",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "flatten",
-        "t",
-        "unflatten",
-        "chunk",
-        "split",
-        "unbind",
-        "narrow",
-        "select",
-        "size",
-        "dim",
-        "getitem",
-        "getattr",
-        "view_as",
-        "expand_as",
-        "detach",
-        "movedim",
-        "swapaxes",
-        "contiguous",
-        "dropout",
+        *("view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "flatten"),
+        *("t", "unflatten", "chunk", "split", "unbind", "narrow", "select", "size", "dim"),
+        *("getitem", "getattr", "view_as", "expand_as", "detach", "movedim", "swapaxes"),
+        *("contiguous", "dropout"),
     )
 )
 

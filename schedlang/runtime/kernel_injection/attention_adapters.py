@@ -47,13 +47,8 @@ UNFIT: Mapping[str, Callable[..., str]] = {"flash_attention": flash_attention.un
 # flags and whole numbers (windows among them) do not either: masks are complete
 _IDLE = frozenset(
     (
-        "position_ids",
-        "cache_position",
-        "labels",
-        "shift_labels",
-        "cu_seq_lens_q",
-        "cu_seq_lens_k",
-        "num_items_in_batch",
+        *("position_ids", "cache_position", "labels", "shift_labels", "cu_seq_lens_q"),
+        *("cu_seq_lens_k", "num_items_in_batch"),
     )
 )
 

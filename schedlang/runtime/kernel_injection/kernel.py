@@ -36,7 +36,7 @@ from schedlang.runtime.kernel_injection.expert_kernel import (
 )
 from schedlang.runtime.kernel_injection.gated_mlp import Gated, GatedMlp, probe_gated
 from schedlang.runtime.kernel_injection.rope import Rotary, Turning, probe_rope
-from schedlang.runtime.lazy_logits.head import Head, Waiting, probe_head, probe_held
+from schedlang.runtime.lazy_logits.lazy import Head, Waiting, probe_head, probe_held
 from schedlang.runtime.left import leave
 from schedlang.runtime.modes import outside
 
