@@ -279,7 +279,7 @@ def _rounding(function: Any, found: Rotation, angles: int) -> Rotation | Mismatc
 # file, and all other modules, are left as they are.
 
 
-class Turning:
+class FusedRope:
     """The layer that runs a module's own forward with the kernel in place of its functions."""
 
     kernel = "rope"

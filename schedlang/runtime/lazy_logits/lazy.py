@@ -406,7 +406,7 @@ def _probed(module: nn.Module, found: Head) -> Head | Mismatch:
     return found if worst <= TOLERANCE else Mismatch("differs from a linear layer", worst)
 
 
-class Waiting:
+class LazyHead:
     """The layer of a head: lazy logits in training, its own product otherwise."""
 
     def __init__(self, module: nn.Module, head: Head, budget: int = 0) -> None:
@@ -437,7 +437,7 @@ class Waiting:
         return LazyLogits(x, weight, bias, part, self.budget, self.head.held, x.new_empty(0))
 
 
-def waiting(module: nn.Module) -> Waiting | None:
+def waiting(module: nn.Module) -> LazyHead | None:
     """The layer of a head that waits now, if this module has one."""
     found = layer_of(module, "kernel")
-    return found if isinstance(found, Waiting) and found.waits() else None
+    return found if isinstance(found, LazyHead) and found.waits() else None

@@ -359,8 +359,8 @@ def _attention(sizes: Sizes) -> Contest:
         "flex_attention",
         ways(
             sizes,
-            lambda q, k, v: flex_attention.flex_attention(q, k, v, rule),
-            lambda q, k, v: flex_attention.reference(q, k, v, rule),
+            lambda *qkv: flex_attention.flex_attention(flex_attention.Query(*qkv, rule)),
+            lambda *qkv: flex_attention.reference(flex_attention.Query(*qkv, rule)),
             sdpa=fused,
         ),
         shapes,
