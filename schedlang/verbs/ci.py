@@ -125,7 +125,7 @@ def _asked(file: Path, wish: Wish, asks: Asks, ranks: object) -> Iterator[Outcom
 
 def _schedules(paths: Sequence[Path]) -> Iterator[Path]:
     """The files named, and those below the folders named, in order (S000)."""
-    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+    from schedlang.diagnostics.diagnostic import Refusal
 
     for path in paths:
         if not path.is_dir():
@@ -135,7 +135,7 @@ def _schedules(paths: Sequence[Path]) -> Iterator[Path]:
         below = [p for p in every if not any(x[0] == "." for x in p.relative_to(path).parts)]
         if not below:
             title = f"there is no schedule below `{path}`"
-            raise Refusal(Diagnostic("S000", title, helps=("give the files: `x.sched`",)))
+            raise Refusal.of("S000", title, helps=("give the files: `x.sched`",))
         yield from below
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Facts, Refusal, guess, unknown
+from schedlang.diagnostics.diagnostic import Facts, Refusal, guess, unknown
 from schedlang.diagnostics.source import text_of
 from schedlang.pipeline.cost import Cost, Number
 from schedlang.verbs.ending import bad_option
@@ -61,13 +61,13 @@ def times(text: str) -> Cost | Measurement:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "it is not JSON"
         title = f"cannot read `{text.strip()}`: {why}"
-        raise Refusal(Diagnostic("S915", title, helps=(MEASURE,))) from None
+        raise Refusal.of("S915", title, helps=(MEASURE,)) from None
     try:
         return measurement(made)
     except (KeyError, TypeError, ValueError, IndexError):
         title = f"`{text.strip()}` has no times of a pipeline"
         helps = (MEASURE, "or give the times of a microbatch in ms: `--cost F=18,B=37,step=4`")
-        raise Refusal(Diagnostic("S915", title, helps=helps)) from None
+        raise Refusal.of("S915", title, helps=helps) from None
 
 
 def _cost(given: dict[str, Number]) -> Cost:

@@ -79,7 +79,7 @@ def recorded(file: Path, model: str | None) -> tuple[dict[str, Any], ModelFile]:
         notes = (f"the plan was made for {ascii(named)}; there is no `model.py` next to it",)
         model = shlex.quote(named) if named.isprintable() else "FILE"
         helps = (f"if you trust that file: `--model {model}`",)
-        raise Refusal(Diagnostic("S904", title, notes=notes, helps=helps))
+        raise Refusal.of("S904", title, notes=notes, helps=helps)
     return record, load_model_file(model, file)
 
 

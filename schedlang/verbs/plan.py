@@ -148,7 +148,7 @@ def _check_lock_alone(common: Common, locks: Locks) -> None:
 
 def _draw(shown: View, asked: Written) -> None:
     """The pictures that were asked for."""
-    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+    from schedlang.diagnostics.diagnostic import Refusal
     from schedlang.pipeline.timeline.simulation import timing
     from schedlang.verbs.inputs import write_asked
     from schedlang.viz.picture import page, picture
@@ -162,7 +162,7 @@ def _draw(shown: View, asked: Written) -> None:
         timeline = shown.account.timeline
         if timeline is None:
             title = "this plan has no pipeline, so there is no timeline to trace"
-            raise Refusal(Diagnostic("S609", title, helps=("leave out `--trace`",)))
+            raise Refusal.of("S609", title, helps=("leave out `--trace`",))
         write_asked(asked.trace, trace(timing(timeline)))
 
 

@@ -104,7 +104,7 @@ def run(
 
 def check_timeline(path: Path | None, plan: Plan) -> None:
     """Refuse a picture of a run that has no pipeline (S609), or of another form (S109)."""
-    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+    from schedlang.diagnostics.diagnostic import Refusal
 
     if path is None:
         return
@@ -113,7 +113,7 @@ def check_timeline(path: Path | None, plan: Plan) -> None:
         bad_option(title, "name it *.svg, *.html or *.json")
     if not plan.cuts:
         title = "this plan has no pipeline, so there is no timeline to draw"
-        raise Refusal(Diagnostic("S609", title, helps=("leave out `--timeline`",)))
+        raise Refusal.of("S609", title, helps=("leave out `--timeline`",))
 
 
 def write_measured(path: Path, found: Measured, title: str, axis: str) -> None:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, closest, unknown
+from schedlang.diagnostics.diagnostic import Refusal, closest, unknown
 from schedlang.diagnostics.source import text_of
 from schedlang.diagnostics.tables import fitted
 from schedlang.pipeline.cost import Cost
@@ -200,7 +200,7 @@ def _known(order: str) -> Order:
         known = [name for one in ORDERS for name in (one.name, *one.aliases)]
         near, facts = closest(order, known), unknown(order, known)
         helps = (*((f"did you mean `{near}`?",) if near is not None else ()), error.legal)
-        raise Refusal(Diagnostic("S608", error.reason, helps=helps, facts=facts)) from None
+        raise Refusal.of("S608", error.reason, helps=helps, facts=facts) from None
 
 
 def _table(path: str, asked: Asked, cost: Cost) -> Simulated:
@@ -211,7 +211,7 @@ def _table(path: str, asked: Asked, cost: Cost) -> Simulated:
     except (OSError, UnicodeDecodeError) as error:
         title = f"cannot read the table `{path}`: {getattr(error, 'strerror', 'it is no text')}"
         helps = ("give a file, or an order: `--order 1F1B`",)
-        raise Refusal(Diagnostic("S303", title, helps=helps)) from None
+        raise Refusal.of("S303", title, helps=helps) from None
     line = legal(lambda: read_table(text, asked.stages, asked.micro))
     chunks = -(-line.stages // line.ranks)
     return Simulated(path, line.microbatches, chunks, line.slices, asked.memory, line, cost)
@@ -227,7 +227,7 @@ def of_schedule(file: Path, asked: Asked, found: Any, cost: Cost | None, machine
     if order is None or not plan.cuts:
         title = f"`{file.name}` has no pipeline to simulate"
         helps = ("add `pipeline_split` and `pipeline`, or give an order: `--order 1F1B`",)
-        raise Refusal(Diagnostic("S609", title, helps=helps))
+        raise Refusal.of("S609", title, helps=helps)
     if cost is None:
         batch = found.model.batch(0) if found.model.has_batch else None
         made = estimated(plan, batch, found.model.loss, machine)
@@ -252,4 +252,4 @@ def legal(make: Callable[[], Timeline]) -> Timeline:
     try:
         return make()
     except OrderError as error:
-        raise Refusal(Diagnostic("S608", error.reason, helps=(error.legal,))) from None
+        raise Refusal.of("S608", error.reason, helps=(error.legal,)) from None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, by_keys, plain, seated
 from schedlang.runtime.context_parallel.token_layout import Mask
 from schedlang.runtime.kernel_injection.attention import implementation, switch
@@ -214,26 +214,22 @@ def is_causal(seat: Seat, seen: Tensor) -> bool:
 
 def unnamed(what: str) -> Refusal:
     """An attention runs that no row is about."""
-    return Refusal(
-        Diagnostic(
-            "S660",
-            f"`{site() or what}` is an attention that no `context_parallel` row names",
-            notes=("all attentions of a model must get the same tokens",),
-            helps=("select all of them: `layers.*.self_attn  context_parallel(...)`",),
-        )
+    return Refusal.of(
+        "S660",
+        f"`{site() or what}` is an attention that no `context_parallel` row names",
+        notes=("all attentions of a model must get the same tokens",),
+        helps=("select all of them: `layers.*.self_attn  context_parallel(...)`",),
     )
 
 
 def unknown(why: str, *helps: str) -> Refusal:
     """An attention that cannot be split by tokens, with the line of the model that runs."""
     line = model_line() if site() else ""
-    return Refusal(
-        Diagnostic(
-            UNSPLIT,
-            f"`{site() or 'an attention'}` cannot be split by tokens",
-            notes=(f"{why}, at {line}" if line else why,),
-            helps=(*helps, "or " * bool(helps) + "leave `context_parallel` out for this model"),
-        )
+    return Refusal.of(
+        UNSPLIT,
+        f"`{site() or 'an attention'}` cannot be split by tokens",
+        notes=(f"{why}, at {line}" if line else why,),
+        helps=(*helps, "or " * bool(helps) + "leave `context_parallel` out for this model"),
     )
 
 

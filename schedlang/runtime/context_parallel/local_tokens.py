@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Span
 from schedlang.ir import pytree
 from schedlang.runtime import scope
@@ -501,13 +501,9 @@ def _unfit(name: str, value: Tensor, total: int) -> Refusal:
         if value.dim() == 4
         else (f"sequences have {total} tokens")
     )
-    return Refusal(
-        Diagnostic(
-            "S656",
-            f"`{name}` cannot be split by tokens",
-            notes=(f"its shape is {tuple(value.shape)}; {why}",),
-            helps=(
-                "give all inputs of a batch the same length, and masks of shape [rows, tokens]",
-            ),
-        )
+    return Refusal.of(
+        "S656",
+        f"`{name}` cannot be split by tokens",
+        notes=(f"its shape is {tuple(value.shape)}; {why}",),
+        helps=("give all inputs of a batch the same length, and masks of shape [rows, tokens]",),
     )

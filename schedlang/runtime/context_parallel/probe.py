@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, OwnError, Refusal
+from schedlang.diagnostics.diagnostic import OwnError, Refusal
 from schedlang.ir import pytree
 from schedlang.runtime.batch import Part, called, dotted, rows_of
 from schedlang.runtime.context_parallel.attention_products import Lines
@@ -324,34 +324,28 @@ def no_tokens(batch: Mapping[str, Any]) -> Refusal | None:
     if not tensors or any(x.dim() < 4 for _, x in tensors):
         return None
     name, value = tensors[0]
-    return Refusal(
-        Diagnostic(
-            "S674",
-            f"`context_parallel` finds no tokens in the batch: `{name}` is {list(value.shape)}",
-            notes=(
-                "the model itself makes tokens from patches of images, and may add a class token",
-            ),
-            helps=(
-                "split its rows: `zero(stage=0, over=cp)`",
-                "or its heads: `layers.*.{q,k,v}_proj  shard(col, over=cp)`, and `row` after",
-                "or a dim between modules: `shard(input=S(1), output=S(1), over=cp)`",
-            ),
-        )
+    return Refusal.of(
+        "S674",
+        f"`context_parallel` finds no tokens in the batch: `{name}` is {list(value.shape)}",
+        notes=("the model itself makes tokens from patches of images, and may add a class token",),
+        helps=(
+            "split its rows: `zero(stage=0, over=cp)`",
+            "or its heads: `layers.*.{q,k,v}_proj  shard(col, over=cp)`, and `row` after",
+            "or a dim between modules: `shard(input=S(1), output=S(1), over=cp)`",
+        ),
     )
 
 
 def refusal(title: str, *notes: str) -> Refusal:
     """The model cannot be split by tokens."""
-    return Refusal(
-        Diagnostic(
-            "S659",
-            title,
-            notes=notes,
-            helps=(
-                "leave `context_parallel` out for this model",
-                "or select all its attentions: `layers.*.self_attn  context_parallel(...)`",
-            ),
-        )
+    return Refusal.of(
+        "S659",
+        title,
+        notes=notes,
+        helps=(
+            "leave `context_parallel` out for this model",
+            "or select all its attentions: `layers.*.self_attn  context_parallel(...)`",
+        ),
     )
 
 

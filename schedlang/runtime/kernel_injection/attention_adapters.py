@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.kernels import flash_attention, flex_attention
 from schedlang.kernels.flex_attention import Query, Rule
 from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy
@@ -140,7 +140,7 @@ def by_name(
 
 def _foreign(kernel: str, what: str) -> Refusal:
     title = f"an attention is called with {what}, which `{kernel}` does not support"
-    return Refusal(Diagnostic("S877", title, helps=("leave this module as it is",)))
+    return Refusal.of("S877", title, helps=("leave this module as it is",))
 
 
 def attended(module: nn.Module, kernel: str, query: Query, ear: Ear | None = None) -> Tensor:

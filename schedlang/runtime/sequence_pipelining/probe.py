@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.sequence_pipelining.carry import Place, Watch
 from schedlang.runtime.sequence_pipelining.slices import Slicing, masks_of
@@ -117,16 +117,14 @@ def _outputs(trial: Trial, batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def refusal(title: str, *notes: str) -> Refusal:
     """The model cannot be cut along its sequences."""
-    return Refusal(
-        Diagnostic(
-            "S655",
-            title,
-            notes=notes,
-            helps=(
-                "leave `slices` out: `slices=1`",
-                'or use an order without slices: `pipeline(order="1F1B", micro=...)`',
-            ),
-        )
+    return Refusal.of(
+        "S655",
+        title,
+        notes=notes,
+        helps=(
+            "leave `slices` out: `slices=1`",
+            'or use an order without slices: `pipeline(order="1F1B", micro=...)`',
+        ),
     )
 
 
@@ -322,17 +320,15 @@ def _check_samples(
     """Refuse (S812) a mask of tokens that all samples share: who holds some tokens draws no part
     of it alike in training."""
     if trial.unbatched.get((site, call)) and any(dims):
-        raise Refusal(
-            Diagnostic(
-                "S812",
-                f"`{site}` draws {shape}: tokens, but no samples",
-                notes=("sequences are split, and all samples share this mask of their tokens",),
-                helps=(
-                    "draw it for each sample: a mask whose first dim is that of the batch",
-                    "or draw it without a dim of tokens: one for the whole sequence",
-                    "or split no sequences of this model",
-                ),
-            )
+        raise Refusal.of(
+            "S812",
+            f"`{site}` draws {shape}: tokens, but no samples",
+            notes=("sequences are split, and all samples share this mask of their tokens",),
+            helps=(
+                "draw it for each sample: a mask whose first dim is that of the batch",
+                "or draw it without a dim of tokens: one for the whole sequence",
+                "or split no sequences of this model",
+            ),
         )
 
 
