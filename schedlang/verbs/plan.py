@@ -90,7 +90,7 @@ def plan(
     unit cost.  Exit 1 where an `expect` does not hold.
     """
     from schedlang.diagnostics.tables import columns, for_messages
-    from schedlang.verbs.expected import demand_expected, step_of
+    from schedlang.verbs.costs import demand_expected, step_of
     from schedlang.verbs.inputs import accounted, check_folders, planned
     from schedlang.verbs.lockfile import demand_lock, write_lock
     from schedlang.viz.show import text, view

@@ -134,7 +134,7 @@ def write_measured(path: Path, found: Measured, title: str, axis: str) -> None:
 def _show(name: str, course: Course, trained: Trained, as_json: bool) -> None:
     """Show the results of a training; exit 1 where it took longer than the schedule expects."""
     from schedlang.passes.simulate.expected import late
-    from schedlang.verbs.expected import demand_time
+    from schedlang.verbs.costs import demand_time
 
     plan, took = course.plan, _took(trained)
     if as_json:
@@ -164,7 +164,7 @@ def _demand(course: Course) -> None:
     expected."""
     from schedlang.passes.simulate.expected import counted, counting
     from schedlang.passes.simulate.gains import gained
-    from schedlang.verbs.expected import demand_costs
+    from schedlang.verbs.costs import demand_costs
 
     gained(course.plan, course.batch(course.seed))
     if counting(course.plan):

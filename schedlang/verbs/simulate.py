@@ -134,8 +134,7 @@ def simulate(
     milliseconds where the schedule expects something of `time(step)`: exit 1 if it does not hold.
     """
     from schedlang.diagnostics.tables import columns
-    from schedlang.verbs.costs import costs
-    from schedlang.verbs.expected import demand_time, step_of
+    from schedlang.verbs.costs import costs, demand_time, step_of
     from schedlang.verbs.inputs import check_folders, planned
     from schedlang.verbs.simulated import named, of_schedule
 

@@ -16,7 +16,7 @@ from schedlang.kernels.device import runs
 from schedlang.kernels.flex_attention import Case, Query, Rule, flex_attention, reference
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.runtime.kernel_injection.attention_adapters import Adapted, by_name
-from schedlang.runtime.kernel_injection.kernel import kernel_of, match, replace
+from schedlang.runtime.kernel_injection.kernel import kernels_of, match, replace
 from tests import models
 from tests.kernels.test_kernel import assert_close, build, gradients
 from tests.proofs import planned, proven, refused
@@ -44,7 +44,7 @@ def test_attention_of_transformers(name: str, implementation: str, more: dict[st
         assert found.asked[0].sinks == (name == "GptOss")
         assert found.asked[0].cap == (0.5 if name == "Gemma2" else 0.0)
         replace(module, found)
-        assert kernel_of(module) == "flex_attention"
+        assert kernels_of(module) == ("flex_attention",)
     assert model.config._attn_implementation == implementation
     before = runs().get("reference", 0)
     assert_close(gradients(model), expected)

@@ -168,8 +168,3 @@ def kernels_of(module: nn.Module) -> tuple[str, ...]:
     found = [getattr(one, "kernel", None) for one in put]
     found.append("sdpa" if is_fused(module) else kernel_in(module))
     return tuple(name for name in found if name is not None)
-
-
-def kernel_of(module: nn.Module) -> str | None:
-    """The first of them, if any."""
-    return next(iter(kernels_of(module)), None)

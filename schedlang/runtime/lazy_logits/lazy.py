@@ -29,7 +29,6 @@ from schedlang.runtime.lazy_logits.vocab_parallel import (
     as_torchs,
     made_whole,
     reduced,
-    takes_rows,
 )
 
 # ---- Logits that are not computed: a stand-in that a model's own loss code may handle.
@@ -134,12 +133,7 @@ class LazyLogits(StandIn):
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or not hasattr(Tensor, name):
-            raise AttributeError(name)
-        return getattr(self.computed(), name)
-
-    def computed(self) -> Tensor:
+    def whole(self) -> Tensor:
         """The logits, as the head and what followed it would have made them; made once."""
         if self.real is None:
             z = F.linear(self.x, self.weight, self.bias)
@@ -150,10 +144,6 @@ class LazyLogits(StandIn):
                 z = step(z)
             self.real = z
         return self.real
-
-    def whole(self) -> Tensor:
-        """Return the logits as a plain tensor."""
-        return self.computed()
 
     # -- what keeps them lazy --------------------------------------------------------------------
 
@@ -168,7 +158,7 @@ class LazyLogits(StandIn):
 
     def _times(self, factor: float, step: Callable[[Tensor], Tensor]) -> Any:
         if not factor:
-            return step(self.computed())
+            return step(self.whole())
         if self.cap:
             return self._then(step, cap=self.cap * factor)
         return self._then(step, scale=self.scale * factor)
@@ -176,7 +166,7 @@ class LazyLogits(StandIn):
     def __mul__(self, other: Any) -> Any:
         if _is_number(other):
             return self._times(float(other), lambda z: z * other)
-        return self.computed() * other
+        return self.whole() * other
 
     __rmul__ = __mul__
     mul = __mul__
@@ -184,13 +174,13 @@ class LazyLogits(StandIn):
     def __truediv__(self, other: Any) -> Any:
         if _is_number(other) and other:
             return self._times(1 / float(other), lambda z: z / other)
-        return self.computed() / other
+        return self.whole() / other
 
     div = __truediv__
 
     def tanh(self) -> Any:
         """Apply Tensor.tanh; a second time there is no kernel for it."""
-        return self.computed().tanh() if self.cap else self._then(torch.tanh, cap=1.0)
+        return self.whole().tanh() if self.cap else self._then(torch.tanh, cap=1.0)
 
     def detach(self) -> Any:
         """Detach as Tensor.detach."""
@@ -199,26 +189,17 @@ class LazyLogits(StandIn):
             return self.real.detach()
         return replace(self, x=self.x.detach(), weight=self.weight.detach(), bias=bias)
 
-    def view(self, *shape: Any) -> Any:
-        """View as Tensor.view where the last dim stays whole; computed otherwise."""
-        sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
-        if self.real is None and sizes and _keeps_last(sizes, self.shape):
-            return self._moved(self.x.reshape(*sizes[:-1], self.x.shape[-1]))
-        return self.computed().reshape(*shape)
+    @property
+    def lines(self) -> Tensor:
+        """The inputs of the head: each step so far acts on each logit by itself."""
+        return self.x
 
-    reshape = view
-
-    def __getitem__(self, index: Any) -> Any:
-        if self.real is None and takes_rows(index, self.ndim):
-            return self._moved(self.x[index])
-        return self.computed()[index]
-
-    def _moved(self, x: Tensor) -> LazyLogits:
-        """The same classes of other rows: each step so far acts on each logit by itself."""
-        return replace(self, x=x)
+    def with_lines(self, lines: Tensor) -> LazyLogits:
+        """The same classes of other inputs."""
+        return replace(self, x=lines)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self.computed()[index] = value
+        self.whole()[index] = value
 
     # -- the losses ------------------------------------------------------------------------------
 
@@ -246,7 +227,7 @@ class LazyLogits(StandIn):
     def logsumexp(self, dim: Any, keepdim: bool = False) -> Any:
         """Reduce as Tensor.logsumexp; over the classes chunk by chunk."""
         if not self.has_loss() or dim not in (-1, self.ndim - 1, (-1,), [-1]):
-            return self.computed().logsumexp(dim, keepdim)
+            return self.whole().logsumexp(dim, keepdim)
         nothing = torch.full((self.shape[:-1].numel(),), -1, device=self.device)
         # apart from the loss: held, it would be a second tensor of logits
         form = Form(self.scale, self.cap, self.budget)
@@ -288,15 +269,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _keeps_last(sizes: list[Any], shape: torch.Size) -> bool:
-    """Tell whether a view by these sizes keeps the last dim."""
-    if sizes.count(-1) > 1 or sizes[-1] not in (-1, shape[-1]):
-        return False
-    known = torch.Size(s for s in sizes[:-1] if s != -1).numel()
-    rows = shape[:-1].numel()
-    return known == rows if -1 not in sizes[:-1] else bool(known) and rows % known == 0
-
-
 def _casting(name: str) -> Callable[..., Any]:
     def cast(self: LazyLogits, *args: Any, **kwargs: Any) -> Any:
         return self._cast(name, *args, **kwargs)
@@ -307,7 +279,7 @@ def _casting(name: str) -> Callable[..., Any]:
 
 def _computing(name: str) -> Callable[..., Any]:
     def compute(self: LazyLogits, *args: Any) -> Any:
-        return getattr(self.computed(), name)(*map(made_whole, args))
+        return getattr(self.whole(), name)(*map(made_whole, args))
 
     return compute
 

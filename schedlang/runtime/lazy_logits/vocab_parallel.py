@@ -39,9 +39,33 @@ class StandIn:
         """The logits, as a plain tensor."""
         raise NotImplementedError
 
-    def view(self, *shape: Any) -> Any:
-        """View as Tensor.view."""
+    @property
+    def lines(self) -> Tensor:
+        """The tensor with the same leading dims, of whose last dim the logits are made."""
         raise NotImplementedError
+
+    def with_lines(self, lines: Tensor) -> Any:
+        """The logits of other leading dims."""
+        raise NotImplementedError
+
+    def view(self, *shape: Any) -> Any:
+        """View as Tensor.view where the last dim stays whole; of the whole otherwise."""
+        sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
+        if self.has_loss() and sizes and _keeps_last(sizes, self.shape):
+            return self.with_lines(self.lines.reshape(*sizes[:-1], self.lines.shape[-1]))
+        return self.whole().reshape(*shape)
+
+    reshape = view
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.has_loss() and _takes_rows(index, self.ndim):
+            return self.with_lines(self.lines[index])
+        return self.whole()[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(name)
+        return getattr(self.whole(), name)
 
     def has_loss(self) -> bool:
         """Tell whether the loss can be computed without the whole logits."""
@@ -86,12 +110,21 @@ def made_whole(value: Any) -> Any:
     return type(value)(map(made_whole, value)) if type(value) in (list, tuple) else value
 
 
-def takes_rows(index: Any, ndim: int) -> bool:
+def _takes_rows(index: Any, ndim: int) -> bool:
     """Tell whether an index keeps the last dim whole, and picks among the others by numbers."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(isinstance(part, slice | int) or part is Ellipsis for part in parts):
         return False
     return len(parts) < ndim and Ellipsis not in parts or parts[-1] == slice(None)
+
+
+def _keeps_last(sizes: list[Any], shape: torch.Size) -> bool:
+    """Tell whether a view by these sizes keeps the last dim."""
+    if sizes.count(-1) > 1 or sizes[-1] not in (-1, shape[-1]):
+        return False
+    known = torch.Size(s for s in sizes[:-1] if s != -1).numel()
+    rows = shape[:-1].numel()
+    return known == rows if -1 not in sizes[:-1] else bool(known) and rows % known == 0
 
 
 Loss = Callable[[Any, Tensor, Tensor, str, float], Tensor]
@@ -216,54 +249,36 @@ class ShardedLogits(StandIn):
         if name in ("dtype", "device", "requires_grad", "is_floating_point", "dim"):
             return getattr(self.local, name)
         if name in _ALONG:
-            return lambda *a, **k: self._with(getattr(self.local, name)(*a, **k))
-        if name.startswith("__") or not hasattr(Tensor, name):
-            raise AttributeError(name)
-        return getattr(self.gathered(), name)
+            return lambda *a, **k: self.with_lines(getattr(self.local, name)(*a, **k))
+        return super().__getattr__(name)
 
-    def gathered(self) -> Tensor:
-        """The whole, on every rank alike."""
+    def whole(self) -> Tensor:
+        """Gather the whole, on every rank alike."""
         whole = collectives.gather(self.local, -1, self.group, consumers_differ=False)
         return whole[..., : self.classes]
 
-    def whole(self) -> Tensor:
-        """Return the logits as a plain tensor."""
-        return self.gathered()
-
     # -- what keeps the split --------------------------------------------------------------------
 
-    def _with(self, local: Tensor) -> ShardedLogits:
-        return ShardedLogits(local, self.group, self.classes)
+    @property
+    def lines(self) -> Tensor:
+        """This rank's part of the logits."""
+        return self.local
 
-    def view(self, *shape: Any) -> Any:
-        """View as Tensor.view where the last dim stays whole; gathered otherwise."""
-        sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
-        if sizes and sizes[-1] in (self.classes, -1) and (sizes.count(-1) < 2):
-            leading_known = -1 not in sizes[:-1]
-            if sizes[-1] == self.classes or (
-                leading_known and torch.Size(sizes[:-1]).numel() == self.shape[:-1].numel()
-            ):
-                return self._with(self.local.reshape(*sizes[:-1], self.local.shape[-1]))
-        return self.gathered().reshape(*shape)
-
-    reshape = view
-
-    def __getitem__(self, index: Any) -> Any:
-        if takes_rows(index, self.local.ndim):
-            return self._with(self.local[index])
-        return self.gathered()[index]
+    def with_lines(self, lines: Tensor) -> ShardedLogits:
+        """The same classes of other logits."""
+        return ShardedLogits(lines, self.group, self.classes)
 
     def __mul__(self, other: Any) -> Any:
         if isinstance(other, int | float):
-            return self._with(self.local * other)
-        return self.gathered() * other
+            return self.with_lines(self.local * other)
+        return self.whole() * other
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:
         if isinstance(other, int | float):
-            return self._with(self.local / other)
-        return self.gathered() / other
+            return self.with_lines(self.local / other)
+        return self.whole() / other
 
     @classmethod
     def known(cls) -> Mapping[Any, Callable[..., Any]]:
