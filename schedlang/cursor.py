@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from schedlang.diagnostics.diagnostic import (
-    Diagnostic,
     Label,
     Refusal,
     at_their_callers_lines,
@@ -114,7 +113,7 @@ class Caller:
         """Refused: modules are named by a text."""
         title = f"`{self._name}` adds a row when it is called; modules are selected by a string"
         helps = (f'select them: `sch["{self._name}.{path}"]`',)
-        raise Refusal(Diagnostic("S301", title, Label(python_span()), helps=helps))
+        raise Refusal.of("S301", title, Label(python_span()), helps=helps)
 
     def __call__(self, *args: object, **named: object) -> None:
         """Check the row, add it to the plan and record it; or refuse and change nothing."""
@@ -153,7 +152,7 @@ def path_of(said: object) -> n.Path:
     if not isinstance(said, str):
         title = f"modules are selected by a text, not by {kind_of(said)}"
         helps = ('select them by their path: `sch["h.0"]`, `sch["h.*"]`',)
-        raise Refusal(Diagnostic("S202", title, Label(span), helps=helps))
+        raise Refusal.of("S202", title, Label(span), helps=helps)
     return parse_path(said, span)
 
 
@@ -167,7 +166,7 @@ def joined(path: n.Path, inner: str | int | slice) -> n.Path:
     if last.index:  # h[:2][0]: rows cannot say it
         title = "modules selected by index cannot be indexed again"
         helps = ('select one by its path: `sch["h.0"]`',)
-        raise Refusal(Diagnostic("S202", title, Label(span), helps=helps))
+        raise Refusal.of("S202", title, Label(span), helps=helps)
     if isinstance(inner, int):
         return replace(path, segs=(*before, replace(last, index=(str(inner),))))
     bounds = ((None if b is None else str(b)) for b in (inner.start, inner.stop, inner.step))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import (
-    Diagnostic,
     Label,
     Refusal,
     at_the_callers_line,
@@ -85,7 +84,7 @@ def _verified(
         plan, batches = small.plan, small.batches
     elif lies_on_meta(model):
         title = "the model has no values: it is on the meta device"
-        raise Refusal(Diagnostic("S623", title, helps=("verify a reduced one: `shrink=True`",)))
+        raise Refusal.of("S623", title, helps=("verify a reduced one: `shrink=True`",))
     case = Case(plan, batches, loss, weight, seed, dtype, meant=meant)
     return remarked(prove(case, title=type(model).__name__), small)
 
@@ -169,4 +168,4 @@ def _batches(batch: Any, seed: int, steps: int) -> tuple[dict[str, Any], ...]:
 
 def _refusal(title: str) -> Refusal:
     help_ = "give the model's keyword arguments as a dict, or a function of the seed"
-    return Refusal(Diagnostic("S902", title, Label(python_span()), helps=(help_,)))
+    return Refusal.of("S902", title, Label(python_span()), helps=(help_,))

@@ -18,8 +18,7 @@ import pytest
 if TYPE_CHECKING:
     from schedlang.report import Report
     from schedlang.testing.accelerator import Simulation
-    from schedlang.verbs.answers import Outcome, Wish
-    from schedlang.verbs.examine import Ranks
+    from schedlang.verbs.examine import Outcome, Ranks, Wish
 
 LEVELS = ("static", "step3")
 RANKS = pytest.StashKey["Ranks"]()
@@ -121,27 +120,27 @@ class SchedFile(pytest.File):
     def collect(self) -> Iterator[pytest.Item]:
         """`check` for every file; `lock`, `static` and `verify` for what has rows."""
         from schedlang.diagnostics.diagnostic import Refusal
-        from schedlang.verbs import answers, examine
+        from schedlang.verbs import examine
         from schedlang.verbs.lockfile import lock_path
 
         wish = self._wish()
-        questions = [answers.CHECK]
+        questions = [examine.CHECK]
         try:
             line = examine.first_row(self.path)
         except Refusal:
             line = 0  # `check` says what is wrong with it
         if line and not wish.refused:
             asked = self.config.getoption("schedlang_locked") or lock_path(self.path).exists()
-            questions += [answers.LOCK] if asked else []
-        questions += [answers.STATIC] if line else []
+            questions += [examine.LOCK] if asked else []
+        questions += [examine.STATIC] if line else []
         if line and self.config.getoption("schedlang_level") != "static":
-            questions.append(answers.VERIFY)
+            questions.append(examine.VERIFY)
         for question in questions:
-            at = line if question in (answers.STATIC, answers.VERIFY) else 1
+            at = line if question in (examine.STATIC, examine.VERIFY) else 1
             yield SchedItem.from_parent(self, name=question, wish=wish, line=at)
 
     def _wish(self) -> Wish:
-        from schedlang.verbs.answers import Wish
+        from schedlang.verbs.examine import Wish
 
         option = self.config.getoption
         return Wish(
@@ -205,11 +204,11 @@ class SchedItem(pytest.Item):
             self.add_report_section("call", "schedlang", self.outcome.text)
 
     def _asked(self) -> Outcome:
-        from schedlang.verbs import answers, examine
+        from schedlang.verbs import examine
 
         file = Path(_shown(self.path))
-        if self.name != answers.VERIFY:
-            asked = {answers.CHECK: examine.check, answers.LOCK: examine.lock}
+        if self.name != examine.VERIFY:
+            asked = {examine.CHECK: examine.check, examine.LOCK: examine.lock}
             return asked.get(self.name, examine.static)(file, self.wish)
         with _ranks(self.config) as ranks:
             return examine.verify(file, self.wish, ranks)
@@ -278,7 +277,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if not found:
         return
     from schedlang.diagnostics.annotate import Note, annotation, on_github, summarize
-    from schedlang.verbs.answers import summary
+    from schedlang.verbs.examine import summary
 
     if not on_github():
         return

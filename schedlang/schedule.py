@@ -126,7 +126,7 @@ class Schedule(Scope):
             word = "a class" if isinstance(model, type) else kind_of(model)
             title = f"a schedule is for a module of torch, not for {word}"
             helps = ("give the model itself: `schedlang.create_schedule(model())`",)
-            raise Refusal(Diagnostic("S618", title, Label(python_span()), helps=helps))
+            raise Refusal.of("S618", title, Label(python_span()), helps=helps)
         load_all()
         self._facts: ModelFacts = ModelFacts(model)
         self._selector = Selector(self._facts)
@@ -223,7 +223,7 @@ class Schedule(Scope):
         if not hasattr(other, "actions"):
             title = f"a schedule is compared with a schedule or a plan, not with {kind_of(other)}"
             helps = ("give the other one: `sch.diff(other)`",)
-            raise Refusal(Diagnostic("S618", title, Label(python_span()), helps=helps))
+            raise Refusal.of("S618", title, Label(python_span()), helps=helps)
         return compare(self.plan(), other)
 
     def build(
@@ -339,7 +339,7 @@ class Schedule(Scope):
         span = python_span()
         if isinstance(test, bool):
             if not test:
-                raise Refusal(Diagnostic("S104", "`require` fails", Label(span)))
+                raise Refusal.of("S104", "`require` fails", Label(span))
             return
         node = parse_expr(test, span) if isinstance(test, str) else lift.lift(test, span)
         self._declare(n.Require(node, span=span))
@@ -369,7 +369,7 @@ class Schedule(Scope):
                 helps = (f"did you mean `{near}`?",) if near else ()
                 title = f"the schedule has no knob `{name}`"
                 facts, label = unknown(name, self._state.knobs), Label(python_span())
-                raise Refusal(Diagnostic("S106", title, label, helps=helps, facts=facts))
+                raise Refusal.of("S106", title, label, helps=helps, facts=facts)
         merged = {**self._settings.knobs, **values}
         self._replay(self._stack[0], replace(self._settings, knobs=merged))
 
@@ -383,12 +383,12 @@ class Schedule(Scope):
         if not all(isinstance(word, str) for word in relaxed):
             title = f"`relax` takes names, not {relax!r}"
             helps = ('name what may differ: `relax="dtype"`',)
-            raise Refusal(Diagnostic("S303", title, Label(span), helps=helps))
+            raise Refusal.of("S303", title, Label(span), helps=helps)
         node = n.Step(name, relaxed, n.Block((), span=span), span=span)
         if self._state.step is not None or len(self._stack) > 1:
             title = "a step cannot stand inside a step or block"
             helps = ("close the block above first: steps are not nested",)
-            raise Refusal(Diagnostic("S113", title, Label(span), helps=helps))
+            raise Refusal.of("S113", title, Label(span), helps=helps)
         opened = replace(open_step(node, self._state), step=node)
         with self._block(lambda body: replace(node, block=body), opened):
             yield self
@@ -397,9 +397,7 @@ class Schedule(Scope):
         """Take back the last row, the last `to` rows, or all from the start of the step `to` on."""
         if len(self._stack) > 1:
             title = "`undo` inside an open step or scope"
-            raise Refusal(
-                Diagnostic("S113", title, Label(python_span()), helps=("close it first",))
-            )
+            raise Refusal.of("S113", title, Label(python_span()), helps=("close it first",))
         items = self._stack[0]
         if to is None or isinstance(to, int) and to >= 0:
             for _ in range(1 if to is None else to):
@@ -409,14 +407,14 @@ class Schedule(Scope):
         if not isinstance(to, str):
             title = f"`undo` takes a number of rows or the name of a step, not {to!r}"
             help_ = "take back the last row: `sch.undo()`, the last two: `sch.undo(2)`"
-            raise Refusal(Diagnostic("S113", title, Label(python_span()), helps=(help_,)))
+            raise Refusal.of("S113", title, Label(python_span()), helps=(help_,))
         steps = [item.name for item in items if isinstance(item, n.Step)]
         if to not in steps:
             near = closest(to, steps)
             helps = (f"did you mean `{near}`?",) if near else ()
             title = f"there is no step `{to}`"
             facts, label = unknown(to, steps), Label(python_span())
-            raise Refusal(Diagnostic("S113", title, label, helps=helps, facts=facts))
+            raise Refusal.of("S113", title, label, helps=helps, facts=facts)
         place = next(i for i, x in enumerate(items) if isinstance(x, n.Step) and x.name == to)
         self._replay(items[:place], self._settings)
 
@@ -442,7 +440,7 @@ class Schedule(Scope):
             word = type(node).__name__.lower()
             title = f"`{word}` must stand outside of steps and blocks"
             helps = ("call it above the first `with sch.step(...)`",)
-            raise Refusal(Diagnostic("S113", title, Label(span), helps=helps))
+            raise Refusal.of("S113", title, Label(span), helps=helps)
         self._run(lambda runner: runner.item(node), span)
         self._stack[-1].append(node)
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.context_parallel.attention import Way, attend, place_of, ranks_of
-from schedlang.runtime.context_parallel.masks import Mask
-from schedlang.runtime.context_parallel.token_layout import Layout
+from schedlang.runtime.context_parallel.token_layout import Layout, Mask
 
 SIZES = {
     "gather": [(1,), (2,), (3,)],

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostics.diagnostic import Label, Refusal
 from schedlang.diagnostics.source import NOWHERE, Source, Span, shown_path
 
 OURS = tuple(  # what a user has not written
@@ -44,7 +44,7 @@ def told(error: Exception, name: str, function: Callable[..., Any]) -> Refusal:
         notes.append(f"raised at {Path(deepest.filename).name}:{deepest.lineno}: {deepest.line}")
     label = Label(at_frame(own[-1]), "here") if own else Label()
     title = f"`{name}` of the model file raises {said}"
-    return Refusal(Diagnostic(CODES[name], title, label, notes=tuple(notes), helps=(HELPS[name],)))
+    return Refusal.of(CODES[name], title, label, notes=tuple(notes), helps=(HELPS[name],))
 
 
 def file_of(function: Callable[..., Any]) -> str:

@@ -100,6 +100,21 @@ class Refusal(Exception):
         self.diagnostics: tuple[Diagnostic, ...] = foremost(sorted(diagnostics, key=_place))
         super().__init__(*self.diagnostics)
 
+    @classmethod
+    def of(
+        cls,
+        code: str,
+        title: str,
+        primary: Label = Label(),
+        also: tuple[Label, ...] = (),
+        notes: tuple[str, ...] = (),
+        helps: tuple[str, ...] = (),
+        *,
+        facts: Facts = (),
+    ) -> Refusal:
+        """The refusal of one mistake, as `Diagnostic` has it."""
+        return cls(Diagnostic(code, title, primary, also, notes, helps, facts=facts))
+
     @property
     def diagnostic(self) -> Diagnostic:
         """The first message."""

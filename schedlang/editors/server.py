@@ -15,11 +15,8 @@ from pygls.workspace import TextDocument
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.diagnostics.source import Source
-from schedlang.editors import outline
-from schedlang.editors.complete import offers
-from schedlang.editors.hover import definition, hover
-from schedlang.editors.outline import Outline
-from schedlang.editors.place import declared
+from schedlang.editors import services
+from schedlang.editors.services import Outline, declared, definition, hover, offers
 from schedlang.language.printer import fmt
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
@@ -79,11 +76,11 @@ class Server(LanguageServer):
     async def learn(self, uri: str) -> None:
         """Ask the model about a saved file, then say what it answered."""
         known, file = self.about(uri), Path(self.workspace.get_text_document(uri).path)
-        tree = await outline.ask("tree", file, "--each")
+        tree = await services.ask("tree", file, "--each")
         if tree is not None and "path" in tree:
             known.outline = Outline(tree)
-            plan = await outline.ask("plan", file)
-            known.rows = outline.rows(plan)
+            plan = await services.ask("plan", file)
+            known.rows = services.rows(plan)
             known.told = list((plan or {}).get("diagnostics", ()))
             self.say(uri)
 

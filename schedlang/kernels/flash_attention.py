@@ -17,30 +17,23 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from schedlang.kernels import flex_attention
 from schedlang.kernels.device import note, on_gpu
-from schedlang.kernels.flex_attention import Rule, reference
+from schedlang.kernels.flex_attention import Query, Rule, reference
 
 PACKAGE = "flash_attn"
 _LARGEST = 256  # numbers of a head
 Window = tuple[int, int] | None  # keys seen before and behind one's own, -1: all; None: no window
 
 
-def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rule: Rule,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attention of [rows, heads, length, size], as `flex_attention` takes it."""
-    window = window_of(q, k, rule, mask) if runs_flash(q) else None
-    if window is None or bias is not None or sinks is not None:
+def flash_attention(query: Query) -> Tensor:
+    """Compute an attention as the package does where it can, else by plain products."""
+    q, rule = query.q, query.rule
+    window = window_of(query) if runs_flash(q) else None
+    if window is None or query.bias is not None or query.sinks is not None:
         note("reference")
-        return reference(q, k, v, rule, mask, bias, sinks)
+        return reference(query)
     attend = import_module(PACKAGE).flash_attn_func
     note("torch")
-    lines = [t.transpose(1, 2) for t in (q, k, v)]
+    lines = [t.transpose(1, 2) for t in (q, query.k, query.v)]
     more: dict[str, Any] = {"softcap": rule.cap} if rule.cap else {}
     causal = window == (-1, 0)
     out: Tensor = attend(
@@ -58,26 +51,20 @@ def runs_flash(q: Tensor) -> bool:
     return on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= _LARGEST
 
 
-def unfit(
-    q: Tensor,
-    k: Tensor,
-    rule: Rule,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> str:
+def unfit(query: Query) -> str:
     """Say why the package would not compute this attention on a GPU; empty where it would.
 
     A mask without values (of a graph, of the meta device) is taken for a window.
     """
-    if bias is not None or sinks is not None:
+    q, mask = query.q, query.mask
+    if query.bias is not None or query.sinks is not None:
         return "it supports no bias and no sinks in the scores"
     if q.shape[-1] > _LARGEST:
         return f"it takes heads of at most {_LARGEST} elements"
     if on_gpu(q) and q.dtype == torch.float32:
         return "it takes bfloat16 and float16"
     known = mask is None or (type(mask) is Tensor and not mask.is_meta)
-    if known and window_of(q, k, rule, mask) is None:
+    if known and window_of(query) is None:
         return (
             "its mask is not a window (padding is not one)"
             if mask is not None
@@ -86,9 +73,10 @@ def unfit(
     return ""
 
 
-def window_of(q: Tensor, k: Tensor, rule: Rule, mask: Tensor | None) -> Window:
+def window_of(query: Query) -> Window:
     """Read a mask as a window around each query's own place; None where it is no window."""
-    square = q.shape[2] == k.shape[2]
+    rule, mask = query.rule, query.mask
+    square = query.q.shape[2] == query.k.shape[2]
     if mask is None:
         return None if rule.causal and not square else (-1, 0) if rule.causal else (-1, -1)
     known = _WINDOWS.setdefault(mask, {})
@@ -131,5 +119,5 @@ class Case(flex_attention.Case):
     def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
         """Run the kernel, or its reference."""
         call = flash_attention if kernel else reference
-        q = given["query"]
-        return call(q, given["key"], given["value"], Rule(cap=self.cap, causal=True))
+        rule = Rule(cap=self.cap, causal=True)
+        return call(Query(given["query"], given["key"], given["value"], rule))

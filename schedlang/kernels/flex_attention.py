@@ -33,26 +33,35 @@ class Rule:
     causal: bool = False
 
 
-def flex_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rule: Rule,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attention of [rows, heads, length, size]; keys and values may have fewer heads.
+@dataclass(frozen=True)
+class Query:
+    """One call of an attention: q, k and v [rows, heads, length, size], and what is done to scores.
 
-    mask   [rows or 1, heads or 1, queries, keys]: True where a key is seen, or added to scores
-    bias   added to scores, [rows or 1, heads, queries, keys]
-    sinks  a score for each head that takes weight and gives no value
+    Keys and values may have fewer heads than queries.
+
+    mask     [rows or 1, heads or 1, queries, keys]: True where a key is seen, or added to scores
+    bias     added to scores, [rows or 1, heads, queries, keys]
+    sinks    a score for each head that takes weight and gives no value
+    dropout  of the weights; the reference alone drops them
     """
-    if not runs_flex(q):
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rule: Rule
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    dropout: float = 0.0
+
+
+def flex_attention(query: Query) -> Tensor:
+    """Compute an attention by FlexAttention where it can, else by plain products."""
+    if not runs_flex(query.q):
         note("reference")
-        return reference(q, k, v, rule, mask, bias, sinks)
+        return reference(query)
     note("torch")
-    return _flex(q, k, v, rule, mask, bias, sinks)
+    return _flex(query)
 
 
 def runs_flex(q: Tensor) -> bool:
@@ -61,23 +70,15 @@ def runs_flex(q: Tensor) -> bool:
     return on_gpu(q) and triton is not None and q.dtype in kinds
 
 
-def reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rule: Rule,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
+def reference(query: Query) -> Tensor:
     """The same by plain products, the softmax in float32 at least; weights may be dropped."""
+    q, k, v, rule, mask = query.q, query.k, query.v, query.rule, query.mask
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if rule.scale is None else rule.scale)
     if rule.cap:
         scores = torch.tanh(scores / rule.cap) * rule.cap
-    scores = scores if bias is None else scores + bias
+    scores = scores if query.bias is None else scores + query.bias
     seen = None if mask is None or mask.dtype != torch.bool else mask[..., : k.shape[2]]
     if mask is not None and seen is None:
         scores = scores + mask[..., : k.shape[2]]
@@ -87,7 +88,8 @@ def reference(
     if seen is not None:
         scores = scores.masked_fill(~seen, -torch.inf)
     wide = torch.promote_types(q.dtype, torch.float32)
-    return F.dropout(_weights(scores.to(wide), seen, sinks).to(q.dtype), dropout) @ v
+    weights = _weights(scores.to(wide), seen, query.sinks).to(q.dtype)
+    return F.dropout(weights, query.dropout) @ v
 
 
 def _weights(scores: Tensor, seen: Tensor | None, sinks: Tensor | None) -> Tensor:
@@ -101,15 +103,8 @@ def _weights(scores: Tensor, seen: Tensor | None, sinks: Tensor | None) -> Tenso
     return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
 
 
-def _flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rule: Rule,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _flex(asked: Query) -> Tensor:
+    q, k, rule, mask, bias = asked.q, asked.k, asked.rule, asked.mask, asked.bias
     added = mask if mask is not None and mask.dtype != torch.bool else None
 
     def score(value: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -126,17 +121,17 @@ def _flex(
     out, lse = compiled()(
         q,
         k,
-        v,
+        asked.v,
         score_mod=None if plain else score,
         block_mask=_blocks(q, k, rule, mask),
         scale=rule.scale,
         enable_gqa=q.shape[1] != k.shape[1],
         return_lse=True,
     )
-    if sinks is None:
+    if asked.sinks is None:
         return out  # type: ignore[no-any-return]
     # weights that the sinks take: exp(lse) / (exp(lse) + exp(sink)) is left for the keys
-    left = torch.sigmoid(lse - sinks.to(lse.dtype).view(1, -1, 1))
+    left = torch.sigmoid(lse - asked.sinks.to(lse.dtype).view(1, -1, 1))
     return (out * left.unsqueeze(-1)).to(q.dtype)  # type: ignore[no-any-return]
 
 
@@ -220,4 +215,5 @@ class Case(check.Case):
             mask = mask.to(q.device)
         rule = Rule(cap=self.cap, causal=not self.padded)
         call = flex_attention if kernel else reference
-        return call(q, given["key"], given["value"], rule, mask, None, given.get("sinks"))
+        query = Query(q, given["key"], given["value"], rule, mask, None, given.get("sinks"))
+        return call(query)

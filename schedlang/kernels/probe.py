@@ -22,12 +22,8 @@ TOLERANCE = 1e-9
 # a prime: numbers that are used again and again then stand elsewhere in every row and column
 _DRAWN = 1_000_003
 _HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks"),
     "_backward_pre_hooks",
 )
 

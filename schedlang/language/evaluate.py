@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import Any, NoReturn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Facts, Label, Refusal, guess, unknown
+from schedlang.diagnostics.diagnostic import Facts, Label, Refusal, guess, unknown
 from schedlang.ir.placement import P, S
 from schedlang.language import nodes as n
 from schedlang.language import printer
@@ -32,7 +32,7 @@ def refused(
     node: n.Node, code: str, title: str, label: str = "", *helps: str, facts: Facts = ()
 ) -> NoReturn:
     """Refuse at a node."""
-    raise Refusal(Diagnostic(code, title, Label(node.span, label), helps=helps, facts=facts))
+    raise Refusal.of(code, title, Label(node.span, label), helps=helps, facts=facts)
 
 
 def evaluate(node: n.Node, names: Names) -> Any:

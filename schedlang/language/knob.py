@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, guess, unknown
+from schedlang.diagnostics.diagnostic import Label, Refusal, guess, unknown
 from schedlang.diagnostics.source import Span
 from schedlang.language import nodes as n
 from schedlang.language import printer
@@ -60,7 +60,7 @@ def declare(node: n.Knob, names: Names, settings: Mapping[str, Any]) -> Knob:
         title = f"a knob cannot be of type `{node.type}`"
         help_ = guess(node.type, TYPES, "choose one of")
         facts = unknown(node.type, TYPES)
-        raise Refusal(Diagnostic("S102", title, Label(node.span), helps=(help_,), facts=facts))
+        raise Refusal.of("S102", title, Label(node.span), helps=(help_,), facts=facts)
     choices, interval = _domain(node, names)
     knob = Knob(node.name, node.type, None, choices, interval, node.span)
     if node.name in settings:
@@ -70,7 +70,7 @@ def declare(node: n.Knob, names: Names, settings: Mapping[str, Any]) -> Knob:
     else:
         title = f"`{node.name}` has no value"
         help_ = f"set it: `--knob {node.name}=...`, or give it a default"
-        raise Refusal(Diagnostic("S105", title, Label(node.span, "no default"), helps=(help_,)))
+        raise Refusal.of("S105", title, Label(node.span, "no default"), helps=(help_,))
     if not knob.allows(value):
         _outside(knob, node, value, from_setting=place is not None)
     if knob.type == "choice":
@@ -95,13 +95,13 @@ def _domain(node: n.Knob, names: Names) -> tuple[tuple[Any, ...] | None, tuple[A
             helps: tuple[str, ...] = ("swap the two numbers: `in 1..8`",)
             if node.type not in ("int", "float"):
                 helps = ("list the values: `in [...]`",)
-            raise Refusal(Diagnostic("S102", title, Label(node.domain.span, said), helps=helps))
+            raise Refusal.of("S102", title, Label(node.domain.span, said), helps=helps)
         return None, (low, high)
     values = evaluate(node.domain, names)
     if not isinstance(values, tuple) or not values:
         title = "the values of a knob are a list or an interval"
         helps = ("`in [1, 2, 4]`", "`in 1..8`")
-        raise Refusal(Diagnostic("S102", title, Label(node.domain.span), helps=helps))
+        raise Refusal.of("S102", title, Label(node.domain.span), helps=helps)
     return tuple(_typed(blank, value, node.domain.span) for value in values), None
 
 
@@ -118,9 +118,7 @@ def _typed(knob: Knob, value: Any, span: Span) -> Any:
         helps: tuple[str, ...] = (f"give it {OF_TYPE[knob.type]}",)
         if other := next((name for name, fits in kinds.items() if fits(value)), None):
             helps = (*helps, f"or declare it so: `knob {knob.name}: {other}`")
-        raise Refusal(
-            Diagnostic("S102", title, Label(span, f"this is {shown(value)}"), helps=helps)
-        )
+        raise Refusal.of("S102", title, Label(span, f"this is {shown(value)}"), helps=helps)
     if knob.type == "choice":
         return Symbol(value.name if isinstance(value, AxisSize) else value)
     return {"int": int, "float": float, "bool": bool}[knob.type](value)
@@ -137,7 +135,7 @@ def _setting(knob: Knob, given: Any) -> Any:
             title = f"`{knob.name}` cannot be `{given}`"
             label = Label(knob.span, f"is of type {knob.type}")
             helps = (f"give it {OF_TYPE[knob.type]}",)
-            raise Refusal(Diagnostic("S102", title, label, helps=helps)) from None
+            raise Refusal.of("S102", title, label, helps=helps) from None
     return _typed(knob, value, knob.span)
 
 
@@ -155,7 +153,7 @@ def _outside(knob: Knob, node: n.Knob, value: Any, from_setting: bool) -> None:
     title = f"`{knob.name}` cannot be {shown(value).strip('`')}"
     also = () if from_setting or node.default is None else (Label(node.default.span, "default"),)
     label = Label(node.domain.span, "its allowed values")
-    raise Refusal(Diagnostic("S103", title, label, also, helps=(many,)))
+    raise Refusal.of("S103", title, label, also, helps=(many,))
 
 
 def unknown_settings(settings: Mapping[str, Any], knobs: Mapping[str, Knob], at: Span) -> None:
@@ -165,7 +163,7 @@ def unknown_settings(settings: Mapping[str, Any], knobs: Mapping[str, Knob], at:
             help_ = guess(name, knobs, "its knobs are") if knobs else "it has no knobs"
             title = f"the schedule has no knob `{name}`"
             facts = unknown(name, knobs)
-            raise Refusal(Diagnostic("S106", title, Label(at), helps=(help_,), facts=facts))
+            raise Refusal.of("S106", title, Label(at), helps=(help_,), facts=facts)
 
 
 def alternatives(

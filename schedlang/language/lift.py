@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from schedlang.diagnostics.diagnostic import SPELLED, Diagnostic, Label, Refusal
+from schedlang.diagnostics.diagnostic import SPELLED, Label, Refusal
 from schedlang.diagnostics.source import NOWHERE, Source, Span, python_span
 from schedlang.ir.placement import P, Replicate, S
 from schedlang.ir.primitive import Primitive, find
@@ -179,7 +179,7 @@ def _strange(value: object, span: Span) -> NoReturn:
     title = "this value has no form in a schedule"
     label = Label(span or python_span(), f"a {kind}: {str(value)[:60]!r}")
     help_ = "numbers, names, strings, lists, `S(...)`, `R` and `P(...)` have one"
-    raise Refusal(Diagnostic("S304", title, label, helps=(help_,)))
+    raise Refusal.of("S304", title, label, helps=(help_,))
 
 
 def call(name: str, args: Any, named: Any, span: Span = NOWHERE) -> n.Call:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, Union
 
 from schedlang.diagnostics.diagnostic import (
-    Diagnostic,
     Facts,
     Label,
     Refusal,
@@ -24,30 +23,9 @@ from schedlang.language.syntax import parse
 FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
-            "gelu",
-            "relu",
-            "silu",
-            "sigmoid",
-            "tanh",
-            "erf",
-            "exp",
-            "log",
-            "sqrt",
-            "rsqrt",
-            "square",
-            "abs",
-            "neg",
-            "softplus",
-            "mish",
-            "relu6",
-            "hardswish",
-            "elu",
-            "leaky_relu",
-            "logsigmoid",
-            "reciprocal",
-            "sin",
-            "cos",
-            "to",
+            *("gelu", "relu", "silu", "sigmoid", "tanh", "erf", "exp", "log", "sqrt", "rsqrt"),
+            *("square", "abs", "neg", "softplus", "mish", "relu6", "hardswish", "elu"),
+            *("leaky_relu", "logsigmoid", "reciprocal", "sin", "cos", "to"),
         ),
         ("input",),
     ),
@@ -157,12 +135,10 @@ def node_of(text: str) -> n.Pattern:
     said = text if text.lstrip().startswith("pattern ") else f"pattern {text}"
     items = parse(Source("<string>", f"schedule 1\n{said}\n")).items
     if len(items) != 1 or not isinstance(items[0], n.Pattern):
-        raise Refusal(
-            Diagnostic(
-                "S885",
-                "this is not a single pattern",
-                helps=("write `bias_gelu(x, b) { gelu(x + b) }`",),
-            )
+        raise Refusal.of(
+            "S885",
+            "this is not a single pattern",
+            helps=("write `bias_gelu(x, b) { gelu(x + b) }`",),
         )
     return items[0]
 
@@ -242,4 +218,4 @@ def _call(node: n.Call, params: Sequence[str]) -> Op:
 
 
 def _refused(title: str, node: n.Node, *helps: str, facts: Facts = ()) -> NoReturn:
-    raise Refusal(Diagnostic("S885", title, Label(node.span), helps=helps, facts=facts))
+    raise Refusal.of("S885", title, Label(node.span), helps=helps, facts=facts)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, NoReturn, Protocol
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest, quoted, unknown
+from schedlang.diagnostics.diagnostic import Label, Refusal, closest, quoted, unknown
 from schedlang.language import nodes as n
 from schedlang.language import printer
 from schedlang.language.evaluate import evaluate, reached
@@ -178,7 +178,7 @@ class Selector:
             count = f"{len(there)} children, 0 to {len(there) - 1}" if there else "no children"
             label = Label(seg.span, f"{_name(fqn)} has {count}")
             helps = ("count from the end: the last is `-1`",) if there else ()
-            raise Refusal(Diagnostic("S202", f"index {index} is out of range", label, helps=helps))
+            raise Refusal.of("S202", f"index {index} is out of range", label, helps=helps)
         return there[index]
 
     def _index(self, seg: n.Seg, group: Found, names: Names) -> Found:
@@ -207,7 +207,7 @@ class Selector:
         label = Label(path.span, f"{count} of this type")
         title = f"no selected module is a `{path.type}`"
         facts = unknown(path.type, there)
-        raise Refusal(Diagnostic("S203", title, label, helps=(help_,), facts=facts))
+        raise Refusal.of("S203", title, label, helps=(help_,), facts=facts)
 
     def _no_match(self, seg: n.Seg, wanted: str, group: Found, looked: Sequence[str]) -> NoReturn:
         children = sorted({name for m in group.modules for name in self.tree.children(m)})
@@ -227,7 +227,7 @@ class Selector:
             helps = (f"its children are {quoted(children)}",)
         label = Label(seg.span, says)
         facts, title = unknown(wanted, children), "selector matches no module"
-        raise Refusal(Diagnostic("S201", title, label, (), notes, helps, facts=facts))
+        raise Refusal.of("S201", title, label, (), notes, helps, facts=facts)
 
     def _has(self, fqn: str, wanted: str) -> bool:
         return any(_pattern(wanted).fullmatch(name) for name in self.tree.children(fqn))
@@ -249,7 +249,7 @@ class Selector:
             if not kept and at.where is not None:
                 notes = ("`where` is false for all of them", *self._told(at.where, found, names))
             helps = ("change the condition, or end the path in `?`: then it may select nothing",)
-            raise Refusal(Diagnostic("S207", title, label, notes=notes, helps=helps))
+            raise Refusal.of("S207", title, label, notes=notes, helps=helps)
         return left
 
     def _where(self, test: n.Expr, found: tuple[str, ...], names: Names) -> tuple[str, ...]:
@@ -264,7 +264,7 @@ class Selector:
             if not isinstance(holds, bool) and holds is not UNKNOWN:
                 label = Label(test.span, f"this is {shown(holds)}")
                 title = "`where` needs a condition: true or false"
-                raise Refusal(Diagnostic("S304", title, label, facts=bare(holds)))
+                raise Refusal.of("S304", title, label, facts=bare(holds))
             if holds is True:
                 kept.append(fqn)
         if lacking and len(lacking) == len(found):
@@ -275,7 +275,7 @@ class Selector:
             if near := closest(lacking[0], [*SEEN, *own]):
                 helps = (f"did you mean `{near}`?", *helps)
             facts = unknown(lacking[0], [*SEEN, *own])
-            raise Refusal(Diagnostic("S208", title, label, helps=helps, facts=facts))
+            raise Refusal.of("S208", title, label, helps=helps, facts=facts)
         return tuple(kept)
 
     def _told(self, test: n.Expr, found: tuple[str, ...], names: Names) -> Iterator[str]:
@@ -386,10 +386,10 @@ def _bound(text: str | None, seg: n.Seg, names: Names) -> int | None:
         helps = (f"did you mean `{near}`?",) if near else ()
         title = f"unknown name `{text}`"
         label = Label(seg.span, "used as an index")
-        raise Refusal(Diagnostic("S210", title, label, helps=helps, facts=unknown(text, known)))
+        raise Refusal.of("S210", title, label, helps=helps, facts=unknown(text, known))
     if isinstance(value, bool) or not isinstance(value, int):
         label = Label(seg.span, f"`{text}` is {shown(value)}")
-        raise Refusal(Diagnostic("S304", "an index must be an integer", label))
+        raise Refusal.of("S304", "an index must be an integer", label)
     return int(value)
 
 
@@ -401,13 +401,11 @@ def _sliced(
     bounds = [_bound(text, seg, names) for text in texts]
     if bounds[2] == 0:
         helps = ("write `[::2]` for every second module",)
-        raise Refusal(
-            Diagnostic("S202", "the step of a slice cannot be 0", Label(seg.span), helps=helps)
-        )
+        raise Refusal.of("S202", "the step of a slice cannot be 0", Label(seg.span), helps=helps)
     picked = there[slice(*bounds)]
     numbers = all(text is None or text.lstrip("-").isdigit() for text in texts)
     if not picked and numbers:
         label = Label(seg.span, f"{_name(fqn)} has {len(there)} children")
         helps = ("the end is not included: `[0:2]` selects two modules",)
-        raise Refusal(Diagnostic("S202", "this slice is empty", label, helps=helps))
+        raise Refusal.of("S202", "this slice is empty", label, helps=helps)
     return picked

@@ -55,7 +55,7 @@ def _tree(source: Source, start: str) -> tuple[Any, list[Diagnostic]]:
         raise Refusal(explain(source, mistake)) from None
     except TooDeep as deep:
         label = Label(span_of(source, deep.token), f"{deep.nested} may be nested {DEEPEST} deep")
-        raise Refusal(Diagnostic("S004", "this is nested too deep", label)) from None
+        raise Refusal.of("S004", "this is nested too deep", label) from None
 
 
 def tree(source: Source) -> tuple[n.File, list[Diagnostic]]:
@@ -92,8 +92,8 @@ def _fragment(text: str, span: Span, start: str, kind: type) -> Any:
     except Refusal as refused:
         inner = refused.diagnostic
         also = (Label(span, "given here"),) if span else ()
-        raise Refusal(
-            Diagnostic(inner.code, inner.title, inner.primary, also, inner.notes, inner.helps)
+        raise Refusal.of(
+            inner.code, inner.title, inner.primary, also, inner.notes, inner.helps
         ) from None
     if problems:
         raise Refusal(*problems)
@@ -116,7 +116,7 @@ def read(path: str | FilePath, name: str | None = None) -> Source:
             (f"did you mean `{near}`?",) if near else ("give the path of a schedule: `x.sched`",)
         )
         title = f"cannot read `{shown}`: {why}"
-        raise Refusal(Diagnostic("S000", title, helps=helps, facts=facts)) from None
+        raise Refusal.of("S000", title, helps=helps, facts=facts) from None
     try:
         return Source(shown, raw.decode("utf-8-sig").replace("\r\n", "\n"))
     except UnicodeDecodeError as error:
@@ -124,23 +124,14 @@ def read(path: str | FilePath, name: str | None = None) -> Source:
         title = f"`{shown}` is not UTF-8 text"
         note = f"byte {error.start + 1}, on line {line}, is 0x{raw[error.start]:02x}"
         helps = ("save it as UTF-8",)
-        raise Refusal(Diagnostic("S000", title, notes=(note,), helps=helps)) from None
+        raise Refusal.of("S000", title, notes=(note,), helps=helps) from None
 
 
 # ---- What the parser could not read, told to a person; and what it read but is no schedule.
 
 
 DECLARATIONS = (
-    "use",
-    "mesh",
-    "view",
-    "knob",
-    "require",
-    "pattern",
-    "def",
-    "step",
-    "override",
-    "drop",
+    *("use", "mesh", "view", "knob", "require", "pattern", "def", "step", "override", "drop"),
 )
 STATEMENTS = ("at", "when", "expect")
 KEYWORDS = frozenset(DECLARATIONS + STATEMENTS) | {

@@ -62,7 +62,7 @@ class Running:
     starts: dict[Place, int] = field(default_factory=dict)  # of those that are split logits
 
 
-class Alone(ABC):
+class Isolated(ABC):
     """Hooks on all modules of a model that replace what crosses their edges.
 
     What is handed on is told (`taken`, `returned`), which answer by what the other side is given
@@ -176,7 +176,7 @@ def parts_of(tree: Any) -> tuple[list[Tensor], Starts, tuple[list[Any], Any]]:
     """
     leaves, spec = pytree.tree_flatten(tree, is_leaf=lambda v: isinstance(v, ShardedLogits))
     # what a head hands on alone is its logits
-    leaves = [leaf.computed() if isinstance(leaf, LazyLogits) else leaf for leaf in leaves]
+    leaves = [leaf.whole() if isinstance(leaf, LazyLogits) else leaf for leaf in leaves]
     tensors: list[Tensor] = []
     starts: list[int | None] = []
     for leaf in leaves:
@@ -220,7 +220,7 @@ def drawn(place: Place, value: Tensor) -> Tensor:
     return torch.as_tensor(numbers, dtype=value.dtype)
 
 
-class Recorder(Alone):
+class Recorder(Isolated):
     """The calls of the original in one pass, in the order in which they return."""
 
     def __init__(self, model: nn.Module, opaque: Collection[str] = ()) -> None:
@@ -407,7 +407,7 @@ def difference(got: Tensor, want: Tensor, scale: float) -> float:
     return error / size if size else math.inf if error else 0.0
 
 
-class Judge(Alone):
+class Judge(Isolated):
     """Feeds every module what the original's gets, and notes what it makes wrong of it."""
 
     def __init__(

@@ -158,7 +158,7 @@ def _own(a: Assembly, output: Any) -> Any:
 
 def _gathered(output: Any) -> Any:
     """The output with split logits made whole; all ranks of their group do this together."""
-    made = lambda v: v.gathered() if isinstance(v, ShardedLogits) else v  # noqa: E731
+    made = lambda v: v.whole() if isinstance(v, ShardedLogits) else v  # noqa: E731
     is_split = lambda value: isinstance(value, ShardedLogits)  # noqa: E731
     return pytree.tree_map(made, output, is_leaf=is_split)
 

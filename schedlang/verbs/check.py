@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from schedlang.verbs.ending import FAILS, HOLDS, REFUSED, UNCHECKED, show_json
-from schedlang.verbs.outcome import AsJson, Common, verb
+from schedlang.verbs.options import AsJson, Common, verb
 
 if TYPE_CHECKING:
     from schedlang.passes.static_checks.static import Static

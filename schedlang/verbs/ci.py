@@ -12,10 +12,10 @@ import typer
 
 from schedlang.diagnostics.tables import columns, fitted
 from schedlang.verbs.ending import FAILS, HOLDS, REFUSED, UNCHECKED, bad_option, show_json
-from schedlang.verbs.outcome import AsJson, Common, Seed, WorkingDtype, verb
+from schedlang.verbs.options import AsJson, Common, Seed, WorkingDtype, verb
 
 if TYPE_CHECKING:
-    from schedlang.verbs.answers import Outcome, Wish
+    from schedlang.verbs.examine import Outcome, Wish
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,7 @@ def ci(
     As a step of a GitHub workflow it puts annotations on the lines to blame and a table into the
     job's summary.  A mesh larger than `--world` is left out, which counts as not checked.
     """
-    from schedlang.verbs.answers import Wish
-    from schedlang.verbs.examine import Ranks
+    from schedlang.verbs.examine import Ranks, Wish
 
     files = list(_schedules(paths))
     meant = _meant(terms.refused or (), files)
@@ -126,7 +125,7 @@ def _asked(file: Path, wish: Wish, asks: Asks, ranks: object) -> Iterator[Outcom
 
 def _schedules(paths: Sequence[Path]) -> Iterator[Path]:
     """The files named, and those below the folders named, in order (S000)."""
-    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+    from schedlang.diagnostics.diagnostic import Refusal
 
     for path in paths:
         if not path.is_dir():
@@ -136,7 +135,7 @@ def _schedules(paths: Sequence[Path]) -> Iterator[Path]:
         below = [p for p in every if not any(x[0] == "." for x in p.relative_to(path).parts)]
         if not below:
             title = f"there is no schedule below `{path}`"
-            raise Refusal(Diagnostic("S000", title, helps=("give the files: `x.sched`",)))
+            raise Refusal.of("S000", title, helps=("give the files: `x.sched`",))
         yield from below
 
 
@@ -165,7 +164,7 @@ def _say(outcome: Outcome) -> None:
 def _tell_github(found: Sequence[Outcome], out: TextIO) -> None:
     """The runner reads commands from both streams; JSON stays alone on its own."""
     from schedlang.diagnostics.annotate import annotation, on_github, summarize
-    from schedlang.verbs.answers import summary
+    from schedlang.verbs.examine import summary
 
     if not on_github():
         return

@@ -1,41 +1,38 @@
-"""--cost of a command line: what the operations of a step take."""
+"""--cost of a command line: what operations take, and expectations held against a plan and it."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Facts, Refusal, guess, unknown
+import typer
+
+from schedlang.diagnostics.diagnostic import Facts, Refusal, guess, unknown
 from schedlang.diagnostics.source import text_of
+from schedlang.diagnostics.tables import for_messages
 from schedlang.pipeline.cost import Cost, Number
-from schedlang.verbs.ending import bad_option
+from schedlang.verbs.ending import FAILS, bad_option
 
 if TYPE_CHECKING:
-    from schedlang.passes.simulate.step_time import Measurement
+    from schedlang.diagnostics.diagnostic import Diagnostic
+    from schedlang.ir.plan import Plan
+    from schedlang.passes.simulate.account import Account
+    from schedlang.passes.simulate.step_time import Measurement, Took
+
+# ---- --cost of a command line: what the operations of a step take.
+
 
 # as they are written, and the fields of a Cost that they are; B stands for I and W together
-FIELDS = {
-    name if name in ("F", "I", "W") else name.lower(): name.lower()
+FIELDS = {"F": "f", "I": "i", "W": "w"} | {
+    name: name
     for name in (
-        "F",
-        "I",
-        "W",
-        "comm",
-        "kept",
-        "inputs",
-        "recompute",
-        "evict",
-        "load",
-        "offload",
-        "reload",
-        "unshard",
-        "reshard",
-        "reduce",
-        "step",
-        "barrier",
+        *("comm", "kept", "inputs", "recompute", "evict", "load", "offload"),
+        *("reload", "unshard", "reshard", "reduce", "step", "barrier"),
     )
 }
 SHARES = ("kept", "inputs")  # of a microbatch's activations, none above one
@@ -75,13 +72,13 @@ def times(text: str) -> Cost | Measurement:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "it is not JSON"
         title = f"cannot read `{text.strip()}`: {why}"
-        raise Refusal(Diagnostic("S915", title, helps=(MEASURE,))) from None
+        raise Refusal.of("S915", title, helps=(MEASURE,)) from None
     try:
         return measurement(made)
     except (KeyError, TypeError, ValueError, IndexError):
         title = f"`{text.strip()}` has no times of a pipeline"
         helps = (MEASURE, "or give the times of a microbatch in ms: `--cost F=18,B=37,step=4`")
-        raise Refusal(Diagnostic("S915", title, helps=helps)) from None
+        raise Refusal.of("S915", title, helps=helps) from None
 
 
 def _cost(given: dict[str, Number]) -> Cost:
@@ -116,3 +113,57 @@ def _value(name: str, part: str, text: str) -> Number:
 def _bad(part: str, why: str, help_: str, facts: Facts = ()) -> NoReturn:
     title = f"cannot read `--cost {part.strip()}`: {why}"
     bad_option(title, help_, facts)
+
+
+# ---- Expectations of a schedule about its plan, held by the verbs: exit 1 for what does not
+# hold.
+
+
+def step_of(plan: Plan, cost: str | None) -> Took | None:
+    """Simulate a step with the times of `--cost`; None without them."""
+    if cost is None:
+        return None
+    from schedlang.passes.simulate.step_time import simulated_step
+
+    return simulated_step(plan, times(cost))
+
+
+def demand_expected(plan: Plan, account: Account, took: Took | None = None) -> None:
+    """Tell what an `expect` wants and the plan does not give; exit 1.
+
+    Times are held where a step has one; else it is said that they are not.
+    """
+    from schedlang.passes.simulate.expected import late, unmet
+
+    _say_left(plan, took)
+    _fail([*unmet(plan, account), *(late(plan, took) if took is not None else ())])
+
+
+def demand_costs(plan: Plan, account: Account) -> None:
+    """The same before times are known."""
+    from schedlang.passes.simulate.expected import unmet
+
+    _fail(unmet(plan, account))
+
+
+def demand_time(plan: Plan, took: Took) -> None:
+    """The same of times alone."""
+    from schedlang.passes.simulate.expected import late
+
+    _fail(late(plan, took))
+
+
+def _say_left(plan: Plan, took: Took | None) -> None:
+    """Name the times that nothing here can be held against."""
+    from schedlang.passes.simulate.expected import LEFT, timed
+
+    for one in timed(plan) if took is None else ():
+        print(f"`{one.said}` is not compared here: {LEFT}", file=sys.stderr)
+
+
+def _fail(problems: Iterable[Diagnostic]) -> None:
+    found = list(problems)
+    for problem in found:
+        print(problem.render(for_messages(sys.stderr)), file=sys.stderr)
+    if found:
+        raise typer.Exit(FAILS)

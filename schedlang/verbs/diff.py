@@ -9,7 +9,7 @@ import typer
 
 from schedlang.diagnostics.tables import columns, fitted
 from schedlang.verbs.ending import bad_option, show_json
-from schedlang.verbs.outcome import AsJson, Common, verb
+from schedlang.verbs.options import AsJson, Common, verb
 
 if TYPE_CHECKING:
     from schedlang.verbs.inputs import Planned

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Facts, Refusal
+from schedlang.diagnostics.diagnostic import Facts, Refusal
 from schedlang.diagnostics.tables import for_messages
 
 HOLDS, FAILS, REFUSED, UNCHECKED = 0, 1, 2, 3
@@ -52,7 +52,7 @@ def show_json(value: object) -> None:
 
 def bad_option(title: str, help_: str, facts: Facts = ()) -> NoReturn:
     """Refuse an option, or options beside each other (S109), with what would be legal."""
-    raise Refusal(Diagnostic("S109", title, helps=(help_,), facts=facts))
+    raise Refusal.of("S109", title, helps=(help_,), facts=facts)
 
 
 def check_positive(name: str, value: float | None) -> None:

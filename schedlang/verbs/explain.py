@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from schedlang.verbs.ending import show_json
-from schedlang.verbs.outcome import AsJson, verb
+from schedlang.verbs.options import AsJson, verb
 
 
 @verb
@@ -22,7 +22,7 @@ def explain(
 ) -> None:
     """Explain a primitive or the code of a message; without a name list all of them."""
     from schedlang.diagnostics import codes
-    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, closest, unknown
+    from schedlang.diagnostics.diagnostic import Refusal, closest, unknown
     from schedlang.diagnostics.other_systems import VERBS
     from schedlang.ir import primitive
     from schedlang.ir.primitive import load_all, registry
@@ -47,7 +47,7 @@ def explain(
         )
         title = f"there is no primitive or code `{name}`"
         facts = unknown(name, () if near is None or name in VERBS else (near,))
-        raise Refusal(Diagnostic("S301", title, helps=helps, facts=facts))
+        raise Refusal.of("S301", title, helps=helps, facts=facts)
 
 
 def _show(page: object, as_json: bool) -> None:

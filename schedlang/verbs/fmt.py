@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +9,7 @@ import typer
 
 from schedlang.diagnostics.source import bytes_of
 from schedlang.verbs.ending import FAILS, show_json
-from schedlang.verbs.outcome import AsJson, verb
+from schedlang.verbs.options import AsJson, verb
 
 
 @verb
@@ -35,6 +32,7 @@ def fmt(
     from schedlang.language import printer
     from schedlang.language.grammar import Upgraded, upgraded
     from schedlang.language.syntax import read
+    from schedlang.verbs.inputs import write_text
 
     made: dict[Path, tuple[str, str]] = {}
     told: dict[Path, list[str]] = {}  # what was upgraded
@@ -51,7 +49,7 @@ def fmt(
         raise Refusal(*problems)
     changed = [file for file, (before, after) in made.items() if _differs(file, before, after)]
     for file in changed if not check else ():
-        _write(file, made[file][1])
+        write_text(file, made[file][1])
     code = FAILS if check and changed else 0
     if as_json:
         upgrades = {str(file): said for file, said in told.items() if said}
@@ -67,17 +65,3 @@ def fmt(
 def _differs(file: Path, before: str, after: str) -> bool:
     """Return whether the bytes would change: also line ends and a byte order mark count."""
     return before != after or bytes_of(file) != after.encode()
-
-
-def _write(file: Path, text: str) -> None:
-    """Replace the file whole or not at all; a link keeps pointing at it."""
-    target = Path(os.path.realpath(file))
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as out:
-            out.write(text.encode())
-        shutil.copymode(target, name)
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from schedlang.verbs.ending import show_json
-from schedlang.verbs.outcome import AsJson, verb
+from schedlang.verbs.options import AsJson, verb
 
 if TYPE_CHECKING:
     from torch import nn

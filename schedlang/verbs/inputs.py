@@ -79,7 +79,7 @@ def recorded(file: Path, model: str | None) -> tuple[dict[str, Any], ModelFile]:
         notes = (f"the plan was made for {ascii(named)}; there is no `model.py` next to it",)
         model = shlex.quote(named) if named.isprintable() else "FILE"
         helps = (f"if you trust that file: `--model {model}`",)
-        raise Refusal(Diagnostic("S904", title, notes=notes, helps=helps))
+        raise Refusal.of("S904", title, notes=notes, helps=helps)
     return record, load_model_file(model, file)
 
 
@@ -166,18 +166,21 @@ def write_asked(path: Path, text: str) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all; packed if its name ends in .gz."""
-    import gzip
+    """Write a file whole or not at all; packed if its name ends in .gz.
 
-    data = text.encode()
+    A link keeps pointing at its file, and a file that is there keeps its mode.
+    """
+    target, data = Path(os.path.realpath(path)), text.encode()
     if path.suffix == ".gz":
+        import gzip
+
         data = gzip.compress(data, 6, mtime=0)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as out:
             out.write(data)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
+        os.chmod(name, target.stat().st_mode if target.exists() else 0o644)
+        os.replace(name, target)
     except BaseException:
         os.unlink(name)
         raise

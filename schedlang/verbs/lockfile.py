@@ -83,7 +83,7 @@ def compare_lock(schedule: Path, model: str | None) -> Compared:
 
     Raises Refusal where there is no lock or none that can be read (S721), or nothing to plan.
     """
-    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+    from schedlang.diagnostics.diagnostic import Refusal
     from schedlang.passes.lock import changes, read_lock, versions
     from schedlang.verbs.inputs import accounted, planned
 
@@ -94,7 +94,7 @@ def compare_lock(schedule: Path, model: str | None) -> Compared:
         why = "there is none" if isinstance(error, FileNotFoundError) else f"{error}"
         title = f"cannot read the lock `{path}`"
         helps = (f"write one: `schedlang plan {schedule} --lock`",)
-        raise Refusal(Diagnostic("S721", title, notes=(why,), helps=helps)) from None
+        raise Refusal.of("S721", title, notes=(why,), helps=helps) from None
     old = read_lock(text, str(path))
     knobs = [value for option, value in old.settings if option == "--knob"]
     mesh = next((value for option, value in old.settings if option == "--mesh"), None)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from schedlang.verbs.outcome import verb
+from schedlang.verbs.options import verb
 
 
 @verb
@@ -18,13 +18,11 @@ def lsp(
     """Serve editors over standard input and output: diagnostics, completion, hover, formatting."""
     from importlib.metadata import version
 
-    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+    from schedlang.diagnostics.diagnostic import Refusal
 
     try:
         from schedlang.editors.server import server
     except ImportError:
         title = "the language server needs the package `pygls`, which is not installed"
-        raise Refusal(
-            Diagnostic("S909", title, helps=("pip install 'schedlang[editors]'",))
-        ) from None
+        raise Refusal.of("S909", title, helps=("pip install 'schedlang[editors]'",)) from None
     server(version("schedlang"), model=model).start_io()

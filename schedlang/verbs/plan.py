@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from schedlang.verbs.ending import bad_option, show_json
-from schedlang.verbs.outcome import AsJson, Common, verb
+from schedlang.verbs.options import AsJson, Common, verb
 
 if TYPE_CHECKING:
     from schedlang.verbs.inputs import Planned
@@ -90,7 +90,7 @@ def plan(
     unit cost.  Exit 1 where an `expect` does not hold.
     """
     from schedlang.diagnostics.tables import columns, for_messages
-    from schedlang.verbs.expected import demand_expected, step_of
+    from schedlang.verbs.costs import demand_expected, step_of
     from schedlang.verbs.inputs import accounted, check_folders, planned
     from schedlang.verbs.lockfile import demand_lock, write_lock
     from schedlang.viz.show import text, view
@@ -148,7 +148,7 @@ def _check_lock_alone(common: Common, locks: Locks) -> None:
 
 def _draw(shown: View, asked: Written) -> None:
     """The pictures that were asked for."""
-    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+    from schedlang.diagnostics.diagnostic import Refusal
     from schedlang.pipeline.timeline.simulation import timing
     from schedlang.verbs.inputs import write_asked
     from schedlang.viz.picture import page, picture
@@ -162,7 +162,7 @@ def _draw(shown: View, asked: Written) -> None:
         timeline = shown.account.timeline
         if timeline is None:
             title = "this plan has no pipeline, so there is no timeline to trace"
-            raise Refusal(Diagnostic("S609", title, helps=("leave out `--trace`",)))
+            raise Refusal.of("S609", title, helps=("leave out `--trace`",))
         write_asked(asked.trace, trace(timing(timeline)))
 
 

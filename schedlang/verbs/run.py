@@ -12,7 +12,7 @@ import typer
 
 from schedlang.diagnostics.tables import for_messages
 from schedlang.verbs.ending import FAILS, REFUSED, bad_option, show_json
-from schedlang.verbs.outcome import AsJson, Common, Seed, Timeout, unchecked, verb
+from schedlang.verbs.options import AsJson, Common, Seed, Timeout, unchecked, verb
 
 if TYPE_CHECKING:
     from schedlang.ir.modelfile import ModelFile
@@ -104,7 +104,7 @@ def run(
 
 def check_timeline(path: Path | None, plan: Plan) -> None:
     """Refuse a picture of a run that has no pipeline (S609), or of another form (S109)."""
-    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+    from schedlang.diagnostics.diagnostic import Refusal
 
     if path is None:
         return
@@ -113,7 +113,7 @@ def check_timeline(path: Path | None, plan: Plan) -> None:
         bad_option(title, "name it *.svg, *.html or *.json")
     if not plan.cuts:
         title = "this plan has no pipeline, so there is no timeline to draw"
-        raise Refusal(Diagnostic("S609", title, helps=("leave out `--timeline`",)))
+        raise Refusal.of("S609", title, helps=("leave out `--timeline`",))
 
 
 def write_measured(path: Path, found: Measured, title: str, axis: str) -> None:
@@ -134,7 +134,7 @@ def write_measured(path: Path, found: Measured, title: str, axis: str) -> None:
 def _show(name: str, course: Course, trained: Trained, as_json: bool) -> None:
     """Show the results of a training; exit 1 where it took longer than the schedule expects."""
     from schedlang.passes.simulate.expected import late
-    from schedlang.verbs.expected import demand_time
+    from schedlang.verbs.costs import demand_time
 
     plan, took = course.plan, _took(trained)
     if as_json:
@@ -164,7 +164,7 @@ def _demand(course: Course) -> None:
     expected."""
     from schedlang.passes.simulate.expected import counted, counting
     from schedlang.passes.simulate.gains import gained
-    from schedlang.verbs.expected import demand_costs
+    from schedlang.verbs.costs import demand_costs
 
     gained(course.plan, course.batch(course.seed))
     if counting(course.plan):

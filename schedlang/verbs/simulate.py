@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from schedlang.verbs.ending import check_positive, show_json
-from schedlang.verbs.lines import Asked
-from schedlang.verbs.outcome import AsJson, Common, verb
+from schedlang.verbs.options import AsJson, Common, verb
 
 if TYPE_CHECKING:
     from schedlang.passes.simulate.step_time import Machine
@@ -33,6 +32,31 @@ Costs = Annotated[
         "schedule's costs are estimated.",
     ),
 ]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of an order; None where they were not given."""
+
+    order: Annotated[
+        str | None,
+        typer.Option(help="A name (1F1B, ZB-H1, ..), a table `mine.csv`, or `search`; 1F1B."),
+    ] = None
+    stages: Annotated[
+        int | None, typer.Option("--stages", "--ranks", help="Pipeline ranks, the p of papers; 4.")
+    ] = None
+    micro: Annotated[int | None, typer.Option(help="Microbatches; 8.")] = None
+    chunks: Annotated[
+        int | None, typer.Option(help="Stages on each rank, where the order leaves it open.")
+    ] = None
+    slices: Annotated[int | None, typer.Option(help="Slices of each sequence; 1.")] = None
+    memory: Annotated[
+        float | None,
+        typer.Option(help="Activations a rank may hold, in microbatches of one rank's share."),
+    ] = None
+    every: Annotated[
+        int | None, typer.Option(help="Microbatches of an update, for orders with stale weights.")
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -110,10 +134,9 @@ def simulate(
     milliseconds where the schedule expects something of `time(step)`: exit 1 if it does not hold.
     """
     from schedlang.diagnostics.tables import columns
-    from schedlang.verbs.costs import costs
-    from schedlang.verbs.expected import demand_time, step_of
+    from schedlang.verbs.costs import costs, demand_time, step_of
     from schedlang.verbs.inputs import check_folders, planned
-    from schedlang.verbs.lines import named, of_schedule
+    from schedlang.verbs.simulated import named, of_schedule
 
     axis = unit = ""
     check_folders(svg=pictures.svg, html=pictures.html, trace=pictures.trace)

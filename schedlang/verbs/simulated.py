@@ -1,17 +1,41 @@
-"""Results of `simulate` for a timeline: its times, its memory and its messages, text and JSON."""
+"""The timeline that `simulate` is asked for: of an order, a table or a schedule; its numbers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from typing import Any
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from schedlang.diagnostics.diagnostic import Refusal, closest, unknown
+from schedlang.diagnostics.source import text_of
 from schedlang.diagnostics.tables import fitted
 from schedlang.pipeline.cost import Cost
+from schedlang.pipeline.schedules import (
+    ORDERS,
+    Order,
+    OrderError,
+    Size,
+    chunks_of,
+    find,
+    order,
+    read_table,
+)
+from schedlang.pipeline.schedules.looped import accounted
 from schedlang.pipeline.timeline.memory import peak, peak_live
 from schedlang.pipeline.timeline.simulation import Timing, timing
 from schedlang.pipeline.timeline.table import Timeline
 from schedlang.pipeline.timeline.versions import is_stale, weight_copies
+from schedlang.verbs.ending import bad_option
+
+if TYPE_CHECKING:
+    from schedlang.verbs.simulate import Asked
+
+# ---- Results of `simulate` for a timeline: its times, its memory and its messages, text and
+# JSON.
+
 
 WIDE = 100 + len("rank 0: ")  # columns where there is no terminal
 LONGEST = 20_000  # operations that are listed in JSON
@@ -33,8 +57,12 @@ class Simulated:
     memory: float | None
     timeline: Timeline
     cost: Cost
-    times: Timing
     estimated: tuple[str, ...] = ()
+
+    @cached_property
+    def times(self) -> Timing:
+        """The start and the end of each operation."""
+        return timing(self.timeline, self.cost)
 
     @property
     def head(self) -> str:
@@ -48,9 +76,6 @@ class Simulated:
         """Interleaved 1F1B as Zero Bubble's Table 5 counts it: less p transfers (2401.10241)."""
         if self.order != "Interleaved1F1B":
             return None
-        from schedlang.pipeline.schedules import Size
-        from schedlang.pipeline.schedules.looped import accounted
-
         size = Size(self.timeline.ranks, self.micro, self.chunks, cost=self.cost)
         span = float(accounted(self.times.rank_span, size))
         return {"cost": span, "bubble": 1 - float(self.times.busy.mean()) / span}
@@ -115,21 +140,6 @@ class Simulated:
         return fitted("\n".join(lines), width) + f"\n\n{drawn}"
 
 
-def simulated(
-    line: Timeline,
-    cost: Cost,
-    order: str,
-    micro: int,
-    chunks: int,
-    slices: int,
-    memory: float | None,
-    estimated: tuple[str, ...] = (),
-) -> Simulated:
-    """Time a timeline."""
-    times = timing(line, cost)
-    return Simulated(order, micro, chunks, slices, memory, line, cost, times, estimated)
-
-
 def _short(value: Any) -> str:
     return f"{float(value):.6g}"
 
@@ -151,3 +161,95 @@ def _cost(cost: Cost) -> dict[str, Any]:
         elif value is not None:
             found[field.name] = [float(x) for x in value]
     return found
+
+
+# ---- The timeline that `simulate` is asked for: of a named order, of a table, or of a schedule.
+
+
+TABLE = ".csv"
+
+
+def named(asked: Asked, cost: Cost) -> Simulated:
+    """An order of the registry or a table, or a refusal that says what it needs."""
+    name = asked.order or "1F1B"
+    if name.lower().endswith(TABLE):
+        return _table(name, asked, cost)
+    known = _known(name)
+    ranks, micro, slices = (
+        default if value is None else value
+        for value, default in ((asked.stages, 4), (asked.micro, 8), (asked.slices, 1))
+    )
+    chunks = chunks_of(name) if asked.chunks is None else asked.chunks
+    if known.kept is not None and cost.kept == 1 and asked.memory is None:
+        cost = replace(cost, kept=known.kept)
+    rest: dict[str, Any] = {
+        "slices": slices,
+        "cost": cost,
+        "memory": asked.memory,
+        "every": asked.every,
+    }
+    line = legal(lambda: order(name, ranks, micro, chunks, **rest))
+    return Simulated(known.name, micro, chunks, slices, asked.memory, line, cost)
+
+
+def _known(order: str) -> Order:
+    """The order of a name, or a refusal that guesses which was meant."""
+    try:
+        return find(order)
+    except OrderError as error:
+        known = [name for one in ORDERS for name in (one.name, *one.aliases)]
+        near, facts = closest(order, known), unknown(order, known)
+        helps = (*((f"did you mean `{near}`?",) if near is not None else ()), error.legal)
+        raise Refusal.of("S608", error.reason, helps=helps, facts=facts) from None
+
+
+def _table(path: str, asked: Asked, cost: Cost) -> Simulated:
+    """A table of an order; it says its sizes itself."""
+    _not_beside(asked, ("chunks", "slices", "every"), "the table")
+    try:
+        text = text_of(path)
+    except (OSError, UnicodeDecodeError) as error:
+        title = f"cannot read the table `{path}`: {getattr(error, 'strerror', 'it is no text')}"
+        helps = ("give a file, or an order: `--order 1F1B`",)
+        raise Refusal.of("S303", title, helps=helps) from None
+    line = legal(lambda: read_table(text, asked.stages, asked.micro))
+    chunks = -(-line.stages // line.ranks)
+    return Simulated(path, line.microbatches, chunks, line.slices, asked.memory, line, cost)
+
+
+def of_schedule(file: Path, asked: Asked, found: Any, cost: Cost | None, machine: Any) -> Simulated:
+    """The order of a schedule's plan (`found`: Planned); without `cost` with estimated costs."""
+    from schedlang.passes.simulate.step_time import Estimate, estimated
+
+    _not_beside(asked, tuple(vars(asked)), "the plan of the schedule")
+    plan = found.plan
+    order = plan.order
+    if order is None or not plan.cuts:
+        title = f"`{file.name}` has no pipeline to simulate"
+        helps = ("add `pipeline_split` and `pipeline`, or give an order: `--order 1F1B`",)
+        raise Refusal.of("S609", title, helps=helps)
+    if cost is None:
+        batch = found.model.batch(0) if found.model.has_batch else None
+        made = estimated(plan, batch, found.model.loss, machine)
+    else:
+        made = Estimate(legal(lambda: order.timeline(plan.mesh.size(plan.cuts[0].axis))), cost, ())
+    sizes = order.name, order.micro, order.chunks, order.slices, order.memory
+    return Simulated(*sizes, made.timeline, made.cost, made.notes)
+
+
+def _not_beside(asked: Asked, names: tuple[str, ...], who: str) -> None:
+    """Refuse options that set what a file sets itself (S109)."""
+    given: Mapping[str, object] = vars(asked)
+    if twice := [name for name in names if given[name] is not None]:
+        words = ", ".join(f"`--{name}`" for name in twice)
+        title = f"{who} already sets {words}"
+        bad_option(title, "leave the option out, or leave out the file")
+
+
+def legal(make: Callable[[], Timeline]) -> Timeline:
+    """Make a timeline; refuse sizes that its order does not have, and name some that it has
+    (S608)."""
+    try:
+        return make()
+    except OrderError as error:
+        raise Refusal.of("S608", error.reason, helps=(error.legal,)) from None

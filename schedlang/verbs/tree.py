@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from schedlang.verbs.ending import show_json
-from schedlang.verbs.outcome import AsJson, Model, verb
+from schedlang.verbs.options import AsJson, Model, verb
 
 
 @verb

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from schedlang.verbs.ending import FAILS, bad_option, check_positive, show_json
-from schedlang.verbs.outcome import AsJson, Knobs, Model, verb
+from schedlang.verbs.options import AsJson, Knobs, Model, verb
 
 if TYPE_CHECKING:
     from schedlang.ir.modelfile import ModelFile

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from schedlang.verbs.ending import FAILS, HOLDS, UNCHECKED, show_json
-from schedlang.verbs.outcome import AsJson, Common, Seed, Timeout, WorkingDtype, unchecked, verb
+from schedlang.verbs.options import AsJson, Common, Seed, Timeout, WorkingDtype, unchecked, verb
 
 if TYPE_CHECKING:
     from schedlang.report import Report
@@ -72,7 +72,7 @@ def verify(
     Outputs, loss, every gradient, the gradient norm, parameters and optimizer state after three
     steps of two optimizers, buffers, ties and a saved state, in float64 with dropout on.
     """
-    from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+    from schedlang.diagnostics.diagnostic import Refusal
     from schedlang.ir.modelfile import load_model_file
     from schedlang.passes.prove import prove
     from schedlang.passes.reduce_model.shrink import remarked
@@ -90,7 +90,7 @@ def verify(
     if file is None:
         title = "`verify` needs a schedule, or a program of yours"
         helps = ("`schedlang verify FILE`, or `schedlang verify --against program.py`",)
-        raise Refusal(Diagnostic("S109", title, helps=helps))
+        raise Refusal.of("S109", title, helps=helps)
     if locked:
         demand_lock(file, common.model, as_json)
     given = settings(common.knob, common.mesh)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from schedlang.verbs.ending import bad_option, show_json
-from schedlang.verbs.outcome import AsJson, Common, verb
+from schedlang.verbs.options import AsJson, Common, verb
 
 
 @verb

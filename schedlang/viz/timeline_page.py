@@ -6,7 +6,7 @@ import base64
 import json
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from html import escape
 from importlib import resources
 from itertools import product
@@ -23,13 +23,10 @@ from schedlang.pipeline.timeline.table import Kind, Timeline, barriers, chain, d
 from schedlang.viz.elements import framed
 from schedlang.viz.timeline_pictures import (
     FAINTEST,
-    OTHER_SHAPE,
-    SHAPES,
     STYLE,
     drawn,
-    fill,
     levels,
-    word,
+    look_of,
 )
 
 # -- as a trace that Perfetto and Chrome show ------------------------------------------------------
@@ -86,7 +83,7 @@ def _operations(process: int, times: Timing, unit: float) -> Iterator[str]:
         times.start * unit,
         (times.end - times.start) * unit,
     )
-    words = {int(kind): (kind.name, word(kind)) for kind in Kind}
+    words = {int(kind): (kind.name, look_of(kind).word) for kind in Kind}
     several, sliced = t.replicas > 1, t.slices > 1
     for thread, kind, stage, micro, replica, part, version, level, start, took in zip(
         *(column.tolist() for column in columns)
@@ -181,10 +178,7 @@ def timeline_page(shown: Shown | None = None, cost: Cost = UNIT_COST) -> str:
         "unit": unit,
         "who": f"{shown.axis}=" if shown is not None and shown.axis else "rank ",
         "sources": {one.name: one.source for one in ORDERS},
-        "looks": [
-            {"fill": fill(kind), "word": word(kind), "shape": SHAPES.get(kind, OTHER_SHAPE)}
-            for kind in Kind
-        ],
+        "looks": [asdict(look_of(kind)) for kind in Kind],
     }
     text = json.dumps(book, separators=(",", ":"))
     return _page(base64.b64encode(zlib.compress(text.encode(), 9)).decode(), shown, unit)
@@ -285,7 +279,7 @@ def _page(data: str, shown: Shown | None, unit: str) -> str:
         for name, text in (("f", "F"), ("i", "I"), ("w", "W"), ("comm", "transfer"))
     )
     key = "".join(
-        f'<span style="background:{fill(kind)}"></span>{word(kind)}'
+        f'<span style="background:{look_of(kind).fill}"></span>{look_of(kind).word}'
         for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
     )
     heads = "".join(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,46 +17,41 @@ from schedlang.viz.elements import box, say, sheet
 # -- colours, words, shades and labels -------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Look:
+    """The look of a kind of operation: its colour, its name in words, and its mark.
+
+    Operations that take no time are marks, drawn upwards or downwards from the middle of a lane.
+    """
+
+    fill: str = "#a0a0a0"
+    word: str = ""
+    shape: str = "M{x} {a}l3 4l-3 4l-3 -4z"
+
+
+UP, DOWN = "M{x} {a}l5 9h-10z", "M{x} {b}l5 -9h-10z"
 # Okabe and Ito's palette; F, B, I and W are apart in lightness or hue for every kind of sight
-FILL = {
-    Kind.F: "#56b4e9",
-    Kind.B: "#e69f00",
-    Kind.I: "#f5d565",
-    Kind.W: "#009e73",
-    Kind.RECOMPUTE: "#cc79a7",
-    Kind.EVICT: "#d55e00",
-    Kind.LOAD: "#0072b2",
-    Kind.OFFLOAD: "#d55e00",
-    Kind.RELOAD: "#0072b2",
-    Kind.STEP: "#f0f0f0",
-}
-OTHER = "#a0a0a0"
-WORD = {
-    Kind.F: "forward",
-    Kind.B: "backward",
-    Kind.I: "input gradient",
-    Kind.W: "weight gradient",
-    Kind.RECOMPUTE: "forward again",
-    Kind.EVICT: "activations leave",
-    Kind.HOLD: "partner's activations",
-    Kind.GIVE: "partner's activations go home",
-    Kind.LOAD: "activations come home",
-    Kind.OFFLOAD: "activations to the host",
-    Kind.RELOAD: "activations from the host",
-    Kind.STEP: "update",
-    Kind.BARRIER: "barrier",
+LOOKS = {
+    Kind.F: Look("#56b4e9", "forward"),
+    Kind.B: Look("#e69f00", "backward"),
+    Kind.I: Look("#f5d565", "input gradient"),
+    Kind.W: Look("#009e73", "weight gradient"),
+    Kind.RECOMPUTE: Look("#cc79a7", "forward again"),
+    Kind.EVICT: Look("#d55e00", "activations leave", UP),
+    Kind.HOLD: Look(word="partner's activations", shape=DOWN),
+    Kind.GIVE: Look(word="partner's activations go home", shape=UP),
+    Kind.LOAD: Look("#0072b2", "activations come home", DOWN),
+    Kind.OFFLOAD: Look("#d55e00", "activations to the host", UP),
+    Kind.RELOAD: Look("#0072b2", "activations from the host", DOWN),
+    Kind.STEP: Look("#f0f0f0", "update", "M{x} {a}l6 7l-6 7l-6 -7z"),
+    Kind.BARRIER: Look(word="barrier", shape="M{x} {top}v22"),
 }
 FAINTEST = 0.5  # how much of its colour the last stage of a rank has; the rest is white
 
 
-def fill(kind: Kind) -> str:
-    """The colour of a kind."""
-    return FILL.get(kind, OTHER)
-
-
-def word(kind: Kind) -> str:
-    """A kind in words."""
-    return WORD.get(kind, kind.name.lower())
+def look_of(kind: Kind) -> Look:
+    """The look of a kind; one of no colour of its own is called by its name."""
+    return LOOKS.get(kind) or Look(word=kind.name.lower())
 
 
 def levels(timeline: Timeline) -> NDArray[np.int64]:
@@ -77,7 +73,7 @@ def shaded(kind: Kind, level: int, most: int) -> str:
     Mixed with white in the dark as well: what is written on it is dark on either ground.
     """
     part = 1.0 - (1.0 - FAINTEST) * level / most if most else 1.0
-    full = (int(fill(kind)[k : k + 2], 16) for k in (1, 3, 5))
+    full = (int(look_of(kind).fill[k : k + 2], 16) for k in (1, 3, 5))
     return "#" + "".join(f"{round(255 - (255 - one) * part):02x}" for one in full)
 
 
@@ -97,9 +93,9 @@ def named(
 ) -> str:
     """An operation in words, as little as tells it from others."""
     if Kind(kind) in (Kind.STEP, Kind.BARRIER):
-        text = f"{word(Kind(kind))}, stage {stage}"
+        text = f"{look_of(Kind(kind)).word}, stage {stage}"
     else:
-        text = f"{word(Kind(kind))}, stage {stage}, microbatch {microbatch}"
+        text = f"{look_of(Kind(kind)).word}, stage {stage}, microbatch {microbatch}"
     text += f", slice {part}" if timeline.slices > 1 else ""
     text += f", replica {replica}" if timeline.replicas > 1 else ""
     return text + (f", version {version}" if version else "")
@@ -168,13 +164,13 @@ def _bar(
 def _painted(text: str, kind: Kind, colour: bool) -> str:
     if not colour:
         return text
-    red, green, blue = (int(fill(kind)[k : k + 2], 16) for k in (1, 3, 5))
+    red, green, blue = (int(look_of(kind).fill[k : k + 2], 16) for k in (1, 3, 5))
     return f"\x1b[48;2;{red};{green};{blue}m{DARK}{text.replace('-', ' ')}{END}"
 
 
 def _legend_line(t: Timeline, times: Timing, head: int, colour: bool) -> str:
     kinds: Sequence[int] = np.unique(t.kind[times.end > times.start]).tolist()
-    words = [f"{_painted(Kind(k).name[0], Kind(k), colour)} {word(Kind(k))}" for k in kinds]
+    words = [f"{_painted(Kind(k).name[0], Kind(k), colour)} {look_of(Kind(k)).word}" for k in kinds]
     return " " * head + "   ".join([*words, f"{IDLE} idle"])
 
 
@@ -198,18 +194,6 @@ HATCH = (
     'patternTransform="rotate(45)"><path d="M0 0V6" stroke="#111" stroke-width="1.6" '
     'stroke-opacity=".45"/></pattern></defs>'
 )
-# drawn upwards or downwards from the middle of a lane where an operation takes no time
-SHAPES = {
-    Kind.EVICT: "M{x} {a}l5 9h-10z",
-    Kind.OFFLOAD: "M{x} {a}l5 9h-10z",
-    Kind.GIVE: "M{x} {a}l5 9h-10z",
-    Kind.LOAD: "M{x} {b}l5 -9h-10z",
-    Kind.RELOAD: "M{x} {b}l5 -9h-10z",
-    Kind.HOLD: "M{x} {b}l5 -9h-10z",
-    Kind.STEP: "M{x} {a}l6 7l-6 7l-6 -7z",
-    Kind.BARRIER: "M{x} {top}v22",
-}
-OTHER_SHAPE = "M{x} {a}l3 4l-3 4l-3 -4z"
 
 
 def svg(timeline: Timeline, cost: Costs = UNIT, transfer: Number = 0.0, **look: Any) -> str:
@@ -292,9 +276,9 @@ def _layer(times: Timing, scale: float, tops: Sequence[int], left: int) -> Itera
         if kind in (Kind.F, Kind.B, Kind.I, Kind.W):
             continue
         y, x = tops[int(t.rank[row])], left + float(times.start[row]) * scale
-        shape = SHAPES.get(kind, OTHER_SHAPE).format(x=f"{x:.1f}", a=y + 4, b=y + 18, top=y)
+        shape = look_of(kind).shape.format(x=f"{x:.1f}", a=y + 4, b=y + 18, top=y)
         title = f"<title>{_title(t, row)}</title>"
-        yield f'<path class="k" d="{shape}" fill="{fill(kind)}">{title}</path>'
+        yield f'<path class="k" d="{shape}" fill="{look_of(kind).fill}">{title}</path>'
 
 
 def _title(t: Timeline, row: int) -> str:
@@ -360,9 +344,9 @@ def _lines(times: Timing, scale: float, tops: Sequence[int], left: int) -> Itera
 def _legend(kinds: Sequence[Kind], hatched: bool, left: int, y: int) -> Iterator[str]:
     x = float(left)
     for kind in kinds:
-        yield box(f"{x:.0f}", y, 12, 12, look=f'fill="{fill(kind)}"')
-        yield say(x + 16, y + 10, word(kind))
-        x += 32 + 6.5 * len(word(kind))
+        yield box(f"{x:.0f}", y, 12, 12, look=f'fill="{look_of(kind).fill}"')
+        yield say(x + 16, y + 10, look_of(kind).word)
+        x += 32 + 6.5 * len(look_of(kind).word)
     if hatched:
         yield box(f"{x:.0f}", y, 12, 12, "r")
         yield box(f"{x:.0f}", y, 12, 12, look='fill="url(#replica)"')

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, guess, unknown
+from schedlang.diagnostics.diagnostic import Refusal, guess, unknown
 from schedlang.diagnostics.source import Span
 from schedlang.diagnostics.tables import size
 from schedlang.language import nodes as n
@@ -30,7 +30,7 @@ def why(plan: Plan, file: n.File, fqn: str) -> str:
         known = [*facts.sites, *facts.parameters]
         near = guess(fqn, known, "there are")
         title = f"the model has no module or parameter `{fqn}`"
-        raise Refusal(Diagnostic("S209", title, helps=(near,), facts=unknown(fqn, known)))
+        raise Refusal.of("S209", title, helps=(near,), facts=unknown(fqn, known))
     head = fqn or "the model"
     if fqn in facts.parameters:
         fact = facts.parameters[fqn]
@@ -157,7 +157,7 @@ def why_collective(plan: Plan, file: n.File, account: Account, number: int) -> s
             f"they are numbered 0 to {len(known) - 1}: `why FILE --collectives`" if known else none
         )
         title = f"there is no collective {number}"
-        raise Refusal(Diagnostic("S866", title, helps=(legal,)))
+        raise Refusal.of("S866", title, helps=(legal,))
     group = known[number]
     return "\n".join([f"{number}  {group}", *_told(plan, file, group.members)])
 

@@ -21,8 +21,7 @@ from torch.nn import functional as F
 
 from schedlang.runtime.comm.collectives import Group, listening
 from schedlang.runtime.context_parallel.attention import Way, attend
-from schedlang.runtime.context_parallel.masks import Mask
-from schedlang.runtime.context_parallel.token_layout import Layout
+from schedlang.runtime.context_parallel.token_layout import Layout, Mask
 from schedlang.runtime.launch.pool import Pool
 from tests.benchmarks.pairs import Ratio, interleaved
 

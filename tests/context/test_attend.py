@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.context_parallel.attention import Way, attend, attend_lse, place_of
-from schedlang.runtime.context_parallel.masks import Dropout, Mask
-from schedlang.runtime.context_parallel.token_layout import Layout
+from schedlang.runtime.context_parallel.token_layout import Dropout, Layout, Mask
 from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.rng.logical_dropout import LogicalDropout

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from schedlang.runtime.context_parallel import local_attention
-from schedlang.runtime.context_parallel.masks import Reach
-from schedlang.runtime.context_parallel.token_layout import Layout
+from schedlang.runtime.context_parallel.token_layout import Layout, Reach
 from tests.attending import KINDS, SIZES, Case, attended, dense, groups_of, joined, part, place_of
 from tests.engine import Threads
 

@@ -17,8 +17,8 @@ from schedlang.runtime.context_parallel import (
 )
 from schedlang.runtime.context_parallel.attention import enough
 from schedlang.runtime.context_parallel.local_attention import Forward
-from schedlang.runtime.context_parallel.masks import Reach
 from schedlang.runtime.context_parallel.ring import Ring
+from schedlang.runtime.context_parallel.token_layout import Reach
 from tests.attending import Case, dense, joined, rank
 from tests.engine import Faults, Threads
 

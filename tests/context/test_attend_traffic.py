@@ -17,8 +17,7 @@ from schedlang.runtime.comm.tap import Sent, playing
 from schedlang.runtime.context_parallel import local_attention
 from schedlang.runtime.context_parallel.attention import place_of
 from schedlang.runtime.context_parallel.local_attention import Rules, Tokens, pairs
-from schedlang.runtime.context_parallel.masks import Reach, Tags, wanted
-from schedlang.runtime.context_parallel.token_layout import Layout
+from schedlang.runtime.context_parallel.token_layout import Layout, Reach, Tags, wanted
 from tests.attending import SIZES, Case, attended, groups_of, part
 from tests.engine import Threads
 

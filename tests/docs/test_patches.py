@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from schedlang.runtime.adapters import torch_distributed, torch_storage, torch_tensor
+from schedlang.runtime.adapters import torch_distributed, torch_tensor
 from tests.docs.test_docs import ROOT
 from tests.figures import parsed
 
@@ -169,7 +169,7 @@ def test_functions_of_torch_distributed_come_back() -> None:
 def test_resizes_of_storages_are_heard() -> None:
     """After each, with its storage and bytes, as long as somebody listens."""
     storage, heard = torch.ones(4).untyped_storage(), list[tuple[int, int]]()
-    with torch_storage.resizes(lambda one, size: heard.append((size, one.nbytes()))):
+    with torch_tensor.resizes(lambda one, size: heard.append((size, one.nbytes()))):
         storage.resize_(0)
         storage.resize_(8)
     storage.resize_(0)

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.kernels import flash_attention as flash
 from schedlang.kernels.device import runs
-from schedlang.kernels.flex_attention import Case, Rule, flex_attention, reference
+from schedlang.kernels.flex_attention import Case, Query, Rule, flex_attention, reference
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.runtime.kernel_injection.attention_adapters import Adapted, by_name
-from schedlang.runtime.kernel_injection.kernel import kernel_of, match, replace
+from schedlang.runtime.kernel_injection.kernel import kernels_of, match, replace
 from tests import models
 from tests.kernels.test_kernel import assert_close, build, gradients
 from tests.proofs import planned, proven, refused
@@ -44,7 +44,7 @@ def test_attention_of_transformers(name: str, implementation: str, more: dict[st
         assert found.asked[0].sinks == (name == "GptOss")
         assert found.asked[0].cap == (0.5 if name == "Gemma2" else 0.0)
         replace(module, found)
-        assert kernel_of(module) == "flex_attention"
+        assert kernels_of(module) == ("flex_attention",)
     assert model.config._attn_implementation == implementation
     before = runs().get("reference", 0)
     assert_close(gradients(model), expected)
@@ -193,12 +193,12 @@ def test_a_mask_is_read_as_a_window(name: str, additive: bool) -> None:
     seen = shown(far)[None, None].expand(2, 1, 6, 6).clone()
     q = torch.zeros(2, 2, 6, 4)
     mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min) if additive else seen
-    assert flash.window_of(q, q, Rule(), mask) == window
+    assert flash.window_of(Query(q, q, q, Rule(), mask)) == window
     padded = mask.clone()
     padded[0, :, :, 0] = torch.finfo(torch.float32).min if additive else False
-    assert flash.window_of(q, q, Rule(), padded) is None
+    assert flash.window_of(Query(q, q, q, Rule(), padded)) is None
     if additive:
-        assert flash.window_of(q, q, Rule(), mask + 1.0) is None
+        assert flash.window_of(Query(q, q, q, Rule(), mask + 1.0)) is None
 
 
 def test_flash_attention_is_called_with_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,9 +216,10 @@ def test_flash_attention_is_called_with_the_window(monkeypatch: pytest.MonkeyPat
         (Rule(), None),
     ]:
         before = runs().get("torch", 0)
-        found = flash.flash_attention(q, k, v, rule, given)
+        query = Query(q, k, v, rule, given)
+        found = flash.flash_attention(query)
         assert runs()["torch"] == before + 1
-        torch.testing.assert_close(found, reference(q, k, v, rule, given))
+        torch.testing.assert_close(found, reference(query))
 
 
 @pytest.mark.parametrize("kind", ["causal", "bool", "additive"])
@@ -246,8 +247,8 @@ def test_the_form_that_is_given_to_torch(
     bias = torch.randn(1, 4, 9, 9, generator=generator) if kind == "additive" else None
     rule = Rule(0.2, 3.0 if kind != "bool" else 0.0, kind == "causal")
     with torch.no_grad():
-        found = flex_attention(q, k, v, rule, mask, bias, sink)
-        torch.testing.assert_close(found, reference(q, k, v, rule, mask, bias, sink))
+        query = Query(q, k, v, rule, mask, bias, sink)
+        torch.testing.assert_close(flex_attention(query), reference(query))
 
 
 def test_a_trial_here_says_that_it_was_not_run() -> None:

@@ -15,7 +15,7 @@ from schedlang.kernels.probe import Mismatch
 from schedlang.runtime.activation_memory.recompute import checkpoint
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.forward import unwrap
-from schedlang.runtime.kernel_injection.kernel import Attention, kernel_of, match, replace
+from schedlang.runtime.kernel_injection.kernel import Attention, kernels_of, match, replace
 from schedlang.runtime.modes import ambient
 
 transformers = pytest.importorskip("transformers")
@@ -74,13 +74,13 @@ def test_norms_of_a_model(name):
             name, "late"
         )
         replace(norm, found)
-        assert kernel_of(norm) == "rms_norm"
+        assert kernels_of(norm) == ("rms_norm",)
     before = runs().get("reference", 0)
     assert_close(gradients(model), expected)
     assert runs()["reference"] == before + 10 and seen == [1]
     assert list(model.state_dict()) == state
     unwrap(norms[0])
-    assert kernel_of(norms[0]) is None and "forward" not in vars(norms[0])
+    assert not kernels_of(norms[0]) and "forward" not in vars(norms[0])
 
 
 def test_a_copy_uses_its_own_weight():
@@ -130,7 +130,7 @@ def test_attention_of_one_layer(name):
     found = match(first, "sdpa")
     assert isinstance(found, Attention) and not found.identity and found.error < 1e-12
     replace(first, found)
-    assert kernel_of(first) == "sdpa" and kernel_of(second) is None
+    assert kernels_of(first) == ("sdpa",) and not kernels_of(second)
     assert second.config._attn_implementation == "eager" == model.config._attn_implementation
 
     calls = count_sdpa(lambda: assert_close(gradients(model), expected))

@@ -18,9 +18,8 @@ from schedlang.kernels.linear_cross_entropy import (
     weighed,
 )
 from schedlang.passes.analyze.prepare import prepare
-from schedlang.runtime.kernel_injection.kernel import kernel_of, match, replace
-from schedlang.runtime.lazy_logits.head import Head, probe_head
-from schedlang.runtime.lazy_logits.lazy import LazyLogits
+from schedlang.runtime.kernel_injection.kernel import kernels_of, match, replace
+from schedlang.runtime.lazy_logits.lazy import Head, LazyLogits, probe_head
 from tests import models
 from tests.proofs import planned, proven, refused
 
@@ -62,7 +61,7 @@ def lazy(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int = 0) -> Lazy
     assert isinstance(found, Head)
     replace(head, found, chunk)
     made = head(x)
-    assert isinstance(made, LazyLogits) and kernel_of(head) == "linear_cross_entropy"
+    assert isinstance(made, LazyLogits) and kernels_of(head) == ("linear_cross_entropy",)
     return made
 
 

@@ -105,7 +105,7 @@ def trained(model: nn.Module, call: Callable[..., Any], batch: Mapping[str, Any]
     out = call(**batch)
     loss, logits = out["loss"], out["logits"]
     grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=False)
-    whole = logits.computed() if isinstance(logits, LazyLogits) else logits
+    whole = logits.whole() if isinstance(logits, LazyLogits) else logits
     return [loss.detach(), whole.detach(), *grads]
 
 

@@ -14,7 +14,7 @@ from schedlang.kernels.device import runs
 from schedlang.kernels.rope import Case, Form, reference, rope, rope_turn
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.kernel_injection.kernel import match, replace
-from schedlang.runtime.kernel_injection.rope import Rotary, Turning
+from schedlang.runtime.kernel_injection.rope import FusedRope, Rotary
 from schedlang.runtime.modes import ambient
 from tests import models
 from tests.proofs import refused
@@ -285,4 +285,4 @@ def test_what_does_not_turn_is_told():
     """A module without rotations is refused, with what its forward lacks."""
     said = refused(models.gpt2(1), "transformer.h.0.attn replace_kernel(rope)")
     assert "S410" in said and "calls no function of its file" in said
-    assert Turning.kernel == "rope"
+    assert FusedRope.kernel == "rope"

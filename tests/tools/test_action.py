@@ -23,7 +23,7 @@ from schedlang.diagnostics.annotate import Note, annotation, summarize, table
 from schedlang.ir.mesh import Mesh
 from schedlang.report import Report, Row
 from schedlang.verbs import examine
-from schedlang.verbs.answers import Outcome, Wish
+from schedlang.verbs.examine import Outcome, Wish
 from tests.tools.test_plugin import DEADLY, GOOD, LIBRARY, SOUND, write
 
 ROOT = Path(__file__).parents[2]

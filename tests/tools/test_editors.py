@@ -8,11 +8,9 @@ import pytest
 from pygments.token import Error
 
 from schedlang.editors import rules as colours
-from schedlang.editors.complete import offers
-from schedlang.editors.hover import definition, hover
 from schedlang.editors.lexer import SchedLexer
-from schedlang.editors.outline import Outline
 from schedlang.editors.rules import rules
+from schedlang.editors.services import Outline, definition, hover, offers
 
 ROOT = Path(__file__).parents[2]
 SCHEDULES = sorted((ROOT / "examples").rglob("*.sched"))

@@ -8,15 +8,15 @@ import pytest
 
 from schedlang import report as report_page
 from schedlang.viz import cost_pictures, picture
-from schedlang.viz.timeline_pictures import FILL, Kind, shaded
+from schedlang.viz.timeline_pictures import LOOKS, Kind, shaded
 from tests.pictures import different, equal, reports, timelines
 from tests.sight import contrast, nearest
 
 MOST = 300_000
 BLOCKS = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE)
 CLASSES = {
-    "blocks of a timeline": [FILL[kind] for kind in BLOCKS],
-    "marks of a timeline": [FILL[kind] for kind in (Kind.EVICT, Kind.LOAD, Kind.STEP)],
+    "blocks of a timeline": [LOOKS[kind].fill for kind in BLOCKS],
+    "marks of a timeline": [LOOKS[kind].fill for kind in (Kind.EVICT, Kind.LOAD, Kind.STEP)],
     "bytes per rank": [fill for _, fill in picture.BARS],
     "bytes over a step": list(cost_pictures.COLOURS.values()),
     "stages of the tree": list(picture.STAGES),

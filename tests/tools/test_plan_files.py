@@ -20,6 +20,7 @@ from schedlang.ir.model import ModelFacts
 from schedlang.ir.modelfile import load_model_file
 from schedlang.passes.elaborate.record import read_record, restored
 from schedlang.passes.lock import read_lock, spread
+from schedlang.verbs.inputs import write_text
 
 CUSTOM = Path(__file__).parents[2] / "examples" / "custom"
 DEEP = pytest.mark.deep
@@ -171,3 +172,16 @@ def test_ranges_of_many_names() -> None:
     assert sum(1 for _ in spread("h.0..9.w.0..9")) == 100
     with pytest.raises(ValueError, match="more than"):
         list(spread("h.0..99999.w.0..99999"))
+
+
+def test_a_file_keeps_its_mode_and_a_link_its_target(tmp_path: Path) -> None:
+    """What is written over a link lands in the file behind it; a new file is for all to read."""
+    file, link, new = (tmp_path / name for name in ("file.svg", "link.svg", "new.svg"))
+    file.write_text("old")
+    file.chmod(0o600)
+    link.symlink_to(file)
+    write_text(link, "first")
+    write_text(new, "second")
+    assert link.is_symlink() and file.read_text() == "first" and new.read_text() == "second"
+    assert [one.stat().st_mode & 0o777 for one in (file, new)] == [0o600, 0o644]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["file.svg", "link.svg", "new.svg"]

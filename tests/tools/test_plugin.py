@@ -274,7 +274,7 @@ FAKE = """
 import os, time
 from pathlib import Path
 import schedlang.verbs.examine as examine
-from schedlang.verbs.answers import Outcome
+from schedlang.verbs.examine import Outcome
 
 def verify(file, wish, ranks):
     def say(word):

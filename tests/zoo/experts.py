@@ -29,25 +29,25 @@ class _Halved(torch.autograd.Function):
 @bug("E02", EP, Operator.GROUP, "routed", credit="DeepSpeed#5259")
 def experts_divided(patch: Patch, site: Site) -> None:
     """Gradients of experts are divided by the data-parallel ranks."""
-    here, plain = sharded_module(patch), experts.Spread._called
+    here, plain = sharded_module(patch), experts.ShardedExperts._called
 
     def called(self: Any, rows: Any, chosen: Any, dtype: Any, own: Any, held: Any) -> Any:
         if site.covers(here()):
             own = {name: _Halved.apply(part) for name, part in own.items()}
         return plain(self, rows, chosen, dtype, own, held)
 
-    patch.setattr(experts.Spread, "_called", called)
+    patch.setattr(experts.ShardedExperts, "_called", called)
 
 
 @bug("E04", EP, Operator.DETACH, "routed", credit="transformers#48687")
 def router_left_out(patch: Patch, site: Site) -> None:
     """The router gets no gradient, or a wrong one."""
-    here, plain = sharded_module(patch), experts.Spread.__call__
+    here, plain = sharded_module(patch), experts.ShardedExperts.__call__
 
     def call(self: Any, hidden: Any, index: Any, weights: Any) -> Any:
         return plain(self, hidden, index, weights.detach() if site.covers(here()) else weights)
 
-    patch.setattr(experts.Spread, "__call__", call)
+    patch.setattr(experts.ShardedExperts, "__call__", call)
 
 
 @bug("E04b", EP, Operator.ADJOINT, "routed alike")
@@ -91,12 +91,12 @@ def tokens_come_back_disordered(patch: Patch, site: Site) -> None:
 @bug("E14", EP, Operator.REDUCTION, "routed, cut")
 def parts_of_experts_stay_apart(patch: Patch, site: Site) -> None:
     """Each rank adds all of a bias that stands behind the sum over parts of an expert."""
-    here, plain = sharded_module(patch), experts.Spread._shared_out
+    here, plain = sharded_module(patch), experts.ShardedExperts._shared_out
 
     def shared_out(self: Any, parameters: Any) -> Any:
         return parameters if site.covers(here()) else plain(self, parameters)
 
-    patch.setattr(experts.Spread, "_shared_out", shared_out)
+    patch.setattr(experts.ShardedExperts, "_shared_out", shared_out)
 
 
 @bug("E15", "zero", Operator.ADJOINT, "balanced", row="none")

@@ -1,11 +1,14 @@
-"""Tensors: `.data =` between unlike devices, and when backward comes to what made a tensor."""
+"""Tensors and storages: `.data =` between unlike devices, when backward comes, what is resized."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+# ---- Tensors: `.data =` between unlike devices, and when backward comes to what made a tensor.
 
 
 def assignable(
@@ -39,3 +42,29 @@ def at_once_in_backward(made: torch.Tensor) -> torch.Tensor:
     if node is not None:
         node._set_sequence_nr(2**63 - 1)  # as nodes that add to a leaf's gradient have it
     return made
+
+
+# ---- Storages of tensors that are made larger or smaller, heard of.
+
+
+Heard = Callable[[torch.UntypedStorage, int], None]
+
+
+@contextmanager
+def resizes(heard: Heard) -> Iterator[None]:
+    """Tell, for the time of a block, of each storage that is resized, and to how many bytes.
+
+    No dispatch mode sees that: fully_shard frees and fills what it gathers by it.
+    """
+    plain = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        out = plain(storage, size)
+        heard(storage, size)
+        return out
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]

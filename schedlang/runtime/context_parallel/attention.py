@@ -19,10 +19,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.context_parallel.local_attention import BLOCK, Rules, Tokens
-from schedlang.runtime.context_parallel.masks import Dropout, Mask, Tags
 from schedlang.runtime.context_parallel.ring import (
     Attention,
     Bodies,
@@ -34,7 +33,15 @@ from schedlang.runtime.context_parallel.ring import (
     exchange,
     gathered,
 )
-from schedlang.runtime.context_parallel.token_layout import Layout, Runs, place_at, spread
+from schedlang.runtime.context_parallel.token_layout import (
+    Dropout,
+    Layout,
+    Mask,
+    Runs,
+    Tags,
+    place_at,
+    spread,
+)
 from schedlang.runtime.device import HOST, sent
 
 # method -> how many groups it takes, the outermost first
@@ -155,17 +162,15 @@ def refuse_heads(heads: int, kv_heads: int, ranks: int) -> None:
     """Refusal S681 unless `ranks` can share the heads in Ulysses; kv heads are copied as needed."""
     if heads % ranks:
         legal = [n for n in range(2, heads + 1) if heads % n == 0]
-        raise Refusal(
-            Diagnostic(
-                "S681",
-                f"Ulysses cannot divide {heads} heads between {ranks} ranks",
-                notes=(f"{kv_heads} heads of keys and values would be copied as needed",),
-                helps=(
-                    f"an axis of {' or '.join(map(str, legal)) or 'one'} ranks",
-                    "or a ring, which does not split heads: `context_parallel(ring, ...)`",
-                    "or a ring around a smaller Ulysses: `context_parallel(usp, ...)`",
-                ),
-            )
+        raise Refusal.of(
+            "S681",
+            f"Ulysses cannot divide {heads} heads between {ranks} ranks",
+            notes=(f"{kv_heads} heads of keys and values would be copied as needed",),
+            helps=(
+                f"an axis of {' or '.join(map(str, legal)) or 'one'} ranks",
+                "or a ring, which does not split heads: `context_parallel(ring, ...)`",
+                "or a ring around a smaller Ulysses: `context_parallel(usp, ...)`",
+            ),
         )
 
 

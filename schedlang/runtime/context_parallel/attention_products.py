@@ -17,7 +17,7 @@ from schedlang.runtime.context_parallel.described_attention import (
     unknown,
 )
 from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, by_keys
-from schedlang.runtime.context_parallel.masks import Mask
+from schedlang.runtime.context_parallel.token_layout import Mask
 from schedlang.runtime.modes import Ambient
 from schedlang.runtime.sequence_pipelining.carry import Place, caller
 
@@ -336,17 +336,7 @@ def _operated(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    "add",
-    "radd",
-    "iadd",
-    "sub",
-    "isub",
-    "mul",
-    "rmul",
-    "imul",
-    "truediv",
-    "itruediv",
-    "matmul",
+    *("add", "radd", "iadd", "sub", "isub", "mul", "rmul", "imul", "truediv", "itruediv", "matmul"),
 ):
     setattr(Scores, f"__{_name}__", _operated(f"__{_name}__"))
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, by_keys, plain, seated
-from schedlang.runtime.context_parallel.masks import Mask
+from schedlang.runtime.context_parallel.token_layout import Mask
 from schedlang.runtime.kernel_injection.attention import implementation, switch
 from schedlang.runtime.scope import site
 from schedlang.runtime.tracing.torch_calls import model_line
@@ -28,16 +28,8 @@ _EAGER = "_schedlang_eager"  # on modules that attended by plain products
 # what modules hand to any attention, and what ours reads elsewhere or has no use for
 KNOWN = frozenset(
     (
-        "sliding_window",
-        "position_ids",
-        "output_attentions",
-        "use_cache",
-        "softcap",
-        "cache_position",
-        "output_hidden_states",
-        "layer_idx",
-        "labels",
-        "shift_labels",
+        *("sliding_window", "position_ids", "output_attentions", "use_cache", "softcap"),
+        *("cache_position", "output_hidden_states", "layer_idx", "labels", "shift_labels"),
     )
 )
 
@@ -222,26 +214,22 @@ def is_causal(seat: Seat, seen: Tensor) -> bool:
 
 def unnamed(what: str) -> Refusal:
     """An attention runs that no row is about."""
-    return Refusal(
-        Diagnostic(
-            "S660",
-            f"`{site() or what}` is an attention that no `context_parallel` row names",
-            notes=("all attentions of a model must get the same tokens",),
-            helps=("select all of them: `layers.*.self_attn  context_parallel(...)`",),
-        )
+    return Refusal.of(
+        "S660",
+        f"`{site() or what}` is an attention that no `context_parallel` row names",
+        notes=("all attentions of a model must get the same tokens",),
+        helps=("select all of them: `layers.*.self_attn  context_parallel(...)`",),
     )
 
 
 def unknown(why: str, *helps: str) -> Refusal:
     """An attention that cannot be split by tokens, with the line of the model that runs."""
     line = model_line() if site() else ""
-    return Refusal(
-        Diagnostic(
-            UNSPLIT,
-            f"`{site() or 'an attention'}` cannot be split by tokens",
-            notes=(f"{why}, at {line}" if line else why,),
-            helps=(*helps, "or " * bool(helps) + "leave `context_parallel` out for this model"),
-        )
+    return Refusal.of(
+        UNSPLIT,
+        f"`{site() or 'an attention'}` cannot be split by tokens",
+        notes=(f"{why}, at {line}" if line else why,),
+        helps=(*helps, "or " * bool(helps) + "leave `context_parallel` out for this model"),
     )
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime import scope
 from schedlang.runtime.comm.collectives import enter, reduce
 from schedlang.runtime.context_parallel import described_attention
@@ -37,7 +37,7 @@ from schedlang.runtime.context_parallel.local_tokens import (
     known,
     seated,
 )
-from schedlang.runtime.context_parallel.masks import Dropout, Mask
+from schedlang.runtime.context_parallel.token_layout import Dropout, Mask
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.modes import Ambient, ambient
 from schedlang.runtime.rng.logical_dropout import LogicalDropout, Slices, Window, within
@@ -290,20 +290,18 @@ class Unseen(Exchanging):
         """A mask of the right shape; raises Refusal S935 inside of what is kept in fewer bits, for
         attention that drops weights saves scores in one process, and none of them here."""
         if policies.code is not None:
-            raise Refusal(
-                Diagnostic(
-                    "S935",
-                    "`compress` cannot round the activations of attention with dropout here",
-                    notes=(
-                        "a single process saves scores for this dropout; where ranks split"
-                        " tokens,"
-                        " none does",
-                    ),
-                    helps=(
-                        "train without dropout in attention",
-                        "or select other modules, for example `layers.*.mlp  compress(...)`",
-                    ),
-                )
+            raise Refusal.of(
+                "S935",
+                "`compress` cannot round the activations of attention with dropout here",
+                notes=(
+                    "a single process saves scores for this dropout; where ranks split"
+                    " tokens,"
+                    " none does",
+                ),
+                helps=(
+                    "train without dropout in attention",
+                    "or select other modules, for example `layers.*.mlp  compress(...)`",
+                ),
             )
         return Dropout.fresh(p, rows, heads, seat.layout.total)
 
@@ -353,11 +351,9 @@ def windows(tokens: Tokens, inner: Slices | None) -> Slices:
 
 
 def _unknown_draw(site: str) -> Refusal:
-    return Refusal(
-        Diagnostic(
-            described_attention.UNSPLIT,
-            f"`{site}` draws random numbers that it did not draw at build",
-            notes=("a rank must find its part of the numbers drawn for the full sequence",),
-            helps=("leave `context_parallel` out for this model",),
-        )
+    return Refusal.of(
+        described_attention.UNSPLIT,
+        f"`{site}` draws random numbers that it did not draw at build",
+        notes=("a rank must find its part of the numbers drawn for the full sequence",),
+        helps=("leave `context_parallel` out for this model",),
     )

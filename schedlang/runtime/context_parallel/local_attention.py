@@ -10,8 +10,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from schedlang.runtime.context_parallel.masks import Dropout, Reach, Tags, distance, pieces, seen
-from schedlang.runtime.context_parallel.token_layout import Runs
+from schedlang.runtime.context_parallel.token_layout import (
+    Dropout,
+    Reach,
+    Runs,
+    Tags,
+    distance,
+    pieces,
+    seen,
+)
 from schedlang.runtime.device import on_host
 
 # ---- Whole runs of tokens by torch's own flash attention, which also gives the log-sum-exp.

@@ -12,14 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Span
 from schedlang.ir import pytree
 from schedlang.runtime import scope
 from schedlang.runtime.batch import Batch, Part, dotted, rows_of
 from schedlang.runtime.comm.collectives import Group
-from schedlang.runtime.context_parallel.masks import Mask
-from schedlang.runtime.context_parallel.token_layout import Layout
+from schedlang.runtime.context_parallel.token_layout import Layout, Mask
 from schedlang.runtime.sequence_pipelining.carry import Place, items_of
 from schedlang.runtime.sequence_pipelining.slices import length_of, runs_along, sections
 
@@ -502,13 +501,9 @@ def _unfit(name: str, value: Tensor, total: int) -> Refusal:
         if value.dim() == 4
         else (f"sequences have {total} tokens")
     )
-    return Refusal(
-        Diagnostic(
-            "S656",
-            f"`{name}` cannot be split by tokens",
-            notes=(f"its shape is {tuple(value.shape)}; {why}",),
-            helps=(
-                "give all inputs of a batch the same length, and masks of shape [rows, tokens]",
-            ),
-        )
+    return Refusal.of(
+        "S656",
+        f"`{name}` cannot be split by tokens",
+        notes=(f"its shape is {tuple(value.shape)}; {why}",),
+        helps=("give all inputs of a batch the same length, and masks of shape [rows, tokens]",),
     )

@@ -21,7 +21,7 @@ from schedlang.runtime.context_parallel.attention_products import PRODUCTS, Line
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.rng.logical_dropout import Alone, Still
 from schedlang.runtime.sequence_pipelining.probe import lines_of
-from schedlang.runtime.sequence_pipelining.trial import Trial
+from schedlang.runtime.sequence_pipelining.trial import Trial, tokens_of
 from schedlang.runtime.tracing.record import loss_of
 
 Outputs = dict[str, Tensor]
@@ -49,7 +49,7 @@ def runs(trial: Trial) -> bool:
     total = sum(trial.lengths)
     try:
         for length in (total, total - 1):
-            _ran(trial, _cut(trial.batch, total, torch.arange(length)), _Model())
+            _ran(trial, tokens_of(trial.batch, total, torch.arange(length)), _Model())
     except Exception:  # whatever the model raises
         return False
     return True
@@ -71,7 +71,7 @@ def _same(
     weights, losses = [], []
     for a, b in zip([0, *stops], stops):
         held = torch.arange(a, min(b + more, total))
-        part = _cut(trial.batch, total, held)
+        part = tokens_of(trial.batch, total, held)
         if "position_ids" in inspect.signature(trial.model.forward).parameters:
             part.setdefault("position_ids", held.unsqueeze(0))
         tables = [*trial.model.parameters(), *trial.model.buffers()] if counted else []
@@ -106,21 +106,6 @@ def _near(a: Tensor, b: Tensor) -> bool:
         return False
     gate = 1e-5 if b.dtype == torch.float64 else 1e-3
     return bool((a - b).norm() <= gate * b.norm() + 1e-12)
-
-
-def _cut(batch: Mapping[str, Any], total: int, held: Tensor) -> dict[str, Any]:
-    """The tokens `held` of a batch, as one would cut it by hand."""
-
-    def part(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() < 2:
-            return value
-        if value.dim() == 4 and value.shape[-1] == total:
-            return value[:, :, held][..., held]
-        if value.dim() == 3 and value.shape[1] != total and value.shape[2] == total:
-            return value[..., held]
-        return value[:, held] if value.shape[1] == total else value
-
-    return {name: part(value) for name, value in batch.items()}
 
 
 class _Model(Alone):

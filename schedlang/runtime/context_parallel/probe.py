@@ -15,31 +15,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, OwnError, Refusal
+from schedlang.diagnostics.diagnostic import OwnError, Refusal
 from schedlang.ir import pytree
 from schedlang.runtime.batch import Part, called, dotted, rows_of
 from schedlang.runtime.context_parallel.attention_products import Lines
 from schedlang.runtime.context_parallel.install import At, install, windows
-from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, Tokens, seated
-from schedlang.runtime.context_parallel.masks import Tags, seen
+from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, Tokens
 from schedlang.runtime.context_parallel.plain_run import depends_on_tokens
-from schedlang.runtime.context_parallel.token_layout import Layout
+from schedlang.runtime.context_parallel.token_layout import Layout, Tags, seen
 from schedlang.runtime.no_labels import no_labels
 from schedlang.runtime.sequence_pipelining.probe import (
-    check_samples,
     compare,
-    dims_of,
+    draws_along,
     head_of,
     lines_of,
+    near,
     places_of,
     shift_of,
-    spread,
 )
 from schedlang.runtime.sequence_pipelining.trial import (
+    Outputs,
     Seen,
     Trial,
     forward,
     gradients_of,
+    noted,
     running,
     watched,
 )
@@ -150,7 +150,7 @@ def layout_of(kind: str, lengths: Sequence[int]) -> Layout:
     return Layout(tuple(runs))
 
 
-def parted(trial: Trial, tokens: Tokens, sites: Sequence[str], notes: Any = None) -> Parts:
+def parted(trial: Trial, tokens: Tokens, sites: Sequence[str]) -> Parts:
     """Forward of every part, each in turn up to the next attention, and one backward."""
     model, count = trial.model, len(trial.lengths)
     layout = layout_of(tokens.kind, trial.lengths)
@@ -171,7 +171,7 @@ def parted(trial: Trial, tokens: Tokens, sites: Sequence[str], notes: Any = None
         assert value is not None, "the model returns no loss"
         return output, value
 
-    with _ready(trial, tokens, sites, notes):
+    with _ready(trial, tokens, sites):
         made = together.run([partial(one, *each) for each in zip(parts, weights)])
         total = sum(weights) or 1.0
         shares = [v * (w / total) for (_, v), w in zip(made, weights) if w]
@@ -182,14 +182,13 @@ def parted(trial: Trial, tokens: Tokens, sites: Sequence[str], notes: Any = None
 
 
 @contextmanager
-def _ready(trial: Trial, tokens: Tokens, sites: Sequence[str], notes: Any) -> Iterator[None]:
+def _ready(trial: Trial, tokens: Tokens, sites: Sequence[str]) -> Iterator[None]:
     """A model that runs by parts."""
     model = trial.model
     model.zero_grad(set_to_none=True)
     Training(model).on()
     hows: Mapping[str, How] = {site: How("trial") for site in sites}
     handles = install(model, tokens, hows)  # its modules say their names since the whole pass
-    handles += notes(model) if notes is not None else []
     try:
         yield
     finally:
@@ -255,7 +254,6 @@ MIXED = (
     "positions counted from shapes, and tokens mixed outside of the attentions that rows"
     " select, would be those of one rank only"
 )
-Outputs = dict[str, dict[int, Tensor]]
 
 
 def fault(trial: Trial, tokens: Tokens, error: Exception, sites: Sequence[str]) -> Refusal:
@@ -263,32 +261,31 @@ def fault(trial: Trial, tokens: Tokens, error: Exception, sites: Sequence[str]) 
     if isinstance(error, Refusal):
         return error
     kind = type(trial.model).__name__
-    whole, found = _Noting(), _Noting()
-    handles = whole.on(trial.model)
-    forward(trial, trial.model, trial.batch)
-    for handle in handles:
-        handle.remove()
+    with noted(trial.model) as whole:
+        forward(trial, trial.model, trial.batch)
+    found: Outputs = {}
     try:
-        parted(trial, tokens, sites, found.on)
+        with noted(trial.model) as found:
+            parted(trial, tokens, sites)
     except Refusal as refused:
         return refused
     except Exception as raised:  # the model's own code, on a part: whatever it raises
         said = f"{type(raised).__name__}: {raised}".splitlines()[0]
-        window = _window(trial.model, list(whole.found))
+        window = _window(trial.model, list(whole))
         notes = (said, window) if window else (said,)
         return refusal(f"`{kind}` does not run on some tokens of a sequence", *notes)
     layout = layout_of(tokens.kind, trial.lengths)
-    for name, outputs in whole.found.items():
-        want, parts = outputs[-1], found.found.get(name, {})
+    for name, outputs in whole.items():
+        want, parts = outputs[None], found.get(name, {})
         if want.dim() < 2 or want.shape[1] != layout.total or len(parts) != len(layout.runs):
             continue
         mine = [parts[k][:, : layout.counts[k]] for k in range(len(layout.runs))]
         fits = all(m.shape[1] == n for m, n in zip(mine, layout.counts))
-        if not fits or not _near(layout.whole(mine, 1), want):
+        if not fits or not near(layout.whole(mine, 1), want):
             return refusal(
                 f"`{kind}` cannot be split by tokens",
                 f"`{name}` computes a token differently than in the full sequence",
-                _window(trial.model, upto(whole.found, name)) or MIXED,
+                _window(trial.model, upto(whole, name)) or MIXED,
             )
     return refusal(f"`{kind}` cannot be split by tokens", str(error))
 
@@ -327,61 +324,28 @@ def no_tokens(batch: Mapping[str, Any]) -> Refusal | None:
     if not tensors or any(x.dim() < 4 for _, x in tensors):
         return None
     name, value = tensors[0]
-    return Refusal(
-        Diagnostic(
-            "S674",
-            f"`context_parallel` finds no tokens in the batch: `{name}` is {list(value.shape)}",
-            notes=(
-                "the model itself makes tokens from patches of images, and may add a class token",
-            ),
-            helps=(
-                "split its rows: `zero(stage=0, over=cp)`",
-                "or its heads: `layers.*.{q,k,v}_proj  shard(col, over=cp)`, and `row` after",
-                "or a dim between modules: `shard(input=S(1), output=S(1), over=cp)`",
-            ),
-        )
+    return Refusal.of(
+        "S674",
+        f"`context_parallel` finds no tokens in the batch: `{name}` is {list(value.shape)}",
+        notes=("the model itself makes tokens from patches of images, and may add a class token",),
+        helps=(
+            "split its rows: `zero(stage=0, over=cp)`",
+            "or its heads: `layers.*.{q,k,v}_proj  shard(col, over=cp)`, and `row` after",
+            "or a dim between modules: `shard(input=S(1), output=S(1), over=cp)`",
+        ),
     )
-
-
-def _near(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-6, atol=1e-9, equal_nan=True)
-
-
-class _Noting:
-    """The first output of every module, innermost first, by part; of the whole as part -1."""
-
-    def __init__(self) -> None:
-        self.found: Outputs = {}
-
-    def on(self, model: nn.Module) -> list[Any]:
-        """Hooks that note outputs."""
-
-        def note(name: str) -> Any:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
-                first = output[0] if isinstance(output, tuple) and output else output
-                if isinstance(first, Tensor) and first.is_floating_point():
-                    seat = seated()
-                    held = self.found.setdefault(name, {})
-                    held.setdefault(-1 if seat is None else seat.place, first.detach())
-
-            return hook
-
-        named = [(name, module) for name, module in model.named_modules() if name]
-        return [module.register_forward_hook(note(name)) for name, module in named]
 
 
 def refusal(title: str, *notes: str) -> Refusal:
     """The model cannot be split by tokens."""
-    return Refusal(
-        Diagnostic(
-            "S659",
-            title,
-            notes=notes,
-            helps=(
-                "leave `context_parallel` out for this model",
-                "or select all its attentions: `layers.*.self_attn  context_parallel(...)`",
-            ),
-        )
+    return Refusal.of(
+        "S659",
+        title,
+        notes=notes,
+        helps=(
+            "leave `context_parallel` out for this model",
+            "or select all its attentions: `layers.*.self_attn  context_parallel(...)`",
+        ),
     )
 
 
@@ -473,18 +437,10 @@ def _takes(trial: Trial, name: str) -> bool:
 
 
 def _tagged(trial: Trial, tokens: Tokens, whole: Seen, sites: Sequence[str]) -> Tokens:
-    """Add the dims of random draws along the sequence, from the shapes of a first pass."""
     if not trial.random or not whole.draws:
         return tokens
-    parts, total = parted(trial, tokens, sites).draws, sum(trial.lengths)
-    tags = {}
-    for (_, site, call), shape in whole.draws.items():
-        drawn = [parts.get((k, site, call)) for k in range(len(trial.lengths))]
-        stops = [total] * len(trial.lengths)
-        dims = dims_of(site, shape, drawn, trial.lengths, stops)
-        check_samples(trial, site, call, shape, dims)
-        tags[(site, call)] = dims
-    return replace(tokens, draws=spread(tags, trial.alike))
+    stops = [sum(trial.lengths)] * len(trial.lengths)
+    return replace(tokens, draws=draws_along(trial, whole, parted(trial, tokens, sites), stops))
 
 
 def _outputs(whole: Any, parts: Sequence[Any], trial: Trial) -> dict[str, int]:

@@ -20,8 +20,14 @@ from schedlang.runtime.context_parallel.local_attention import (
     Tokens,
     wide,
 )
-from schedlang.runtime.context_parallel.masks import Reach, Tags, wanted
-from schedlang.runtime.context_parallel.token_layout import Layout, Runs, place_at
+from schedlang.runtime.context_parallel.token_layout import (
+    Layout,
+    Reach,
+    Runs,
+    Tags,
+    place_at,
+    wanted,
+)
 
 # ---- Tensors of a place's tokens in one memory, sent to the next rank or to all; counted.
 # Kinds that listeners hear: "send" (one message of one rank), "all-to-all" (what one rank gives),

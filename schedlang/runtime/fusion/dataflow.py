@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.language.patterns import FUNCTIONS
 from schedlang.runtime.forward import layers_of
 
@@ -102,32 +102,10 @@ METHODS: Mapping[str, str] = {
 }
 VIEWS = frozenset(
     (
-        "view",
-        "reshape",
-        "transpose",
-        "permute",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "flatten",
-        "t",
-        "unflatten",
-        "chunk",
-        "split",
-        "unbind",
-        "narrow",
-        "select",
-        "size",
-        "dim",
-        "getitem",
-        "getattr",
-        "view_as",
-        "expand_as",
-        "detach",
-        "movedim",
-        "swapaxes",
-        "contiguous",
-        "dropout",
+        *("view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "flatten"),
+        *("t", "unflatten", "chunk", "split", "unbind", "narrow", "select", "size", "dim"),
+        *("getitem", "getattr", "view_as", "expand_as", "detach", "movedim", "swapaxes"),
+        *("contiguous", "dropout"),
     )
 )
 
@@ -455,7 +433,7 @@ def _refusal(module: nn.Module, error: Exception) -> Refusal:
 def _refused(module: nn.Module, notes: Iterable[str]) -> Refusal:
     title = f"the data flow of `{type(module).__name__}` cannot be followed"
     helps = ("name a smaller module, one that computes what the pattern says",)
-    return Refusal(Diagnostic("S883", title, notes=tuple(notes), helps=helps))
+    return Refusal.of("S883", title, notes=tuple(notes), helps=helps)
 
 
 class _Draws(Exception):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.forward import layer_of, wrap
 from schedlang.runtime.sharding.leaf import Sharded
 from schedlang.runtime.sharding.shard import COMPUTES, projection
@@ -61,4 +61,4 @@ def _sums(edge: Any) -> bool:
 
 def _refused(why: str, help_: str) -> Refusal:
     title = "the bias of this projection cannot be added separately"
-    return Refusal(Diagnostic("S886", title, notes=(why,), helps=(help_,)))
+    return Refusal.of("S886", title, notes=(why,), helps=(help_,))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.language.patterns import Pattern
 from schedlang.runtime.adapters.torch_compile import keep_buffers
 from schedlang.runtime.device import device_of, not_there
@@ -214,7 +214,7 @@ def _split_backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
 
 
 def _refusal(code: str, title: str, *notes: str) -> Refusal:
-    return Refusal(Diagnostic(code, title, notes=notes, helps=("leave this module unfused",)))
+    return Refusal.of(code, title, notes=notes, helps=("leave this module unfused",))
 
 
 @contextmanager
@@ -273,13 +273,11 @@ def nowhere(told: Told, pattern: Pattern, miss: Miss) -> Refusal:
     if miss.bias:
         row = f"{told.name}.{miss.bias}".lstrip(".")
         helps = (f"if you mean its bias, separate it in a row above: `{row}  decompose(bias)`",)
-    return Refusal(
-        Diagnostic(
-            "S882",
-            f"`{told.name or 'the model'}` has no match for the pattern `{pattern.name}`",
-            notes=(f"{of}: {miss.reason}", pattern.text),
-            helps=helps,
-        )
+    return Refusal.of(
+        "S882",
+        f"`{told.name or 'the model'}` has no match for the pattern `{pattern.name}`",
+        notes=(f"{of}: {miss.reason}", pattern.text),
+        helps=helps,
     )
 
 
@@ -289,14 +287,12 @@ def fuse_pattern(module: nn.Module, told: Told) -> None:
     inductor = told.how.backend == "inductor" and not not_there(device)
     missing = unavailable(device.type) if inductor else None
     if missing:
-        raise Refusal(Diagnostic("S831", "inductor cannot compile here", notes=(missing,)))
+        raise Refusal.of("S831", "inductor cannot compile here", notes=(missing,))
     wrap(module, "fuse", Regions(module, told))
     if owned(module):
         name = type(module).__name__
-        raise Refusal(
-            Diagnostic(
-                "S832", f"`{name}` already has a kernel", helps=("leave this module unfused",)
-            )
+        raise Refusal.of(
+            "S832", f"`{name}` already has a kernel", helps=("leave this module unfused",)
         )
 
 

@@ -149,7 +149,7 @@ Inside = tuple[tuple[str, Any], ...]  # of each argument of the flow what a trac
 Constants = tuple[tuple[str, Any], ...]
 
 _PLAIN = (bool, int, float, str, type(None))
-_alive: dict[type, weakref.WeakSet[Summing]] = {}  # by the class of their modules
+_alive: dict[type, weakref.WeakSet[FusedAddNorm]] = {}  # by the class of their modules
 _functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 
@@ -161,7 +161,7 @@ class Made(NamedTuple):
     left: tuple[str, ...]
 
 
-class Summing:
+class FusedAddNorm:
     """The layer that runs a module's rewritten forward."""
 
     kernel = "add_norm"
@@ -294,7 +294,7 @@ def _rewritten(graph: fx.Graph, found: list[Place]) -> Callable[..., Any]:
 
 
 def _both(
-    layer: Summing, owner: nn.Module, name: str, a: Tensor, b: Tensor
+    layer: FusedAddNorm, owner: nn.Module, name: str, a: Tensor, b: Tensor
 ) -> tuple[Tensor, Tensor]:
     return layer.both(owner, name, a, b)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.kernels.flex_attention import Rule, reference
+from schedlang.kernels.flex_attention import Query, Rule, reference
 from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, rising
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.left import leave
@@ -162,8 +162,8 @@ def _plain_attention(
     **_: Any,
 ) -> Tensor:
     """Attention by products; [rows, heads, length, size] each, the result with heads third."""
-    y = reference(q, k, v, Rule(scaling), mask, position_bias, dropout=dropout)
-    return y.transpose(1, 2).contiguous()
+    query = Query(q, k, v, Rule(scaling), mask, position_bias, dropout=dropout)
+    return reference(query).transpose(1, 2).contiguous()
 
 
 def no_probe(module: nn.Module) -> Mismatch | None:

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.kernels import flash_attention, flex_attention
-from schedlang.kernels.flex_attention import Rule
+from schedlang.kernels.flex_attention import Query, Rule
 from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.forward import wrap
@@ -37,23 +37,18 @@ from schedlang.runtime.modes import ambient
 # call torch's scaled_dot_product_attention, and a mode around their forward hears it.
 
 
-ATTENTIONS: Mapping[str, Callable[..., Tensor]] = {
+ATTENTIONS: Mapping[str, Callable[[Query], Tensor]] = {
     "flex_attention": flex_attention.flex_attention,
     "flash_attention": flash_attention.flash_attention,
 }
 # why a kernel that is put in would not run a call; kernels that take every call are not here
-UNFIT: Mapping[str, Callable[..., str]] = {"flash_attention": flash_attention.unfit}
+UNFIT: Mapping[str, Callable[[Query], str]] = {"flash_attention": flash_attention.unfit}
 # tensors that modules of transformers hand to any attention, and that say nothing of scores;
 # flags and whole numbers (windows among them) do not either: masks are complete
 _IDLE = frozenset(
     (
-        "position_ids",
-        "cache_position",
-        "labels",
-        "shift_labels",
-        "cu_seq_lens_q",
-        "cu_seq_lens_k",
-        "num_items_in_batch",
+        *("position_ids", "cache_position", "labels", "shift_labels", "cu_seq_lens_q"),
+        *("cu_seq_lens_k", "num_items_in_batch"),
     )
 )
 
@@ -78,7 +73,7 @@ class Ear:
 
     def heard(self, query: Query) -> None:
         """Note a call."""
-        q, k, _ = query.lines
+        q, k = query.q, query.k
         sinks, bias = query.sinks is not None, query.bias is not None
         groups = q.shape[1] // k.shape[1]
         self.asked.append(Asked(groups, q.shape[-1], query.rule.cap, sinks, bias))
@@ -96,7 +91,7 @@ def put_in(module: nn.Module, kernel: str, names: tuple[str, ...], ear: Ear | No
         if ear is not None:
             vars(part)[_EAR] = ear
     if not names:
-        wrap(module, "attend", Hearing(module, kernel, ear))
+        wrap(module, "attend", FusedAttention(module, kernel, ear))
 
 
 def _registered(kernel: str, eager: bool) -> str:
@@ -119,23 +114,11 @@ def _registered(kernel: str, eager: bool) -> str:
             causal = bool(causal) and not eager and attention_mask is None and query.shape[2] > 1
             lines = (query, key, value)
             asked = by_name(kernel, lines, attention_mask, causal, more)
-            return attended(module, kernel, asked, getattr(module, _EAR, None)), None
+            made = attended(module, kernel, asked, getattr(module, _EAR, None))
+            return made.transpose(1, 2).contiguous(), None
 
         ALL_ATTENTION_FUNCTIONS.register(name, attend)
     return name
-
-
-@dataclass(frozen=True)
-class Query:
-    """One call of an attention: what it is of, and how it is done; see kernels/flex_attention."""
-
-    lines: tuple[Tensor, Tensor, Tensor]
-    rule: Rule
-    mask: Tensor | None = None
-    bias: Tensor | None = None
-    sinks: Tensor | None = None
-    dropout: float = 0.0
-    turned: bool = False  # the result is wanted as [rows, length, heads, size]
 
 
 def by_name(
@@ -152,12 +135,12 @@ def by_name(
     ]
     if unknown or not (mask is None or isinstance(mask, Tensor)):
         raise _foreign(kernel, f"`{unknown[0]}`" if unknown else "a mask that is not a tensor")
-    return Query(lines, rule, mask, bias, sinks, dropout, turned=True)
+    return Query(*lines, rule, mask, bias, sinks, dropout)
 
 
 def _foreign(kernel: str, what: str) -> Refusal:
     title = f"an attention is called with {what}, which `{kernel}` does not support"
-    return Refusal(Diagnostic("S877", title, helps=("leave this module as it is",)))
+    return Refusal.of("S877", title, helps=("leave this module as it is",))
 
 
 def attended(module: nn.Module, kernel: str, query: Query, ear: Ear | None = None) -> Tensor:
@@ -165,21 +148,18 @@ def attended(module: nn.Module, kernel: str, query: Query, ear: Ear | None = Non
 
     What it leaves to plain products is noted at `module`.
     """
-    q, k, v = query.lines
     if ear is not None:
         ear.heard(query)
     elif query.dropout > 0:
         raise _foreign(kernel, "dropout")
-    more = (query.rule, query.mask, query.bias, query.sinks)
     if ear is None and kernel in UNFIT and not torch.compiler.is_compiling():
-        why = UNFIT[kernel](q, k, *more)
+        why = UNFIT[kernel](query)
         if why:
-            leave(module, kernel, why, q=q, k=k, mask=query.mask)
-    y = ATTENTIONS[kernel](q, k, v, *more)
-    return y.transpose(1, 2).contiguous() if query.turned else y
+            leave(module, kernel, why, q=query.q, k=query.k, mask=query.mask)
+    return ATTENTIONS[kernel](query)
 
 
-class Hearing:
+class FusedAttention:
     """The layer of a module that calls torch's attention: its own forward, under a mode."""
 
     def __init__(self, module: nn.Module, kernel: str, ear: Ear | None = None) -> None:
@@ -219,7 +199,7 @@ class _Calls(TorchFunctionMode):
         mask = attn_mask
         while mask is not None and mask.ndim < 4:
             mask = mask[None]
-        asked = Query((query, key, value), Rule(scale, 0.0, is_causal), mask, dropout=dropout_p)
+        asked = Query(query, key, value, Rule(scale, 0.0, is_causal), mask, dropout=dropout_p)
         return attended(self.module, self.kernel, asked, self.ear)
 
 

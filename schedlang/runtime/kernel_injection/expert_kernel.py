@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.kernels import gated
 from schedlang.kernels.device import autocast_to
 from schedlang.kernels.grouped import Case, grouped
@@ -243,12 +243,10 @@ class GroupedExperts:
         """Tokens, the experts of each, their weights; `inner` is not called."""
         given = dict(zip(self.names, args, strict=False)) | kwargs
         if len(args) > len(self.names) or sorted(given) != sorted(self.names):
-            raise Refusal(
-                Diagnostic(
-                    "S821",
-                    f"`{type(self.module).__name__}` was called with {len(args) + len(kwargs)}"
-                    " arguments, but experts take tokens, expert indices and routing weights",
-                    helps=("leave this module as it is",),
-                )
+            raise Refusal.of(
+                "S821",
+                f"`{type(self.module).__name__}` was called with {len(args) + len(kwargs)}"
+                " arguments, but experts take tokens, expert indices and routing weights",
+                helps=("leave this module as it is",),
             )
         return computed(self.module, self.form, *(given[name] for name in self.names))

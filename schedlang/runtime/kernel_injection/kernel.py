@@ -14,7 +14,7 @@ from schedlang.kernels.norm_probes import LIBRARY, Norm, probe_named, probe_norm
 from schedlang.kernels.probe import Mismatch
 from schedlang.kernels.sharding import install
 from schedlang.runtime.forward import Layer, layer_of, the_input, wrap
-from schedlang.runtime.kernel_injection.add_norm import Summing, Sums, probe_sums
+from schedlang.runtime.kernel_injection.add_norm import FusedAddNorm, Sums, probe_sums
 from schedlang.runtime.kernel_injection.attention import (
     Attention,
     Call,
@@ -35,8 +35,8 @@ from schedlang.runtime.kernel_injection.expert_kernel import (
     probe_grouped,
 )
 from schedlang.runtime.kernel_injection.gated_mlp import Gated, GatedMlp, probe_gated
-from schedlang.runtime.kernel_injection.rope import Rotary, Turning, probe_rope
-from schedlang.runtime.lazy_logits.head import Head, Waiting, probe_head, probe_held
+from schedlang.runtime.kernel_injection.rope import FusedRope, Rotary, probe_rope
+from schedlang.runtime.lazy_logits.lazy import Head, LazyHead, probe_head, probe_held
 from schedlang.runtime.left import leave
 from schedlang.runtime.modes import outside
 
@@ -143,7 +143,7 @@ def replace(module: nn.Module, found: Found, chunk: int = 0) -> None:
     elif isinstance(found, Adapted):
         put_in(module, found.kernel, found.modules)
     elif isinstance(found, Head):
-        wrap(module, "kernel", Waiting(module, found, chunk))
+        wrap(module, "kernel", LazyHead(module, found, chunk))
     else:
         wrap(module, "kernel", LAYERS[type(found)](module, found))
 
@@ -157,8 +157,8 @@ LAYERS: Mapping[type, Callable[[nn.Module, Any], Layer]] = {
     Norm: Normed,
     Gated: GatedMlp,
     GroupedForm: GroupedExperts,
-    Rotary: Turning,
-    Sums: Summing,
+    Rotary: FusedRope,
+    Sums: FusedAddNorm,
 }
 
 
@@ -168,8 +168,3 @@ def kernels_of(module: nn.Module) -> tuple[str, ...]:
     found = [getattr(one, "kernel", None) for one in put]
     found.append("sdpa" if is_fused(module) else kernel_in(module))
     return tuple(name for name in found if name is not None)
-
-
-def kernel_of(module: nn.Module) -> str | None:
-    """The first of them, if any."""
-    return next(iter(kernels_of(module)), None)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.tracing.meta import copy_with
 
 Names = Mapping[str, str | Sequence[str]]  # own name -> the name, or names, that it is made of
@@ -130,9 +130,7 @@ def _made(fqn: str, old: nn.Module, name: str, make: Any) -> tuple[nn.Module, Na
 
 def misfit(fqn: str, name: str, *notes: str, helps: Sequence[str] = ()) -> Refusal:
     """S881."""
-    return Refusal(
-        Diagnostic("S881", f"`{name}` cannot replace `{fqn}`", notes=notes, helps=tuple(helps))
-    )
+    return Refusal.of("S881", f"`{name}` cannot replace `{fqn}`", notes=notes, helps=tuple(helps))
 
 
 def _shapes(named: Callable[..., Any]) -> dict[str, tuple[int, ...]]:

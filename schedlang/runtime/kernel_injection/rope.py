@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.kernels.probe import TOLERANCE, Mismatch, relative
 from schedlang.kernels.rope import Case, Form, reference, rope
 from schedlang.runtime.float64 import Float64
@@ -279,7 +279,7 @@ def _rounding(function: Any, found: Rotation, angles: int) -> Rotation | Mismatc
 # file, and all other modules, are left as they are.
 
 
-class Turning:
+class FusedRope:
     """The layer that runs a module's own forward with the kernel in place of its functions."""
 
     kernel = "rope"
@@ -367,11 +367,9 @@ def _unfit(
 
 
 def _learned(name: str) -> Refusal:
-    return Refusal(
-        Diagnostic(
-            "S871",
-            f"the angles of `{name}` need a gradient",
-            notes=("the kernel `rope` takes the angles as constants, and returns no gradient",),
-            helps=("leave this attention as it is",),
-        )
+    return Refusal.of(
+        "S871",
+        f"the angles of `{name}` need a gradient",
+        notes=("the kernel `rope` takes the angles as constants, and returns no gradient",),
+        helps=("leave this attention as it is",),
     )

@@ -1,10 +1,4 @@
-"""Logits that are not computed: a stand-in that a model's own loss code may handle.
-
-A head that is given one returns it in training.  It follows casts, views, scaling, a soft cap and
-slices of the leading dims; at `cross_entropy` (or `logsumexp`, for a z-loss) the product and the
-loss are computed together, chunk by chunk (kernels/linear_cross_entropy.py).  For anything else the
-logits are computed as the head would have, so that any model still gets what it asked for.
-"""
+"""A head whose product waits for the loss, and the stand-in for its logits until then."""
 
 from __future__ import annotations
 
@@ -13,19 +7,36 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.kernels.linear_cross_entropy import Form, statistics, weighed
+from schedlang.kernels.device import autocast_to
+from schedlang.kernels.linear_cross_entropy import Case, Form, statistics, weighed
+from schedlang.kernels.probe import (
+    TOLERANCE,
+    Mismatch,
+    bare_copy,
+    gradients_apart,
+    relative,
+    rows_of,
+)
+from schedlang.runtime.adapters.torch_compile import follow_losses
 from schedlang.runtime.comm import collectives, world
 from schedlang.runtime.comm.collectives import Group
-from schedlang.runtime.lazy_logits.stand_in import (
+from schedlang.runtime.forward import layer_of, the_input
+from schedlang.runtime.lazy_logits.vocab_parallel import (
     StandIn,
     as_torchs,
     made_whole,
     reduced,
-    takes_rows,
 )
+
+# ---- Logits that are not computed: a stand-in that a model's own loss code may handle.
+# A head that is given one returns it in training.  It follows casts, views, scaling, a soft cap and
+# slices of the leading dims; at `cross_entropy` (or `logsumexp`, for a z-loss) the product and the
+# loss are computed together, chunk by chunk (kernels/linear_cross_entropy.py).  For anything else
+# the logits are computed as the head would have: any model still gets what it asked for.
+
 
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -122,12 +133,7 @@ class LazyLogits(StandIn):
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or not hasattr(Tensor, name):
-            raise AttributeError(name)
-        return getattr(self.computed(), name)
-
-    def computed(self) -> Tensor:
+    def whole(self) -> Tensor:
         """The logits, as the head and what followed it would have made them; made once."""
         if self.real is None:
             z = F.linear(self.x, self.weight, self.bias)
@@ -138,10 +144,6 @@ class LazyLogits(StandIn):
                 z = step(z)
             self.real = z
         return self.real
-
-    def whole(self) -> Tensor:
-        """Return the logits as a plain tensor."""
-        return self.computed()
 
     # -- what keeps them lazy --------------------------------------------------------------------
 
@@ -156,7 +158,7 @@ class LazyLogits(StandIn):
 
     def _times(self, factor: float, step: Callable[[Tensor], Tensor]) -> Any:
         if not factor:
-            return step(self.computed())
+            return step(self.whole())
         if self.cap:
             return self._then(step, cap=self.cap * factor)
         return self._then(step, scale=self.scale * factor)
@@ -164,7 +166,7 @@ class LazyLogits(StandIn):
     def __mul__(self, other: Any) -> Any:
         if _is_number(other):
             return self._times(float(other), lambda z: z * other)
-        return self.computed() * other
+        return self.whole() * other
 
     __rmul__ = __mul__
     mul = __mul__
@@ -172,13 +174,13 @@ class LazyLogits(StandIn):
     def __truediv__(self, other: Any) -> Any:
         if _is_number(other) and other:
             return self._times(1 / float(other), lambda z: z / other)
-        return self.computed() / other
+        return self.whole() / other
 
     div = __truediv__
 
     def tanh(self) -> Any:
         """Apply Tensor.tanh; a second time there is no kernel for it."""
-        return self.computed().tanh() if self.cap else self._then(torch.tanh, cap=1.0)
+        return self.whole().tanh() if self.cap else self._then(torch.tanh, cap=1.0)
 
     def detach(self) -> Any:
         """Detach as Tensor.detach."""
@@ -187,26 +189,17 @@ class LazyLogits(StandIn):
             return self.real.detach()
         return replace(self, x=self.x.detach(), weight=self.weight.detach(), bias=bias)
 
-    def view(self, *shape: Any) -> Any:
-        """View as Tensor.view where the last dim stays whole; computed otherwise."""
-        sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
-        if self.real is None and sizes and _keeps_last(sizes, self.shape):
-            return self._moved(self.x.reshape(*sizes[:-1], self.x.shape[-1]))
-        return self.computed().reshape(*shape)
+    @property
+    def lines(self) -> Tensor:
+        """The inputs of the head: each step so far acts on each logit by itself."""
+        return self.x
 
-    reshape = view
-
-    def __getitem__(self, index: Any) -> Any:
-        if self.real is None and takes_rows(index, self.ndim):
-            return self._moved(self.x[index])
-        return self.computed()[index]
-
-    def _moved(self, x: Tensor) -> LazyLogits:
-        """The same classes of other rows: each step so far acts on each logit by itself."""
-        return replace(self, x=x)
+    def with_lines(self, lines: Tensor) -> LazyLogits:
+        """The same classes of other inputs."""
+        return replace(self, x=lines)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self.computed()[index] = value
+        self.whole()[index] = value
 
     # -- the losses ------------------------------------------------------------------------------
 
@@ -234,7 +227,7 @@ class LazyLogits(StandIn):
     def logsumexp(self, dim: Any, keepdim: bool = False) -> Any:
         """Reduce as Tensor.logsumexp; over the classes chunk by chunk."""
         if not self.has_loss() or dim not in (-1, self.ndim - 1, (-1,), [-1]):
-            return self.computed().logsumexp(dim, keepdim)
+            return self.whole().logsumexp(dim, keepdim)
         nothing = torch.full((self.shape[:-1].numel(),), -1, device=self.device)
         # apart from the loss: held, it would be a second tensor of logits
         form = Form(self.scale, self.cap, self.budget)
@@ -276,15 +269,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _keeps_last(sizes: list[Any], shape: torch.Size) -> bool:
-    """Tell whether a view by these sizes keeps the last dim."""
-    if sizes.count(-1) > 1 or sizes[-1] not in (-1, shape[-1]):
-        return False
-    known = torch.Size(s for s in sizes[:-1] if s != -1).numel()
-    rows = shape[:-1].numel()
-    return known == rows if -1 not in sizes[:-1] else bool(known) and rows % known == 0
-
-
 def _casting(name: str) -> Callable[..., Any]:
     def cast(self: LazyLogits, *args: Any, **kwargs: Any) -> Any:
         return self._cast(name, *args, **kwargs)
@@ -295,7 +279,7 @@ def _casting(name: str) -> Callable[..., Any]:
 
 def _computing(name: str) -> Callable[..., Any]:
     def compute(self: LazyLogits, *args: Any) -> Any:
-        return getattr(self.computed(), name)(*map(made_whole, args))
+        return getattr(self.whole(), name)(*map(made_whole, args))
 
     return compute
 
@@ -303,18 +287,7 @@ def _computing(name: str) -> Callable[..., Any]:
 for _name in ("float", "double", "half", "bfloat16", "to", "contiguous", "clone"):
     setattr(LazyLogits, _name, _casting(_name))
 for _name in (
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "rtruediv",
-    "neg",
-    "pow",
-    "matmul",
-    "lt",
-    "le",
-    "gt",
-    "ge",
+    *("add", "radd", "sub", "rsub", "rtruediv", "neg", "pow", "matmul", "lt", "le", "gt", "ge"),
 ):
     setattr(LazyLogits, f"__{_name}__", _computing(f"__{_name}__"))
 
@@ -326,3 +299,117 @@ _LAZY: dict[Any, Callable[..., Any]] = {
     torch.mul: LazyLogits.__mul__,
     torch.div: LazyLogits.__truediv__,
 }
+
+
+# ---- A head whose product waits for the loss: `lm_head` and cross-entropy in chunks, in any
+# model.
+
+
+# -- the head --------------------------------------------------------------------------------------
+# In training the head returns LazyLogits, and the model's own forward goes on with them to its own
+# loss; without gradients, and in eval mode, it computes logits as ever.
+
+
+@dataclass(frozen=True)
+class Head:
+    """A linear layer: [..., width] to [..., classes]; `weight` and `bias` are its parameters.
+
+    `held`: its logits are to be made once and overwritten by their gradient.
+    """
+
+    weight: str
+    bias: str | None
+    width: int
+    classes: int
+    held: bool = False
+
+    def cases(self) -> list[Any]:
+        """Runs of the kernel on as many classes, or fewer where there are very many."""
+        shape, classes = (7, min(self.width, 128)), min(self.classes, 512)
+        runs = [("float32", 0.0), ("bfloat16", 0.0), ("float32", 0.1)]
+        return [
+            Case(shape, dtype, classes, self.bias is not None, smoothing, held=self.held)
+            for dtype, smoothing in runs
+        ]
+
+
+def probe_held(module: nn.Module) -> Head | Mismatch:
+    """Probe as `probe_head`, for logits in place."""
+    found = probe_head(module)
+    return found if isinstance(found, Mismatch) else replace(found, held=True)
+
+
+def probe_head(module: nn.Module) -> Head | Mismatch:
+    """Match a linear layer against a module, or return the measured reason why it is none."""
+    params = dict(module.named_parameters())
+    weights = [name for name, p in params.items() if p.ndim == 2]
+    others = [name for name in params if name not in weights]
+    if len(weights) != 1 or len(others) > 1 or "." in weights[0]:
+        some = [f"{name} {tuple(p.shape)}" for name, p in list(params.items())[:3]]
+        more = [f"and {len(params) - 3} more"] if len(params) > 3 else []
+        shapes = ", ".join(some + more) or "none"
+        return Mismatch(f"has the parameters {shapes}: a head has a matrix, and perhaps a bias")
+    if "forward" in vars(module):
+        return Mismatch("has a replaced forward already")
+    classes, width = params[weights[0]].shape
+    found = Head(weights[0], others[0] if others else None, width, classes)
+    if type(module).forward is nn.Linear.forward:
+        return found  # nothing to be found out, and a copy in float64 may be large
+    if next(module.buffers(), None) is not None:
+        return Mismatch("has buffers: a linear layer has none")
+    return _probed(module, found)
+
+
+def _probed(module: nn.Module, found: Head) -> Head | Mismatch:
+    copied = bare_copy(module, torch.float64)
+    params = dict(copied.named_parameters())
+    weight, bias = params[found.weight], params[found.bias] if found.bias else None
+    x = rows_of(found.width).requires_grad_()
+    worst = 0.0
+    for training in (True, False):
+        copied.train(training)
+        with torch.random.fork_rng(devices=[]):
+            try:
+                y, plain = copied(x), F.linear(x, weight, bias)
+                apart = gradients_apart(y, plain, [x, *params.values()])
+                worst = max(worst, relative(y.detach(), plain.detach()), apart)
+            except Exception as raised:  # the module's own code: whatever it raises is a mismatch
+                return Mismatch.raised(f"does not run on rows of {found.width} alone", raised)
+    return found if worst <= TOLERANCE else Mismatch("differs from a linear layer", worst)
+
+
+class LazyHead:
+    """The layer of a head: lazy logits in training, its own product otherwise."""
+
+    def __init__(self, module: nn.Module, head: Head, budget: int = 0) -> None:
+        self.module, self.head, self.budget = module, head, budget
+        self.kernel = "cross_entropy" if head.held else "linear_cross_entropy"
+
+    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Wait where there will be a gradient."""
+        x = the_input(self.module, args, kwargs)
+        return self.lazy(x) if self.waits() else inner(x)
+
+    def waits(self) -> bool:
+        """Tell whether logits of this call are for a loss: in training, with gradients."""
+        return self.module.training and torch.is_grad_enabled()
+
+    def lazy(self, x: Tensor, group: Group | None = None, classes: int = 0) -> LazyLogits:
+        """The logits of `x`, not computed yet; of `classes` that lie over the ranks of a group."""
+        if torch.compiler.is_compiling():
+            follow_losses()
+        weight: Tensor = getattr(self.module, self.head.weight)
+        bias: Tensor | None = getattr(self.module, self.head.bias) if self.head.bias else None
+        wanted = autocast_to(x)  # as F.linear would
+        if wanted is not None:
+            x, weight = x.to(wanted), weight.to(wanted)
+            bias = None if bias is None else bias.to(wanted)
+        width = weight.shape[0]
+        part = Part(0, width, width) if group is None else Part.of(group, width, classes)
+        return LazyLogits(x, weight, bias, part, self.budget, self.head.held, x.new_empty(0))
+
+
+def waiting(module: nn.Module) -> LazyHead | None:
+    """The layer of a head that waits now, if this module has one."""
+    found = layer_of(module, "kernel")
+    return found if isinstance(found, LazyHead) and found.waits() else None

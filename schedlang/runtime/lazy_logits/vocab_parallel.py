@@ -1,25 +1,183 @@
-"""Logits split over the vocabulary: a stand-in that a model's own loss code may handle.
-
-The cross-entropy over split logits needs three numbers per token from each rank, never the whole
-row (Shoeybi et al. 2019, section 3).  The stand-in follows casts, views, scaling and slices of the
-leading dims; at `cross_entropy` it computes the parallel loss; for anything else the logits are
-gathered first, so that any model still gets what it asked for.
-"""
+"""Stand-ins for logits that a model's own loss handles, and logits split over the vocabulary."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from schedlang.runtime.comm import collectives, world
 from schedlang.runtime.comm.collectives import Group
-from schedlang.runtime.lazy_logits.stand_in import StandIn, as_torchs, reduced, takes_rows
+from schedlang.runtime.modes import again
+
+# ---- Base of stand-ins for logits: calls of torch's functions, indices, and the loss's
+# arguments.
+# A stand-in goes through a model's own code in place of logits that are nowhere whole.  It knows a
+# few functions; for anything else it gives the whole, so that any model gets what it asked for.
+
+
+class StandIn:
+    """Logits [..., classes] that are not there as one tensor."""
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims, as Tensor.ndim."""
+        return len(self.shape)
+
+    @property
+    def shape(self) -> Size:
+        """The shape of the whole."""
+        raise NotImplementedError
+
+    def whole(self) -> Tensor:
+        """The logits, as a plain tensor."""
+        raise NotImplementedError
+
+    @property
+    def lines(self) -> Tensor:
+        """The tensor with the same leading dims, of whose last dim the logits are made."""
+        raise NotImplementedError
+
+    def with_lines(self, lines: Tensor) -> Any:
+        """The logits of other leading dims."""
+        raise NotImplementedError
+
+    def view(self, *shape: Any) -> Any:
+        """View as Tensor.view where the last dim stays whole; of the whole otherwise."""
+        sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
+        if self.has_loss() and sizes and _keeps_last(sizes, self.shape):
+            return self.with_lines(self.lines.reshape(*sizes[:-1], self.lines.shape[-1]))
+        return self.whole().reshape(*shape)
+
+    reshape = view
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.has_loss() and _takes_rows(index, self.ndim):
+            return self.with_lines(self.lines[index])
+        return self.whole()[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(name)
+        return getattr(self.whole(), name)
+
+    def has_loss(self) -> bool:
+        """Tell whether the loss can be computed without the whole logits."""
+        return True
+
+    @classmethod
+    def known(cls) -> Mapping[Any, Callable[..., Any]]:
+        """Functions of torch whose first argument may be a stand-in, and what is done for them."""
+        raise NotImplementedError
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the size, as Tensor.size."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
+        """Flatten as Tensor.flatten; a view where the last dim stays whole."""
+        first, last = start_dim % self.ndim, end_dim % self.ndim
+        if not first <= last < self.ndim - 1:
+            return self.whole().flatten(start_dim, end_dim)
+        sizes = tuple(self.shape)
+        return self.view(*sizes[:first], math.prod(sizes[first : last + 1]), *sizes[last + 1 :])
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Functions of torch: what is known here, or a call with the whole."""
+        kwargs, known = dict(kwargs or {}), cls.known().get(func)
+        if "input" in kwargs and known is not None:
+            args = (kwargs.pop("input"), *args)
+        with again():  # a mode that saw the call first is off inside of it
+            if known is not None and args and isinstance(args[0], cls):
+                return known(*args, **kwargs)
+            whole = {name: made_whole(value) for name, value in kwargs.items()}
+            return func(*(made_whole(value) for value in args), **whole)
+
+
+def made_whole(value: Any) -> Any:
+    """Any stand-in in an argument as a tensor."""
+    if isinstance(value, StandIn):
+        return value.whole()
+    return type(value)(map(made_whole, value)) if type(value) in (list, tuple) else value
+
+
+def _takes_rows(index: Any, ndim: int) -> bool:
+    """Tell whether an index keeps the last dim whole, and picks among the others by numbers."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(isinstance(part, slice | int) or part is Ellipsis for part in parts):
+        return False
+    return len(parts) < ndim and Ellipsis not in parts or parts[-1] == slice(None)
+
+
+def _keeps_last(sizes: list[Any], shape: torch.Size) -> bool:
+    """Tell whether a view by these sizes keeps the last dim."""
+    if sizes.count(-1) > 1 or sizes[-1] not in (-1, shape[-1]):
+        return False
+    known = torch.Size(s for s in sizes[:-1] if s != -1).numel()
+    rows = shape[:-1].numel()
+    return known == rows if -1 not in sizes[:-1] else bool(known) and rows % known == 0
+
+
+Loss = Callable[[Any, Tensor, Tensor, str, float], Tensor]
+
+
+def as_torchs(loss: Loss) -> Callable[..., Tensor]:
+    """`torch.nn.functional.cross_entropy` of a stand-in [tokens, classes] by `loss`.
+
+    It is given the stand-in, the classes, which of them count, the reduction and the smoothing.
+    Weights of classes and labels that are probabilities are left to torch, on the whole.
+    """
+
+    def cross_entropy(
+        logits: Any,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        plain = logits.ndim == 2 and not target.is_floating_point() and logits.has_loss()
+        if not plain or weight is not None or size_average is not None or reduce is not None:
+            return F.cross_entropy(
+                logits.whole(),
+                target,
+                weight,
+                size_average,
+                ignore_index,
+                reduce,
+                reduction,
+                label_smoothing,
+            )
+        return loss(logits, target, target != ignore_index, reduction, label_smoothing)
+
+    cross_entropy.__doc__ = loss.__doc__
+    return cross_entropy
+
+
+def reduced(loss: Tensor, counts: Tensor, reduction: str) -> Tensor:
+    """The losses of tokens as torch reduces them; of those that do not count nothing."""
+    loss = loss.masked_fill(~counts, 0.0)
+    if reduction == "none":
+        return loss
+    return loss.sum() / counts.sum() if reduction == "mean" else loss.sum()
+
+
+# ---- Logits split over the vocabulary: a stand-in that a model's own loss code may handle.
+# The cross-entropy over split logits needs three numbers per token from each rank, never the whole
+# row (Shoeybi et al. 2019, section 3).  The stand-in follows casts, views, scaling and slices of
+# the leading dims; at `cross_entropy` it computes the parallel loss; for anything else the logits
+# are gathered first, so that any model still gets what it asked for.
 
 
 class _Statistics(torch.autograd.Function):
@@ -96,54 +254,36 @@ class ShardedLogits(StandIn):
         if name in ("dtype", "device", "requires_grad", "is_floating_point", "dim"):
             return getattr(self.local, name)
         if name in _ALONG:
-            return lambda *a, **k: self._with(getattr(self.local, name)(*a, **k))
-        if name.startswith("__") or not hasattr(Tensor, name):
-            raise AttributeError(name)
-        return getattr(self.gathered(), name)
+            return lambda *a, **k: self.with_lines(getattr(self.local, name)(*a, **k))
+        return super().__getattr__(name)
 
-    def gathered(self) -> Tensor:
-        """The whole, on every rank alike."""
+    def whole(self) -> Tensor:
+        """Gather the whole, on every rank alike."""
         whole = collectives.gather(self.local, -1, self.group, consumers_differ=False)
         return whole[..., : self.classes]
 
-    def whole(self) -> Tensor:
-        """Return the logits as a plain tensor."""
-        return self.gathered()
-
     # -- what keeps the split --------------------------------------------------------------------
 
-    def _with(self, local: Tensor) -> ShardedLogits:
-        return ShardedLogits(local, self.group, self.classes)
+    @property
+    def lines(self) -> Tensor:
+        """This rank's part of the logits."""
+        return self.local
 
-    def view(self, *shape: Any) -> Any:
-        """View as Tensor.view where the last dim stays whole; gathered otherwise."""
-        sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
-        if sizes and sizes[-1] in (self.classes, -1) and (sizes.count(-1) < 2):
-            leading_known = -1 not in sizes[:-1]
-            if sizes[-1] == self.classes or (
-                leading_known and torch.Size(sizes[:-1]).numel() == self.shape[:-1].numel()
-            ):
-                return self._with(self.local.reshape(*sizes[:-1], self.local.shape[-1]))
-        return self.gathered().reshape(*shape)
-
-    reshape = view
-
-    def __getitem__(self, index: Any) -> Any:
-        if takes_rows(index, self.local.ndim):
-            return self._with(self.local[index])
-        return self.gathered()[index]
+    def with_lines(self, lines: Tensor) -> ShardedLogits:
+        """The same classes of other logits."""
+        return ShardedLogits(lines, self.group, self.classes)
 
     def __mul__(self, other: Any) -> Any:
         if isinstance(other, int | float):
-            return self._with(self.local * other)
-        return self.gathered() * other
+            return self.with_lines(self.local * other)
+        return self.whole() * other
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:
         if isinstance(other, int | float):
-            return self._with(self.local / other)
-        return self.gathered() / other
+            return self.with_lines(self.local / other)
+        return self.whole() / other
 
     @classmethod
     def known(cls) -> Mapping[Any, Callable[..., Any]]:

@@ -128,7 +128,7 @@ class Routing:
 
     def forward_of(self, sharded: Sharded, inner: Forward) -> Forward:
         """A module of experts of which this rank holds a part; slow axes come first."""
-        return Spread(sharded.module, inner, sharded.edges, self)
+        return ShardedExperts(sharded.module, inner, sharded.edges, self)
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _even() -> bool:
     return here is not None and here.even is not None and here.even()
 
 
-class Spread:
+class ShardedExperts:
     """The forward of such a module."""
 
     def __init__(

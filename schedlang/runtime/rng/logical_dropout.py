@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime import scope
 from schedlang.runtime.modes import Ambient, ambient
 from schedlang.runtime.rng.draws import LOGICAL, Draw, active, illogical, may_draw
@@ -272,13 +272,11 @@ def without_form(name: str, site: str, line: str = "") -> Refusal:
 
 
 def _refusal(title: str) -> Refusal:
-    return Refusal(
-        Diagnostic(
-            "S812",
-            title,
-            notes=("programs are compared with dropout masks that do not depend on the layout",),
-            helps=("switch this randomness off in the model's configuration, and verify",),
-        )
+    return Refusal.of(
+        "S812",
+        title,
+        notes=("programs are compared with dropout masks that do not depend on the layout",),
+        helps=("switch this randomness off in the model's configuration, and verify",),
     )
 
 
@@ -416,19 +414,17 @@ class Undrawn(LogicalDropout):
 def _unlike(site: str, trains: str) -> Refusal:
     """Return the refusal (S812) of a draw that only evaluation makes, at the line of the model."""
     drawn = f"{here(site)} draws random numbers in evaluation ({_line()})"
-    return Refusal(
-        Diagnostic(
-            "S812",
-            drawn,
-            notes=(
-                f"in training it {trains}: the layout of its random numbers is known from"
-                f" training only",
-            ),
-            helps=(
-                "draw there in training, too, or switch this randomness off in the model's"
-                " configuration",
-            ),
-        )
+    return Refusal.of(
+        "S812",
+        drawn,
+        notes=(
+            f"in training it {trains}: the layout of its random numbers is known from"
+            f" training only",
+        ),
+        helps=(
+            "draw there in training, too, or switch this randomness off in the model's"
+            " configuration",
+        ),
     )
 
 

@@ -219,12 +219,12 @@ def install(
     """Let modules of a built model draw under forks; `plain` draw none themselves, inside others
     that do."""
     for name, forked in forks.items():
-        wrap(module.get_submodule(name), "draws", Drawing(native, forked))
+        wrap(module.get_submodule(name), "draws", ForkedDropout(native, forked))
     for name in plain:
-        wrap(module.get_submodule(name), "draws", Drawing(native, Forked(name, (), False)))
+        wrap(module.get_submodule(name), "draws", ForkedDropout(native, Forked(name, (), False)))
 
 
-class Drawing:
+class ForkedDropout:
     """The layer around the forward of a module that draws under forks."""
 
     def __init__(self, native: NativeDropout, forked: Forked) -> None:

@@ -198,34 +198,17 @@ POINTWISE: Mapping[str, str] = {
 SAME = frozenset(
     f"aten.{name}"
     for name in (
-        "view.default",
-        "reshape.default",
-        "_unsafe_view.default",
-        "unsqueeze.default",
-        "squeeze.default",
-        "squeeze.dim",
-        "squeeze.dims",
-        "expand.default",
-        "alias.default",
-        "clone.default",
-        "detach.default",
-        "_reshape_alias.default",
-        "lift_fresh_copy.default",
+        *("view.default", "reshape.default", "_unsafe_view.default", "unsqueeze.default"),
+        *("squeeze.default", "squeeze.dim", "squeeze.dims", "expand.default", "alias.default"),
+        *("clone.default", "detach.default", "_reshape_alias.default", "lift_fresh_copy.default"),
     )
 )
 CASTS = frozenset(("prims.convert_element_type.default", "aten._to_copy.default"))
 FULL = frozenset(
     f"aten.{name}.default"
     for name in (
-        "full",
-        "full_like",
-        "zeros_like",
-        "ones_like",
-        "zeros",
-        "ones",
-        "scalar_tensor",
-        "new_zeros",
-        "new_full",
+        *("full", "full_like", "zeros_like", "ones_like", "zeros", "ones", "scalar_tensor"),
+        *("new_zeros", "new_full"),
     )
 )
 IDLE = frozenset(("aten._assert_tensor_metadata.default",))

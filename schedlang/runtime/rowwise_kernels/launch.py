@@ -45,18 +45,7 @@ from schedlang.runtime.rowwise_kernels.lower import lowered
 NARROW = (torch.bfloat16, torch.float16)
 # what an expression may call
 _NAMES = (
-    "exp",
-    "exp2",
-    "log",
-    "log2",
-    "sqrt",
-    "rsqrt",
-    "sin",
-    "cos",
-    "erf",
-    "abs",
-    "floor",
-    "ceil",
+    *("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf", "abs", "floor", "ceil"),
     "where",
 )
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.rowwise_kernels.chain import From, NotRowwise
 from schedlang.runtime.rowwise_kernels.launch import Kernel, kernel, number, run
@@ -322,13 +322,11 @@ class Generated:
 
 def refusal(why: str) -> Refusal:
     """S887: no row-wise chain."""
-    return Refusal(
-        Diagnostic(
-            "S887",
-            "this is not a chain of pointwise operators and row reductions",
-            notes=(why,),
-            helps=("leave it to inductor: drop `backend=rowwise`",),
-        )
+    return Refusal.of(
+        "S887",
+        "this is not a chain of pointwise operators and row reductions",
+        notes=(why,),
+        helps=("leave it to inductor: drop `backend=rowwise`",),
     )
 
 

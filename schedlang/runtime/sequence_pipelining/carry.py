@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime import scope
 from schedlang.runtime.modes import Ambient
 
@@ -370,16 +370,14 @@ def _lower_right(visit: Visit, query: Tensor) -> Tensor:
 
 def _not_causal(without: bool) -> Refusal:
     what = "without a mask" if without else "with a mask of its own slice only"
-    return Refusal(
-        Diagnostic(
-            "S655",
-            f"`{scope.site() or 'the model'}` attends {what}",
-            notes=("a slice has the keys of the slices before it only: attention must be causal",),
-            helps=(
-                "write `scaled_dot_product_attention(q, k, v, is_causal=True)`",
-                "or leave `slices` out of the row",
-            ),
-        )
+    return Refusal.of(
+        "S655",
+        f"`{scope.site() or 'the model'}` attends {what}",
+        notes=("a slice has the keys of the slices before it only: attention must be causal",),
+        helps=(
+            "write `scaled_dot_product_attention(q, k, v, is_causal=True)`",
+            "or leave `slices` out of the row",
+        ),
     )
 
 

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.scope import visit
 from schedlang.runtime.sequence_pipelining.carry import Place, Watch
 from schedlang.runtime.sequence_pipelining.slices import Slicing, masks_of
-from schedlang.runtime.sequence_pipelining.trial import Seen, Trial, forward, sliced, watched
+from schedlang.runtime.sequence_pipelining.trial import (
+    Outputs,
+    Seen,
+    Trial,
+    forward,
+    noted,
+    sliced,
+    tokens_of,
+    watched,
+)
 from schedlang.runtime.tracing.constants import without_values
 from schedlang.runtime.tracing.meta import hollow_model
 
 # ---- Why a model cannot be cut along its sequences: the module that gives a slice something
 # else.
-
-
-Outputs = dict[str, list[Tensor]]
 
 
 def fault(trial: Trial, slicing: Slicing, error: Exception) -> Refusal:
@@ -34,8 +39,9 @@ def fault(trial: Trial, slicing: Slicing, error: Exception) -> Refusal:
     whole = _outputs(trial, trial.batch)
     changed = _outputs(trial, _changed(trial.batch, first, total))
     ahead = [
-        (name, not _near(plain[:, :first], other[:, :first]))
-        for name, (plain, other) in _pairs(whole, changed, total)
+        (name, not near(plain[:, :first], changed[name][:, :first]))
+        for name, plain in whole.items()
+        if name in changed and plain.dim() > 1 and plain.shape[1] == total
     ]
     if ahead and ahead[-1][1]:  # something inside may look ahead and be masked afterwards
         name = next(name for name, differs in ahead if differs)
@@ -48,16 +54,17 @@ def fault(trial: Trial, slicing: Slicing, error: Exception) -> Refusal:
         return error
     found: Outputs = {}
     try:
-        with _noting(trial.model, found):
+        with noted(trial.model) as found:
             sliced(trial, slicing)
     except Exception as raised:  # the model's own code, on a slice: whatever it raises
         said = f"{type(raised).__name__}: {raised}".splitlines()[0]
         return refusal(f"`{kind}` does not run on a slice of a sequence", said, *_where(found))
-    for name, outputs in whole.items():
-        if outputs[0].dim() < 2 or outputs[0].shape[1] != total:
+    for name, output in whole.items():
+        if output.dim() < 2 or output.shape[1] != total:
             continue
-        joined = _joined(outputs[0], found.get(name, []), trial.lengths)
-        if joined is None or not _near(joined, outputs[0]):
+        parts = found.get(name, {})
+        joined = _joined(output, [*parts.values()], trial.lengths)  # in the order in which they ran
+        if joined is None or not near(joined, output):
             return refusal(
                 f"`{kind}` cannot be split into slices",
                 f"`{name}` computes a slice differently than in the full sequence",
@@ -81,8 +88,9 @@ def _where(found: Outputs) -> list[str]:
     return [f"in slice {upto - 1}, after `{done[-1]}`"] if upto > 1 else []
 
 
-def _near(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a, b, rtol=1e-6, atol=1e-9, equal_nan=True)
+def near(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two outputs are equal but for rounding."""
+    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-6, atol=1e-9, equal_nan=True)
 
 
 def _changed(batch: Mapping[str, Any], first: int, total: int) -> dict[str, Any]:
@@ -101,55 +109,22 @@ def _changed(batch: Mapping[str, Any], first: int, total: int) -> dict[str, Any]
     return {name: other(name, value) for name, value in batch.items()}
 
 
-def _pairs(a: Outputs, b: Outputs, total: int) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-    for name, outputs in a.items():
-        if name in b and outputs[0].dim() > 1 and outputs[0].shape[1] == total:
-            yield name, (outputs[0], b[name][0])
-
-
-def _outputs(trial: Trial, batch: Mapping[str, Any]) -> Outputs:
-    found: Outputs = {}
-    with _noting(trial.model, found):
+def _outputs(trial: Trial, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    with noted(trial.model) as found:
         forward(trial, trial.model, batch)
-    return found
-
-
-@contextmanager
-def _noting(model: nn.Module, found: Outputs) -> Iterator[None]:
-    """The outputs of every module, innermost first; of a slice one after the other."""
-
-    def note(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, tuple) and output else output
-            if isinstance(first, Tensor) and first.is_floating_point():
-                held = found.setdefault(name, [])
-                part = visit()
-                if len(held) == (part.span.index if part is not None else 0):
-                    held.append(first.detach())
-
-        return hook
-
-    named = [(name, module) for name, module in model.named_modules() if name]
-    handles = [module.register_forward_hook(note(name)) for name, module in named]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return {name: outputs[None] for name, outputs in found.items()}
 
 
 def refusal(title: str, *notes: str) -> Refusal:
     """The model cannot be cut along its sequences."""
-    return Refusal(
-        Diagnostic(
-            "S655",
-            title,
-            notes=notes,
-            helps=(
-                "leave `slices` out: `slices=1`",
-                'or use an order without slices: `pipeline(order="1F1B", micro=...)`',
-            ),
-        )
+    return Refusal.of(
+        "S655",
+        title,
+        notes=notes,
+        helps=(
+            "leave `slices` out: `slices=1`",
+            'or use an order without slices: `pipeline(order="1F1B", micro=...)`',
+        ),
     )
 
 
@@ -283,9 +258,9 @@ def lines_of(trial: Trial, watching: Callable[[int], Any]) -> frozenset[Place]:
     total = sum(trial.lengths)
     found: list[set[Place]] = []
     for length in (total, total - 1):
-        watch = watching(length)
+        watch, batch = watching(length), tokens_of(trial.batch, total, torch.arange(length))
         with ambient(watch):
-            _shown(trial, _shorter(trial.batch, total, length))
+            _shown(trial, batch)
         found.append(watch.found - watch.others)
     return frozenset(found[0] & found[1])
 
@@ -297,19 +272,6 @@ def _shown(trial: Trial, batch: Mapping[str, Any]) -> None:
         return
     with without_values(batch) as (given, _):
         forward(trial, hollow_model(trial.model, {}), given)
-
-
-def _shorter(batch: Mapping[str, Any], total: int, length: int) -> dict[str, Any]:
-    def part(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() < 2:
-            return value
-        if value.dim() == 4 and value.shape[-1] == total:
-            return value[:, :, :length, :length].contiguous()
-        if value.dim() == 3 and value.shape[1] != total and value.shape[2] == total:
-            return value[..., :length].contiguous()
-        return value[:, :length].contiguous() if value.shape[1] == total else value
-
-    return {name: part(value) for name, value in batch.items()}
 
 
 # -- comparing -----------------------------------------------------------------------------------
@@ -332,41 +294,45 @@ def compare(whole: Seen, parts: Seen) -> None:
 
 
 def _tagged(trial: Trial, slicing: Slicing, whole: Seen) -> Slicing:
-    """Add the dims of random draws along the sequence, from the shapes of a first pass."""
     if not trial.random or not whole.draws:
         return slicing
-    parts = sliced(trial, slicing).draws
-    stops = [sum(trial.lengths[: k + 1]) for k in range(len(trial.lengths))]
-    tags = {}
+    stops = list(itertools.accumulate(trial.lengths))
+    return replace(slicing, draws=draws_along(trial, whole, sliced(trial, slicing), stops))
+
+
+def draws_along(trial: Trial, whole: Seen, seen: Seen, stops: Sequence[int]) -> Tags:
+    """Find the dims of random draws along the sequence, from their shapes in a pass by parts.
+
+    `stops` are the numbers of keys that the parts see.
+    """
+    tags, parts = {}, seen.draws
     for (_, site, call), shape in whole.draws.items():
         drawn = [parts.get((k, site, call)) for k in range(len(trial.lengths))]
-        dims = dims_of(site, shape, drawn, trial.lengths, stops)
-        check_samples(trial, site, call, shape, dims)
+        dims = _dims_of(site, shape, drawn, trial.lengths, stops)
+        _check_samples(trial, site, call, shape, dims)
         tags[(site, call)] = dims
-    return replace(slicing, draws=spread(tags, trial.alike))
+    return _spread(tags, trial.alike)
 
 
-def check_samples(
+def _check_samples(
     trial: Trial, site: str, call: int, shape: tuple[int, ...], dims: tuple[str, ...]
 ) -> None:
     """Refuse (S812) a mask of tokens that all samples share: who holds some tokens draws no part
     of it alike in training."""
     if trial.unbatched.get((site, call)) and any(dims):
-        raise Refusal(
-            Diagnostic(
-                "S812",
-                f"`{site}` draws {shape}: tokens, but no samples",
-                notes=("sequences are split, and all samples share this mask of their tokens",),
-                helps=(
-                    "draw it for each sample: a mask whose first dim is that of the batch",
-                    "or draw it without a dim of tokens: one for the whole sequence",
-                    "or split no sequences of this model",
-                ),
-            )
+        raise Refusal.of(
+            "S812",
+            f"`{site}` draws {shape}: tokens, but no samples",
+            notes=("sequences are split, and all samples share this mask of their tokens",),
+            helps=(
+                "draw it for each sample: a mask whose first dim is that of the batch",
+                "or draw it without a dim of tokens: one for the whole sequence",
+                "or split no sequences of this model",
+            ),
         )
 
 
-def spread(tags: Tags, alike: Mapping[str, str]) -> dict[tuple[str, int], tuple[str, ...]]:
+def _spread(tags: Tags, alike: Mapping[str, str]) -> dict[tuple[str, int], tuple[str, ...]]:
     """The same for the blocks that were left out."""
     found = dict(tags)
     for block, stands in alike.items():
@@ -376,7 +342,7 @@ def spread(tags: Tags, alike: Mapping[str, str]) -> dict[tuple[str, int], tuple[
     return found
 
 
-def dims_of(
+def _dims_of(
     site: str,
     shape: tuple[int, ...],
     drawn: Sequence[tuple[int, ...] | None],

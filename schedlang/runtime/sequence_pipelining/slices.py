@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.runtime import scope
 from schedlang.runtime.batch import Absent, Batch, dotted, rows_of, shares, stack
@@ -118,13 +118,11 @@ def length_of(batch: Batch) -> int:
     whole = [t for t in tensors if t.dim() == 2 and not t.is_floating_point()]
     for tensor in (*whole, *tensors):
         return int(tensor.shape[1])
-    raise Refusal(
-        Diagnostic(
-            "S656",
-            "the batch has no sequence to split into slices",
-            notes=("none of its tensors has a dim of tokens after the dim of samples",),
-            helps=("leave `slices` out",),
-        )
+    raise Refusal.of(
+        "S656",
+        "the batch has no sequence to split into slices",
+        notes=("none of its tensors has a dim of tokens after the dim of samples",),
+        helps=("leave `slices` out",),
     )
 
 
@@ -136,12 +134,10 @@ def even(total: int, count: int, grain: int = 1) -> tuple[int, ...]:
 
 def _spans(total: int, lengths: tuple[int, ...]) -> list[Span]:
     if min(lengths) < 1:
-        raise Refusal(
-            Diagnostic(
-                "S606",
-                f"{total} tokens are too few for {len(lengths)} slices",
-                helps=(f"use at most {total} slices, or longer sequences",),
-            )
+        raise Refusal.of(
+            "S606",
+            f"{total} tokens are too few for {len(lengths)} slices",
+            helps=(f"use at most {total} slices, or longer sequences",),
         )
     assert sum(lengths) == total, f"slices of {lengths} tokens for a sequence of {total}"
     starts = [sum(lengths[:k]) for k in range(len(lengths))]
@@ -149,13 +145,11 @@ def _spans(total: int, lengths: tuple[int, ...]) -> list[Span]:
 
 
 def _other_length(name: str, value: Tensor, total: int) -> Refusal:
-    return Refusal(
-        Diagnostic(
-            "S656",
-            f"`{name}` is not as long as the sequence",
-            notes=(f"its shape is {tuple(value.shape)}, but sequences have {total} tokens",),
-            helps=("give all inputs of a batch the same length, as when the program was built",),
-        )
+    return Refusal.of(
+        "S656",
+        f"`{name}` is not as long as the sequence",
+        notes=(f"its shape is {tuple(value.shape)}, but sequences have {total} tokens",),
+        helps=("give all inputs of a batch the same length, as when the program was built",),
     )
 
 
@@ -291,13 +285,11 @@ def _check_left(batch: Batch) -> None:
     for name in masks_of(batch):
         value = batch[name]
         if not value.is_meta and not bool(value[:, 0].all()):
-            raise Refusal(
-                Diagnostic(
-                    "S657",
-                    f"`{name}` pads sequences on the left",
-                    notes=("a first slice of only padding has no key to attend to",),
-                    helps=("pad on the right", "or leave `slices` out of the row"),
-                )
+            raise Refusal.of(
+                "S657",
+                f"`{name}` pads sequences on the left",
+                notes=("a first slice of only padding has no key to attend to",),
+                helps=("pad on the right", "or leave `slices` out of the row"),
             )
 
 
@@ -307,13 +299,11 @@ def _check_packed(batch: Batch) -> None:
     if positions is None or "attention_mask" in batch or positions.is_meta:
         return
     if bool((positions[..., 1:] <= positions[..., :-1]).any()):
-        raise Refusal(
-            Diagnostic(
-                "S658",
-                "`position_ids` restart within a row",
-                notes=("documents packed into one row would attend to each other across slices",),
-                helps=("leave `slices` out of the row", "or put one document into each row"),
-            )
+        raise Refusal.of(
+            "S658",
+            "`position_ids` restart within a row",
+            notes=("documents packed into one row would attend to each other across slices",),
+            helps=("leave `slices` out of the row", "or put one document into each row"),
         )
 
 
@@ -382,13 +372,11 @@ def windows(slicing: Slicing, inner: Windows | None) -> Windows:
 
 
 def _unknown_draw(site: str) -> Refusal:
-    return Refusal(
-        Diagnostic(
-            "S655",
-            f"`{site}` draws random numbers that it did not draw at build",
-            notes=("a slice must find its part of the numbers drawn for the full sequence",),
-            helps=("leave `slices` out of the row",),
-        )
+    return Refusal.of(
+        "S655",
+        f"`{site}` draws random numbers that it did not draw at build",
+        notes=("a slice must find its part of the numbers drawn for the full sequence",),
+        helps=("leave `slices` out of the row",),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -313,3 +314,42 @@ def sliced(trial: Trial, slicing: Slicing) -> Seen:
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     """The gradients that a backward has left."""
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+Outputs = dict[str, dict[int | None, Tensor]]  # by module, then by part; None: the whole sequence
+
+
+@contextmanager
+def noted(model: nn.Module) -> Iterator[Outputs]:
+    """Note the first output of every module in a block, innermost first, of each part that runs."""
+    found: Outputs = {}
+
+    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(first, Tensor) and first.is_floating_point():
+            part = visit()
+            held = found.setdefault(name, {})
+            held.setdefault(None if part is None else part.index, first.detach())
+
+    named = [(name, module) for name, module in model.named_modules() if name]
+    handles = [module.register_forward_hook(partial(note, name)) for name, module in named]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def tokens_of(batch: Mapping[str, Any], total: int, held: Tensor) -> dict[str, Any]:
+    """Some tokens of a batch of `total`, as one would take them by hand."""
+
+    def part(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            return value
+        if value.dim() == 4 and value.shape[-1] == total:
+            return value[:, :, held][..., held]
+        if value.dim() == 3 and value.shape[1] != total and value.shape[2] == total:
+            return value[..., held]
+        return value[:, held] if value.shape[1] == total else value
+
+    return {name: part(value) for name, value in batch.items()}

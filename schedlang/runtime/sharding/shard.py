@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from schedlang.ir.placement import P, Placement, S, positions
 from schedlang.runtime.comm.collectives import Group
-from schedlang.runtime.lazy_logits.head import waiting
+from schedlang.runtime.lazy_logits.lazy import waiting
 from schedlang.runtime.lazy_logits.vocab_parallel import ShardedLogits
 from schedlang.runtime.sharding.redistribute import Arrivals, Crossing, block_sizes, dim_of
 

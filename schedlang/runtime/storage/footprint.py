@@ -18,7 +18,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.ir.memory import CLASSES, STATE
-from schedlang.runtime.adapters.torch_storage import resizes
+from schedlang.runtime.adapters.torch_tensor import resizes
 
 # ---- What a rank does while a step is played: operations, bytes that move through memory,
 # messages.

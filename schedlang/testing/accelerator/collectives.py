@@ -26,7 +26,7 @@ from schedlang.testing.accelerator.group import (
     communicators,
     publish,
 )
-from schedlang.testing.accelerator.transfers import Item, Transfer
+from schedlang.testing.accelerator.transfers import Item, Started, Tensors, Transfer
 
 
 def register(core: Any) -> None:
@@ -58,121 +58,65 @@ class Communicator(Group):
     def _collective(
         self,
         name: str,
-        ins: Sequence[Tensor],
-        outs: Sequence[Tensor],
+        ins: Tensors,
+        outs: Tensors,
         asynchronous: bool,
         told: Any,
-        begin: Callable[[Work], transfers.Started],
+        begin: Callable[..., Started],
+        *more: Any,
     ) -> Work:
+        """Launch what `begin` does with staged tensors; `told` is what ranks have to agree on."""
         batched = self._batch is not None
         work = Work(self, name, ins, outs, asynchronous or batched, told)
-        work.start(lambda: begin(work))
+        work.start(lambda: begin(self.gloo, work.staged_in, work.staged_out, *more))
         if self._batch is not None:
             self._batch.append(work)
         return work
 
-    def all_reduce(self, tensors: Sequence[Tensor], op: Any, asynchronous: bool) -> Work:
+    def all_reduce(self, tensors: Tensors, op: Any, asynchronous: bool) -> Work:
         """Sum (or another reduction) in place."""
-        return self._collective(
-            "all_reduce",
-            tensors,
-            tensors,
-            asynchronous,
-            _told(tensors, op),
-            lambda w: transfers.reduced(self.gloo, self.size, w.staged_in, w.staged_out, op),
-        )
+        given = "all_reduce", tensors, tensors, asynchronous, _told(tensors, op)
+        return self._collective(*given, transfers.reduced, op)
 
-    def reduce(self, tensors: Sequence[Tensor], root: int, op: Any, asynchronous: bool) -> Work:
+    def reduce(self, tensors: Tensors, root: int, op: Any, asynchronous: bool) -> Work:
         """The same at one rank; the others keep what they have."""
+        given = "reduce", tensors, tensors, asynchronous, [*_told(tensors, op), root]
+        return self._collective(*given, transfers.reduced_at, op, root)
 
-        def begin(work: Work) -> transfers.Started:
-            works, finish = transfers.reduced(
-                self.gloo, self.size, work.staged_in, work.staged_out, op
-            )
-
-            def kept() -> None:
-                finish()
-                if self.rank != root:
-                    for x, y in zip(work.staged_in, work.staged_out):
-                        y.copy_(x)
-
-            return works, kept
-
-        told = [*_told(tensors, op), root]
-        return self._collective("reduce", tensors, tensors, asynchronous, told, begin)
-
-    def broadcast(self, tensors: Sequence[Tensor], root: int, asynchronous: bool) -> Work:
+    def broadcast(self, tensors: Tensors, root: int, asynchronous: bool) -> Work:
         """The tensors of one rank, for all."""
-        return self._collective(
-            "broadcast",
-            tensors,
-            tensors,
-            asynchronous,
-            [*_told(tensors), root],
-            lambda w: transfers.broadcast(self.gloo, w.staged_in, w.staged_out, root),
-        )
+        given = "broadcast", tensors, tensors, asynchronous, [*_told(tensors), root]
+        return self._collective(*given, transfers.broadcast, root)
 
-    def all_gather(
-        self, outs: Sequence[Sequence[Tensor]], ins: Sequence[Tensor], asynchronous: bool
-    ) -> Work:
+    def all_gather(self, outs: Sequence[Tensors], ins: Tensors, asynchronous: bool) -> Work:
         """One tensor of each rank, in a list."""
-        return self._collective(
-            "all_gather",
-            ins,
-            outs[0],
-            asynchronous,
-            _told(outs[0]),
-            lambda w: transfers.gathered(self.gloo, w.staged_in[0], w.staged_out),
-        )
+        given = "all_gather", ins, outs[0], asynchronous, _told(outs[0])
+        return self._collective(*given, transfers.gathered)
 
-    def all_gather_into_tensor(
-        self, outs: Sequence[Tensor], ins: Sequence[Tensor], asynchronous: bool
-    ) -> Work:
+    def all_gather_into_tensor(self, outs: Tensors, ins: Tensors, asynchronous: bool) -> Work:
         """One tensor of each rank, in one; the input may be a part of the output."""
         for x, y in zip(ins, outs):
             if y.numel() != x.numel() * self.size or x.dtype != y.dtype:
                 raise ValueError(f"{BACKEND} all_gather_into_tensor: {_told([x, y])} do not fit")
-        return self._collective(
-            "all_gather_into_tensor",
-            ins,
-            outs,
-            asynchronous,
-            _told(ins),
-            lambda w: transfers.gathered_into(self.gloo, self.size, w.staged_in, w.staged_out),
-        )
+        given = "all_gather_into_tensor", ins, outs, asynchronous, _told(ins)
+        return self._collective(*given, transfers.gathered_into)
 
     def reduce_scatter(
-        self, outs: Sequence[Tensor], ins: Sequence[Sequence[Tensor]], op: Any, asynchronous: bool
+        self, outs: Tensors, ins: Sequence[Tensors], op: Any, asynchronous: bool
     ) -> Work:
         """A part of a sum for each rank, from a list."""
-        return self._collective(
-            "reduce_scatter",
-            ins[0],
-            outs,
-            asynchronous,
-            _told(ins[0], op),
-            lambda w: transfers.reduce_scattered_list(
-                self.gloo, self.rank, self.size, w.staged_in, w.staged_out[0], op
-            ),
-        )
+        given = "reduce_scatter", ins[0], outs, asynchronous, _told(ins[0], op)
+        return self._collective(*given, transfers.reduce_scattered_list, op)
 
     def reduce_scatter_tensor(
-        self, outs: Sequence[Tensor], ins: Sequence[Tensor], op: Any, asynchronous: bool
+        self, outs: Tensors, ins: Tensors, op: Any, asynchronous: bool
     ) -> Work:
         """A part of a sum for each rank, from one tensor."""
         for x, y in zip(ins, outs):
             if x.numel() != y.numel() * self.size or x.dtype != y.dtype:
                 raise ValueError(f"{BACKEND} reduce_scatter_tensor: {_told([x, y])} do not fit")
-        return self._collective(
-            "reduce_scatter_tensor",
-            ins,
-            outs,
-            asynchronous,
-            _told(ins, op),
-            lambda w: transfers.reduce_scattered(
-                self.gloo, self.rank, self.size, w.staged_in, w.staged_out, op
-            ),
-        )
+        given = "reduce_scatter_tensor", ins, outs, asynchronous, _told(ins, op)
+        return self._collective(*given, transfers.reduce_scattered, op)
 
     def all_to_all_single(
         self,
@@ -183,91 +127,34 @@ class Communicator(Group):
         asynchronous: bool,
     ) -> Work:
         """A part of each rank for each rank; parts are counted in rows."""
-        return self._collective(
-            "all_to_all_single",
-            [given],
-            [out],
-            asynchronous,
-            str(given.dtype),
-            lambda w: transfers.exchanged(
-                self.gloo,
-                w.staged_in[0],
-                w.staged_out[0],
-                _parts(given, ins, self.size),
-                _parts(out, outs, self.size),
-            ),
-        )
+        bytes_ = _parts(given, ins, self.size), _parts(out, outs, self.size)
+        what = "all_to_all_single", [given], [out], asynchronous, str(given.dtype)
+        return self._collective(*what, transfers.exchanged, *bytes_)
 
-    def all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor], asynchronous: bool) -> Work:
+    def all_to_all(self, outs: Tensors, ins: Tensors, asynchronous: bool) -> Work:
         """The same with lists."""
+        given = "all_to_all", ins, outs, asynchronous, str(ins[0].dtype)
+        return self._collective(*given, transfers.exchanged_list)
 
-        def begin(work: Work) -> transfers.Started:
-            x = torch.cat([t.reshape(-1) for t in work.staged_in])
-            y = torch.empty(sum(t.numel() for t in outs), dtype=x.dtype)
-            works, _ = transfers.exchanged(
-                self.gloo, x, y, [t.nbytes for t in ins], [t.nbytes for t in outs]
-            )
-
-            def finish() -> None:
-                parts: Any = torch.split(y, [t.numel() for t in outs])
-                for part, staged in zip(parts, work.staged_out):
-                    staged.view(-1).copy_(part)
-
-            return works, finish
-
-        return self._collective("all_to_all", ins, outs, asynchronous, str(ins[0].dtype), begin)
-
-    def gather(
-        self,
-        outs: Sequence[Sequence[Tensor]],
-        ins: Sequence[Tensor],
-        root: int,
-        asynchronous: bool,
-    ) -> Work:
+    def gather(self, outs: Sequence[Tensors], ins: Tensors, root: int, asynchronous: bool) -> Work:
         """One tensor of each rank, at one rank."""
         flat = list(outs[0]) if outs else []
-        return self._collective(
-            "gather",
-            ins,
-            flat,
-            asynchronous,
-            [str(ins[0].dtype), root],
-            lambda w: transfers.gathered_at(self.gloo, w.staged_in[0], w.staged_out, root),
-        )
+        given = "gather", ins, flat, asynchronous, [str(ins[0].dtype), root]
+        return self._collective(*given, transfers.gathered_at, root)
 
-    def scatter(
-        self,
-        outs: Sequence[Tensor],
-        ins: Sequence[Sequence[Tensor]],
-        root: int,
-        asynchronous: bool,
-    ) -> Work:
+    def scatter(self, outs: Tensors, ins: Sequence[Tensors], root: int, asynchronous: bool) -> Work:
         """One tensor for each rank, from one rank."""
         flat = list(ins[0]) if ins else []
-        return self._collective(
-            "scatter",
-            flat,
-            outs,
-            asynchronous,
-            [str(outs[0].dtype), root],
-            lambda w: transfers.scattered(self.gloo, w.staged_in, w.staged_out[0], root),
-        )
+        given = "scatter", flat, outs, asynchronous, [str(outs[0].dtype), root]
+        return self._collective(*given, transfers.scattered, root)
 
     def barrier(self, device: int, asynchronous: bool) -> Work:
         """All ranks came; the host waits for its stream, too."""
         index = State.core.get_device() if device < 0 else device
         with torch._C.DisableTorchFunction():
-            token = torch.ones(1, device=torch.device("sim", index))
-        work = self._collective(
-            "barrier",
-            [token],
-            [token],
-            asynchronous,
-            None,
-            lambda w: transfers.reduced(
-                self.gloo, self.size, w.staged_in, w.staged_out, dist.ReduceOp.SUM
-            ),
-        )
+            token = [torch.ones(1, device=torch.device("sim", index))]
+        given = "barrier", token, token, asynchronous, None
+        work = self._collective(*given, transfers.reduced, dist.ReduceOp.SUM)
         work.host_waits = True
         return work
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 Finish = Callable[[], None]  # once gloo is done
+Tensors = Sequence[Tensor]
 Started = tuple[list[Any], Finish]  # the works of gloo, and what is left to do then
 
 
@@ -35,7 +36,10 @@ _WIDER = {
 }
 
 
-def all_reduce(gloo: Any, size: int, tensor: Tensor, op: Any) -> tuple[list[Any], Finish, Tensor]:
+# Each of these begins an operation on staged tensors: `ins` and `outs` are those of this rank.
+
+
+def _all_reduce(gloo: Any, tensor: Tensor, op: Any) -> tuple[list[Any], Finish, Tensor]:
     """The reduction, in a tensor of its own that `Finish` fills to the end."""
     kinds: Any = dist.ReduceOp.RedOpType
     kind = op.op if hasattr(op, "op") else op
@@ -50,44 +54,52 @@ def all_reduce(gloo: Any, size: int, tensor: Tensor, op: Any) -> tuple[list[Any]
     def finish() -> None:
         if average:
             if made.is_floating_point() or made.is_complex():
-                made.div_(size)
+                made.div_(gloo.size())
             else:
-                made.copy_(made.div(size, rounding_mode="trunc"))
+                made.copy_(made.div(gloo.size(), rounding_mode="trunc"))
 
     return works, finish, made
 
 
-def reduced(
-    gloo: Any, size: int, ins: Sequence[Tensor], outs: Sequence[Tensor], op: Any
-) -> Started:
+def reduced(gloo: Any, ins: Tensors, outs: Tensors, op: Any) -> Started:
     """all_reduce of each."""
-    return _reduced(gloo, size, ins, outs, op, lambda y: slice(y.numel()))
+    return _reduced(gloo, ins, outs, op, lambda y: slice(y.numel()))
 
 
-def reduce_scattered(
-    gloo: Any, rank: int, size: int, ins: Sequence[Tensor], outs: Sequence[Tensor], op: Any
-) -> Started:
+def reduced_at(gloo: Any, ins: Tensors, outs: Tensors, op: Any, root: int) -> Started:
+    """all_reduce of each at the root; the others keep what they have."""
+    works, finish = reduced(gloo, ins, outs, op)
+
+    def kept() -> None:
+        finish()
+        if gloo.rank() != root:
+            for x, y in zip(ins, outs):
+                y.copy_(x)
+
+    return works, kept
+
+
+def reduce_scattered(gloo: Any, ins: Tensors, outs: Tensors, op: Any) -> Started:
     """The part of this rank of each sum."""
+    rank = gloo.rank()
+    return _reduced(gloo, ins, outs, op, lambda y: slice(rank * y.numel(), (rank + 1) * y.numel()))
 
-    def own(y: Tensor) -> slice:
-        return slice(rank * y.numel(), (rank + 1) * y.numel())
 
-    return _reduced(gloo, size, ins, outs, op, own)
+def reduce_scattered_list(gloo: Any, ins: Tensors, outs: Tensors, op: Any) -> Started:
+    """The same for a list of inputs, which may differ in their sizes."""
+    start = sum(t.numel() for t in ins[: gloo.rank()])
+    whole = [torch.cat([t.reshape(-1) for t in ins])]
+    return _reduced(gloo, whole, outs, op, lambda y: slice(start, start + y.numel()))
 
 
 def _reduced(
-    gloo: Any,
-    size: int,
-    ins: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    op: Any,
-    part: Callable[[Tensor], slice],
+    gloo: Any, ins: Tensors, outs: Tensors, op: Any, part: Callable[[Tensor], slice]
 ) -> Started:
     """all_reduce of each; an output receives its part of the elements."""
     works: list[Any] = []
     ends = []
     for x, y in zip(ins, outs):
-        some, finish, made = all_reduce(gloo, size, x, op)
+        some, finish, made = _all_reduce(gloo, x, op)
         works += some
         ends.append((finish, made, y))
 
@@ -99,22 +111,7 @@ def _reduced(
     return works, finish_all
 
 
-def reduce_scattered_list(
-    gloo: Any, rank: int, size: int, ins: Sequence[Tensor], out: Tensor, op: Any
-) -> Started:
-    """The same for a list of inputs, which may differ in their sizes."""
-    whole = torch.cat([t.reshape(-1) for t in ins])
-    works, finish, made = all_reduce(gloo, size, whole, op)
-    start = sum(t.numel() for t in ins[:rank])
-
-    def finish_all() -> None:
-        finish()
-        out.view(-1).copy_(made[start : start + out.numel()])
-
-    return works, finish_all
-
-
-def broadcast(gloo: Any, ins: Sequence[Tensor], outs: Sequence[Tensor], root: int) -> Started:
+def broadcast(gloo: Any, ins: Tensors, outs: Tensors, root: int) -> Started:
     """Each tensor of the root."""
     options = c10d.BroadcastOptions()
     options.rootRank = root
@@ -125,8 +122,9 @@ def broadcast(gloo: Any, ins: Sequence[Tensor], outs: Sequence[Tensor], root: in
     return works, _nothing
 
 
-def gathered(gloo: Any, x: Tensor, outs: Sequence[Tensor]) -> Started:
+def gathered(gloo: Any, ins: Tensors, outs: Tensors) -> Started:
     """all_gather into a list, whose tensors may differ in their sizes."""
+    (x,) = ins
     if any(y.numel() != x.numel() for y in outs):
         works = []
         for root, y in enumerate(outs):
@@ -139,37 +137,51 @@ def gathered(gloo: Any, x: Tensor, outs: Sequence[Tensor]) -> Started:
     return [gloo.allgather([[_flat(y) for y in outs]], [_flat(x)])], _nothing
 
 
-def gathered_into(gloo: Any, size: int, ins: Sequence[Tensor], outs: Sequence[Tensor]) -> Started:
+def gathered_into(gloo: Any, ins: Tensors, outs: Tensors) -> Started:
     """all_gather of each into one tensor."""
     works = []
     for x, y in zip(ins, outs):
         if x.numel():
-            works.append(gloo.allgather([list(_flat(y).chunk(size))], [_flat(x)]))
+            works.append(gloo.allgather([list(_flat(y).chunk(gloo.size()))], [_flat(x)]))
     return works, _nothing
 
 
 def exchanged(
-    gloo: Any, x: Tensor, y: Tensor, sent: Sequence[int], received: Sequence[int]
+    gloo: Any, ins: Tensors, outs: Tensors, sent: Sequence[int], received: Sequence[int]
 ) -> Started:
     """all_to_all of parts of so many bytes, one after the other."""
-    options = c10d.AllToAllOptions()
+    (x,), (y,), options = ins, outs, c10d.AllToAllOptions()
     return [gloo.alltoall_base(_flat(y), _flat(x), list(received), list(sent), options)], _nothing
 
 
-def gathered_at(gloo: Any, x: Tensor, outs: Sequence[Tensor], root: int) -> Started:
+def exchanged_list(gloo: Any, ins: Tensors, outs: Tensors) -> Started:
+    """The same of a tensor for each rank, and from each."""
+    x = torch.cat([t.reshape(-1) for t in ins])
+    y = torch.empty(sum(t.numel() for t in outs), dtype=x.dtype)
+    works, _ = exchanged(gloo, [x], [y], [t.nbytes for t in ins], [t.nbytes for t in outs])
+
+    def finish() -> None:
+        parts: Any = torch.split(y, [t.numel() for t in outs])
+        for part, staged in zip(parts, outs):
+            staged.view(-1).copy_(part)
+
+    return works, finish
+
+
+def gathered_at(gloo: Any, ins: Tensors, outs: Tensors, root: int) -> Started:
     """gather at the root."""
     options = c10d.GatherOptions()
     options.rootRank = root
     lists = [[_flat(y) for y in outs]] if outs else []
-    return [gloo.gather(lists, [_flat(x)], options)], _nothing
+    return [gloo.gather(lists, [_flat(ins[0])], options)], _nothing
 
 
-def scattered(gloo: Any, ins: Sequence[Tensor], y: Tensor, root: int) -> Started:
+def scattered(gloo: Any, ins: Tensors, outs: Tensors, root: int) -> Started:
     """scatter from the root."""
     options = c10d.ScatterOptions()
     options.rootRank = root
     lists = [[_flat(x) for x in ins]] if ins else []
-    return [gloo.scatter([_flat(y)], lists, options)], _nothing
+    return [gloo.scatter([_flat(outs[0])], lists, options)], _nothing
 
 
 def send(gloo: Any, tensor: Tensor, peer: int, tag: int) -> Any:

@@ -188,11 +188,21 @@ def floor_of(one: Contest, setup: Setup) -> float:
     return max(moved / copied, one.flops / multiplied)
 
 
-def ways(sizes: Sizes, ours: Function, eager: Function, **peers: Function | None) -> Any:
-    """Return the ways by name, without those not installed; the eager one also compiled."""
+def contest(
+    sizes: Sizes,
+    name: str,
+    shapes: tuple[tuple[int, ...], ...],
+    ours: Function,
+    eager: Function,
+    scale: tuple[float, ...] = (),
+    flops: float = 0.0,
+    **peers: Function | None,
+) -> Contest:
+    """A contest of all ways that are installed; the eager one also compiled."""
     compiled = torch.compile(eager, dynamic=False, backend=sizes.backend)
-    found = {"ours": ours, "eager": eager, "compile": compiled} | peers
-    return {name: function for name, function in found.items() if function is not None}
+    every = {"ours": ours, "eager": eager, "compile": compiled} | peers
+    ways = {way: function for way, function in every.items() if function is not None}
+    return Contest(name, ways, shapes, scale, flops)
 
 
 def liger_of(name: str) -> Any:
@@ -208,15 +218,13 @@ def contests(sizes: Sizes) -> Iterator[Contest]:
     """Every kernel in bfloat16; those of FULL in the shapes of Llama-3-8B."""
     yield from _norms(sizes)
     line = (sizes.rows, sizes.middle)
-    yield Contest(
+    yield contest(
+        sizes,
         "swiglu",
-        ways(
-            sizes,
-            lambda a, b: gated.gated(a, b, "silu"),
-            lambda a, b: F.silu(a) * b,
-            liger=liger_of("liger_swiglu"),
-        ),
         (line, line),
+        lambda a, b: gated.gated(a, b, "silu"),
+        lambda a, b: F.silu(a) * b,
+        liger=liger_of("liger_swiglu"),
     )
     yield _rotation(sizes)
     yield chain(sizes, sizes.rows, sizes.width)
@@ -232,44 +240,36 @@ def _norms(sizes: Sizes) -> Iterator[Contest]:
     both = liger_of("liger_fused_add_rms_norm")
     form, layer = norm.Form(eps=1e-5, rounding="early"), norm.Form(True, 1e-5)
     lever = norm.Form(eps=1e-5, rounding="early", act="silu", first=True)
-    yield Contest(
+    yield contest(
+        sizes,
         "rms_norm",
-        ways(
-            sizes,
-            lambda x, w: norm.norm(x, w, None, form),
-            lambda x, w: norm.reference(x, w, None, form),
-            liger=rms and (lambda x, w: rms(x, w, 1e-5)),
-        ),
         (line, row),
+        lambda x, w: norm.norm(x, w, None, form),
+        lambda x, w: norm.reference(x, w, None, form),
+        liger=rms and (lambda x, w: rms(x, w, 1e-5)),
     )
-    yield Contest(
+    yield contest(
+        sizes,
         "layer_norm",
-        ways(
-            sizes,
-            lambda x, w, b: norm.norm(x, w, b, layer),
-            lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-5),
-            liger=centred and (lambda x, w, b: centred(x, w, b, 1e-5)),
-        ),
         (line, row, row),
+        lambda x, w, b: norm.norm(x, w, b, layer),
+        lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-5),
+        liger=centred and (lambda x, w, b: centred(x, w, b, 1e-5)),
     )
-    yield Contest(
+    yield contest(
+        sizes,
         "rms_norm with a gate",
-        ways(
-            sizes,
-            lambda x, z, w: norm.norm(x, w, None, lever, z),
-            lambda x, z, w: norm.reference(x, w, None, lever, z),
-        ),
         (line, line, row),
+        lambda x, z, w: norm.norm(x, w, None, lever, z),
+        lambda x, z, w: norm.reference(x, w, None, lever, z),
     )
-    yield Contest(
+    yield contest(
+        sizes,
         "add_norm",
-        ways(
-            sizes,
-            lambda a, b, w: norm.add_norm(a, b, w, None, form),
-            lambda a, b, w: norm.add_reference(a, b, w, None, form),
-            liger=both and (lambda a, b, w: both(a, b, w, 1e-5)[::-1]),
-        ),
         (line, line, row),
+        lambda a, b, w: norm.add_norm(a, b, w, None, form),
+        lambda a, b, w: norm.add_reference(a, b, w, None, form),
+        liger=both and (lambda a, b, w: both(a, b, w, 1e-5)[::-1]),
     )
 
 
@@ -287,15 +287,13 @@ def _rotation(sizes: Sizes) -> Contest:
         made = theirs(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
         return [y.transpose(1, 2) for y in made]
 
-    return Contest(
+    return contest(
+        sizes,
         "rope",
-        ways(
-            sizes,
-            lambda q, k: rope.rope(q, k, cos, sin, width, form),
-            lambda q, k: [rope.reference(x, cos, sin, width, form) for x in (q, k)],
-            liger=theirs and liger,
-        ),
         tuple((1, tokens, n, width) for n in sizes.heads),
+        lambda q, k: rope.rope(q, k, cos, sin, width, form),
+        lambda q, k: [rope.reference(x, cos, sin, width, form) for x in (q, k)],
+        liger=theirs and liger,
     )
 
 
@@ -308,7 +306,7 @@ def chain(sizes: Sizes, rows: int, width: int) -> Contest:
     declare("schedlang.testing.gpu.chain", plain, "fp32")
     line = (rows, width)
     ours = lambda *given: apply("schedlang.testing.gpu.chain", given, 1)[0]  # noqa: E731
-    return Contest("rowwise bias-gelu-residual", ways(sizes, ours, plain), (line, line, (width,)))
+    return contest(sizes, "rowwise bias-gelu-residual", (line, line, (width,)), ours, plain)
 
 
 def _head(sizes: Sizes, rows: int, held: bool) -> Contest:
@@ -331,17 +329,16 @@ def _head(sizes: Sizes, rows: int, held: bool) -> Contest:
         logits = F.linear(x, w)
         return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), target)
 
-    return Contest(
-        "cross_entropy" if held else "linear_cross_entropy",
-        ways(
-            sizes,
-            kept if held else chunked,
-            eager,
-            liger=fused and (lambda x, w: fused(x, w, target)),
-        ),
+    name = "cross_entropy" if held else "linear_cross_entropy"
+    return contest(
+        sizes,
+        name,
         ((rows, width), (classes, width)),
+        kept if held else chunked,
+        eager,
         (1.0, 0.02),
         6.0 * rows * width * classes,
+        liger=fused and (lambda x, w: fused(x, w, target)),
     )
 
 
@@ -355,16 +352,14 @@ def _attention(sizes: Sizes) -> Contest:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     flops = 3.5 * 2 * 2 * heads * sizes.length**2 * sizes.size  # 2 products forward, 5 backward
-    return Contest(
+    return contest(
+        sizes,
         "flex_attention",
-        ways(
-            sizes,
-            lambda q, k, v: flex_attention.flex_attention(q, k, v, rule),
-            lambda q, k, v: flex_attention.reference(q, k, v, rule),
-            sdpa=fused,
-        ),
         shapes,
+        lambda q, k, v: flex_attention.flex_attention(flex_attention.Query(q, k, v, rule)),
+        lambda q, k, v: flex_attention.reference(flex_attention.Query(q, k, v, rule)),
         flops=flops,
+        sdpa=fused,
     )
 
 
@@ -372,14 +367,12 @@ def _experts(sizes: Sizes) -> Contest:
     """One product of rows that are sorted by expert."""
     rows, width, experts = sizes.rows, sizes.width, sizes.experts
     ends = torch.linspace(0, rows, experts + 1)[1:].int().to(sizes.device)
-    return Contest(
+    return contest(
+        sizes,
         "grouped",
-        ways(
-            sizes,
-            lambda x, w: grouped.grouped(x, w, ends, False),
-            lambda x, w: grouped.reference(x, w, ends, False),
-        ),
         ((rows, width), (experts, width, width)),
+        lambda x, w: grouped.grouped(x, w, ends, False),
+        lambda x, w: grouped.reference(x, w, ends, False),
         (1.0, width**-0.5),
         6.0 * rows * width**2,
     )

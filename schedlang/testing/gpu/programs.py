@@ -1,23 +1,19 @@
-"""Programs against the untouched model on the same device: on one rank, on several, compiled, and
-with what steps keep on the host.
-
-In float64 they are equal to the last digits; in other types a program may err, against float64, a
-few times as much as the untouched model does in that type.
-"""
+"""Built programs against the untouched model: on one rank, on several, compiled, offloaded."""
 
 from __future__ import annotations
 
 import atexit
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from schedlang.diagnostics.source import Source
 from schedlang.ir.plan import Plan
@@ -29,10 +25,170 @@ from schedlang.passes.lower.build import build
 from schedlang.runtime import device as devices
 from schedlang.runtime.comm import world
 from schedlang.schedule import Schedule
-from schedlang.testing.gpu import models
 from schedlang.testing.gpu.case import Case, Setup, Skipped, Told, Wrong
 from schedlang.testing.gpu.contests import cleared
-from schedlang.testing.gpu.models import Optimizer, Seen, Shape, adamw, sgd
+
+# ---- A small language model, its batches, and how it is trained untouched.
+
+
+STEPS = 3
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of the model; `rate` of the blocks' outputs is dropped."""
+
+    width: int = 256
+    depth: int = 4
+    heads: int = 8
+    words: int = 1000
+    rows: int = 8
+    length: int = 128
+    rate: float = 0.0
+
+
+TINY = Shape(16, 4, 4, 24, 8, 8)
+
+
+class Attention(nn.Module):
+    """Causal."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        # a bias of keys changes nothing, so that its gradient would be rounding alone
+        self.q, self.k, self.v = (
+            nn.Linear(shape.width, shape.width, bias=name != "k") for name in "qkv"
+        )
+        self.out = nn.Linear(shape.width, shape.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend from each position to those before it."""
+        each = (one(x).unflatten(-1, (self.heads, -1)) for one in (self.q, self.k, self.v))
+        q, k, v = (one.transpose(1, 2) for one in each)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        found: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return found
+
+
+class Gated(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product of a gate and a projection, projected back."""
+        found: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return found
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each behind a norm."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.calm, self.attn = nn.LayerNorm(shape.width), Attention(shape)
+        self.norm, self.mlp = nn.RMSNorm(shape.width, eps=1e-6), Gated(shape.width)
+        self.drop = nn.Dropout(shape.rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The residual stream after both."""
+        x = x + self.drop(self.attn(self.calm(x)))
+        found: Tensor = x + self.drop(self.mlp(self.norm(x)))
+        return found
+
+
+class Words(nn.Module):
+    """Embedding, blocks, and a head with its loss."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(shape.words, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.depth))
+        self.head = nn.Linear(shape.width, shape.words, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Loss and logits."""
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def model(shape: Shape, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """The same weights at every call, rounded to a type; in host memory."""
+    torch.manual_seed(0)
+    return Words(shape).to(dtype)
+
+
+def batch(shape: Shape, step: int) -> dict[str, Tensor]:
+    """The batch of a step, in host memory; some rows end early."""
+    draw = torch.Generator().manual_seed(100 + step)
+    size = (shape.rows, shape.length)
+    ids, labels = (torch.randint(shape.words, size, generator=draw) for _ in range(2))
+    labels[1, shape.length // 2 :] = labels[-1, 2:] = -100
+    return {"ids": ids, "labels": labels}
+
+
+def batches(shape: Shape, device: str) -> list[dict[str, Tensor]]:
+    """Return the batches of all steps, on a device."""
+    return [{k: v.to(device) for k, v in batch(shape, step).items()} for step in range(STEPS)]
+
+
+def sgd(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """SGD with momentum."""
+    return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9)
+
+
+def adamw(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """AdamW."""
+    return torch.optim.AdamW([p for _, p in named], lr=1e-3, eps=1e-5)
+
+
+Optimizer = Callable[..., torch.optim.Optimizer]
+Seen = dict[str, Tensor]  # losses, and by how much each parameter changed
+
+
+def moved(shape: Shape, dtype: torch.dtype, after: Mapping[str, Tensor]) -> Seen:
+    """Return the change of each parameter by training: what errs little in itself errs here."""
+    first = dict(model(shape, dtype).named_parameters())
+    return {f"change of {n}": after[n].cpu() - first[n].detach() for n in first}
+
+
+def untouched(
+    shape: Shape,
+    device: str,
+    dtype: torch.dtype = torch.float64,
+    make: Optimizer = sgd,
+    low: torch.dtype | None = None,
+) -> Seen:
+    """Some steps of the model as it is; `low`: under autocast to it. Dropout is seeded by 1."""
+    subject = model(shape, dtype).to(device)
+    optimizer = make(subject.named_parameters())
+    seen: Seen = {}
+    torch.manual_seed(1)
+    for step, given in enumerate(batches(shape, device)):
+        optimizer.zero_grad()
+        kind = torch.device(device).type
+        with torch.autocast(kind, low, enabled=low is not None):
+            loss: Any = subject(**given)["loss"]
+        loss.backward()
+        optimizer.step()
+        seen[f"loss {step}"] = loss.detach().cpu()
+    return seen | moved(shape, dtype, {n: p.detach() for n, p in subject.named_parameters()})
+
+
+# ---- Programs against the untouched model on the same device: on one rank, on several, compiled,
+# and with what steps keep on the host.
+# In float64 they are equal to the last digits; in other types a program may err, against float64, a
+# few times as much as the untouched model does in that type.
+
 
 EXACT = 1e-9
 TIMES = 6.0  # as often as eager's error: gradients pass several kernels, and three steps follow
@@ -108,7 +264,7 @@ def on_one_rank(setup: Setup) -> list[Case]:
 
 def shape_of(setup: Setup, rate: float = 0.0) -> Shape:
     """Return the sizes of the model."""
-    shape: Shape = setup.pick(Shape(), Shape(), models.TINY)
+    shape: Shape = setup.pick(Shape(), Shape(), TINY)
     return replace(shape, rate=rate)
 
 
@@ -117,36 +273,36 @@ def plan_of(subject: Subject, shape: Shape, device: str) -> Plan:
     mesh = f"mesh({subject.mesh})\n\n" if subject.mesh else ""
     relax = f"relax({subject.relax}) " if subject.relax else ""
     text = f'schedule 1\n\n{mesh}step "all" {relax}{{\n{subject.rows}\n}}\n'
-    model = models.model(shape, getattr(torch, subject.dtype)).to(device)
-    return Schedule(model, parse(Source("rows.sched", text)), Settings()).plan()
+    lying = model(shape, getattr(torch, subject.dtype)).to(device)
+    return Schedule(lying, parse(Source("rows.sched", text)), Settings()).plan()
 
 
 def trained(subject: Subject, shape: Shape, device: str) -> Seen:
     """Train some steps on a rank, and return what the program leaves."""
     plan = plan_of(subject, shape, device)
-    program = build(plan, models.batch(shape, 0), optimizer=subject.make)
+    program = build(plan, batch(shape, 0), optimizer=subject.make)
     seen: Seen = {}
     torch.manual_seed(1)
-    for step, given in enumerate(models.batches(shape, device)):
+    for step, given in enumerate(batches(shape, device)):
         seen[f"loss {step}"] = program.train_step(given).detach().cpu()
     errors = program.replica_errors()
     apart = max(errors.values())
     if apart != 0.0:
         raise Wrong(f"copies of `{max(errors, key=errors.__getitem__)}` are {apart:.2g} apart")
     dtype = getattr(torch, subject.dtype)
-    return seen | models.moved(shape, dtype, program.state_dict())
+    return seen | moved(shape, dtype, program.state_dict())
 
 
 def against(subject: Subject, shape: Shape, device: str, found: Seen) -> Told:
     """Compare with the untouched model on that device; raises `Wrong`."""
     dtype = getattr(torch, subject.dtype)
     low = getattr(torch, subject.low) if subject.low else None
-    eager = models.untouched(shape, device, dtype, subject.make, low)
+    eager = untouched(shape, device, dtype, subject.make, low)
     if dtype == torch.float64:
         return _equal(found, eager)
     if subject.rate:  # another type would draw other masks
         return _equal(found, eager, 1e-4)
-    exact = models.untouched(shape, device, torch.float64, subject.make)
+    exact = untouched(shape, device, torch.float64, subject.make)
     worst, where = 0.0, ""
     for name, value in found.items():
         judged = compare(name, _as(value, eager[name]), eager[name], exact[name], times=TIMES)
@@ -330,16 +486,14 @@ def _fused(subject: Subject, setup: Setup) -> Told:
         raise Skipped(reason)
     cleared(setup.device)  # what a case before has compiled would be taken again
     shape = shape_of(setup)
-    program = build(
-        plan_of(subject, shape, setup.device), models.batch(shape, 0), optimizer=subject.make
-    )
-    found: models.Seen = {}
-    for step, given in enumerate(models.batches(shape, setup.device)):
+    program = build(plan_of(subject, shape, setup.device), batch(shape, 0), optimizer=subject.make)
+    found: Seen = {}
+    for step, given in enumerate(batches(shape, setup.device)):
         found[f"loss {step}"] = program.train_step(given).detach().cpu()
     made: Any = [graphs(module) for module in program.assembly.module.modules()]
     if not sum(made):
         raise Wrong("nothing was compiled: the regions ran eagerly")
-    found |= models.moved(shape, getattr(torch, subject.dtype), program.state_dict())
+    found |= moved(shape, getattr(torch, subject.dtype), program.state_dict())
     told = against(subject, shape, setup.device, found)
     return Told(f"{sum(made)} graphs, {told.note}", {**told.numbers, "graphs": sum(made)})
 
@@ -417,10 +571,10 @@ def _peak(setup: Setup) -> Told:
     return Told(f"{peak[1] / peak[0]:.2f} of those without", {"peak": peak})
 
 
-def _step_peak(rows: str, shape: models.Shape, device: str) -> int:
+def _step_peak(rows: str, shape: Shape, device: str) -> int:
     subject = Subject(rows)
-    program = build(plan_of(subject, shape, device), models.batch(shape, 0), optimizer=subject.make)
-    given = models.batches(shape, device)
+    program = build(plan_of(subject, shape, device), batch(shape, 0), optimizer=subject.make)
+    given = batches(shape, device)
     program.train_step(given[0])
     devices.reset_peak(torch.device(device))
     program.train_step(given[1])

@@ -1,0 +1,509 @@
+"""Completion, hovers and definitions at a cursor, in a text that need not parse."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from schedlang.diagnostics import codes
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import NOWHERE, text_of
+from schedlang.editors.rules import declarations, regex, verbs
+from schedlang.ir.primitive import load_all, registry
+from schedlang.language import manual
+from schedlang.language.binding import surface
+from schedlang.language.kinds import Axes, Axis
+from schedlang.language.selector import Selector
+from schedlang.language.syntax import DECLARATIONS, STATEMENTS, parse_path
+from schedlang.language.value import Names
+
+# ---- A model as `tree --each --json` tells it: what selectors ask, without importing the model.
+
+
+# -- asking the command line in a process ----------------------------------------------------------
+
+
+async def ask(verb: str, file: Path, *options: str) -> Mapping[str, Any] | None:
+    """The JSON that a verb prints of a file; None if it prints none.
+
+    The model file is imported by that process: it may take long, fail or end it, and none of this
+    touches who asks.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "schedlang", verb, str(file), *options, "--json"),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        out, _ = await process.communicate()
+    except asyncio.CancelledError:
+        process.kill()
+        await process.wait()
+        raise
+    try:
+        told = json.loads(out)
+    except ValueError:
+        return None
+    return told if isinstance(told, dict) else None
+
+
+def rows(told: Mapping[str, Any] | None) -> dict[int, list[Mapping[str, Any]]]:
+    """The rows of a plan by the line of the file that asked for them."""
+    found: dict[int, list[Mapping[str, Any]]] = {}
+    for step in (told or {}).get("steps", ()):
+        for row in step["lines"]:
+            if row.get("from"):
+                found.setdefault(row["from"][1], []).append(row)
+    return found
+
+
+# -- the model, without importing it ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A parameter, as far as selectors see it."""
+
+    dtype: str
+
+
+class Outline:
+    """The modules of a model by name; satisfies what `Selector` asks of a tree."""
+
+    def __init__(self, told: Mapping[str, Any]) -> None:
+        self.nodes = {node["path"]: node for node in _flat(told)}
+
+    def children(self, fqn: str) -> Sequence[str]:
+        """The names of the direct children of a module."""
+        return [child["path"].rpartition(".")[2] for child in self.nodes[fqn]["children"]]
+
+    def class_names(self, fqn: str) -> tuple[str, ...]:
+        """The name of a module's class; its bases are not told."""
+        return (self.nodes[fqn]["class"],)
+
+    def attribute(self, fqn: str, name: str) -> object:
+        """Attributes are not told."""
+        raise AttributeError(name)
+
+    def attributes(self, fqn: str) -> Sequence[str]:
+        """None are told."""
+        return ()
+
+    def numel(self, fqn: str) -> int:
+        """The number of elements of a module's parameters."""
+        return int(self.nodes[fqn]["parameters"])
+
+    def below(self, fqn: str) -> Sequence[Kind]:
+        """The parameters of a module and its children."""
+        return [Kind(t["dtype"]) for node in _flat(self.nodes[fqn]) for t in node["tensors"]]
+
+    def said(self, fqn: str) -> str:
+        """The class of a module and the shapes of its own parameters: Linear, weight [8, 4]."""
+        node = self.nodes[fqn]
+        tensors = [f"{t['name']} {t['dtype']}{t['shape']}" for t in node["tensors"]]
+        return ", ".join([node["class"], *tensors])
+
+    @cached_property
+    def selector(self) -> Selector:
+        """Selectors over these modules."""
+        return Selector(self)
+
+    def select(self, path: str, roots: Sequence[str]) -> tuple[str, ...]:
+        """The modules that a selector names; an index takes all, as it may hold knobs."""
+        read = parse_path(re.sub(r"\[[^\]]*\]", ".*", path), NOWHERE)
+        return self.selector.select(read, roots, Names())
+
+
+def _flat(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [node, *(deep for child in node["children"] for deep in _flat(child))]
+
+
+# ---- The syntax around a cursor in a text that need not parse, and the names that the text
+# declares.
+
+
+# -- the context of a cursor, in a text that need not parse ----------------------------------------
+
+
+TOKEN = re.compile(
+    "|".join(
+        (
+            r"(?P<skip>" + "|".join(regex(t) for t in ("COMMENT", "STRING", "QUOTED")) + ")",
+            rf"(?P<glob>{regex('GLOB')})",
+            r"(?P<open>[({\[])",
+            r"(?P<close>[)}\]])",
+            r"(?P<end>\n)",
+            r"(?P<word>[A-Za-z_][\w.]*)",
+        )
+    )
+)
+PATH = r"[\w.*{},`\[\]:?-]*"
+
+
+@dataclass(frozen=True)
+class Open:
+    """A bracket that the cursor is inside of, with what stands before it, from `start` on."""
+
+    bracket: str
+    before: str
+    start: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """The brackets around a cursor, outermost first, and the unfinished statement before it."""
+
+    around: tuple[Open, ...]
+    statement: str
+
+    @property
+    def scopes(self) -> tuple[str, ...]:
+        """The heads of the blocks around it: `step "x"`, `at h.*`."""
+        return tuple(one.before for one in self.around if one.bracket == "{")
+
+    @property
+    def call(self) -> str:
+        """The name of the call whose arguments are being written; empty outside of one."""
+        inner = next((one for one in reversed(self.around) if one.bracket != "["), None)
+        found = re.search(r"([A-Za-z_][\w.]*)$", inner.before) if inner else None
+        return found[1] if found and inner and inner.bracket == "(" else ""
+
+    @property
+    def argument(self) -> str:
+        """The keyword whose value is being written; empty where there is none."""
+        found = re.search(r"(\w+)\s*=\s*\[?[\w.,\s]*$", self.statement)
+        return found[1] if found and self.call else ""
+
+    @property
+    def path(self) -> str | None:
+        """The selector that is being written; None where none may stand."""
+        if self.call:
+            return None
+        heads = rf"(?:(?:at|except)\s+|.*\b(?:except)\s+)?(?:{PATH}\s*,\s*)*({PATH})"
+        found = re.fullmatch(heads, self.statement)
+        return found[1] if found else None
+
+    @property
+    def selected(self) -> bool:
+        """True where selectors are complete and a verb comes next."""
+        heads = rf"{PATH}(\s*,\s*{PATH})*(?<!,)\s+\w*"
+        first = self.statement.split(maxsplit=1)[:1]
+        keyword = bool(first) and first[0] in declarations()
+        whole = re.fullmatch(heads, self.statement) is not None
+        return not self.call and whole and not keyword and not self.statement.endswith(",")
+
+
+def place(text: str, offset: int) -> Place:
+    """Return the context of the character at `offset`."""
+    around: list[Open] = []
+    start = 0
+    for token in TOKEN.finditer(text, 0, offset):
+        kind, at = token.lastgroup, token.start()
+        if kind == "open":
+            around.append(Open(token[0], text[start:at].strip(), token.end()))
+        elif kind == "close" and around:
+            around.pop()
+        block = not around or around[-1].bracket == "{"
+        braces = token[0] in "{}" and kind in ("open", "close")
+        if braces or (kind == "end" and block):
+            start = token.end()
+    return Place(tuple(around), text[start:offset].lstrip())
+
+
+# -- declarations, in a text that need not parse ---------------------------------------------------
+
+
+DECLARATION = re.compile(
+    r'^[ \t]*(?:(?P<kind>knob|view|def|pattern)\s+(?P<name>\w+)|use\s+(?P<file>"[^"\n]*")'
+    r'(?:\s+as\s+(?P<alias>\w+))?|(?P<step>step)\s+"(?P<title>[^"\n]*)"|(?P<mesh>mesh)\s*\()',
+    re.M,
+)
+AXIS = re.compile(r"(\w+)\s*=")
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A name, what it is (knob, view, def, pattern, axis, use, step), its offset and its line."""
+
+    name: str
+    kind: str
+    offset: int
+    line: str
+
+
+def declared(text: str) -> list[Declared]:
+    """Every declaration of a text, in order."""
+    found = []
+    for one in DECLARATION.finditer(text):
+        line = text[one.start() : _line_end(text, one.start())].strip()
+        if one["mesh"]:
+            until = text.find(")", one.end())
+            inside = text[: until if until >= 0 else len(text)]
+            for axis in AXIS.finditer(inside, one.end()):
+                found.append(Declared(axis[1], "axis", axis.start(1), line))
+        elif one["file"]:
+            name = one["alias"] or one["file"].strip('"')
+            found.append(Declared(name, "use", one.start("file"), line))
+        elif one["step"]:
+            found.append(Declared(one["title"], "step", one.start("title"), line))
+        else:
+            found.append(Declared(one["name"], one["kind"], one.start("name"), line))
+    return found
+
+
+def _line_end(text: str, start: int) -> int:
+    end = text.find("\n", start)
+    return len(text) if end < 0 else end
+
+
+def used_file(text: str, alias: str) -> str | None:
+    """The file that `use "file" as alias` names."""
+    found = re.search(rf'^[ \t]*use\s+"([^"\n]*)"\s+as\s+{re.escape(alias)}\b', text, re.M)
+    return found[1] if found else None
+
+
+# ---- Completion: what may stand at a cursor, module paths of the model among it.
+
+
+TOP = ("schedule", *DECLARATIONS, *STATEMENTS)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Something that may be written: its text, what it is (module, verb, argument, value, name,
+    keyword), a line about it and a page."""
+
+    text: str
+    kind: str
+    detail: str = ""
+    page: str = ""
+
+
+def offers(text: str, offset: int, outline: Outline | None = None) -> list[Offer]:
+    """Return the completions at `offset`; modules where the model is known."""
+    load_all()
+    here, names = place(text, offset), declared(text)
+    if here.call:
+        found = [*_arguments(here, names)]
+    elif re.fullmatch(r"schedule\s+\d+\s+for\s+\w*", here.statement):
+        found = [Offer(outline.nodes[""]["class"], "name", "the model")] if outline else []
+    elif here.selected:
+        found = [*_verbs(names)]
+    elif here.path is not None:
+        found = [*_modules(here, outline)]
+        if here.path == here.statement and "." not in here.path:
+            found += [*_verbs(names), *(Offer(w, "keyword") for w in _keywords(here))]
+    else:
+        found = [*_names(names, ("knob", "axis", "view"))]
+    return list({offer.text: offer for offer in found}.values())
+
+
+def _keywords(here: Place) -> tuple[str, ...]:
+    return STATEMENTS if here.scopes else TOP
+
+
+def _verbs(names: list[Declared]) -> Iterator[Offer]:
+    for name in verbs():
+        kind = registry()[name]
+        yield Offer(name, "verb", manual.signature(kind), manual.explain(kind))
+    yield from _names(names, ("def",))
+
+
+def _names(names: list[Declared], kinds: tuple[str, ...]) -> Iterator[Offer]:
+    for one in names:
+        if one.kind in kinds:
+            yield Offer(one.name, "verb" if one.kind == "def" else "name", one.line)
+
+
+def _arguments(here: Place, names: list[Declared]) -> Iterator[Offer]:
+    """Values of the argument that is being written, and names of others."""
+    kind = registry().get(here.call)
+    if kind is None:
+        yield from _names(names, ("knob", "axis", "view", "pattern"))
+        return
+    known = surface(kind)
+    if here.argument:
+        yield from _values(known.types.get(here.argument), names)
+        return
+    for name in known.positional:
+        yield from _values(known.types[name], names)
+    for name in known.keywords:
+        if f"{name}=" not in here.statement:
+            yield Offer(f"{name}=", "argument", dict(manual.rows(kind))[name])
+
+
+def _values(kind: Any, names: list[Declared]) -> Iterator[Offer]:
+    """Yield completions for an argument of this type."""
+    if kind is Axis or kind == Axes:
+        yield from _names(names, ("axis", "view"))
+        return
+    if typing.get_origin(kind) is Literal:
+        yield from (Offer(str(one), "value") for one in typing.get_args(kind))
+    elif kind is bool:
+        yield from (Offer(one, "value") for one in ("true", "false"))
+    elif kind is str:
+        yield from _names(names, ("pattern",))
+    else:
+        for inner in typing.get_args(kind):
+            yield from _values(inner, names) if inner is not type(None) else ()
+    yield from _names(names, ("knob",))
+
+
+def _modules(here: Place, outline: Outline | None) -> Iterator[Offer]:
+    """The children of what is written so far; numbered ones as `*`."""
+    if outline is None or here.path is None:
+        return
+    parent = here.path.rpartition(".")[0]
+    roots = roots_of(here, outline)
+    try:
+        modules = outline.select(parent, roots) if parent else roots
+    except Refusal:
+        return
+    for module in modules:
+        children = outline.children(module)
+        if any(child.isdigit() for child in children):
+            yield Offer("*", "module", f"all {len(children)} of them")
+        for child in children:
+            fqn = f"{module}.{child}" if module else child
+            yield Offer(child, "module", outline.said(fqn))
+
+
+def roots_of(here: Place, outline: Outline) -> tuple[str, ...]:
+    """The modules from which selectors at a place start; none inside a `def`."""
+    roots: tuple[str, ...] = ("",)
+    for head in here.scopes:
+        if head.startswith("def"):
+            return ()
+        found = re.search(rf"\bat\s+((?:{PATH}\s*,\s*)*{PATH})", head)
+        if found:
+            paths = [path for path in re.split(r"\s*,\s*(?![^{]*\})", found[1]) if path]
+            try:
+                roots = tuple(m for path in paths for m in outline.select(path, roots))
+            except Refusal:
+                return ()
+    return roots
+
+
+# ---- Hover and definition: a verb's manual, a declaration and its line, the modules of a
+# selector.
+
+
+# -- definition ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """A place in a file: its path (None: the same file), its offset and the text it lies in."""
+
+    file: Path | None
+    offset: int
+    text: str
+
+
+def definition(text: str, offset: int, file: Path) -> Target | None:
+    """Find the declaration of the name at `offset` of `file`; None if there is none."""
+    line = text[text.rfind("\n", 0, offset) + 1 :].split("\n", 1)[0]
+    used = re.match(r'\s*use\s+"([^"]*)"', line)
+    if used:
+        return _in_file(file.parent / used[1], "")
+    before = re.search(r"[\w.]*$", text[:offset])
+    after = re.match(r"\w*", text[offset:])
+    word = (before[0] if before else "") + (after[0] if after else "")
+    alias, dot, name = word.rpartition(".")
+    path = used_file(text, alias) if dot else None
+    if path is not None:
+        return _in_file(file.parent / path, name)
+    for one in declared(text):
+        if one.name == word and one.kind != "step":
+            return Target(None, one.offset, text)
+    return None
+
+
+def _in_file(path: Path, name: str) -> Target | None:
+    """A declaration in another file; its start where no name is asked for."""
+    try:
+        text = text_of(path)
+    except (OSError, UnicodeDecodeError):
+        return None
+    if not name:
+        return Target(path, 0, text)
+    found = next((one for one in declared(text) if one.name == name), None)
+    return Target(path, found.offset, text) if found else None
+
+
+# -- hover -----------------------------------------------------------------------------------------
+
+
+MOST = 6  # modules that are listed one by one
+Rows = Sequence[Mapping[str, Any]]  # the lines of `plan --json` that stand on the cursor's line
+
+
+def hover(text: str, offset: int, outline: Outline | None = None, rows: Rows = ()) -> str:
+    """Describe the word at `offset`, as Markdown; empty where nothing is known."""
+    load_all()
+    start, end = _around(text, offset, PATH.removesuffix("*"))
+    word = text[start:end]
+    name = re.search(r"\w*$", text[:offset])
+    bare = (name[0] if name else "") + re.match(r"\w*", text[offset:])[0]  # type: ignore[index]
+    here = place(text, start)
+    if text[end : end + 1] == "(" and bare in registry():
+        page = manual.explain(registry()[bare])
+        return f"```text\n{page.rstrip()}\n```" + _placed(rows)
+    if bare.upper() in codes.CODES:
+        return codes.explain(bare.upper())
+    selected = outline is not None and not here.call and _selects(here)
+    if outline is not None and selected and _selected(word, here, outline):
+        return _selected(word, here, outline) + _placed(rows)
+    for one in declared(text):
+        if one.name == bare and one.kind != "step":
+            return f"```sched\n{one.line}\n```"
+    return ""
+
+
+def _around(text: str, offset: int, chars: str) -> tuple[int, int]:
+    """The longest run of some characters around an offset."""
+    start = end = offset
+    while start > 0 and re.fullmatch(chars, text[start - 1]):
+        start -= 1
+    while end < len(text) and re.fullmatch(chars, text[end]):
+        end += 1
+    return start, end
+
+
+def _selects(here: Place) -> bool:
+    """Tell whether a selector may begin at a place."""
+    return here.statement == "" or re.search(r"(?:,|\bat|\bexcept)\s*$", here.statement) is not None
+
+
+def _selected(word: str, here: Place, outline: Outline) -> str:
+    """Describe the modules of a selector."""
+    try:
+        found = outline.select(word.strip(","), roots_of(here, outline))
+    except Refusal:
+        return ""
+    listed = [f"- `{fqn or 'the model'}`: {outline.said(fqn)}" for fqn in found[:MOST]]
+    more = [f"- and {len(found) - MOST} more"] if len(found) > MOST else []
+    number = f"{len(found)} modules" if len(found) != 1 else "1 module"
+    return "\n".join([f"**{number}**", "", *listed, *more]) if found else ""
+
+
+def _placed(rows: Rows) -> str:
+    """Describe layouts and collectives of rows in the plan."""
+    said = []
+    for row in rows:
+        sent = [
+            f"{c['count']} {c['kind']} over {', '.join(c['axes'])} ({c['what']})"
+            for c in row["collectives"]
+        ]
+        told = "; ".join([*([f"`{row['said']}`"] if row["said"] else []), *sent])
+        said.append(f"- `{row['pattern']}` {row['do']}: {told or 'planned'}")
+    return "\n\n**In the plan**\n\n" + "\n".join(said) if said else ""
