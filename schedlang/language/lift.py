@@ -203,7 +203,7 @@ def call_of(primitive: Primitive, span: Span = NOWHERE) -> n.Call:
         elif field.name == own.rest:
             named |= dict(value)
         elif value == field.default:
-            in_order = in_order and field.kw_only
+            in_order = in_order and field.kw_only is True
         elif in_order and not field.kw_only:
             args.append(value)
         else:

@@ -22,7 +22,7 @@ from schedlang.runtime.modes import ambient
 from schedlang.runtime.rng.logical_dropout import Alone, Still
 from schedlang.runtime.sequence_pipelining.probe import lines_of
 from schedlang.runtime.sequence_pipelining.trial import Trial
-from schedlang.runtime.tracing.record import loss_of
+from schedlang.runtime.tracing.loss import loss_of
 
 Outputs = dict[str, Tensor]
 

@@ -17,8 +17,7 @@ from schedlang.runtime.scope import visit
 from schedlang.runtime.sequence_pipelining.carry import Place, Watch
 from schedlang.runtime.sequence_pipelining.slices import Slicing, masks_of
 from schedlang.runtime.sequence_pipelining.trial import Seen, Trial, forward, sliced, watched
-from schedlang.runtime.tracing.constants import without_values
-from schedlang.runtime.tracing.meta import hollow_model
+from schedlang.runtime.tracing.meta import hollow_model, without_values
 
 # ---- Why a model cannot be cut along its sequences: the module that gives a slice something
 # else.
