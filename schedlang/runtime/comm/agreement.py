@@ -49,8 +49,7 @@ def join_world() -> None:
     LOCAL_RANK chooses the device; the world is that of its backend alone, so that groups can be
     split off it.
     """
-    _settle_at_exit()
-    _end_with_torchrun()
+    _prepare_end()
     if not to_join():
         return
     device = devices.own_device()
@@ -88,26 +87,22 @@ def own_store() -> Any:
 
 
 @cache
-def _end_with_torchrun() -> None:
-    """Have Linux end this rank with the torchrun that started it.
+def _prepare_end() -> None:
+    """Have this process end when it should, and without harm.
 
-    An agent that is killed ends nobody, and its ranks would hold their devices and wait for each
-    other.  Of other starters nothing is known: Linux counts the end of the thread that started us.
-    """
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != 1:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    Linux ends a rank with the torchrun that started it: an agent that is killed ends nobody, and
+    its ranks would hold their devices and wait for each other.  Of other starters nothing is known:
+    Linux counts the end of the thread that started us.
 
-
-@cache
-def _settle_at_exit() -> None:
-    """Give gloo's threads a moment before the interpreter ends, in which they can take its lock.
-
-    A thread drops the tensors of a collective after it has told the waiting rank; if it needs the
-    interpreter for that and the interpreter is ending, Python ends the thread inside a C++
-    destructor, and the process aborts.  The groups live as long as a Program holds them, so
+    At its end the process gives gloo's threads a moment, in which they can take the interpreter's
+    lock.  A thread drops the tensors of a collective after it has told the waiting rank; if it
+    needs the interpreter for that and the interpreter is ending, Python ends the thread inside a
+    C++ destructor, and the process aborts.  The groups live as long as a Program holds them, so
     `destroy_process_group` does not join the threads.
     """
     atexit.register(time.sleep, _SETTLE)
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != 1:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 # ---- Checksums of tensors: two passes over their bits where they lie, no copy of them.
