@@ -13,7 +13,7 @@ import torch
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.plan import Plan
-from schedlang.passes.analyze.reductions import is_lossy
+from schedlang.passes.analyze.holdings import is_lossy
 from schedlang.passes.analyze.routing import routings
 from schedlang.passes.localize.blame import placed, suspected
 from schedlang.passes.localize.localise import Failure

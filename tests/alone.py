@@ -14,8 +14,9 @@ from schedlang.runtime.float64 import Float64
 from schedlang.runtime.pipeline.executor import Pipeline
 from schedlang.runtime.pipeline.stage import Stage, Stub
 from schedlang.runtime.tracing.graph import Cut, cut
+from schedlang.runtime.tracing.loss import loss_of
 from schedlang.runtime.tracing.meta import hollow_model
-from schedlang.runtime.tracing.record import loss_of, record
+from schedlang.runtime.tracing.record import record
 from schedlang.runtime.tracing.units import Switch, in_trunk, units_of
 
 GATE = 1e-9

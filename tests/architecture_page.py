@@ -45,7 +45,7 @@ cast, store, cut or order (`python -m tests.walk --list` names what it meets).
 ## A forward, recorded
 
 Whatever is asked of a model before there are ranks is asked of a forward without values:
-`runtime/tracing/constants.py` lays the batch on the meta device (`without_values`), one mode runs
+`runtime/tracing/meta.py` lays the batch on the meta device (`without_values`), one mode runs
 beside the model and tells of every call of torch (`runtime/propagation/trace.py`: `Trace`), and
 what is followed from tensor to tensor is a lattice over these calls.
 
@@ -70,6 +70,21 @@ parked on a peer and the static proofs are read off such steps. Traffic is not: 
 microbatch shows all stages together, on a rank of a job too, in 0.06 s of processor for `gpt2/3d`
 where the played steps take 0.8 (0.08 and 1.1 for `llama/3d`, 0.03 and 0.17 for `mixtral/ep`), and
 tests compare it with real ranks.
+
+`rehearse` plays one rank of each kind with its kernels, slices and storages; the proofs play every
+rank of a small world as bare as it sends, since they compare what two ranks send each other. Both
+are built by `alone` and run by `runtime/played.py`. Which gradients are partial is derived beside
+them, by `Typed`, for a proof may not read what it proves. Stand-ins for units of other stages
+(`pipeline/stage.py: Stub`) run these for their shapes when a batch of a new shape comes, for which
+nothing was recorded; programs of one preparation share what is found.
+
+Whole tensors come of parts in one way for what has a holding (`checkpointing/holding.py:
+assemble`), and are handed over as values where nothing tells beforehand how they lie: outputs, and
+gradients of inputs (`runtime/whole.py`). `runtime/assembly.py` only names the parts of a program.
+
+Text is parsed where somebody else may have written it, or will read it: a schedule, a plan that was
+saved, a call that a help offers, a schedule that `init` proposes; these two are tried as they will
+be pasted. Rows that are only tried are calls of the language (`elaborate/expand.py: of_calls`).
 
 ## Rooms
 

@@ -70,9 +70,8 @@ def _failure(
     plan: Plan, casts: Sequence[Cast], sample: Mapping[str, Any], loss: Loss | None
 ) -> Failure | None:
     """Try a forward of the whole model, and its loss, under some casts."""
-    from schedlang.runtime.tracing.constants import without_values
-    from schedlang.runtime.tracing.meta import hollow_model
-    from schedlang.runtime.tracing.record import forward
+    from schedlang.runtime.tracing.loss import forward
+    from schedlang.runtime.tracing.meta import hollow_model, without_values
 
     under, model = replace(plan, casts=tuple(casts)), hollow_model(plan.model.model, {})
     cast_modules(under, model)

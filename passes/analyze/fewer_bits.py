@@ -178,8 +178,7 @@ def _seen(
     from schedlang.passes.propagate.context import hollow
     from schedlang.passes.propagate.propagate import backward_root
     from schedlang.runtime.activation_memory.costs import places_of
-    from schedlang.runtime.tracing.constants import without_values
-    from schedlang.runtime.tracing.meta import hollow_model
+    from schedlang.runtime.tracing.meta import hollow_model, without_values
 
     blocks = {row.fqn: row.block for row in rows}
     empty = hollow(plan.model.model)

@@ -1,8 +1,9 @@
-"""Holdings of parameters: where parts lie, and how often sliced ones are gathered."""
+"""Where parts of parameters lie, how often they are gathered, and the sums of their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from schedlang.ir.facets import Replicas
@@ -10,6 +11,9 @@ from schedlang.ir.plan import Plan
 from schedlang.passes.partition.staging import Staged
 
 if TYPE_CHECKING:
+    from schedlang.passes.analyze.prepare import Prepared
+    from schedlang.passes.propagate.propagate import Traced
+    from schedlang.passes.static_checks.roles import Role
     from schedlang.runtime.checkpointing.holding import Holding
 
 # ---- Where the parts of every parameter lie: on which stages, in which slices.
@@ -134,3 +138,209 @@ def gathers(
         alike.setdefault(gathers_of(plan, staged, stage, place) or often, set()).add(place)
     for times, here in alike.items():
         yield frozenset(here), *times
+
+
+# ---- Which gradients are parts of a sum after the last backward, and what ZeRO slices unit by
+# unit.
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Gradients of `names` are parts over `axes`, or over the places `stages` of one axis.
+
+    kind   "partial": each rank computed with a part of the activations; "tied": several stages use
+           the parameter; "replicas": ranks saw different rows of the batch; "compressed": as
+           "replicas", in fewer bytes
+    bucket  bytes that are summed at once; None: the runtime's own
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    names: tuple[str, ...]
+    stages: frozenset[int] | None = None
+    bucket: int | None = None
+
+
+def reductions(plan: Plan, traced: Traced, holdings: Mapping[str, Holding]) -> list[Reduction]:
+    """All sums of a step in the order in which every rank takes part, over trained parameters.
+
+    A rank leaves out the names that it does not hold.
+    """
+    trained = [name for name, fact in plan.model.unique.items() if fact.requires_grad]
+    return [
+        *(_partial(plan, traced, trained) if traced.partial else ()),
+        *(_tied(holdings, trained) if plan.cuts else ()),
+        *(_replicas(plan, holdings, trained) if plan.data_axes else ()),
+    ]
+
+
+def _partial(plan: Plan, traced: Traced, trained: list[str]) -> Iterator[Reduction]:
+    by_axes: dict[tuple[str, ...], list[str]] = {}
+    for name in trained:
+        axes = plan.mesh.ordered(traced.partial.get(name, ()))
+        if axes:
+            by_axes.setdefault(axes, []).append(name)
+    for axes, names in sorted(by_axes.items()):
+        yield Reduction("partial", axes, tuple(names))
+
+
+def _tied(holdings: Mapping[str, Holding], trained: list[str]) -> Iterator[Reduction]:
+    by_stages: dict[frozenset[int], list[str]] = {}
+    for name in trained:
+        stages = holdings[name].stages
+        if stages is not None and len(stages) > 1:
+            by_stages.setdefault(stages, []).append(name)
+    for stages, names in sorted(by_stages.items(), key=lambda item: sorted(item[0])):
+        axis = holdings[names[0]].axis
+        assert axis is not None
+        yield Reduction("tied", (axis,), tuple(names), stages)
+
+
+def _replicas(
+    plan: Plan, holdings: Mapping[str, Holding], trained: list[str]
+) -> Iterator[Reduction]:
+    by_axes: dict[tuple[str, ...], list[str]] = {}
+    few = compressed_over(plan)
+    less: dict[tuple[str, ...], list[str]] = {}
+    for name in trained:
+        cut = plan.mesh.fold(holdings[name].sliced)  # there unit by unit, by fully_shard
+        axes = tuple(axis for axis in plan.copied_over(name) if axis not in cut)
+        if set(few) <= set(axes) and few:
+            less.setdefault(few, []).append(name)
+            axes = tuple(axis for axis in axes if axis not in few)
+        if axes and plan.mesh.size(axes) > 1:
+            by_axes.setdefault(axes, []).append(name)
+    for axes, names in sorted(by_axes.items(), key=lambda item: -len(item[0])):
+        yield Reduction("replicas", axes, tuple(names), bucket=_bucket(plan, axes))
+    for axes, names in less.items():
+        yield Reduction("compressed", axes, tuple(names))
+
+
+def _bucket(plan: Plan, axes: tuple[str, ...]) -> int | None:
+    """The least that a row over some of these axes asks for."""
+    rows = (row for row in plan.replicas if set(plan.mesh.fold(row.axes)) & set(axes))
+    return min((row.bucket for row in rows if row.bucket is not None), default=None)
+
+
+def is_lossy(plan: Plan) -> bool:
+    """Return whether anything is sent, or kept, in fewer bits than it has."""
+    return bool(plan.kept or compressed_over(plan))
+
+
+def compressed_over(plan: Plan) -> tuple[str, ...]:
+    """The plain axes over which sums are compressed, in mesh order; none for one rank."""
+    axes = plan.mesh.fold(plan.compression.axes) if plan.compression is not None else ()
+    return tuple(a for a in plan.mesh.sizes if a in axes) if plan.mesh.size(axes) > 1 else ()
+
+
+def units_of_stage(plan: Plan, staged: Staged, stage: int) -> tuple[str, ...]:
+    """The modules of a stage that are gathered one by one, in the order in which they are sliced.
+
+    Each takes what no module before it took; without a pipeline the model takes the rest.
+    """
+    if staged.axis is None:
+        return (*(fqn for fqn in plan.model.sites if fqn in staged.trunk), "")
+    return tuple(staged.cut.graph.units[unit] for unit in staged.cut.units(stage))
+
+
+def sliced_names(
+    plan: Plan, staged: Staged, holdings: Mapping[str, Holding], stage: int
+) -> dict[str, tuple[str, ...]]:
+    """The sliced parameters (first names) of each unit of a stage, and of the model.
+
+    Experts that are sliced over other axes than the unit that they stand in come before it; and so
+    do modules of it that are called while it does not run: nobody would have gathered them.
+    """
+    left = {name for name, holding in holdings.items() if holding.sliced}
+    found = {}
+    for fqn in _with_parts(plan, staged, holdings, stage):
+        mine = tuple(dict.fromkeys(f.name for f in plan.model.below(fqn) if f.name in left))
+        left -= set(mine)
+        if mine or not fqn:
+            found[fqn] = mine
+    return found
+
+
+def _with_parts(
+    plan: Plan, staged: Staged, holdings: Mapping[str, Holding], stage: int
+) -> Iterator[str]:
+    """Units of a stage, each after the modules in it that are gathered by themselves."""
+    row = next((one.axes for one in plan.copies if one.stage > 0), ())
+    axes, seen = plan.mesh.fold(row), set()
+    apart = [
+        fqn
+        for fqn in plan.computes
+        if any(holdings[f.name].sliced not in ((), axes) for f in plan.model.below(fqn))
+    ]
+    for unit in units_of_stage(plan, staged, stage):
+        inside = [f for f in apart if f not in seen and (not unit or f.startswith(f"{unit}."))]
+        lent = sorted(fqn for fqn, around in staged.outside if around == unit and fqn not in inside)
+        seen.update(inside)
+        yield from (*inside, *lent, unit)
+
+
+def sliced_over(holdings: Mapping[str, Holding], names: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes over which parameters that are gathered together lie in slices."""
+    return holdings[names[0]].sliced if names else ()
+
+
+# ---- The sums of gradients that a step does, at each place of the pipeline.
+
+
+@dataclass(frozen=True)
+class Booked:
+    """One sum: plain axes, names, the places of the pipeline that take part, what divides it."""
+
+    axes: tuple[str, ...]
+    names: frozenset[str]
+    places: frozenset[int] = frozenset([0])
+    divisor: float = 1.0
+
+
+Book = Mapping[int, Sequence[Booked]]
+
+
+def planned(plan: Plan, prepared: Prepared) -> dict[int, list[Booked]]:
+    """The sums as the plan has them: buckets after the last backward, and those of sliced units."""
+    mesh, staged = plan.mesh, prepared.staged
+    count = mesh.size(staged.axis) if staged.axis is not None else 1
+    book: dict[int, list[Booked]] = {place: [] for place in range(count)}
+    for one in reductions(plan, prepared.traced, prepared.holdings):
+        for place in one.stages if one.stages is not None else book:
+            at = frozenset([place]) if one.stages is None else one.stages
+            book[place].append(Booked(mesh.fold(one.axes), frozenset(one.names), at))
+    row, _ = slicing(plan)
+    for place in book if row is not None else ():
+        for stage in staged.stages_at(place):
+            units = sliced_names(plan, staged, prepared.holdings, stage)
+            for names in units.values():
+                axes = sliced_over(prepared.holdings, names)
+                book[place].append(Booked(axes, frozenset(names), frozenset([place])))
+    return book
+
+
+def executed(
+    plan: Plan,
+    prepared: Prepared,
+    played: Sequence[Role],
+    slices: Mapping[int, Sequence[Booked]],
+) -> dict[int, list[Booked]]:
+    """The sums as played ranks were seen to do them; at places that were not played, as planned.
+
+    Ranks are played with plain copies where state is sliced: there the sums of `slices` count.
+    """
+    plans = planned(plan, prepared)
+    book = dict(plans)
+    sliced = frozenset(n for n, holding in prepared.holdings.items() if holding.sliced)
+    data = set(plan.data_axes)
+    for role in sorted(played, key=lambda role: -role.rank):
+        seen = []
+        for one in role.sums:
+            left = one.names - sliced if data & set(one.axes) else one.names
+            if left:
+                seen.append(Booked(one.axes, left, one.places, one.divisor))
+        rest = slices.get(role.place)
+        if rest is None:
+            rest = [one for one in plans[role.place] if one.names <= sliced]
+        book[role.place] = [*seen, *rest]
+    return book

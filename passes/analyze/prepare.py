@@ -58,8 +58,7 @@ def check_repeats(
     """
     from schedlang.passes.propagate.propagate import backward_root
     from schedlang.runtime.activation_memory.second_run import Repeats
-    from schedlang.runtime.tracing.constants import without_values
-    from schedlang.runtime.tracing.meta import hollow_model
+    from schedlang.runtime.tracing.meta import hollow_model, without_values
 
     kinds = {site: _kind(plan, site) for action in rows for site in action.sites}
     key = ("repeats", tuple(sorted(kinds)))

@@ -9,22 +9,26 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.source import Source
 from schedlang.diagnostics.tables import number
 from schedlang.ir.model import ModelFacts
+from schedlang.ir.placement import R
 from schedlang.ir.plan import Plan
+from schedlang.language import nodes as n
+from schedlang.language import printer
+from schedlang.language.syntax import parse
 from schedlang.passes.analyze.taking import at_the_forward, check_keys
 from schedlang.passes.complete.proposal import (
     Row,
     Trial,
     call,
-    canonical,
     mesh_text,
     names_text,
-    planned,
     rows_text,
     wrapped,
 )
 from schedlang.passes.complete.tensor_rows import Finder, flows, outputs_of, tensor_rows
+from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.partition.stages import Unit, balanced
 from schedlang.passes.propagate.propagate import propagate
 from schedlang.passes.reduce_model.blocks import (
@@ -119,7 +123,7 @@ def vocabulary_rows(finder: Finder) -> None:
     facts = finder.trial.blocks.facts
     tied = {name for names in facts.ties for name in names}
     rows = call("shard", "vocab", over=finder.axis)
-    columns = call("shard", "col", output="R", over=finder.axis)
+    columns = call("shard", "col", output=R, over=finder.axis)
     table = [Row((n,), rows, "split by rows") for n in tables]
     split = [Row((n,), rows, _loss(f"{n}.weight" in tied)) for n in heads]
     gathered = [Row((n,), columns, "logits are gathered") for n in heads]
@@ -150,7 +154,7 @@ def bag_rows(finder: Finder) -> None:
     for name in sorted(bags, key=order.index):
         why = ""
         rows = call("shard", "vocab", over=finder.axis)
-        columns = call("shard", "col", output="R", over=finder.axis)
+        columns = call("shard", "col", output=R, over=finder.axis)
         for how, said in ((rows, "split by rows"), (columns, "split by columns")):
             row = Row((name,), how, said)
             pads = _pads(finder, [name]) if how is rows else []
@@ -162,7 +166,7 @@ def bag_rows(finder: Finder) -> None:
         else:
             finder.whole([name], why)
     added = finder.rows[known:]
-    finder.rows[known:] = sorted(added, key=lambda row: row.call.verb != "pad")
+    finder.rows[known:] = sorted(added, key=lambda row: row.verb != "pad")
 
 
 def _loss(tied: bool) -> str:
@@ -314,10 +318,15 @@ MORE = 2  # microbatches for each stage, where the batch has the rows
 
 @dataclass(frozen=True)
 class Proposed:
-    """A schedule in canonical form; `notes` say what was not split, and why."""
+    """A schedule; `notes` say what was not split, and why."""
 
-    text: str
+    file: n.File
     notes: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The schedule in canonical form."""
+        return printer.to_text(self.file)
 
 
 @dataclass(frozen=True)
@@ -364,26 +373,28 @@ def propose(
     rest = _rest(asked)
     stages = max(1, mesh.get(asked.axis("stages") or "", 1))
     try:
-        text = _planned(asked.trial, lambda blocks: _text(asked, blocks, rows, rest, notes), stages)
+        file = _tried(asked.trial, lambda blocks: _file(asked, blocks, rows, rest, notes), stages)
     except Refusal as refusal:
         if refusal.diagnostic.code != "S668":
             raise
         # as trainers of such models do: the statistics are those of a microbatch
         notes.append("relaxed: the loss takes statistics of each microbatch by itself")
         again = replace(asked, relax="relax(batch_stats) ")
-        text = _planned(asked.trial, lambda blocks: _text(again, blocks, rows, rest, notes), stages)
-    return Proposed(text, tuple(notes))
+        file = _tried(asked.trial, lambda blocks: _file(again, blocks, rows, rest, notes), stages)
+    return Proposed(file, tuple(notes))
 
 
-def _planned(trial: Trial, text: Callable[[Blocks], str], stages: int) -> str:
-    """The text for the whole model, planned; traced and cut with as few blocks as show all.
+def _tried(trial: Trial, file: Callable[[Blocks], n.File], stages: int) -> n.File:
+    """The file for the whole model, planned; traced and cut with as few blocks as show all.
 
     Raises Refusal for what is refused.
     """
-    made = text(trial.all)
-    planned(made, trial.facts)
+    made = file(trial.all)
+    expand(made, trial.facts)
     short = trial.shorter(stages) if trial.shortened else trial.all
-    account(planned(text(short), short.facts), trial.batch, trial.loss)
+    plan = expand(file(short), short.facts).plan
+    assert plan is not None
+    account(plan, trial.batch, trial.loss)
     return made
 
 
@@ -440,7 +451,7 @@ def _first(blocks: Blocks, row: Row) -> bool:
     """Return whether a row stands above all others: it is about a table, or its padding."""
     name = row.names[0]
     table = leaf_kind(blocks.facts.sites[blocks.named[name][0]]) in TABLES
-    return row.call.verb == "pad" or (table and not blocks.inside(name))
+    return row.verb == "pad" or (table and not blocks.inside(name))
 
 
 def _idle(axis: str, said: list[str]) -> Refusal:
@@ -469,10 +480,10 @@ def _rest(asked: Asked) -> list[Row]:
     if sliced is not None:
         rows.append(Row((), call("zero", stage=3, over=sliced)))
     if data:
-        over = data[0] if len(data) == 1 else f"({', '.join(data)})"
+        over = data[0] if len(data) == 1 else tuple(data)
         rows.append(Row((), call("zero", stage=0 if sliced else 1, over=over)))
     if stages is not None:
-        rows.append(Row((), call("pipeline", order='"1F1B"', micro=_micro(asked, count))))
+        rows.append(Row((), call("pipeline", order="1F1B", micro=_micro(asked, count))))
     return rows
 
 
@@ -536,9 +547,10 @@ def _cut_between(asked: Asked, axis: str, stages: int) -> Row:
 STEPS = {"parts": "tensor parallel", "experts": "expert parallel", "tokens": "context parallel"}
 
 
-def _text(
+def _file(
     asked: Asked, blocks: Blocks, rows: Mapping[str, list[Row]], rest: list[Row], notes: list[str]
-) -> str:
+) -> n.File:
+    """Write the schedule with its comments, and read it as whoever asked will."""
     steps = [f"schedule 1 for {blocks.facts.class_name}\n\n# {headline(blocks)}\n"]
     steps[0] += f"{mesh_text(asked.mesh)}\n"
     for role, name in STEPS.items():
@@ -549,10 +561,9 @@ def _text(
             steps.append(f'step "{name}" {{\n{body}{check}\n}}\n')
     if rest:
         cut = [row for row in rest if row.names]
-        lines = [f"{', '.join(row.names)}  {row.call}" for row in cut]
-        lines += [str(row.call) for row in rest if not row.names]
+        lines = [str(row) for row in (*cut, *(row for row in rest if not row.names))]
         name = "pipeline" if cut else "data"
         lines.append("verify(train, steps=3)")
         steps.append(f'step "{name}" {asked.relax}{{\n' + "\n".join(lines) + "\n}\n")
     steps.append("".join(map(wrapped, notes)))
-    return canonical("\n".join(steps))
+    return parse(Source("proposed", "\n".join(steps)))

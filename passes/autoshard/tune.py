@@ -15,7 +15,6 @@ from schedlang.language.value import shown
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.autoshard.propose import propose
 from schedlang.passes.complete.complete import completed
-from schedlang.passes.complete.proposal import planned
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.elaborate.state import Settings
 from schedlang.passes.propagate.original import rejected
@@ -165,7 +164,9 @@ def tune_meshes(job: Job, module: nn.Module, sizes: Iterable[Mapping[str, int]])
     """The schedules that `init` writes for some meshes, priced one after the other."""
 
     def proposed(mesh: Mapping[str, int]) -> Plan:
-        return planned(propose(module, job.batch, mesh, job.loss).text, job.facts)
+        plan = expand(propose(module, job.batch, mesh, job.loss).file, job.facts).plan
+        assert plan is not None
+        return plan
 
     for mesh in sizes:
         yield _tried(job, mesh, proposed)

@@ -8,19 +8,19 @@ from itertools import zip_longest
 from typing import Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.ir.placement import R
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
+from schedlang.language import lift
+from schedlang.language import nodes as n
 from schedlang.passes.complete.proposal import (
-    Call,
     Row,
     Trial,
     call,
     names_text,
-    paths,
-    planned_rows,
+    planned,
 )
 from schedlang.passes.complete.tensor_rows import Finder, Flow, flows, split_rows, variants
-from schedlang.passes.elaborate.state import arguments_said
 from schedlang.passes.reduce_model.blocks import Blocks, blocks_of
 
 Loss = Callable[..., Any]
@@ -111,7 +111,7 @@ def _begun(plan: Plan, axis: str, blocks: Blocks, row: Action) -> list[_Begun]:
     for action in _placing(plan, axis, row):
         for fqn in action.sites:
             name = blocks.common(fqn)
-            one = Row((name,), _said(action))
+            one = Row((name,), lift.call_of(action.primitive))
             found.setdefault(_block(name, fqn), {}).setdefault(name, one)
     if not found:
         raise Refusal(
@@ -144,16 +144,11 @@ def _begun(plan: Plan, axis: str, blocks: Blocks, row: Action) -> list[_Begun]:
 def _shapes(plan: Plan, blocks: Blocks) -> list[Row]:
     """The rows that change shapes (padding), which splits follow."""
     rows = [
-        Row((blocks.common(fqn),), _said(action))
+        Row((blocks.common(fqn),), lift.call_of(action.primitive))
         for action in plan.rows_changing(Facet.SHAPE)
         for fqn in action.sites
     ]
     return list(dict.fromkeys(rows))
-
-
-def _said(action: Action) -> Call:
-    """The call of a row."""
-    return Call(action.name, tuple(arguments_said(action.primitive)))
 
 
 def _block(common: str, fqn: str) -> str:
@@ -164,8 +159,8 @@ def _block(common: str, fqn: str) -> str:
 
 def _complete(finder: Finder, flow: Flow, begun: _Begun) -> None:
     """Add what a flow lacks, in its one legal form."""
-    known = (begun.rows[name].call for name in flow.sources if name in begun.rows)
-    if any(one.of("output") == "R" for one in known):
+    known = (begun.rows[name] for name in flow.sources if name in begun.rows)
+    if any(one.argument("output") == n.Name(("R",)) for one in known):
         finder.rows += [begun.rows[name] for name in begun.of(flow)]
         return  # it is gathered behind its sources: nothing else follows
     legal: list[list[Row]] = []
@@ -190,15 +185,15 @@ def _loose(finder: Finder, begun: _Begun) -> None:
     """Refuse a projection in the middle of a chain: sum behind it, or gather, is equally good."""
     blocks, uses = finder.trial.blocks, finder.trial.fed.uses
     for name, row in begun.rows.items():
-        splits = row.call.verb == "shard" and row.call.style == "col"
-        if row in finder.rows or not splits or row.call.of("output") is not None:
+        splits = row.verb == "shard" and row.style == "col"
+        if row in finder.rows or not splits or row.argument("output") is not None:
             continue
         readers = {
             blocks.common(f) for f, use in uses.items() if name in map(blocks.common, use.reads)
         }
         after = call("shard", "row", over=finder.axis)
         rows = [row, *(Row((reader,), after) for reader in readers)]
-        gathered = [row.with_argument("output", "R")]
+        gathered = [row.with_argument("output", R)]
         if readers and isinstance(finder.mended(rows), list):
             flow = Flow((name,), tuple(readers))
             raise Refusal(_several(flow, begun, [rows[1:], gathered]))
@@ -221,7 +216,7 @@ def _tied(finder: Finder, begun: _Begun) -> None:
 
 def _none(finder: Finder, flow: Flow, begun: _Begun, said: str) -> Diagnostic:
     more = (row for row in split_rows(finder, flow) if row.names[0] not in begun.rows)
-    rows = "; ".join(f"`{row.names[0]}  {row.call}`" for row in more)
+    rows = "; ".join(f"`{row}`" for row in more)
     gathered = [n for n in flow.sources if n in begun.rows]
     helps = [
         f"gather its output: `{name} shard(col, output=R, over={finder.axis})`"
@@ -238,8 +233,7 @@ def _none(finder: Finder, flow: Flow, begun: _Begun, said: str) -> Diagnostic:
 
 def _several(flow: Flow, begun: _Begun, legal: Sequence[Sequence[Row]]) -> Diagnostic:
     texts = [
-        "; ".join(f"`{r.names[0]}  {r.call}`" for r in rows if r not in begun.rows.values())
-        for rows in legal
+        "; ".join(f"`{row}`" for row in rows if row not in begun.rows.values()) for rows in legal
     ]
     return Diagnostic(
         "S426",
@@ -262,6 +256,5 @@ def _actions(plan: Plan, axis: str, blocks: Blocks, rows: Sequence[Row]) -> Iter
     if not rows:
         return
     every = (*_shapes(plan, blocks), *rows)
-    lines = [f"{path}  {row.call}" for row in every for path in paths(row, blocks)]
-    made = planned_rows(lines, f"{axis}={plan.mesh.size(axis)}", plan.model, "completed")
+    made = planned(every, blocks.of(plan.model), axis, plan.mesh.size(axis), "completed")
     yield from (action for action in made.actions if not action.changes(Facet.SHAPE))

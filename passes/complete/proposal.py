@@ -11,12 +11,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.diagnostics.source import Source
+from schedlang.diagnostics.source import Source, Span
+from schedlang.ir.mesh import Mesh
 from schedlang.ir.model import ModelFacts
 from schedlang.ir.plan import Plan
-from schedlang.language import printer
-from schedlang.language.syntax import parse
-from schedlang.passes.elaborate.expand import expand
+from schedlang.language import lift, printer
+from schedlang.language import nodes as n
+from schedlang.passes.elaborate.expand import of_calls
 from schedlang.passes.elaborate.rows import pattern
 from schedlang.passes.partition.staging import stages_of
 from schedlang.passes.propagate.context import tokens_of
@@ -31,31 +32,9 @@ if TYPE_CHECKING:
 PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+|\*")
 
 
-@dataclass(frozen=True)
-class Call:
-    """A primitive and its arguments: names, and values as the language writes them; "": no name."""
-
-    verb: str
-    arguments: tuple[tuple[str, str], ...]
-
-    def __str__(self) -> str:
-        said = (f"{name}={value}" if name else value for name, value in self.arguments)
-        return f"{self.verb}({', '.join(said)})"
-
-    @property
-    def style(self) -> str:
-        """The first argument, if it stands without a name: the style of a `shard`."""
-        return next((value for name, value in self.arguments[:1] if not name), "")
-
-    def of(self, name: str) -> str | None:
-        """The value of an argument, if the call has it."""
-        return dict(self.arguments).get(name)
-
-
-def call(verb: str, *words: str, **named: object) -> Call:
-    """A call of these arguments, in this order."""
-    said = [("", word) for word in words]
-    return Call(verb, (*said, *((name, str(value)) for name, value in named.items())))
+def call(verb: str, *words: str, **named: object) -> n.Call:
+    """A call of these arguments, in this order; a text is a name."""
+    return lift.call(verb, words, named)
 
 
 @dataclass(frozen=True)
@@ -63,27 +42,40 @@ class Row:
     """One primitive at the modules of one or several common names; none: at the model itself."""
 
     names: tuple[str, ...]
-    call: Call
+    call: n.Call
     comment: str = ""
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.names)}  {printer.expr(self.call)}".strip()
+
+    @property
+    def verb(self) -> str:
+        """The name of the primitive."""
+        return self.call.name.text
+
+    @property
+    def style(self) -> str:
+        """The first argument, if it stands without a name: the style of a `shard`."""
+        return next((one.text for one in self.call.args[:1] if isinstance(one, n.Name)), "")
+
+    def argument(self, name: str) -> n.Expr | None:
+        """The value of an argument, if the call names it."""
+        named = (one for one in self.call.args if isinstance(one, n.Keyword))
+        return next((one.value for one in named if one.name == name), None)
 
     def with_argument(self, name: str, value: object) -> Row:
         """The row with one more argument, before the axis; one that it has stays."""
-        if self.call.of(name) is not None:
+        if self.argument(name) is not None:
             return self
-        arguments = [*self.call.arguments]
-        axis = next(
-            (k for k, (known, _) in enumerate(arguments) if known == "over"), len(arguments)
+        given = [*self.call.args]
+        over = (
+            k for k, one in enumerate(given) if isinstance(one, n.Keyword) and one.name == "over"
         )
-        arguments.insert(axis, (name, str(value)))
-        return replace(self, call=replace(self.call, arguments=tuple(arguments)))
+        given.insert(next(over, len(given)), n.Keyword(name, lift.lift(value)))
+        return replace(self, call=replace(self.call, args=tuple(given)))
 
 
 Place = tuple[str, str, Row]  # the blocks where a row stands, and its path inside them
-
-
-def canonical(text: str) -> str:
-    """The text as `fmt` writes it."""
-    return printer.fmt(Source("proposed", text))
 
 
 def rows_text(rows: Sequence[Row], blocks: Blocks) -> str:
@@ -95,7 +87,7 @@ def rows_text(rows: Sequence[Row], blocks: Blocks) -> str:
             lines += ["}"] * bool(opened) + [f"at {head} {{"] * bool(head)
             opened = head
         said = f"  # {row.comment}" if row.comment else ""
-        lines.append(f"{tail}  {row.call}{said}".strip())
+        lines.append(f"{tail}  {printer.expr(row.call)}{said}".strip())
     return "\n".join([*lines, *["}"] * bool(opened)])
 
 
@@ -216,22 +208,23 @@ def mesh_text(mesh: Mapping[str, int]) -> str:
 
 
 Loss = Callable[..., Any]
-HEAD = 4  # lines of a trial above its rows
 ROWS = 8  # of the batch are enough to see what is legal
 NUMBERS = 1 << 17  # of each of its integer tensors: what a model asks of more is not followed
 
 
-def planned(text: str, facts: ModelFacts, name: str = "proposed") -> Plan:
-    """The plan of a schedule that was written here, for a model."""
-    made = expand(parse(Source(name, text)), facts).plan
-    assert made is not None
-    return made
+def planned(
+    rows: Sequence[Row], blocks: Blocks, axis: str, ranks: int, step: str = "trial"
+) -> Plan:
+    """The plan of rows on a mesh of one axis, at all modules of their names.
 
-
-def planned_rows(lines: Sequence[str], mesh: str, facts: ModelFacts, name: str = "trial") -> Plan:
-    """The plan of rows, a line each, on a mesh (`tp=2`)."""
-    body = "\n".join(lines)
-    return planned(f'schedule 1\nmesh({mesh})\n\nstep "{name}" {{\n{body}\n}}\n', facts, name)
+    Each stands at a line of its own of what a refusal shows.  Raises Refusal where one is refused.
+    """
+    source = Source(step, "\n".join(map(str, rows)))
+    calls = []
+    for line, (row, text) in enumerate(zip(rows, source.lines), 1):
+        made = n.placed(row.call, Span(source, line, 1, line, len(text) + 1))
+        calls += [(made, blocks.named.get(name, ())) for name in row.names] or [(made, ())]
+    return of_calls(calls, blocks.facts, Mesh(((axis, ranks),)), step)
 
 
 class Trial:
@@ -321,12 +314,10 @@ class Trial:
     def refusal(self, rows: Sequence[Row], axis: str, ranks: int) -> tuple[Refusal, int] | None:
         """Return the refusal of rows, and the number of the row to blame (-1: none); None: they are
         legal."""
-        lines = self._lines(rows)
         try:
             propagate(self.plan(rows, axis, ranks), self.sample, self.loss)
         except Refusal as refusal:
-            place = refusal.diagnostic.primary.span.line - HEAD - 1
-            return refusal, lines[place][1] if 0 <= place < len(lines) else -1
+            return refusal, refusal.diagnostic.primary.span.line - 1
         except Exception as error:  # what fails on the way is no proposal either
             said = f"{type(error).__name__}: {error}".split("\n")[0]
             return Refusal(Diagnostic("S405", said)), -1
@@ -334,23 +325,13 @@ class Trial:
 
     def plan(self, rows: Sequence[Row], axis: str, ranks: int) -> Plan:
         """The plan of rows on a mesh of one axis; raises Refusal where one is refused."""
-        lines = [line for line, _ in self._lines(rows)]
-        return planned_rows(lines, f"{axis}={ranks}", self.blocks.facts)
-
-    def _lines(self, rows: Sequence[Row]) -> list[tuple[str, int]]:
-        """Rows as text, one for each selector, with the number of the row."""
-        return [
-            (f"{path}  {row.call}".strip(), number)
-            for number, row in enumerate(rows)
-            for path in paths(row, self.blocks) or [""]
-        ]
+        return planned(rows, self.blocks, axis, ranks)
 
     def cut(self, row: Row, axis: str, stages: int) -> Refusal | None:
         """Return the refusal of cutting the model into stages by a row; None if it can be cut."""
-        lines = [f"{', '.join(row.names)}  {row.call}"]
         for blocks in (self.shorter(stages), self.all):
             try:
-                plan = planned_rows(lines, f"{axis}={stages}", blocks.facts)
+                plan = planned([row], blocks, axis, stages)
                 if stages > 1:
                     sample = self.sample
                     stages_of(plan, propagate(plan, sample, self.loss), sample, self.loss)
@@ -365,20 +346,10 @@ class Trial:
     def by_tokens(self, rows: Sequence[Row], axis: str, ranks: int) -> Refusal | None:
         """Return the refusal of running on some of the tokens; None if it runs, or has no
         values."""
-        lines = [f"{path}  {row.call}" for row in rows for path in paths(row, self.all)]
         try:
-            plan = planned_rows(lines, f"{axis}={ranks}", self.all.facts)
+            plan = planned(rows, self.all, axis, ranks)
             traced = propagate(plan, self.sample, self.loss)
             tokens_of(plan, traced, self.sample, self.loss, self.weight)
         except Refusal as refusal:
             return refusal
         return None
-
-
-def paths(row: Row, blocks: Blocks) -> list[str]:
-    """One selector for each common name of a row."""
-    return [
-        ".".join(filter(None, (head, quoted(name.rpartition("*")[2].lstrip(".")))))
-        for name in row.names
-        for head in heads(name, blocks)
-    ]

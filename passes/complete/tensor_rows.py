@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from schedlang.ir.model import Site
+from schedlang.ir.placement import R, S
+from schedlang.language import nodes as n
 from schedlang.passes.complete.proposal import Row, call, names_text
 from schedlang.passes.reduce_model.blocks import TABLES, Blocks, leaf_kind, splits
 
@@ -158,7 +161,7 @@ class Finder:
             better = self._better(rows, place, refusal) if 0 <= place < len(rows) else rows
             if better == rows:
                 break
-            if any(row.call.of("heads") for row in better) and not counted:
+            if any(row.argument("heads") for row in better) and not counted:
                 counted = said  # what is refused next is refused of heads that nobody wrote
             rows = better
         return counted or said
@@ -171,16 +174,16 @@ class Finder:
             return [self.uneven(row, size) for row in rows] if size else rows
         better = rows[place]
         for name, value in asked.items():
-            better = better.with_argument(name, value)
+            better = better.with_argument(name, _valued(value))
         return [*rows[:place], better, *rows[place + 1 :]]
 
     def uneven(self, row: Row, size: int) -> Row:
         """A row with its number of heads of a size, if the ranks do not divide it."""
         blocks = _beside(row)
         heads, rest = divmod(self._width(row), size * blocks)
-        if rest or heads % self.ranks == 0 or (row.call.of("blocks") or "").startswith("["):
+        if rest or heads % self.ranks == 0 or isinstance(row.argument("blocks"), n.List):
             return row
-        shared = row.call.style == "col" and self.ranks % heads == 0 and blocks == 1
+        shared = row.style == "col" and self.ranks % heads == 0 and blocks == 1
         row = row.with_argument("heads", heads)
         return row.with_argument("uneven", "replicate" if shared else "pad")
 
@@ -189,15 +192,15 @@ class Finder:
         blocks = self.trial.blocks
         site = blocks.facts.sites[blocks.named[row.names[0]][0]]
         dims = site.dims.get("weight", ())
-        dim = "in" if row.call.style == "row" else "out"
+        dim = "in" if row.style == "row" else "out"
         return site.parameters["weight"].shape[dims.index(dim)] if dim in dims else 1
 
     def _shared(self, refusal: Refusal) -> Row | None:
         """The row for a module that shares a weight which is split, or has one that meets it."""
         module, splits = map(refusal.diagnostic.fact, ("module", "splits"))
         if module is not None and splits is not None:
-            own = dict(one.split("=") for one in splits.split(", "))
-            made = call("shard", **own, over=self.axis)
+            dims = (one.split("=") for one in splits.split(", "))
+            made = call("shard", **{name: S(int(dim)) for name, dim in dims}, over=self.axis)
             return Row((self.trial.blocks.common(module),), made, "for its heads")
         name = refusal.diagnostic.fact("parameter")
         if name is None:
@@ -207,7 +210,7 @@ class Finder:
         if leaf_kind(blocks.facts.sites[owner]):
             made = call("shard", "vocab", over=self.axis)
         else:
-            made = call("shard", **{parameter: "S(0)"}, over=self.axis)
+            made = call("shard", **{parameter: S(0)}, over=self.axis)
         return Row((blocks.common(owner),), made, "the same weight")
 
     def whole(self, names: Sequence[str], why: str) -> None:
@@ -274,7 +277,7 @@ def split_rows(finder: Finder, flow: Flow) -> list[Row]:
         said = "split by channels"
     for name in flow.sources:
         if _kind(finder, name) in TABLES:
-            split = call("shard", weight="S(hidden)", over=finder.axis)
+            split = call("shard", weight=S("hidden"), over=finder.axis)
         else:
             split = call("shard", "col", over=finder.axis)
         rows.append(Row((name,), split, said))
@@ -283,7 +286,7 @@ def split_rows(finder: Finder, flow: Flow) -> list[Row]:
 
 
 def _gathered(finder: Finder, flow: Flow) -> list[Row]:
-    gathered = call("shard", "col", output="R", over=finder.axis)
+    gathered = call("shard", "col", output=R, over=finder.axis)
     summed = call("shard", "row", over=finder.axis)
     tables = [name for name in flow.sources if _kind(finder, name) in TABLES]
     return [
@@ -302,22 +305,22 @@ def _packed(finder: Finder, row: Row) -> Row:
     first = blocks.named[row.names[0]][0]
     parts = finder.trial.fed.parts.get(first, [])
     site = blocks.facts.sites[first]
-    if row.call.style != "col" or len(parts) < 2 or sum(parts) != outputs_of(site):
+    if row.style != "col" or len(parts) < 2 or sum(parts) != outputs_of(site):
         return row
     return row.with_argument("blocks", parts if len(set(parts)) > 1 else len(parts))
 
 
 def _beside(row: Row) -> int:
     """Return the number of equal blocks, each with heads of its own, in what a row splits."""
-    blocks = row.call.of("blocks") or ""
-    return int(blocks) if blocks.isdigit() else 1
+    blocks = row.argument("blocks")
+    return int(blocks.text) if isinstance(blocks, n.Lit) else 1
 
 
 def _viewed(finder: Finder, row: Row) -> Row:
     """A row with as many blocks as a view first takes its modules' outputs apart into."""
     first = finder.trial.blocks.named[row.names[0]][0]
     count = finder.trial.fed.packed.get(first, 0)
-    splits = row.call.style == "col" and count > 1
+    splits = row.style == "col" and count > 1
     return row.with_argument("blocks", count) if splits else row
 
 
@@ -335,6 +338,11 @@ def outputs_of(site: object) -> int:
 def _kind(finder: Finder, name: str) -> str:
     blocks = finder.trial.blocks
     return leaf_kind(blocks.facts.sites[blocks.named[name][0]])
+
+
+def _valued(fact: str) -> object:
+    """The value that a fact gives an argument: a number, a list of numbers, or a word."""
+    return json.loads(fact) if fact[:1] in "[0123456789" else fact
 
 
 def _said(refusal: Refusal) -> str:

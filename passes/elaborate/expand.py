@@ -38,7 +38,9 @@ from schedlang.uncollected import uncollected
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from schedlang.ir.mesh import Mesh
     from schedlang.ir.model import ModelFacts
+    from schedlang.ir.plan import Plan
     from schedlang.language.selector import Selector
 
 # ---- Steps: their names, and what their rows may give up.
@@ -129,6 +131,24 @@ def expand(file: n.File, facts: ModelFacts | None, settings: Settings | None = N
     if state.plan is not None and state.plan.cuts:  # all of them are there
         legality.check_cuts(state.plan)
     return state
+
+
+def of_calls(
+    calls: Sequence[tuple[n.Call, Sequence[str]]], facts: ModelFacts, mesh: Mesh, step: str
+) -> Plan:
+    """The plan of calls at modules (none: at the model itself), as of one step on a mesh.
+
+    Raises Refusal where one is refused, at the place of that call.
+    """
+    runner = Expander(start(facts, Settings()).with_mesh(mesh))
+    with runner.inside(n.Step(step, (), n.Block(()))):
+        for call, sites in calls:
+            runner.call(call, tuple(sites) or ("",), runner.state.names, chosen=bool(sites))
+    plan = runner.state.plan
+    assert plan is not None
+    if plan.cuts:
+        legality.check_cuts(plan)
+    return plan
 
 
 def _sizing_knobs(items: Sequence[n.Item], settings: Settings) -> Settings:
@@ -291,9 +311,9 @@ class Expander:
                 raise bases.outgrown(self.rows, node.span)
             match node:
                 case n.Rule(call=call):
-                    self._call(call, self._select(node, roots, names), names, chosen=True)
+                    self.call(call, self._select(node, roots, names), names, chosen=True)
                 case n.Do(_, call):
-                    self._call(call, roots, names, chosen=False)
+                    self.call(call, roots, names, chosen=False)
                 case n.At(block=block):
                     inner = self._select(node, roots, names)
                     for statement in block.body:
@@ -356,7 +376,7 @@ class Expander:
 
     # ---- calls ------------------------------------------------------------------------
 
-    def _call(self, call: n.Call, sites: Roots, names: Names, chosen: bool) -> None:
+    def call(self, call: n.Call, sites: Roots, names: Names, chosen: bool) -> None:
         """A definition's body, or one row of the plan."""
         name = call.name.text
         if name in self.state.defs:

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Action
 from schedlang.ir.primitive import Facet
-from schedlang.passes.analyze.reductions import is_lossy
+from schedlang.passes.analyze.holdings import is_lossy
 from schedlang.passes.analyze.routing import routings
 from schedlang.passes.elaborate.rows import only, shown
 from schedlang.passes.localize.diagnose import pattern

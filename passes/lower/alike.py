@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from schedlang.ir.plan import Plan
-from schedlang.passes.elaborate.record import arguments, plain
 
 if TYPE_CHECKING:
     import torch
@@ -156,14 +156,13 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    yield "knobs", str({name: plain(value) for name, value in plan.decisions})
+    yield "knobs", str(dict(plan.decisions))
     for place, action in enumerate(plan.actions, 1):
-        args = ", ".join(f"{k}={v}" for k, v in arguments(action.primitive).items())
         where = next(iter(action.sites), "") or "the model"
         if len(action.sites) > 1:
             sites = hashlib.blake2b(repr(action.sites).encode(), digest_size=4).hexdigest()
             where += f" and {len(action.sites) - 1} more ({sites})"
-        yield f"row {place}", f"{action.name}({args}) at {where}"
+        yield f"row {place}", f"{action.primitive} at {where}"
     yield "relaxed", str(sorted(plan.relaxed))
 
 
@@ -203,6 +202,11 @@ def code(function: Callable[..., Any] | Any) -> str:
     found = getattr(inner, "__code__", None)
     if not isinstance(found, CodeType):
         return ""
+    return _digest(found)
+
+
+@lru_cache(maxsize=1 << 12)  # of each program of a proof the same
+def _digest(found: CodeType) -> str:
     return hashlib.blake2b(repr(_constant(found)).encode(), digest_size=8).hexdigest()
 
 

@@ -18,8 +18,8 @@ from schedlang.ir.features import Copy, Lowered
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.fewer_bits import Bits
+from schedlang.passes.analyze.holdings import reductions
 from schedlang.passes.analyze.prepare import Prepared, check_axes, prepare
-from schedlang.passes.analyze.reductions import reductions
 from schedlang.passes.analyze.residence import away
 from schedlang.passes.analyze.staleness import check_build, whole_step
 from schedlang.passes.analyze.taking import at_the_forward
@@ -218,8 +218,13 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     Raises Refusal before any collective where the plan cannot be built, and where ranks of the job
     would build different things.
     """
-    from schedlang.runtime.comm.agreement import agree, all_come, shared_store, told_if_refused
-    from schedlang.runtime.comm.joining import join_world
+    from schedlang.runtime.comm.agreement import (
+        agree,
+        all_come,
+        join_world,
+        shared_store,
+        told_if_refused,
+    )
     from schedlang.runtime.launch.heart import watch
 
     given = replace(options, **more)
@@ -388,7 +393,7 @@ def _optimizer(
 def check_job(plan: Plan, hollow: bool = False) -> Ranks:
     """Join the running job; refuse idle axes (S205) and a mesh of another size (S607)."""
     from schedlang.runtime.comm import world
-    from schedlang.runtime.comm.joining import join_world
+    from schedlang.runtime.comm.agreement import join_world
     from schedlang.runtime.comm.ranks import Ranks
 
     join_world()

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from schedlang.ir.features import Injected
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.analyze.holdings import gathers_by_rows, slicing
+from schedlang.passes.analyze.holdings import (
+    Reduction,
+    gathers_by_rows,
+    sliced_names,
+    sliced_over,
+    slicing,
+)
 from schedlang.passes.analyze.prepare import Prepared
-from schedlang.passes.analyze.reductions import Reduction, sliced_names, sliced_over
 from schedlang.passes.analyze.residence import tier_of_unit
 from schedlang.passes.partition.staging import Staged, local_skeleton, meet, on_peers
 from schedlang.passes.propagate.casts import gathered_in
@@ -28,6 +35,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.grad_reduction.zero import Sliced
     from schedlang.runtime.pipeline.executor import Pipeline
     from schedlang.runtime.pipeline.overlapped_sums import EarlySums
+    from schedlang.runtime.pipeline.stage import Stub
 
 # ---- Sums after the last backward and slices over data-parallel ranks, put into a rank's module.
 
@@ -142,7 +150,7 @@ def pipeline_of(
     from schedlang.pipeline.timeline.table import Kind
     from schedlang.runtime.grad_reduction.zero import gathering
     from schedlang.runtime.pipeline.executor import Pipeline
-    from schedlang.runtime.pipeline.stage import Stage, Stub
+    from schedlang.runtime.pipeline.stage import Stage
     from schedlang.runtime.tracing.units import Switch
 
     staged, device = prepared.staged, ranks.device
@@ -162,9 +170,7 @@ def pipeline_of(
     down = ranks.again(staged.axis, "down") if ranks.one_way else None
     place = plan.mesh.index(ranks.rank, staged.axis)
     switch = Switch(module, staged.cut.graph.units)
-    skeleton = local_skeleton(plan, prepared.traced)
-    exchange(plan, skeleton, prepared.tokens, ranks)
-    stub = Stub(skeleton, staged.cut)
+    stub = _stub(plan, prepared, ranks)
     stages = {
         s: Stage(
             module,
@@ -192,6 +198,31 @@ def pipeline_of(
         picked=bool(on_peers(plan, "activations")),
         handlers=gathering(sliced) if gathers_by_rows(plan, staged) else None,
     )
+
+
+class _Last(threading.local):
+    """The stand-ins that were made last in a thread, and of what: ranks may be threads."""
+
+    made: tuple[ref[Plan], ref[Prepared], Stub] | None = None
+
+
+_last = _Last()
+
+
+def _stub(plan: Plan, prepared: Prepared, ranks: Ranks) -> Stub:
+    """Stand-ins for units of other stages; programs of one preparation share what these find."""
+    from schedlang.runtime.pipeline.stage import Stub
+
+    if _last.made is not None:
+        of, ready, known = _last.made
+        if of() is plan and ready() is prepared:
+            return known
+    skeleton = local_skeleton(plan, prepared.traced)
+    exchange(plan, skeleton, prepared.tokens, ranks)
+    made = Stub(skeleton, prepared.staged.cut)
+    if prepared.tokens is None:  # else it holds the groups of this rank
+        _last.made = ref(plan), ref(prepared), made
+    return made
 
 
 def early_sums(

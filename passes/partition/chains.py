@@ -167,7 +167,7 @@ def running(
     from schedlang.passes.propagate.propagate import backward_root
     from schedlang.runtime.modes import ambient
     from schedlang.runtime.propagation.stand_ins import Fused
-    from schedlang.runtime.tracing.constants import without_values
+    from schedlang.runtime.tracing.meta import without_values
 
     model = local_skeleton(counting.plan, counting.traced)
     model.train()

@@ -402,8 +402,8 @@ class Run:
     def attempt(self) -> Mismatch | None:
         """Run; what disagreed first, or None."""
         from schedlang.runtime.propagation.trace import Hoist, Mismatch, Note, Trace
-        from schedlang.runtime.tracing.constants import without_values
-        from schedlang.runtime.tracing.record import forward
+        from schedlang.runtime.tracing.loss import forward
+        from schedlang.runtime.tracing.meta import without_values
         from schedlang.runtime.tracing.torch_calls import tensors_in
 
         model = self._copy()

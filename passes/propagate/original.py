@@ -89,10 +89,8 @@ def record(
     from schedlang.runtime.propagation.stand_ins import hollow_out
     from schedlang.runtime.propagation.trace import Recorded, Stack, Trace, reached
     from schedlang.runtime.rng.logical_dropout import Watched
-    from schedlang.runtime.tracing.constants import without_values
-    from schedlang.runtime.tracing.lossless import is_loss, no_loss, not_a_loss
-    from schedlang.runtime.tracing.meta import hollow_model
-    from schedlang.runtime.tracing.record import forward
+    from schedlang.runtime.tracing.loss import forward, is_loss, no_loss, not_a_loss
+    from schedlang.runtime.tracing.meta import hollow_model, without_values
 
     model, stack = hollow_model(plan.model.model, {}), Stack()
     model.train()
@@ -149,7 +147,7 @@ def with_many_rows(plan: Plan, batch: Mapping[str, Any], loss: Loss | None) -> M
     from schedlang.runtime.grad_reduction.batch_statistics import Sums
     from schedlang.runtime.pipeline.stage import signature
     from schedlang.runtime.propagation.trace import Recorded, Trace, at_many_rows
-    from schedlang.runtime.tracing.record import forward
+    from schedlang.runtime.tracing.loss import forward
 
     def run(bare: nn.Module, inputs: dict[str, Any], stack: Stack, rows: int) -> Many:
         seen, sums = Recorded(stack, inputs), Sums(stack, rows)

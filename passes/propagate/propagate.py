@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def backward_root(model: Any, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
     """Something to go backward from: the loss, else the sum of what the model gives."""
-    from schedlang.runtime.tracing.record import forward
+    from schedlang.runtime.tracing.loss import forward
 
     return root_of(*forward(model, inputs, loss))
 
@@ -39,7 +39,7 @@ def root_of(output: Any, loss: Tensor | None) -> Tensor | None:
     """Return where a backward can start: the loss, the model's own, else the sum of its outputs."""
     import torch
 
-    from schedlang.runtime.tracing.record import loss_of
+    from schedlang.runtime.tracing.loss import loss_of
     from schedlang.runtime.tracing.torch_calls import tensors_in
 
     root = loss if loss is not None else loss_of(output, {}, None)
@@ -198,7 +198,10 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
     label = Label(action.span) if action is not None else Label()
     helps = (*heads[1:], *failure.helps) if heads else failure.helps or _fitting(plan, action, fqn)
     made = () if heads else tuple(_made(plan, failure))
-    too = (f"{site}  shard({splits}, over={failure.axis})" for site, splits in made)
+    said = (
+        (site, ", ".join(f"{name}=S({dim})" for name, dim in dims.items())) for site, dims in made
+    )
+    too = (f"{site}  shard({splits}, over={failure.axis})" for site, splits in said)
     helps = (*(f"shard the other one, too: `{row}`" for row in too), *helps)
     if not heads and action is not None:
         helps = (*_beside(plan, failure, action), *helps)
@@ -215,7 +218,7 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
             notes=notes,
             helps=helps,
             facts=(
-                *(zip(("module", "splits"), made[0]) if made else ()),
+                *(fact for site, dims in made[:1] for fact in _asked(site, dims)),
                 *((("line", line),) if line else ()),
                 *(asked if heads else failure.asked),
             ),
@@ -223,17 +226,22 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
     )
 
 
-def _made(plan: Plan, failure: Mismatch) -> Iterator[tuple[str, str]]:
-    """Replicated parameters that meet sharded heads (a bias table): module, and how they split."""
+def _asked(site: str, dims: Mapping[str, int]) -> Facts:
+    """The module that a row is missing for, and the dims along which it would split."""
+    splits = ", ".join(f"{name}={dim}" for name, dim in dims.items())
+    return ("module", site), ("splits", splits)
+
+
+def _made(plan: Plan, failure: Mismatch) -> Iterator[tuple[str, Mapping[str, int]]]:
+    """Replicated parameters that meet sharded heads (a bias table): module, and the split dims."""
     names, size = failure.made
-    found: dict[str, list[str]] = {}
+    found: dict[str, dict[str, int]] = {}
     for name in sorted(names, reverse=True) if failure.axis is not None else ():
         fact, site = plan.model.parameters[name], plan.model.owner(name)
         dims = [dim for dim, whole in enumerate(fact.shape) if whole == size]
         if len(dims) == 1 and not site.dims and failure.axis not in plan.held(name).axes:
-            found.setdefault(str(site), []).append(f"{name.rpartition('.')[2]}=S({dims[0]})")
-    for site_name, own in found.items():  # a norm's weight and its bias are sharded together
-        yield site_name, ", ".join(own)
+            found.setdefault(str(site), {})[name.rpartition(".")[2]] = dims[0]
+    yield from found.items()  # a norm's weight and its bias are sharded together
 
 
 COMBINED = ("add", "iadd", "radd", "mul", "imul", "rmul", "sub", "isub", "rsub")  # two tensors

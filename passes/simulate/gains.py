@@ -106,8 +106,7 @@ def _calls(plan: Plan, batch: Mapping[str, Any], wanted: set[str]) -> dict[str, 
     import torch
 
     from schedlang.runtime.batch import called
-    from schedlang.runtime.tracing.constants import on_meta
-    from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
+    from schedlang.runtime.tracing.meta import hollow_batch, hollow_model, on_meta
 
     model, calls = hollow_model(plan.model.model, {}), dict[str, Any]()
 

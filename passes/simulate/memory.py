@@ -13,8 +13,7 @@ from schedlang.ir.features import Recomputing
 from schedlang.ir.memory import MOMENTS
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.analyze.holdings import gathers_of, slicing
-from schedlang.passes.analyze.reductions import sliced_names
+from schedlang.passes.analyze.holdings import gathers_of, sliced_names, slicing
 from schedlang.passes.analyze.residence import tiers_of, window_bytes
 from schedlang.passes.propagate.casts import gathered_in
 

@@ -13,8 +13,14 @@ from schedlang.ir.memory import MOMENTS
 from schedlang.ir.placement import P, Placement, Replicate, S
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.analyze.holdings import gathers, slicing
-from schedlang.passes.analyze.reductions import Reduction, reductions, sliced_names, sliced_over
+from schedlang.passes.analyze.holdings import (
+    Reduction,
+    gathers,
+    reductions,
+    sliced_names,
+    sliced_over,
+    slicing,
+)
 from schedlang.passes.analyze.residence import state_rounds
 from schedlang.passes.lower.build import code
 from schedlang.passes.partition.chains import Skeleton
@@ -242,7 +248,7 @@ def _heard(context: Context, batch: Mapping[str, Any], loss: Loss | None) -> lis
     from schedlang.passes.partition.staging import local_skeleton
     from schedlang.passes.propagate.context import about_its_row, seated
     from schedlang.runtime.comm.collectives import Group, listening
-    from schedlang.runtime.tracing.constants import without_values
+    from schedlang.runtime.tracing.meta import without_values
 
     plan = context.plan
     model = local_skeleton(plan, context.prepared.traced)

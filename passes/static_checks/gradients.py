@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostics.diagnostic import Diagnostic
 from schedlang.ir.mesh import neighbours
 from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.holdings import Book, Booked
 from schedlang.passes.analyze.prepare import Prepared
-from schedlang.passes.analyze.reductions import Book, Booked
 from schedlang.passes.static_checks.claim import Claim, axis_row, folded, placed
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def gradients(
     from schedlang.passes.propagate.propagate import backward_root
     from schedlang.runtime.adjoint import Adjoint, Typed
     from schedlang.runtime.propagation.trace import Stack, Trace
-    from schedlang.runtime.tracing.constants import without_values
+    from schedlang.runtime.tracing.meta import without_values
     from schedlang.runtime.tracing.torch_calls import tensors_in
 
     model, stack = local_skeleton(plan, prepared.traced), Stack()

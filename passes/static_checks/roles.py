@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostics.diagnostic import Diagnostic
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.analyze.holdings import holdings_of, slicing
+from schedlang.passes.analyze.holdings import Booked, holdings_of, sliced_over, slicing
 from schedlang.passes.analyze.prepare import Prepared
-from schedlang.passes.analyze.reductions import Booked, sliced_over
 from schedlang.passes.partition.staging import at_home
 from schedlang.passes.simulate.played_step import Step, alone, fewer, places
 from schedlang.passes.static_checks.claim import Claim, axis_row, facet_row, folded, placed

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.holdings import Booked, executed
 from schedlang.passes.analyze.prepare import prepare
-from schedlang.passes.analyze.reductions import Booked, executed
 from schedlang.passes.analyze.taking import at_the_forward
 from schedlang.passes.simulate.played_step import Step
 from schedlang.passes.static_checks.claim import Claim

@@ -19,7 +19,7 @@ from schedlang.passes.verify.randomness import draws_in_words, generators, repea
 from schedlang.runtime.batch import called, followed, named_tensors
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.runtime.scope import Scope, entered, named_sites
-from schedlang.runtime.tracing.lossless import no_loss
+from schedlang.runtime.tracing.loss import no_loss
 from schedlang.runtime.training import Training
 
 _UNTRAINED = Diagnostic(

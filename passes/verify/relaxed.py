@@ -23,7 +23,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from schedlang.ir.facets import Cast
 from schedlang.ir.plan import Plan
 from schedlang.ir.pytree import tree_leaves, tree_map
-from schedlang.passes.analyze.reductions import compressed_over
+from schedlang.passes.analyze.holdings import compressed_over
 from schedlang.passes.analyze.staleness import Table, Versions
 from schedlang.passes.partition.staging import Staged, buffer_homes
 from schedlang.passes.propagate.casts import root_cast

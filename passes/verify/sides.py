@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir import pytree
 from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.holdings import compressed_over
 from schedlang.passes.analyze.prepare import Prepared, prepare
-from schedlang.passes.analyze.reductions import compressed_over
 from schedlang.passes.analyze.routing import limited
 from schedlang.passes.analyze.staleness import Table, table_of
 from schedlang.passes.analyze.taking import at_the_forward

@@ -190,20 +190,24 @@ def call(name: str, args: Any, named: Any, span: Span = NOWHERE) -> n.Call:
     return n.Call(n.Name(tuple(name.split(".")), span=span), tuple(given), span=span)
 
 
-def call_of(primitive: Primitive, span: Span) -> n.Call:
+def call_of(primitive: Primitive, span: Span = NOWHERE) -> n.Call:
     """The call that makes a bound primitive: what differs from the defaults."""
     own = surface(type(primitive))
     args: list[object] = []
     named: dict[str, object] = {}
+    in_order = True  # as long as no field is left out that may stand without its name
     for field in dataclasses.fields(primitive):  # type: ignore[arg-type]
         value = getattr(primitive, field.name)
         if field.name == own.many:
             args += value
         elif field.name == own.rest:
             named |= dict(value)
-        elif value != field.default:
-            first = field.name in own.required and not field.kw_only and not named
-            args.append(value) if first else named.update({field.name: value})
+        elif value == field.default:
+            in_order = in_order and field.kw_only is True
+        elif in_order and not field.kw_only:
+            args.append(value)
+        else:
+            named[field.name] = value
     return call(type(primitive).__name__, args, named, span)
 
 

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -18,14 +19,14 @@ from schedlang.runtime.modes import ambient
 from schedlang.runtime.pipeline.executor import Event, Pipeline
 from schedlang.runtime.pipeline.flight import Message
 from schedlang.runtime.pipeline.p2p import Mail
+from schedlang.runtime.pipeline.stage import Stub
 from schedlang.runtime.pipeline.step import Result
 from schedlang.runtime.program import Program
 from schedlang.runtime.propagation.stand_ins import Fused
 from schedlang.runtime.sequence_pipelining.carry import Span
 from schedlang.runtime.storage.footprint import Footprint
-from schedlang.runtime.tracing.constants import OnMeta
 from schedlang.runtime.tracing.graph import Cut
-from schedlang.runtime.tracing.meta import hollow_batch
+from schedlang.runtime.tracing.meta import OnMeta, hollow_batch
 from schedlang.runtime.tracing.torch_calls import tensors_in
 from schedlang.runtime.weights import Number
 from schedlang.uncollected import uncollected
@@ -183,7 +184,7 @@ def play(program: Program, cut: Cut, batch: Batch, footprint: Footprint | None =
     if footprint is not None:
         watched = _at_marks(), ambient(Fused()), footprint
         for stub in {stage.stub for stage in pipeline.stages.values() if not stage.whole}:
-            vars(stub)["_shapes"] = footprint.unseen(stub._shapes)
+            vars(stub)["_shapes"] = footprint.unseen(partial(Stub._shapes, stub))
     with ExitStack() as stack:
         for mode in (torch.device("meta"), played.answers, *watched):
             stack.enter_context(mode)

@@ -217,7 +217,7 @@ def _here(course: Course, shown: _Shown) -> Trained:
 
     from schedlang.passes.lower.train import train
     from schedlang.passes.verify.probe import cheaply
-    from schedlang.runtime.comm.joining import leave
+    from schedlang.runtime.comm.agreement import leave
     from schedlang.runtime.launch.heart import inside
 
     check = partial(cheaply, loss=course.loss, weight=course.weight)

@@ -56,12 +56,12 @@ def test_draws_of_later_calls_are_their_own(threads: Threads) -> None:
 
 def test_the_static_proof_sees_every_stage_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shared module's gradient is found on all stages that call it: a sum left out is told."""
-    from schedlang.passes.analyze import reductions
+    from schedlang.passes.analyze import holdings
     from schedlang.passes.static_checks.static import static
 
     plan = planned(_toy(), "again  unroll(3)\nagain  pipeline_split(over=pp)", "pp=3")
     assert not static(plan, BATCHES[0]).problems
-    monkeypatch.setattr(reductions, "_tied", lambda *given: iter(()))
+    monkeypatch.setattr(holdings, "_tied", lambda *given: iter(()))
     assert any(told.code == "S711" for told in static(plan, BATCHES[0]).problems)
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import schedlang
 from schedlang.ir.mesh import Mesh
 from schedlang.passes.lower.build import build
-from schedlang.runtime.comm import joining
+from schedlang.runtime.comm import agreement
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.comm.ranks import Ranks
 from schedlang.runtime.launch.pool import Pool
@@ -136,7 +136,7 @@ def _two_jobs(path: str) -> list[int]:
     dist.destroy_process_group()
     for turn in range(3):
         gc.collect()  # worlds of programs that are gone, of earlier tests too
-        joining.join_locally(rank, 2, f"{path}/{turn}")
+        agreement.join_locally(rank, 2, f"{path}/{turn}")
         batch = models.tokens()
         program = build(planned(models.gpt2(2), "zero(stage=0, over=dp)", "dp=2"), batch)
         program.eval_step(batch)
@@ -144,8 +144,8 @@ def _two_jobs(path: str) -> list[int]:
         assert ranks.world is comm.here()
         found.append(len(comm._worlds))
         del program, ranks
-        joining.leave()
-    joining.join_locally(rank, 2, f"{path}/last")
+        agreement.leave()
+    agreement.join_locally(rank, 2, f"{path}/last")
     gc.collect()
     return [*found, len(comm._worlds)]
 

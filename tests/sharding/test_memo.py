@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 
 from schedlang.ir.plan import Plan
 from schedlang.passes.simulate.account import account
-from schedlang.runtime.tracing.constants import Memo, on_meta
+from schedlang.runtime.tracing.meta import Memo, on_meta
 from tests import models
 from tests.proofs import planned
 
@@ -26,14 +28,15 @@ def meta(*shape: int, dtype: Any = torch.float32) -> Tensor:
 
 def ran(memo: Memo, func: Any, *args: Any) -> tuple[Any, int]:
     """What the memo gives for a call, and how often the operator really ran for it."""
-    times = 0
+    times, call = 0, OpOverload.__call__
 
-    def plain(*given: Any, **more: Any) -> Any:
+    def counted(self: OpOverload, /, *given: Any, **more: Any) -> Any:
         nonlocal times
-        times += 1
-        return func(*given, **more)
+        times += self is func
+        return call(self, *given, **more)
 
-    return memo.run(func, plain, args, {}), times
+    with mock.patch.object(OpOverload, "__call__", counted):
+        return memo.run(func, args, {}), times
 
 
 def test_equal_tensors_are_worked_out_once() -> None:
@@ -88,7 +91,7 @@ def test_the_default_dtype_is_an_argument() -> None:
 
 def test_a_memo_holds_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is emptied when it is full, and gives what it gave."""
-    monkeypatch.setattr("schedlang.runtime.tracing.constants.MOST", 3)
+    monkeypatch.setattr("schedlang.runtime.tracing.meta.MOST", 3)
     memo = Memo()
     for size in (1, 2, 3, 4, 1):
         found, times = ran(memo, ATEN.neg.default, meta(size))
@@ -121,7 +124,7 @@ def test_a_plan_costs_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every figure, with the curve of memory, is that of a run without it."""
     told = account(_plan(), models.tokens(rows=4), memory=True).to_json()
     assert told["memory"], told["notes"]
-    run = lambda self, func, plain, args, kwargs: plain(*args, **kwargs)  # noqa: E731
+    run = lambda self, func, args, kwargs: func(*args, **kwargs)  # noqa: E731
     monkeypatch.setattr(Memo, "run", run)
     assert account(_plan(), models.tokens(rows=4), memory=True).to_json() == told
 

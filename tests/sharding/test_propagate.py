@@ -16,8 +16,7 @@ from schedlang.passes.partition.staging import local_skeleton
 from schedlang.passes.propagate.original import part_weight
 from schedlang.passes.propagate.propagate import Traced, propagate
 from schedlang.runtime.comm.collectives import listening
-from schedlang.runtime.tracing.constants import OnMeta
-from schedlang.runtime.tracing.meta import hollow_batch
+from schedlang.runtime.tracing.meta import OnMeta, hollow_batch
 from tests import models
 from tests.proofs import planned, refused
 from tests.training.test_build import FUSED, GPT2, LLAMA, LLAMA_ENDS, Fused, _words

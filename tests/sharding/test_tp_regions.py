@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.passes.analyze.holdings import holdings_of
-from schedlang.passes.analyze.reductions import reductions
+from schedlang.passes.analyze.holdings import holdings_of, reductions
 from schedlang.passes.partition.staging import stages_of
 from schedlang.passes.propagate.propagate import propagate
 from tests import models

@@ -13,7 +13,7 @@ from torch import nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic
 from schedlang.ir.plan import Plan
-from schedlang.passes.analyze import reductions as book
+from schedlang.passes.analyze import holdings as book
 from schedlang.passes.static_checks import owners
 from schedlang.passes.static_checks.static import Static, static
 from schedlang.pipeline.timeline.table import Kind

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from schedlang.passes.analyze import reductions
+from schedlang.passes.analyze import holdings
 from schedlang.runtime import program
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.grad_reduction import gradient
@@ -78,7 +78,7 @@ def whole_gradients_summed_again(patch: Patch, site: Site) -> None:
 )
 def pending_gradients_forgotten(patch: Patch, site: Site) -> None:
     """That a whole parameter's gradient is pending is lost between forward and reduction."""
-    patch.setattr(reductions, "_partial", lambda plan, traced, trained: iter(()))
+    patch.setattr(holdings, "_partial", lambda plan, traced, trained: iter(()))
 
 
 @bug(

@@ -1,16 +1,22 @@
-"""Ranks tell each other what they build before any group is made, and refuse where it differs."""
+"""Ranks come into a job, agree on what they build before any group is made, and leave together."""
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import hashlib
 import json
 import os
+import signal
+import sys
 import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,8 +26,84 @@ from torch.distributed import distributed_c10d as c10d
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.diagnostics.told_once import job_store
+from schedlang.runtime import device as devices
 from schedlang.runtime.comm import world as comm
-from schedlang.runtime.comm.joining import to_join
+
+# ---- Into the job that a launcher has started, and out of it together.
+
+
+TIMEOUT = timedelta(minutes=10)  # of a collective that others do not join
+_FOREVER = timedelta(hours=12)  # where whoever started the ranks decides what a hang is
+_SETTLE = 0.1  # seconds at the end of a process for gloo's threads to let go of their tensors
+_PR_SET_PDEATHSIG = 1
+
+
+def to_join() -> bool:
+    """Whether torchrun has started this process for a job that it has not joined yet."""
+    return not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def join_world() -> None:
+    """Join the job that torchrun started, if there is one and nobody has joined yet.
+
+    LOCAL_RANK chooses the device; the world is that of its backend alone, so that groups can be
+    split off it.
+    """
+    _prepare_end()
+    if not to_join():
+        return
+    device = devices.own_device()
+    if devices.on_host(device):
+        dist.init_process_group(comm.HOSTS, timeout=TIMEOUT)
+    else:
+        kind = dist.get_default_backend_for_device(device)
+        dist.init_process_group(kind, timeout=TIMEOUT, device_id=device)
+    comm.here().ours = True
+
+
+def join_locally(rank: int, size: int, path: str) -> None:
+    """Be a rank of a job on this machine that meets in a file, without a port to agree on."""
+    from torch._C._distributed_c10d import FileStore
+
+    store = FileStore(path, size)
+    dist.init_process_group(comm.HOSTS, store=store, rank=rank, world_size=size, timeout=_FOREVER)
+
+
+def leave() -> None:
+    """Leave the job together: whoever closes first could cut off what is still on its way.
+
+    Its world goes now: torch remembers the meshes of DTensors that it met, and these the group.
+    """
+    if dist.is_initialized():
+        comm.barrier()
+        comm.forget()
+        dist.destroy_process_group()
+
+
+def own_store() -> Any:
+    """The store of the job through a connection of its own, for another thread."""
+    store: Any = c10d._get_default_store()
+    return store.clone()
+
+
+@cache
+def _prepare_end() -> None:
+    """Have this process end when it should, and without harm.
+
+    Linux ends a rank with the torchrun that started it: an agent that is killed ends nobody, and
+    its ranks would hold their devices and wait for each other.  Of other starters nothing is known:
+    Linux counts the end of the thread that started us.
+
+    At its end the process gives gloo's threads a moment, in which they can take the interpreter's
+    lock.  A thread drops the tensors of a collective after it has told the waiting rank; if it
+    needs the interpreter for that and the interpreter is ending, Python ends the thread inside a
+    C++ destructor, and the process aborts.  The groups live as long as a Program holds them, so
+    `destroy_process_group` does not join the threads.
+    """
+    atexit.register(time.sleep, _SETTLE)
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != 1:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
 
 # ---- Checksums of tensors: two passes over their bits where they lie, no copy of them.
 

@@ -43,7 +43,7 @@ from schedlang.runtime.sequence_pipelining.trial import (
     running,
     watched,
 )
-from schedlang.runtime.tracing.record import loss_of
+from schedlang.runtime.tracing.loss import loss_of
 from schedlang.runtime.training import Training
 
 # ---- Functions that run one at a time, in turns: each goes on when all have come to the same

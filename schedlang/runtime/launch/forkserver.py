@@ -347,7 +347,7 @@ def _join(rank: int, world: int, store: str, threads: int) -> None:
     """A process group of gloo over a file, without a port to agree on."""
     import torch
 
-    from schedlang.runtime.comm import joining
+    from schedlang.runtime.comm import agreement
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
@@ -356,12 +356,12 @@ def _join(rank: int, world: int, store: str, threads: int) -> None:
     torch.set_num_threads(max(1, threads // world))
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
-    joining.join_locally(rank, world, store)
+    agreement.join_locally(rank, world, store)
 
 
 def _leave() -> None:
-    from schedlang.runtime.comm import joining
+    from schedlang.runtime.comm import agreement
 
     with contextlib.suppress(RuntimeError):
-        joining.leave()
+        agreement.leave()
     gc.collect()

@@ -24,8 +24,7 @@ from typing import Any
 
 from schedlang.runtime import device
 from schedlang.runtime.comm import world as comm
-from schedlang.runtime.comm.agreement import until
-from schedlang.runtime.comm.joining import own_store
+from schedlang.runtime.comm.agreement import own_store, until
 from schedlang.runtime.launch.job import Hang, cpu_seconds, queued_seconds, works
 
 HANG = 30.0  # seconds in which no rank got on

@@ -21,10 +21,9 @@ from schedlang.runtime.mixed_precision import imitated
 from schedlang.runtime.modes import Ambient
 from schedlang.runtime.rng.draws import LOGICAL
 from schedlang.runtime.scope import capture, named_sites, skip_calls, visit, visiting
-from schedlang.runtime.tracing.constants import OnMeta
 from schedlang.runtime.tracing.graph import Cut, Token, refusal
-from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
-from schedlang.runtime.tracing.record import loss_of
+from schedlang.runtime.tracing.loss import loss_of
+from schedlang.runtime.tracing.meta import OnMeta, hollow_batch, hollow_model
 from schedlang.runtime.tracing.units import Switch, Tell, overheard, tell
 
 # ---- Random draws of a call that is not made here: counted, so that later calls draw their own.
@@ -145,7 +144,8 @@ class Stub:
         module: nn.Module,
     ) -> Any:
         """The unit's output: the received leaves, something of their shape for the others."""
-        key = (unit, self.units[unit].training, _signature((args, kwargs)))
+        default = torch.get_default_dtype()  # float64 while a proof computes in it
+        key = (unit, default, self.units[unit].training, _signature((args, kwargs)))
         if key not in self._known:
             with imitated(torch.device(device).type):
                 self._known[key] = self._shapes(unit, args, kwargs, module)

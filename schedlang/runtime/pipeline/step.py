@@ -21,7 +21,7 @@ from schedlang.runtime.pipeline.stage import Forwarded, Stage, enter, signature
 from schedlang.runtime.scope import noted, remember
 from schedlang.runtime.storage.saved import Addresses
 from schedlang.runtime.tracing.graph import Token
-from schedlang.runtime.tracing.lossless import is_loss, no_loss, not_a_loss
+from schedlang.runtime.tracing.loss import is_loss, no_loss, not_a_loss
 from schedlang.runtime.weights import Number, filled
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.runtime.propagation.trace import Lattice, Running, Stack, Trace
-from schedlang.runtime.tracing.constants import without_values
-from schedlang.runtime.tracing.meta import hollow_model
-from schedlang.runtime.tracing.record import forward
+from schedlang.runtime.tracing.loss import forward
+from schedlang.runtime.tracing.meta import hollow_model, without_values
 from schedlang.runtime.tracing.torch_calls import model_line, tensors_in
 
 # ---- What every projection reads: the residual stream, or outputs of other projections.

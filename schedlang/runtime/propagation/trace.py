@@ -23,8 +23,7 @@ from schedlang.runtime.storage.saved import (
     slot,
     within,
 )
-from schedlang.runtime.tracing.constants import OnMeta, without_values
-from schedlang.runtime.tracing.meta import hollow_model
+from schedlang.runtime.tracing.meta import OnMeta, hollow_model, without_values
 from schedlang.runtime.tracing.torch_calls import model_line, name_of, tensors_in
 
 # ---- A forward beside which one mode runs, and tells lattices of every call of torch.

@@ -20,7 +20,7 @@ from schedlang.runtime.no_labels import no_labels
 from schedlang.runtime.rng.logical_dropout import Slices as Windows
 from schedlang.runtime.rng.logical_dropout import Window, within
 from schedlang.runtime.sequence_pipelining.carry import Calls, Carried, Place, Span, Visit, cache
-from schedlang.runtime.tracing.record import forward
+from schedlang.runtime.tracing.loss import forward
 from schedlang.runtime.weights import Number, added, counted, filled, known, positive
 
 Weight = Callable[[Batch], float]

@@ -31,8 +31,8 @@ from schedlang.runtime.sequence_pipelining.slices import (
     sections,
     windows,
 )
+from schedlang.runtime.tracing.loss import loss_of
 from schedlang.runtime.tracing.meta import copy_with, hollow_parameter
-from schedlang.runtime.tracing.record import loss_of
 from schedlang.runtime.training import Training
 
 # ---- A small stand-in of a model, of its own classes: few blocks, random values, float64.

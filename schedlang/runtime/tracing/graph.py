@@ -22,8 +22,7 @@ from torch import nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Facts, Refusal
 from schedlang.runtime.batch import called
-from schedlang.runtime.tracing.constants import without_values
-from schedlang.runtime.tracing.meta import hollow_model
+from schedlang.runtime.tracing.meta import hollow_model, without_values
 from schedlang.runtime.tracing.torch_calls import KNOWN
 
 # ---- A recorded model as a value: which unit outputs feed which units, and its cut into stages.

@@ -1,15 +1,22 @@
-"""A copy of a model, or of a batch, that has shapes but no values (the meta device)."""
+"""Models and batches without values: copies on the meta device, shapes there, what is known."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental import _config as shapes
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.ir import pytree
 
@@ -128,3 +135,353 @@ def hollow_batch(batch: Any) -> Any:
     """The batch with every tensor on the meta device."""
     to_meta = lambda value: value.to("meta") if isinstance(value, Tensor) else value  # noqa: E731
     return pytree.tree_map(to_meta, batch)
+
+
+# ---- Shapes of operators on the meta device, worked out once for equal tensors.
+# Torch finds them in Python, which takes longer than a kernel would; layers that are alike ask for
+# the same ones again and again.
+
+
+Made = tuple[tuple[Any, ...], tuple[Any, ...], torch.dtype]  # size, stride, dtype of a result
+PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+MOST = 1 << 14  # results that are kept; a model asks for some hundreds
+LEAVES = (
+    int,
+    float,
+    bool,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+
+
+@dataclass(eq=False)
+class Memo:
+    """Runs operators that make new tensors; of one that ran with such arguments the result alone.
+
+    Only what neither writes nor views, draws nothing and is given nothing but meta tensors and
+    plain numbers is remembered; a result that shares memory with an argument never is. Where
+    another mode watches below, every operator runs: it must see the operator, not bare memory.
+
+    One may serve many runs: the key holds all that the shape of a result hangs on, the default
+    dtype too, to which integers are promoted.
+    """
+
+    _known: dict[Any, tuple[type, tuple[Made | None, ...]] | None] = field(default_factory=dict)
+    _fresh: dict[Any, bool] = field(default_factory=dict)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the results of the operator `func`; remember their shapes."""
+        fresh = self._fresh.get(func)
+        if fresh is None:
+            fresh = self._fresh[func] = _makes(func)
+        inputs: list[Tensor] = []
+        alone = torch._C._len_torch_dispatch_stack() == 0
+        default = torch.get_default_dtype()
+        key = _key((default, func, args, *kwargs.items()), inputs) if fresh and alone else None
+        if key is None or not inputs:
+            return func(*args, **kwargs)
+        found = self._known.get(key)
+        # what is called inside is no call of the model: no mode above may see it, or miss it
+        with torch._C.DisableTorchFunction():
+            if found is not None:
+                return _again(found)
+            out = func(*args, **kwargs)
+        if key not in self._known:
+            if len(self._known) >= MOST:
+                self._known.clear()
+            self._known[key] = _described(out, inputs)
+        return out
+
+
+def _makes(func: Any) -> bool:
+    """Return whether an operator only makes new tensors, the same for the same arguments."""
+    schema = func._schema
+    ends = (*schema.arguments, *schema.returns)
+    alias = any(one.alias_info is not None for one in ends)
+    return not alias and torch.Tag.nondeterministic_seeded not in func.tags
+
+
+def _key(value: Any, inputs: list[Tensor]) -> Any:
+    """Equal for arguments whose results are alike; None where nobody can tell. Notes tensors."""
+    kind = type(value)
+    if kind in PLAIN:
+        if not value.is_meta or value.layout is not torch.strided or value.is_conj():
+            return None
+        inputs.append(value)
+        return "t", tuple(value.shape), value.stride(), value.dtype
+    if kind in (tuple, list):
+        parts = tuple(_key(one, inputs) for one in value)
+        return None if any(part is None for part in parts) else (kind, parts)
+    if kind in LEAVES or isinstance(value, torch._ops.OpOverload):
+        return kind, value
+    return None
+
+
+def _described(out: Any, inputs: Iterable[Tensor]) -> tuple[type, tuple[Made | None, ...]] | None:
+    """Return what makes a result anew; None for one that is not new memory of its own."""
+    parts = (out,) if isinstance(out, Tensor) else out
+    if not isinstance(parts, tuple | list):
+        return None
+    known = {one.untyped_storage()._cdata for one in inputs}
+    made: list[Made | None] = []
+    for one in parts:
+        if one is None:
+            made.append(None)
+            continue
+        if type(one) is not Tensor or not one.is_meta or one.storage_offset():
+            return None
+        storage = one.untyped_storage()
+        size, stride = tuple(one.shape), one.stride()
+        span = 1 + sum((n - 1) * s for n, s in zip(size, stride)) if one.numel() else 0
+        if storage._cdata in known or storage.nbytes() != span * one.element_size():
+            return None
+        known.add(storage._cdata)
+        made.append((size, stride, one.dtype))
+    return type(out) if not isinstance(out, Tensor) else Tensor, tuple(made)
+
+
+def _again(found: tuple[type, tuple[Made | None, ...]]) -> Any:
+    kind, made = found
+    tensors = [
+        None if one is None else torch.empty_strided(one[0], one[1], dtype=one[2], device="meta")
+        for one in made
+    ]
+    return tensors[0] if kind is Tensor else kind(tensors)
+
+
+# ---- Real values beside meta tensors: of what is computed from the batch alone, such as masks.
+
+
+# of torch's own operators, for all runs of this process: what these give never changes; one that a
+# library or a user registers may be registered anew, and is remembered within a run
+_ATEN = Memo()
+LIMIT = 1 << 22  # bytes; padding masks and positions are small, anything larger is not followed
+
+
+@dataclass(eq=False)
+class Constants:
+    """Runs operators on meta tensors and, where every input is known, on real values too.
+
+    A model may ask whether a mask is all ones, which a meta tensor cannot answer. Values are
+    known per storage, so views and in-place writes are followed.
+    """
+
+    values: dict[int, Tensor] = field(default_factory=dict)  # meta storage to a flat real tensor
+    memo: Memo = field(default_factory=Memo)
+    _alive: dict[int, Any] = field(default_factory=dict)  # while a storage lives its value is known
+
+    def know(self, real: Any, meta: Any) -> None:
+        """Remember the values of integer and boolean tensors given as arguments."""
+        for value, bare in zip(_pytree.tree_leaves(real), _pytree.tree_leaves(meta)):
+            if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_meta:
+                continue
+            self._keep(bare, value)
+
+    def run(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        unknown: Callable[[Any], Any],
+    ) -> Any:
+        """The operator's result; what a value that is not known becomes is for `unknown(func)`."""
+        if func._schema.name == "aten::_local_scalar_dense" and args[0].is_meta:
+            value = self.real(args[0])
+            return unknown(func) if value is None else value.item()
+        try:
+            memo = _ATEN if func.namespace == "aten" else self.memo
+            output = memo.run(func, args, kwargs)
+        except NotImplementedError:  # the shape depends on values
+            return self._sized(func, args, kwargs, unknown)
+        parts = (output,) if isinstance(output, Tensor) else _pytree.tree_leaves(output)
+        made = [t for t in parts if isinstance(t, Tensor) and t.is_meta]
+        if not made:
+            if func._schema.is_mutable:
+                self._forget(t for t in _pytree.tree_leaves(args) if isinstance(t, torch.Tensor))
+            return output
+        small = all(t.untyped_storage().nbytes() <= LIMIT for t in made)
+        # where nothing is known, what is made of a tensor is not known either
+        first = args[0] if args else None
+        blind = not self.values and isinstance(first, torch.Tensor) and first.is_meta
+        shadow = self._shadow(func, args, kwargs) if small and not blind else None
+        if shadow is None and func is torch.ops.aten._is_all_true.default:
+            shadow = torch.tensor(True)  # by which distributions check values that are not here
+        if shadow is not None:
+            for bare, value in zip(_pytree.tree_leaves(output), _pytree.tree_leaves(shadow)):
+                if isinstance(bare, torch.Tensor) and _storage(bare) not in self.values:
+                    self._keep(bare, value)
+        elif func._schema.is_mutable:
+            self._forget(made)
+        return output
+
+    def _sized(self, func: Any, args: Any, kwargs: Any, unknown: Callable[[Any], Any]) -> Any:
+        """The result of an operator whose shape only values tell."""
+        shadow = self._shadow(func, args, kwargs)
+        if shadow is None:
+            unknown(func)
+            with shapes.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
+                return func(*args, **kwargs)
+        output = _pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), shadow)
+        for bare, value in zip(_pytree.tree_leaves(output), _pytree.tree_leaves(shadow)):
+            self._keep(bare, value)
+        return output
+
+    def _shadow(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        if draws(func):  # the batch does not decide it, and a program's own numbers stay unused
+            return None
+        if any(type(a) in PLAIN and a.is_meta and _storage(a) not in self.values for a in args):
+            return None  # most operators of a model: found out without a look into what they take
+        leaves, spec = _pytree.tree_flatten((args, dict(kwargs)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        on_meta = any(t.is_meta for t in tensors) or any(
+            isinstance(leaf, torch.device) and leaf.type == "meta" for leaf in leaves
+        )
+        if not on_meta:
+            return None
+        real = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+                leaf = self.real(leaf)
+                if leaf is None:
+                    return None
+            elif isinstance(leaf, torch.device) and leaf.type == "meta":
+                leaf = torch.device("cpu")
+            real.append(leaf)
+        try:
+            args, kwargs = _pytree.tree_unflatten(real, spec)
+            return func(*args, **kwargs)
+        except (RuntimeError, NotImplementedError):
+            return None
+
+    def real(self, bare: torch.Tensor) -> torch.Tensor | None:
+        """The values of a tensor on the meta device, where they are known."""
+        flat = self.values.get(_storage(bare))
+        if flat is None:
+            return None
+        if flat.dtype != bare.dtype:
+            flat = flat.view(bare.dtype)
+        return flat.as_strided(bare.shape, bare.stride(), bare.storage_offset())
+
+    def _keep(self, bare: torch.Tensor, value: torch.Tensor) -> None:
+        size = bare.untyped_storage().nbytes() // max(1, bare.element_size())
+        if bare.untyped_storage().nbytes() > LIMIT or bare.shape != value.shape:
+            return
+        flat = torch.zeros(size, dtype=value.dtype, device="cpu")
+        flat.as_strided(bare.shape, bare.stride(), bare.storage_offset()).copy_(value)
+        key, me = _storage(bare), weakref.ref(self)  # no cycle: values go when nobody asks more
+
+        def gone(_: Any) -> None:  # another storage may come to lie at its place
+            if (known := me()) is not None:
+                known.values.pop(key, None)
+                known._alive.pop(key, None)
+
+        self.values[key] = flat
+        self._alive[key] = weakref.ref(bare.untyped_storage(), gone)
+
+    def _forget(self, written: Iterable[torch.Tensor]) -> None:
+        for bare in written:
+            self.values.pop(_storage(bare), None)
+
+
+@contextmanager
+def without_values(batch: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], OnMeta]]:
+    """The batch on the meta device; what runs within makes its tensors there, too.
+
+    A model may ask for values: it gets those that the batch decides, and 0 for others.
+    """
+    inputs = hollow_batch(dict(batch))
+    values = OnMeta(dict(batch), inputs)
+    with values, Literals(values.constants), torch.device("meta"):
+        yield inputs, values
+
+
+@contextmanager
+def on_meta(real: Any, meta: Any) -> Iterator[OnMeta]:
+    """Models that are run inside may ask for values: they get those that the batch decides."""
+    mode = OnMeta(real, meta)
+    with mode, Literals(mode.constants):
+        yield mode
+
+
+class Literals(TorchFunctionMode):
+    """Tells `constants` of numbers that a model spells out; on the meta device they are lost.
+
+    Both are made below all dispatch: tensors from numbers, and lists that stand as an index.
+    """
+
+    def __init__(self, constants: Constants) -> None:
+        super().__init__()
+        self.constants = constants
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in INDEXING and args[0].is_meta:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            spelt = tuple(self._tensor(i) if isinstance(i, list) else i for i in index)
+            args = (args[0], spelt, *args[2:])
+        output = func(*args, **kwargs)
+        if func in MAKING and output.is_meta and _plain(args[0]):
+            self.constants.know(func(*args, **{**kwargs, "device": "cpu"}), output)
+        return output
+
+    def _tensor(self, numbers: list[Any]) -> Any:
+        if not _plain(numbers):
+            return numbers
+        real = torch.tensor(numbers, device="cpu")
+        bare = real.to("meta")
+        self.constants.know(real, bare)
+        return bare
+
+
+INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+MAKING = (torch.tensor, torch.as_tensor)
+
+
+def _plain(data: Any) -> bool:
+    return all(isinstance(value, int | bool) for value in _pytree.tree_leaves(data))
+
+
+class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets a model run on meta tensors although it asks for values.
+
+    `real` and `meta` are its arguments, of which values are known; other values are taken as 0.
+    """
+
+    def __init__(self, real: Any = (), meta: Any = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.constants = Constants()
+        self.constants.know(real, meta)
+        self.asked = False  # for a value that is not known
+        # told of every random operator that runs
+        self.drew: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] = _nobody
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if draws(func):
+            self.drew(func, args, kwargs or {})
+        return self.constants.run(func, args, kwargs or {}, self._zero)
+
+    def _zero(self, func: Any) -> int:
+        self.asked = True
+        return 0
+
+
+def _nobody(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Told of what is drawn, where nobody asks."""
+
+
+@cache
+def draws(func: Any) -> bool:
+    """Return whether an operator draws random numbers, if its arguments let it."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -15,10 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from schedlang.ir import pytree
-from schedlang.runtime.batch import called
-from schedlang.runtime.tracing.constants import Constants, Literals
 from schedlang.runtime.tracing.graph import Leaf, Reads, StageGraph, Token, labels, refusal
-from schedlang.runtime.tracing.meta import hollow_batch, hollow_model
+from schedlang.runtime.tracing.loss import forward
+from schedlang.runtime.tracing.meta import Constants, Literals, hollow_batch, hollow_model
 from schedlang.runtime.tracing.units import Switch, Tell, overheard
 
 # ---- What each unit costs in one forward: operations, and bytes kept for the backward.
@@ -180,30 +179,6 @@ def record(
     finally:
         switch.remove()
     return recorder.graph(output, value)
-
-
-def forward(
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None,
-) -> tuple[Any, torch.Tensor | None]:
-    """The output of a model, and its loss."""
-    output = called(model, batch)
-    return output, loss_of(output, batch, loss)
-
-
-def loss_of(
-    output: Any,
-    batch: Mapping[str, Any],
-    loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None,
-) -> torch.Tensor | None:
-    """The loss of a forward: by the function given, by the model, or the output if a scalar."""
-    if loss is not None:
-        return loss(output, batch)
-    if isinstance(output, torch.Tensor):
-        return output if output.dim() == 0 else None
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    return found if isinstance(found, torch.Tensor) else None
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

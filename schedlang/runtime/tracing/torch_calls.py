@@ -37,7 +37,7 @@ KNOWN = (
     *(str(OURS / part) + os.sep for part in ("schedlang", "passes", "primitives")),
     str(Path(torch.__file__).resolve().parent) + os.sep,
 )
-RUNS = {("record.py", "forward"), ("original.py", "derive")}  # our code that runs a model
+RUNS = {("loss.py", "forward"), ("original.py", "derive")}  # our code that runs a model
 
 
 def model_line() -> str:

@@ -1,15 +1,43 @@
-"""The refusal of a model that gives no loss, with the two lines that would give one."""
+"""The loss of one forward; the refusal of a model that gives none, with what would give one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, kind_of
 from schedlang.ir import pytree
-from schedlang.runtime.batch import named_arguments
+from schedlang.runtime.batch import called, named_arguments
+
+
+def forward(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss: Callable[[Any, Mapping[str, Any]], Tensor] | None,
+) -> tuple[Any, Tensor | None]:
+    """The output of a model, and its loss."""
+    output = called(model, batch)
+    return output, loss_of(output, batch, loss)
+
+
+def loss_of(
+    output: Any,
+    batch: Mapping[str, Any],
+    loss: Callable[[Any, Mapping[str, Any]], Tensor] | None,
+) -> Tensor | None:
+    """The loss of a forward: by the function given, by the model, or the output if a scalar."""
+    if loss is not None:
+        return loss(output, batch)
+    if isinstance(output, Tensor):
+        return output if output.dim() == 0 else None
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return found if isinstance(found, Tensor) else None
+
+
+# ---- No loss: how one would be had of what the model gives.
+
 
 LABELS = ("labels", "label", "targets", "target", "y")
 OUTPUTS = ("logits", "sample", "prediction", "last_hidden_state")
