@@ -22,8 +22,9 @@ from schedlang.ir.model import ModelFacts
 from schedlang.ir.modelfile import load_model_file
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
-from schedlang.passes.judge.kinds import INITIAL, kinds
+from schedlang.passes.judge.kinds import DROPOUT, INITIAL, kinds
 from schedlang.passes.judge.layouts import Holdings, Table
+from schedlang.passes.judge.masks import Dropping, Drops, Finding, Met, Noting, Place, Placed
 from schedlang.passes.judge.program import Make, check_ranks, load_program
 from schedlang.passes.judge.subject import Judged, Kept
 from schedlang.passes.verify.asked import STEPS
@@ -57,7 +58,7 @@ from schedlang.runtime.comm import world as comm
 from schedlang.runtime.float64 import Float64, as_float64
 from schedlang.runtime.float64 import widened as wide
 from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
-from schedlang.runtime.launch.pool import Pool, shared
+from schedlang.runtime.launch.pool import Pool, shared, temporary
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.rng.logical_dropout import Still, Undropped
 
@@ -65,6 +66,7 @@ MOST_RANKS = 8
 SAVED = "saved state"
 CHANGED, UNLIKE = "the program changed it before the first step", "ranks start from other values"
 OWN = "own optimizer"
+MASKS = "masks that differ between copies, or are alike where they should not be"
 IGNORED = -100  # the label that torch's losses leave out
 Progress = Callable[..., None]
 
@@ -105,26 +107,31 @@ def judge(
     case = check_trained(_widened(task))
     progress("the original")
     told, seen, derived = _conditions(case, task)
-    actual, kept = _ranks(case, task, told, pool or shared(), progress)
+    drops, actual, kept = _dropping(case, task, told, pool or shared(), progress)
     holdings = kept.holdings
     assert holdings is not None
     if kept.optimizer is not None:
         told, actual = _with_own(told, actual, pickle.loads(kept.optimizer))
     told = [replace(one, optimizer=_grouped(one.optimizer, holdings)) for one in told]
-    expected = _original(case, told)
+    expected = _original(case, told, drops)
     check_original(case, told, expected)
     expected, actual = _alike(expected, actual, kept)
     report = Report(
-        (*_initial(case, kept), *compare(expected, actual), *_saved(case, actual, kept, told)),
+        (
+            *_initial(case, kept),
+            *_dropped(drops, kept),
+            *compare(expected, actual),
+            *_saved(case, actual, kept, told),
+        ),
         title=title,
         facts=_facts(task, holdings, derived),
         command=command,
-        gaps=_gaps(case, seen, expected, actual, kept),
+        gaps=_gaps(case, seen, expected, actual, kept, drops),
     )
     if any(not row.ok for row in report.rows):
         progress("the kind of mistake")
-        with ambient(*_modes()):
-            report = kinds(report, expected, actual, kept, task.world, _means(case, told, task))
+        means = _means(case, told, task, drops)
+        report = kinds(report, expected, actual, kept, task.world, means)
     return replace(report, seconds=time.perf_counter() - start)
 
 
@@ -244,7 +251,45 @@ def _leaves_out(case: Case, batch: Batch, name: str) -> bool:
     return _norm(case, {**batch, name: changed.reshape(batch[name].shape)}) is not None
 
 
-def _original(case: Case, told: Sequence[Condition]) -> Observation:
+def _dropping(
+    case: Case, task: Task, told: Sequence[Condition], pool: Pool, progress: Progress
+) -> tuple[Drops, Observation, Kept]:
+    """Run the ranks; once more with no dropout where they do not draw alike from step to step."""
+    with temporary() as folder:
+        drops = _noted(case, task, told, folder)
+        actual, kept = _ranks(case, task, told, pool, progress, drops)
+        if kept.stray:
+            drops = replace(drops, off=frozenset(drops.sites))
+            stray = dict.fromkeys(kept.stray, "?")
+            actual, kept = _ranks(case, task, told, pool, progress, drops)
+            kept.met = replace(kept.met, unknown={**kept.met.unknown, **stray})
+    return replace(drops, off=kept.met.off(drops)), actual, kept
+
+
+def _noted(case: Case, task: Task, told: Sequence[Condition], folder: str) -> Drops:
+    """Keep what the original drops from in each of all batches, with nothing dropped."""
+    batches: list[Batch] = []
+    numbers: dict[tuple[str, int], int] = {}
+    sites: dict[str, None] = {}
+    others: dict[tuple[str, str], None] = {}
+    for condition in told:
+        for step, batch in enumerate(condition.batches):
+            known = (k for k, one in enumerate(batches) if one is batch)
+            number = next(known, len(batches))
+            numbers[condition.name, step] = number
+            if number < len(batches):
+                continue
+            batches.append(batch)
+            noting = Noting()
+            with ambient(Float64(), noting):
+                Sequential(twin(case), loss=case.loss).derive(batch, range(rows(batch)))
+            torch.save(noting.drops, f"{folder}/{number}")
+            sites |= dict.fromkeys(drop.site for drop in noting.drops)
+            others |= dict.fromkeys(sorted(noting.others))
+    return Drops(folder, task.seed, numbers, tuple(sites), tuple(others))
+
+
+def _original(case: Case, told: Sequence[Condition], drops: Drops) -> Observation:
     def make(condition: Condition) -> Sequential:
         return Sequential(
             twin(case),
@@ -255,7 +300,7 @@ def _original(case: Case, told: Sequence[Condition]) -> Observation:
             follow=False,
         )
 
-    with ambient(*_modes()):
+    with ambient(Float64(), Dropping(drops.seed, drops.off)):
         return observe(make, told)
 
 
@@ -284,7 +329,12 @@ def _with_own(
 
 
 def _ranks(
-    case: Case, task: Task, told: Sequence[Condition], pool: Pool, progress: Progress
+    case: Case,
+    task: Task,
+    told: Sequence[Condition],
+    pool: Pool,
+    progress: Progress,
+    drops: Drops,
 ) -> tuple[Observation, Kept]:
     steps = sum(len(condition.batches) for condition in told)
     done = itertools.count(1)
@@ -297,28 +347,74 @@ def _ranks(
     progress(stage, 0, steps)
     module = case.plan.model.model
     found: tuple[Observation, Kept] = pool.run(
-        _rank, task.world, task.make, module, tuple(told), task.told, on_progress=heard
+        _rank, task.world, task.make, module, tuple(told), task.told, drops, on_progress=heard
     )[0]
     return found
 
 
 def _rank(
-    make: Make, original: nn.Module, told: Sequence[Condition], aside: bool
+    make: Make, original: nn.Module, told: Sequence[Condition], aside: bool, drops: Drops
 ) -> tuple[Observation, Kept] | None:
     """One rank's part; only rank 0 tells what it saw."""
     kept, table = Kept(), Table(original)
     made: list[Judged] = []
-
-    def subject(condition: Condition) -> Judged:
-        made[:] = [Judged(make, original, table, condition, kept)]
-        return made[0]
-
     lines = contextlib.redirect_stdout(sys.stderr) if aside else contextlib.nullcontext()
-    with lines, ambient(*_modes()):
-        seen = observe(subject, told, keep=comm.rank() == 0)
-        made[0].save()
+    # a compiled region does not ask for masks
+    eager = torch.compiler.set_stance("force_eager") if drops.sites else contextlib.nullcontext()
+    with lines, eager:
+        places = _places(make, original, table, told, kept, drops) if drops.sites else {}
+        dropping = Placed(drops.seed, kept.met.off(drops))
+
+        def subject(condition: Condition) -> Judged:
+            def begin(step: int) -> None:
+                dropping.begin(places.get(drops.numbers[condition.name, step], {}))
+
+            made[:] = [Judged(make, original, table, condition, kept, begin)]
+            return made[0]
+
+        with ambient(Float64(), dropping):
+            seen = observe(subject, told, keep=comm.rank() == 0)
+            made[0].save()
+    kept.stray = {site for one in comm.gathered(dropping.stray) for site in one}
     sys.stdout.flush()
     return (seen, kept) if comm.rank() == 0 else None
+
+
+def _places(
+    make: Make,
+    original: nn.Module,
+    table: Table,
+    told: Sequence[Condition],
+    kept: Kept,
+    drops: Drops,
+) -> dict[int, Mapping[str, Sequence[Place | None]]]:
+    """Run every batch once with nothing dropped, and find what this rank drops from, by batch."""
+    found: dict[int, Mapping[str, Sequence[Place | None]]] = {}
+    judged: Judged | None = None
+    others: set[str] = set()
+    for condition in told:
+        for step, batch in enumerate(condition.batches):
+            number = drops.numbers[condition.name, step]
+            if number in found:
+                continue
+            finding = Finding(drops.of(number))
+            with ambient(Float64(), finding):
+                judged = judged or Judged(make, original, table, condition, kept)
+                finding.asked = judged
+                judged.derive(batch)
+            found[number] = finding.found
+            others |= {site for site, _ in finding.others}
+    assert judged is not None
+    met, unknown = set(), {}
+    for every in found.values():
+        for site, places in every.items():
+            met |= {place[0] for place in places if place is not None}
+            if None in places:
+                unknown[site] = judged.original_module(site) or "?"
+    sites, each, more = zip(*comm.gathered((met, unknown, others)))
+    joined = {site: meant for one in each for site, meant in one.items()}
+    kept.met = Met(frozenset().union(*sites), joined, frozenset().union(*more))
+    return found
 
 
 # ---- What is compared beside what every observation has.
@@ -414,6 +510,16 @@ def _initial(case: Case, kept: Kept) -> Iterator[Row]:
         yield Row("", INITIAL, name, error, 0.0, error == 0, None, note, tuple(p.shape))
 
 
+def _dropped(drops: Drops, kept: Kept) -> Iterator[Row]:
+    """Whether ranks drop wherever the original does."""
+    lost = kept.met.lost(drops)
+    for site in drops.sites:
+        if site in drops.off:
+            continue
+        note = "no rank drops there in training" if site in lost else ""
+        yield Row("", DROPOUT, site, math.inf if note else 0.0, 0.0, not note, None, note)
+
+
 def _saved(case: Case, actual: Observation, kept: Kept, told: Sequence[Condition]) -> Iterator[Row]:
     """Compare what the program saves with what its ranks hold, under the original's names."""
     if kept.saved is None:
@@ -459,13 +565,27 @@ def _facts(task: Task, holdings: Holdings, derived: Sequence[str]) -> tuple[tupl
 
 
 def _gaps(
-    case: Case, seen: Batches, expected: Observation, actual: Observation, kept: Kept
+    case: Case,
+    seen: Batches,
+    expected: Observation,
+    actual: Observation,
+    kept: Kept,
+    drops: Drops,
 ) -> tuple[Gap, ...]:
     assert kept.holdings is not None
     sizes = kept.holdings.axes or {}
     names = {name: p.numel() for name, p in case.plan.model.model.named_parameters()}
-    found = [*gaps(seen, sizes=sizes, drawn=None, parameters=names)]
-    found.append(Gap("dropout is off", "masks that differ between copies or on recomputation"))
+    found = [*gaps(seen, sizes=sizes, drawn=len(drops.sites), parameters=names)]
+    for name in sorted(kept.met.unknown):
+        said = f"dropout of `{name}` (its part of the whole is not known)"
+        found.append(Gap(said, "dropout that is wrong there"))
+    for site, function in drops.others:
+        said = f"random numbers of `{site or 'the model'}` (`{function}` stands still)"
+        found.append(Gap(said, "random numbers that are used wrongly"))
+    if drops.sites and kept.compiled:
+        found.append(Gap("compiled regions (they drop, and run eagerly)", "what compiling breaks"))
+    if drops.sites:
+        found.append(Gap("masks of its own (the original's are given)", MASKS))
     if all(p.requires_grad for p in case.plan.model.model.parameters()):
         found.append(Gap("no frozen parameters", "frozen weights that are updated"))
     if "state_dict" not in kept.offers:
@@ -477,7 +597,7 @@ def _gaps(
 
 
 def _means(
-    case: Case, told: Sequence[Condition], task: Task
+    case: Case, told: Sequence[Condition], task: Task, drops: Drops
 ) -> Callable[[str, str], Iterator[list[Tensor]]]:
     """Return a function that yields a gradient in each part of a batch by itself.
 
@@ -494,7 +614,8 @@ def _means(
             count = rows(batch)
             chosen = range(place, count, parts) if strided else shares(count, parts)[place]
             part = _chosen(batch, chosen, count)
-            subject.derive(part, chosen)
+            with ambient(Float64(), Dropping(drops.seed, drops.off, tuple(chosen))):
+                subject.derive(part, chosen)
             known[key] = dict(subject.gradients())
         return known[key]
 

@@ -17,7 +17,7 @@ from schedlang.report import Report, Row
 
 Means = Callable[[str, str], Iterator[list[Tensor]]]  # gradients of parts of a batch
 MOST_GROUPS, MOST_NAMES = 6, 4
-INITIAL = "initial weights"
+INITIAL, DROPOUT = "initial weights", "dropout"
 
 
 def kinds(
@@ -50,6 +50,8 @@ def kinds(
     if not lines and first is not None:
         text = _of_row(first, expected, actual, sizes)
         lines = [(first.kind.split(" (")[0][:17], text)] if text else []
+    lost = [row.name for row in wrong if row.kind == DROPOUT]
+    lines += [(DROPOUT, f"{quoted(lost, MOST_NAMES)}: no rank drops there")] * bool(lost)
     lines += list(_conditions(wrong, report))
     return replace(report, localised=(*report.localised, *lines[:MOST_GROUPS]))
 

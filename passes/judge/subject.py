@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.tensor import DTensor
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of, quoted
@@ -17,17 +18,21 @@ from schedlang.ir import pytree
 from schedlang.passes.judge.layouts import (
     Holdings,
     Table,
+    candidates,
+    declared,
     held,
     known_name,
     local,
     named,
     together,
 )
+from schedlang.passes.judge.masks import Met
 from schedlang.passes.judge.program import Make, TrainingProgram, made, telling
 from schedlang.passes.verify.compare import over
 from schedlang.passes.verify.observe import Batch, Condition, flattened
 from schedlang.runtime.batch import named_tensors
 from schedlang.runtime.comm import world
+from schedlang.runtime.scope import Scope, entered, named_sites
 from schedlang.runtime.training import Training
 
 EPS = 1e-6  # of torch's own clipping
@@ -59,6 +64,9 @@ class Kept:
     lost: set[str] = field(default_factory=set)  # buffers that no rank has by a known name
     offers: set[str] = field(default_factory=set)  # optional parts that the program gives
     saved: Mapping[str, Any] | None = None
+    met: Met = field(default_factory=Met)  # what ranks drop from
+    compiled: bool = False  # something of the program
+    stray: set[str] = field(default_factory=set)  # modules whose draws differ by step
 
     def of(self, condition: str, name: str) -> list[Copy]:
         """The ranks' gradients of the first step under a condition."""
@@ -66,17 +74,27 @@ class Kept:
 
 
 class Judged:
-    """One rank's program under one condition; see `passes.verify.observe.Subject`."""
+    """One rank's program under one condition; see `passes.verify.observe.Subject`.
+
+    `begin(step)` is told which step begins: its masks are drawn anew.
+    """
 
     grad_norm: Tensor | float | None = None
 
     def __init__(
-        self, make: Make, original: nn.Module, table: Table, condition: Condition, kept: Kept
+        self,
+        make: Make,
+        original: nn.Module,
+        table: Table,
+        condition: Condition,
+        kept: Kept,
+        begin: Callable[[int], None] = lambda step: None,
     ) -> None:
-        self.make, self.condition, self.kept = make, condition, kept
+        self.make, self.condition, self.kept, self._begin = make, condition, kept, begin
         self.rank = world.rank()
         model = copy.deepcopy(original)
         self._buffers_of_original = {n: b.shape for n, b in model.named_buffers()}
+        self._modules = {name for name, _ in model.named_modules()}
         self._saved_buffers = set(model.state_dict()) - set(table.aliases)
         self.program: TrainingProgram = made(make, model, self.rank)
         self.table = table
@@ -85,7 +103,11 @@ class Judged:
         kept.offers |= {k for k in ("clip", "evaluate", "state_dict") if self._offers(k)}
         parameters = [p for _, p in named(self.program.modules)]
         self._own = list(zip(self.holdings.ranks[self.rank], parameters))
+        inside = [one for module in self.program.modules for one in module.modules()]
+        kept.compiled |= any(isinstance(one, OptimizedModule) for one in inside)
         self._training = [Training(module) for module in self.program.modules]
+        for number, module in enumerate(self.program.modules):
+            named_sites(module, f"{number}:" if len(self.program.modules) > 1 else "")
         self._train()
         if not kept.initial:
             whole, kept.unlike = self._whole([local(p.detach()) for _, p in self._own])
@@ -98,6 +120,17 @@ class Judged:
 
     def _offers(self, part: str) -> bool:
         return getattr(self.program, part) is not None
+
+    def original_module(self, name: str) -> str | None:
+        """The original's module of a name in this program; None where words do not tell it."""
+        plain = (name.partition(":")[2] or name).lstrip(".")
+        return next((one for one in candidates(plain) if one in self._modules), None)
+
+    def part_said(self, name: str, whole: Tensor) -> Tensor | None:
+        """The part of a mask that the user says this rank has in a module; None: not told."""
+        plain = (name.partition(":")[2] or name).lstrip(".")
+        said = (self.program.dropout or {}).get(plain)
+        return None if said is None else declared(plain, said, whole)
 
     def _made_optimizer(self) -> Any:
         groups = self.holdings.groups
@@ -124,11 +157,8 @@ class Judged:
 
     def train_step(self, batch: Batch) -> Tensor:
         """Run the program's step on a copy of the batch, clip, and step the optimizer."""
-        self._train()
         self._errors = {}
-        for module in self.program.modules:
-            module.zero_grad(set_to_none=True)
-        value = self._called("step", self.program.step, batch)
+        value = self.derive(batch)
         if isinstance(value, tuple) and len(value) == 2:
             value, self._outputs = value
             self.kept.offers.add("output")
@@ -144,6 +174,15 @@ class Judged:
             self._optimizer.step()
         self._step += 1
         return loss
+
+    def derive(self, batch: Batch) -> Any:
+        """Return what the program's step gives of a batch, and leave its gradients."""
+        self._train()
+        for module in self.program.modules:
+            module.zero_grad(set_to_none=True)
+        self._begin(self._step)
+        with entered(Scope(self._step, 0, ())):
+            return self._called("step", self.program.step, batch)
 
     def _called(self, what: str, function: Callable[[Any], Any], batch: Batch) -> Any:
         """Return what a user's function makes of a batch; refuse (S764) one that changes it."""
