@@ -22,6 +22,7 @@ from schedlang.ir.model import ModelFacts
 from schedlang.ir.modelfile import load_model_file
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
+from schedlang.passes.judge import modules
 from schedlang.passes.judge.kinds import DROPOUT, INITIAL, kinds
 from schedlang.passes.judge.layouts import Holdings, Table
 from schedlang.passes.judge.masks import Dropping, Drops, Finding, Met, Noting, Place, Placed
@@ -58,7 +59,7 @@ from schedlang.runtime.comm import world as comm
 from schedlang.runtime.float64 import Float64, as_float64
 from schedlang.runtime.float64 import widened as wide
 from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
-from schedlang.runtime.launch.pool import Pool, shared, temporary
+from schedlang.runtime.launch.pool import Hang, Pool, RankDied, shared, temporary
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.rng.logical_dropout import Still, Undropped
 
@@ -106,8 +107,17 @@ def judge(
     _check_world(task.world)
     case = check_trained(_widened(task))
     progress("the original")
+    with temporary() as folder:
+        report = _compared(case, task, pool or shared(), progress, folder)
+    report = replace(report, title=title, command=command)
+    return replace(report, seconds=time.perf_counter() - start)
+
+
+def _compared(case: Case, task: Task, pool: Pool, progress: Progress, folder: str) -> Report:
+    """Run both sides, compare them, and explain what differs."""
     told, seen, derived = _conditions(case, task)
-    drops, actual, kept = _dropping(case, task, told, pool or shared(), progress)
+    asked = told
+    drops, actual, kept = _dropping(case, task, told, pool, progress, folder)
     holdings = kept.holdings
     assert holdings is not None
     if kept.optimizer is not None:
@@ -123,16 +133,15 @@ def judge(
             *compare(expected, actual),
             *_saved(case, actual, kept, told),
         ),
-        title=title,
         facts=_facts(task, holdings, derived),
-        command=command,
         gaps=_gaps(case, seen, expected, actual, kept, drops),
     )
     if any(not row.ok for row in report.rows):
         progress("the kind of mistake")
         means = _means(case, told, task, drops)
-        report = kinds(report, expected, actual, kept, task.world, means)
-    return replace(report, seconds=time.perf_counter() - start)
+        where = _located(case, task, asked, told, drops, report, pool)
+        report = kinds(report, expected, actual, kept, task.world, means, where)
+    return report
 
 
 @dataclass(frozen=True)
@@ -252,17 +261,21 @@ def _leaves_out(case: Case, batch: Batch, name: str) -> bool:
 
 
 def _dropping(
-    case: Case, task: Task, told: Sequence[Condition], pool: Pool, progress: Progress
+    case: Case,
+    task: Task,
+    told: Sequence[Condition],
+    pool: Pool,
+    progress: Progress,
+    folder: str,
 ) -> tuple[Drops, Observation, Kept]:
     """Run the ranks; once more with no dropout where they do not draw alike from step to step."""
-    with temporary() as folder:
-        drops = _noted(case, task, told, folder)
+    drops = _noted(case, task, told, folder)
+    actual, kept = _ranks(case, task, told, pool, progress, drops)
+    if kept.stray:
+        drops = replace(drops, off=frozenset(drops.sites))
+        stray = dict.fromkeys(kept.stray, "?")
         actual, kept = _ranks(case, task, told, pool, progress, drops)
-        if kept.stray:
-            drops = replace(drops, off=frozenset(drops.sites))
-            stray = dict.fromkeys(kept.stray, "?")
-            actual, kept = _ranks(case, task, told, pool, progress, drops)
-            kept.met = replace(kept.met, unknown={**kept.met.unknown, **stray})
+        kept.met = replace(kept.met, unknown={**kept.met.unknown, **stray})
     return replace(drops, off=kept.met.off(drops)), actual, kept
 
 
@@ -415,6 +428,68 @@ def _places(
     joined = {site: meant for one in each for site, meant in one.items()}
     kept.met = Met(frozenset().union(*sites), joined, frozenset().union(*more))
     return found
+
+
+# ---- Where a difference arises.
+
+
+def _located(
+    case: Case,
+    task: Task,
+    asked: Sequence[Condition],
+    told: Sequence[Condition],
+    drops: Drops,
+    report: Report,
+    pool: Pool,
+) -> str:
+    """Name the first module that is wrong in the first step; "" if that says nothing.
+
+    `told` are the conditions as the report names them, `asked` as ranks know them.
+    """
+    wrong = [row for row in report.rows if not row.ok]
+    first = next((row for row in wrong if row.step == 0 and row.kind in _OF_A_STEP), None)
+    if first is None or any(row.kind == INITIAL for row in wrong):
+        return ""
+    place = next(k for k, one in enumerate(told) if one.name == first.condition)
+    condition = replace(asked[place], batches=asked[place].batches[:1])
+    batch = condition.batches[0]
+    try:
+        subject = Sequential(twin(case), loss=case.loss, follow=False)
+        right = modules.followed(
+            dict(subject.module.named_modules()),
+            lambda: subject.derive(batch, range(rows(batch))),
+            Float64(),
+            Dropping(drops.seed, drops.off),
+        )
+        ranks = pool.run(
+            _rank_followed, task.world, task.make, case.plan.model.model, condition, drops
+        )
+    except (Refusal, RankDied, Hang, RuntimeError):
+        return ""  # what has run before does not run with hooks
+    found = modules.first_difference(right, ranks, {"ranks": task.world})
+    return "" if found is None else found.text
+
+
+_OF_A_STEP = ("training outputs", "loss", "gradients", "replicas")
+
+
+def _rank_followed(
+    make: Make, original: nn.Module, condition: Condition, drops: Drops
+) -> tuple[modules.Run, dict[str, str]]:
+    """One rank's part in a step that is followed, and the original's names of its modules."""
+    kept, table = Kept(), Table(original)
+    eager = torch.compiler.set_stance("force_eager") if drops.sites else contextlib.nullcontext()
+    with contextlib.redirect_stdout(sys.stderr), eager:
+        places = _places(make, original, table, [condition], kept, drops) if drops.sites else {}
+        dropping = Placed(drops.seed, kept.met.off(drops))
+        dropping.begin(places.get(drops.numbers[condition.name, 0], {}))
+        with ambient(Float64(), dropping):
+            judged = Judged(make, original, table, condition, kept)
+        named = judged.named_modules()
+        batch = condition.batches[0]
+        run = modules.followed(named, lambda: judged.derive(batch), Float64(), dropping)
+    names = {name: judged.original_module(name) for name in named}
+    return run, {name: meant for name, meant in names.items() if meant is not None}
 
 
 # ---- What is compared beside what every observation has.

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of, quoted
 from schedlang.ir import pytree
 from schedlang.passes.judge.layouts import (
+    WRAPPERS,
     Holdings,
     Table,
     candidates,
@@ -63,6 +65,7 @@ class Kept:
     holdings: Holdings | None = None
     lost: set[str] = field(default_factory=set)  # buffers that no rank has by a known name
     offers: set[str] = field(default_factory=set)  # optional parts that the program gives
+    losses: list[float] = field(default_factory=list)  # those that ranks return of the first step
     saved: Mapping[str, Any] | None = None
     met: Met = field(default_factory=Met)  # what ranks drop from
     compiled: bool = False  # something of the program
@@ -107,7 +110,7 @@ class Judged:
         kept.compiled |= any(isinstance(one, OptimizedModule) for one in inside)
         self._training = [Training(module) for module in self.program.modules]
         for number, module in enumerate(self.program.modules):
-            named_sites(module, f"{number}:" if len(self.program.modules) > 1 else "")
+            named_sites(module, self._prefix(number))
         self._train()
         if not kept.initial:
             whole, kept.unlike = self._whole([local(p.detach()) for _, p in self._own])
@@ -121,10 +124,48 @@ class Judged:
     def _offers(self, part: str) -> bool:
         return getattr(self.program, part) is not None
 
+    def _prefix(self, number: int) -> str:
+        return f"{number}:" if len(self.program.modules) > 1 else ""
+
+    def named_modules(self) -> dict[str, nn.Module]:
+        """This rank's modules by name; of several chunks with the chunk's number."""
+        return {
+            name: one
+            for number, module in enumerate(self.program.modules)
+            for name, one in module.named_modules(prefix=self._prefix(number))
+        }
+
     def original_module(self, name: str) -> str | None:
-        """The original's module of a name in this program; None where words do not tell it."""
+        """The original's module of a name in this program; None where nothing tells it.
+
+        Modules are at home where their weights are, or those of the modules around them.
+        """
+        words = name.replace(":.", ":").split(".") if name else []
+        for count in range(len(words), -1, -1):
+            home = self._homes.get(".".join(words[:count]))
+            if home is not None:
+                rest = [word for word in words[count:] if word not in WRAPPERS]
+                found = ".".join([home] * bool(home) + rest)
+                if found in self._modules:
+                    return found
         plain = (name.partition(":")[2] or name).lstrip(".")
         return next((one for one in candidates(plain) if one in self._modules), None)
+
+    @cached_property
+    def _homes(self) -> dict[str, str | None]:
+        """The original's modules, by names here, as names of weights tell; None: several."""
+        homes: dict[str, str | None] = {}
+        for one in self.holdings.ranks[self.rank]:
+            plain = one.name.partition(":")[2] or one.name
+            alike = [n for n, first in self.table.aliases.items() if [first] == list(one.pieces)]
+            named = [c for c in candidates(plain) if c in alike] or alike
+            if not named or len(named) > 1 and named == alike:
+                continue
+            mine, theirs = one.name.split("."), named[0].split(".")
+            while mine and theirs and mine.pop() == theirs.pop():
+                here, there = ".".join(mine), ".".join(theirs)
+                homes[here] = there if homes.get(here, there) == there else None
+        return homes
 
     def part_said(self, name: str, whole: Tensor) -> Tensor | None:
         """The part of a mask that the user says this rank has in a module; None: not told."""
@@ -214,6 +255,7 @@ class Judged:
             title = "`step` returns a loss on no rank"
             helps = ("return the loss on the rank that computes it, None on the others",)
             raise Refusal(Diagnostic("S766", title, helps=helps))
+        self.kept.losses = self.kept.losses or found
         way = self.program.world_loss
         total = (
             found[0] if way == "same" else math.fsum(found) / (len(found) if way == "mean" else 1)
