@@ -219,7 +219,7 @@ def save(program: Program, path: str | os.PathLike[str], keep: int | None = 3) -
         "step": program.step,
         "optimizer": moments.plain(),
         "parameters": {name: list(h.layout.shape) for name, h in a.holdings.items()},
-        "buffers": {name: list(buffer.shape) for name, buffer in program.assembly.saved_buffers.items()},
+        "buffers": {name: list(buffer.shape) for name, buffer in a.saved_buffers.items()},
         "dtypes": _dtypes(program),
         "ties": [list(names) for names in a.ties],
         "sums": residue_described(program),
