@@ -76,7 +76,7 @@ class Whole:
             self._sorted = values, order, apart[1:] & apart[:-1]
         values, order, alone = self._sorted
         flat = part.detach().reshape(-1).to(values.dtype)
-        some = torch.linspace(0, len(flat) - 1, min(len(flat), MOST)).round().long().unique()
+        some = torch.linspace(0, len(flat) - 1, min(len(flat), MOST)).round().long()
         at = torch.searchsorted(values, flat[some] - 2 * self.close).clamp(max=len(values) - 1)
         good = alone[at] & ((values[at] - flat[some]).abs() <= self.close)
         here = torch.unravel_index(some[good], part.shape)
@@ -383,7 +383,7 @@ class Placed(Dropping):
 
 def computed_again() -> bool:
     """Whether backward runs here: a forward in it is one that was run before."""
-    return torch._C._current_graph_task_id() >= 0  # type: ignore[attr-defined]
+    return torch._C._current_graph_task_id() >= 0
 
 
 def _locally(run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -47,7 +47,7 @@ def followed(modules: Mapping[str, nn.Module], step: Callable[[], Any], *modes: 
 
     def hook(name: str) -> Any:
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
-            if torch._C._current_graph_task_id() >= 0:  # type: ignore[attr-defined]
+            if torch._C._current_graph_task_id() >= 0:
                 return  # computed again
             frame = name, turns[name]
             turns[name] += 1
@@ -56,7 +56,7 @@ def followed(modules: Mapping[str, nn.Module], step: Callable[[], Any], *modes: 
                 run.calls[frame] = Seen([_whole(t) for t in floats])
             for k, tensor in enumerate(floats):
                 if tensor.requires_grad:
-                    tensor.register_hook(_noting(run, frame, k))
+                    tensor.register_hook(_noting(run, frame, k))  # type: ignore[no-untyped-call]
 
         return after
 
