@@ -22,15 +22,17 @@ from schedlang.ir.model import ModelFacts
 from schedlang.ir.modelfile import load_model_file
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
+from schedlang.passes.judge import modules
+from schedlang.passes.judge.beside import alike, dropped, initial, saved
 from schedlang.passes.judge.kinds import INITIAL, kinds
 from schedlang.passes.judge.layouts import Holdings, Table
+from schedlang.passes.judge.masks import Dropping, Drops, Finding, Met, Noting, Place, Placed
 from schedlang.passes.judge.program import Make, check_ranks, load_program
 from schedlang.passes.judge.subject import Judged, Kept
 from schedlang.passes.verify.asked import STEPS
 from schedlang.passes.verify.compare import compare
 from schedlang.passes.verify.finite import check_original, check_trained
 from schedlang.passes.verify.observe import (
-    HIDDEN,
     Batch,
     Condition,
     Key,
@@ -51,20 +53,19 @@ from schedlang.passes.verify.runs import (
     varied,
 )
 from schedlang.passes.verify.sides import Case, twin
-from schedlang.report import Gap, Report, Row
+from schedlang.report import Gap, Report
 from schedlang.runtime.batch import shares
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.float64 import Float64, as_float64
 from schedlang.runtime.float64 import widened as wide
 from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
-from schedlang.runtime.launch.pool import Pool, shared
+from schedlang.runtime.launch.pool import Hang, Pool, RankDied, shared, temporary
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.rng.logical_dropout import Still, Undropped
 
 MOST_RANKS = 8
-SAVED = "saved state"
-CHANGED, UNLIKE = "the program changed it before the first step", "ranks start from other values"
 OWN = "own optimizer"
+MASKS = "masks that differ between copies, or are alike where they should not be"
 IGNORED = -100  # the label that torch's losses leave out
 Progress = Callable[..., None]
 
@@ -104,28 +105,41 @@ def judge(
     _check_world(task.world)
     case = check_trained(_widened(task))
     progress("the original")
+    with temporary() as folder:
+        report = _compared(case, task, pool or shared(), progress, folder)
+    report = replace(report, title=title, command=command)
+    return replace(report, seconds=time.perf_counter() - start)
+
+
+def _compared(case: Case, task: Task, pool: Pool, progress: Progress, folder: str) -> Report:
+    """Run both sides, compare them, and explain what differs."""
     told, seen, derived = _conditions(case, task)
-    actual, kept = _ranks(case, task, told, pool or shared(), progress)
+    asked = told
+    drops, actual, kept = _dropping(case, task, told, pool, progress, folder)
     holdings = kept.holdings
     assert holdings is not None
     if kept.optimizer is not None:
         told, actual = _with_own(told, actual, pickle.loads(kept.optimizer))
     told = [replace(one, optimizer=_grouped(one.optimizer, holdings)) for one in told]
-    expected = _original(case, told)
+    expected = _original(case, told, drops)
     check_original(case, told, expected)
-    expected, actual = _alike(expected, actual, kept)
+    expected, actual = alike(expected, actual, kept)
     report = Report(
-        (*_initial(case, kept), *compare(expected, actual), *_saved(case, actual, kept, told)),
-        title=title,
+        (
+            *initial(case, kept),
+            *dropped(drops, kept),
+            *compare(expected, actual),
+            *saved(case, actual, kept, told),
+        ),
         facts=_facts(task, holdings, derived),
-        command=command,
-        gaps=_gaps(case, seen, expected, actual, kept),
+        gaps=_gaps(case, seen, expected, actual, kept, drops),
     )
     if any(not row.ok for row in report.rows):
         progress("the kind of mistake")
-        with ambient(*_modes()):
-            report = kinds(report, expected, actual, kept, task.world, _means(case, told, task))
-    return replace(report, seconds=time.perf_counter() - start)
+        means = _means(case, told, task, drops)
+        where = _located(case, task, asked, told, drops, report, pool)
+        report = kinds(report, expected, actual, kept, task.world, means, where)
+    return report
 
 
 @dataclass(frozen=True)
@@ -244,7 +258,49 @@ def _leaves_out(case: Case, batch: Batch, name: str) -> bool:
     return _norm(case, {**batch, name: changed.reshape(batch[name].shape)}) is not None
 
 
-def _original(case: Case, told: Sequence[Condition]) -> Observation:
+def _dropping(
+    case: Case,
+    task: Task,
+    told: Sequence[Condition],
+    pool: Pool,
+    progress: Progress,
+    folder: str,
+) -> tuple[Drops, Observation, Kept]:
+    """Run the ranks; once more with no dropout where they do not draw alike from step to step."""
+    drops = _noted(case, task, told, folder)
+    actual, kept = _ranks(case, task, told, pool, progress, drops)
+    if kept.stray:
+        drops = replace(drops, off=frozenset(drops.sites))
+        stray = dict.fromkeys(kept.stray, "?")
+        actual, kept = _ranks(case, task, told, pool, progress, drops)
+        kept.met = replace(kept.met, unknown={**kept.met.unknown, **stray})
+    return replace(drops, off=kept.met.off(drops)), actual, kept
+
+
+def _noted(case: Case, task: Task, told: Sequence[Condition], folder: str) -> Drops:
+    """Keep what the original drops from in each of all batches, with nothing dropped."""
+    batches: list[Batch] = []
+    numbers: dict[tuple[str, int], int] = {}
+    sites: dict[str, None] = {}
+    others: dict[tuple[str, str], None] = {}
+    for condition in told:
+        for step, batch in enumerate(condition.batches):
+            known = (k for k, one in enumerate(batches) if one is batch)
+            number = next(known, len(batches))
+            numbers[condition.name, step] = number
+            if number < len(batches):
+                continue
+            batches.append(batch)
+            noting = Noting()
+            with ambient(Float64(), noting):
+                Sequential(twin(case), loss=case.loss).derive(batch, range(rows(batch)))
+            torch.save(noting.drops, f"{folder}/{number}")
+            sites |= dict.fromkeys(drop.site for drop in noting.drops)
+            others |= dict.fromkeys(sorted(noting.others))
+    return Drops(folder, task.seed, numbers, tuple(sites), tuple(others))
+
+
+def _original(case: Case, told: Sequence[Condition], drops: Drops) -> Observation:
     def make(condition: Condition) -> Sequential:
         return Sequential(
             twin(case),
@@ -255,7 +311,7 @@ def _original(case: Case, told: Sequence[Condition]) -> Observation:
             follow=False,
         )
 
-    with ambient(*_modes()):
+    with ambient(Float64(), Dropping(drops.seed, drops.off)):
         return observe(make, told)
 
 
@@ -284,7 +340,12 @@ def _with_own(
 
 
 def _ranks(
-    case: Case, task: Task, told: Sequence[Condition], pool: Pool, progress: Progress
+    case: Case,
+    task: Task,
+    told: Sequence[Condition],
+    pool: Pool,
+    progress: Progress,
+    drops: Drops,
 ) -> tuple[Observation, Kept]:
     steps = sum(len(condition.batches) for condition in told)
     done = itertools.count(1)
@@ -297,144 +358,136 @@ def _ranks(
     progress(stage, 0, steps)
     module = case.plan.model.model
     found: tuple[Observation, Kept] = pool.run(
-        _rank, task.world, task.make, module, tuple(told), task.told, on_progress=heard
+        _rank, task.world, task.make, module, tuple(told), task.told, drops, on_progress=heard
     )[0]
     return found
 
 
 def _rank(
-    make: Make, original: nn.Module, told: Sequence[Condition], aside: bool
+    make: Make, original: nn.Module, told: Sequence[Condition], aside: bool, drops: Drops
 ) -> tuple[Observation, Kept] | None:
     """One rank's part; only rank 0 tells what it saw."""
     kept, table = Kept(), Table(original)
     made: list[Judged] = []
-
-    def subject(condition: Condition) -> Judged:
-        made[:] = [Judged(make, original, table, condition, kept)]
-        return made[0]
-
     lines = contextlib.redirect_stdout(sys.stderr) if aside else contextlib.nullcontext()
-    with lines, ambient(*_modes()):
-        seen = observe(subject, told, keep=comm.rank() == 0)
-        made[0].save()
+    # a compiled region does not ask for masks
+    eager = torch.compiler.set_stance("force_eager") if drops.sites else contextlib.nullcontext()
+    with lines, eager:
+        places = _places(make, original, table, told, kept, drops) if drops.sites else {}
+        dropping = Placed(drops.seed, kept.met.off(drops))
+
+        def subject(condition: Condition) -> Judged:
+            def begin(step: int) -> None:
+                dropping.begin(places.get(drops.numbers[condition.name, step], {}))
+
+            made[:] = [Judged(make, original, table, condition, kept, begin)]
+            return made[0]
+
+        with ambient(Float64(), dropping):
+            seen = observe(subject, told, keep=comm.rank() == 0)
+            made[0].save()
+    kept.stray = {site for one in comm.gathered(dropping.stray) for site in one}
     sys.stdout.flush()
     return (seen, kept) if comm.rank() == 0 else None
 
 
-# ---- What is compared beside what every observation has.
+def _places(
+    make: Make,
+    original: nn.Module,
+    table: Table,
+    told: Sequence[Condition],
+    kept: Kept,
+    drops: Drops,
+) -> dict[int, Mapping[str, Sequence[Place | None]]]:
+    """Run every batch once with nothing dropped, and find what this rank drops from, by batch."""
+    found: dict[int, Mapping[str, Sequence[Place | None]]] = {}
+    judged: Judged | None = None
+    others: set[str] = set()
+    for condition in told:
+        for step, batch in enumerate(condition.batches):
+            number = drops.numbers[condition.name, step]
+            if number in found:
+                continue
+            finding = Finding(drops.of(number))
+            with ambient(Float64(), finding):
+                judged = judged or Judged(make, original, table, condition, kept)
+                finding.asked = judged
+                judged.derive(batch)
+            found[number] = finding.found
+            others |= {site for site, _ in finding.others}
+    assert judged is not None
+    met, unknown = set(), {}
+    for every in found.values():
+        for site, places in every.items():
+            met |= {place[0] for place in places if place is not None}
+            if None in places:
+                unknown[site] = judged.original_module(site) or "?"
+    sites, each, more = zip(*comm.gathered((met, unknown, others)))
+    joined = {site: meant for one in each for site, meant in one.items()}
+    kept.met = Met(frozenset().union(*sites), joined, frozenset().union(*more))
+    return found
 
 
-def _alike(
-    expected: Observation, actual: Observation, kept: Kept
-) -> tuple[Observation, Observation]:
-    """Both sides with the same things in them; what the program does not offer is missing."""
-    missing = set(actual.missing) | {"input gradients", "generator state", "dropout draws"}
-    for kind, offer in (("outputs", "evaluate"), ("training outputs", "output")):
-        missing |= set() if offer in kept.offers else {kind}
-    if "clip" not in kept.offers:
-        missing.add("gradient norm")
-    slots = {k.kind for k in expected.tensors if k.kind.startswith("optimizer ")}
-    if kept.optimizer is not None:  # a wrapper may keep its state elsewhere
-        missing |= slots - {k.kind for k in actual.tensors}
-    left = dict(actual.left_out)
-    tensors = {k: v for k, v in actual.tensors.items() if k.kind not in _OUTPUTS}
-    for key, want in expected.tensors.items():
-        if key.kind not in _OUTPUTS or key.kind in missing:
-            continue
-        parts = list(_parts(actual, key))
-        whole = _put_together(parts, want) if want is not None else None
-        if whole is None:
-            left[key.name] = (
-                "parts of ranks do not make it" if parts else "the program does not give it"
-            )
-        else:
-            tensors[key] = whole
-    gone = {
-        k
-        for k in expected.tensors
-        if k.kind in ("other state", HIDDEN) and k.name in kept.lost and k not in tensors
-    }
-    sets = {
-        k: v if k.kind != "state_dict keys" else v - kept.lost for k, v in expected.sets.items()
-    }
-    wanted = {k: v for k, v in expected.tensors.items() if k not in gone}
-    actual = replace(
-        actual,
-        tensors=tensors,
-        missing=missing,
-        left_out=left,
-        order=expected.order,
-        ties=expected.ties,
-    )
-    return replace(expected, tensors=wanted, sets=sets), actual
+# ---- Where a difference arises.
 
 
-_OUTPUTS = ("outputs", "training outputs")
+def _located(
+    case: Case,
+    task: Task,
+    asked: Sequence[Condition],
+    told: Sequence[Condition],
+    drops: Drops,
+    report: Report,
+    pool: Pool,
+) -> str:
+    """Name the first module that is wrong in the first step; "" if that says nothing.
+
+    `told` are the conditions as the report names them, `asked` as ranks know them.
+    """
+    wrong = [row for row in report.rows if not row.ok]
+    first = next((row for row in wrong if row.step == 0 and row.kind in _OF_A_STEP), None)
+    if first is None or any(row.kind == INITIAL for row in wrong):
+        return ""
+    place = next(k for k, one in enumerate(told) if one.name == first.condition)
+    condition = replace(asked[place], batches=asked[place].batches[:1])
+    batch = condition.batches[0]
+    try:
+        subject = Sequential(twin(case), loss=case.loss, follow=False)
+        right = modules.followed(
+            dict(subject.module.named_modules()),
+            lambda: subject.derive(batch, range(rows(batch))),
+            Float64(),
+            Dropping(drops.seed, drops.off),
+        )
+        ranks = pool.run(
+            _rank_followed, task.world, task.make, case.plan.model.model, condition, drops
+        )
+    except (Refusal, RankDied, Hang, RuntimeError):
+        return ""  # what has run before does not run with hooks
+    found = modules.first_difference(right, ranks, {"ranks": task.world})
+    return "" if found is None else found.text
 
 
-def _parts(actual: Observation, key: Key) -> Iterator[Tensor]:
-    """Yield what ranks gave of an output, in their order."""
-    for rank in itertools.count():
-        value = actual.tensors.get(key._replace(name=f"{key.name}.{rank}"))
-        if value is None:
-            return
-        yield value
+_OF_A_STEP = ("training outputs", "loss", "gradients", "replicas")
 
 
-def _put_together(parts: Sequence[Tensor], want: Tensor) -> Tensor | None:
-    """The whole output of the ranks' parts: alike ones once, side by side along one dim."""
-    alone: list[Tensor] = []
-    for part in parts:
-        if part.shape == want.shape:
-            return part.to(want.dtype, copy=True)
-        if not any(part.shape == one.shape and torch.equal(part, one) for one in alone):
-            alone.append(part)
-    for dim in range(want.dim()):
-        if sum(part.shape[dim] for part in alone if part.dim() == want.dim()) == want.shape[dim]:
-            with contextlib.suppress(RuntimeError):
-                whole = torch.cat(alone, dim)
-                return whole if whole.shape == want.shape else None
-    return None
-
-
-def _initial(case: Case, kept: Kept) -> Iterator[Row]:
-    """Whether the program starts from the weights that it was given, and holds all of them."""
-    assert kept.holdings is not None
-    for name, p in case.plan.model.model.named_parameters():
-        value, lost = kept.initial.get(name), kept.holdings.missing.get(name, 0)
-        want = p.detach()
-        if lost or value is None:
-            note = f"{lost} of its {p.numel()} elements are on no rank"
-            yield Row("", INITIAL, name, math.inf, 0.0, False, None, note, tuple(p.shape))
-            continue
-        error = float((value - want).norm() / want.norm()) if p.numel() else 0.0
-        note = "" if error == 0 else CHANGED
-        if not error and (error := kept.unlike.get(name, 0.0)):
-            note = UNLIKE
-        yield Row("", INITIAL, name, error, 0.0, error == 0, None, note, tuple(p.shape))
-
-
-def _saved(case: Case, actual: Observation, kept: Kept, told: Sequence[Condition]) -> Iterator[Row]:
-    """Compare what the program saves with what its ranks hold, under the original's names."""
-    if kept.saved is None:
-        return
-    condition = told[-1]
-    last = len(condition.batches) - 1
-    held = {
-        k.name: v
-        for k, v in actual.tensors.items()
-        if k.condition == condition.name
-        and k.step == last
-        and k.kind in ("parameters", "other state")
-    }
-    for name in {**case.plan.model.model.state_dict(), **kept.saved}:
-        want, value = held.get(name), kept.saved.get(name)
-        if name in kept.lost:
-            continue
-        same = want is not None and value is not None and value.shape == want.shape
-        ok = bool(same and value is not None and want is not None and torch.equal(value, want))
-        note = "" if ok else "lost" if value is None else "extra" if want is None else "differs"
-        yield Row(condition.name, SAVED, name, 0.0 if ok else math.inf, 0.0, ok, last, note)
+def _rank_followed(
+    make: Make, original: nn.Module, condition: Condition, drops: Drops
+) -> tuple[modules.Run, dict[str, str]]:
+    """One rank's part in a step that is followed, and the original's names of its modules."""
+    kept, table = Kept(), Table(original)
+    eager = torch.compiler.set_stance("force_eager") if drops.sites else contextlib.nullcontext()
+    with contextlib.redirect_stdout(sys.stderr), eager:
+        places = _places(make, original, table, [condition], kept, drops) if drops.sites else {}
+        dropping = Placed(drops.seed, kept.met.off(drops))
+        dropping.begin(places.get(drops.numbers[condition.name, 0], {}))
+        with ambient(Float64(), dropping):
+            judged = Judged(make, original, table, condition, kept)
+        named = judged.named_modules()
+        batch = condition.batches[0]
+        run = modules.followed(named, lambda: judged.derive(batch), Float64(), dropping)
+    names = {name: judged.original_module(name) for name in named}
+    return run, {name: meant for name, meant in names.items() if meant is not None}
 
 
 # ---- What is said about it.
@@ -459,13 +512,27 @@ def _facts(task: Task, holdings: Holdings, derived: Sequence[str]) -> tuple[tupl
 
 
 def _gaps(
-    case: Case, seen: Batches, expected: Observation, actual: Observation, kept: Kept
+    case: Case,
+    seen: Batches,
+    expected: Observation,
+    actual: Observation,
+    kept: Kept,
+    drops: Drops,
 ) -> tuple[Gap, ...]:
     assert kept.holdings is not None
     sizes = kept.holdings.axes or {}
     names = {name: p.numel() for name, p in case.plan.model.model.named_parameters()}
-    found = [*gaps(seen, sizes=sizes, drawn=None, parameters=names)]
-    found.append(Gap("dropout is off", "masks that differ between copies or on recomputation"))
+    found = [*gaps(seen, sizes=sizes, drawn=len(drops.sites), parameters=names)]
+    for name in sorted(kept.met.unknown):
+        said = f"dropout of `{name}` (its part of the whole is not known)"
+        found.append(Gap(said, "dropout that is wrong there"))
+    for site, function in drops.others:
+        said = f"random numbers of `{site or 'the model'}` (`{function}` stands still)"
+        found.append(Gap(said, "random numbers that are used wrongly"))
+    if drops.sites and kept.compiled:
+        found.append(Gap("compiled regions (they drop, and run eagerly)", "what compiling breaks"))
+    if drops.sites:
+        found.append(Gap("masks of its own (the original's are given)", MASKS))
     if all(p.requires_grad for p in case.plan.model.model.parameters()):
         found.append(Gap("no frozen parameters", "frozen weights that are updated"))
     if "state_dict" not in kept.offers:
@@ -477,7 +544,7 @@ def _gaps(
 
 
 def _means(
-    case: Case, told: Sequence[Condition], task: Task
+    case: Case, told: Sequence[Condition], task: Task, drops: Drops
 ) -> Callable[[str, str], Iterator[list[Tensor]]]:
     """Return a function that yields a gradient in each part of a batch by itself.
 
@@ -494,7 +561,8 @@ def _means(
             count = rows(batch)
             chosen = range(place, count, parts) if strided else shares(count, parts)[place]
             part = _chosen(batch, chosen, count)
-            subject.derive(part, chosen)
+            with ambient(Float64(), Dropping(drops.seed, drops.off, tuple(chosen))):
+                subject.derive(part, chosen)
             known[key] = dict(subject.gradients())
         return known[key]
 

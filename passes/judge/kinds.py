@@ -17,7 +17,7 @@ from schedlang.report import Report, Row
 
 Means = Callable[[str, str], Iterator[list[Tensor]]]  # gradients of parts of a batch
 MOST_GROUPS, MOST_NAMES = 6, 4
-INITIAL = "initial weights"
+INITIAL, DROPOUT = "initial weights", "dropout"
 
 
 def kinds(
@@ -27,8 +27,9 @@ def kinds(
     kept: Kept,
     world: int,
     means: Means,
+    where: str = "",
 ) -> Report:
-    """The report with a sentence for each group of tensors that are wrong alike."""
+    """The report with a sentence for each group of tensors that are wrong alike, and `where`."""
     assert kept.holdings is not None
     sizes = {name: size for name, size in kept.holdings.axes.items() if size != world}
     sizes |= {"ranks": world}
@@ -45,11 +46,16 @@ def kinds(
         text = of_gradient(want, got, _clipped(copies, got), sizes, means, row)
         found.setdefault(text, []).append(row.name)
     asked = {row.name for row in report.rows if row.kind == "gradients" and row.step == 0}
-    lines = [("gradients", _said(t, names, len(asked))) for t, names in found.items() if t]
+    lines = [("first module", where)] * bool(where)
+    lines += [("gradients", _said(t, names, len(asked))) for t, names in found.items() if t]
+    lines += list(_of_loss(wrong, expected, actual, kept, world))
+    lines = list(_of_norm(wrong, expected, actual, kept)) or lines
     first = report.first
     if not lines and first is not None:
         text = _of_row(first, expected, actual, sizes)
         lines = [(first.kind.split(" (")[0][:17], text)] if text else []
+    lost = [row.name for row in wrong if row.kind == DROPOUT]
+    lines += [(DROPOUT, f"{quoted(lost, MOST_NAMES)}: no rank drops there")] * bool(lost)
     lines += list(_conditions(wrong, report))
     return replace(report, localised=(*report.localised, *lines[:MOST_GROUPS]))
 
@@ -229,6 +235,80 @@ def _ranks_of(copies: Sequence[Copy]) -> list[int]:
 
 
 # ---- What is no gradient.
+
+
+def _of_loss(
+    wrong: Sequence[Row], expected: Observation, actual: Observation, kept: Kept, world: int
+) -> Iterator[tuple[str, str]]:
+    """Say how a wrong loss of the first step comes from the right one, or from those of ranks."""
+    row = next((row for row in wrong if row.kind == "loss" and row.step == 0), None)
+    if row is None:
+        return
+    key = Key(row.condition, "loss", 0, row.name)
+    got, want = actual.tensors.get(key), expected.tensors.get(key)
+    if got is None or want is None:
+        return
+    text = f"{float(got):.6g} instead of {float(want):.6g}"
+    found = diagnose(got, want, {"ranks": world})
+    if found and not found.startswith(NONE):
+        text += f": {found}"
+    elif math.isclose(float(got - want), math.log(world), rel_tol=1e-6):
+        text += f": the right value plus log(ranks) = log({world}), as if there were more classes"
+    elif len(set(kept.losses)) > 1:
+        text += f"; ranks return {', '.join(f'{one:.6g}' for one in kept.losses)}"
+    yield "loss", text
+
+
+def _of_norm(
+    wrong: Sequence[Row], expected: Observation, actual: Observation, kept: Kept
+) -> Iterator[tuple[str, str]]:
+    """Say what a wrong norm counts too often, or not at all; only where gradients are right."""
+    row = next((row for row in wrong if row.kind == "gradient norm" and row.step == 0), None)
+    if row is None or any(one.kind == "gradients" and one.step == 0 for one in _unclipped(wrong)):
+        return
+    key = Key(row.condition, "gradient norm", 0, row.name)
+    got, want = actual.tensors.get(key), expected.tensors.get(key)
+    if got is None or want is None or not float(want):
+        return
+    parts: dict[str, list[float]] = {}  # of each parameter the squares that ranks hold
+    for (clipped, name), copies in kept.copies.items():
+        if clipped == ("clipped" in row.condition):
+            parts[name] = [
+                0.0 if c.values is None else float(c.values.square().sum()) for c in copies
+            ]
+    off = float(got) ** 2 - float(want) ** 2
+    for names, amount, words in _counts(parts, kept):
+        if amount and math.isclose(off, amount, rel_tol=1e-6):
+            yield "gradient norm", f"{words} {quoted(names, MOST_NAMES)}"
+            return
+    yield "gradient norm", f"{float(got):.6g} instead of {float(want):.6g}"
+
+
+def _unclipped(wrong: Sequence[Row]) -> list[Row]:
+    return [row for row in wrong if "clipped" not in row.condition]
+
+
+def _counts(
+    parts: Mapping[str, Sequence[float]], kept: Kept
+) -> Iterator[tuple[list[str], float, str]]:
+    """Yield parameters, what a square gains if they are miscounted, and the mistake."""
+    whole = {name: _replicated(name, kept) for name in parts}
+    copies = [name for name in parts if whole[name]]
+    split = [name for name in parts if not whole[name] and len(parts[name]) > 1]
+    for names in (copies, *([name] for name in copies)):
+        gain = sum(sum(parts[name]) - parts[name][0] for name in names)
+        yield names, gain, "it counts each rank's copy of"
+        yield names, -sum(parts[name][0] for name in names), "it leaves out"
+    for names in (split, *([name] for name in split)):
+        lost = sum(sum(parts[name]) - parts[name][0] for name in names)
+        yield names, -lost, "it leaves out what ranks but the first hold of"
+        yield names, -sum(sum(parts[name]) for name in names), "it leaves out"
+
+
+def _replicated(name: str, kept: Kept) -> bool:
+    """Whether ranks hold the same elements of a parameter."""
+    found = [c for (_, n), copies in kept.copies.items() if n == name for c in copies]
+    return len(found) > 1 and all(torch.equal(c.places, found[0].places) for c in found[1:])
 
 
 def _of_row(row: Row, expected: Observation, actual: Observation, sizes: Mapping[str, int]) -> str:

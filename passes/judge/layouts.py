@@ -193,13 +193,14 @@ def _by_name(
             return None
         spread = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
         return spread.to_local()
-    declared = (program.layouts or {}).get(name.partition(":")[2] or name)
-    if declared is not None:
-        return _declared(name, declared, whole)
+    layout = (program.layouts or {}).get(name.partition(":")[2] or name)
+    if layout is not None:
+        return declared(name, layout, whole)
     return whole if p.shape == whole.shape else None
 
 
-def _declared(name: str, said: Any, whole: Tensor) -> Tensor:
+def declared(name: str, said: Any, whole: Tensor) -> Tensor:
+    """The part of a whole tensor that this rank has, as the user says."""
     placement, ranks = said if isinstance(said, tuple) else (said, None)
     rank = comm.rank()
     among = list(range(comm.size())) if ranks is None else list(ranks)

@@ -49,6 +49,8 @@ class TrainingProgram:
                 or a function.  Asked where values do not tell it
     layouts     what a rank holds of a plain tensor, by the name that it has here: a placement of
                 torch.distributed.tensor over all ranks, or a pair of it and the list of ranks
+    dropout     which part of the original's mask a rank drops by, by the name of the module here,
+                likewise.  Asked where what it drops from does not tell it
     clip        clip(most) -> norm, as the program clips its gradients; default: the judge does
     evaluate    evaluate(batch) -> the output in eval mode
     state_dict  the whole state as the program saves it, under the original's names
@@ -61,6 +63,7 @@ class TrainingProgram:
     world_loss: str = "mean"
     names: Mapping[str, str] | Callable[[str], str | None] | None = None
     layouts: Mapping[str, Any] | None = None
+    dropout: Mapping[str, Any] | None = None
     clip: Callable[[float], Any] | None = None
     evaluate: Callable[[Any], Any] | None = None
     state_dict: Callable[[], Mapping[str, Any]] | None = None

@@ -6,28 +6,35 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.tensor import DTensor
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of, quoted
 from schedlang.ir import pytree
 from schedlang.passes.judge.layouts import (
+    WRAPPERS,
     Holdings,
     Table,
+    candidates,
+    declared,
     held,
     known_name,
     local,
     named,
     together,
 )
+from schedlang.passes.judge.masks import Met
 from schedlang.passes.judge.program import Make, TrainingProgram, made, telling
 from schedlang.passes.verify.compare import over
 from schedlang.passes.verify.observe import Batch, Condition, flattened
 from schedlang.runtime.batch import named_tensors
 from schedlang.runtime.comm import world
+from schedlang.runtime.scope import Scope, entered, named_sites
 from schedlang.runtime.training import Training
 
 EPS = 1e-6  # of torch's own clipping
@@ -58,7 +65,11 @@ class Kept:
     holdings: Holdings | None = None
     lost: set[str] = field(default_factory=set)  # buffers that no rank has by a known name
     offers: set[str] = field(default_factory=set)  # optional parts that the program gives
+    losses: list[float] = field(default_factory=list)  # those that ranks return of the first step
     saved: Mapping[str, Any] | None = None
+    met: Met = field(default_factory=Met)  # what ranks drop from
+    compiled: bool = False  # something of the program
+    stray: set[str] = field(default_factory=set)  # modules whose draws differ by step
 
     def of(self, condition: str, name: str) -> list[Copy]:
         """The ranks' gradients of the first step under a condition."""
@@ -66,17 +77,27 @@ class Kept:
 
 
 class Judged:
-    """One rank's program under one condition; see `passes.verify.observe.Subject`."""
+    """One rank's program under one condition; see `passes.verify.observe.Subject`.
+
+    `begin(step)` is told which step begins: its masks are drawn anew.
+    """
 
     grad_norm: Tensor | float | None = None
 
     def __init__(
-        self, make: Make, original: nn.Module, table: Table, condition: Condition, kept: Kept
+        self,
+        make: Make,
+        original: nn.Module,
+        table: Table,
+        condition: Condition,
+        kept: Kept,
+        begin: Callable[[int], None] = lambda step: None,
     ) -> None:
-        self.make, self.condition, self.kept = make, condition, kept
+        self.make, self.condition, self.kept, self._begin = make, condition, kept, begin
         self.rank = world.rank()
         model = copy.deepcopy(original)
         self._buffers_of_original = {n: b.shape for n, b in model.named_buffers()}
+        self._modules = {name for name, _ in model.named_modules()}
         self._saved_buffers = set(model.state_dict()) - set(table.aliases)
         self.program: TrainingProgram = made(make, model, self.rank)
         self.table = table
@@ -85,7 +106,11 @@ class Judged:
         kept.offers |= {k for k in ("clip", "evaluate", "state_dict") if self._offers(k)}
         parameters = [p for _, p in named(self.program.modules)]
         self._own = list(zip(self.holdings.ranks[self.rank], parameters))
+        inside = [one for module in self.program.modules for one in module.modules()]
+        kept.compiled |= any(isinstance(one, OptimizedModule) for one in inside)
         self._training = [Training(module) for module in self.program.modules]
+        for number, module in enumerate(self.program.modules):
+            named_sites(module, self._prefix(number))
         self._train()
         if not kept.initial:
             whole, kept.unlike = self._whole([local(p.detach()) for _, p in self._own])
@@ -98,6 +123,55 @@ class Judged:
 
     def _offers(self, part: str) -> bool:
         return getattr(self.program, part) is not None
+
+    def _prefix(self, number: int) -> str:
+        return f"{number}:" if len(self.program.modules) > 1 else ""
+
+    def named_modules(self) -> dict[str, nn.Module]:
+        """This rank's modules by name; of several chunks with the chunk's number."""
+        return {
+            name: one
+            for number, module in enumerate(self.program.modules)
+            for name, one in module.named_modules(prefix=self._prefix(number))
+        }
+
+    def original_module(self, name: str) -> str | None:
+        """The original's module of a name in this program; None where nothing tells it.
+
+        Modules are at home where their weights are, or those of the modules around them.
+        """
+        words = name.replace(":.", ":").split(".") if name else []
+        for count in range(len(words), -1, -1):
+            home = self._homes.get(".".join(words[:count]))
+            if home is not None:
+                rest = [word for word in words[count:] if word not in WRAPPERS]
+                found = ".".join([home] * bool(home) + rest)
+                if found in self._modules:
+                    return found
+        plain = (name.partition(":")[2] or name).lstrip(".")
+        return next((one for one in candidates(plain) if one in self._modules), None)
+
+    @cached_property
+    def _homes(self) -> dict[str, str | None]:
+        """The original's modules, by names here, as names of weights tell; None: several."""
+        homes: dict[str, str | None] = {}
+        for one in self.holdings.ranks[self.rank]:
+            plain = one.name.partition(":")[2] or one.name
+            alike = [n for n, first in self.table.aliases.items() if [first] == list(one.pieces)]
+            named = [c for c in candidates(plain) if c in alike] or alike
+            if not named or len(named) > 1 and named == alike:
+                continue
+            mine, theirs = one.name.split("."), named[0].split(".")
+            while mine and theirs and mine.pop() == theirs.pop():
+                here, there = ".".join(mine), ".".join(theirs)
+                homes[here] = there if homes.get(here, there) == there else None
+        return homes
+
+    def part_said(self, name: str, whole: Tensor) -> Tensor | None:
+        """The part of a mask that the user says this rank has in a module; None: not told."""
+        plain = (name.partition(":")[2] or name).lstrip(".")
+        said = (self.program.dropout or {}).get(plain)
+        return None if said is None else declared(plain, said, whole)
 
     def _made_optimizer(self) -> Any:
         groups = self.holdings.groups
@@ -124,11 +198,8 @@ class Judged:
 
     def train_step(self, batch: Batch) -> Tensor:
         """Run the program's step on a copy of the batch, clip, and step the optimizer."""
-        self._train()
         self._errors = {}
-        for module in self.program.modules:
-            module.zero_grad(set_to_none=True)
-        value = self._called("step", self.program.step, batch)
+        value = self.derive(batch)
         if isinstance(value, tuple) and len(value) == 2:
             value, self._outputs = value
             self.kept.offers.add("output")
@@ -144,6 +215,15 @@ class Judged:
             self._optimizer.step()
         self._step += 1
         return loss
+
+    def derive(self, batch: Batch) -> Any:
+        """Return what the program's step gives of a batch, and leave its gradients."""
+        self._train()
+        for module in self.program.modules:
+            module.zero_grad(set_to_none=True)
+        self._begin(self._step)
+        with entered(Scope(self._step, 0, ())):
+            return self._called("step", self.program.step, batch)
 
     def _called(self, what: str, function: Callable[[Any], Any], batch: Batch) -> Any:
         """Return what a user's function makes of a batch; refuse (S764) one that changes it."""
@@ -175,6 +255,7 @@ class Judged:
             title = "`step` returns a loss on no rank"
             helps = ("return the loss on the rank that computes it, None on the others",)
             raise Refusal(Diagnostic("S766", title, helps=helps))
+        self.kept.losses = self.kept.losses or found
         way = self.program.world_loss
         total = (
             found[0] if way == "same" else math.fsum(found) / (len(found) if way == "mean" else 1)

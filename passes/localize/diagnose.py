@@ -54,6 +54,8 @@ def diagnose(
         or _permuted(x, r)
         or _few(x, r)
         or _rounded(x, r)
+        or _slices(x, r)
+        or _constants(x, r)
         or "no simple pattern fits"
     )
 
@@ -234,6 +236,33 @@ def _few(x: Tensor, r: Tensor) -> str:
     last = bool(wrong[-count:].all())
     zero = " and zero" if not x.flatten()[wrong].any() else ""
     return f"only {'the last ' if last else ''}{count} of {x.numel()} elements are wrong{zero}"
+
+
+def _slices(x: Tensor, r: Tensor) -> str:
+    """Some slices along one dim are right, and the others zero or wrong."""
+    for dim in range(x.dim()):
+        ours, right = (t.movedim(dim, 0).reshape(t.shape[dim], -1) for t in (x, r))
+        off = (ours - right).norm(dim=1) > _FITS * float(r.norm())
+        wrong = off.nonzero().reshape(-1).tolist()
+        if wrong and 2 * len(wrong) < len(ours):
+            how = "zero" if not ours[wrong].any() else "wrong"
+            return f"right, but for places {wrong} of dim {dim}, which are {how}"
+    return ""
+
+
+def _constants(x: Tensor, r: Tensor) -> str:
+    """The same number, or one of two, is added everywhere."""
+    gap = (x - r).flatten()
+    if x.numel() < 5:
+        return ""
+    numbers = sorted([float(gap.min()), float(gap.max())], key=abs)
+    near = [(gap - n).abs() <= _FITS * float(r.abs().max()) for n in numbers]
+    if bool(near[0].all()):
+        return f"{numbers[0]:.3g} is added everywhere"
+    if bool((near[0] | near[1]).all()):
+        each = [f"{n:.3g} to {int(there.sum())}" for n, there in zip(numbers, near)]
+        return f"a constant is added: {' and '.join(each)} elements"
+    return ""
 
 
 def _rounded(x: Tensor, r: Tensor) -> str:

@@ -137,6 +137,11 @@ class Assembly:
         """The buffers as they are now: a model may put another tensor in the place of one."""
         return dict(self.module.named_buffers())
 
+    @property
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """Those of the state dict."""
+        return {name: buffer for name, buffer in self.buffers.items() if name in self.keys}
+
     def speaks(self, rank: int) -> bool:
         """Return whether a rank is the first of those that see the same rows in the same stage."""
         mesh = self.ranks.mesh

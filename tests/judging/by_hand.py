@@ -99,7 +99,7 @@ class SplitBlock(nn.Module):
         self.up_bias = nn.Parameter(rows(block.up.bias).clone())
         self.down = nn.Parameter(block.down.weight.detach().chunk(size, 1)[rank].clone())
         self.down_bias = nn.Parameter(block.down.bias.detach().clone())
-        self.n1, self.n2 = block.n1, block.n2
+        self.n1, self.n2, self.drop = block.n1, block.n2, block.drop
 
     def forward(self, x: Tensor) -> Tensor:
         """One layer, on all tokens; norms see those of this rank."""
@@ -110,7 +110,7 @@ class SplitBlock(nn.Module):
         x = x + Summed.apply(F.linear(mixed, self.o)) + self.o_bias
         h = Spread.apply(Gathered.apply(self.n2(Own.apply(x))))
         h = F.gelu(h @ self.up + self.up_bias)
-        return x + Summed.apply(F.linear(h, self.down)) + self.down_bias
+        return x + self.drop(Summed.apply(F.linear(h, self.down)) + self.down_bias)
 
 
 class SplitNet(nn.Module):

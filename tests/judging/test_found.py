@@ -12,9 +12,24 @@ PAGE = Path(__file__).parents[2] / "docs" / "found.md"
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page is about 2.13")
-def test_a_group_of_one_divides_twice() -> None:
+def test_a_group_of_one_divides_twice(tmp_path: Path) -> None:
     """The page's program prints what stands below it: 1/4 in float32, 1/16 in float64."""
-    text = PAGE.read_text()
+    assert played("FSDP2 divides", tmp_path) == ""
+
+
+def test_an_activation_is_not_reduced(tmp_path: Path) -> None:
+    """Ranks have terms of the gradient of one rank, which a difference quotient confirms."""
+    transformers = pytest.importorskip("transformers")
+    if not transformers.__version__.startswith("5.23."):
+        pytest.skip("the page is about 5.23")
+    assert played("Apertus", tmp_path) == ""
+
+
+def played(heading: str, folder: Path) -> str:
+    """What the program below a heading prints, where that is not what stands below it."""
+    text = PAGE.read_text().partition(f"## {heading}")[2]
     code, said = (re.search(rf"```{kind}\n(.*?)```", text, re.S)[1] for kind in ("python", "text"))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == said
+    (folder / "played.py").write_text(code)
+    command = [sys.executable, str(folder / "played.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return "" if done.stdout == said else done.stdout + done.stderr

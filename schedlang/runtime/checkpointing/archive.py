@@ -219,7 +219,7 @@ def save(program: Program, path: str | os.PathLike[str], keep: int | None = 3) -
         "step": program.step,
         "optimizer": moments.plain(),
         "parameters": {name: list(h.layout.shape) for name, h in a.holdings.items()},
-        "buffers": {name: list(buffer.shape) for name, buffer in _buffers(program).items()},
+        "buffers": {name: list(buffer.shape) for name, buffer in a.saved_buffers.items()},
         "dtypes": _dtypes(program),
         "ties": [list(names) for names in a.ties],
         "sums": residue_described(program),
@@ -327,7 +327,7 @@ def _model_tensors(program: Program, blank: bool = False) -> list[Boxed]:
             part = zeros(part.shape, part.dtype)
         out.append(_part(program, name, ("model", name), part))
     place = a.ranks.rank
-    for name, buffer in _buffers(program).items():
+    for name, buffer in program.assembly.saved_buffers.items():
         tensor = zeros(buffer.shape, buffer.dtype) if blank else buffer.detach()
         out.append(whole(("model", name), tensor, speaks=place == _speaker(program, name)))
     return out
@@ -357,12 +357,6 @@ def _part(program: Program, name: str, path: tuple[str, ...], tensor: Tensor) ->
     return Boxed(path, tensor, shape, boxes, holding.primary(mesh, rank))
 
 
-def _buffers(program: Program) -> dict[str, Tensor]:
-    """The buffers of the state dict."""
-    a = program.assembly
-    return {name: buffer for name, buffer in a.buffers.items() if name in a.keys}
-
-
 def _speaker(program: Program, name: str) -> int:
     """The rank that writes a buffer: the first at the place whose value counts."""
     a = program.assembly
@@ -375,7 +369,7 @@ def _speaker(program: Program, name: str) -> int:
 
 def _dtypes(program: Program) -> dict[str, str]:
     """The dtypes of all parameters, of this rank's and of others', and of buffers."""
-    tensors = {**dict(program.assembly.module.named_parameters()), **_buffers(program)}
+    tensors = {**dict(program.assembly.module.named_parameters()), **program.assembly.saved_buffers}
     return {name: DTYPE_NAMES[t.dtype] for name, t in tensors.items()}
 
 
@@ -392,7 +386,7 @@ def _check(program: Program, contents: Mapping[str, Any], told: Moments) -> None
     """Raise the same Refusal on all ranks where checkpoint and program do not fit."""
     a = program.assembly
     here = {name: list(holding.layout.shape) for name, holding in a.holdings.items()}
-    here |= {name: list(buffer.shape) for name, buffer in _buffers(program).items()}
+    here |= {name: list(buffer.shape) for name, buffer in program.assembly.saved_buffers.items()}
     saved = {**contents["parameters"], **contents["buffers"]}
     _same_names("S634", "the checkpoint does not fit this model", saved, here, SAME_MODEL)
     dtypes = _dtypes(program)
@@ -451,7 +445,7 @@ def _take_over(program: Program, values: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in a.parameters.items():
             local(parameter).copy_(values[name])
-        for name, buffer in _buffers(program).items():
+        for name, buffer in program.assembly.saved_buffers.items():
             buffer.copy_(values[name])
     reshard(a.sliced)
 

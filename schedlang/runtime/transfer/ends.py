@@ -96,8 +96,8 @@ class ProgramEnd:
     def told(self) -> ToldProgram:
         """Return what all ranks are told of the program."""
         a = self.program.assembly
-        buffers = {n: tuple(t.shape) for n, t in self.buffers.items()}
-        kinds = {**dict(a.module.named_parameters()), **self.buffers}
+        buffers = {n: tuple(t.shape) for n, t in a.saved_buffers.items()}
+        kinds = {**dict(a.module.named_parameters()), **a.saved_buffers}
         return ToldProgram(
             a.ranks.mesh.axes,
             a.ranks.mesh.views,
@@ -110,16 +110,11 @@ class ProgramEnd:
             a.ties,
         )
 
-    @property
-    def buffers(self) -> dict[str, Tensor]:
-        """The buffers of the state dict."""
-        a = self.program.assembly
-        return {name: buffer for name, buffer in a.buffers.items() if name in a.keys}
-
     def local(self) -> dict[str, Tensor]:
         """This rank's parts, written in place."""
-        own = {n: local(p) for n, p in self.program.assembly.parameters.items()}
-        return {**own, **{name: buffer.detach() for name, buffer in self.buffers.items()}}
+        a = self.program.assembly
+        own = {n: local(p) for n, p in a.parameters.items()}
+        return {**own, **{name: buffer.detach() for name, buffer in a.saved_buffers.items()}}
 
     def moments(self) -> dict[str, Tensor]:
         """This rank's parts of the optimizer's state, by `moment`."""

@@ -17,7 +17,7 @@ from tests.judging.catches.parts import Copied, Summed, total
 from tests.judging.catches.sink_norm import REPLICAS
 from tests.judging.catches.words import Words, batch, loss
 
-NAMED = r"gradient norm: norm"
+NAMED = r"it counts each rank\'s copy of `embed\.weight`, `inner\.shared_key\.weight`"
 
 __all__ = ["batch", "loss"]
 

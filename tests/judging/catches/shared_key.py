@@ -15,7 +15,7 @@ from tests.judging.catches.attention import Attention, split_heads
 from tests.judging.catches.parts import Copied, Summed
 from tests.judging.catches.words import Words, batch, loss
 
-NAMED = r"shared_key\.weight.*a sum over ranks is missing"
+NAMED = r"terms of a sum at `inner\.shared_key`(?s:.*)a sum over ranks is missing"
 
 __all__ = ["batch", "loss"]
 

@@ -15,7 +15,7 @@ from schedlang import TrainingProgram
 from tests.judging.catches.parts import average, own, ranks
 from tests.judging.catches.words import Words, batch, loss
 
-NAMED = r"head\.weight"
+NAMED = r"right, but for places \[2\] of dim 1, which are zero \(rank 0\)"
 
 __all__ = ["batch", "loss"]
 

@@ -16,7 +16,7 @@ from tests.judging.catches.attention import Attention, split_heads
 from tests.judging.catches.parts import Copied, Summed, total
 from tests.judging.catches.words import Words, batch, loss
 
-NAMED = r"gradient norm: norm"
+NAMED = r"it leaves out what ranks but the first hold of `inner\.sinks`"
 
 __all__ = ["batch", "loss"]
 

@@ -15,7 +15,7 @@ from schedlang import TrainingProgram
 from tests.judging.catches.parts import Copied, Summed, split
 from tests.judging.catches.words import WIDTH, Words, batch, loss
 
-NAMED = r"2 times"
+NAMED = r"the gradient of the output of `inner\.2`: ranks = 2 times the right value"
 
 __all__ = ["batch", "loss"]
 

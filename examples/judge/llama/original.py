@@ -1,26 +1,23 @@
-"""Qwen 3 with experts of transformers, unmodified and tiny, on ragged rows of made-up tokens."""
+"""Llama of transformers, unmodified and tiny, on ragged rows of made-up tokens."""
 
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 
-def model() -> Qwen3MoeForCausalLM:
-    """Two blocks of four experts, of which a token meets two."""
-    config = Qwen3MoeConfig(
+def model() -> LlamaForCausalLM:
+    """Two blocks, four query heads on two key/value heads, head and embedding tied."""
+    config = LlamaConfig(
         vocab_size=96,
         hidden_size=32,
-        moe_intermediate_size=24,
+        intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
+        tie_word_embeddings=True,
+        attention_dropout=0.1,
         use_cache=False,
     )
-    config._experts_implementation = "batched_mm"  # grouped_mm knows no float64
-    return Qwen3MoeForCausalLM(config)
+    return LlamaForCausalLM(config)
 
 
 def batch(seed: int) -> dict[str, torch.Tensor]:

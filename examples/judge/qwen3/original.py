@@ -1,22 +1,24 @@
-"""Llama of transformers, unmodified and tiny, on ragged rows of made-up tokens."""
+"""Qwen 3 of transformers, unmodified and tiny, on ragged rows of made-up tokens."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 
-def model() -> LlamaForCausalLM:
-    """Two blocks, four query heads on two key/value heads, head and embedding tied."""
-    config = LlamaConfig(
+def model() -> Qwen3ForCausalLM:
+    """Two blocks, four query heads on two key/value heads, each with norms of its own."""
+    config = Qwen3Config(
         vocab_size=96,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        tie_word_embeddings=True,
+        head_dim=8,
+        tie_word_embeddings=False,
+        attention_dropout=0.1,
         use_cache=False,
     )
-    return LlamaForCausalLM(config)
+    return Qwen3ForCausalLM(config)
 
 
 def batch(seed: int) -> dict[str, torch.Tensor]:

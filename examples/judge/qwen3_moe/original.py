@@ -1,22 +1,27 @@
-"""Llama of transformers, unmodified and tiny, on ragged rows of made-up tokens."""
+"""Qwen 3 with experts of transformers, unmodified and tiny, on ragged rows of made-up tokens."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 
-def model() -> LlamaForCausalLM:
-    """Two blocks, four query heads on two key/value heads, head and embedding tied."""
-    config = LlamaConfig(
+def model() -> Qwen3MoeForCausalLM:
+    """Two blocks of four experts, of which a token meets two."""
+    config = Qwen3MoeConfig(
         vocab_size=96,
         hidden_size=32,
-        intermediate_size=48,
+        moe_intermediate_size=24,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        tie_word_embeddings=True,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        attention_dropout=0.1,
         use_cache=False,
     )
-    return LlamaForCausalLM(config)
+    config._experts_implementation = "batched_mm"  # grouped_mm knows no float64
+    return Qwen3MoeForCausalLM(config)
 
 
 def batch(seed: int) -> dict[str, torch.Tensor]:

@@ -1,0 +1,145 @@
+"""What is compared of a judged program beside what every observation has, and how outputs join."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from schedlang.passes.judge.kinds import DROPOUT, INITIAL
+from schedlang.passes.judge.masks import Drops
+from schedlang.passes.judge.subject import Kept
+from schedlang.passes.verify.observe import HIDDEN, Condition, Key, Observation
+from schedlang.passes.verify.sides import Case
+from schedlang.report import Row
+
+SAVED = "saved state"
+CHANGED, UNLIKE = "the program changed it before the first step", "ranks start from other values"
+
+
+def alike(
+    expected: Observation, actual: Observation, kept: Kept
+) -> tuple[Observation, Observation]:
+    """Both sides with the same things in them; what the program does not offer is missing."""
+    missing = set(actual.missing) | {"input gradients", "generator state", "dropout draws"}
+    for kind, offer in (("outputs", "evaluate"), ("training outputs", "output")):
+        missing |= set() if offer in kept.offers else {kind}
+    if "clip" not in kept.offers:
+        missing.add("gradient norm")
+    slots = {k.kind for k in expected.tensors if k.kind.startswith("optimizer ")}
+    if kept.optimizer is not None:  # a wrapper may keep its state elsewhere
+        missing |= slots - {k.kind for k in actual.tensors}
+    left = dict(actual.left_out)
+    tensors = {k: v for k, v in actual.tensors.items() if k.kind not in _OUTPUTS}
+    for key, want in expected.tensors.items():
+        if key.kind not in _OUTPUTS or key.kind in missing:
+            continue
+        parts = list(_parts(actual, key))
+        whole = _put_together(parts, want) if want is not None else None
+        if whole is None:
+            left[key.name] = (
+                "parts of ranks do not make it" if parts else "the program does not give it"
+            )
+        else:
+            tensors[key] = whole
+    gone = {
+        k
+        for k in expected.tensors
+        if k.kind in ("other state", HIDDEN) and k.name in kept.lost and k not in tensors
+    }
+    sets = {
+        k: v if k.kind != "state_dict keys" else v - kept.lost for k, v in expected.sets.items()
+    }
+    wanted = {k: v for k, v in expected.tensors.items() if k not in gone}
+    actual = replace(
+        actual,
+        tensors=tensors,
+        missing=missing,
+        left_out=left,
+        order=expected.order,
+        ties=expected.ties,
+    )
+    return replace(expected, tensors=wanted, sets=sets), actual
+
+
+_OUTPUTS = ("outputs", "training outputs")
+
+
+def _parts(actual: Observation, key: Key) -> Iterator[Tensor]:
+    """Yield what ranks gave of an output, in their order."""
+    for rank in itertools.count():
+        value = actual.tensors.get(key._replace(name=f"{key.name}.{rank}"))
+        if value is None:
+            return
+        yield value
+
+
+def _put_together(parts: Sequence[Tensor], want: Tensor) -> Tensor | None:
+    """The whole output of the ranks' parts: alike ones once, side by side along one dim."""
+    alone: list[Tensor] = []
+    for part in parts:
+        if part.shape == want.shape:
+            return part.to(want.dtype, copy=True)
+        if not any(part.shape == one.shape and torch.equal(part, one) for one in alone):
+            alone.append(part)
+    for dim in range(want.dim()):
+        if sum(part.shape[dim] for part in alone if part.dim() == want.dim()) == want.shape[dim]:
+            with contextlib.suppress(RuntimeError):
+                whole = torch.cat(alone, dim)
+                return whole if whole.shape == want.shape else None
+    return None
+
+
+def initial(case: Case, kept: Kept) -> Iterator[Row]:
+    """Whether the program starts from the weights that it was given, and holds all of them."""
+    assert kept.holdings is not None
+    for name, p in case.plan.model.model.named_parameters():
+        value, lost = kept.initial.get(name), kept.holdings.missing.get(name, 0)
+        want = p.detach()
+        if lost or value is None:
+            note = f"{lost} of its {p.numel()} elements are on no rank"
+            yield Row("", INITIAL, name, math.inf, 0.0, False, None, note, tuple(p.shape))
+            continue
+        error = float((value - want).norm() / want.norm()) if p.numel() else 0.0
+        note = "" if error == 0 else CHANGED
+        if not error and (error := kept.unlike.get(name, 0.0)):
+            note = UNLIKE
+        yield Row("", INITIAL, name, error, 0.0, error == 0, None, note, tuple(p.shape))
+
+
+def dropped(drops: Drops, kept: Kept) -> Iterator[Row]:
+    """Whether ranks drop wherever the original does."""
+    lost = kept.met.lost(drops)
+    for site in drops.sites:
+        if site in drops.off:
+            continue
+        note = "no rank drops there in training" if site in lost else ""
+        yield Row("", DROPOUT, site, math.inf if note else 0.0, 0.0, not note, None, note)
+
+
+def saved(case: Case, actual: Observation, kept: Kept, told: Sequence[Condition]) -> Iterator[Row]:
+    """Compare what the program saves with what its ranks hold, under the original's names."""
+    if kept.saved is None:
+        return
+    condition = told[-1]
+    last = len(condition.batches) - 1
+    held = {
+        k.name: v
+        for k, v in actual.tensors.items()
+        if k.condition == condition.name
+        and k.step == last
+        and k.kind in ("parameters", "other state")
+    }
+    for name in {**case.plan.model.model.state_dict(), **kept.saved}:
+        want, value = held.get(name), kept.saved.get(name)
+        if name in kept.lost:
+            continue
+        same = want is not None and value is not None and value.shape == want.shape
+        ok = bool(same and value is not None and want is not None and torch.equal(value, want))
+        note = "" if ok else "lost" if value is None else "extra" if want is None else "differs"
+        yield Row(condition.name, SAVED, name, 0.0 if ok else math.inf, 0.0, ok, last, note)

@@ -1,0 +1,456 @@
+"""Dropout of a judged program: its original's masks, at the places that ranks hold of them.
+
+A mask is a function of the seed, the step, the original's module, the call and the place in the
+tensor that the original drops from. Which place that is on a rank is told by values, as layouts of
+parameters are: once, before training, both sides run every batch with nothing dropped, and what a
+rank is about to drop from is looked up in what the original drops from. So rows, heads, words and
+features may be cut in any way, by wrappers, in DTensors or by hand, in any number of microbatches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from schedlang.runtime import scope
+from schedlang.runtime.rng.draws import FUNCTIONS, LOGICAL, illogical, masks, may_draw
+from schedlang.runtime.rng.logical_dropout import Still, Undropped, mixed, name
+
+CLOSE = 1e-9  # of the largest number: what two sides that compute alike may be apart
+MOST = 4096  # numbers of a rank's tensor that are looked up
+MOST_FITS = 64  # places that are tried where numbers are not unique
+BITS = 53
+DROPOUTS = frozenset(
+    {f for f in LOGICAL if "dropout" in name(f)} | {F.scaled_dot_product_attention, *FUNCTIONS}
+)
+
+
+# ---- Where a tensor lies in another one: by its numbers.
+
+
+class Whole:
+    """A tensor in which parts are looked up."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values.detach()
+        self.close = CLOSE * float(self.values.abs().max()) if self.values.numel() else 0.0
+        self._sorted: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def window(self, part: Tensor) -> list[Tensor] | None:
+        """Return by dim the indices that a part has; None where none, or more than one, fits."""
+        shape = self.values.shape
+        if part.dim() != len(shape) or any(p > w for p, w in zip(part.shape, shape)):
+            return None
+        whole = [torch.arange(size) for size in shape]
+        if part.shape == shape and self._fits(part, whole):
+            return whole
+        found = self._looked_up(part)
+        options = [] if found is None else [_filled(one, n) for one, n in zip(found, shape)]
+        fits: list[list[Tensor]] = []
+        for some in itertools.islice(itertools.product(*options), MOST_FITS) if options else ():
+            if self._fits(part, some):
+                fits.append(list(some))
+        return fits[0] if len(fits) == 1 else None
+
+    def _fits(self, part: Tensor, index: Sequence[Tensor]) -> bool:
+        there = self.values[torch.meshgrid(*index, indexing="ij")] if index else self.values
+        gap = (there - part.to(there.dtype)).abs()
+        return not gap.numel() or bool(gap.max() <= self.close)
+
+    def _looked_up(self, part: Tensor) -> list[Tensor] | None:
+        """The index of every slice of a part, -1 where no number tells it; None: they disagree."""
+        if self._sorted is None:
+            values, order = self.values.reshape(-1).sort()
+            apart = torch.full((len(values) + 1,), True)
+            apart[1:-1] = values[1:] - values[:-1] > 4 * self.close
+            self._sorted = values, order, apart[1:] & apart[:-1]
+        values, order, alone = self._sorted
+        flat = part.detach().reshape(-1).to(values.dtype)
+        some = torch.linspace(0, len(flat) - 1, min(len(flat), MOST)).round().long()
+        at = torch.searchsorted(values, flat[some] - 2 * self.close).clamp(max=len(values) - 1)
+        good = alone[at] & ((values[at] - flat[some]).abs() <= self.close)
+        here = torch.unravel_index(some[good], part.shape)
+        there = torch.unravel_index(order[at[good]], self.values.shape)
+        found = []
+        for size, mine, theirs in zip(part.shape, here, there):
+            index = torch.full((size,), -1)
+            index[mine] = theirs
+            if not torch.equal(index[mine], theirs):
+                return None
+            found.append(index)
+        return found
+
+
+def _filled(index: Tensor, size: int) -> list[Tensor]:
+    """The indices that a dim may have, where some are known: as a run with one stride."""
+    count = len(index)
+    known = (index >= 0).nonzero().reshape(-1)
+    if len(known) == count:
+        return [index]
+    steps = torch.arange(count)
+    if len(known) > 1:
+        (a, b), (x, y) = (known[0], known[-1]), (index[known[0]], index[known[-1]])
+        stride = int((y - x) // (b - a))
+        made = [x + (steps - a) * stride]
+    elif len(known):
+        strides = (1, size // count) if size > count else (1,)
+        made = [index[known[0]] + (steps - known[0]) * stride for stride in strides]
+    else:
+        made = [start + steps for start in range(size - count + 1)]
+        made += [start + steps * (size // count) for start in range(size // count)]
+    fits = [one for one in made if int(one.min()) >= 0 and int(one.max()) < size]
+    return list({tuple(one.tolist()): one for one in fits}.values())
+
+
+def placed(part: Tensor, whole: Whole) -> Tensor | None:
+    """The place of each number of a part among those of a whole, whose dims may be joined."""
+    dims, shape = part.dim(), whole.values.shape
+    if dims == len(shape) + 1 and dims > 1:
+        found = placed(part.flatten(0, 1), whole)
+        return None if found is None else found.reshape(part.shape)
+    numbers = torch.arange(shape.numel()).reshape(shape)
+    for view in _VIEWS.get(dims - len(shape), ()):
+        if view is not None and len(shape) < 2:
+            continue
+        seen = whole if view is None else Whole(view(whole.values))
+        window = seen.window(part)
+        if window is not None:
+            there: Tensor = (numbers if view is None else view(numbers))[
+                torch.meshgrid(*window, indexing="ij")
+            ]
+            return there
+    return None
+
+
+# a whole as programs may have laid it: words before rows, both in one dim
+_VIEWS: dict[int, tuple[Callable[[Tensor], Tensor] | None, ...]] = {
+    0: (None, lambda x: x.transpose(0, 1)),
+    -1: (lambda x: x.flatten(0, 1), lambda x: x.transpose(0, 1).flatten(0, 1)),
+}
+
+
+# ---- A dropout: what it is given, and the places of its masks.
+
+
+@dataclass
+class Drop:
+    """A dropout of the original: in which module, the how manyth there, and what it is given."""
+
+    site: str
+    call: int
+    kind: str
+    given: list[Tensor]
+    shape: tuple[int, ...]  # of its mask
+    _wholes: list[Whole] = field(default_factory=list)
+
+    def places(self, kind: str, parts: Sequence[Tensor]) -> Tensor | None:
+        """The places in the mask of what a rank drops from; None if that is no part of it."""
+        if kind != self.kind or len(parts) != len(self.given):
+            return None
+        if not self._wholes:
+            self._wholes = [Whole(one) for one in self.given]
+        if kind == "plain":
+            return placed(parts[0], self._wholes[0])
+        windows = [whole.window(part) for whole, part in zip(self._wholes, parts)]
+        if any(one is None for one in windows):
+            return None
+        first, last = windows[0], windows[-1]
+        assert first is not None and last is not None
+        index = [*first[:-1], last[-2]] if kind == "attention" else first[:2]
+        place = torch.zeros([1] * len(index), dtype=torch.long)
+        for dim, (size, one) in enumerate(zip(self.shape, index)):
+            shape = [-1 if d == dim else 1 for d in range(len(index))]
+            place = place * size + one.reshape(shape)
+        return place
+
+
+def given(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, list[Tensor]]:
+    """The kind of a dropout, and the tensors that tell which part of a mask it needs."""
+    if func in FUNCTIONS:
+        return "recurrent", [args[0] if args[-1] else args[0].transpose(0, 1)]
+    if func is F.scaled_dot_product_attention:
+        words = ("query", "key")
+        return "attention", [args[k] if len(args) > k else kwargs[w] for k, w in enumerate(words)]
+    value = args[0] if args else kwargs["input"]
+    return ("feature" if "feature" in name(func) else "plain"), [value]
+
+
+def mask_shape(kind: str, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """The shape of the mask that a dropout draws for all of these, without trailing dims."""
+    if kind == "attention":
+        return (*tensors[0].shape[:-1], tensors[1].shape[-2])
+    return tuple(tensors[0].shape if kind == "plain" else tensors[0].shape[:2])
+
+
+def _locals(tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    """A rank's own parts; None where they are no parts, but terms of a sum."""
+    if any(p.is_partial() for t in tensors if isinstance(t, DTensor) for p in t.placements):
+        return None
+    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+
+
+# ---- The modes: one notes what the original drops from, one finds parts of it, one drops.
+
+
+class Noting(Undropped):
+    """Drops nothing, and hears of every dropout of a training step."""
+
+    def __init__(self) -> None:
+        super().__init__(Still())
+        self.drops: list[Drop] = []
+        self.others: set[tuple[str, str]] = set()  # (site, function) of other random numbers
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if may_draw(func, kwargs) and trains():
+            if func in DROPOUTS:
+                if masks(func, args, kwargs) and not illogical(func, args, kwargs):
+                    with (
+                        torch.no_grad()
+                    ):  # what autograd keeps is counted, where it is computed again
+                        self.heard(*given(func, args, kwargs))
+            elif func in LOGICAL or illogical(func, args, kwargs):
+                self.others.add((scope.site(), name(func)))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def heard(self, kind: str, tensors: list[Tensor]) -> None:
+        """Note a dropout with a copy of what it is given."""
+        site = scope.site()
+        kept = [one.detach().clone() for one in tensors]
+        self.drops.append(Drop(site, scope.next_call(site), kind, kept, mask_shape(kind, tensors)))
+
+
+def trains() -> bool:
+    """Whether a training step runs here: what evaluates drops nothing."""
+    where = scope.current()
+    return where is not None and not where.evaluation
+
+
+Place = tuple[str, int, "Tensor | None"]  # the original's module, its call, and places in that mask
+
+
+class Asked(Protocol):
+    """Knows a rank's modules."""
+
+    def original_module(self, name: str) -> str | None:
+        """The original's module of a name here."""
+
+    def part_said(self, name: str, whole: Tensor) -> Tensor | None:
+        """The part of a mask that the user says this rank has."""
+
+
+class Finding(Noting):
+    """Finds what a rank drops from among what the original does, with nothing dropped.
+
+    found  by the rank's module, in the order of its calls; None: not a part of anything
+    asked  tells the original's module of a name here, and places that the user tells
+    """
+
+    def __init__(self, drops: Sequence[Drop]) -> None:
+        super().__init__()
+        self.known = drops
+        self.asked: Asked | None = None
+        self.found: dict[str, list[Place | None]] = defaultdict(list)
+
+    def heard(self, kind: str, tensors: list[Tensor]) -> None:
+        """Look a dropout up; what is computed again was looked up before."""
+        site = scope.site()
+        if not computed_again():
+            self.found[site].append(self._place(site, scope.next_call(site), kind, tensors))
+
+    def _place(self, site: str, call: int, kind: str, tensors: list[Tensor]) -> Place | None:
+        assert self.asked is not None
+        own = [drop for drop in self.known if drop.site == self.asked.original_module(site)]
+        for drop in own:
+            whole = torch.arange(math.prod(drop.shape)).reshape(drop.shape)
+            told = self.asked.part_said(site, whole) if drop.call == call % len(own) else None
+            if told is not None:
+                return drop.site, drop.call, told
+        parts = _locals(tensors)
+        if parts is None:
+            return None
+        for some in (own, [drop for drop in self.known if drop not in own]):
+            there = [(d, p) for d in some if (p := d.places(kind, parts)) is not None]
+            same = [one for one in there if one[0].call == call] if len(there) > 1 else there
+            if len(same) == 1:
+                drop, places = same[0]
+                return drop.site, drop.call, places
+        return None
+
+
+class Dropping(Undropped):
+    """Drops by masks that depend on the step, the module, the call and the place.
+
+    off   modules that drop nothing
+    rows  the numbers of the batch's rows that are there, one after the other; None: all
+    """
+
+    def __init__(self, seed: int, off: frozenset[str], rows: Sequence[int] | None = None) -> None:
+        super().__init__(Still())
+        self.seed, self.off, self.rows = seed, off, rows
+        self._drawn: tuple[str, int, Tensor | None] = "", 0, None
+        self._kept = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        on = func in DROPOUTS and trains() and masks(func, args, kwargs)
+        if not on or illogical(func, args, kwargs):
+            return super().__torch_function__(func, types, args, kwargs)
+        drawn = self.next(given(func, args, kwargs)[1])
+        if drawn is None or drawn[0] in self.off:
+            return super().__torch_function__(func, types, args, kwargs)
+        self._drawn, self._kept = drawn, 0
+        return _locally(lambda *a, **k: LOGICAL[func](self, func, *a, **k), args, kwargs)
+
+    def next(self, tensors: Sequence[Tensor]) -> tuple[str, int, Tensor | None] | None:
+        """Tell of which module and call a dropout is, and its places: None is all of them."""
+        site = scope.site()
+        return site, scope.next_call(site), None
+
+    def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
+        """See Draw."""
+        where = scope.current()
+        assert where is not None
+        site, call, places = self._drawn
+        drawn = repr((self.seed, where.moment, site, call, self._kept)).encode()
+        key = int.from_bytes(hashlib.blake2b(drawn, digest_size=8).digest(), "little", signed=True)
+        self._kept += 1  # a recurrent network draws between any two layers
+        if places is None:
+            places = self._of_rows(shape)
+        rest = tuple(shape)[places.dim() :]  # dims of which every rank has all
+        if math.prod(rest) > 1:
+            more = torch.arange(math.prod(rest)).reshape(rest)
+            places = places.reshape(*places.shape, *[1] * len(rest)) * math.prod(rest) + more
+        bits = mixed(places.reshape(tuple(shape)) + 1, torch.tensor(key))
+        return torch.ge(bits, round(p * 2**BITS))
+
+    def _of_rows(self, shape: Sequence[int]) -> Tensor:
+        """All places of a mask, or those of the rows that are there."""
+        each = math.prod(shape)
+        if self.rows is None or not shape or shape[0] % len(self.rows):
+            return torch.arange(each).reshape(tuple(shape))
+        each //= len(self.rows)
+        starts = torch.tensor(list(self.rows)) * each
+        return (starts[:, None] + torch.arange(each)).reshape(tuple(shape))
+
+
+class Placed(Dropping):
+    """Drops on a rank, at the places that were found; `stray`: modules that now draw otherwise."""
+
+    def __init__(self, seed: int, off: frozenset[str]) -> None:
+        super().__init__(seed, off)
+        self.stray: set[str] = set()
+        self._places: Mapping[str, Iterator[Place | None]] = {}
+        self._before: dict[tuple[str, bytes], list[Place | None]] = {}
+
+    def begin(self, places: Mapping[str, Sequence[Place | None]]) -> None:
+        """Begin a step, with the places of its batch."""
+        self._places = {site: iter(found) for site, found in places.items()}
+        self._before = defaultdict(list)
+
+    def next(self, tensors: Sequence[Tensor]) -> tuple[str, int, Tensor | None] | None:
+        """See Dropping; what is computed again is dropped as before, and known by its numbers."""
+        site = scope.site()
+        own = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+        digest = hashlib.blake2b(digest_size=16)
+        for one in own:
+            digest.update(one.detach().contiguous().numpy().tobytes())
+        before = self._before[site, digest.digest()]
+        if computed_again():
+            found = before[0] if len(before) == 1 else ("", 0, None)
+        else:
+            found = next(self._places.get(site, iter(())), ("", 0, None))
+            before.append(found)
+        if found is not None and found[2] is None:
+            self.stray.add(site)
+            return None
+        return found
+
+
+def computed_again() -> bool:
+    """Whether backward runs here: a forward in it is one that was run before."""
+    return torch._C._current_graph_task_id() >= 0
+
+
+def _locally(run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run on this rank's parts of DTensors, and give such a one back."""
+    like = next((a for a in (*args, *kwargs.values()) if isinstance(a, DTensor)), None)
+    if like is None:
+        return run(*args, **kwargs)
+    placements = [Replicate() if p.is_partial() else p for p in like.placements]
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        return value.redistribute(placements=placements).to_local()
+
+    out = run(*map(own, args), **{k: own(v) for k, v in kwargs.items()})
+    last = out.shape[-1] if out.shape[-1] != own(like).shape[-1] else like.shape[-1]
+    shape = torch.Size((*like.shape[:-1], last))  # attention gives as wide rows as its values have
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        out, like.device_mesh, placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+# ---- What both sides drop from, and what of it is known.
+
+
+@dataclass(frozen=True)
+class Drops:
+    """What the original drops from, kept in a folder, and what is not to be dropped.
+
+    numbers  of the batch of a condition's step; its file has that name
+    sites    modules that drop; others: those that draw otherwise, with the function
+    off      modules that drop nothing on both sides
+    """
+
+    folder: str
+    seed: int
+    numbers: Mapping[tuple[str, int], int]
+    sites: tuple[str, ...] = ()
+    others: tuple[tuple[str, str], ...] = ()
+    off: frozenset[str] = frozenset()
+
+    def of(self, number: int) -> list[Drop]:
+        """What the original drops from in a batch."""
+        found: list[Drop] = torch.load(f"{self.folder}/{number}", weights_only=False, mmap=True)
+        return found
+
+
+@dataclass(frozen=True)
+class Met:
+    """What ranks drop from: the original's modules, and their own of which no place is known.
+
+    unknown  by the rank's module that of the original, "?" where its name does not tell it
+    others   modules of ranks that draw random numbers otherwise
+    """
+
+    sites: frozenset[str] = frozenset()
+    unknown: Mapping[str, str] = field(default_factory=dict)
+    others: frozenset[str] = frozenset()
+
+    def off(self, drops: Drops) -> frozenset[str]:
+        """The original's modules that are not to drop, for all of their places must be known."""
+        meant = frozenset(self.unknown.values())
+        return frozenset(drops.sites) if "?" in meant else meant | drops.off
+
+    def lost(self, drops: Drops) -> list[str]:
+        """The original's modules that drop on no rank; none where that cannot be told."""
+        if self.unknown or self.others - {site for site, _ in drops.others}:
+            return []
+        return [site for site in drops.sites if site not in self.sites]
