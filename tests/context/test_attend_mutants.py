@@ -12,8 +12,9 @@ import torch
 from schedlang.runtime.context_parallel import (
     attention,
     local_attention,
-    masks,
+
     ring,
+    token_layout,
 )
 from schedlang.runtime.context_parallel.attention import enough
 from schedlang.runtime.context_parallel.local_attention import Forward
@@ -65,7 +66,7 @@ _near, _shift, _scores, _times = (
     local_attention._scores,
     local_attention._times,
 )
-_places, _of_heads = attention._places, masks.Dropout.of_heads
+_places, _of_heads = attention._places, token_layout.Dropout.of_heads
 
 
 def _sees_more(self: Reach, *args: Any) -> Any:
@@ -127,17 +128,20 @@ MUTANTS: dict[str, Change] = {
     ),
     "what is gathered is not summed": (
         ring,
+    token_layout,
         "scattered",
         lambda packets, counts, group: packets[group.rank],
     ),
     "the gradient of the sum is left out": (
         ring,
+    token_layout,
         "Backward",
         lambda *args: local_attention.Backward(*args[:5], torch.zeros_like(args[5])),
     ),
     "gradients that arrive are not added": (ring, "added", lambda arrived, part: part),
     "members of a team do not weigh what they found": (
         ring,
+    token_layout,
         "shares",
         lambda lse: torch.ones_like(lse),
     ),
@@ -170,8 +174,8 @@ def test_a_mistake_is_found(name: str, late: Threads, monkeypatch: pytest.Monkey
     """At least one case differs from dense attention."""
     owner, attribute, instead = MUTANTS[name]
     monkeypatch.setattr(owner, attribute, instead)
-    masks.wanted.cache_clear()
+    token_layout.wanted.cache_clear()
     try:
         assert any(wrong(case, late) for case in CASES)
     finally:
-        masks.wanted.cache_clear()
+        token_layout.wanted.cache_clear()

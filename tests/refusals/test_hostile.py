@@ -22,8 +22,8 @@ from schedlang.passes.elaborate.record import read_record
 from schedlang.pipeline.schedules import OrderError, read_table
 from schedlang.schedule import Schedule, create_schedule
 from schedlang.verbs.inputs import is_saved
-from tests.refusals.mutants import played
 from tests import forks
+from tests.refusals.mutants import played
 
 HEAD = "schedule 1\nmesh(dp=2)\n"
 

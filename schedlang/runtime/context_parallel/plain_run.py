@@ -21,8 +21,7 @@ from schedlang.runtime.context_parallel.attention_products import PRODUCTS, Line
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.rng.logical_dropout import Alone, Still
 from schedlang.runtime.sequence_pipelining.probe import lines_of
-from schedlang.runtime.sequence_pipelining.trial import Trial
-from schedlang.runtime.sequence_pipelining.trial import tokens_of
+from schedlang.runtime.sequence_pipelining.trial import Trial, tokens_of
 from schedlang.runtime.tracing.loss import loss_of
 
 Outputs = dict[str, Tensor]

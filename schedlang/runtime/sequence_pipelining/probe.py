@@ -15,16 +15,17 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.sequence_pipelining.carry import Place, Watch
 from schedlang.runtime.sequence_pipelining.slices import Slicing, masks_of
-from schedlang.runtime.sequence_pipelining.trial import Outputs
-from schedlang.runtime.sequence_pipelining.trial import Seen
-from schedlang.runtime.sequence_pipelining.trial import Trial
-from schedlang.runtime.sequence_pipelining.trial import forward
-from schedlang.runtime.sequence_pipelining.trial import noted
-from schedlang.runtime.sequence_pipelining.trial import sliced
-from schedlang.runtime.sequence_pipelining.trial import tokens_of
-from schedlang.runtime.sequence_pipelining.trial import watched
-from schedlang.runtime.tracing.meta import hollow_model
-from schedlang.runtime.tracing.meta import without_values
+from schedlang.runtime.sequence_pipelining.trial import (
+    Outputs,
+    Seen,
+    Trial,
+    forward,
+    noted,
+    sliced,
+    tokens_of,
+    watched,
+)
+from schedlang.runtime.tracing.meta import hollow_model, without_values
 
 # ---- Why a model cannot be cut along its sequences: the module that gives a slice something
 # else.
