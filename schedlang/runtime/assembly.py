@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic
+from schedlang.ir.placement import Layout
 from schedlang.pipeline.timeline.versions import is_stale
 from schedlang.runtime.batch import Batch, Part
 from schedlang.runtime.checkpointing.holding import Holding
@@ -136,6 +137,12 @@ class Assembly:
     def buffers(self) -> dict[str, Tensor]:
         """The buffers as they are now: a model may put another tensor in the place of one."""
         return dict(self.module.named_buffers())
+
+    def buffer_holding(self, name: str, shape: Sequence[int]) -> Holding:
+        """Where the value of a buffer that counts lies: every rank has one."""
+        home = self.buffer_homes.get(name)
+        stages = None if home is None else frozenset([home])
+        return Holding(name, Layout.whole(shape), (), self.stage_axis, stages)
 
     def speaks(self, rank: int) -> bool:
         """Return whether a rank is the first of those that see the same rows in the same stage."""

@@ -162,7 +162,7 @@ FEW, MANY = 0xFFDC6841, 0xC466D313
 
 def _boxes(numels: list[int]) -> list[boxes.Boxed]:
     made = torch.Generator().manual_seed(0)
-    return [boxes.whole((f"{k}",), torch.randn(n, generator=made)) for k, n in enumerate(numels)]
+    return [boxes.held_whole((f"{k}",), torch.randn(n, generator=made)) for k, n in enumerate(numels)]
 
 
 SOME = [7, 1 << 19, 130, (1 << 18) + 1, 1 << 18, 1 << 17, 1 << 15, 3, 1]
