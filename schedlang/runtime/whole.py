@@ -275,7 +275,8 @@ def load_state_dict(a: Assembly, state: Mapping[str, Tensor]) -> None:
 def replica_errors(a: Assembly) -> dict[str, float]:
     """Return the greatest relative difference between copies of one part, by parameter.
 
-    Each rank is given the part that it holds as the rank has it that speaks for it.
+    Each rank is given the part that it holds as the rank has it that speaks for it; padding is
+    compared with zeros.
     """
     mesh, own = a.ranks.mesh, _parts(a)
     source, target = {}, {}
@@ -284,7 +285,7 @@ def replica_errors(a: Assembly) -> dict[str, float]:
         lies = one.spread(mesh)
         speak = [rank for rank in range(mesh.world) if one.primary(mesh, rank)]
         source[name], target[name] = (Lying(s, sizes[name]) for s in (lies.on(speak), lies))
-    theirs = {name: part.cpu().clone() for name, part in own.items()}
+    theirs = {name: torch.zeros_like(part, device="cpu") for name, part in own.items()}
     device = wire(a.ranks.device)
     move(source, target, own.__getitem__, theirs.__getitem__, AT_A_TIME, device)
     mine = {}
