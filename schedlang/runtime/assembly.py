@@ -139,7 +139,7 @@ class Assembly:
         return dict(self.module.named_buffers())
 
     def buffer_holding(self, name: str, shape: Sequence[int]) -> Holding:
-        """Where the value of a buffer that counts lies: every rank has one."""
+        """Return where the value of a buffer that counts lies; every rank has one."""
         home = self.buffer_homes.get(name)
         stages = None if home is None else frozenset([home])
         return Holding(name, Layout.whole(shape), (), self.stage_axis, stages)

@@ -51,7 +51,7 @@ def saving(name: str, folder: str) -> Any:
 
 
 def loading(name: str, folder: str) -> Any:
-    """What a program under another layout takes over, and the bytes that it holds of it."""
+    """Load into a program of another layout: its state, and the bytes that this rank holds of it."""
     program = program_under(name, fresh=True)
     program.load(folder)
     held = list(program.assembly.parameters.values())
@@ -88,7 +88,7 @@ def test_no_more_is_read_than_is_held(
 
 
 def in_vain(name: str, folder: str) -> Any:
-    """How a damaged checkpoint is refused, and whether anything has changed."""
+    """Try to load a damaged checkpoint, which changes nothing: the refusal."""
     program = program_under(name, fresh=True)
     before = seen(program)
     with pytest.raises(Refusal) as caught:
@@ -112,7 +112,7 @@ def test_damage_in_what_is_read_for_others(tmp_path: Path, threads: Threads) -> 
 
 
 def from_dcp(folder: str, head: str) -> None:
-    """Weights that another program has saved by torch.distributed.checkpoint."""
+    """Take over weights that another program has saved by torch.distributed.checkpoint."""
     program = program_under("tp2", fresh=True)
     schedlang.transfer(f"{folder}/{head}", program)
     equal(program.state_dict(), dict(gpt2(layers=2).state_dict()))
