@@ -51,7 +51,7 @@ def saving(name: str, folder: str) -> Any:
 
 
 def loading(name: str, folder: str) -> Any:
-    """Load into a program of another layout: its state, and the bytes that this rank holds of it."""
+    """Load into a program of another layout: its state, and the bytes that this rank holds."""
     program = program_under(name, fresh=True)
     program.load(folder)
     held = list(program.assembly.parameters.values())
