@@ -24,7 +24,7 @@ from torch import Tensor
 
 from schedlang.passes.lower.build import build
 from schedlang.runtime.checkpointing import archive, boxes
-from schedlang.runtime.checkpointing.holding import blocks, take
+from schedlang.runtime.checkpointing.holding import take
 from schedlang.runtime.comm import agreement
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.program import Program
@@ -224,6 +224,6 @@ def _of(program: Program, state: Mapping[str, Tensor], rank: int) -> list[boxes.
     for name, holding in a.holdings.items():
         if holding.primary(a.ranks.mesh, rank):
             part = take(state[name], holding, a.ranks.mesh, rank)
-            where = tuple(blocks(holding.segments(a.ranks.mesh, rank), holding.layout.shape))
+            where = holding.part(a.ranks.mesh, rank)
             found.append(boxes.Boxed(("model", name), part, holding.layout.shape, where))
     return found

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic
+from schedlang.ir.placement import Layout
 from schedlang.pipeline.timeline.versions import is_stale
 from schedlang.runtime.batch import Batch, Part
 from schedlang.runtime.checkpointing.holding import Holding
@@ -141,6 +142,12 @@ class Assembly:
     def saved_buffers(self) -> dict[str, Tensor]:
         """Those of the state dict."""
         return {name: buffer for name, buffer in self.buffers.items() if name in self.keys}
+
+    def buffer_holding(self, name: str, shape: Sequence[int]) -> Holding:
+        """Return where the value of a buffer that counts lies; every rank has one."""
+        home = self.buffer_homes.get(name)
+        stages = None if home is None else frozenset([home])
+        return Holding(name, Layout.whole(shape), (), self.stage_axis, stages)
 
     def speaks(self, rank: int) -> bool:
         """Return whether a rank is the first of those that see the same rows in the same stage."""

@@ -478,7 +478,7 @@ class Program:
         been changed.
         """
         whole.load_state_dict(self.assembly, state)
-        self.taken_over()
+        archive.taken(self)
 
     @at_home
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
@@ -493,13 +493,8 @@ class Program:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take over the last checkpoint of a folder, of any layout; see `archive.load`."""
         archive.load(self, path)
-        self.taken_over()
-
-    def taken_over(self) -> None:
-        """Put what was loaded where it lies between steps."""
-        if self.offloaded is not None:
-            self.offloaded.settle(self.optimizer)
 
     def export(self, path: str | os.PathLike[str], model: nn.Module) -> None:
         """Write whole weights as safetensors, for `from_pretrained`; see `export.export`."""
-        export.export(self, path, model)
+        state = whole.state_dict(self.assembly, lambda _: (0,))  # which is the one that writes
+        export.export(self.assembly.ranks.rank, path, model, state)

@@ -13,12 +13,15 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir import pytree
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.batch import Absent, Part, dotted, named_tensors, stack
-from schedlang.runtime.checkpointing.holding import assemble, take
+from schedlang.runtime.checkpointing.holding import AT_A_TIME, assembled, take
+from schedlang.runtime.checkpointing.moments import like_parameter
 from schedlang.runtime.comm import world
 from schedlang.runtime.context_parallel.token_layout import Layout
 from schedlang.runtime.grad_reduction.gradient import local_gradient
-from schedlang.runtime.grad_reduction.zero import reshard
 from schedlang.runtime.lazy_logits.vocab_parallel import ShardedLogits
+from schedlang.runtime.redistribution.carry import move, wire
+from schedlang.runtime.redistribution.route import Lying
+from schedlang.runtime.redistribution.spread import Spread
 from schedlang.runtime.storage.offloaded_gradients import local
 
 # ---- Outputs, and gradients of inputs, of ranks with different tokens put back in order.
@@ -180,18 +183,15 @@ def _from_last(a: Assembly, output: Any) -> Any:
 # Every function here is called by all ranks alike.
 
 
-def _assembled(a: Assembly, part: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
-    return assemble(a.holdings, part, a.ranks)
-
-
-def _parameters(a: Assembly) -> dict[str, Tensor]:
-    return _assembled(a, lambda n: local(a.parameters[n]) if n in a.parameters else None)
+def _parts(a: Assembly) -> dict[str, Tensor]:
+    return {name: local(parameter) for name, parameter in a.parameters.items()}
 
 
 def gradients(a: Assembly) -> dict[str, Tensor]:
     """The whole gradients; one that no rank has is left out."""
-    found = a.parameters
-    return _assembled(a, lambda n: local_gradient(found[n]) if n in found else None)
+    found = {name: local_gradient(parameter) for name, parameter in a.parameters.items()}
+    own = {name: grad for name, grad in found.items() if grad is not None}
+    return assembled(a.holdings, own, a.ranks)
 
 
 def trained(a: Assembly) -> list[str]:
@@ -201,13 +201,14 @@ def trained(a: Assembly) -> list[str]:
     return [name for name in a.holdings if name in union]
 
 
-def state_dict(a: Assembly) -> dict[str, Tensor]:
-    """Parameters and buffers by the original's keys."""
-    found = _parameters(a)
-    found.update(buffers(a))
+def state_dict(
+    a: Assembly, to: Callable[[Spread], Sequence[int]] | None = None
+) -> dict[str, Tensor]:
+    """Parameters and buffers by the original's keys, on all ranks, or on those that `to` says."""
+    found = {**assembled(a.holdings, _parts(a), a.ranks, to), **buffers(a)}
     for names in a.ties:
         found.update({name: found[names[0]] for name in names if names[0] in found})
-    return {key: found[key] for key in a.keys}
+    return {key: found[key] for key in a.keys if to is None or key in found}
 
 
 def buffers(a: Assembly) -> dict[str, Tensor]:
@@ -269,18 +270,29 @@ def load_state_dict(a: Assembly, state: Mapping[str, Tensor]) -> None:
         for name, buffer in a.buffers.items():
             if name in state:
                 buffer.copy_(state[name])
-    reshard(a.sliced)
 
 
 def replica_errors(a: Assembly) -> dict[str, float]:
-    """Return the greatest relative difference between copies of one part, by parameter."""
-    found = _parameters(a)
+    """Return the greatest relative difference between copies of one part, by parameter.
+
+    Each rank is given the part that it holds as the rank has it that speaks for it; padding is
+    compared with zeros.
+    """
+    mesh, own = a.ranks.mesh, _parts(a)
+    source, target = {}, {}
+    sizes = {name: p.itemsize for name, p in a.module.named_parameters()}
+    for name, one in a.holdings.items():
+        lies = one.spread(mesh)
+        speak = [rank for rank in range(mesh.world) if one.primary(mesh, rank)]
+        source[name], target[name] = (Lying(s, sizes[name]) for s in (lies.on(speak), lies))
+    theirs = {name: torch.zeros_like(part, device="cpu") for name, part in own.items()}
+    device = wire(a.ranks.device)
+    move(source, target, own.__getitem__, theirs.__getitem__, AT_A_TIME, device)
     mine = {}
-    for name, parameter in a.parameters.items():
-        part = take(found[name], a.holdings[name], a.ranks.mesh, a.ranks.rank).double()
+    for name, part in theirs.items():
         if part.numel():
-            scale = float(part.abs().max())
-            error = float((local(parameter).cpu().double() - part).abs().max())
+            scale = float(part.double().abs().max())
+            error = float((own[name].cpu().double() - part.double()).abs().max())
             mine[name] = error / scale if scale else error
     everyone = world.gathered(mine)
     return {name: max(found.get(name, 0.0) for found in everyone) for name in a.holdings}
@@ -290,34 +302,24 @@ def optimizer_state(
     a: Assembly, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, dict[str, Any]]:
     """Return the state by parameter name and slot: whole tensors, and numbers as they are."""
-    own: dict[str, Mapping[str, Any]] = {}
-    if optimizer is not None:
-        own = {name: optimizer.state.get(p, {}) for name, p in a.parameters.items()}
-    keys = sorted({key for state in own.values() for key in state})
-    out: dict[str, dict[str, Any]] = {}
-    for key in sorted({key for keys in world.distinct(keys) for key in keys}):
-        for name, value in _slot(a, own, key).items():
-            out.setdefault(name, {})[key] = value
-    return out
-
-
-def _slot(a: Assembly, own: Mapping[str, Mapping[str, Any]], key: str) -> dict[str, Any]:
-    shapes = {name: tuple(local(p).shape) for name, p in a.parameters.items()}
-
-    def part(name: str) -> Tensor | None:
-        value = own.get(name, {}).get(key)
-        value = local(value) if isinstance(value, Tensor) else None
-        return value if value is not None and tuple(value.shape) == shapes[name] else None
-
-    found: dict[str, Any] = dict(_assembled(a, part))
-    plain = {
-        name: state[key].cpu().clone() if isinstance(state[key], Tensor) else state[key]
-        for name, state in own.items()
-        if key in state and part(name) is None
-    }
+    laid: dict[tuple[str, str], Tensor] = {}
+    plain: dict[tuple[str, str], Any] = {}
+    states: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
+    for name, p in a.parameters.items():
+        for key, value in states.get(p, {}).items():
+            if like_parameter(value, p):
+                laid[name, key] = local(value)
+            else:
+                plain[name, key] = value.cpu().clone() if isinstance(value, Tensor) else value
+    keys = sorted({key for told in world.distinct(sorted({k for _, k in laid})) for key in told})
+    holdings = {(name, key): one for key in keys for name, one in a.holdings.items()}
+    found: dict[tuple[str, str], Any] = dict(assembled(holdings, laid, a.ranks))
     for values in reversed(world.distinct(plain)):
         found.update(values)
-    return found
+    out: dict[str, dict[str, Any]] = {}
+    for name, key in sorted(found, key=lambda one: one[1]):
+        out.setdefault(name, {})[key] = found[name, key]
+    return out
 
 
 def input_gradients(

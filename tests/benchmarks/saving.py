@@ -103,7 +103,7 @@ def main() -> None:
         count = max(1, int(asked.mib / mib))
         print(f"\n{count} boxes of {mib:g} MiB")
         each = int(mib * (1 << 18))
-        tensors = [boxes.whole((f"layer{k}",), torch.randn(each)) for k in range(count)]
+        tensors = [boxes.held_whole((f"layer{k}",), torch.randn(each)) for k in range(count)]
         compared(asked.folder / "saving", tensors, asked.turns)
     of_a_program(asked.folder / "saving", asked.layers, asked.turns)
 

@@ -204,16 +204,19 @@ def test_hosts_are_served_by_their_own_backend() -> None:
     assert not any((nccl.queues(cpu), gloo.queues(cpu), nccl.by_host(cpu), gloo.by_host(cpu)))
 
 
-def _assembled() -> tuple[int, int, bool]:
-    """How often ranks meet for all tensors of a model, by sum and by broadcast."""
-    batch, told = models.tokens(), {"all_reduce": 0, "broadcast": 0}
+def _assembled() -> tuple[int, int, int, bool]:
+    """Messages and bytes by which this rank gives others what they lack; sums; is all right?"""
+    batch, told = models.tokens(), {"isend": 0, "all_reduce": 0, "broadcast": 0}
     model = models.gpt2(2)
     program = build(planned(model, "zero(stage=3, over=dp)", "dp=4"), batch, optimizer=sgd)
     plain = {name: getattr(dist, name) for name in told}
+    size = 0
 
     def counted(name: str) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal size
             told[name] += 1
+            size += args[0].nbytes * (name == "isend")
             return plain[name](*args, **kwargs)
 
         return run
@@ -226,12 +229,15 @@ def _assembled() -> tuple[int, int, bool]:
         for name, function in plain.items():
             setattr(dist, name, function)
     same = all(torch.equal(state[key], value) for key, value in model.state_dict().items())
-    return told["all_reduce"], told["broadcast"], same
+    return told["isend"], size, told["all_reduce"] + told["broadcast"], same
 
 
-def test_whole_tensors_need_no_message_of_each_rank(pool: Pool) -> None:
-    """As many sums as the tensors have buckets, bit for bit, and nothing rank by rank."""
-    assert pool.run(_assembled, 4) == [(1, 0, True)] * 4
+def test_whole_tensors_are_sent_once_to_each_rank(pool: Pool) -> None:
+    """A message to each other rank, in it what that one lacks, bit for bit; nothing is summed."""
+    found = pool.run(_assembled, 4)
+    whole = sum(p.nbytes for p in models.gpt2(2).parameters())
+    assert [(count, sums, same) for count, _, sums, same in found] == [(3, 0, True)] * 4
+    assert sum(size for _, size, *_ in found) == 3 * whole
 
 
 def _handed() -> tuple[list[Any], Any, int]:

@@ -162,7 +162,8 @@ FEW, MANY = 0xFFDC6841, 0xC466D313
 
 def _boxes(numels: list[int]) -> list[boxes.Boxed]:
     made = torch.Generator().manual_seed(0)
-    return [boxes.whole((f"{k}",), torch.randn(n, generator=made)) for k, n in enumerate(numels)]
+    drawn = (torch.randn(n, generator=made) for n in numels)
+    return [boxes.held_whole((f"{k}",), values) for k, values in enumerate(drawn)]
 
 
 SOME = [7, 1 << 19, 130, (1 << 18) + 1, 1 << 18, 1 << 17, 1 << 15, 3, 1]

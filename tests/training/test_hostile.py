@@ -286,7 +286,7 @@ def test_changed_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     program = trained()
     program.save(tmp_path / "a")
     before = former(last(tmp_path / "a"), tmp_path / "b")
-    plain = archive.read
+    plain = archive.read_together
 
     def read(*args: Any) -> None:
         plain(*args)
@@ -296,7 +296,7 @@ def test_changed_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         listing.write_bytes(again)
 
     program.load(before)
-    monkeypatch.setattr(archive, "read", read)
+    monkeypatch.setattr(archive, "read_together", read)
     assert "changed while it was read" in unchanged(lambda p: p.load(before))
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.placement import Layout, Uneven
-from schedlang.runtime.checkpointing.holding import Holding, blocks, take
+from schedlang.runtime.checkpointing.holding import Holding, take
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.device import HOST
 from schedlang.runtime.redistribution.carry import AT_ONCE, carry
@@ -133,6 +133,15 @@ def carried(a: Side, b: Side, world: int, bucket: int) -> Any:
     return right, done, found.sent[rank], found.received[rank], int(found.bytes.sum())
 
 
+def fill(whole: torch.Tensor, one: Holding, mesh: Mesh, rank: int, value: bool) -> None:
+    """Set each element that a rank holds, index by index."""
+    index = [
+        [i for run in runs for i in range(run.start, run.start + run.length) if i < size]
+        for runs, size in zip(one.segments(mesh, rank), whole.shape)
+    ]
+    whole.numpy()[np.ix_(*index) if index else ()] = value
+
+
 def fewest(a: Side, b: Side) -> int:
     """The bound, element by element, apart from all that the route uses."""
     total = 0
@@ -142,11 +151,9 @@ def fewest(a: Side, b: Side) -> int:
             if not other.held(b.mesh, place):
                 continue
             wanted = torch.zeros(one.layout.shape, dtype=torch.bool)
-            for box in blocks(other.segments(b.mesh, place), one.layout.shape):
-                box.of_whole(wanted).fill_(True)
+            fill(wanted, other, b.mesh, place, True)
             if rank in a.ranks() and one.held(a.mesh, at):
-                for box in blocks(one.segments(a.mesh, at), one.layout.shape):
-                    box.of_whole(wanted).fill_(False)
+                fill(wanted, one, a.mesh, at, False)
             total += int(wanted.sum()) * dtype_of(k).itemsize
     return total
 

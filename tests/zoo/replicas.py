@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -154,16 +153,22 @@ def overwritten_instead_of_added(patch: Patch, site: Site) -> None:
 @bug("D08", "zero", Operator.SKIP, "odd", row="zero(stage=1")
 def tail_lost(patch: Patch, site: Site) -> None:
     """The last element of a slice is forgotten when parts become a whole."""
-    plain = holding.blocks
+    plain = holding.Holding.spread
 
-    def blocks(segments: Any, shape: Any) -> Any:
-        found = list(plain(segments, shape))
-        held = sum(run.length for run in segments[0]) if segments else 0
-        for block in found:
-            short = bool(shape) and held < shape[0] and block.size[0] > 1 and block is found[-1]
-            yield replace(block, size=(block.size[0] - short, *block.size[1:])) if short else block
+    def shorter(part: Any, rows: int) -> Any:
+        *some, (at, start, length) = part[0] or ((0, 0, 0),)
+        if length < 2 or sum(n for *_, n in part[0]) == rows:
+            return part
+        return (*some, (at, start, length - 1)), *part[1:]
 
-    patch.setattr(holding, "blocks", blocks)
+    def spread(self: Any, *given: Any) -> Any:
+        found = plain(self, *given)
+        if not found.shape:
+            return found
+        parts = tuple(shorter(part, found.shape[0]) for part in found.parts)
+        return holding.Spread(found.shape, parts, found.of)
+
+    patch.setattr(holding.Holding, "spread", spread)
 
 
 @bug("D08b", "zero", Operator.SKIP, "odd", row="zero(stage=1", credit="as D08, in the update")

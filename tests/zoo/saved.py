@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from schedlang.runtime import program, whole
@@ -75,24 +74,16 @@ def second_name_of_a_tie_lost(patch: Patch, site: Site) -> None:
 @bug("S05", "shard", Operator.SLICE, "tp", row="attn.c_attn", credit="Slapo PR#46")
 def saved_as_it_lies(patch: Patch, site: Site) -> None:
     """A fused weight is saved in the order in which ranks hold its parts."""
-    plain = archive.blocks
+    plain = archive.Boxed
 
-    def blocks(segments: Any, shape: Any) -> Any:
-        runs = [
-            (
-                replace(
-                    dim[0],
-                    start=rank() * sum(r.length for r in dim),
-                    length=sum(r.length for r in dim),
-                ),
-            )
-            if len(dim) > 1
-            else dim
-            for dim in segments
-        ]
-        return plain(tuple(runs), shape)
+    def boxed(path: Any, local: Any, shape: Any, part: Any, *speaks: Any) -> Any:
+        def run(cells: Any) -> Any:
+            length = sum(n for *_, n in cells)
+            return ((0, rank() * length, length),) if len(cells) > 1 else cells
 
-    patch.setattr(archive, "blocks", blocks)
+        return plain(path, local, shape, tuple(map(run, part)), *speaks)
+
+    patch.setattr(archive, "Boxed", boxed)
 
 
 @bug("S06", "", Operator.SKIP, "dp", planning=True)

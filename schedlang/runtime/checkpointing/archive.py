@@ -19,20 +19,19 @@ from schedlang.runtime.checkpointing import steps
 from schedlang.runtime.checkpointing.boxes import (
     Boxed,
     indexed,
-    read,
+    read_together,
     read_value,
     reason,
-    whole,
     write,
     zeros,
 )
-from schedlang.runtime.checkpointing.holding import blocks
+from schedlang.runtime.checkpointing.holding import Holding
 from schedlang.runtime.checkpointing.index import DTYPE_NAMES, DTYPES, Index, Unreadable, state_of
 from schedlang.runtime.checkpointing.moments import (
     Moments,
     described,
-    like_parameter,
     misfit,
+    moment_parts,
     named,
     put_back,
     residue_blank,
@@ -189,8 +188,9 @@ def _list(right: Is) -> Is:
 
 
 CONTENTS = ("schedlang",)  # where the small things lie
-_Parts = tuple[list[Boxed], list[Boxed], list[Boxed]]  # model, optimizer's state, compressed sums
-_Found = tuple[dict[str, Any], Moments, _Parts]
+_Model = dict[str, Tensor]  # this rank's parts
+_Moments = dict[tuple[str, str], Tensor]
+_Found = tuple[dict[str, Any], Moments, _Model, _Moments, list[Boxed]]
 PATIENCE = 20.0  # seconds of a load while another job saves and takes old checkpoints away
 
 FAILURES = (OSError, Unreadable)
@@ -219,18 +219,17 @@ def save(program: Program, path: str | os.PathLike[str], keep: int | None = 3) -
         "step": program.step,
         "optimizer": moments.plain(),
         "parameters": {name: list(h.layout.shape) for name, h in a.holdings.items()},
-        "buffers": {name: list(buffer.shape) for name, buffer in a.saved_buffers.items()},
-        "dtypes": _dtypes(program),
+        "buffers": {
+            name: list(buffer.shape) for name, buffer in program.assembly.saved_buffers.items()
+        },
+        "dtypes": dtypes(program),
         "ties": [list(names) for names in a.ties],
         "sums": residue_described(program),
         "loss scale": program.loss_scale.described() if program.loss_scale is not None else None,
     }
     values: dict[tuple[str, ...], Any] = {CONTENTS: contents} if rank == 0 else {}
-    tensors = [
-        *_model_tensors(program),
-        *_moment_tensors(program),
-        *residue_tensors(program),
-    ]
+    tensors = _boxed(program, model_parts(program), moment_parts(program))
+    tensors += residue_tensors(program)
     told = partial(_unwritten, target, f"rank {rank}: " if world > 1 else "")
 
     def fill(folder: Path) -> None:
@@ -263,13 +262,21 @@ def load(program: Program, path: str | os.PathLike[str]) -> None:
             again = missed and _moved(folder, target) and time.monotonic() < end
             if not comm.told_by(0, again):
                 raise
-    contents, told, (model, moments, sums) = found
-    _take_over(program, {one.path[-1]: one.local for one in model})
-    put_back(program, told, {(one.path[-2], one.path[-1]): one.local for one in moments})
+    contents, told, model, moments, sums = found
+    _take_over(program, model)
+    put_back(program, told, moments)
     restore_residue(program, contents.get("sums"), sums)
     if program.loss_scale is not None:
         program.loss_scale.put_back(contents.get("loss scale"))
     program.step = contents["step"]
+    taken(program)
+
+
+def taken(program: Program) -> None:
+    """Put new values where they lie between steps; what was gathered of the old ones goes."""
+    reshard(program.assembly.sliced)
+    if program.offloaded is not None:
+        program.offloaded.settle(program.optimizer)
 
 
 def _last(program: Program, folder: Path) -> tuple[Path, str | None]:
@@ -293,21 +300,35 @@ def _read(program: Program, folder: Path, target: Path, id_: str | None) -> _Fou
 
     before, index, contents = reading(lambda: _contents(target, id_))
     first = comm.told_by(0, index.mark)
+    reading(lambda: _unmoved(target, before, index.mark == first))
     told = Moments(**contents["optimizer"])
     _check(program, contents, told)
-    parts = reading(lambda: _blank(program, contents, told))
-    reading(lambda: read(target, index, [one for some in parts for one in some]))
-    reading(lambda: _unmoved(target, before, index.mark == first))
-    return contents, told, parts
+    model, moments, sums = reading(lambda: _blank(program, contents, told))
+    mesh = program.assembly.ranks.mesh
+    lies = {name: one.spread(mesh) for name, one in program.assembly.holdings.items()}
+    keyed = {f"model.{name}": spread for name, spread in lies.items()}
+    for name in filter(lies.__contains__, told.parts):  # in one order on all ranks
+        keyed |= {f"optim.state.{name}.{key}": lies[name] for key in told.parts[name]}
+    tensors = [*_boxed(program, model, moments), *sums]
+    read_together(target, index, tensors, keyed, partial(_unread, folder, target))
+    reading(lambda: _unmoved(target, before))
+    return contents, told, model, moments, sums
 
 
-def _blank(program: Program, contents: Mapping[str, Any], told: Moments) -> _Parts:
+def _blank(
+    program: Program, contents: Mapping[str, Any], told: Moments
+) -> tuple[_Model, _Moments, list[Boxed]]:
     """Room for this rank's parts: of the model, of the optimizer's state, of compressed sums."""
-    sums = residue_blank(program, contents.get("sums"))
-    return _model_tensors(program, blank=True), _moment_tensors(program, told), sums
+    model = {name: zeros(part.shape, part.dtype) for name, part in model_parts(program).items()}
+    moments = {
+        (name, key): zeros(local(parameter).shape, DTYPES[dtype])
+        for name, parameter in named(program).items()
+        for key, dtype in told.parts.get(name, {}).items()
+    }
+    return model, moments, residue_blank(program, contents.get("sums"))
 
 
-def _unmoved(target: Path, before: tuple[int, ...], same: bool) -> None:
+def _unmoved(target: Path, before: tuple[int, ...], same: bool = True) -> None:
     if not same:
         raise Unreadable("the ranks have read different checkpoints")
     if state_of(target) != before:
@@ -317,60 +338,34 @@ def _unmoved(target: Path, before: tuple[int, ...], same: bool) -> None:
 # -- what there is to save -------------------------------------------------------------------------
 
 
-def _model_tensors(program: Program, blank: bool = False) -> list[Boxed]:
-    """This rank's parts of parameters, and all buffers; `blank`: empty ones on the CPU."""
-    a = program.assembly
-    out = []
-    for name, parameter in a.parameters.items():
-        part = local(parameter)
-        if blank:
-            part = zeros(part.shape, part.dtype)
-        out.append(_part(program, name, ("model", name), part))
-    place = a.ranks.rank
-    for name, buffer in program.assembly.saved_buffers.items():
-        tensor = zeros(buffer.shape, buffer.dtype) if blank else buffer.detach()
-        out.append(whole(("model", name), tensor, speaks=place == _speaker(program, name)))
-    return out
+def model_parts(program: Program) -> dict[str, Tensor]:
+    """This rank's parts of parameters, and all buffers, as they lie: written in place."""
+    parts = {name: local(parameter) for name, parameter in program.assembly.parameters.items()}
+    return parts | {
+        name: buffer.detach() for name, buffer in program.assembly.saved_buffers.items()
+    }
 
 
-def _moment_tensors(program: Program, told: Moments | None = None) -> list[Boxed]:
-    """This rank's parts of the optimizer's state; empty ones of what a checkpoint tells."""
-    out = []
-    for name, parameter in named(program).items():
-        if told is None:
-            state = program.optimizer.state.get(parameter, {}) if program.optimizer else {}
-            parts = {k: local(v) for k, v in state.items() if like_parameter(v, parameter)}
-        else:
-            shape = local(parameter).shape
-            known = told.parts.get(name, {})
-            parts = {key: zeros(shape, DTYPES[dtype]) for key, dtype in known.items()}
-        for key, part in parts.items():
-            out.append(_part(program, name, ("optim", "state", name, key), part))
-    return out
-
-
-def _part(program: Program, name: str, path: tuple[str, ...], tensor: Tensor) -> Boxed:
-    a = program.assembly
-    holding, mesh, rank = a.holdings[name], a.ranks.mesh, a.ranks.rank
-    shape = holding.layout.shape
-    boxes = tuple(blocks(holding.segments(mesh, rank), shape))
-    return Boxed(path, tensor, shape, boxes, holding.primary(mesh, rank))
-
-
-def _speaker(program: Program, name: str) -> int:
-    """The rank that writes a buffer: the first at the place whose value counts."""
-    a = program.assembly
-    home = a.buffer_homes.get(name)
-    if a.stage_axis is None or home is None:
-        return 0
-    mesh, axis = a.ranks.mesh, a.stage_axis
-    return next(rank for rank in range(mesh.world) if mesh.index(rank, axis) == home)
-
-
-def _dtypes(program: Program) -> dict[str, str]:
+def dtypes(program: Program) -> dict[str, str]:
     """The dtypes of all parameters, of this rank's and of others', and of buffers."""
     tensors = {**dict(program.assembly.module.named_parameters()), **program.assembly.saved_buffers}
     return {name: DTYPE_NAMES[t.dtype] for name, t in tensors.items()}
+
+
+def _boxed(program: Program, model: _Model, moments: _Moments) -> list[Boxed]:
+    """These parts as boxes of whole tensors, each written by one of the ranks that hold it."""
+    a = program.assembly
+    mesh, rank = a.ranks.mesh, a.ranks.rank
+
+    def boxed(path: tuple[str, ...], holding: Holding, part: Tensor) -> Boxed:
+        lies, speaks = holding.part(mesh, rank), holding.primary(mesh, rank)
+        return Boxed(path, part, holding.layout.shape, lies, speaks)
+
+    where = {n: a.holdings.get(n) or a.buffer_holding(n, part.shape) for n, part in model.items()}
+    found = [boxed(("model", name), where[name], part) for name, part in model.items()]
+    return found + [
+        boxed(("optim", "state", *key), where[key[0]], part) for key, part in moments.items()
+    ]
 
 
 # -- what is read ----------------------------------------------------------------------------------
@@ -389,9 +384,9 @@ def _check(program: Program, contents: Mapping[str, Any], told: Moments) -> None
     here |= {name: list(buffer.shape) for name, buffer in program.assembly.saved_buffers.items()}
     saved = {**contents["parameters"], **contents["buffers"]}
     _same_names("S634", "the checkpoint does not fit this model", saved, here, SAME_MODEL)
-    dtypes = _dtypes(program)
+    known = dtypes(program)
     for name, shape in here.items():
-        ours, theirs = (dtypes[name], shape), (contents["dtypes"][name], saved[name])
+        ours, theirs = (known[name], shape), (contents["dtypes"][name], saved[name])
         if ours != theirs:
             raise Refusal(
                 Diagnostic(
@@ -441,13 +436,9 @@ def _same_names(
 
 
 def _take_over(program: Program, values: Mapping[str, Tensor]) -> None:
-    a = program.assembly
     with torch.no_grad():
-        for name, parameter in a.parameters.items():
-            local(parameter).copy_(values[name])
-        for name, buffer in program.assembly.saved_buffers.items():
-            buffer.copy_(values[name])
-    reshard(a.sliced)
+        for name, part in model_parts(program).items():
+            part.copy_(values[name])
 
 
 # -- messages --------------------------------------------------------------------------------------

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import io
-import math
 import os
 import pickle
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.utils.serialization import config
 
-from schedlang.runtime.checkpointing.holding import Block
+from schedlang.diagnostics.diagnostic import Diagnostic
 from schedlang.runtime.checkpointing.index import (
     BY_NAME,
     DCPS,
@@ -42,7 +42,22 @@ from schedlang.runtime.checkpointing.index import (
     Unreadable,
     encoded,
 )
-from schedlang.runtime.storage.folder import sync
+from schedlang.runtime.comm import world
+from schedlang.runtime.device import HOST
+from schedlang.runtime.redistribution.carry import move
+from schedlang.runtime.redistribution.route import Lying
+from schedlang.runtime.redistribution.spread import (
+    NOWHERE,
+    Array,
+    Part,
+    Spread,
+    copied,
+    count,
+    overlaps,
+    volumes,
+    whole,
+)
+from schedlang.runtime.storage.folder import sync, together
 
 # The files are those of torch.distributed.checkpoint (DCP), so that its tools read them: in each,
 # one box after the other as `torch.save` writes it, and an index of all.  Written and read by
@@ -62,14 +77,14 @@ class Boxed:
 
     path    its place in the nested dict that DCP's own tools make of a folder
     local   the part, plain; read into in place
-    boxes   where its elements lie in the whole, of size `shape`
+    shape   of the whole; `part`: where the elements of `local` lie in it
     speaks  does this rank write it?
     """
 
     path: Path_
     local: Tensor
     shape: tuple[int, ...]
-    boxes: tuple[Block, ...]
+    part: Part
     speaks: bool = True
 
     @property
@@ -78,11 +93,10 @@ class Boxed:
         return ".".join(self.path)
 
 
-def whole(path: Path_, tensor: Tensor, *, speaks: bool = True) -> Boxed:
+def held_whole(path: Path_, tensor: Tensor, *, speaks: bool = True) -> Boxed:
     """A tensor that every rank holds as it is."""
-    zero, shape = (0,) * tensor.ndim, tuple(tensor.shape)
-    boxes = (Block(zero, zero, shape),) if tensor.numel() else ()
-    return Boxed(path, tensor, shape, boxes, speaks)
+    shape = tuple(tensor.shape)
+    return Boxed(path, tensor, shape, whole(shape), speaks)
 
 
 @contextmanager
@@ -133,9 +147,9 @@ def write(
             done.paths[key] = path
         for tensor in (tensor for tensor in tensors if tensor.speaks):
             boxes = []
-            for box in tensor.boxes:
-                part = _packed(box.of_local(tensor.local))
-                boxes.append(Stored(box.whole, box.size, writer.item(name, part)))
+            for box in overlaps(tensor.part, whole(tensor.shape)):
+                part = _packed(box.of_here(tensor.local))
+                boxes.append(Stored(box.there, box.size, writer.item(name, part)))
             if boxes:
                 kind = DTYPE_NAMES[tensor.local.dtype]
                 done.tensors[tensor.key] = Entry(tensor.shape, kind, tuple(boxes))
@@ -266,22 +280,20 @@ def _info(place: Place) -> _StorageInfo:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A part of a stored box, and the tensor that it goes into."""
-
-    taken: tuple[slice, ...]
-    into: Tensor
+Shared = set[tuple[str, Place]]  # boxes that are not read by each rank that wants some of them
+ALIVE = 64 << 20  # bytes that a rank reads for others before it hands them on, or one box
 
 
-def read(folder: Path, index: Index, tensors: Sequence[Boxed]) -> None:
+def read(
+    folder: Path, index: Index, tensors: Sequence[Boxed], but: Shared | frozenset[Any] = frozenset()
+) -> None:
     """Read the parts of this rank, by itself.  Raises Unreadable or OSError.
 
     Every box that is read is whole and as it was written: its checksum, its dtype, its size.
     """
-    wanted: dict[str, list[tuple[str, Entry, Stored, list[_Piece]]]] = defaultdict(list)
+    wanted: dict[str, list[tuple[Boxed, Entry, Stored]]] = defaultdict(list)
     for tensor in tensors:
-        if not tensor.boxes:
+        if not (size := count(tensor.part)):
             continue
         entry = index.tensors.get(tensor.key)
         if entry is None or entry.shape != tensor.shape:
@@ -289,16 +301,110 @@ def read(folder: Path, index: Index, tensors: Sequence[Boxed]) -> None:
         kind = DTYPE_NAMES[tensor.local.dtype]
         if entry.dtype != kind:
             raise Unreadable(f"`{tensor.key}` is {entry.dtype} in it, but should be {kind}")
-        for box, pieces in _pieces(tensor, entry):
-            wanted[box.place.file].append((tensor.key, entry, box, pieces))
+        common = volumes([box.part for box in entry.boxes], [tensor.part], len(entry.shape))[:, 0]
+        if common.sum() != size:
+            raise Unreadable(f"parts of `{tensor.key}` are not in it")
+        for box in (entry.boxes[k] for k in np.flatnonzero(common)):
+            if (tensor.key, box.place) not in but:
+                wanted[box.place.file].append((tensor, entry, box))
     for name in sorted(wanted):
         with _opened(folder, index, name) as file:
-            for key, entry, box, pieces in sorted(wanted[name], key=lambda one: one[2].place.at):
-                value = _value(file, index, box.place, f"box {_shown(box)} of `{key}`")
-                _check(value, entry, box, key)
+            for tensor, entry, box in sorted(wanted[name], key=lambda one: one[2].place.at):
+                value = _box(file, index, tensor.key, entry, box)
                 with plain_torch():
-                    for piece in pieces:
-                        piece.into.copy_(value[piece.taken])
+                    copied(value, box.part, tensor.local, tensor.part)
+
+
+def read_together(
+    folder: Path,
+    index: Index,
+    tensors: Sequence[Boxed],
+    lies: Mapping[str, Spread],
+    told: Callable[[BaseException], Diagnostic],
+) -> None:
+    """Read the parts of all ranks, who share it: of each file as few bytes as they hold.
+
+    lies   by key where the parts of a tensor are; others each rank reads by itself
+
+    A box of which each rank wants all or nothing is read by those; one that is cut between ranks by
+    one of them, who hands the pieces on.  Raises Refusal on all ranks.
+    """
+    keys = [(set(found), ranks) for found, ranks in world.kinds([one.key for one in tensors])]
+    there = {key: [r for found, ranks in keys if key in found for r in ranks] for key in lies}
+    turns = _turns(index, {key: lies[key].on(ranks) for key, ranks in there.items()}, world.size())
+    but = {
+        (key, box.place) for turn in turns for (key, _), (_, some) in turn.items() for box in some
+    }
+    together(lambda: read(folder, index, tensors, but), told, (Exception,))
+    local = {tensor.key: tensor.local for tensor in tensors}
+    for turn in turns:
+        mine = together(lambda: _mine(folder, index, turn), told, (Exception,))  # noqa: B023
+        item = {name: DTYPES[index.tensors[name[0]].dtype].itemsize for name in turn}
+        move(
+            {name: Lying(spread, item[name]) for name, (spread, _) in turn.items()},
+            {name: Lying(lies[name[0]].on(there[name[0]]), item[name]) for name in turn},
+            mine.__getitem__,
+            lambda name: local[name[0]],
+            ALIVE // 4,
+            HOST,
+            gaps=True,
+        )
+
+
+# by tensor, and which of the boxes that the same rank reads: who reads which boxes
+_Turn = dict[tuple[str, int], tuple[Spread, list[Stored]]]
+
+
+def _turns(index: Index, lies: Mapping[str, Spread], size: int) -> list[_Turn]:
+    """The boxes that are cut between ranks, and who reads them: alike on all ranks, and level."""
+    known: dict[Any, Array] = {}
+    turns: list[_Turn] = []
+    loads, alive = np.zeros(size, np.int64), np.full(size, ALIVE)
+    for key, spread in lies.items():
+        entry = index.tensors.get(key)
+        if entry is None or entry.shape != spread.shape:
+            continue  # who holds a part refuses it
+        parts = tuple(box.part for box in entry.boxes)
+        if (found := known.get((parts, id(spread.parts)))) is None:
+            found = known[parts, id(spread.parts)] = volumes(parts, spread.parts, len(spread.shape))
+        common = found * [len(ranks) > 0 for ranks in spread.holders]
+        sizes = np.array([count(part) for part in parts], np.int64)
+        readers: dict[int, list[int]] = defaultdict(list)
+        for k in np.flatnonzero(((common > 0) & (common < sizes[:, None])).any(1)):
+            ranks = np.concatenate([spread.holders[part] for part in np.flatnonzero(common[k])])
+            reader = int(ranks[loads[ranks].argmin()])
+            readers[reader].append(int(k))
+            loads[reader] += int(sizes[k]) * DTYPES[entry.dtype].itemsize
+        for turn in range(max(map(len, readers.values()), default=0)):
+            some = {rank: boxes[turn] for rank, boxes in readers.items() if turn < len(boxes)}
+            of = np.full(size, NOWHERE, np.int32)
+            of[list(some)] = range(len(some))
+            bytes_ = sizes[list(some.values())] * DTYPES[entry.dtype].itemsize
+            if (alive[list(some)] + bytes_ > ALIVE).any():
+                turns.append({})
+                alive[:] = 0
+            alive[list(some)] += bytes_
+            boxes = [entry.boxes[k] for k in some.values()]
+            source = Spread(entry.shape, tuple(box.part for box in boxes), of)
+            turns[-1][key, turn] = source, boxes
+    return turns
+
+
+def _mine(folder: Path, index: Index, turn: _Turn) -> dict[tuple[str, int], Tensor]:
+    """Read the boxes that this rank hands on."""
+    found, rank = {}, world.rank()
+    for name, (spread, boxes) in turn.items():
+        if spread.of[rank] != NOWHERE:
+            box = boxes[spread.of[rank]]
+            with _opened(folder, index, box.place.file) as file:
+                found[name] = _box(file, index, name[0], index.tensors[name[0]], box)
+    return found
+
+
+def _box(file: IO[bytes], index: Index, key: str, entry: Entry, box: Stored) -> Tensor:
+    value: Tensor = _value(file, index, box.place, f"box {_shown(box)} of `{key}`")
+    _check(value, entry, box, key)
+    return value
 
 
 def read_value(folder: Path, index: Index, path: Path_) -> Any:
@@ -321,28 +427,6 @@ def check_files(folder: Path, index: Index) -> None:
         with _opened(folder, index, name) as file:
             if os.fstat(file.fileno()).st_size < end:
                 raise Unreadable(f"`{name}` ends before its last box does")
-
-
-def _pieces(tensor: Boxed, entry: Entry) -> list[tuple[Stored, list[_Piece]]]:
-    """The stored boxes that overlap the wanted ones: together they are all of these."""
-    found, got = [], 0
-    for box in entry.boxes:
-        pieces = []
-        for want in tensor.boxes:
-            low = [max(a, b) for a, b in zip(box.whole, want.whole)]
-            high = [
-                min(a + n, b + m) for a, n, b, m in zip(box.whole, box.size, want.whole, want.size)
-            ]
-            if all(a < b for a, b in zip(low, high)):
-                taken = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, box.whole))
-                mine = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, want.whole))
-                pieces.append(_Piece(taken, want.of_local(tensor.local)[mine]))
-                got += math.prod(b - a for a, b in zip(low, high))
-        if pieces:
-            found.append((box, pieces))
-    if got != sum(math.prod(box.size) for box in tensor.boxes):
-        raise Unreadable(f"parts of `{tensor.key}` are not in it")
-    return found
 
 
 @contextmanager

@@ -5,25 +5,24 @@ from __future__ import annotations
 import copy
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.comm import world
-from schedlang.runtime.storage.folder import replace_folder
-
-if TYPE_CHECKING:
-    from schedlang.runtime.program import Program
+from schedlang.runtime.storage.folder import replace_folder, together
 
 MARK = "model.safetensors"
 MARKS = (MARK, f"{MARK}.index.json")  # of one file, of several
 MOST = 2**36  # bytes of one file
 
 
-def export(program: Program, path: str | os.PathLike[str], model: nn.Module) -> None:
-    """Write the weights of all ranks under the original's names; all ranks together.
+def export(
+    rank: int, path: str | os.PathLike[str], model: nn.Module, state: dict[str, Tensor]
+) -> None:
+    """Write whole weights, which the first rank has, under the original's names; all together.
 
     `model` is the one that the schedule was made for, and is only read.  A model of transformers is
     written by its own `save_pretrained`, with its configuration and in its files' names, so that
@@ -32,13 +31,13 @@ def export(program: Program, path: str | os.PathLike[str], model: nn.Module) -> 
     until the new folder takes its name, in one move.  Raises Refusal S631, S632, S634 or S638 on
     all ranks, leaving what was at the path as it was.
     """
-    a = program.assembly
-    rank = a.ranks.rank
     target = Path(
         world.told_by(0, os.path.realpath(path))
     )  # a link stays, and what it leads to is new
-    state = program.state_dict()
-    _check(target, state, model)
+    together(
+        lambda: _check(target, state, model) if rank == 0 else None,
+        lambda error: _unwritten(target, str(error)),
+    )
 
     def fill(folder: Path) -> None:
         if rank == 0:

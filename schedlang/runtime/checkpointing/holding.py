@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,8 +15,21 @@ from schedlang.ir.mesh import Mesh
 from schedlang.ir.placement import Layout, Segment
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.ranks import Ranks
-from schedlang.runtime.grad_reduction.gradient import buckets
-from schedlang.runtime.redistribution.spread import NOWHERE, Array, Cell, Part, Spread
+from schedlang.runtime.redistribution.carry import move, wire
+from schedlang.runtime.redistribution.route import Lying
+from schedlang.runtime.redistribution.spread import (
+    NOWHERE,
+    Array,
+    Cell,
+    Part,
+    Spread,
+    copied,
+    everywhere,
+    whole,
+)
+
+K = TypeVar("K")
+AT_A_TIME = 16 << 20  # bytes of a message by which tensors are put together
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,11 @@ class Holding:
         if any(mesh.index_at(here, s.axis) % s.uneven.repeat for s in self.layout.splits):
             return False
         return all(place == 0 for axis, place in here.items() if axis not in splitting)
+
+    def part(self, mesh: Mesh, rank: int) -> Part:
+        """Return the part that a rank holds; padding is none of it."""
+        segments = self.segments(mesh, rank)
+        return tuple(tuple(cells(runs, n)) for runs, n in zip(segments, self.layout.shape))
 
     def spread(self, mesh: Mesh, ranks: Sequence[int] = (), world: int = 0) -> Spread:
         """Return where parts lie in a job; `ranks`: which of its `world` ranks are the mesh's."""
@@ -106,8 +122,7 @@ def _spread(layout: Layout, sliced: tuple[str, ...], mesh: Mesh) -> tuple[tuple[
     numbers: dict[Part, int] = {}
     found = []
     for rank in first.tolist():
-        segments = _segments(layout, sliced, mesh, rank)
-        part = tuple(tuple(cells(runs, n)) for runs, n in zip(segments, layout.shape))
+        part = Holding("", layout, sliced).part(mesh, rank)
         found.append(numbers.setdefault(part, len(numbers)))
     return tuple(numbers), np.array(found, np.int32)[code.reshape(-1)]
 
@@ -129,23 +144,6 @@ def window(runs: tuple[Segment, ...], first: int, last: int) -> Iterator[Segment
         at += run.length
 
 
-@dataclass(frozen=True)
-class Block:
-    """One box of a part: where it lies in the local tensor and in the whole, and its size."""
-
-    local: tuple[int, ...]
-    whole: tuple[int, ...]
-    size: tuple[int, ...]
-
-    def of_local(self, tensor: Tensor) -> Tensor:
-        """The view of this box in the local tensor."""
-        return tensor[tuple(slice(o, o + n) for o, n in zip(self.local, self.size))]
-
-    def of_whole(self, tensor: Tensor) -> Tensor:
-        """The view of this box in the whole tensor."""
-        return tensor[tuple(slice(o, o + n) for o, n in zip(self.whole, self.size))]
-
-
 def cells(runs: tuple[Segment, ...], size: int) -> Iterator[Cell]:
     """The runs of one dim that are within its true size: in the part, in the whole, how long."""
     at = 0
@@ -156,93 +154,52 @@ def cells(runs: tuple[Segment, ...], size: int) -> Iterator[Cell]:
         at += run.length
 
 
-def blocks(segments: tuple[tuple[Segment, ...], ...], shape: tuple[int, ...]) -> Iterator[Block]:
-    """The boxes of a part; what lies beyond the true shape (padding) is left out."""
-    rows = [list(cells(runs, size)) for runs, size in zip(segments, shape)]
-    return box_blocks(rows)
-
-
-def box_blocks(part: Sequence[Sequence[Cell]]) -> Iterator[Block]:
-    """The boxes that the cells of each dim make up."""
-    for cell in itertools.product(*part):
-        yield Block(*(tuple(c[k] for c in cell) for k in range(3)))
-
-
-def take(whole: Tensor, holding: Holding, mesh: Mesh, rank: int) -> Tensor:
+def take(value: Tensor, holding: Holding, mesh: Mesh, rank: int) -> Tensor:
     """This rank's part of a whole tensor, a new tensor; padding is zero."""
-    segments = holding.segments(mesh, rank)
-    part = whole.new_zeros([sum(run.length for run in runs) for runs in segments])
-    for block in blocks(segments, tuple(whole.shape)):
-        block.of_local(part).copy_(block.of_whole(whole))
+    part = value.new_zeros(holding.local_shape(mesh, rank))
+    copied(value, whole(value.shape), part, holding.part(mesh, rank))
     return part
 
 
-def put(part: Tensor, whole: Tensor, holding: Holding, mesh: Mesh, rank: int) -> None:
+def put(part: Tensor, into: Tensor, holding: Holding, mesh: Mesh, rank: int) -> None:
     """Write a rank's part into the whole."""
-    for block in blocks(holding.segments(mesh, rank), tuple(whole.shape)):
-        block.of_whole(whole).copy_(block.of_local(part))
+    copied(part, holding.part(mesh, rank), into, whole(into.shape))
 
 
 def cleaned(part: Tensor, holding: Holding, mesh: Mesh, rank: int) -> Tensor:
     """A rank's part with zeros wherever it is padded."""
     if holding.layout.padded == holding.layout.shape:
         return part
-    made = torch.zeros_like(part)
-    for block in blocks(holding.segments(mesh, rank), holding.layout.shape):
-        block.of_local(made).copy_(block.of_local(part))
+    made, at = torch.zeros_like(part), holding.part(mesh, rank)
+    copied(part, at, made, at)
     return made
 
 
-def assemble(
-    holdings: Mapping[str, Holding], local: Callable[[str], Tensor | None], ranks: Ranks
-) -> dict[str, Tensor]:
-    """Whole tensors, on the CPU of every rank, from the parts that each rank has.
+def assembled(
+    holdings: Mapping[K, Holding],
+    own: Mapping[K, Tensor],
+    ranks: Ranks,
+    to: Callable[[Spread], Sequence[int]] | None = None,
+) -> dict[K, Tensor]:
+    """Whole tensors, on the CPU of all ranks or of some, from the parts that ranks have.
 
-    A tensor of which no part exists anywhere is left out.  Some tensors at a time are laid out
-    whole, with zeros for what other ranks speak for, and their bits are added up over the world:
-    as many messages as the tensors need, however many ranks there are.
+    own   this rank's parts; a tensor of which no rank has one is left out, gaps are zeros
+    to    says of each tensor who is to have it; None: all
     """
-    mesh, rank = ranks.mesh, ranks.rank
-    if mesh.world == 1:
-        return {n: _alone(h, t, mesh) for n, h in holdings.items() if (t := local(n)) is not None}
-    speaks = [name for name, holding in holdings.items() if holding.primary(mesh, rank)]
-    own = {name: part.detach() for name in speaks if (part := local(name)) is not None}
-    told: dict[str, torch.dtype] = {}
-    for one in world.distinct({name: part.dtype for name, part in own.items()}):
-        told.update(one)
-    names = [name for name in holdings if name in told]
-    sizes = [(math.prod(holdings[n].layout.shape) * told[n].itemsize, None) for n in names]
-    whole: dict[str, Tensor] = {}
-    with torch._C.DisableTorchFunction():  # what is passed on is no part of any arithmetic
-        for bucket in buckets(sizes):
-            some = {names[k]: sizes[k][0] for k in bucket}
-            flat = torch.zeros(sum(map(_words, some.values())), dtype=torch.int64)
-            views = dict(zip(some, torch.split(flat, [_words(size) for size in some.values()])))
-            made = {
-                n: views[n].view(torch.uint8)[:size].view(told[n]).view(holdings[n].layout.shape)
-                for n, size in some.items()
-            }
-            for name in some.keys() & own.keys():
-                put(own[name].cpu(), made[name], holdings[name], mesh, rank)
-            flat.copy_(_added(flat, ranks))
-            whole.update(made if len(made) == 1 else {n: one.clone() for n, one in made.items()})
-    return {name: whole[name] for name in names}
-
-
-def _words(size: int) -> int:
-    """Return the number of words of eight bytes that hold so many bytes."""
-    return -(-size // 8)
-
-
-def _added(flat: Tensor, ranks: Ranks) -> Tensor:
-    """The sum over all ranks, of which one at most has bits that are not zero: those bits."""
-    sent = flat.to(ranks.device)
-    if sent.numel():
-        world.all_reduce(sent, ranks.world.group)
-    return sent.cpu()
-
-
-def _alone(holding: Holding, part: Tensor, mesh: Mesh) -> Tensor:
-    whole = torch.zeros(holding.layout.shape, dtype=part.dtype)
-    put(part.detach().cpu(), whole, holding, mesh, 0)
-    return whole
+    every, mesh = range(ranks.mesh.world), ranks.mesh
+    told = world.kinds({name: part.dtype for name, part in own.items()})
+    dtypes = {name: dtype for found, _ in told for name, dtype in found.items()}
+    source, target, made = {}, {}, {}
+    for name in (name for name in holdings if name in dtypes):
+        lies, dtype = holdings[name].spread(mesh), dtypes[name]
+        there = [rank for found, some in told if name in found for rank in some]
+        wanted = to(lies) if to is not None else every
+        source[name] = Lying(lies.on(there), dtype.itemsize)
+        target[name] = Lying(everywhere(lies.shape, wanted, mesh.world), dtype.itemsize)
+        if ranks.rank in wanted:
+            with torch._C.DisableTorchFunction():  # nothing here is part of any arithmetic
+                made[name] = torch.zeros(lies.shape, dtype=dtype)
+    mine = {name: part.detach() for name, part in own.items()}
+    device = wire(ranks.device)
+    move(source, target, mine.__getitem__, made.__getitem__, AT_A_TIME, device, gaps=True)
+    return made

@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from schedlang.runtime.redistribution.spread import Part, box_part
+
 # ---- The checksum of a stored box.
 # The CRC-32 of sums of its words, as quick as memory is read.
 #
@@ -167,6 +169,11 @@ class Stored:
     whole: tuple[int, ...]
     size: tuple[int, ...]
     place: Place
+
+    @property
+    def part(self) -> Part:
+        """The part of the tensor that it is."""
+        return box_part(self.whole, self.size)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, quoted
-from schedlang.runtime.checkpointing.boxes import Boxed, whole, zeros
-from schedlang.runtime.checkpointing.holding import Block, blocks
+from schedlang.runtime.checkpointing.boxes import Boxed, held_whole, zeros
 from schedlang.runtime.checkpointing.index import DTYPE_NAMES, DTYPES
 from schedlang.runtime.comm import world
 from schedlang.runtime.storage.folder import together
@@ -87,6 +86,17 @@ def named(program: Program) -> dict[str, nn.Parameter]:
 def like_parameter(value: Any, parameter: nn.Parameter) -> TypeGuard[Tensor]:
     """Return whether a value of the optimizer's state lies as the parameter does."""
     return isinstance(value, Tensor) and local(value).shape == local(parameter).shape
+
+
+def moment_parts(program: Program) -> dict[tuple[str, str], Tensor]:
+    """This rank's parts of the optimizer's state, by parameter and key."""
+    states: Mapping[Any, Any] = {} if program.optimizer is None else program.optimizer.state
+    return {
+        (name, key): local(value)
+        for name, parameter in named(program).items()
+        for key, value in states.get(parameter, {}).items()
+        if like_parameter(value, parameter)
+    }
 
 
 def put_back(program: Program, told: Moments, parts: Mapping[tuple[str, str], Tensor]) -> None:
@@ -290,7 +300,7 @@ def residue_tensors(program: Program) -> list[Boxed]:
         if memory.q is not None:
             path = (*STARTS, f"{name} {_part(program, name)}")
             speaks = _speaks(program, name) and _place(program) == 0
-            found.append(whole(path, memory.q, speaks=speaks))
+            found.append(held_whole(path, memory.q, speaks=speaks))
     return found
 
 
@@ -311,7 +321,7 @@ def residue_blank(program: Program, told: Told | None) -> list[Boxed]:
         start = f"{name} {_part(program, name)}"
         size, kind = told["starts"].get(start, ((0, 0), ""))
         if c.codec.kind == "powersgd" and size[1] == c.codec.rank:
-            found.append(whole((*STARTS, start), zeros(size, DTYPES[kind])))
+            found.append(held_whole((*STARTS, start), zeros(size, DTYPES[kind])))
     return found
 
 
@@ -343,14 +353,10 @@ def _errors(
     a = program.assembly
     holding, mesh, rank = a.holdings[name], a.ranks.mesh, a.ranks.rank
     shape = holding.layout.shape
-    inner = list(blocks(holding.segments(mesh, rank), shape))
-    boxes = tuple(
-        Block((at, *b.local), (place, *b.whole), (1, *b.size))
-        for at, place in enumerate(places)
-        for b in inner
-    )
+    at = tuple((at, place, 1) for at, place in enumerate(places))
+    part = (at, *holding.part(mesh, rank))
     lies = held.reshape(len(places), *local(a.parameters[name]).shape)
-    return Boxed((*ERRORS, name), lies, (count, *shape), boxes, _speaks(program, name))
+    return Boxed((*ERRORS, name), lies, (count, *shape), part, _speaks(program, name))
 
 
 def _place(program: Program) -> int:

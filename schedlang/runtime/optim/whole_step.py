@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.checkpointing.holding import Holding, assemble, take
+from schedlang.runtime.checkpointing.holding import Holding, assembled, take
 from schedlang.runtime.checkpointing.moments import laid, like_parameter
+from schedlang.runtime.comm import world
 from schedlang.runtime.comm.ranks import Ranks
 from schedlang.runtime.device import on_accelerator
 from schedlang.runtime.grad_reduction.gradient import local_gradient
@@ -152,6 +153,7 @@ def _as_list(group: dict[str, Any]) -> bool:
 # anything else (rows and columns of Adafactor's) is the same on all of its ranks.
 
 
+_VALUE, _GRAD = " value", " gradient"  # beside keys of an optimizer's state
 AT_ONCE = 2**24  # elements that are whole at a time, or one parameter
 
 
@@ -188,23 +190,25 @@ class WholeStep:
     def _step_whole(self, optimizer: torch.optim.Optimizer | None, names: list[str]) -> None:
         held = {n: self.parameters[n] for n in names if n in self.parameters}
         states: Mapping[Any, dict[str, Any]] = {} if optimizer is None else optimizer.state
-        values = self._whole(names, lambda n: local(held[n]) if n in held else None)
-        grads = self._whole(names, lambda n: local_gradient(held[n]) if n in held else None)
-        keys = sorted({key for p in held.values() for key in states.get(p, {})})
-        slots = {
-            key: self._whole(names, lambda n, k=key: _part(held, states, n, k))
-            for key in self._everyones(keys)
-        }
+        own = {(name, _VALUE): local(p) for name, p in held.items()}
+        for name, p in held.items():
+            if (grad := local_gradient(p)) is not None:
+                own[name, _GRAD] = grad
+            for key, value in states.get(p, {}).items():
+                if like_parameter(value, p):
+                    own[name, key] = local(value)
+        found = self._whole(names, own)
         if optimizer is None:
             return
         wholes: dict[int, nn.Parameter] = {}
         for name, parameter in held.items():
-            if name not in grads:
+            device = local(parameter).device
+            mine = {key: value.to(device) for (n, key), value in found.items() if n == name}
+            whole, grad = nn.Parameter(mine.pop(_VALUE)), mine.pop(_GRAD, None)
+            if grad is None:
                 continue
-            whole = wholes[id(parameter)] = nn.Parameter(values[name].to(local(parameter).device))
-            whole.grad = grads[name].to(whole.device)
-            state = dict(states.get(parameter, {}))
-            state.update({k: s[name].to(whole.device) for k, s in slots.items() if name in s})
+            wholes[id(parameter)], whole.grad = whole, grad
+            state = {**states.get(parameter, {}), **mine}
             if state:
                 optimizer.state[whole] = state
         step_on(optimizer, wholes)
@@ -228,25 +232,13 @@ class WholeStep:
                 for key, value in state.items()
             }
 
-    def _whole(self, names: Sequence[str], part: Any) -> dict[str, Tensor]:
-        some = {name: self.holdings[name] for name in names}
-        return assemble(some, part, self.ranks)
-
-    def _everyones(self, keys: Sequence[str]) -> list[str]:
-        """Keys of state that some rank has."""
-        from schedlang.runtime.comm import world
-
-        return sorted({k for some in world.distinct(list(keys)) for k in some})
-
-
-def _part(
-    held: Mapping[str, nn.Parameter], states: Mapping[Any, dict[str, Any]], name: str, key: str
-) -> Tensor | None:
-    """A rank's part of state that lies as its parameter does."""
-    if name not in held:
-        return None
-    value = states.get(held[name], {}).get(key)
-    return local(value) if like_parameter(value, held[name]) else None
+    def _whole(
+        self, names: Sequence[str], own: Mapping[tuple[str, str], Tensor]
+    ) -> dict[tuple[str, str], Tensor]:
+        """Put them together on the ranks that hold a part."""
+        keys = {key for some in world.distinct(sorted({k for _, k in own})) for key in some}
+        some = {(name, key): self.holdings[name] for key in sorted(keys) for name in names}
+        return assembled(some, own, self.ranks, lambda spread: spread.held)
 
 
 def step_on(optimizer: torch.optim.Optimizer, stands_for: Mapping[int, nn.Parameter]) -> None:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from schedlang.runtime import device as devices
 from schedlang.runtime.comm import world
-from schedlang.runtime.redistribution.route import Kind, Route
-from schedlang.runtime.redistribution.spread import NOWHERE, Overlap, overlaps
+from schedlang.runtime.redistribution.route import Kind, Lying, Route, kinds_of, route
+from schedlang.runtime.redistribution.spread import NOWHERE, Overlap, copied, overlaps
 
 ALIGNED = 16  # bytes of the widest element: buckets are cut between elements of any kind
 AT_ONCE = 2  # buckets each way that are packed or on their way
-Local = Callable[[str], Tensor]  # this rank's part of a tensor, written in place
+Local = Callable[[Any], Tensor]  # this rank's part of a tensor, written in place
 
 
 def bucket_size(asked: int) -> int:
@@ -55,14 +57,10 @@ class _Stretch:
                 size = math.prod(box.size)
                 start, stop = max(at - first, 0), min(end - first, size)
                 if start < stop:
-                    corner = box.here if sends else box.there
-                    yield from _run(_view(tensor, corner, box.size), start, stop)
+                    view = box.of_here(tensor) if sends else box.of_there(tensor)
+                    yield from _run(view, start, stop)
                 first += size
             low = number * self.each + end
-
-
-def _view(tensor: Tensor, corner: Sequence[int], size: Sequence[int]) -> Tensor:
-    return tensor[tuple(slice(at, at + n) for at, n in zip(corner, size))]
 
 
 def _run(view: Tensor, low: int, high: int) -> Iterator[Tensor]:
@@ -122,6 +120,33 @@ class Carried:
     messages: int = 0
     copied: int = 0
     most: int = 0  # bytes of buckets that were alive at once
+
+
+def wire(home: torch.device) -> torch.device:
+    """Return where buckets of what lies there are: on the host where messages go from there."""
+    kind = world.here().backends.get(home.type, "gloo")
+    return devices.HOST if kind == "gloo" else home
+
+
+def move(
+    source: Mapping[Any, Lying],
+    target: Mapping[Any, Lying],
+    here: Local,
+    there: Local,
+    bucket: int,
+    device: torch.device,
+    gaps: bool = False,
+) -> tuple[Route, Carried]:
+    """Give all tensors of one layout to another; all ranks of the world together.
+
+    `here` and `there` give this rank's parts by name; of what nobody holds nothing comes, where
+    there may be gaps.  Raises Unmet.
+    """
+    ours = world.here()
+    found = route(kinds_of(source, target), ours.size, gaps)
+    make = ours.on_host if devices.on_host(device) else ours.made
+    group = make([tuple(range(ours.size))], "transfer") if len(found.kind) else None
+    return found, carry(found, ours.rank, here, there, bucket_size(bucket), group, device)
 
 
 def carry(
@@ -236,8 +261,7 @@ def _within(route: Route, rank: int, source: Local, target: Local, done: Carried
         a, b = int(kind.source.of[rank]), int(kind.target.of[rank])
         if NOWHERE in (a, b):
             continue
-        for box in overlaps(kind.source.parts[a], kind.target.parts[b]):
-            for name in kind.names:
-                view = _view(target(name), box.there, box.size)
-                view.copy_(_view(source(name), box.here, box.size))
-                done.copied += view.numel() * kind.itemsize
+        for name in kind.names:
+            done.copied += copied(
+                source(name), kind.source.parts[a], target(name), kind.target.parts[b]
+            )

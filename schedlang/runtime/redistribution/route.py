@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,7 @@ class Lying:
 class Kind:
     """Tensors that lie alike, before and after."""
 
-    names: tuple[str, ...]
+    names: tuple[Any, ...]
     source: Spread
     target: Spread
     itemsize: int
@@ -98,9 +99,9 @@ def _summed(places: Array, values: Array, count: int) -> Array:
     return found
 
 
-def kinds_of(a: Mapping[str, Lying], b: Mapping[str, Lying]) -> tuple[Kind, ...]:
+def kinds_of(a: Mapping[Any, Lying], b: Mapping[Any, Lying]) -> tuple[Kind, ...]:
     """The tensors of `b`, by how they lie here and there; wide elements first."""
-    names: dict[tuple[object, ...], list[str]] = {}
+    names: dict[tuple[object, ...], list[Any]] = {}
     keys: dict[int, object] = {}
     for name, to in b.items():
         at = a[name]
@@ -115,8 +116,11 @@ def kinds_of(a: Mapping[str, Lying], b: Mapping[str, Lying]) -> tuple[Kind, ...]
     return tuple(sorted(found, key=lambda kind: -kind.itemsize))
 
 
-def route(kinds: Sequence[Kind], world: int) -> Route:
-    """Whom each rank gets what from.  Raises Unmet where a part is held by nobody."""
+def route(kinds: Sequence[Kind], world: int, gaps: bool = False) -> Route:
+    """Whom each rank gets what from.
+
+    Raises Unmet where parts overlap, or are held by nobody though there may be no gaps.
+    """
     known: dict[tuple[int, int], Array] = {}
     bound, loads = np.zeros(world, np.int64), np.zeros(world, np.int64)
     found: list[list[Array]] = [[np.zeros(0, np.int64)] for _ in range(5)]
@@ -128,7 +132,7 @@ def route(kinds: Sequence[Kind], world: int) -> Route:
         if key not in known:
             known[key] = volumes(kind.source.parts, kind.target.parts, len(kind.source.shape))
         common = known[key]
-        _check(kind, common)
+        _check(kind, common, gaps)
         part, receiver, wanted = _wanted(kind, common)
         np.add.at(bound, receiver, wanted * kind.itemsize)
         columns = _levelled(kind, part, receiver, wanted, loads)
@@ -142,13 +146,13 @@ def _copies(spread: Spread) -> int:
     return max((len(ranks) for ranks in spread.holders), default=0)
 
 
-def _check(kind: Kind, common: Array) -> None:
+def _check(kind: Kind, common: Array, gaps: bool) -> None:
     """Refuse wanted parts that held ones do not make up, each element once."""
     a, b = kind.source, kind.target
     held = np.array([len(ranks) > 0 for ranks in a.holders], bool)
     wanted = np.array([len(ranks) > 0 for ranks in b.holders], bool)
     there = common[held].sum(0)
-    odd = wanted & (there != b.sizes)
+    odd = wanted & (there > b.sizes if gaps else there != b.sizes)
     if odd.any():
         raise Unmet(kind.names[0], bool((there[odd] < b.sizes[odd]).any()))
 

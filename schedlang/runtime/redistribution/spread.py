@@ -1,4 +1,8 @@
-"""Spread: where the boxes of tensors lie, as distinct parts and the ranks that hold each."""
+"""Spread: where the boxes of tensors lie, as distinct parts and the ranks that hold each.
+
+All that is saved, loaded, put together or handed on is copied from one part into another by the
+boxes that the two have in common: a whole tensor is a part, a box in a file, a rank's slice.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 Cell = tuple[int, int, int]  # of one dim: where it begins in the part, in the whole; its length
 Part = tuple[tuple[Cell, ...], ...]  # for each dim its cells: the part is their product
@@ -34,6 +39,17 @@ class Spread:
         """Two spreads of one key lie alike."""
         return self.shape, self.parts, self.of.tobytes()
 
+    def on(self, ranks: Sequence[int]) -> Spread:
+        """The same on these ranks only."""
+        of = np.full_like(self.of, NOWHERE)
+        of[list(ranks)] = self.of[list(ranks)]
+        return Spread(self.shape, self.parts, of)
+
+    @cached_property
+    def held(self) -> Array:
+        """The ranks that hold a part."""
+        return np.flatnonzero(self.of != NOWHERE)
+
     @cached_property
     def holders(self) -> list[Array]:
         """The ranks that hold each part, rising."""
@@ -44,8 +60,12 @@ class Spread:
     @cached_property
     def sizes(self) -> Array:
         """The number of elements in each part."""
-        found = [math.prod(sum(n for *_, n in cells) for cells in part) for part in self.parts]
-        return np.array(found, np.int64)
+        return np.array([count(part) for part in self.parts], np.int64)
+
+
+def count(part: Part) -> int:
+    """The number of elements in a part."""
+    return math.prod(sum(n for *_, n in cells) for cells in part)
 
 
 def everywhere(shape: Sequence[int], ranks: Sequence[int], world: int) -> Spread:
@@ -57,7 +77,12 @@ def everywhere(shape: Sequence[int], ranks: Sequence[int], world: int) -> Spread
 
 def whole(shape: Sequence[int]) -> Part:
     """The part that is all of a tensor."""
-    return tuple(((0, 0, size),) if size else () for size in shape)
+    return box_part((0,) * len(shape), shape)
+
+
+def box_part(corner: Sequence[int], size: Sequence[int]) -> Part:
+    """The part that is one box of a tensor."""
+    return tuple(((0, at, n),) if n else () for at, n in zip(corner, size))
 
 
 def volumes(a: Sequence[Part], b: Sequence[Part], dims: int) -> Array:
@@ -104,6 +129,14 @@ class Overlap:
     there: tuple[int, ...]
     size: tuple[int, ...]
 
+    def of_here(self, tensor: Tensor) -> Tensor:
+        """The view of this box in the first part."""
+        return tensor[tuple(slice(at, at + n) for at, n in zip(self.here, self.size))]
+
+    def of_there(self, tensor: Tensor) -> Tensor:
+        """The view of this box in the second part."""
+        return tensor[tuple(slice(at, at + n) for at, n in zip(self.there, self.size))]
+
 
 def overlaps(a: Part, b: Part) -> Iterator[Overlap]:
     """All boxes that two parts have in common, in the order of the whole."""
@@ -118,3 +151,13 @@ def overlaps(a: Part, b: Part) -> Iterator[Overlap]:
         dims.append(sorted(found))
     for cells in itertools.product(*dims):
         yield Overlap(*(tuple(cell[k] for cell in cells) for k in (1, 2, 3)))
+
+
+def copied(source: Tensor, a: Part, target: Tensor, b: Part) -> int:
+    """Copy what two parts have in common from one into the other; the bytes of it."""
+    size = 0
+    for box in overlaps(a, b):
+        view = box.of_there(target)
+        view.copy_(box.of_here(source))
+        size += view.nbytes
+    return size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of
 from schedlang.ir.mesh import Mesh
-from schedlang.ir.placement import Layout, Segment, joined
+from schedlang.ir.placement import Segment, joined
+from schedlang.runtime.checkpointing import archive
 from schedlang.runtime.checkpointing.holding import Holding, cells, window
 from schedlang.runtime.checkpointing.index import DTYPE_NAMES, DTYPES
-from schedlang.runtime.checkpointing.moments import Moments, like_parameter, named
-from schedlang.runtime.grad_reduction.zero import reshard
+from schedlang.runtime.checkpointing.moments import Moments, moment_parts, named
+from schedlang.runtime.comm import world as comm
 from schedlang.runtime.program import Program
 from schedlang.runtime.redistribution.route import Lying
 from schedlang.runtime.redistribution.spread import NOWHERE, Part, Spread, whole
@@ -49,7 +50,7 @@ class Tensors:
 class ToldProgram:
     """A program: its mesh, where every parameter lies; the same on each of its ranks.
 
-    buffers   name -> shape; `homes`: the place along `axis` whose value of a buffer counts
+    buffers   where the values that count lie; each rank has one
     ranks     of the job, in the order of the mesh
     """
 
@@ -57,28 +58,20 @@ class ToldProgram:
     views: tuple[tuple[str, tuple[str, ...]], ...]
     ranks: tuple[int, ...]
     holdings: tuple[Holding, ...]
-    buffers: tuple[tuple[str, tuple[int, ...]], ...]
-    homes: tuple[tuple[str, int], ...]
-    axis: str | None
+    buffers: tuple[Holding, ...]
     dtypes: tuple[tuple[str, str], ...]
     ties: tuple[tuple[str, ...], ...]
 
     def tensors(self, world: int, *, takes: bool) -> Tensors:
         """Parameters as they are held; of buffers, which all ranks have, copies that count."""
-        mesh, homes = Mesh(self.axes, self.views), dict(self.homes)
-        kinds = dict(self.dtypes)
-        lying = {}
-        for one in self.holdings:
-            lying[one.name] = Lying(one.spread(mesh, self.ranks, world), size_of(kinds[one.name]))
-        for name, shape in self.buffers:
-            home = None if takes else homes.get(name)
-            stages = None if home is None else frozenset([home])
-            one = Holding(name, Layout.whole(shape), (), self.axis, stages)
-            lying[name] = Lying(one.spread(mesh, self.ranks, world), size_of(kinds[name]))
-        also = {other: names[0] for names in self.ties for other in names[1:]}
-        return Tensors(
-            lying, kinds, {n: first for n, first in also.items() if first in lying}, True
-        )
+        mesh, kinds = Mesh(self.axes, self.views), dict(self.dtypes)
+        buffers = [replace(one, stages=None) for one in self.buffers] if takes else self.buffers
+        lying = {
+            one.name: Lying(one.spread(mesh, self.ranks, world), size_of(kinds[one.name]))
+            for one in (*self.holdings, *buffers)
+        }
+        also = {o: names[0] for names in self.ties for o in names[1:] if names[0] in lying}
+        return Tensors(lying, kinds, also, True)
 
 
 def size_of(dtype: str) -> int:
@@ -96,35 +89,24 @@ class ProgramEnd:
     def told(self) -> ToldProgram:
         """Return what all ranks are told of the program."""
         a = self.program.assembly
-        buffers = {n: tuple(t.shape) for n, t in a.saved_buffers.items()}
-        kinds = {**dict(a.module.named_parameters()), **a.saved_buffers}
+        buffers = a.saved_buffers.items()
         return ToldProgram(
             a.ranks.mesh.axes,
             a.ranks.mesh.views,
             tuple(a.ranks.world.members),
             tuple(a.holdings.values()),
-            tuple(buffers.items()),
-            tuple((n, home) for n, home in a.buffer_homes.items() if n in buffers),
-            a.stage_axis,
-            tuple((name, DTYPE_NAMES[kinds[name].dtype]) for name in (*a.holdings, *buffers)),
+            tuple(a.buffer_holding(name, buffer.shape) for name, buffer in buffers),
+            tuple(archive.dtypes(self.program).items()),
             a.ties,
         )
 
     def local(self) -> dict[str, Tensor]:
         """This rank's parts, written in place."""
-        a = self.program.assembly
-        own = {n: local(p) for n, p in a.parameters.items()}
-        return {**own, **{name: buffer.detach() for name, buffer in a.saved_buffers.items()}}
+        return archive.model_parts(self.program)
 
     def moments(self) -> dict[str, Tensor]:
         """This rank's parts of the optimizer's state, by `moment`."""
-        found, optimizer = {}, self.program.optimizer
-        for name, parameter in named(self.program).items():
-            state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
-            for key, value in state.items():
-                if like_parameter(value, parameter):
-                    found[moment(name, key)] = local(value)
-        return found
+        return {moment(*key): part for key, part in moment_parts(self.program).items()}
 
     def blank(self, told: Moments) -> dict[tuple[str, str], Tensor]:
         """Room for parts of an optimizer's state, laid as the parameters are."""
@@ -136,8 +118,8 @@ class ProgramEnd:
 
     def taken(self) -> None:
         """New values are there: what was gathered or moved of the old ones is let go."""
-        reshard(self.program.assembly.sliced)
-        self.program.taken_over()
+        with comm.within(self.program.assembly.ranks.world.part):
+            archive.taken(self.program)
 
 
 def moment(name: str, key: str) -> str:

@@ -29,8 +29,8 @@ from schedlang.runtime.checkpointing.moments import Moments, described, put_back
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.comm.agreement import checksum
 from schedlang.runtime.program import Program
-from schedlang.runtime.redistribution.carry import Carried, bucket_size, carry
-from schedlang.runtime.redistribution.route import Lying, Route, Unmet, kinds_of, route
+from schedlang.runtime.redistribution.carry import Carried, bucket_size, move, wire
+from schedlang.runtime.redistribution.route import Lying, Route, Unmet, route
 from schedlang.runtime.storage.folder import together
 from schedlang.runtime.storage.offloaded_gradients import local
 from schedlang.runtime.transfer.ends import (
@@ -166,7 +166,7 @@ class _Ends:
             sides[1],
             optimizer,
             changed_only,
-            bucket_size(bucket_bytes),
+            bucket_bytes,
             _wire({kind for each, _ in everyone for kind in each[2]}, ends),
             before.pop() if len(before) == 1 else None,
         )
@@ -192,29 +192,22 @@ class _Ends:
         if self.changed_only and self.before:
             changed = self._changed(digests, names)
             moved = {name: one for name, one in moved.items() if name in changed}
-        world = comm.here()
         wanted = {name: self.target.lying[name] for name in moved}
         try:
-            found = route(kinds_of(moved, wanted), world.size)
+            found, done = move(
+                moved,
+                wanted,
+                lambda name: here[names[name]],
+                there.__getitem__,
+                self.bucket,
+                self.device,
+            )
         except Unmet as odd:
             raise _unmet(odd) from None
-        every = [tuple(range(world.size))]
-        on_host = devices.on_host(self.device)
-        make = world.on_host if on_host else world.made
-        group = make(every, "transfer") if len(found.kind) else None
-        done = carry(
-            found,
-            world.rank,
-            lambda name: here[names[name]],
-            there.__getitem__,
-            self.bucket,
-            group,
-            self.device,
-        )
         self._finish(told, laid)
         if self.changed_only:
             self._remember(digests, there, moved)
-        return _told(found, done, self.bucket, len(names) - len(moved))
+        return _told(found, done, bucket_size(self.bucket), len(names) - len(moved))
 
     def _moments(self, names: dict[str, str]) -> tuple[Moments, dict[tuple[str, str], Tensor]]:
         """Return what `a`'s optimizer knows, and room for it in `b`; add its names to `names`."""
@@ -436,9 +429,8 @@ def _unmet(odd: Unmet) -> Refusal:
 
 def _wire(kinds: set[str], ends: Sequence[End | None]) -> torch.device:
     """Return where buckets lie: on the accelerator where tensors do, if messages go from there."""
-    backends = comm.here().backends
     for kind in sorted(kinds):
-        if kind != devices.HOST.type and backends.get(kind, "gloo") != "gloo":
+        if wire(torch.device(kind)) != devices.HOST:
             own = [t.device for end in ends if end is not None for t in end.local().values()]
             mine = next((one for one in own if one.type == kind), None)
             return mine if mine is not None else comm.here().home(torch.device(kind))
@@ -460,14 +452,13 @@ def _read(a: Any, b: object, optimizer: bool, bucket: int) -> Transferred:
         module = b.assembly.module if isinstance(b, Program) else b
         prefix = str(getattr(module, "base_model_prefix", ""))
         path = Path(os.path.realpath(a))
-        folder = together(lambda: opened(path, prefix), partial(_unread, path), (Exception,))
+        folder = together(
+            lambda: opened(path, prefix, ends.bucket), partial(_unread, path), (Exception,)
+        )
         names = _matched(tensors_of(folder, world.size), ends.target)
         local = end.local() if end is not None else {}
-        done.copied = together(
-            lambda: fill(folder, names, ends.target, local, world.rank, ends.bucket),
-            partial(_unread, path),
-            (Exception,),
-        )
+        told = partial(_unread, path)
+        done.copied = fill(folder, names, ends.target, local, world.rank, told)
         if end is not None:
             end.taken()
     none = route((), world.size)
