@@ -127,20 +127,17 @@ MUTANTS: dict[str, Change] = {
     ),
     "what is gathered is not summed": (
         ring,
-        token_layout,
         "scattered",
         lambda packets, counts, group: packets[group.rank],
     ),
     "the gradient of the sum is left out": (
         ring,
-        token_layout,
         "Backward",
         lambda *args: local_attention.Backward(*args[:5], torch.zeros_like(args[5])),
     ),
     "gradients that arrive are not added": (ring, "added", lambda arrived, part: part),
     "members of a team do not weigh what they found": (
         ring,
-        token_layout,
         "shares",
         lambda lse: torch.ones_like(lse),
     ),

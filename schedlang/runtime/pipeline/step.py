@@ -273,7 +273,7 @@ def _detached(output: Any, keep: bool) -> Any:
     """The output without history; logits that were never needed are computed for whoever looks."""
 
     def made(leaf: Any) -> Any:
-        leaf = leaf.computed() if isinstance(leaf, LazyLogits) else leaf
+        leaf = leaf.whole() if isinstance(leaf, LazyLogits) else leaf
         return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
     if not keep:
