@@ -128,9 +128,13 @@ class Forks:
                 stdin=theirs,
                 stdout=subprocess.DEVNULL,
                 cwd=Path(__file__).parents[1],
+                env={**os.environ, **dict.fromkeys(THREADS, "1")},
                 start_new_session=True,
             )
 
+
+# libraries start threads as they are imported, which a fork would not have
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 FORKS = Forks()
 

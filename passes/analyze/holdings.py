@@ -1,4 +1,4 @@
-"""Where parts of parameters lie, how often they are gathered, and the sums of their gradients."""
+"""Holdings: places of parts of parameters, how often they are gathered, sums of gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is compared of a judged program beside what every observation has, and how outputs join."""
+"""Rows of a judged program beside those of every observation, and the joining of its outputs."""
 
 from __future__ import annotations
 

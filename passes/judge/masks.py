@@ -412,7 +412,7 @@ def _locally(run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
 @dataclass(frozen=True)
 class Drops:
-    """What the original drops from, kept in a folder, and what is not to be dropped.
+    """Tensors that the original drops from, kept in a folder, and those not to be dropped.
 
     numbers  of the batch of a condition's step; its file has that name
     sites    modules that drop; others: those that draw otherwise, with the function
@@ -427,14 +427,14 @@ class Drops:
     off: frozenset[str] = frozenset()
 
     def of(self, number: int) -> list[Drop]:
-        """What the original drops from in a batch."""
+        """Read what the original drops from in a batch."""
         found: list[Drop] = torch.load(f"{self.folder}/{number}", weights_only=False, mmap=True)
         return found
 
 
 @dataclass(frozen=True)
 class Met:
-    """What ranks drop from: the original's modules, and their own of which no place is known.
+    """Tensors that ranks drop from: the original's modules, and their own of unknown place.
 
     unknown  by the rank's module that of the original, "?" where its name does not tell it
     others   modules of ranks that draw random numbers otherwise

@@ -1,4 +1,4 @@
-"""Where a judged program begins to differ: the first module whose output, or gradient, is wrong.
+"""Find where a judged program begins to differ: the first module with a wrong output or gradient.
 
 The original and the program run one step on one batch, with a hook on every module. What a module
 of a rank returns is looked up by its numbers in what the original's returns, as dropout is; terms
@@ -26,7 +26,7 @@ OF_LOSS = "the loss"
 
 @dataclass
 class Seen:
-    """What a call of a module returns, and the gradient that comes back to it; by float tensor."""
+    """Outputs of a call of a module, and the gradient that comes back to it; by float tensor."""
 
     outputs: list[Tensor]
     gradients: dict[int, Tensor] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Part:
-    """What one call on a rank gives: where it lies in the original's, or None."""
+    """Result of one call on a rank: where it lies in the original's, or None."""
 
     rank: int
     frame: Frame
@@ -267,7 +267,7 @@ def _backward(
 
 
 def _factor(got: Tensor, want: Tensor) -> float:
-    """By what a gradient is multiplied, if a third of its numbers agree on that."""
+    """Return the factor of a gradient, if a third of its numbers agree on that."""
     there = want.abs() > 1e-6 * want.abs().max()
     ratios = got[there] / want[there]
     middle = float(ratios.median())

@@ -140,7 +140,7 @@ class Assembly:
 
     @property
     def saved_buffers(self) -> dict[str, Tensor]:
-        """Those of the state dict."""
+        """Buffers of the state dict."""
         return {name: buffer for name, buffer in self.buffers.items() if name in self.keys}
 
     def buffer_holding(self, name: str, shape: Sequence[int]) -> Holding:

@@ -35,4 +35,4 @@ def test_the_program_equals_its_original(name) -> None:
     assert report.ok, str(report)
     assert not any("its part of the whole" in gap.condition for gap in report.gaps), report.gaps
     drops = {row.name for row in report.rows if row.kind == "dropout"}
-    assert len(drops) == (0 if name.startswith(("decoder", "llama3")) else 2), drops
+    assert len(drops) == (0 if name.startswith(("decoder", "llama3", "qwen3_moe")) else 2), drops

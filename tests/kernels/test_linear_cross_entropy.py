@@ -98,9 +98,9 @@ def _without_a_class(z):
 def test_losses_of_lazy_logits(name, monkeypatch):
     """Loss and gradients are torch's, in chunks of three rows; computed whole only if they must."""
     computed = []
-    plain = LazyLogits.computed
+    plain = LazyLogits.whole
     noting = lambda self: [computed.append(self.real is None), plain(self)][1]  # noqa: E731
-    monkeypatch.setattr(LazyLogits, "computed", noting)
+    monkeypatch.setattr(LazyLogits, "whole", noting)
     loss = (LOSSES | WHOLE)[name]
     x, weight, bias = given()
     expected = loss(F.linear(x, weight, bias))

@@ -41,6 +41,7 @@ LIBRARIES = {
     "kernels/sharding.py": {"tensor"},
     "passes/judge/layouts.py": {"tensor"},  # what programs of others hold
     "passes/judge/subject.py": {"tensor"},
+    "passes/judge/masks.py": {"tensor"},
 }
 # stands below the runtime, and asks torchrun's own store before there is a world
 STORES = {"diagnostics/told_once.py"}
@@ -146,6 +147,7 @@ def _two_jobs(path: str) -> list[int]:
         del program, ranks
         agreement.leave()
     agreement.join_locally(rank, 2, f"{path}/last")
+    comm.barrier()  # a rank that has joined may end before the other has
     gc.collect()
     return [*found, len(comm._worlds)]
 

@@ -9,20 +9,23 @@ import torch
 from torch import Tensor
 
 from schedlang.kernels import grouped
+from schedlang.kernels.flex_attention import Query
 from schedlang.runtime.kernel_injection import attention_adapters, expert_kernel
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.place import running_program
 
 
 def _attending(patch: Patch, change: Any) -> None:
-    """While a program runs, attention is asked for with `change(arguments)`."""
+    """While a program runs, attention is asked for by the rule `change(rule)`."""
     at_work = running_program(patch, "train_step", "eval_step")
 
     for name, plain in list(attention_adapters.ATTENTIONS.items()):
 
-        def attend(*given: Any, _plain: Any = plain) -> Tensor:
+        def attend(query: Query, *given: Any, _plain: Any = plain) -> Tensor:
             # before a program runs a copy is probed, and would be found out
-            result: Tensor = _plain(*(change(given) if at_work() is not None else given))
+            if at_work() is not None:
+                query = replace(query, rule=change(query.rule))
+            result: Tensor = _plain(query, *given)
             return result
 
         patch.setitem(attention_adapters.ATTENTIONS, name, attend)  # type: ignore[arg-type]
@@ -31,13 +34,13 @@ def _attending(patch: Patch, change: Any) -> None:
 @bug("F30", "replace_kernel", Operator.ARGUMENT, "attending by flex")
 def cap_forgotten(patch: Patch, site: Site) -> None:
     """The kernel that replaces attention does not cap its scores."""
-    _attending(patch, lambda given: (*given[:3], replace(given[3], cap=0.0), *given[4:]))
+    _attending(patch, lambda rule: replace(rule, cap=0.0))
 
 
 @bug("F31", "replace_kernel", Operator.CONSTANT, "attending by flex")
 def default_scale(patch: Patch, site: Site) -> None:
     """The kernel scales by the size of a head where the model has a scale of its own."""
-    _attending(patch, lambda given: (*given[:3], replace(given[3], scale=None), *given[4:]))
+    _attending(patch, lambda rule: replace(rule, scale=None))
 
 
 @bug("F32", "replace_kernel", Operator.SLICE, "grouped")

@@ -17,7 +17,6 @@ def model() -> Qwen3MoeForCausalLM:
         num_experts=4,
         num_experts_per_tok=2,
         norm_topk_prob=True,
-        attention_dropout=0.1,
         use_cache=False,
     )
     config._experts_implementation = "batched_mm"  # grouped_mm knows no float64
