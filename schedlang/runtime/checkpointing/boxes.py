@@ -148,7 +148,7 @@ def write(
         for tensor in (tensor for tensor in tensors if tensor.speaks):
             boxes = []
             for box in overlaps(tensor.part, whole(tensor.shape)):
-                part = _packed(box.of_here(tensor.local))
+                part = _packed(box.view(tensor.local, box.here))
                 boxes.append(Stored(box.there, box.size, writer.item(name, part)))
             if boxes:
                 kind = DTYPE_NAMES[tensor.local.dtype]

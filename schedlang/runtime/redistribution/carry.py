@@ -57,7 +57,7 @@ class _Stretch:
                 size = math.prod(box.size)
                 start, stop = max(at - first, 0), min(end - first, size)
                 if start < stop:
-                    view = box.of_here(tensor) if sends else box.of_there(tensor)
+                    view = box.view(tensor, box.here if sends else box.there)
                     yield from _run(view, start, stop)
                 first += size
             low = number * self.each + end

@@ -77,7 +77,7 @@ def everywhere(shape: Sequence[int], ranks: Sequence[int], world: int) -> Spread
 
 def whole(shape: Sequence[int]) -> Part:
     """The part that is all of a tensor."""
-    return box_part((0,) * len(shape), shape)
+    return tuple(((0, 0, n),) if n else () for n in shape)
 
 
 def box_part(corner: Sequence[int], size: Sequence[int]) -> Part:
@@ -129,13 +129,9 @@ class Overlap:
     there: tuple[int, ...]
     size: tuple[int, ...]
 
-    def of_here(self, tensor: Tensor) -> Tensor:
-        """The view of this box in the first part."""
-        return tensor[tuple(slice(at, at + n) for at, n in zip(self.here, self.size))]
-
-    def of_there(self, tensor: Tensor) -> Tensor:
-        """The view of this box in the second part."""
-        return tensor[tuple(slice(at, at + n) for at, n in zip(self.there, self.size))]
+    def view(self, tensor: Tensor, corner: tuple[int, ...]) -> Tensor:
+        """Return this box of a part, where it begins at `corner`: `here` or `there`."""
+        return tensor[tuple(slice(at, at + n) for at, n in zip(corner, self.size))]
 
 
 def overlaps(a: Part, b: Part) -> Iterator[Overlap]:
@@ -157,7 +153,7 @@ def copied(source: Tensor, a: Part, target: Tensor, b: Part) -> int:
     """Copy what two parts have in common from one into the other; the bytes of it."""
     size = 0
     for box in overlaps(a, b):
-        view = box.of_there(target)
-        view.copy_(box.of_here(source))
+        view = box.view(target, box.there)
+        view.copy_(box.view(source, box.here))
         size += view.nbytes
     return size

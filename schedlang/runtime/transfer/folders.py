@@ -133,7 +133,7 @@ class Safetensors:
                     low = [o + c for o, c in zip(box.here, corner)]
                     span = tuple(slice(o, o + n) for o, n in zip(low, box.size))
                     found = stored[span] if span else self._files[name].get_tensor(name)
-                    box.of_there(local).copy_(found)
+                    box.view(local, box.there).copy_(found)
 
 
 Folder = Checkpoint | Safetensors
