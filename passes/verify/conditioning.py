@@ -15,6 +15,7 @@ from functools import cache
 from itertools import combinations
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,8 +53,9 @@ class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._generator = torch.Generator().manual_seed(seed)
-        self._signs = 1.0 - 2.0 * torch.randint(2, (_POOL,), generator=self._generator)
+        # not by torch, whose draws are refused where those of a model are replaced
+        self._generator = np.random.default_rng(seed)
+        self._signs = torch.from_numpy(1.0 - 2.0 * self._generator.integers(2, size=_POOL))
         self._steps: dict[tuple[torch.dtype, float], Tensor] = {}
         self._places = random.Random(seed)
 
@@ -87,7 +89,7 @@ class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._steps[key] = (self._signs * unit).to(like.dtype)
         steps = self._steps[key]
         if count > _POOL // 2:
-            steps = steps[torch.randint(_POOL, (count,), generator=self._generator)]
+            steps = steps[torch.from_numpy(self._generator.integers(_POOL, size=count))]
         first = self._places.randrange(len(steps) - count + 1)
         return steps[first : first + count].view(like.shape)
 

@@ -79,7 +79,6 @@ NEVER = {  # why they refuse nothing
     "Program.grad_norm": "a number",
     "Waiting.dp_rank": "a number",
     "Waiting.dp_size": "a number",
-    "Program.taken_over": "what was loaded was looked at before",
     "Program.gradients": "tells what is there",
     "Program.input_gradients": "tells what is there",
     "Program.trained": "tells names",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from schedlang.passes.verify.conditioning import LEAST, Bounds, Nudged, bound, quantile
 from schedlang.passes.verify.observe import Key, Observation, conditions, observe
@@ -411,3 +412,19 @@ def test_what_cannot_be_told() -> None:
     assert bound([*[one] * 8, one * math.inf], 1e-6) is None
     told = bound([one] * 9, 1e-6)
     assert told is not None and told.norm == pytest.approx(math.sqrt(3), rel=0.01)
+
+
+class _WithoutDraws(TorchFunctionMode):
+    """A mode that refuses every draw of torch's, as the one that replaces a model's does."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.randint, torch.rand, torch.randn), func
+        return func(*args, **(kwargs or {}))
+
+
+def test_roundings_of_large_tensors_are_no_draws_of_the_model() -> None:
+    """Where more numbers are moved than signs are kept, they are drawn unseen by modes."""
+    plain = torch.full((300, 300), 1.1).sin()
+    with _WithoutDraws(), Nudged(0):
+        moved = torch.full((300, 300), 1.1).sin()
+    assert 0 < (moved - plain).abs().max() < 1e-6
