@@ -147,7 +147,7 @@ def _two_jobs(path: str) -> list[int]:
         del program, ranks
         agreement.leave()
     agreement.join_locally(rank, 2, f"{path}/last")
-    comm.barrier()  # a rank that has joined may end before the other has
+    dist.barrier()  # torch's, for ours makes a world: a rank that has joined may end first
     gc.collect()
     return [*found, len(comm._worlds)]
 
