@@ -40,7 +40,7 @@ from schedlang.report import Row
 from schedlang.runtime.activation_memory.quantized import noting
 from schedlang.runtime.batch import called
 from schedlang.runtime.float64 import Float64, as_float64, widened
-from schedlang.runtime.launch.pool import Pool
+from schedlang.runtime.launch.pool import Pool, threads_of_ranks
 from schedlang.runtime.modes import ModeOrFactory, ambient
 from schedlang.runtime.moe.choices import Choices
 from schedlang.runtime.program import Program
@@ -107,8 +107,9 @@ class Rounded:
     def _run(self, draw: int) -> Observation:
         """The original in the working dtype, under the casts of the plan."""
         working, nudged = self.working, Nudged(draw) if draw else nullcontext()
+        threads = threads_of_ranks(working.plan.mesh.world)
         first = [replace(condition, batches=working.batches) for condition in self.told[:1]]
-        with ambient(dropout_of(working), Choices(self.exact.choices)), nudged:
+        with ambient(dropout_of(working), Choices(self.exact.choices)), nudged, threads:
             return observe(lambda condition: sequential(working, condition, cast=True), first)
 
 
@@ -119,6 +120,7 @@ def bounds_of(
     *,
     autocast: torch.dtype | None = None,
     modes: Sequence[ModeOrFactory] = (),
+    ranks: int = 1,
 ) -> Bounds:
     """Tell the bounds of each tensor of any program that trains a model in a low dtype.
 
@@ -126,6 +128,7 @@ def bounds_of(
     told      training runs on batches in the dtype that the program is given
     autocast  what operators compute in, where that is another dtype
     modes     what the program runs under, such as no dropout
+    ranks     of the program, on this machine: the model takes as many threads as one of them
     Against the model in float64 from the same weights: the program need not run in it.
     """
 
@@ -145,7 +148,7 @@ def bounds_of(
     wide = [replace(one, batches=tuple(map(widened, map(dict, one.batches)))) for one in told]
 
     def run(draw: int) -> Observation:
-        with Nudged(draw) if draw else nullcontext():
+        with threads_of_ranks(ranks), Nudged(draw) if draw else nullcontext():
             return seen(model, told)
 
     return Bounds(seen(as_float64(model), wide, Float64()), run)

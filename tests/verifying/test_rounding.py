@@ -211,3 +211,37 @@ def test_where_nothing_is_tipped_nothing_is_said(threads: Threads) -> None:
     report = _report(threads)
     assert report.ok and not any(row.note == TIPPED for row in report.rows)
     assert "in fewer bits" not in dict(report.facts)
+
+
+# -- sums whose chains are as long as threads are few ----------------------------------------------
+
+
+class Series(nn.Module):
+    """The gradients of a norm are sums over many tokens, each thread a part of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.up(self.norm(x)).tanh())
+        return (y - x.roll(1, 0)).square().mean()
+
+
+@pytest.mark.parametrize("threads", [1, 8])
+def test_the_original_shares_its_sums_as_ranks_do(threads: int, pool: Pool) -> None:
+    """With more threads than a rank it would be more exact, and its bounds too tight."""
+    plan = planned(Series(), "up shard(col, over=tp)\ndown shard(row, over=tp)", "tp=2")
+    batches = tuple({"x": _normal(k, 2**15, 16)} for k in range(2))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        report = prove(Case(plan, batches, dtype="float32"), pool=pool)
+    finally:
+        torch.set_num_threads(before)
+    assert report.ok, str(report)
+
+
+def _normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

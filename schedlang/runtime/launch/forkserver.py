@@ -353,7 +353,7 @@ def _join(rank: int, world: int, store: str, threads: int) -> None:
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     # all ranks are local: names of the machine need not resolve
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    torch.set_num_threads(max(1, threads // world))
+    torch.set_num_threads(threads)
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
     agreement.join_locally(rank, world, store)

@@ -215,7 +215,7 @@ class Pool:
             self._jobs += 1
             store = self._scratch / f"store{self._jobs}"
             setup: dict[str, Any] = {"path": sys.path, "files": self.files, "store": str(store)}
-            setup |= {"environ": dict(environ or {}), "threads": _threads()}
+            setup |= {"environ": dict(environ or {}), "threads": threads_each(world)}
             try:
                 self._grow(world, job, blob)
                 for rank in self._ranks[:world]:
@@ -347,14 +347,31 @@ def _watching() -> Iterator[None]:
         limit.watching = before
 
 
-def _threads() -> int:
-    """The threads that all ranks share: as many as torch takes here.
+def threads_each(world: int) -> int:
+    """The threads of each of so many ranks here: together as many as torch takes.
 
     A world of one then takes just as many, and sums in the same order: the gradient of a norm
     differs in its last bit between numbers of threads.
     """
     torch = sys.modules.get("torch")
-    return int(torch.get_num_threads()) if torch else os.cpu_count() or 1
+    threads = int(torch.get_num_threads()) if torch else os.cpu_count() or 1
+    return max(1, threads // world)
+
+
+@contextmanager
+def threads_of_ranks(world: int) -> Iterator[None]:
+    """Compute with as many threads as each of so many ranks has.
+
+    The more threads share a sum, the shorter its chains of roundings, and the less its error.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads_each(world))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def modules_of(blob: bytes) -> tuple[str, ...]:
