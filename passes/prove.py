@@ -30,6 +30,7 @@ from schedlang.passes.verify.asked import (
 )
 from schedlang.passes.verify.changed import changed_rows
 from schedlang.passes.verify.compare import compare
+from schedlang.passes.verify.conditioning import MAGNIFIED
 from schedlang.passes.verify.finite import check_original, check_trained
 from schedlang.passes.verify.observe import NATIVE, Condition, Key, Observation
 from schedlang.passes.verify.probe import check_parts
@@ -60,6 +61,7 @@ from schedlang.passes.verify.working_dtype import (
     Rounded,
     check_cast,
     curve_rows,
+    magnified,
     rounded,
     undecided,
 )
@@ -119,7 +121,7 @@ def prove(
     report = Report(
         (*rows, *bits, *extra, *changed_rows(case)),
         title=title,
-        facts=(*_facts(case, ran), *_kernels(fewer, seen[3]), *_tipped(rows)),
+        facts=(*_facts(case, ran), *_kernels(fewer, seen[3]), *_tipped(rows), *_magnified(rows)),
         command=command,
         equivalence=_class(case),
         unchecked=(*unsure, *unchecked, *more),
@@ -235,6 +237,8 @@ def _compared(
     actual, worked, archive, _ = ran
     exact = not given_up(case.plan) and not case.parted
     rows = [*compare(expected, actual, exact=exact)]
+    if not exact and any(not row.ok for row in rows):
+        rows = magnified(case, told, expected).widen(rows, actual)
     rows += archive_rows(told[saved(told)].name, archive, actual)
     if working is None:
         return rows
@@ -313,6 +317,15 @@ def _tipped(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
     said = sum(row.note == TIPPED for row in rows)
     if said:
         yield ("in fewer bits", f"{TIPPED} ({said} rows in the working dtype)")
+
+
+def _magnified(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """Say how far the widest gate in float64 is, where the original magnifies roundings."""
+    found = [row for row in rows if row.note == MAGNIFIED]
+    if found:
+        widest = max(found, key=lambda row: row.gate)
+        said = f"{len(found)} rows have wider gates, at most {widest.gate:.0e} ({widest.place})"
+        yield ("conditioning", f"steps of the original magnify roundings: {said}")
 
 
 def _gaps(

@@ -46,13 +46,14 @@ class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     In the mean square that is what twelve roundings to the nearest do.  Whole numbers that the
     dtype has stay, and so does what stands for infinity: no rounding makes them, a mask of 0 and 1
-    times other numbers is no mask.
+    times other numbers is no mask.  Numbers in float64 stay too, unless `wide`.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, wide: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._least = 0.0 if wide else 2**-50
         # not by torch, whose draws are refused where those of a model are replaced
         self._generator = np.random.default_rng(seed)
         self._signs = torch.from_numpy(1.0 - 2.0 * self._generator.integers(2, size=_POOL))
@@ -74,8 +75,10 @@ class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if value.is_complex():
             value = torch.view_as_real(value)
         unit = _unit(value.dtype)
-        if value.is_meta or value.layout != torch.strided or not value.numel() or unit < 2**-50:
-            return  # not a float below float64
+        if value.is_meta or value.layout != torch.strided or not value.numel():
+            return
+        if not unit > self._least:
+            return  # no float, or float64
         v = value.float() if value.dtype.itemsize == 1 else value
         moved = torch.addcmul(v, v, self._step(v, unit))
         size, most = v.abs(), torch.finfo(value.dtype).max / 4
@@ -253,6 +256,8 @@ DRAWS = 8  # runs of the original whose results are off by roundings
 PLAIN = 2.0  # by how much, at least, these are further off than the original as it stands
 MANY = 256  # degrees of freedom from which on luck is about the same
 IN_DTYPE = " in working dtype"
+WIDEST = 1e-4  # of what an error in float64 may be, whatever the original makes of roundings
+MAGNIFIED = "steps of the original magnify roundings: its gate is how far"
 OVERFLOWS = "the original itself is not finite"
 Run = Callable[[int], Observation]
 
@@ -304,6 +309,27 @@ class Bounds:
         for key, share in self._shares(left, chance).items():
             found[key] = replace(found[key], error=share, ok=share <= 1.0)
         return tuple(found.values())
+
+    def widen(self, rows: Sequence[Row], program: Observation) -> list[Row]:
+        """Widen the gates of rows in float64 that fail by no more than roundings explain.
+
+        All runs are `Nudged`: where these move a tensor further than its gate, as training steps of
+        an ill-conditioned model do, the gate is their bound. Nothing is run, and all rows stay,
+        where any fails that no rounding explains: by more than `WIDEST`, or by what has no size.
+        """
+        failed = {Key(r.condition, r.kind, r.step or 0, r.name): r for r in rows if not r.ok}
+        left = dict[Key, Tensor]()
+        for key, row in failed.items():
+            error = _error(self.exact, program, key) if row.gate and row.error <= WIDEST else None
+            if error is None:
+                return list(rows)
+            left[key] = error
+        widened = dict[Row, Row]()
+        for key, share in self._shares(left, CHANCE / max(1, len(rows))).items():
+            row = failed[key]
+            if share <= 1.0:
+                widened[row] = replace(row, ok=True, gate=row.error / share, note=MAGNIFIED)
+        return [widened.get(row, row) for row in rows]
 
     @property
     def _as_it_stands(self) -> Observation:
@@ -377,7 +403,7 @@ def _value(seen: Observation, key: Key) -> Tensor | None:
     value = seen.tensors.get(key)
     if key.kind != "parameters" or value is None:
         return value
-    first = seen.tensors.get(key._replace(step=0))
+    first = seen.tensors.get(key._replace(step=0)) if key.step else None
     return value if first is None else value - first
 
 

@@ -154,6 +154,16 @@ def bounds_of(
     return Bounds(seen(as_float64(model), wide, Float64()), run)
 
 
+def magnified(case: Case, told: Sequence[Condition], exact: Observation) -> Bounds:
+    """Tell how far the original itself magnifies roundings in float64."""
+
+    def run(draw: int) -> Observation:
+        with Nudged(draw + 1, wide=True):
+            return original(case, told)[0]
+
+    return Bounds(exact, run)
+
+
 # ---- Casts that torch does not run on this machine.
 
 

@@ -10,8 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedlang.passes.prove import Case, prove
+from schedlang.passes.verify.compare import RTOL
+from schedlang.passes.verify.conditioning import Bounds
+from schedlang.passes.verify.observe import Key, Observation
 from schedlang.passes.verify.working_dtype import TIPPED, tipped
-from schedlang.report import Report
+from schedlang.report import Report, Row
 from schedlang.runtime.activation_memory import quantized
 from schedlang.runtime.activation_memory.quantized import stream
 from schedlang.runtime.launch.pool import Pool
@@ -245,3 +248,60 @@ def test_the_original_shares_its_sums_as_ranks_do(threads: int, pool: Pool) -> N
 
 def _normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# -- float64 of a model whose steps magnify roundings ----------------------------------------------
+
+
+class Chaotic(nn.Module):
+    """A loss so curved that a step takes weights a unit in the last place apart 1e6 times as far.
+
+    In several processes it is `wrong` times what it is.
+    """
+
+    def __init__(self, wrong: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lin, self.wrong = nn.Linear(8, 4), wrong
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (2000.0 * self.lin(x)).cos().mean()
+        many = dist.is_initialized() and not x.is_meta
+        return y * self.wrong if many else y
+
+
+def _chaotic(pool: Pool, wrong: float) -> Report:
+    batches = tuple({"x": _normal(k, 16, 8).double()} for k in range(3))
+    plan = planned(Chaotic(wrong).double(), "zero(stage=0, over=dp)", "dp=2")
+    return prove(Case(plan, batches, dtype="none"), pool=pool)
+
+
+def test_roundings_that_steps_magnify_are_no_mistake(pool: Pool) -> None:
+    """Gates in float64 are as wide as the original makes roundings, and the report says so."""
+    report = _chaotic(pool, 1.0)
+    assert report.ok, str(report)
+    wide = [row for row in report.rows if row.gate > RTOL]
+    assert 0 not in {row.step for row in wide} and max(row.error for row in wide) > RTOL
+    assert any(kind == "conditioning" for kind, _ in report.facts)
+
+
+@pytest.mark.parametrize("wrong", [1 + 1e-7, 1.01], ids=["1e-7", "1e-2"])
+def test_what_roundings_do_not_explain_is_a_mistake(wrong: float, pool: Pool) -> None:
+    """The first step magnifies nothing yet: a gradient that is off there is wrong."""
+    report = _chaotic(pool, wrong)
+    assert not report.ok and report.first is not None and report.first.step == 0
+
+
+def test_of_a_plain_mistake_the_original_is_not_asked() -> None:
+    """A row that no rounding explains fails at once, and so does what has no size."""
+    key = Key("SGD", "gradients", 0, "w")
+
+    def seen(value: float) -> Observation:
+        return Observation(tensors={key: torch.full((2,), value)})
+
+    def run(draw: int) -> Observation:
+        raise AssertionError("the original ran")
+
+    for value, gate in ((1.5, RTOL), (1.0 + 1e-8, 0.0)):
+        row = Row("SGD", "gradients", "w", abs(value - 1.0), gate, False, 0)
+        assert Bounds(seen(1.0), run).widen([row], seen(value)) == [row]
