@@ -97,6 +97,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         'model.layers  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)',
         "cp=2, pp=2",
     ),
+    "llama, products kept": (
+        lambda: models.llama(2),
+        LLAMA.format("ring, over=cp") + "\nmodel.layers.*  checkpoint(save=[linear])",
+        "cp=2",
+    ),
     "llama, teams in a ring": (
         lambda: models.llama(2),
         LLAMA.format("nbody, over=(a, b), layout=zigzag"),

@@ -17,6 +17,12 @@ def test_a_group_of_one_divides_twice(tmp_path: Path) -> None:
     assert played("FSDP2 divides", tmp_path) == ""
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page is about 2.13")
+def test_a_kept_product_is_scaled_twice(tmp_path: Path) -> None:
+    """A difference quotient agrees with the plain gradient, not with the checkpoint's."""
+    assert played("Selective checkpointing", tmp_path) == ""
+
+
 def test_an_activation_is_not_reduced(tmp_path: Path) -> None:
     """Ranks have terms of the gradient of one rank, which a difference quotient confirms."""
     transformers = pytest.importorskip("transformers")

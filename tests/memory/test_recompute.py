@@ -354,7 +354,20 @@ class Cell(nn.Module):
         return self.again(self.enter(x).add_(x).tanh()).sigmoid()
 
 
-@pytest.mark.parametrize("make", [Once, Cell, lambda: nn.LSTM(4, 4, num_layers=2)])
+class Scores(nn.Module):
+    """Scales a product of four dims in place: `matmul` ends with a view that counts by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.keys, self.values = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = x.expand(2, 3, 4, 4)
+        keys = self.keys(x).mul_(2.0)
+        return (x @ keys.mT).mul_(0.5).softmax(-1) @ self.values(x)
+
+
+@pytest.mark.parametrize("make", [Once, Cell, Scores, lambda: nn.LSTM(4, 4, num_layers=2)])
 def test_what_one_run_alone_makes_or_writes_into(make):
     """A second run may make more or less than the first, and results may be written into: the
     gradients are those of the untouched module, bit by bit."""

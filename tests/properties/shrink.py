@@ -88,7 +88,10 @@ def _moved(row: str, gone: int) -> str | None:
     words = row.split("blocks.")
     if len(words) == 1:
         return row
-    place = int(words[1].split()[0].split(".")[0])
+    said = words[1].split()[0].split(".")[0]
+    if said == "*":
+        return row
+    place = int(said)
     if place == gone:
         return None
     return row.replace(f"blocks.{place}", f"blocks.{place - 1}") if place > gone else row

@@ -180,6 +180,7 @@ class Chosen:
         self.chosen, self.keep, self.collectives = chosen, keep, collectives
         self.order: list[str] = []
         self.store: dict[Hashable, Any] = {}
+        self.kept: dict[int, Kept] = {}  # by their storages
         self.sent: list[tuple[list[Kept], Any]] = []  # what each collective wrote, and gave
         self.forward = Numbered(numbers, self._first)
         self.again = Numbered(numbers, self._second)
@@ -194,6 +195,9 @@ class Chosen:
         out = func(*args, **kwargs)
         if key is not None and (self.chosen is None or key in self.chosen):
             self.store[key] = tree_map_only(Tensor, self.held, out)
+            self.kept |= {_storage(one.saved): one for one in _kept(self.store[key])}
+        elif name_of(func) == _UNSAFE_VIEW and (one := self.kept.get(_storage(out))) is not None:
+            one.watch(out)
         return out
 
     def held(self, tensor: Tensor) -> Kept | _Few:
@@ -208,7 +212,7 @@ class Chosen:
         if key is not None:
             self._check(run.turns.order)
         kept = self.store.get(key)
-        if kept is None or any(isinstance(one, Kept) and one.stale for one in tree_leaves(kept)):
+        if kept is None or any(one.stale for one in _kept(kept)):
             return func(*args, **kwargs)
         return tree_map_only((Kept, _Few), lambda one: alias(unpack(one)), kept)
 
@@ -230,6 +234,16 @@ class Chosen:
             )
 
 
+def _kept(value: Any) -> list[Kept]:
+    """Return the tensors that are kept as they are."""
+    return [one for one in tree_leaves(value) if isinstance(one, Kept)]
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return what names a storage as long as it is in use, also one without values."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 class _Few:
     """A result in fewer bits, which nobody else has."""
 
@@ -239,6 +253,11 @@ class _Few:
     def tensor(self) -> Tensor:
         """The values that the whole numbers mean."""
         return unpack(self.packed)
+
+
+# a view that does not say so, and that counts writes by itself: `matmul` ends with it, so that what
+# is written into its result is not seen at the product below
+_UNSAFE_VIEW = "aten::_unsafe_view"
 
 
 def name_of(operator: Any) -> str:
@@ -252,7 +271,7 @@ def fresh(operator: Any) -> bool:
     schema = getattr(operator, "_schema", None)
     if schema is None:  # of a higher order
         return True
-    if schema.name == "aten::_unsafe_view":  # a view that does not say so
+    if schema.name == _UNSAFE_VIEW:
         return False
     return all(one.alias_info is None for one in (*schema.arguments, *schema.returns))
 

@@ -109,11 +109,17 @@ class Kept:
     def __init__(self, tensor: Tensor) -> None:
         self.saved = alias(tensor)
         self.version = tensor._version
+        self._views: list[tuple[Tensor, int]] = []
+
+    def watch(self, view: Tensor) -> None:
+        """Count the writes into a view that has a count of its own, too."""
+        self._views.append((alias(view), view._version))
 
     @property
     def stale(self) -> bool:
         """Whether somebody has written into it since."""
-        return self.saved._version != self.version
+        counted = ((self.saved, self.version), *self._views)
+        return any(one._version != version for one, version in counted)
 
     def tensor(self) -> Tensor:
         """Give it, if it is what it was; as autograd does for what it saves itself."""
