@@ -12,7 +12,7 @@ from torch import Tensor
 from schedlang.ir.placement import P, R, S
 from schedlang.runtime.comm.collectives import Group, exchange, listening
 from schedlang.runtime.launch.pool import Pool
-from schedlang.runtime.sharding.redistribute import Arrivals, Crossing
+from schedlang.runtime.sharding.redistribute import Arrivals, redistribute
 
 ROWS, WIDTH = 6, 12
 
@@ -45,7 +45,7 @@ def _crossed(source: Any, target: Any, differ: bool, turned: bool) -> tuple[Tens
         mine = whole
     leaf = mine.detach().clone().requires_grad_()
     given = leaf.T.contiguous().T if turned else leaf * 1  # turned: not contiguous
-    out = Crossing(source, target, group, differ)(given)
+    out = redistribute(given, source, target, group, differ)
     scale = _weights(world)[rank if differ else 0]
     if isinstance(target, S):
         scale = _weights(world)[0].chunk(world, target.dim)[rank]  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ def _aliased() -> tuple[Tensor, Tensor]:
     """One gradient tensor that autograd hands to two branches."""
     x = _seeded(3).requires_grad_()
     y = _seeded(3, seed=1).requires_grad_()
-    entered = Crossing(R, R, _group(), True)(x)
+    entered = redistribute(x, R, R, _group(), True)
     (entered + y).backward(torch.ones(3, dtype=torch.float64))
     assert x.grad is not None and y.grad is not None
     return x.grad, y.grad
@@ -115,21 +115,21 @@ def test_a_gradient_of_two_branches_is_not_written_into(pool: Pool) -> None:
 
 def _once() -> list[str]:
     heard: list[str] = []
-    crossing, near = Crossing(S(0), R, _group(), True), Arrivals()
+    change, near = (S(0), R, _group(), True), Arrivals()
     x = _seeded(2, 2)
 
     def block(x: Tensor) -> None:
-        first, second = near.cross(crossing, x), near.cross(crossing, x)
+        first, second = near.redistribute(x, *change), near.redistribute(x, *change)
         assert first is second and not near.written
         x.add_(1)  # another value in the same tensor
-        assert near.cross(crossing, x) is not first and near.written
+        assert near.redistribute(x, *change) is not first and near.written
 
     with listening(lambda kind, group, size: heard.append(kind)):
         near(block, x)
-        near.cross(crossing, x)
+        near.redistribute(x, *change)
         with torch.inference_mode():  # such tensors do not tell whether they were written into
             y = x.clone()
-            near.cross(crossing, y), near.cross(crossing, y)
+            near.redistribute(y, *change), near.redistribute(y, *change)
     return heard
 
 

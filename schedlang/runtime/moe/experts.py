@@ -223,7 +223,7 @@ class ShardedExperts:
             out = collectives.scatter_sum(out, 0, edge.group)
         out = out.to(hidden.dtype)
         for edge in self.alike:
-            out = edge.exit()(out)
+            out = edge.exit(out)
         return out
 
     def _sends(self, over: Sequence[Edge]) -> bool:

@@ -188,7 +188,7 @@ def _enter(edge: Edge, follower: Follower, x: Tensor) -> Tensor:
 def _exit(edge: Edge, follower: Follower, x: Tensor) -> Tensor:
     if edge.computes == edge.leaves:
         return x
-    return _cross(edge, follower, x, edge.exit(), edge.leaves, frozenset())
+    return _cross(edge, follower, x, edge.exit, edge.leaves, frozenset())
 
 
 def _cross(

@@ -20,7 +20,7 @@ from schedlang.ir.placement import R, S
 from schedlang.runtime.comm.collectives import own_part
 from schedlang.runtime.propagation.follow import Follower
 from schedlang.runtime.propagation.trace import Note, Tag
-from schedlang.runtime.sharding.redistribute import Crossing, block_sizes, laid
+from schedlang.runtime.sharding.redistribute import block_sizes, laid, redistribute
 from schedlang.runtime.sharding.shard import Edge
 
 
@@ -51,7 +51,7 @@ class Narrowed:
             whole, group = laid(x, self.placement(x), self.edge.group), self.edge.group
             size = whole.shape[self.dim] // group.size
             return whole.narrow(self.dim, group.rank * size, size).contiguous()
-        return Crossing(R, self.placement(x), self.edge.group, differ=False)(x)
+        return redistribute(x, R, self.placement(x), self.edge.group)
 
 
 def changed(

@@ -141,12 +141,12 @@ def convolution(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forwar
         groups = x.shape[CHANNELS] // weight.shape[1]
         y = compute(x, weight, bias, module.stride, 0, module.dilation, groups)
         for edge in sums:
-            y = edge.exit()(y)
+            y = edge.exit(y)
         late = module._parameters.get("bias") if pending else None
         if late is not None:  # before positions are gathered: its gradient is of this rank's own
             y = y + late.view(-1, *(1,) * (y.ndim - 2))
         for edge in edges:
-            y = y if edge in sums else edge.exit()(y)
+            y = y if edge in sums else edge.exit(y)
         return y
 
     return forward
@@ -225,7 +225,7 @@ def pool(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
         more = (0, module.dilation) if greatest else ()
         y = POOLS[kind](x, module.kernel_size, module.stride, *more)
         for edge in edges:
-            y = edge.exit()(y)
+            y = edge.exit(y)
         return y
 
     return forward

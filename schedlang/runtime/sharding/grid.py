@@ -215,7 +215,7 @@ def product(
         y = y if bias is None else y + bias
         if leave is None:
             return y
-        return head_of(y, leave) if leave.head else leave.exit()(y)
+        return head_of(y, leave) if leave.head else leave.exit(y)
 
     return forward
 
@@ -238,7 +238,7 @@ def embedding(sharded: Sharded, own: Forward) -> Forward:
 
     def forward(ids: Tensor) -> Tensor:
         out: Tensor = Lookup.apply(ids, module.weight, grid, module.padding_idx)  # type: ignore[no-untyped-call]
-        return out if edge is None else edge.exit()(out)
+        return out if edge is None else edge.exit(out)
 
     return forward
 
@@ -378,6 +378,6 @@ def cube_embedding(sharded: Sharded, own: Forward) -> Forward:
     def forward(ids: Tensor) -> Tensor:
         pad = module.padding_idx
         out: Tensor = CubeLookup.apply(ids, module.weight, cube, pad)  # type: ignore[no-untyped-call]
-        return out if leave is None else leave.exit()(out)
+        return out if leave is None else leave.exit(out)
 
     return forward

@@ -49,9 +49,9 @@ def embedding_bag(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forw
             how = module.mode, module.padding_idx
             out = _looked_up(module, input, module.weight, offsets, scales, *how)
         else:
-            out = rows.exit()(_of_rows(module, input, offsets, scales, rows))
+            out = rows.exit(_of_rows(module, input, offsets, scales, rows))
         for edge in columns:
-            out = edge.exit()(without_padding(out, edge.computes, edge.group))
+            out = edge.exit(without_padding(out, edge.computes, edge.group))
         return out
 
     return forward

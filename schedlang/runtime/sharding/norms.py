@@ -287,7 +287,7 @@ def norm(sharded: Sharded, inner: Forward) -> Forward:
             out = inner(mode.mark(x.view_as(x)), *args, **kwargs)
         if not isinstance(out, Tensor) or not mode.split(out):
             raise NotSplit("its output is not sharded as its input")
-        return edge.exit()(out)
+        return edge.exit(out)
 
     return forward
 
@@ -407,7 +407,7 @@ def _between(compute: Any, edges: tuple[Edge, ...]) -> Forward:
             x = edge.enter(x)
         y: Tensor = compute(x.contiguous())
         for edge in edges:
-            y = edge.exit()(y)
+            y = edge.exit(y)
         return y
 
     return forward

@@ -23,23 +23,30 @@ def dim_of(placement: S) -> int:
     return placement.dim if isinstance(placement.dim, int) else ACTIVATION_DIMS[placement.dim]
 
 
-@dataclass(frozen=True)
-class Crossing:
-    """One change of placement over one group.
+def redistribute(
+    x: Tensor, source: Placement, target: Placement, group: Group, differ: bool = False
+) -> Tensor:
+    """The tensor in another placement over one group.
 
     `differ`: the computation on the far side differs by rank, so that gradients coming back must
     be summed over the ranks.
     """
-
-    source: Placement
-    target: Placement
-    group: Group
-    differ: bool
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The tensor in its new placement."""
-        change = _CHANGES[type(self.source), type(self.target)]
-        return change(self, x)
+    if isinstance(source, Replicate) and isinstance(target, Replicate):
+        return collectives.enter(x, group) if differ else x
+    if isinstance(source, S) and isinstance(target, Replicate):
+        return _gathered(x, source, group, differ)
+    if isinstance(source, P) and isinstance(target, Replicate):
+        return collectives.reduce(x, group)
+    if source == target:
+        return x
+    assert isinstance(target, S), (source, target)
+    whole, dim = laid(x, target, group), dim_of(target)
+    if isinstance(source, Replicate):
+        return collectives.split(whole, dim, group)
+    if isinstance(source, P):
+        return collectives.scatter_sum(whole, dim, group)
+    assert switches(source, target), (source, target)
+    return collectives.switch(whole, dim_of(source) % x.ndim, dim % x.ndim, group)
 
 
 def switches(source: Placement, target: Placement) -> bool:
@@ -48,33 +55,9 @@ def switches(source: Placement, target: Placement) -> bool:
     return len(both) == 2 and dim_of(both[0]) != dim_of(both[1])
 
 
-def _switch(crossing: Crossing, x: Tensor) -> Tensor:
-    source, target, group = crossing.source, crossing.target, crossing.group
-    assert isinstance(source, S) and isinstance(target, S)
-    if not switches(source, target):
-        return _same(crossing, x)
-    held, wanted = dim_of(source) % x.ndim, dim_of(target) % x.ndim
-    return collectives.switch(laid(x, target, group), held, wanted, group)
-
-
-def _same(crossing: Crossing, x: Tensor) -> Tensor:
-    if isinstance(crossing.source, Replicate) and crossing.differ:
-        return collectives.enter(x, crossing.group)
-    assert crossing.source == crossing.target or not isinstance(crossing.source, S), crossing
-    return x
-
-
-def _split(crossing: Crossing, x: Tensor) -> Tensor:
-    assert isinstance(crossing.target, S)
-    dim = dim_of(crossing.target)
-    return collectives.split(laid(x, crossing.target, crossing.group), dim, crossing.group)
-
-
-def _gather(crossing: Crossing, x: Tensor) -> Tensor:
-    source, group = crossing.source, crossing.group
-    assert isinstance(source, S)
+def _gathered(x: Tensor, source: S, group: Group, differ: bool) -> Tensor:
     dim = dim_of(source)
-    whole = collectives.gather(x, dim, group, consumers_differ=crossing.differ)
+    whole = collectives.gather(x, dim, group, consumers_differ=differ)
     if source.blocks == 1 and source.uneven == EVEN:
         return whole
     # every rank's part holds its piece of each block side by side: put equal blocks together
@@ -84,17 +67,6 @@ def _gather(crossing: Crossing, x: Tensor) -> Tensor:
     first.sort(key=lambda run: run.start)
     pieces = [whole.narrow(dim, r.rank * x.shape[dim] + r.at, r.length) for r in first]
     return torch.cat(pieces, dim)
-
-
-def _reduce(crossing: Crossing, x: Tensor) -> Tensor:
-    return collectives.reduce(x, crossing.group)
-
-
-def _scatter(crossing: Crossing, x: Tensor) -> Tensor:
-    target = crossing.target
-    assert isinstance(target, S)
-    whole = laid(x, target, crossing.group)
-    return collectives.scatter_sum(whole, dim_of(target), crossing.group)
 
 
 def block_sizes(placement: S, whole: int) -> tuple[int, ...]:
@@ -144,23 +116,12 @@ def _ragged(placement: S, size: int, group: Group) -> Diagnostic:
     )
 
 
-_CHANGES: dict[tuple[type, type], Callable[[Crossing, Tensor], Tensor]] = {
-    (Replicate, Replicate): _same,
-    (S, S): _switch,
-    (P, P): _same,
-    (Replicate, S): _split,
-    (S, Replicate): _gather,
-    (P, Replicate): _reduce,
-    (P, S): _scatter,
-}
-
-
 @dataclass(eq=False)
 class Arrivals:
-    """The last crossing of each sort into the modules inside of one module.
+    """The last redistribution of each sort for the modules inside of one module.
 
     It is the layer of that module: within one call, modules that take the very same tensor in a row
-    (q, k and v projections) cross once; afterwards nothing is kept.
+    (q, k and v projections) redistribute it once; afterwards nothing is kept.
 
     written  whether a tensor is written into between two modules that take it: a graph of
              torch.compile, which cannot ask how often that was done, then crosses for each
@@ -179,10 +140,11 @@ class Arrivals:
         finally:
             self._last.clear()
 
-    def cross(self, crossing: Crossing, x: Tensor) -> Tensor:
+    def redistribute(
+        self, x: Tensor, source: Placement, target: Placement, group: Group, differ: bool
+    ) -> Tensor:
         """The tensor in its new placement, which the module before this one may have made."""
-        key = (crossing.source, crossing.target, crossing.group.axes, crossing.differ)
-        at = (*key, torch.is_grad_enabled())
+        at = (source, target, group.axes, differ, torch.is_grad_enabled())
         # how often it was written into; None where nobody can tell
         version: int | None
         if torch.compiler.is_compiling():
@@ -194,7 +156,7 @@ class Arrivals:
             if known[1] == version:
                 return known[2]
             self.written = True
-        crossed = crossing(x)
+        crossed = redistribute(x, source, target, group, differ)
         if crossed is not x and version is not None:
             self._last[at] = (x, version, crossed)
         return crossed

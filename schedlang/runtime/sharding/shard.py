@@ -16,7 +16,7 @@ from schedlang.ir.placement import P, Placement, S, positions
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.lazy_logits.lazy import waiting
 from schedlang.runtime.lazy_logits.vocab_parallel import ShardedLogits
-from schedlang.runtime.sharding.redistribute import Arrivals, Crossing, block_sizes, dim_of
+from schedlang.runtime.sharding.redistribute import Arrivals, block_sizes, dim_of, redistribute
 
 # ---- An embedding with a forward of its own (one that scales) around the lookup of its part.
 
@@ -78,12 +78,12 @@ class Edge:
 
     def enter(self, x: Tensor) -> Tensor:
         """A tensor that arrives, as the module wants it; what another one just made of it."""
-        entry = Crossing(self.arrives, self.wants, self.group, differ=self.differ)
-        return entry(x) if self.arrivals is None else self.arrivals.cross(entry, x)
+        change = redistribute if self.arrivals is None else self.arrivals.redistribute
+        return change(x, self.arrives, self.wants, self.group, self.differ)
 
-    def exit(self) -> Crossing:
-        """The change of placement on the way out."""
-        return Crossing(self.computes, self.leaves, self.group, differ=False)
+    def exit(self, x: Tensor) -> Tensor:
+        """A tensor that was computed, as it is handed on."""
+        return redistribute(x, self.computes, self.leaves, self.group)
 
 
 Compute = Callable[[nn.Module, Tensor, bool], Tensor]
@@ -128,13 +128,13 @@ def projection(
             return layer.lazy(x, edges[0].group, edges[0].cut or 0)
         y = compute(module, x, biased and not sums)
         for edge in sums:
-            y = edge.exit()(y)
+            y = edge.exit(y)
         bias = module._parameters.get("bias") if sums and biased else None
         y = y if bias is None else y + bias  # once, before others' positions are gathered
         for edge in others:
             if edge.head:
                 return head_of(y, edge)
-            y = edge.exit()(without_padding(y, edge.computes, edge.group))
+            y = edge.exit(without_padding(y, edge.computes, edge.group))
         return y
 
     return forward
@@ -188,9 +188,9 @@ def embedding(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
             local = ids - first
             mine = (local >= 0) & (local < width)
             rows = F.embedding(local.clamp(0, width - 1), module.weight, local_pad)
-            rows = edge.exit()(rows * mine[..., None])
+            rows = edge.exit(rows * mine[..., None])
         for one in others:  # split along what each row holds
-            rows = one.exit()(without_padding(rows, one.computes, one.group))
+            rows = one.exit(without_padding(rows, one.computes, one.group))
         return rows
 
     return around(module, rows_of)
@@ -208,7 +208,7 @@ def region(inner: Forward, edges: tuple[Edge, ...]) -> Forward:
         out = inner(*args, **kwargs)
         for edge in edges:
             if edge.computes != edge.leaves:
-                out = on_result(edge.exit(), out)
+                out = on_result(edge.exit, out)
         return out
 
     return forward
