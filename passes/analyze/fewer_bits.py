@@ -494,9 +494,7 @@ def _check_split(plan: Plan, row: Action) -> None:
 
 def _check_order(staged: Staged, slicing: Slicing | None, row: Action) -> None:
     """Refuse (S859) an order that saves a tensor in several pieces or versions."""
-    from schedlang.pipeline.timeline.versions import is_stale
-
-    stale = is_stale(staged.timeline)
+    stale = staged.timeline.stale
     if not stale and slicing is None:
         return
     what = "uses several versions of the weights" if stale else "splits sequences into slices"

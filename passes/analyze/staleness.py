@@ -43,10 +43,10 @@ class Table:
 
 def table_of(staged: Staged) -> Table | None:
     """The table of a plan that updates inside the step; None where every version is 0."""
-    from schedlang.pipeline.timeline.versions import is_stale, updates
+    from schedlang.pipeline.timeline.versions import updates
 
     timeline = staged.timeline
-    if not is_stale(timeline):
+    if not timeline.stale:
         return None
     made = tuple(updates(timeline).tolist())
     if max(made) == 1:
@@ -84,9 +84,9 @@ SYNCHRONOUS = 'use a synchronous order: `pipeline(order="1F1B", micro=...)`'
 def check_stale(plan: Plan, staged: Staged) -> None:
     """Refuse a plan with stale weights that has no clear meaning (S625), or no proven table."""
     from schedlang.pipeline.timeline.table import TimelineError
-    from schedlang.pipeline.timeline.versions import check_versions, is_stale
+    from schedlang.pipeline.timeline.versions import check_versions
 
-    if not is_stale(staged.timeline):
+    if not staged.timeline.stale:
         return
     row = _row(plan, Facet.ORDER)
     try:
@@ -100,9 +100,7 @@ def check_stale(plan: Plan, staged: Staged) -> None:
 
 def check_build(staged: Staged, optimizer: Any, clip: float | None, hollow: bool) -> None:
     """Refuse to clip by a norm that does not exist, and updates without an optimizer (S625)."""
-    from schedlang.pipeline.timeline.versions import is_stale
-
-    if not is_stale(staged.timeline):
+    if not staged.timeline.stale:
         return
     if clip is not None:
         _refuse(
@@ -234,14 +232,13 @@ def whole_step(
     Refuses, alike on all ranks, an optimizer that looks at all parameters together, and one that
     would have to wait for other stages where each updates by itself (S622).
     """
-    from schedlang.pipeline.timeline.versions import is_stale
     from schedlang.runtime.optim.whole_step import WholeStep, is_elementwise, is_tensorwise
 
     holdings = a.holdings.values()
     split = next((h for h in holdings if h.layout.splits or h.sliced), None)
     if optimizer is None or split is None or is_elementwise(optimizer):
         return None
-    if is_stale(staged.timeline):
+    if staged.timeline.stale:
         _of_whole(
             "this order updates each stage separately, and cannot gather parameters for a step",
             f"this optimizer needs full tensors, and `{split.name}` is sharded",

@@ -37,11 +37,9 @@ def steady(plan: Plan, timeline: Timeline) -> bool:
     Not where they are gathered or fetched for each use: a cast that stays would be a copy of what
     was freed.  Nor where updates are made inside a step.
     """
-    from schedlang.pipeline.timeline.versions import is_stale
-
     gathered = any(one.stage == 3 for one in plan.replicas)
     fetched = any(one.what == "parameters" for one in plan.stores)
-    return not (gathered or fetched or is_stale(timeline))
+    return not (gathered or fetched or timeline.stale)
 
 
 def cast_loss(plan: Plan, loss: Loss | None) -> Loss | None:

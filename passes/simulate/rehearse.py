@@ -210,7 +210,8 @@ def _play(step: Step, of: RankClass, works: bool) -> Played:
         with without_values(units):
             play(program, staged.cut, step.batch, footprint)
     left = tuple(map(str, left_in(program.assembly.module)))
-    sent = dict(program.assembly.pipeline.parking.sent)
+    parking = program.assembly.pipeline.parking
+    sent = {} if parking is None else dict(parking.sent)
     return _table(footprint, of, staged, left, sent)
 
 

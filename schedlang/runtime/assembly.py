@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic
 from schedlang.ir.placement import Layout
-from schedlang.pipeline.timeline.versions import is_stale
 from schedlang.runtime.batch import Batch, Part
 from schedlang.runtime.checkpointing.holding import Holding
 from schedlang.runtime.comm.ranks import Ranks
@@ -89,7 +88,7 @@ class Assembly:
     def held(self) -> LocalParameters:
         """This rank's parameters, and what is constant of them."""
         held = held_of(self.parameters)
-        if not is_stale(self.pipeline.timeline):  # which lets go of gradients within a step
+        if not self.pipeline.timeline.stale:  # which lets go of gradients within a step
             held.flatten(self.sums if self.early is None else self.early.rest)
         return held
 

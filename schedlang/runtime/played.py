@@ -164,9 +164,11 @@ def play(program: Program, cut: Cut, batch: Batch, footprint: Footprint | None =
     answers = Answers(remember=footprint is None)
     played = Played(assembly, optimizer, footprint=footprint, answers=answers)
     pipeline = assembly.pipeline
-    for mail in (pipeline.mail, pipeline.parking.out, pipeline.parking.home):
-        mail.device = torch.device("meta")
-    vars(pipeline.parking)["told"] = lambda source: ()  # nobody is there to tell
+    pipeline.mail.device = torch.device("meta")
+    if pipeline.parking is not None:
+        for mail in (pipeline.parking.out, pipeline.parking.home):
+            mail.device = torch.device("meta")
+        vars(pipeline.parking)["told"] = lambda source: ()  # nobody is there to tell
     _overhear(pipeline.mail, played.letters)
     parts, _, _ = played._parts(batch, local=False)
     seat, split = parts[0].seat, assembly.tokens

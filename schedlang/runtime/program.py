@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ from schedlang.runtime.optim.whole_step import WholeStep, step_by_kinds
 from schedlang.runtime.pipeline.executor import BACKWARD, Event
 from schedlang.runtime.pipeline.measured import Watch
 from schedlang.runtime.pipeline.step import Result
-from schedlang.runtime.pipeline.weight_versions import Versions, totals, versions_of
+from schedlang.runtime.pipeline.weight_versions import Versions, totals
 from schedlang.runtime.scope import Scope, entered
 from schedlang.runtime.step_batch import Comparing, dealt
 from schedlang.runtime.storage.offloaded_gradients import drop_gradient
@@ -95,7 +96,6 @@ class Program:
             self.offloaded.check_whole(self.whole)
         a = self.assembly
         self._at = At(a.tokens) if a.tokens is not None else None
-        self._versions: Versions | None = versions_of(a.pipeline, a.parameters, self._update)
 
     def __repr__(self) -> str:
         facts = self._facts()
@@ -108,6 +108,15 @@ class Program:
     def _repr_html_(self) -> str:
         """The same as a table, for notebooks."""
         return html_table(f"Program of {self._model}", tuple(self._facts().items()))
+
+    @cached_property
+    def _versions(self) -> Versions | None:
+        """The versions of weights, where the order updates them inside the step."""
+        a = self.assembly
+        if not a.pipeline.timeline.stale:
+            return None
+        timeline, place = a.pipeline.timeline, a.pipeline.place
+        return Versions(timeline, place, tuple(a.parameters.values()), self._update)
 
     @property
     def _model(self) -> str:

@@ -27,7 +27,7 @@ from schedlang.pipeline.schedules.looped import accounted
 from schedlang.pipeline.timeline.memory import peak, peak_live
 from schedlang.pipeline.timeline.simulation import Timing, timing
 from schedlang.pipeline.timeline.table import Timeline
-from schedlang.pipeline.timeline.versions import is_stale, weight_copies
+from schedlang.pipeline.timeline.versions import weight_copies
 from schedlang.verbs.ending import bad_option
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class Simulated:
             f"(M_B: a microbatch on one rank's share)",
             f"messages {times.messages}, a rank sends at most {int(times.sent.max())}",
         ]
-        if is_stale(self.timeline):
+        if self.timeline.stale:
             copies = ", ".join(map(str, weight_copies(self.timeline)))
             lines.append(f"versions of the weights kept, stage by stage: {copies}")
         if self.paper is not None and self.cost.comm:

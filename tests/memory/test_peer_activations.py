@@ -136,7 +136,8 @@ def held(plan: Any) -> tuple[dict[str, int], int]:
     program.train_step(points())
     with Residence() as seen:
         program.train_step(points())
-    left = program.assembly.pipeline.parking.sent
+    parking = program.assembly.pipeline.parking
+    left = {} if parking is None else parking.sent
     return dict(seen.ledger.peak), max(left.values(), default=0)
 
 

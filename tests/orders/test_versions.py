@@ -8,7 +8,7 @@ import pytest
 
 from schedlang.pipeline.schedules import OrderError, order
 from schedlang.pipeline.timeline.table import Kind, Op, Timeline, TimelineError, timeline
-from schedlang.pipeline.timeline.versions import check_versions, is_stale, updates, weight_copies
+from schedlang.pipeline.timeline.versions import check_versions, updates, weight_copies
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 7, 8, 16)]
 STALE = ("PipeDream", "PipeDream-2BW", "PipeMare", "Pipelined-Backprop")
@@ -69,7 +69,7 @@ def test_synchronous_orders_have_no_versions() -> None:
     """They pass the proof, are in one update, and hold one copy."""
     t = order("1F1B", 4, 8)
     check_versions(t)
-    assert not is_stale(t)
+    assert not t.stale
     assert weight_copies(t).tolist() == [1] * 4 and updates(t).tolist() == [1] * 8
 
 

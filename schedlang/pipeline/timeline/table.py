@@ -149,6 +149,11 @@ class Timeline:
         return int(self.slice.max()) + 1 if len(self) else 0
 
     @cached_property
+    def stale(self) -> bool:
+        """Whether weights are updated inside the step."""
+        return bool((self.kind == Kind.STEP).any() or self.version.any())
+
+    @cached_property
     def homes(self) -> Column:
         """[replica, stage]: the rank that runs it, -1 where it has no rows."""
         found = np.full((self.replicas, self.stages), -1, dtype=np.int32)

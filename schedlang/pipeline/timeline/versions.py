@@ -14,11 +14,6 @@ BACKWARD = (Kind.B, Kind.I, Kind.W)
 _READS = (Kind.F, *BACKWARD)
 
 
-def is_stale(timeline: Timeline) -> bool:
-    """Tell whether weights are updated inside the step."""
-    return bool((timeline.kind == Kind.STEP).any() or timeline.version.any())
-
-
 def updates(timeline: Timeline) -> Column:
     """Return the version that each microbatch's gradients make, the same on every stage (from 1).
 
@@ -40,7 +35,7 @@ def check_versions(timeline: Timeline) -> None:
     nothing: then all its rows read the newest weights. A step of synchronous gradients (no STEP
     rows) has version 0 everywhere.
     """
-    if not is_stale(timeline):
+    if not timeline.stale:
         return
     groups: dict[int, tuple[int, int]] = {}
     for stage in _stages(timeline):

@@ -64,6 +64,11 @@ def _receive(step: Step, op: Op) -> None:
     )
 
 
+def _parked(step: Step) -> Parking:
+    assert step.pipe.parking is not None, "an order that parks has partners"
+    return step.pipe.parking
+
+
 HANDLERS: Mapping[Kind, Handler] = {
     Kind.F: lambda step, op: step.forward(work_of(op)),
     Kind.B: lambda step, op: step.backward(work_of(op)),
@@ -74,10 +79,10 @@ HANDLERS: Mapping[Kind, Handler] = {
     Kind.RECV_F: _receive,
     Kind.RECV_B: _receive,
     Kind.RECOMPUTE: recompute,
-    Kind.EVICT: lambda step, op: step.pipe.parking.evict(step, op),
-    Kind.HOLD: lambda step, op: step.pipe.parking.hold(step, op),
-    Kind.GIVE: lambda step, op: step.pipe.parking.give(step, op),
-    Kind.LOAD: lambda step, op: step.pipe.parking.load(step, op),
+    Kind.EVICT: lambda step, op: _parked(step).evict(step, op),
+    Kind.HOLD: lambda step, op: _parked(step).hold(step, op),
+    Kind.GIVE: lambda step, op: _parked(step).give(step, op),
+    Kind.LOAD: lambda step, op: _parked(step).load(step, op),
     Kind.OFFLOAD: parking.offload,
     Kind.RELOAD: parking.reload,
 }
@@ -250,11 +255,12 @@ class Pipeline:
             for replica in range(self.timeline.replicas)
         }
         self.mail = Mail(group, down, torch.device(device), pairs)
+        self.parking: Parking | None = None
         sent = timeline.kind == Kind.EVICT
-        ends = zip(timeline.rank[sent], timeline.peer[sent])
-        partners = {(self.ranks[a], self.ranks[b]) for a, b in ends}
-        self.parking: Parking = Parking(parks, self.mail.device, partners)
-        self._parks = bool(partners)
+        if sent.any():
+            ends = zip(timeline.rank[sent], timeline.peer[sent])
+            partners = {(self.ranks[a], self.ranks[b]) for a, b in ends}
+            self.parking = Parking(parks, self.mail.device, partners)
         self.away, self.picked = self._planned(Kind.EVICT, Kind.OFFLOAD), picked
         self.again = self._planned(Kind.RECOMPUTE)
         if slices is not None and (self.away or self.again):
@@ -318,14 +324,14 @@ class Pipeline:
                 if op.kind is Kind.STEP:
                     continue  # whoever is told of operations updates the weights
                 if op.kind in COMPUTE:
-                    if self._parks:
+                    if self.parking is not None:
                         self.parking.make_room()
                     with around(op):
                         self.handlers[op.kind](step, op)
                 else:
                     self.handlers[op.kind](step, op)
         self.mail.finish()
-        if self._parks:
+        if self.parking is not None:
             self.parking.finish()
         return dict(sorted(step.results.items()))
 

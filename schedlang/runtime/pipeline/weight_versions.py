@@ -9,19 +9,15 @@ parameters. Where no row does, an update writes in place, and a backward reads t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.pipeline.timeline.table import Kind, Op, Timeline
-from schedlang.pipeline.timeline.versions import BACKWARD, is_stale, updates
+from schedlang.pipeline.timeline.versions import BACKWARD, updates
 from schedlang.runtime.storage.offloaded_gradients import drop_gradients
-
-if TYPE_CHECKING:
-    from schedlang.runtime.pipeline.executor import Pipeline
 
 _READS = (Kind.F, *BACKWARD)
 
@@ -110,15 +106,6 @@ class Versions:
         self.newest = self._shown = made
         if self._at < len(self._rows) - 1:
             drop_gradients(self.parameters)
-
-
-def versions_of(
-    pipeline: Pipeline, parameters: Mapping[str, nn.Parameter], update: Callable[[int], None]
-) -> Versions | None:
-    """The versions of a pipeline that updates inside the step; None for all others."""
-    if not is_stale(pipeline.timeline):
-        return None
-    return Versions(pipeline.timeline, pipeline.place, tuple(parameters.values()), update)
 
 
 def totals(everyone: Sequence[Sequence[float]], made: Sequence[int]) -> dict[int, float]:
