@@ -172,7 +172,7 @@ class Bytes(Tensor):
             or (name in _SENDS | {"cat", "stack"} and not all(type(t) is Bytes for t in tensors))
         ):
             raise _bits(f"`{name}` of the bytes of a float64 tensor")
-        out = super().__torch_function__(func, types, args, kwargs)
+        out = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         floats = isinstance(out, Tensor) and out.dtype != torch.uint8
         return out.as_subclass(Tensor) if floats else out
 
