@@ -107,6 +107,7 @@ def verify_program(
     ranks: int | None = None,
     seed: int = 0,
     vary: bool = True,
+    dtype: str | None = None,
     timeout: float | None = None,
     pool: Pool | None = None,
 ) -> Report:
@@ -119,6 +120,8 @@ def verify_program(
     loss     loss(output, batch), where the model returns none
     ranks    how many local ranks; default: `world` of the program's file
     vary     also on batches with more labels that do not count than yours have
+    dtype    what the program is run in, where that is not float64: "bfloat16", "float32"; its gates
+             are then how far roundings move the original
     timeout  seconds for all of it; then Hang says where each rank, or this process, stands
     pool     ranks that are warm already, where nothing is in a file
     Raises Refusal for what cannot be run, RankDied or Hang for a run that failed.
@@ -126,7 +129,7 @@ def verify_program(
     from schedlang.runtime.launch.job import limited
 
     with limited(timeout):
-        return _judged(program, model, batch, loss, ranks, pool, seed=seed, vary=vary)
+        return _judged(program, model, batch, loss, ranks, pool, seed=seed, vary=vary, dtype=dtype)
 
 
 def _judged(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from schedlang.passes.judge.kinds import DROPOUT, INITIAL
+from schedlang.passes.judge.layouts import Holdings
 from schedlang.passes.judge.masks import Drops
 from schedlang.passes.judge.subject import Kept
 from schedlang.passes.verify.observe import HIDDEN, Condition, Key, Observation
@@ -19,6 +21,7 @@ from schedlang.passes.verify.sides import Case
 from schedlang.report import Row
 
 SAVED = "saved state"
+OWN = "own optimizer"
 CHANGED, UNLIKE = "the program changed it before the first step", "ranks start from other values"
 
 
@@ -95,10 +98,10 @@ def _put_together(parts: Sequence[Tensor], want: Tensor) -> Tensor | None:
     return None
 
 
-def initial(case: Case, kept: Kept) -> Iterator[Row]:
+def initial(original: nn.Module, kept: Kept) -> Iterator[Row]:
     """Whether the program starts from the weights that it was given, and holds all of them."""
     assert kept.holdings is not None
-    for name, p in case.plan.model.model.named_parameters():
+    for name, p in original.named_parameters():
         value, lost = kept.initial.get(name), kept.holdings.missing.get(name, 0)
         want = p.detach()
         if lost or value is None:
@@ -143,3 +146,27 @@ def saved(case: Case, actual: Observation, kept: Kept, told: Sequence[Condition]
         ok = bool(same and value is not None and want is not None and torch.equal(value, want))
         note = "" if ok else "lost" if value is None else "extra" if want is None else "differs"
         yield Row(condition.name, SAVED, name, 0.0 if ok else math.inf, 0.0, ok, last, note)
+
+
+def grouped(optimizer: Any, holdings: Holdings) -> Any:
+    """The optimizer over names of groups: what a program fused does not decay apart."""
+    groups = holdings.groups
+    return lambda named: optimizer([(groups.get(name, name), p) for name, p in named])
+
+
+def with_own(
+    told: Sequence[Condition], seen: Observation, optimizer: Any
+) -> tuple[list[Condition], Observation]:
+    """The conditions with the program's own optimizer, and what was seen under their names."""
+    names = {one.name: OWN + ", clipped" * ("clipped" in one.name) for one in told}
+
+    def renamed(values: Mapping[Key, Any]) -> dict[Key, Any]:
+        return {k._replace(condition=names[k.condition]): v for k, v in values.items()}
+
+    now = replace(
+        seen,
+        tensors=renamed(seen.tensors),
+        sets=renamed(seen.sets),
+        replicas=renamed(seen.replicas),
+    )
+    return [replace(one, name=names[one.name], optimizer=optimizer) for one in told], now

@@ -23,11 +23,12 @@ from schedlang.ir.modelfile import load_model_file
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.judge import modules
-from schedlang.passes.judge.beside import alike, dropped, initial, saved
+from schedlang.passes.judge.beside import alike, dropped, grouped, initial, saved, with_own
 from schedlang.passes.judge.kinds import INITIAL, kinds
 from schedlang.passes.judge.layouts import Holdings, Table
 from schedlang.passes.judge.masks import Dropping, Drops, Finding, Met, Noting, Place, Placed
 from schedlang.passes.judge.program import Make, check_ranks, load_program
+from schedlang.passes.judge.rounded import judged_in
 from schedlang.passes.judge.subject import Judged, Kept
 from schedlang.passes.verify.asked import STEPS
 from schedlang.passes.verify.compare import compare
@@ -35,7 +36,6 @@ from schedlang.passes.verify.finite import check_original, check_trained
 from schedlang.passes.verify.observe import (
     Batch,
     Condition,
-    Key,
     Observation,
     conditions,
     observe,
@@ -64,7 +64,6 @@ from schedlang.runtime.modes import ambient
 from schedlang.runtime.rng.logical_dropout import Still, Undropped
 
 MOST_RANKS = 8
-OWN = "own optimizer"
 MASKS = "masks that differ between copies, or are alike where they should not be"
 IGNORED = -100  # the label that torch's losses leave out
 Progress = Callable[..., None]
@@ -76,6 +75,7 @@ class Task:
 
     vary  some batches are changed where all of them together hide something
     told  ranks' lines go to the standard error: the standard output is a document
+    dtype what the program is run in, by the word of it, where that is not float64
     """
 
     make: Make
@@ -86,6 +86,7 @@ class Task:
     seed: int = 0
     vary: bool = True
     told: bool = False
+    dtype: str | None = None
 
 
 def judge(
@@ -96,7 +97,7 @@ def judge(
     command: str = "",
     progress: Progress = lambda stage, done=0, total=0: None,
 ) -> Report:
-    """Compare a program with its original in float64; on failure say by which arithmetic it errs.
+    """Compare a program with its original; on failure in float64 say by which arithmetic it errs.
 
     Raises Refusal for a program or batch that cannot be run, RankDied or Hang for a run that
     failed.
@@ -105,8 +106,13 @@ def judge(
     _check_world(task.world)
     case = check_trained(_widened(task))
     progress("the original")
-    with temporary() as folder:
-        report = _compared(case, task, pool or shared(), progress, folder)
+    pool = pool or shared()
+    if task.dtype is not None:
+        given, told = _planned(task, task.original), _conditions(case, task)[0]
+        report = judged_in(task.dtype, given, told, task.make, task.world, pool, task.told)
+    else:
+        with temporary() as folder:
+            report = _compared(case, task, pool, progress, folder)
     report = replace(report, title=title, command=command)
     return replace(report, seconds=time.perf_counter() - start)
 
@@ -119,14 +125,14 @@ def _compared(case: Case, task: Task, pool: Pool, progress: Progress, folder: st
     holdings = kept.holdings
     assert holdings is not None
     if kept.optimizer is not None:
-        told, actual = _with_own(told, actual, pickle.loads(kept.optimizer))
-    told = [replace(one, optimizer=_grouped(one.optimizer, holdings)) for one in told]
+        told, actual = with_own(told, actual, pickle.loads(kept.optimizer))
+    told = [replace(one, optimizer=grouped(one.optimizer, holdings)) for one in told]
     expected = _original(case, told, drops)
     check_original(case, told, expected)
     expected, actual = alike(expected, actual, kept)
     report = Report(
         (
-            *initial(case, kept),
+            *initial(case.plan.model.model, kept),
             *dropped(drops, kept),
             *compare(expected, actual),
             *saved(case, actual, kept, told),
@@ -197,10 +203,14 @@ def _widened(task: Task) -> Case:
         title = "the model has no values: it is on the meta device"
         raise Refusal(Diagnostic("S623", title, helps=("make a small one with values",)))
     module = randomised(as_float64(task.original), task.seed)
+    case = _planned(task, module)
+    return replace(case, batches=tuple(wide(dict(batch)) for batch in case.batches))
+
+
+def _planned(task: Task, module: nn.Module) -> Case:
     plan = expand(parse(Source("nothing.sched", "schedule 1\n")), ModelFacts(module)).plan
     assert plan is not None
-    batches = tuple(wide(dict(batch)) for batch in task.batches)
-    return Case(plan, batches, task.loss, None, task.seed, "none")
+    return Case(plan, task.batches, task.loss, None, task.seed, "none")
 
 
 def _modes() -> tuple[Any, ...]:
@@ -313,30 +323,6 @@ def _original(case: Case, told: Sequence[Condition], drops: Drops) -> Observatio
 
     with ambient(Float64(), Dropping(drops.seed, drops.off)):
         return observe(make, told)
-
-
-def _grouped(optimizer: Any, holdings: Holdings) -> Any:
-    """The optimizer over names of groups: what a program fused does not decay apart."""
-    groups = holdings.groups
-    return lambda named: optimizer([(groups.get(name, name), p) for name, p in named])
-
-
-def _with_own(
-    told: Sequence[Condition], seen: Observation, optimizer: Any
-) -> tuple[list[Condition], Observation]:
-    """The conditions with the program's own optimizer, and what was seen under their names."""
-    names = {one.name: OWN + ", clipped" * ("clipped" in one.name) for one in told}
-
-    def renamed(values: Mapping[Key, Any]) -> dict[Key, Any]:
-        return {k._replace(condition=names[k.condition]): v for k, v in values.items()}
-
-    now = replace(
-        seen,
-        tensors=renamed(seen.tensors),
-        sets=renamed(seen.sets),
-        replicas=renamed(seen.replicas),
-    )
-    return [replace(one, name=names[one.name], optimizer=optimizer) for one in told], now
 
 
 def _ranks(

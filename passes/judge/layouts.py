@@ -43,6 +43,7 @@ class Table:
             count += p.numel()
         self.names = list(self.starts)
         self._bounds = torch.tensor([*list(self.starts.values())[1:]], dtype=torch.long)
+        self.dtypes = {p.dtype for p in self.parameters.values() if p.is_floating_point()}
         flat = [p.detach().reshape(-1).double() for p in self.parameters.values()]
         self.values = torch.cat(flat) if flat else torch.empty(0, dtype=torch.float64)
         self._sorted, self._order = self.values.sort()
@@ -133,8 +134,9 @@ def held(program: TrainingProgram, table: Table) -> tuple[list[Held], list[str]]
     found, lost = [], []
     for name, p in named(program.modules):
         own = local(p.detach())
-        if own.is_floating_point() and own.dtype != torch.float64:
-            lost.append(f"`{name}` is {str(own.dtype).removeprefix('torch.')}, not float64")
+        if own.is_floating_point() and own.dtype not in table.dtypes:
+            meant = ", ".join(_word(one) for one in table.dtypes)
+            lost.append(f"`{name}` is {_word(own.dtype)}, not {meant}")
             continue
         one = _held(program, table, name, p, own)
         if one is None:
@@ -142,6 +144,10 @@ def held(program: TrainingProgram, table: Table) -> tuple[list[Held], list[str]]
         else:
             found.append(replace(one, pieces=table.pieces(one.index)))
     return found, lost
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _held(

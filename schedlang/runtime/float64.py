@@ -82,7 +82,12 @@ class Float64(Ambient):
         if func is Tensor.view and any(
             isinstance(a, torch.dtype) for a in (*args, *kwargs.values())
         ):
-            _refuse_bits(args, kwargs)
+            target = next(a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype))
+            if target == torch.uint8 and type(args[0]) in _WHOLE and args[0].dtype in _WIDEST:
+                return self.run(func, types, args, kwargs).as_subclass(Bytes)
+            known = isinstance(args[0], Bytes) and target in WIDE
+            if not known and (target in WIDE or args[0].dtype in WIDE):
+                raise _bits(f"it views {args[0].dtype} as {target}")
         if func is Tensor.type and len(args) + len(kwargs) == 1:
             return func(*args, **kwargs)
         if not _AS_IT_IS.issuperset(map(type, args)):
@@ -116,17 +121,64 @@ def _wide(value: Any) -> Any:
     return value
 
 
-def _refuse_bits(args: Any, kwargs: dict[str, Any]) -> None:
-    target = next(a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype))
-    if target in WIDE or args[0].is_floating_point() or args[0].is_complex():
-        raise Refusal(
-            Diagnostic(
-                "S811",
-                "`Tensor.view(dtype)` reads bits of a float: they differ in float64",
-                notes=(f"it views {args[0].dtype} as {target}",),
-                helps=("convert with `.to(dtype)`, or leave this module out of the schedule",),
-            )
+def _bits(note: str) -> Refusal:
+    return Refusal(
+        Diagnostic(
+            "S811",
+            "`Tensor.view(dtype)` reads bits of a float: they differ in float64",
+            notes=(note,),
+            helps=("convert with `.to(dtype)`, or leave this module out of the schedule",),
         )
+    )
+
+
+# What moves bytes from place to place, or asks where they lie, by the name of the function.
+_MOVING = (
+    "__deepcopy__ __get__ __getitem__ __len__ __repr__ __setitem__ as_strided cat chunk clone "
+    "contiguous copy_ cpu data_ptr detach device dim element_size empty_like equal flatten "
+    "get_device is_complex is_contiguous is_floating_point movedim narrow ndimension "
+    "new_empty new_zeros numel permute pin_memory record_stream reshape size split squeeze stack "
+    "storage_offset stride swapaxes to transpose unbind unflatten unsqueeze untyped_storage view "
+    "zero_ zeros_like"
+)
+_SENDING = (
+    "all_gather all_gather_into_tensor all_to_all all_to_all_single broadcast gather irecv isend "
+    "recv scatter send"
+)
+_MOVES, _SENDS = frozenset(_MOVING.split()), frozenset(_SENDING.split())
+
+
+class Bytes(Tensor):
+    """The bytes of a float64 tensor, in its storage: moved and viewed back, never reckoned with.
+
+    A program that sends its weights as bytes does so as well with eight of them for each number.
+    They may be written from other bytes, but not into such as do not know what they are.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        given = (*args, *(kwargs or {}).values())
+        kinds = [a for a in given if isinstance(a, torch.dtype)]
+        tensors = [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
+        if (
+            name not in _MOVES | _SENDS
+            or any(k not in WIDE if name == "view" else k != torch.uint8 for k in kinds)
+            # an index, and what would hold bytes without knowing it
+            or (name == "__getitem__" and len(tensors) > 1)
+            or (name in ("copy_", "__setitem__") and not isinstance(args[0], Bytes))
+            or (name in _SENDS | {"cat", "stack"} and not all(type(t) is Bytes for t in tensors))
+        ):
+            raise _bits(f"`{name}` of the bytes of a float64 tensor")
+        out = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        floats = isinstance(out, Tensor) and out.dtype != torch.uint8
+        return out.as_subclass(Tensor) if floats else out
+
+
+_WHOLE = (Tensor, nn.Parameter)
+_WIDEST = (torch.float64, torch.complex128)
 
 
 def _grouped_mm(

@@ -84,7 +84,7 @@ def verify(
 
     check_folders(html=html)
     if foreign.against is not None:
-        report = _judged(file, common.model, foreign, seed, timeout, as_json)
+        report = _judged(file, common.model, foreign, seed, dtype, timeout, as_json)
         _show(report, as_json, html, verbose)
         raise typer.Exit(_code(report))
     if file is None:
@@ -125,6 +125,7 @@ def _judged(
     model: str | None,
     foreign: Foreign,
     seed: int,
+    dtype: str | None,
     timeout: float | None,
     as_json: bool,
 ) -> Report:
@@ -137,10 +138,10 @@ def _judged(
     with Telling(quiet=as_json) as said, unchecked(timeout, as_json, said.close):
         named = str(file) if file is not None else model
         given = {"seed": seed, "vary": not foreign.as_given, "told": as_json}
-        one = posed(path, named, foreign.ranks, **given)
+        one = posed(path, named, foreign.ranks, dtype=dtype, **given)
         words = ["schedlang verify", *([named] if named else []), f"--against {path}"]
         words += [f"--ranks {one.task.world}", f"--seed {seed}"]
-        words += ["--as-given"] * foreign.as_given
+        words += ["--as-given"] * foreign.as_given + [f"--dtype {dtype}"] * (dtype is not None)
         with one.pool() as pool:
             command = " ".join(words)
             return judge(one.task, pool=pool, title=one.title, command=command, progress=said)

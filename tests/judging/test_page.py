@@ -52,6 +52,14 @@ def test_the_fixture_of_the_page(folder: Path) -> None:
     assert "the program differs from its model" in told and "1/ranks = 1/2 times" in told
 
 
+def test_the_verb_in_a_low_dtype(folder: Path) -> None:
+    """The right program of the page passes in bfloat16, that which averages twice fails."""
+    for name, code in (("program.py", 0), ("twice.py", 1)):
+        words = ["verify", "original.py", "--against", name, "--dtype", "bfloat16"]
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == code and "dtype bfloat16" in done.stdout, done.output
+
+
 def test_a_file_is_asked_for() -> None:
     """Without a schedule and without a program there is nothing to verify."""
     done = CliRunner().invoke(app, ["verify"])

@@ -25,6 +25,7 @@ from typing import Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.modelfile import Importing
+from schedlang.runtime.adapters.torch_attention import let_kernels_travel
 from schedlang.runtime.launch import forkserver
 from schedlang.runtime.launch.forkserver import BASE, progress
 from schedlang.runtime.launch.job import (
@@ -209,6 +210,7 @@ class Pool:
         import cloudpickle  # type: ignore[import-untyped]
 
         assert os.getpid() == self._owner and self._finalizer.alive, "a pool belongs to one process"
+        let_kernels_travel()
         with self._lock:
             blob = cloudpickle.dumps((fn, args))
             job = Job(world, on_progress)

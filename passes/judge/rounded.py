@@ -1,0 +1,98 @@
+"""Judge a program in a low dtype: by how far roundings at every operator move its original."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from schedlang.passes.judge.beside import alike, grouped, initial, with_own
+from schedlang.passes.judge.layouts import Table
+from schedlang.passes.judge.program import Make
+from schedlang.passes.judge.subject import Judged, Kept
+from schedlang.passes.verify.observe import Batch, Condition, Observation, observe
+from schedlang.passes.verify.runs import unoffered
+from schedlang.passes.verify.sides import Case, as_worked
+from schedlang.passes.verify.working_dtype import bounds_of
+from schedlang.report import Gap, Report, Row
+from schedlang.runtime.comm import world as comm
+from schedlang.runtime.launch.pool import Pool
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.rng.logical_dropout import Still, Undropped
+
+COPIES = 4.0  # roundings by which copies of one tensor on different ranks may differ
+
+
+def judged_in(
+    dtype: str,
+    case: Case,
+    told: Sequence[Condition],
+    make: Make,
+    ranks: int,
+    pool: Pool,
+    aside: bool,
+) -> Report:
+    """Compare a program that is given the model in a dtype with what that makes of the original.
+
+    case  the original as it is given, in its own dtype
+    told  the conditions of the judge in float64: of them the first, on the batches of all
+    Nothing drops on either side: masks are compared in float64.
+    """
+    working = as_worked(replace(case, batches=_every(told), dtype=dtype))
+    assert working is not None, "a judge in float64 is another"
+    module = working.plan.model.model
+    told = [replace(told[0], batches=working.batches, follow=False)]
+    seen, kept = pool.run(_rank, ranks, make, module, told, aside)[0]
+    holdings = kept.holdings
+    own = kept.optimizer
+    asked, seen = with_own(told, seen, pickle.loads(own)) if own is not None else (told, seen)
+    asked = [replace(one, optimizer=grouped(one.optimizer, holdings)) for one in asked]
+    quiet = (lambda: Undropped(Still()),)
+    bounds = bounds_of(module, asked, case.loss, modes=quiet, ranks=ranks)
+    expected, actual = alike(bounds.exact, seen, kept)
+    rows = (*initial(module, kept), *replace(bounds, exact=expected).rows(actual))
+    facts = [("", f"{ranks} rank{'s' * (ranks > 1)}"), ("seed", str(case.seed))]
+    facts += [("dtype", dtype), ("torch", torch.__version__)]
+    gaps = (*_GAPS, *unoffered(actual))
+    return Report((*rows, *_copies(actual, dtype)), facts=tuple(facts), gaps=gaps)
+
+
+_GAPS = (
+    Gap("AdamW, clipping, buffers and optimizer state (compared in float64)", "mistakes in them"),
+    Gap("dropout (compared in float64)", "dropout that is missing or scaled wrongly"),
+)
+
+
+def _every(told: Sequence[Condition]) -> tuple[Batch, ...]:
+    """The batches of all conditions, each once."""
+    return tuple({id(batch): batch for one in told for batch in one.batches}.values())
+
+
+def _copies(seen: Observation, dtype: str) -> list[Row]:
+    """Whether ranks that hold one tensor hold the same, but for roundings."""
+    gate = COPIES * torch.finfo(getattr(torch, dtype)).eps
+    return [
+        Row(key.condition, key.kind, key.name, error, gate, error <= gate, key.step)
+        for key, error in seen.replicas.items()
+    ]
+
+
+def _rank(
+    make: Make, original: nn.Module, told: Sequence[Condition], aside: bool
+) -> tuple[Observation, Kept] | None:
+    """One rank's part; only rank 0 tells what it saw."""
+    kept, table = Kept(), Table(original)
+    lines = contextlib.redirect_stdout(sys.stderr) if aside else contextlib.nullcontext()
+    with lines, ambient(Undropped(Still())):
+        seen = observe(
+            lambda condition: Judged(make, original, table, condition, kept),
+            told,
+            keep=comm.rank() == 0,
+        )
+    sys.stdout.flush()
+    return (seen, kept) if comm.rank() == 0 else None

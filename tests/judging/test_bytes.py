@@ -1,0 +1,105 @@
+"""Bytes of float64 numbers may be moved and viewed back; what reckons with them is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from schedlang import TrainingProgram, verify_program
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.launch.pool import Pool
+from tests.judging import net, wrapped
+
+MOVED = {
+    "viewed back": lambda b: b.view(torch.float32),
+    "of another shape": lambda b: b.view(-1).view(torch.bfloat16).view(3, 2),
+    "cloned": lambda b: b.clone().view(torch.float32),
+    "written": lambda b: torch.empty_like(b).copy_(b).view(torch.float32),
+    "from plain ones": lambda b: b.copy_(torch.empty(48, dtype=torch.uint8).view(3, 16)),
+    "cut and joined": lambda b: torch.cat([b[:1], b[1:]]).view(torch.float32),
+    "split": lambda b: torch.stack(b.split(16, -1)).squeeze(0).view(torch.float32),
+}
+READ = {
+    "added": lambda b: b + 1,
+    "masked": lambda b: b & 0x80,
+    "compared": lambda b: b > 127,
+    "summed": lambda b: b.sum(),
+    "multiplied from the right": lambda b: 2 * b,
+    "in place": lambda b: b.bitwise_xor_(1),
+    "looked up": lambda b: torch.arange(256)[b],
+    "converted": lambda b: b.to(torch.int32),
+    "as wider integers": lambda b: b.view(torch.int32),
+    "of a copy": lambda b: b.clone().flatten()[:4] - 1,
+    "into plain bytes": lambda b: torch.empty(3, 16, dtype=torch.uint8).copy_(b),
+    "into a part of plain bytes": lambda b: torch.empty(9, dtype=torch.uint8).__setitem__(0, b),
+    "to Python": lambda b: b.tolist(),
+    "one to Python": lambda b: b[0, 0].item(),
+    "to numpy": lambda b: b.numpy(),
+    "in a list of plain bytes": lambda b: torch.cat([b, torch.zeros(1, 16, dtype=torch.uint8)]),
+    "into a buffer": lambda b: torch.cat([b, b], out=torch.empty(6, 16, dtype=torch.uint8)),
+    "summed over ranks": dist.all_reduce,
+}
+
+
+@pytest.mark.parametrize("way", MOVED)
+def test_moved_bytes_are_the_numbers_that_they_were(way: str) -> None:
+    """Whatever moved them, they share or copy all eight bytes of each number."""
+    with Float64():
+        x = torch.arange(6.0).reshape(3, 2)
+        out = MOVED[way](x.view(torch.uint8))
+    if out.dtype != torch.uint8:
+        assert type(out) is Tensor and torch.equal(out.reshape(3, 2), x)
+
+
+@pytest.mark.parametrize("way", READ)
+def test_what_reads_bytes_as_integers_is_refused(way: str) -> None:
+    """Bits of a float64 number are others than those of the number that the program means."""
+    with Float64(), pytest.raises(Refusal, match="S811"):
+        READ[way](torch.arange(6.0).reshape(3, 2).view(torch.uint8))
+
+
+def test_plain_bytes_are_no_float() -> None:
+    """Bytes of unknown origin, such as a file's, and a float32 tensor from before are refused."""
+    narrow, unknown = torch.ones(2, dtype=torch.float32), torch.zeros(8, dtype=torch.uint8)
+    with Float64():
+        for read in (lambda: narrow.view(torch.uint8), lambda: unknown.view(torch.float32)):
+            with pytest.raises(Refusal, match="S811"):
+                read()
+
+
+def test_writing_bytes_writes_the_numbers() -> None:
+    """A view shares the storage: what a collective writes into it is in the weight."""
+    with Float64():
+        x, y = torch.zeros(4), torch.arange(4.0)
+        x.view(torch.uint8).copy_(y.view(torch.uint8))
+    assert torch.equal(x, y)
+
+
+def _sent(source: int) -> Callable[[Any], Any]:
+    """A program whose other ranks begin with weights of their own, and get a rank's as bytes."""
+
+    def program(model: Any) -> TrainingProgram:
+        if dist.get_rank():
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(2)
+        for p in model.parameters():
+            dist.broadcast(p.data.view(torch.uint8), source)
+        return wrapped.ddp(model)
+
+    return program
+
+
+@pytest.mark.parametrize("source", (0, 1))
+def test_weights_cross_a_collective_as_bytes(pool: Pool, source: int) -> None:
+    """Rank 0's weights arrive, and the program is right; those of another are found wrong."""
+    torch.manual_seed(0)
+    given: Any = {"model": net.Net(), "batch": net.batch, "loss": net.loss, "ranks": 2}
+    report = verify_program(_sent(source), **given, pool=pool)
+    assert report.ok is (source == 0), str(report)
