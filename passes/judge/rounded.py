@@ -41,7 +41,7 @@ def judged_in(
 
     case  the original as it is given, in its own dtype
     told  the conditions of the judge in float64: of them the first, on the batches of all
-    Nothing drops on either side: masks are compared in float64.
+    Nothing drops on either side: masks are compared in float64 only.
     """
     working = as_worked(replace(case, batches=_every(told), dtype=dtype))
     assert working is not None, "a judge in float64 is another"
@@ -63,8 +63,8 @@ def judged_in(
 
 
 _GAPS = (
-    Gap("AdamW, clipping, buffers and optimizer state (compared in float64)", "mistakes in them"),
-    Gap("dropout (compared in float64)", "dropout that is missing or scaled wrongly"),
+    Gap("AdamW, clipping, buffers, optimizer state and saved state", "mistakes in them"),
+    Gap("dropout", "dropout that is missing or scaled wrongly"),
 )
 
 
