@@ -11,6 +11,7 @@ def let_kernels_travel() -> None:
     torch renames the class but not its qualified name, by which pickle looks. So a module that
     holds a kernel's name cannot be pickled: it is taken for a class made at run time.
     """
-    attention = sys.modules.get("torch.nn.attention")
-    if attention is not None:
-        attention.SDPBackend.__qualname__ = attention.SDPBackend.__name__
+    if "torch.nn.attention" in sys.modules:
+        from torch.nn.attention import SDPBackend
+
+        SDPBackend.__qualname__ = SDPBackend.__name__
