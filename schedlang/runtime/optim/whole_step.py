@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.checkpointing.holding import Holding, assembled, take
@@ -94,18 +95,75 @@ def check_closure(made: torch.optim.Optimizer) -> None:
 
 
 # ---- A step of an optimizer whose groups hold sliced parameters beside plain ones.
-# What updates a list of tensors in one call (`foreach`, the default on accelerators, and `fused`)
-# takes tensors of one kind: DTensors of one mesh, or plain ones. So for the time of a step each
-# such group stands as several, alike in everything but their parameters.
+# An update of single elements is made on the local parts of DTensors: on DTensors themselves each
+# operator of it passes through Python's dispatch, some twenty for a parameter.
 
 
-_LISTS = ("foreach", "fused")  # of torch's own optimizers: None leaves it to the device
+_BY_ELEMENT = (  # torch's own that update each element by itself; not what is derived from them
+    *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW),
+    *(torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
+)
 
 
 def step_by_kinds(optimizer: torch.optim.Optimizer) -> None:
     """One step, of an optimizer that may update many parameters in one call."""
-    with _apart(optimizer):
+    with _local_parts(optimizer) if type(optimizer) in _BY_ELEMENT else _apart(optimizer):
         optimizer.step()
+
+
+@contextmanager
+def _local_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """The part of each DTensor in its place, with the parts of its gradient and state; between
+    steps the state lies as the parameter does."""
+    before = [group["params"] for group in optimizer.param_groups]
+    sliced = [p for some in before for p in some if isinstance(p, DTensor) and p.grad is not None]
+    if not sliced:
+        yield
+        return
+    states, parts = optimizer.state, {}
+    with torch.no_grad():
+        for parameter in sliced:
+            parts[id(parameter)] = part = nn.Parameter(local(parameter))
+            part.grad = local(parameter.grad)
+            if state := states.get(parameter):
+                states[part] = {key: _part(value) for key, value in state.items()}
+    for group, parameters in zip(optimizer.param_groups, before, strict=True):
+        group["params"] = [parts.get(id(p), p) for p in parameters]
+    try:
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = parameters
+        with torch.no_grad():
+            for parameter in sliced:
+                if state := states.pop(parts[id(parameter)], None):
+                    old = states[parameter]
+                    states[parameter] = {k: _as(parameter, v, old.get(k)) for k, v in state.items()}
+
+
+def _part(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _as(parameter: DTensor, value: Any, old: Any) -> Any:
+    """The local part of some state, as a DTensor like the parameter; the old one if it is of it."""
+    if not like_parameter(value, parameter):
+        return value
+    if isinstance(old, DTensor) and old.to_local() is value:
+        return old
+    like = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(
+        value, parameter.device_mesh, parameter.placements, run_check=False, **like
+    )
+
+
+# Any other that updates a list of tensors in one call (`foreach`, the default on accelerators, and
+# `fused`) takes tensors of one kind: DTensors of one mesh, or plain ones. So for the time of a step
+# each such group stands as several, alike in everything but their parameters.
+
+
+_LISTS = ("foreach", "fused")  # of torch's own optimizers: None leaves it to the device
 
 
 @contextmanager
