@@ -125,7 +125,7 @@ def _local_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     with torch.no_grad():
         for parameter in sliced:
             parts[id(parameter)] = part = nn.Parameter(local(parameter))
-            part.grad = local(parameter.grad)
+            part.grad = local_gradient(parameter)
             if state := states.get(parameter):
                 states[part] = {key: _part(value) for key, value in state.items()}
     for group, parameters in zip(optimizer.param_groups, before, strict=True):
@@ -146,15 +146,19 @@ def _part(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _as(parameter: DTensor, value: Any, old: Any) -> Any:
+def _as(parameter: Any, value: Any, old: Any) -> Any:
     """The local part of some state, as a DTensor like the parameter; the old one if it is of it."""
     if not like_parameter(value, parameter):
         return value
     if isinstance(old, DTensor) and old.to_local() is value:
         return old
-    like = {"shape": parameter.shape, "stride": parameter.stride()}
     return DTensor.from_local(
-        value, parameter.device_mesh, parameter.placements, run_check=False, **like
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )
 
 
