@@ -117,8 +117,8 @@ def _local_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """The part of each DTensor in its place, with the parts of its gradient and state; between
     steps the state lies as the parameter does."""
     before = [group["params"] for group in optimizer.param_groups]
-    every: list[Any] = [p for some in before for p in some]
-    sliced = [p for p in every if isinstance(p, DTensor) and p.grad is not None]
+    every = [p for some in before for p in some]
+    sliced: list[Any] = [p for p in every if isinstance(p, DTensor) and p.grad is not None]
     if not sliced:
         yield
         return
