@@ -34,6 +34,7 @@ from schedlang.passes.verify.compare import over
 from schedlang.passes.verify.observe import Batch, Condition, flattened
 from schedlang.runtime.batch import named_tensors
 from schedlang.runtime.comm import world
+from schedlang.runtime.launch import pickled
 from schedlang.runtime.scope import Scope, entered, named_sites
 from schedlang.runtime.training import Training
 
@@ -458,11 +459,8 @@ def _as_held(value: Any, p: nn.Parameter) -> Tensor:
 
 def _pickled(optimizer: Any) -> bytes:
     """The program's optimizer for the original, in another process (S767 where it cannot go)."""
-    import cloudpickle  # type: ignore[import-untyped]
-
     try:
-        found: bytes = cloudpickle.dumps(optimizer)
-        return found
+        return pickled.dumps(optimizer)
     except Exception as error:
         title = f"`optimizer` of the program cannot be given to the original: {error}"
         helps = ("write it beside `program`: `def optimizer(named): ...`, without the module",)

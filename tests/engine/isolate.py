@@ -6,13 +6,12 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+from schedlang.runtime.launch import pickled
+
 
 def packed(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """What `unpacked` makes copies from: modules and their functions stay those of this process."""
-    import cloudpickle  # type: ignore[import-untyped]
-
-    blob: bytes = cloudpickle.dumps((fn, args))
-    return blob
+    return pickled.dumps((fn, args))
 
 
 def unpacked(blob: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -111,6 +111,7 @@ def test_an_exception_ends_the_job_with_its_own_traceback(pool: Pool) -> None:
         pool.run(work, 3)
     assert info.value.rank == 1 and "KeyError: 'spoiled'" in info.value.error
     assert isinstance(info.value.cause, KeyError) and "onnection" not in str(info.value)
+    assert __file__ in info.value.error and 'raise KeyError("spoiled")' in info.value.error
     assert pool.run(_sum_of_ranks, 2) == [1, 1]
 
 

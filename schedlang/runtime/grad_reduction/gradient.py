@@ -22,6 +22,7 @@ from schedlang.runtime.storage.offloaded_gradients import (
     gradients_of,
     local,
     offloads_gradient,
+    placed_like,
     set_gradient,
 )
 from schedlang.runtime.storage.tiers import DEVICE, tier_of
@@ -335,14 +336,7 @@ def replace_gradient(parameter: nn.Parameter, value: Tensor) -> None:
     if current is not None:
         current.copy_(value)
     elif isinstance(parameter, DTensor) and not offloads_gradient(parameter):
-        parameter.grad = DTensor.from_local(
-            value.clone(),
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        parameter.grad = placed_like(value.clone(), parameter)
     else:
         set_gradient(parameter, value.clone())
 

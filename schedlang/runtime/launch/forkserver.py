@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from schedlang.ir.modelfile import module_of
+from schedlang.runtime.launch import pickled
 
 # ---- What ranks would import one by one while they run a program, imported once before the
 # forks.
@@ -314,8 +315,6 @@ def _detach(close: Sequence[int]) -> None:
 
 def _work(sock: socket.socket, rank: int, world: int, setup: dict[str, Any], blob: bytes) -> None:
     """Run one job and send its result, or its error as text and, if it can be sent, as itself."""
-    import cloudpickle  # type: ignore[import-untyped]
-
     try:
         sys.path[:] = setup["path"]
         os.environ.update(setup["environ"])
@@ -324,12 +323,12 @@ def _work(sock: socket.socket, rank: int, world: int, setup: dict[str, Any], blo
         fn, args = pickle.loads(blob)
         send(sock, ("progress", None))
         result = fn(*args)
-        send_bytes(sock, pickle.dumps(("done", cloudpickle.dumps(result))))
+        send_bytes(sock, pickle.dumps(("done", pickled.dumps(result))))
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         consequence = is_consequence(error)
         try:
-            itself = cloudpickle.dumps(error)
+            itself = pickled.dumps(error)
         except Exception:  # an error may hold what cannot be sent: its text goes alone
             itself = b""
         send(sock, ("error", text, consequence, itself))

@@ -26,7 +26,7 @@ from typing import Any
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.modelfile import Importing
 from schedlang.runtime.adapters.torch_attention import let_kernels_travel
-from schedlang.runtime.launch import forkserver
+from schedlang.runtime.launch import forkserver, pickled
 from schedlang.runtime.launch.forkserver import BASE, progress
 from schedlang.runtime.launch.job import (
     Hang,
@@ -207,12 +207,10 @@ class Pool:
         RankDied with the failed rank's own error, Hang, or the Refusal that a rank raised; then all
         ranks are gone and the next call starts new ones.
         """
-        import cloudpickle  # type: ignore[import-untyped]
-
         assert os.getpid() == self._owner and self._finalizer.alive, "a pool belongs to one process"
         let_kernels_travel()
         with self._lock:
-            blob = cloudpickle.dumps((fn, args))
+            blob = pickled.dumps((fn, args))
             job = Job(world, on_progress)
             self._jobs += 1
             store = self._scratch / f"store{self._jobs}"

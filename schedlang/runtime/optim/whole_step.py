@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.checkpointing.holding import Holding, assembled, take
@@ -19,7 +18,7 @@ from schedlang.runtime.comm import world
 from schedlang.runtime.comm.ranks import Ranks
 from schedlang.runtime.device import on_accelerator
 from schedlang.runtime.grad_reduction.gradient import local_gradient
-from schedlang.runtime.storage.offloaded_gradients import local
+from schedlang.runtime.storage.offloaded_gradients import local, placed_like
 
 # ---- Does an optimizer treat each element, or each tensor, by itself?  Tried on small ones.
 
@@ -118,7 +117,7 @@ def _local_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     steps the state lies as the parameter does."""
     before = [group["params"] for group in optimizer.param_groups]
     every = [p for some in before for p in some]
-    sliced: list[Any] = [p for p in every if isinstance(p, DTensor) and p.grad is not None]
+    sliced: list[Any] = [p for p in every if _is_sliced(p) and p.grad is not None]
     if not sliced:
         yield
         return
@@ -143,24 +142,21 @@ def _local_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                     states[parameter] = {k: _as(parameter, v, old.get(k)) for k, v in state.items()}
 
 
+def _is_sliced(value: Any) -> bool:
+    return hasattr(value, "to_local")
+
+
 def _part(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
+    return local(value) if _is_sliced(value) else value
 
 
 def _as(parameter: Any, value: Any, old: Any) -> Any:
     """The local part of some state, as a DTensor like the parameter; the old one if it is of it."""
     if not like_parameter(value, parameter):
         return value
-    if isinstance(old, DTensor) and old.to_local() is value:
+    if _is_sliced(old) and local(old) is value:
         return old
-    return DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return placed_like(value, parameter)
 
 
 # Any other that updates a list of tensors in one call (`foreach`, the default on accelerators, and

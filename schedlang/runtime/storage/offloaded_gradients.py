@@ -216,23 +216,27 @@ def restore_gradient(parameter: nn.Parameter) -> None:
     away = vars(parameter).pop(_SLOT, None)
     if away is None:
         return
-    part = away.whole().to(local(parameter).device)
-    if isinstance(parameter, DTensor):
-        part = DTensor.from_local(
-            part,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    parameter.grad = part
+    parameter.grad = placed_like(away.whole().to(local(parameter).device), parameter)
 
 
 def local(value: Tensor) -> Tensor:
     """A tensor's part on this rank, as a plain tensor."""
     part: Tensor = value.to_local() if hasattr(value, "to_local") else value.detach()
     return part
+
+
+def placed_like(part: Tensor, parameter: Tensor) -> Tensor:
+    """A local part with the mesh and placements of a parameter; itself if that is plain."""
+    if not isinstance(parameter, DTensor):
+        return part
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _offload(scratch: Scratch | None, parameter: Tensor) -> None:
