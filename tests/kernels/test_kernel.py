@@ -17,6 +17,7 @@ from schedlang.runtime.float64 import Float64
 from schedlang.runtime.forward import unwrap
 from schedlang.runtime.kernel_injection.kernel import Attention, kernels_of, match, replace
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.sequence_pipelining.carry import cache_argument
 
 transformers = pytest.importorskip("transformers")
 
@@ -242,7 +243,7 @@ def test_match_on_the_meta_device_with_an_example():
             "hidden_states": torch.empty(3, 5, 16, device="meta"),
             "attention_mask": torch.empty(3, 1, 5, 5, device="meta"),
             "position_embeddings": (table, table),
-            "past_key_values": object(),
+            cache_argument(model): transformers.DynamicCache(),
         },
     )
     found = match(model.model.layers[1].self_attn, "sdpa", call)

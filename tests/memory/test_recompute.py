@@ -242,7 +242,7 @@ def test_transformers_with_its_cache():
     ids = torch.arange(12).view(2, 6)
     for model in (plain, ours):
         out = model(input_ids=ids, labels=ids)
-        assert out.past_key_values is not None
+        assert any(isinstance(one, transformers.Cache) for one in out.values())
         out.loss.backward()
     for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)

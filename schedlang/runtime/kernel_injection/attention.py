@@ -289,7 +289,7 @@ def _random(value: Any, name: str, generator: torch.Generator) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_random(each, name, generator) for each in value)
     if not isinstance(value, Tensor):
-        return None if "past_key_value" in name else value
+        return None if _is_cache(value) else value
     if "mask" in name and value.dim() == 4:
         return _mask(value.shape[0], value.shape[-2], value.shape[-1])
     if value.is_floating_point():
@@ -298,6 +298,11 @@ def _random(value: Any, name: str, generator: torch.Generator) -> Any:
     if value.is_meta:
         return torch.arange(value.numel(), device="cpu").view(value.shape).to(value.dtype)
     return value.detach().cpu()
+
+
+def _is_cache(value: Any) -> bool:
+    """Return whether it is a cache of keys and values of transformers, which an update changes."""
+    return any(kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__)
 
 
 def _mask(rows: int, queries: int, keys: int) -> Tensor:

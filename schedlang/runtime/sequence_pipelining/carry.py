@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import sys
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from schedlang.diagnostics.diagnostic import Refusal
@@ -163,8 +164,19 @@ class Visit:
 # ---- Carried keys and values as the cache that models of transformers ask for theirs.
 
 
+_CACHES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
+
+
+def cache_argument(model: nn.Module) -> str | None:
+    """Return the name of the cache of keys and values that a model of transformers takes."""
+    if not any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
+        return None
+    taken = inspect.signature(model.forward).parameters
+    return next((name for name in _CACHES if name in taken), None)
+
+
 def cache(span: Span) -> Any:
-    """A `past_key_values` for one slice: it knows all lengths, whichever layers run here."""
+    """The cache for one slice: it knows all lengths, whichever layers run here."""
     return _class()(span)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.sequence_pipelining.carry import Place, Watch
+from schedlang.runtime.sequence_pipelining.carry import Place, Watch, cache_argument
 from schedlang.runtime.sequence_pipelining.slices import Slicing, masks_of
 from schedlang.runtime.sequence_pipelining.trial import (
     Outputs,
@@ -162,7 +161,7 @@ def probe(trial: Trial, count: int) -> Slicing:
 def guess(trial: Trial, count: int) -> Slicing:
     """Return how a model without values would run, untried: it can be shown, not trained."""
     style = shift_of(trial)
-    cache = has_cache(trial.model)
+    cache = cache_argument(trial.model)
     given = cache and style == "padded" and trial.loss is None
     shift = "given" if given else "none" if style == "none" else "head"
     source = trial.rule.source if trial.rule else ""
@@ -182,7 +181,7 @@ def candidates(trial: Trial) -> Iterator[Slicing]:
     masks = masks_of(trial.batch)
     base = Slicing(count, "calls", source, "none", ignore, along=trial.along, keys=masks)
     head = replace(base, shift="head", head=head_of(trial)) if style != "none" else base
-    if has_cache(trial.model):
+    if cache_argument(trial.model):
         if style == "padded" and trial.loss is None:
             yield replace(base, carrier="cache", shift="given")
         yield replace(head, carrier="cache")
@@ -191,13 +190,6 @@ def candidates(trial: Trial) -> Iterator[Slicing]:
     yield head
     if masks:
         yield replace(head, keys=frozenset())
-
-
-def has_cache(model: nn.Module) -> bool:
-    """Return whether it is a model of transformers that takes a cache of keys and values."""
-    if not any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
-        return False
-    return "past_key_values" in inspect.signature(model.forward).parameters
 
 
 def shift_of(trial: Trial) -> str:

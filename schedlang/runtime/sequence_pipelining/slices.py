@@ -19,7 +19,15 @@ from schedlang.runtime.modes import ambient
 from schedlang.runtime.no_labels import no_labels
 from schedlang.runtime.rng.logical_dropout import Slices as Windows
 from schedlang.runtime.rng.logical_dropout import Window, within
-from schedlang.runtime.sequence_pipelining.carry import Calls, Carried, Place, Span, Visit, cache
+from schedlang.runtime.sequence_pipelining.carry import (
+    Calls,
+    Carried,
+    Place,
+    Span,
+    Visit,
+    cache,
+    cache_argument,
+)
 from schedlang.runtime.tracing.loss import forward
 from schedlang.runtime.weights import Number, added, counted, filled, known, positive
 
@@ -226,6 +234,7 @@ class Slices:
     ) -> None:
         self.slicing, self.weight, self.lengths = slicing, weight, lengths
         self.mode = Calls(slicing.places) if slicing.carrier == "calls" else None
+        self.cache = cache_argument(model) if slicing.carrier == "cache" else None
         self.handle = None
         if slicing.shift == "head" and slicing.head:
             head = model.get_submodule(slicing.head)
@@ -267,8 +276,8 @@ class Slices:
         visit = Visit(carried, piece.span)
         modes = ambient(*([self.mode] if self.mode is not None else []))
         with scope.visiting(visit), modes, no_labels(part.share):
-            if self.slicing.carrier == "cache":
-                yield piece.inputs | {"past_key_values": cache(piece.span), "use_cache": True}
+            if self.cache:
+                yield piece.inputs | {self.cache: cache(piece.span), "use_cache": True}
             else:
                 yield piece.inputs
 
