@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from schedlang.passes.judge.program import TrainingProgram
     from schedlang.report import Report
     from schedlang.runtime.checkpointing.steps import last_checkpoint
+    from schedlang.runtime.initial.recorded import deferred_init
     from schedlang.runtime.transfer.transfer import transfer
     from schedlang.schedule import create_schedule, load
 
@@ -28,6 +29,7 @@ __all__ = [
     "__version__",
     "assert_equivalent",
     "create_schedule",
+    "deferred_init",
     "last_checkpoint",
     "load",
     "transfer",
@@ -45,6 +47,7 @@ _HOMES = {
     "TrainingProgram": "passes.judge.program",
     "assert_equivalent": "equivalence",
     "create_schedule": "schedule",
+    "deferred_init": "runtime.initial.recorded",
     "last_checkpoint": "runtime.checkpointing.steps",
     "load": "schedule",
     "transfer": "runtime.transfer.transfer",

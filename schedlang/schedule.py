@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -238,6 +239,7 @@ class Schedule(Scope):
         dropout: str | None = None,
         compare: str = "build",
         wait: float = 20.0,
+        weights: str | os.PathLike[str] | None = None,
         ranks: Sequence[int] | None = None,
         **unknown: object,
     ) -> Program | Waiting:
@@ -257,6 +259,8 @@ class Schedule(Scope):
                    program is built from, initial weights too; "batches", also each step's batch and
                    the optimizer's settings; "nothing"
         wait       seconds in which all ranks come here; then those that are there refuse
+        weights    the path of files of safetensors (one, or a folder with an index), or of what
+                   `save` has written: each rank reads its parts, and the model needs no values
         ranks      those of the job that the program is for, rising, where it is not for all: only
                    these build it, and call what it offers
         A model whose parts of a batch do not make the whole (batch norm, a sum as the loss) is
@@ -283,6 +287,7 @@ class Schedule(Scope):
             dropout=dropout,
             compare=compare,
             wait=wait,
+            weights=weights,
         )
         check_options(args, unknown, {"batch": batch, **options})
         check = partial(cheaply, loss=loss, weight=weight)

@@ -3,6 +3,7 @@ taken."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,7 +31,18 @@ if TYPE_CHECKING:
 # ---- Options of `build` and `verify`, checked before anything is built (S618).
 
 
-NAMES = ("batch", "loss", "optimizer", "clip", "weight", "seed", "dropout", "compare", "wait")
+NAMES = (
+    "batch",
+    "loss",
+    "optimizer",
+    "clip",
+    "weight",
+    "seed",
+    "dropout",
+    "compare",
+    "wait",
+    "weights",
+)
 VERIFIED = ("batch", "loss", "weight", "seed", "dtype", "shrink", "timeout")
 DRAWN = ("native", "logical")
 COMPARE = ("nothing", "build", "batches")  # what ranks compare before they trust each other
@@ -46,6 +58,8 @@ def check_options(
     _optimizer(given["optimizer"])
     _numbers(given)
     _meeting(given)
+    if given["weights"] is not None and not isinstance(given["weights"], str | os.PathLike):
+        _refuse(f"`weights` is {kind_of(given['weights'])}", "give the path of a folder or a file")
 
 
 def check_verified(

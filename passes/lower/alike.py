@@ -73,7 +73,7 @@ def built_from(plan: Plan, batch: Mapping[str, Any], given: Options) -> list[Ite
         Item("batch to build from", kinds),
         Item(
             "initial weights",
-            dict(_values(model)),
+            dict(_values(model, given)),
             shown=False,
             helps=(
                 "use the same seed before the model is built: `torch.manual_seed(0)`",
@@ -166,9 +166,10 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "relaxed", str(sorted(plan.relaxed))
 
 
-def _values(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """A checksum of each tensor of the state dict; of what lies on meta, none."""
+def _values(model: nn.Module, given: Options) -> Iterator[tuple[str, str]]:
+    """A checksum of each tensor of the state dict, and of what gives values to those without."""
     from schedlang.runtime.comm.agreement import checksum
+    from schedlang.runtime.initial.sources import source_of
 
     for name, parameter in model.named_parameters():
         yield name, checksum(parameter)
@@ -176,6 +177,8 @@ def _values(model: nn.Module) -> Iterator[tuple[str, str]]:
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 yield name, checksum(buffer)
+    if given.weights is not None or any(p.is_meta for p in model.parameters()):
+        yield "their source", source_of(model, given.weights).digest()
 
 
 # -- code --------------------------------------------------------------------------------------

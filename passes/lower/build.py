@@ -6,6 +6,7 @@ The order is fixed, whatever the order of rows: the local copy with this rank's 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.runtime.assembly import Assembly, Weight
-    from schedlang.runtime.checkpointing.holding import Holding
     from schedlang.runtime.comm.ranks import Ranks
     from schedlang.runtime.mixed_precision import Region
     from schedlang.runtime.program import Program
@@ -190,6 +190,7 @@ class Options:
     local      the batch is this rank's rows
     compare    what ranks compare: `nothing`, what each builds (`build`), each batch too (`batches`)
     wait       seconds in which all ranks come to `build`
+    weights    files of safetensors or a checkpoint that the values come from: the model needs none
     hollow     everything lies on the meta device: for a step that only shows what would be sent
     check      asked last of what is prepared, before anything is built; it may refuse
     """
@@ -204,6 +205,7 @@ class Options:
     local: bool = False
     compare: str = "build"
     wait: float = 20.0
+    weights: str | os.PathLike[str] | None = None
     hollow: bool = False
     check: Callable[[Plan, Mapping[str, Any], Prepared], None] | None = None
 
@@ -218,6 +220,7 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     Raises Refusal before any collective where the plan cannot be built, and where ranks of the job
     would build different things.
     """
+    from schedlang.runtime.checkpointing.steps import is_checkpoint
     from schedlang.runtime.comm.agreement import (
         agree,
         all_come,
@@ -235,7 +238,10 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
         compares = given.compare != "nothing" and not given.hollow
         if compares and shared_store() is not None:
             agree(built_from(plan, batch, given), given.wait)
-        return _built(plan, batch, given)
+        program = _built(plan, batch, given)
+    if given.weights is not None and is_checkpoint(given.weights):
+        program.load(given.weights)
+    return program
 
 
 def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
@@ -251,7 +257,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         check_build(staged, given.optimizer, given.clip, given.hollow)
     if given.check is not None:
         given.check(plan, batch, prepared)
-    module = _local_copy(plan, holdings, ranks, given.hollow)
+    module = _local_copy(plan, prepared, ranks, given)
     builder = Builder(plan, module, traced, ranks, prepared.chains, prepared.bits, staged)
     if prepared.tokens is not None:
         exchange(plan, module, prepared.tokens, ranks)
@@ -407,38 +413,83 @@ def check_job(plan: Plan, hollow: bool = False) -> Ranks:
 # -- what lies where ---------------------------------------------------------------------------
 
 
-def _local_copy(
-    plan: Plan, holdings: Mapping[str, Holding], ranks: Ranks, hollow: bool = False
-) -> nn.Module:
+def _local_copy(plan: Plan, prepared: Prepared, ranks: Ranks, given: Options) -> nn.Module:
     """The model with this rank's part of every parameter before slicing; others have no values."""
+    import torch
     from torch import nn
 
     from schedlang.runtime.checkpointing.holding import take
+    from schedlang.runtime.initial.sources import source_of
+    from schedlang.runtime.initial.weights import Room
+    from schedlang.runtime.redistribution.spread import whole
     from schedlang.runtime.tracing.meta import copy_with, hollow_parameter
 
     _check_state(plan)
-    if not hollow and any(p.is_meta for p in plan.model.model.parameters()):
-        raise Refusal(
-            Diagnostic(
-                "S623",
-                "the model has no values: it is on the meta device",
-                helps=("build it on a real device; `plan` and `diff` need no values",),
-            )
-        )
+    mesh, rank, hollow, model = plan.mesh, ranks.rank, given.hollow, plan.model.model
+    if not hollow and (prepared.tokens is not None or prepared.slicing is not None):
+        _check_tried(model)
+    bare = given.weights is not None or any(p.is_meta for p in model.parameters())
+    source = source_of(model, given.weights) if bare and not hollow else None
+    rooms: list[Room] = []
 
     def local(name: str, parameter: nn.Parameter) -> nn.Parameter:
-        holding = replace(holdings[name], sliced=())
-        if not holding.held(plan.mesh, ranks.rank):
+        holding = replace(prepared.holdings[name], sliced=())
+        if not holding.held(mesh, rank):
             return hollow_parameter(parameter)
         if hollow:
-            return hollow_parameter(parameter, holding.local_shape(plan.mesh, ranks.rank))
-        part = take(parameter.detach(), holding, plan.mesh, ranks.rank).to(ranks.device)
+            return hollow_parameter(parameter, holding.local_shape(mesh, rank))
+        if source is None or (given.weights is None and not parameter.is_meta):
+            part = take(parameter.detach(), holding, mesh, rank).to(ranks.device)
+        else:
+            part = parameter.new_zeros(holding.local_shape(mesh, rank), device=ranks.device)
+            names = plan.model.unique[name].names
+            rooms.append(Room(names, parameter, part.detach(), holding.part(mesh, rank)))
         return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
-    def other(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to("meta") if hollow else tensor.detach().clone().to(ranks.device)
+    saved = {id(b): n for n, b in model.named_buffers() if n in model.state_dict(keep_vars=True)}
 
-    return copy_with(plan.model.model, local, other)
+    def other(tensor: torch.Tensor) -> torch.Tensor:
+        if hollow:
+            return tensor.to("meta")
+        if source is None or not tensor.is_meta:
+            return tensor.detach().clone().to(ranks.device)
+        if id(tensor) not in saved:
+            raise _no_values(model, tensor)
+        made = torch.zeros_like(tensor, device=ranks.device)
+        rooms.append(Room((saved[id(tensor)],), tensor, made, whole(tuple(tensor.shape))))
+        return made
+
+    module = copy_with(model, local, other)
+    if source is not None:
+        source.fill(rooms)
+    return module
+
+
+def _no_values(model: nn.Module, tensor: torch.Tensor) -> Refusal:
+    """Refuse a tensor on the meta device that no file of weights has."""
+    names = (
+        f"{prefix}.{name}".strip(".")
+        for prefix, module in model.named_modules()
+        for name, value in (*module._buffers.items(), *vars(module).items())
+        if value is tensor
+    )
+    return Refusal.of(
+        "S623",
+        f"`{next(names, 'a tensor')}` has no values, and files of weights do not have it",
+        notes=("it is on the meta device, and no part of the state dict",),
+        helps=("make the model by `schedlang.deferred_init(make)`: it computes buffers",),
+    )
+
+
+def _check_tried(model: nn.Module) -> None:
+    """Refuse a model without values where its forward on parts of sequences has to be tried."""
+    if any(p.is_meta for p in model.parameters()):
+        raise Refusal.of(
+            "S623",
+            "the model has no values: how it runs on parts of sequences cannot be tried",
+            notes=("rows that split sequences try a forward and a backward of the model",),
+            helps=("build the model with its values on every rank, or leave these rows out",),
+        )
 
 
 def _check_state(plan: Plan) -> None:

@@ -28,6 +28,7 @@ BEFORE = {
 CASES = {
     "create_schedule": "schedlang.create_schedule(net, 'none.sched')",
     "load": "schedlang.load('none.sched', net)",
+    "deferred_init": "schedlang.deferred_init(lambda: 3)",
     "verify": "schedlang.verify(sch, batch=3)",
     "verify_program": "schedlang.verify_program(lambda model: 3, model=net, batch=batch, ranks=0)",
     "transfer": "schedlang.transfer('none', sch.build(batch=batch))",

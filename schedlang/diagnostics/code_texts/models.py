@@ -49,7 +49,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S623": (
         "a model without values",
-        "It is on the meta device: `plan` and `diff` work, runs need values.",
+        "It is on the meta device: `plan` and `diff` work; a program takes its values from what\n"
+        "`deferred_init` has recorded, or from files: `build(weights=path)`.",
     ),
     "S624": (
         "state that cannot be saved",
@@ -59,6 +60,10 @@ CODES: Mapping[str, tuple[str, str]] = {
         "weights are updated inside the step",
         "Orders with stale weights (PipeDream and its kin) update each stage by itself, several\n"
         "times a step: no norm over all stages exists to clip by, and no stage shares a weight.",
+    ),
+    "S626": (
+        "an initialisation that cannot be recorded",
+        "`deferred_init` notes torch's operators, and draws of torch's own generator.",
     ),
     "S631": ("a checkpoint cannot be written", "Nothing was changed; the message gives the cause."),
     "S632": (
@@ -93,6 +98,10 @@ CODES: Mapping[str, tuple[str, str]] = {
         "not an end of a transfer",
         "Programs, modules and state dicts of dense tensors are; a rank that has no part of one\n"
         "passes None for it, and all ranks of the job call `transfer` alike.",
+    ),
+    "S643": (
+        "no weights to take",
+        "Files of safetensors have the model's names, shapes and kinds of numbers.",
     ),
     "S650": (
         "ranks would build different programs",

@@ -276,3 +276,8 @@ def _remove_former(target: Path) -> None:
     for ending in (SAVING, REPLACED):
         for left in leftovers(target, ending):
             shutil.rmtree(left, ignore_errors=True)
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is a checkpoint of `save`, or a folder of such."""
+    return any((Path(path) / name).exists() for name in (LATEST, MINE))

@@ -1,0 +1,483 @@
+"""A model is made without memory, while what gives its tensors their values is recorded.
+
+Each rank replays the record later and keeps its parts.  The idea of recording the operators of an
+initialisation is that of torchdistX's deferred initialisation and of its fake tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import mmap
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from schedlang.diagnostics.diagnostic import Refusal, at_the_callers_line, kind_of
+from schedlang.ir import pytree
+from schedlang.runtime.comm.agreement import checksum
+from schedlang.runtime.device import on_host
+from schedlang.runtime.initial.weights import Room
+
+_aten = torch.ops.aten
+Storage = int  # number of a storage in the order in which they were made
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor of a record: elements of a storage."""
+
+    storage: Storage
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, data: torch.UntypedStorage) -> Tensor:
+        """The same elements of another storage."""
+        empty = torch.empty(0, dtype=self.dtype, device=data.device)
+        return empty.set_(data, self.offset, self.shape, self.stride)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One operator.
+
+    reads, writes  storages that existed before; `made` are those that it makes, with their views
+    over           those of `writes` of which nothing is left that was there before
+    draw           its number among those that draw from torch's generator; None: it does not
+    state          of the generator, if it was set since the draw before
+    """
+
+    func: Any
+    args: Any
+    kwargs: Mapping[str, Any]
+    reads: frozenset[Storage]
+    writes: frozenset[Storage]
+    over: frozenset[Storage]
+    made: tuple[tuple[int, Storage], ...]
+    draw: int | None
+    state: Tensor | None
+
+
+# operators that leave nothing of what they write over, whatever it was
+_OVER = {
+    *("normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_"),
+    *("cauchy_", "log_normal_", "geometric_"),
+}
+
+
+# operators after which nothing is known of what they have made
+_EMPTY = {
+    *(_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default),
+    *(_aten.new_empty.default, _aten.new_empty_strided.default),
+}
+
+
+@dataclass
+class Record:
+    """The operators that make a model's tensors, and the storages of these.
+
+    `_states` has that of the generator before each draw, as far as it is known: what nobody wants
+    then need not be drawn again.
+    """
+
+    device: torch.device
+    entries: list[Entry] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # bytes, by storage
+    views: dict[str, View] = field(default_factory=dict)  # of the model's parameters, by name
+    versions: dict[Storage, int] = field(default_factory=dict)  # theirs: they change by any write
+    _numbers: dict[int, Storage] = field(default_factory=dict)
+    _kept: list[torch.UntypedStorage] = field(default_factory=list)  # an address is not used again
+    _states: Tensor | None = None  # a row a draw, of which some are known
+    _known: int = 1
+    _drawing: list[int] = field(default_factory=list)  # places of the operators that draw
+    _writers: dict[Storage, list[int]] = field(default_factory=dict)  # places, by storage
+    _state: Tensor | None = None
+
+    def number(self, tensor: Tensor) -> Storage | None:
+        """The storage of a tensor, if it is of this record."""
+        return self._numbers.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
+
+    def view(self, tensor: Tensor) -> View | None:
+        """A tensor as elements of a storage of this record."""
+        number = self.number(tensor)
+        if number is None:
+            return None
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        return View(number, tensor.dtype, shape, stride, int(tensor.storage_offset()))
+
+    def add(self, tensor: Tensor) -> Storage:
+        """Number the storage of a tensor that has just been made."""
+        storage = tensor.untyped_storage()
+        self._kept.append(storage)
+        self._numbers[storage._cdata] = len(self.sizes)
+        self.sizes.append(storage.nbytes())
+        return len(self.sizes) - 1
+
+    def fill(self, rooms: Sequence[Room]) -> None:
+        """Make one whole tensor at a time, and keep its parts.  Raises Refusal S623 before any."""
+        of: dict[Storage, list[tuple[Room, View]]] = {}
+        for room in rooms:
+            view = self.view(room.original)
+            if view is None or self.versions.get(view.storage) != room.original._version:
+                raise Refusal.of(
+                    "S623",
+                    f"`{room.names[0]}` has no values: it was changed after `deferred_init`",
+                    helps=("change the model in the function that `deferred_init` calls",),
+                )
+            of.setdefault(view.storage, []).append((room, view))
+
+        def given(some: list[tuple[Room, View]], data: torch.UntypedStorage) -> None:
+            for room, view in some:
+                room.take(view.of(data))
+
+        self.replay({storage: partial(given, some) for storage, some in of.items()})
+
+    def digest(self) -> str:
+        """Equal for records that make the same values."""
+        told = hashlib.blake2b(repr(sorted(self.views.items())).encode(), digest_size=8)
+        for entry in self.entries:
+            parts = pytree.tree_leaves((entry.args, dict(entry.kwargs), entry.state))
+            for part in (entry.func, *parts):
+                told.update((checksum(part) if isinstance(part, Tensor) else repr(part)).encode())
+        return told.hexdigest()
+
+    def note(self, entry: Entry) -> None:
+        """Add an operator."""
+        place = len(self.entries)
+        self.entries.append(entry)
+        if entry.draw is not None:
+            self._drawing.append(place)
+        for number in entry.writes | {number for _, number in entry.made}:
+            self._writers.setdefault(number, []).append(place)
+
+    @property
+    def drawn(self) -> int:
+        """The number of draws."""
+        return len(self._drawing)
+
+    def seeded(self) -> Tensor | None:
+        """The state of torch's generator, if it is not the one that was told last."""
+        state = torch.get_rng_state()
+        if self._state is not None and torch.equal(state, self._state):
+            return None
+        self._state = state
+        return state
+
+    def replay(self, wanted: Mapping[Storage, Callable[[torch.UntypedStorage], None]]) -> None:
+        """Make the values of some storages one after the other, each given to its function.
+
+        Only what one of them is made of is held at a time.  Each draw begins with the state of the
+        generator that it had in turn, so they are made in any order; in that of their first draws
+        no draw is made twice only to know the next state.  Torch's generator is left as it was.
+        """
+        slices = {number: self._slice(number) for number in wanted}
+        first = {number: self._first_draw(some) for number, some in slices.items()}
+        quiet = torch.random.fork_rng(devices=[])
+        with _disable_current_modes(), quiet, torch.no_grad(), torch.device(self.device):
+            for number in sorted(wanted, key=first.__getitem__):
+                held = self._run(slices[number])
+                wanted[number](held[number] if number in held else self._empty(number))
+
+    def _first_draw(self, places: Sequence[int]) -> int:
+        found = (self.entries[place].draw for place in places)
+        return next((draw for draw in found if draw is not None), 0)
+
+    def _slice(self, number: Storage) -> list[int]:
+        """The places of all operators that the last contents of a storage come from, in order."""
+        found: set[int] = set()
+        open_ = [(number, len(self.entries))]
+        while open_:
+            one, before = open_.pop()
+            writers = self._writers.get(one, [])
+            at = bisect_left(writers, before) - 1
+            if at < 0 or writers[at] in found:
+                continue
+            place = writers[at]
+            found.add(place)
+            entry = self.entries[place]
+            open_ += [(other, place) for other in entry.reads | (entry.writes - entry.over)]
+        return sorted(found)
+
+    def _run(self, places: Sequence[int]) -> dict[Storage, torch.UntypedStorage]:
+        """Run these operators; return the storages that they have made and written."""
+        held: dict[Storage, torch.UntypedStorage] = {}
+
+        def real(value: Any) -> Any:
+            if not isinstance(value, View):
+                return value
+            if value.storage not in held:
+                held[value.storage] = self._empty(value.storage)
+            return value.of(held[value.storage])
+
+        for place in places:
+            entry = self.entries[place]
+            if entry.draw is not None:
+                torch.set_rng_state(self._state_before(entry.draw))
+            args, kwargs = pytree.tree_map(real, (entry.args, dict(entry.kwargs)))
+            out = pytree.tree_leaves(entry.func(*args, **kwargs))
+            for at, number in entry.made:
+                held[number] = out[at].untyped_storage()
+            if entry.draw is not None and entry.draw + 1 == self._known < self.drawn:
+                self._all_states()[self._known] = torch.get_rng_state()
+                self._known += 1
+        return held
+
+    def _empty(self, number: Storage) -> torch.UntypedStorage:
+        """Memory of a storage; of the host by pages, which go back to the system when it goes."""
+        size = self.sizes[number]
+        if size >= mmap.PAGESIZE and on_host(self.device):
+            return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).untyped_storage()
+        return torch.empty(size, dtype=torch.uint8, device=self.device).untyped_storage()
+
+    def _state_before(self, draw: int) -> Tensor:
+        """The state of the generator before a draw: draws that come before it are made for it."""
+        given = self.entries[self._drawing[draw]].state
+        if given is not None:
+            return given
+        while self._known <= draw:
+            place = self._drawing[self._known - 1]
+            entry = self.entries[place]
+            self._run([place] if entry.writes == entry.over else self._before(place))
+        return self._all_states()[draw].clone()  # a generator reads the memory, not the view
+
+    def _all_states(self) -> Tensor:
+        """Room for the states before all draws.
+
+        One tensor: small ones, made between large ones that come and go, would keep the memory of
+        these from being used again.
+        """
+        if self._states is None or len(self._states) < self.drawn:
+            grown = torch.empty(self.drawn, len(torch.get_rng_state()), dtype=torch.uint8)
+            if self._states is not None:
+                grown[: len(self._states)] = self._states
+            self._states = grown
+        return self._states
+
+    def _before(self, place: int) -> list[int]:
+        """An operator that draws, behind all that it reads."""
+        entry = self.entries[place]
+        found = {place}
+        for number in entry.reads | (entry.writes - entry.over):
+            found |= {one for one in self._slice(number) if one < place}
+        return sorted(found)
+
+    def values(self, views: Sequence[View]) -> list[Tensor]:
+        """Tensors with the values that they have by now; those of one storage share one."""
+        found: dict[Storage, torch.UntypedStorage] = {}
+        self.replay({view.storage: partial(found.__setitem__, view.storage) for view in views})
+        with _disable_current_modes():
+            return [view.of(found[view.storage]) for view in views]
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Makes tensors on the meta device instead of the record's, and notes what is done to them."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.record = record
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        ours = [t for t in tensors if self.record.number(t) is not None]
+        if func is _aten._local_scalar_dense.default and ours:
+            return self._value(ours[0]).item()
+        if func is _aten._to_copy.default and ours and _is_type(kwargs.get("device"), "cpu"):
+            return func(self._value(ours[0]), *args[1:], **kwargs)
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if not ours and not self._makes(func, tensors, kwargs):
+            if draws:
+                raise _refused(func, "draws into a tensor that was there before")
+            return func(*args, **kwargs)
+        if draws and kwargs.get("generator") is not None:
+            raise _refused(func, "draws from a generator of its own")
+        return self._noted(func, args, kwargs, draws)
+
+    def _makes(self, func: Any, tensors: list[Tensor], kwargs: Mapping[str, Any]) -> bool:
+        """Whether an operator makes a tensor on the device of the record, from none of it."""
+        if tensors:  # `torch.tensor([..])`, which may be drawn over; by `[]` the device is asked
+            given = tensors[0]
+            lifted = func is _aten.lift_fresh.default and given.device == self.record.device
+            return lifted and given.numel() > 0
+        if not _takes_device(func):
+            return False
+        asked = kwargs.get("device")
+        return asked is None or torch.device(asked) in (self.record.device, torch.device("meta"))
+
+    def _noted(self, func: Any, args: Any, kwargs: dict[str, Any], draws: bool) -> Any:
+        record = self.record
+        state = record.seeded() if draws else None
+        told, by_name = pytree.tree_map(self._told, (args, kwargs))
+        hollow = pytree.tree_map(lambda v: v.to("meta") if _is_real(v) else v, (args, kwargs))
+        if _takes_device(func):
+            hollow[1]["device"] = torch.device("meta")
+            if _is_type(by_name.get("device"), "meta"):  # that of another tensor of the record
+                by_name["device"] = record.device
+        if func is _aten.lift_fresh.default:
+            func = _aten.clone.default
+        writes, over = _written(func, args, kwargs, record)
+        out = func(*hollow[0], **hollow[1])
+        made = [
+            (place, record.add(one))
+            for place, one in enumerate(pytree.tree_leaves(out))
+            if isinstance(one, Tensor) and record.number(one) is None
+        ]
+        if (writes or made or draws) and func not in _EMPTY:
+            leaves = pytree.tree_leaves((told, by_name))
+            reads = {leaf.storage for leaf in leaves if isinstance(leaf, View)} - writes
+            some = (frozenset(reads), frozenset(writes), frozenset(over), tuple(made))
+            record.note(Entry(func, told, by_name, *some, record.drawn if draws else None, state))
+        return out
+
+    def _told(self, value: Any) -> Any:
+        """An argument as the record keeps it: a tensor of it by its place, any other as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        view = self.record.view(value)
+        return value.detach().clone() if view is None else view
+
+    def _value(self, tensor: Tensor) -> Tensor:
+        """The value that a tensor has now: code that makes the model asks for it."""
+        view = self.record.view(tensor)
+        assert view is not None, "only tensors of the record are asked for"
+        return self.record.values([view])[0]
+
+
+class Pretence(TorchFunctionMode):
+    """Tensors of a record say that they lie on its device, so that code goes the way it would.
+
+    torch's `trunc_normal_`, for one, leaves what is on the meta device alone.
+    """
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.record = record
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _ASKED and self.record.number(args[0]) is not None:
+            with _disable_current_modes():
+                return func(torch.empty(0, device=self.record.device))
+        if func in _READ and (view := self.record.view(args[0])) is not None:
+            return func(self.record.values([view])[0], *args[1:], **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+# what a function mode sees where these properties of a tensor are asked
+_ASKED = frozenset(
+    inspect.getattr_static(Tensor, name).__get__
+    for name in ("device", "is_meta", "is_cpu", "is_cuda")
+)
+_READ = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
+
+
+@at_the_callers_line()
+def deferred_init(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+    """Return `make(*args, **kwargs)` with parameters on the meta device, and a record of the rest.
+
+    Nothing but buffers takes memory.  A program that is built of the model has the values that the
+    model would have had, bit by bit, if it had been made here; each rank makes one parameter at a
+    time and keeps its part.  Torch's generator is left as it was.  Raises Refusal S626 where what
+    is done cannot be recorded: draws from a generator of one's own, or into tensors of before.
+    """
+    record = Record(torch.get_default_device())
+    with torch.random.fork_rng(devices=[]), Pretence(record), Recorder(record):
+        model = make(*args, **kwargs)
+    if not isinstance(model, nn.Module):
+        title = f"`deferred_init` takes a function that returns a module, not {kind_of(model)}"
+        raise Refusal.of("S626", title)
+    _settle(model, record)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (view := record.view(parameter)) is not None:
+            record.views[name] = view
+            record.versions[view.storage] = parameter._version
+    _RECORDS[model] = record
+    return model
+
+
+def record_of(model: nn.Module) -> Record | None:
+    """The record of a model that `deferred_init` has made."""
+    return _RECORDS.get(model)
+
+
+_RECORDS: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
+
+
+def _settle(model: nn.Module, record: Record) -> None:
+    """Give buffers, and tensors that are plain attributes, their values."""
+    parameters = {id(p) for p in model.parameters()}
+    places = [
+        (table, name, record.view(value))
+        for module in model.modules()
+        for table in (module._buffers, vars(module))
+        for name, value in table.items()
+        if isinstance(value, Tensor) and id(value) not in parameters
+    ]
+    views = list(dict.fromkeys(view for _, _, view in places if view is not None))
+    found = dict(zip(views, record.values(views)))
+    for table, name, view in places:
+        if view is not None:
+            table[name] = found[view]
+
+
+def _written(
+    func: Any, args: Any, kwargs: Mapping[str, Any], record: Record
+) -> tuple[set[Storage], set[Storage]]:
+    """The storages that an operator writes into, and those of them that it writes all over."""
+    writes, over = set(), set()
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        for tensor in pytree.tree_leaves(value):
+            if isinstance(tensor, Tensor) and (number := record.number(tensor)) is not None:
+                writes.add(number)
+                if func._schema.name.removeprefix("aten::") in _OVER and _is_whole(tensor):
+                    over.add(number)
+    return writes, over
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor has all elements of its storage."""
+    count = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1 and stride != count:
+            return False
+        count *= size
+    return count * tensor.itemsize == tensor.untyped_storage().nbytes()
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_meta
+
+
+def _takes_device(func: Any) -> bool:
+    return any(argument.name == "device" for argument in func._schema.arguments)
+
+
+def _is_type(device: Any, kind: str) -> bool:
+    return device is not None and torch.device(device).type == kind
+
+
+def _refused(func: Any, why: str) -> Refusal:
+    return Refusal.of(
+        "S626",
+        f"`deferred_init` cannot record `{func._schema.name.removeprefix('aten::')}`: it {why}",
+        helps=(
+            "draw from torch's own generator, into tensors that the function makes",
+            "or make the model as usual, on a real device",
+        ),
+    )

@@ -1,0 +1,401 @@
+"""Programs of models without values: made from a record, or read from files, part by part."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import schedlang
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.initial.recorded import Record, record_of
+from schedlang.runtime.launch.pool import Pool
+from tests import models
+
+transformers = pytest.importorskip("transformers")
+
+BEFORE = torch.zeros(3)
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+}
+IMAGES = {k: v for k, v in SIZES.items() if k != "vocab_size"} | {"image_size": 32, "patch_size": 8}
+
+
+def drawn_by_hand() -> nn.Module:
+    """Values asked for, orthogonal and truncated ones, views written, products, another dtype."""
+    made: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    nn.init.orthogonal_(made[0].weight)
+    nn.init.trunc_normal_(made[1].weight)
+    with torch.no_grad():
+        made[0].bias[2] = 3
+        made[1].weight.mul_(made[0].weight.std().item())
+        made[1].bias.copy_(torch.tensor(torch.linspace(0, 1, 4).tolist()))
+    made.product = nn.Parameter(torch.randn(3, 4) @ made[0].weight)
+    made.register_buffer("drawn", torch.rand(5), persistent=False)
+    made.tied = made[0].weight
+    return made.to(torch.float64)
+
+
+MAKERS: dict[str, Callable[[], nn.Module]] = {
+    "by hand": drawn_by_hand,
+    "layers of torch": lambda: nn.TransformerEncoderLayer(16, 4, 32),
+    "recurrent": lambda: nn.LSTM(4, 4),
+    "gpt2": lambda: models.gpt2(2),
+    "llama": lambda: models.llama(2),
+    "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
+    "t5": lambda: transformers.T5ForConditionalGeneration(
+        transformers.T5Config(d_model=32, d_ff=48, num_layers=2, num_heads=4, vocab_size=64, d_kv=8)
+    ),
+    "vit": lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**IMAGES)),
+    "experts": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SIZES, num_local_experts=4, num_key_value_heads=2)
+    ),
+    "mamba": lambda: transformers.MambaForCausalLM(
+        transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64)
+    ),
+}
+
+
+def _record(model: nn.Module) -> Record:
+    found = record_of(model)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_same_bits_as_made_here(name: str) -> None:
+    """Every parameter and buffer, whichever way it was drawn; the generator does not move."""
+    torch.manual_seed(3)
+    real = MAKERS[name]()
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    model = schedlang.deferred_init(MAKERS[name])
+    assert torch.equal(torch.get_rng_state(), before)
+    views = _record(model).views
+    parts = dict(zip(views, _record(model).values(list(views.values())), strict=True))
+    expected = dict(real.named_parameters(remove_duplicate=False))
+    assert expected.keys() == parts.keys()
+    assert all(p.is_meta for p in model.parameters())
+    for key, value in expected.items():
+        assert torch.equal(parts[key], value), key
+    buffers = dict(model.named_buffers())
+    for key, value in real.named_buffers():
+        assert torch.equal(buffers[key], value), key
+
+
+def test_a_seed_within_counts() -> None:
+    """A generator that is seeded anew while the model is made draws as it would have."""
+
+    def make() -> nn.Module:
+        first = nn.Linear(3, 3)
+        torch.manual_seed(9)
+        return nn.Sequential(first, nn.Linear(3, 3))
+
+    torch.manual_seed(1)
+    real = make()
+    torch.manual_seed(1)
+    record = _record(schedlang.deferred_init(make))
+    for key, value in real.named_parameters():
+        assert torch.equal(record.values([record.views[key]])[0], value), key
+
+
+def test_what_nobody_wants_is_not_held() -> None:
+    """One storage at a time is alive while all are made."""
+    record = _record(schedlang.deferred_init(lambda: models.llama(3)))
+    alive: list[int] = []
+    most = 0
+    run = Record._run
+
+    def counting(self: Record, places: Any) -> Any:
+        nonlocal most
+        held = run(self, places)
+        most = max(most, sum(self.sizes[number] for number in held))
+        return held
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Record, "_run", counting)
+        storages = {view.storage for view in record.views.values()}
+        record.replay({number: lambda data: alive.append(data.nbytes()) for number in storages})
+    assert len(alive) == len(storages)
+    assert most <= 2 * max(alive)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: nn.init.normal_(torch.empty(3), generator=torch.Generator()), "of its own"),
+        (lambda: BEFORE.normal_(), "there before"),
+        (lambda: 3, "returns a module"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused(make: Callable[[], Any], words: str) -> None:
+    """Draws that a replay would not repeat, and functions that make no module."""
+    with pytest.raises(Refusal, match=f"(?s)S626.*{words}"):
+        schedlang.deferred_init(make)
+
+
+# ---- programs ------------------------------------------------------------------------------------
+
+ROWS = {
+    "tp": """mesh(tp=2)
+transformer.h.*.attn.c_attn shard(col, blocks=3, over=tp)
+transformer.h.*.attn.c_proj shard(row, over=tp)
+transformer.h.*.mlp.c_fc shard(col, over=tp)
+transformer.h.*.mlp.c_proj shard(row, over=tp)""",
+    "pp": """mesh(pp=2)
+transformer.h pipeline_split(over=pp)
+pipeline(order="1F1B", micro=2)""",
+    "zero3": """mesh(dp=2)
+zero(stage=3, over=dp)""",
+}
+
+
+def adamw(named: Any) -> torch.optim.Optimizer:
+    """A function of the parameters, as programs take it."""
+    return torch.optim.AdamW(named)
+
+
+def _both(file: str, kind: str, folder: str) -> None:
+    """The program of a model without values is that of the model with values, to the last bit."""
+    batch = models.tokens(4, 9)
+    weights = None if kind == "record" else folder
+    torch.manual_seed(1)
+    real = models.gpt2(2)
+    torch.manual_seed(1 if kind == "record" else 2)
+    if kind == "meta":
+        with torch.device("meta"):
+            model = models.gpt2(2)
+    else:
+        model = schedlang.deferred_init(models.gpt2, 2)
+    found = []
+    for one, given in ((real, None), (model, weights)):
+        program = schedlang.load(file, one).build(batch=batch, optimizer=adamw, weights=given)
+        state = program.state_dict()
+        losses = [float(program.train_step(batch)) for _ in range(2)]
+        found.append((state, losses, program.state_dict()))
+    (before, losses, after), (ours, our_losses, then) = found
+    assert losses == our_losses
+    assert all(torch.equal(before[key], ours[key]) for key in before)
+    assert all(torch.equal(after[key], then[key]) for key in after)
+
+
+@pytest.mark.parametrize("kind", ["record", "files", "meta", "index"])
+@pytest.mark.parametrize("name", ROWS)
+def test_the_program_of_the_model(pool: Pool, tmp_path: Path, name: str, kind: str) -> None:
+    """Split tensors, stages and slices of state; values from a record or from files."""
+    file = tmp_path / "x.sched"
+    file.write_text(f"schedule 1 for GPT2LMHeadModel\n{ROWS[name]}\n")
+    torch.manual_seed(1)
+    most = "20KB" if kind == "index" else "1GB"
+    models.gpt2(2).save_pretrained(tmp_path, max_shard_size=most)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (kind == "index")
+    pool.run(_both, 2, str(file), kind, str(tmp_path))
+
+
+def test_names_of_the_base_model(tmp_path: Path) -> None:
+    """Files of the model without its head have names without its prefix, as many on hubs have."""
+    torch.manual_seed(1)
+    real = models.gpt2(2)
+    real.transformer.save_pretrained(tmp_path)
+    torch.manual_seed(2)
+    model = schedlang.deferred_init(models.gpt2, 2)
+    program = schedlang.create_schedule(model).build(batch=models.tokens(2, 5), weights=tmp_path)
+    state = program.state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in real.state_dict().items())
+
+
+def test_a_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
+    """What `save` has written gives values, the optimizer's state and the step."""
+    batch = models.tokens(2, 5)
+
+    def built(model: nn.Module, weights: Path | None = None) -> Any:
+        sch = schedlang.create_schedule(model)
+        return sch.build(batch=batch, optimizer=adamw, weights=weights)
+
+    first = built(models.gpt2(2))
+    first.train_step(batch)
+    first.save(tmp_path)
+    again = built(schedlang.deferred_init(models.gpt2, 2), tmp_path)
+    assert again.step == 1
+    assert float(first.train_step(batch)) == float(again.train_step(batch))
+
+
+def _files(folder: Path) -> nn.Module:
+    models.gpt2(2).save_pretrained(folder, max_shard_size="20KB")
+    return schedlang.deferred_init(models.gpt2, 2)
+
+
+def _without_a_file(folder: Path) -> None:
+    next(iter(sorted(folder.glob("*.safetensors")))).unlink()
+
+
+def _without_a_name(folder: Path) -> None:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    del index["weight_map"]["transformer.h.1.ln_1.bias"]
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _cut(folder: Path) -> None:
+    file = next(iter(sorted(folder.glob("*.safetensors"))))
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def _no_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
+def _nothing(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (_without_a_file, "the index names `model-00001"),
+        (_without_a_name, "there is no `transformer.h.1.ln_1.bias`"),
+        (_cut, "cannot be read"),
+        (_no_index, "cannot be read"),
+        (_nothing, "there is no `model.safetensors`"),
+    ],
+)
+def test_folders_that_are_not_whole(
+    tmp_path: Path, spoil: Callable[[Path], None], words: str
+) -> None:
+    """What is missing or damaged is named."""
+    model = _files(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(Refusal) as info:
+        schedlang.create_schedule(model).build(batch=models.tokens(2, 5), weights=tmp_path)
+    said = " ".join(str(info.value).replace("=", " ").split())
+    assert "S643" in said and words in said
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (torch.zeros(3), "has the shape"),
+        (torch.zeros(64, 16, dtype=torch.int8), "is I8"),
+        (torch.zeros(64, 16).to(torch.float8_e4m3fn), "is F8_E4M3"),
+    ],
+    ids=["shape", "int8", "float8"],
+)
+def test_files_of_another_model(tmp_path: Path, tensor: torch.Tensor, words: str) -> None:
+    """Other shapes, and values that are quantised."""
+    from safetensors.torch import save_file
+
+    model = nn.Sequential(nn.Linear(16, 64, bias=False))
+    save_file({"0.weight": tensor}, tmp_path / "model.safetensors")
+    sch = schedlang.create_schedule(model)
+    batch = {"input": torch.ones(2, 16)}
+    with pytest.raises(Refusal, match=f"(?s)S643.*{words}"):
+        sch.build(batch=batch, loss=lambda out, batch: out.sum(), weights=tmp_path)
+
+
+CHANGES: tuple[Callable[[Any], Any], ...] = (
+    lambda model: model.to(torch.bfloat16),
+    lambda model: nn.init.zeros_(model.transformer.ln_f.weight),
+    lambda model: setattr(model.transformer, "ln_f", nn.LayerNorm(16, device="meta")),
+)
+
+
+def test_what_is_real_stays() -> None:
+    """A layer that was put in with values keeps them."""
+    model: Any = schedlang.deferred_init(models.gpt2, 2)
+    model.transformer.ln_f = nn.LayerNorm(16, dtype=torch.float64)
+    nn.init.constant_(model.transformer.ln_f.weight, 3)
+    program = schedlang.create_schedule(model).build(batch=models.tokens(2, 5))
+    assert program.state_dict()["transformer.ln_f.weight"].eq(3).all()
+
+
+def test_what_has_no_values_is_named() -> None:
+    """A model that was never recorded, and one that was changed behind its record."""
+    with torch.device("meta"):
+        model = models.llama(2)
+    with pytest.raises(Refusal, match=r"S623.*on the meta device"):
+        schedlang.create_schedule(model).build(batch=models.tokens(2, 5))
+    for change in CHANGES:
+        model = schedlang.deferred_init(models.gpt2, 2)
+        change(model)
+        with pytest.raises(Refusal, match=r"S623.*it was changed after"):
+            schedlang.create_schedule(model).build(batch=models.tokens(2, 5))
+
+
+def test_a_buffer_that_no_file_has(tmp_path: Path) -> None:
+    """Tables of rotary positions are in no file: a record has them, the meta device has not."""
+    models.llama(2).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = models.llama(2)
+    with pytest.raises(Refusal, match=r"S623.*inv_freq"):
+        schedlang.create_schedule(model).build(batch=models.tokens(2, 5), weights=tmp_path)
+
+
+def test_rows_that_try_the_model(tmp_path: Path) -> None:
+    """How a model runs on slices of a sequence is tried with its values."""
+    file = tmp_path / "x.sched"
+    file.write_text(
+        "schedule 1 for GPT2LMHeadModel\nmesh(pp=1)\ntransformer.h pipeline_split(over=pp)\n"
+        'pipeline(order="Seq1F1B", micro=2, slices=2)\n'
+    )
+    sch = schedlang.load(str(file), schedlang.deferred_init(models.gpt2, 2))
+    with pytest.raises(Refusal, match=r"S623.*parts of sequences"):
+        sch.build(batch=models.tokens(4, 8))
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+WIDE, DEEP = 1024, 80  # 4 MiB a tensor, 320 MiB in all
+BESIDE = 96 << 20  # bytes of threads, groups and their buffers
+
+
+def _wide() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDE, WIDE, bias=False) for _ in range(DEEP)))
+
+
+def _used() -> int:
+    """Bytes of private memory that this process has asked for."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmData"))
+
+
+def _within(file: str, weights: str | None) -> None:
+    batch = {"input": torch.ones(4, WIDE)}
+    loss = lambda out, batch: out.mean()  # noqa: E731
+    narrow = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(DEEP)))
+    schedlang.load(file, narrow).build(batch={"input": torch.ones(4, 8)}, loss=loss)  # imports
+    sch = schedlang.load(file, schedlang.deferred_init(_wide))
+    one = 4 * WIDE * WIDE
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    free = DEEP * one // 4 + 2 * one + BESIDE
+    assert free < DEEP * one, "the whole model would not fit"
+    if weights is not None:
+        free += DEEP * one  # the file is mapped, and its pages are the file's
+    resource.setrlimit(resource.RLIMIT_DATA, (_used() + free, before[1]))
+    try:
+        program = sch.build(batch=batch, loss=loss, weights=weights)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+    held = sum(p.nbytes for p in program.assembly.parameters.values())
+    assert held == DEEP * one // 4
+
+
+@pytest.mark.parametrize("kind", ["record", "files"])
+def test_a_rank_never_has_the_whole_model(pool: Pool, tmp_path: Path, kind: str) -> None:
+    """The operating system gives each rank its parts, two whole tensors and 96 MiB beside."""
+    from safetensors.torch import save_model
+
+    if kind == "files":
+        save_model(_wide(), str(tmp_path / "model.safetensors"))
+    rows = (f"{i} shard({('col', 'row')[i % 2]}, over=tp)" for i in range(DEEP))
+    file = tmp_path / "x.sched"
+    file.write_text("\n".join(["schedule 1", "mesh(tp=4)", *rows, ""]))
+    pool.run(_within, 4, str(file), str(tmp_path) if kind == "files" else None)
