@@ -32,6 +32,8 @@ class Shape:
 class Layout:
     """One way to train `shape`: `rows` sequences a step, `micro` of them in a microbatch.
 
+    flushes   how often the pipeline runs empty in a step, which adds up gradients in between
+    reduced   gradients are reduced over replicas, and weights gathered, once a step
     Preconditions: tp * pp divides ranks, and micro times what is left divides rows.
     """
 
@@ -46,6 +48,8 @@ class Layout:
     recompute: bool = False
     fused_norm: bool = False
     sequence_parallel: bool = False
+    flushes: int = 1
+    reduced: bool = True
 
     @property
     def dp(self) -> int:
@@ -102,14 +106,15 @@ def stage_layers(shape: Shape, pp: int) -> float:
 def time_terms(one: Layout, machine: Cluster) -> dict[str, float]:
     """Seconds of each cause at the data sheet's rate, to be weighted by constants.
 
-    1F1B takes count slots of the slowest stage and pp - 1 of a mean one; tensor parallelism reduces
-    four times a layer, six with recomputation (Narayanan et al. 2021); ZeRO-1 reduces gradients and
-    gathers weights once (Rajbhandari et al. 2020).
+    1F1B takes count slots of the slowest stage, and pp - 1 of a mean one each time it runs empty;
+    tensor parallelism reduces four times a layer, six with recomputation (Narayanan et al. 2021);
+    ZeRO-1 reduces gradients and gathers weights once (Rajbhandari et al. 2020).
     """
     shape, tokens, tp, pp = one.shape, one.length * one.micro, one.tp, one.pp
     weights = _layer(shape)
     whole = shape.layers + shape.words * shape.width / weights  # layers with the head
-    steps = (one.count * stage_layers(shape, pp) + (pp - 1) * whole / pp) / whole
+    fill = min(one.flushes, one.count) * (pp - 1)  # slots in which a stage waits
+    steps = (one.count * stage_layers(shape, pp) + fill * whole / pp) / whole
     slots = steps * shape.layers  # layers that a rank waits for in a step
     again = 4 / 3 if one.recompute else 1.0
     spread = tp if one.sequence_parallel else 1
@@ -132,9 +137,11 @@ def time_terms(one: Layout, machine: Cluster) -> dict[str, float]:
         "tp_bytes": slots * calls * wide * 2 * (tp - 1) / tp / inside,
         "tp_calls": slots * calls * 1e-6,
         "launches": slots * again * 1e-6,
-        "p2p": (one.count + pp - 1) * 2 * wide / spread / machine.network * (pp > 1),
-        "dp_bytes": held * 2 * HALF * (one.dp - 1) / one.dp / (machine.network * lanes),
-        "dp_calls": held * one.dp * 1e-12 * (one.dp > 1),  # buckets, each once round the ring
+        "p2p": (one.count + fill) * 2 * wide / spread / machine.network * (pp > 1),
+        "dp_bytes": one.reduced
+        * (held * 2 * HALF * (one.dp - 1) / one.dp / (machine.network * lanes)),
+        # buckets, each once round the ring
+        "dp_calls": one.reduced * held * one.dp * 1e-12 * (one.dp > 1),
     }
 
 
@@ -150,17 +157,11 @@ def fitted_time(
     Levenberg and Marquardt's steps in logarithms, so that constants stay above 0; one that no run
     tells of stays as TIME has it.  Preconditions: at least one run, all of more than 0 seconds.
     """
-    terms = [time_terms(one, machine) for one in layouts]
-    matrix = np.array([[row[name] for name in TIME] for row in terms]) / np.array(seconds)[:, None]
+    matrix = _shares(layouts, seconds, machine)
     start = np.log(list(TIME.values()))
 
-    def loss(found: Array) -> float:
-        off = abs(np.log(matrix @ np.exp(found))) / NOISE
-        far = np.where(off < FAR, off**2 / 2, FAR * off - FAR**2 / 2)
-        return float(far.sum() + (((found - start) / PRIOR) ** 2).sum() / 2)
-
     found, damping = start, 1e-2
-    least = loss(found)
+    least = _unlike(matrix, found)
     while damping < 1e9:
         told = matrix @ np.exp(found)
         off = np.log(told) / NOISE
@@ -170,12 +171,39 @@ def fitted_time(
         curve = slope.T @ (weight[:, None] * slope) + np.eye(len(start)) / PRIOR**2
         step = np.linalg.solve(curve + damping * np.diag(np.diag(curve)), -down)
         tried = found + np.clip(step, -1, 1)
-        now = loss(tried)
+        now = _unlike(matrix, tried)
         if now > least - 1e-6:
             damping *= 4
             continue
         found, least, damping = tried, now, damping / 4
     return dict(zip(TIME, map(float, np.exp(found)), strict=True))
+
+
+def unlikelihood(
+    layouts: Sequence[Layout],
+    seconds: Sequence[float],
+    machine: Cluster,
+    constants: Mapping[str, float],
+) -> float:
+    """Negative logarithm of how likely runs are under constants, but for a number."""
+    matrix = _shares(layouts, seconds, machine)
+    return _unlike(matrix, np.log([constants[name] for name in TIME]))
+
+
+def _shares(layouts: Sequence[Layout], seconds: Sequence[float], machine: Cluster) -> Array:
+    """Terms of each run, over what it took."""
+    terms = [time_terms(one, machine) for one in layouts]
+    costs: Array = np.array([[row[name] for name in TIME] for row in terms])
+    took: Array = np.array(seconds)
+    return costs / took[:, None]
+
+
+def _unlike(matrix: Array, found: Array) -> float:
+    """Huber's loss of the logarithms of told over taken, and what the constants are off TIME."""
+    off = abs(np.log(matrix @ np.exp(found))) / NOISE
+    far = np.where(off < FAR, off**2 / 2, FAR * off - FAR**2 / 2)
+    prior = (found - np.log(list(TIME.values()))) / PRIOR
+    return float(far.sum() + (prior**2).sum() / 2)
 
 
 def seconds_of(one: Layout, machine: Cluster, constants: Mapping[str, float]) -> float:
@@ -185,77 +213,104 @@ def seconds_of(one: Layout, machine: Cluster, constants: Mapping[str, float]) ->
 
 # -- memory ----------------------------------------------------------------------------------------
 
-# of a layer's activations, of bytes of its input for a norm that is not fused, of a score, of a
-# logit, of the width in buffers: where the search for the constants starts
+# where the search for the constants starts: activations of a layer as multiples of what Korthikanti
+# et al. 2022 count (parts that tp splits; inputs of matrices, which it does not; those of a layer
+# that is computed again), bytes of a layer's input for a norm in fp32, of a score that is kept and
+# of one in work, of a layer's input for what the first flash attention copies, of a logit (16 bits,
+# fp32, and their gradients), of one that tp has gathered, of what a stage is handed, and the share
+# of the memory that the context, buffers and gaps take
 MEMORY: Final[Mapping[str, float]] = {
-    "layer": 1.0,
+    "split": 1.1,
+    "inputs": 4.0,
+    "again": 2.0,
     "norm": 4.0,
     "scores": 5.0,
-    "logits": 4.0,
-    "buffers": 4.0,
+    "scores_now": 8.0,
+    "flash1": 2.0,
+    "logits": 14.0,
+    "gathered": 4.0,
+    "handed": 4.0,
+    "fixed": 0.03,
 }
-MARGIN = 0.1  # in the logarithm, what a layout should lie off the limit
+MEMORY_PRIOR = 0.7  # standard deviation of the logarithm of a constant about the above
+EDGE = 0.03  # scale of a logistic law: how near the limit a run may end either way
+OUTLIER = 15.0  # at most so many of these count against the constants, that one odd run may be
 
 
-def memory_terms(one: Layout) -> list[dict[str, float]]:
+def memory_terms(one: Layout, machine: Cluster) -> list[dict[str, float]]:
     """Bytes at the first stage and at the last, to be weighted by constants; `state` by one.
 
-    A layer keeps what Korthikanti et al. 2022 count; of 1F1B the first stage holds pp microbatches;
-    weights and gradients are 2 bytes each, ZeRO-1 keeps 12 for each weight over replicas.  Logits
-    are whole on every rank of tp, which the published runs agree with best.
+    Of 1F1B the first stage holds pp microbatches; weights and gradients are 2 bytes each, ZeRO-1
+    keeps 12 for each weight over replicas.  Logits are whole on every rank of tp.
     """
     shape, tokens, tp, pp = one.shape, one.length * one.micro, one.tp, one.pp
-    spread = tp if one.sequence_parallel else 1
-    wide = tokens * shape.width * HALF / spread
-    plain = one.kernel in ("torch", "fused")
-    layer = {
-        "layer": 2 * wide + tokens * (8 * shape.width + 8 * shape.inner) / tp,
-        "norm": wide * (not one.fused_norm),
-        "scores": one.length * tokens * shape.heads / tp * plain,
-    }
+    wide = tokens * shape.width * HALF / (tp if one.sequence_parallel else 1)
+    split = tokens * 8 * (shape.width + shape.inner) / tp
+    scores = one.length * tokens * shape.heads / tp * (one.kernel in ("torch", "fused"))
+    kept, now = not one.recompute, one.recompute
+    ends = 2 if pp == 1 else 1  # the embedding, the head, or both
+    weights = (shape.layers * _layer(shape) / pp + ends * shape.words * shape.width) / tp
     found = []
     for last in (False, True):
-        ends = 2 if pp == 1 else 1  # the embedding, the head, or both
-        weights = (shape.layers * _layer(shape) / pp + ends * shape.words * shape.width) / tp
-        kept = shape.layers / pp * (1 if last else min(pp, one.count))
-        times = 1.0 if one.recompute else kept
-        terms = {name: size * times for name, size in layer.items()}
-        terms["state"] = weights * (4 + 12 / one.dp) + wide * kept * one.recompute
-        terms["logits"] = tokens * shape.words * float(last or pp == 1)
-        terms["buffers"] = wide
-        found.append(terms)
+        held = 1 if last else min(pp, one.count)  # microbatches in flight
+        layers = shape.layers / pp * held
+        logits = tokens * shape.words * (last or pp == 1)
+        times = 1.0 if one.recompute else layers
+        found.append(
+            {
+                "state": weights * (4 + 12 / one.dp) + wide * layers * now,
+                "split": split * layers * kept,
+                "inputs": wide * layers * kept,
+                "again": (2 * wide + split) * now,
+                "norm": wide * times * (not one.fused_norm),
+                "scores": scores * layers * kept,
+                "scores_now": scores,
+                "flash1": tokens * shape.width * HALF / tp * times * (one.kernel == "flash1"),
+                "logits": logits,
+                "gathered": logits * (tp > 1),
+                "handed": wide * held * (pp > 1),
+                "fixed": machine.memory,
+            }
+        )
     return found
 
 
-def bytes_of(one: Layout, constants: Mapping[str, float]) -> float:
+def bytes_of(one: Layout, machine: Cluster, constants: Mapping[str, float]) -> float:
     """Predict the peak of the fullest rank."""
     weights = {"state": 1.0} | dict(constants)
-    return max(sum(weights[name] * size for name, size in at.items()) for at in memory_terms(one))
+    terms = memory_terms(one, machine)
+    return max(sum(weights[name] * size for name, size in at.items()) for at in terms)
 
 
 def fitted_memory(
     layouts: Sequence[Layout], ran: Sequence[bool], machine: Cluster
 ) -> dict[str, float]:
-    """Constants >= 0 that put what ran below the machine's memory and what did not above it."""
+    """Most likely constants given what ran and what did not fit, about MEMORY.
+
+    A run's chance to fit is a logistic function of the logarithm of limit over need.  Coordinates
+    are searched in turn, in logarithms, so that constants stay above 0.
+    """
     names = list(MEMORY)
-    terms = [memory_terms(one) for one in layouts]
+    terms = [memory_terms(one, machine) for one in layouts]
     parts = np.array([[[at[name] for name in names] for at in both] for both in terms])
     state = np.array([[at["state"] for at in both] for both in terms])
-    side = np.where(np.array(ran), 1, -1)
+    side = np.where(np.array(ran), 1, -1) / EDGE
+    start = np.log(list(MEMORY.values()))
 
     def loss(found: Array) -> float:
-        off = side * np.log(machine.memory / (state + parts @ found).max(1))
-        return float(np.maximum(0, MARGIN - off).mean())
+        room = side * np.log(machine.memory / (state + parts @ np.exp(found)).max(1))
+        unlike = np.logaddexp(0, -np.maximum(room, -OUTLIER)).sum()
+        return float(unlike + (((found - start) / MEMORY_PRIOR) ** 2).sum() / 2)
 
-    found, step = np.array(list(MEMORY.values())), 0.5
+    found, step = start.copy(), 0.5
     least = loss(found)
-    while step > 0.01:
+    while step > 0.005:
         moved = False
         for index in range(len(names)):
-            for value in (found[index] * (1 + step), max(found[index] * (1 - step), 0.0)):
+            for way in (step, -step):
                 tried = found.copy()
-                tried[index] = value
-                if (now := loss(tried)) < least - 1e-9:
+                tried[index] += way
+                if (now := loss(tried)) < least - 1e-6:
                     found, least, moved = tried, now, True
         step = step if moved else step / 2
-    return dict(zip(names, map(float, found), strict=True))
+    return dict(zip(names, map(float, np.exp(found)), strict=True))
