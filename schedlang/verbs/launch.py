@@ -1,0 +1,374 @@
+"""launch: the script by which a cluster's engine starts a schedule's ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from schedlang.verbs.ending import bad_option, check_positive, show_json
+from schedlang.verbs.options import AsJson, Common, verb
+
+if TYPE_CHECKING:
+    from schedlang.ir.mesh import Mesh
+
+NODE = 8  # ranks of a node, where neither an option nor the mesh's `on` says it
+PORT = 29500  # torchrun's own default
+HEAD, SLURM_ID = f"$HEAD:{PORT}", "$SLURM_JOB_ID"  # words that a shell is to fill in
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The engine that the script is for; torchrun alone where none is named."""
+
+    torchrun: Annotated[
+        bool, typer.Option("--torchrun", help="The command to type on each node (default).")
+    ] = False
+    slurm: Annotated[bool, typer.Option("--slurm", help="A batch script for `sbatch`.")] = False
+    k8s: Annotated[
+        bool, typer.Option("--k8s", help="A Kubernetes Service and Job for `kubectl apply -f -`.")
+    ] = False
+    ray: Annotated[
+        bool, typer.Option("--ray", help="A Python script for `ray job submit` or a Ray driver.")
+    ] = False
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of the job, and what the engine gives it."""
+
+    nodes: Annotated[
+        int | None, typer.Option(metavar="N", help="Number of nodes; default: as the mesh needs.")
+    ] = None
+    per_node: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Ranks of a node; default: of the mesh's `on`, else 8."),
+    ] = None
+    restarts: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Restarts of the job when a rank has failed.")
+    ] = 3
+    time: Annotated[
+        str | None, typer.Option(metavar="H:MM:SS", help="Time limit that the engine enforces.")
+    ] = None
+    name: Annotated[str | None, typer.Option(help="Name of the job; default: the file's.")] = None
+    image: Annotated[
+        str | None, typer.Option(metavar="IMAGE", help="Container image, for `--k8s`.")
+    ] = None
+    cpu: Annotated[bool, typer.Option("--cpu", help="Nodes without accelerators.")] = False
+    script: Annotated[
+        str | None,
+        typer.Option(
+            metavar="'train.py ARG..'",
+            help="Your own script and its arguments; default: `schedlang run` of the file.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be started: `command` is what torchrun runs on each rank."""
+
+    name: str
+    command: tuple[str, ...]
+    nodes: int
+    per_node: int
+    restarts: int
+    seconds: int | None
+    image: str | None
+    cpu: bool
+    lies: Mapping[str, str]  # axis -> where its groups lie
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines about the axes, for a comment."""
+        ranks = f"{self.nodes * self.per_node} ranks, {self.per_node} a node"
+        return [f"{self.name}: {ranks}", *(f"{axis}  {where}" for axis, where in self.lies.items())]
+
+    def torchrun(self, *where: str) -> tuple[str, ...]:
+        """The command of a node; `where` are the words about the rendezvous."""
+        counts = ("--nnodes", str(self.nodes), "--nproc-per-node", str(self.per_node))
+        return (
+            *("torchrun", *counts, "--max-restarts", str(self.restarts)),
+            *("--rdzv-backend", "c10d", *where, *self.command),
+        )
+
+
+@verb
+def launch(
+    file: Annotated[Path, typer.Argument(help="A schedule.", metavar="FILE")],
+    *,
+    engine: Engine,
+    nodes: Nodes,
+    common: Common,
+    as_json: AsJson = False,
+) -> None:
+    """Print the script by which an engine starts a job of this schedule; nothing is submitted.
+
+    The schedule is planned for the ranks of the job first, so what it refuses is refused here and
+    not in the queue.  Ranks of a node follow each other, so the last axes of the mesh lie within
+    nodes; a comment says where each axis lies.
+    """
+    named = [each for each, chosen in vars(engine).items() if chosen]
+    if len(named) > 1:
+        bad_option(
+            f"a script is for one engine, not for {' and '.join(named)}",
+            "call `schedlang launch` once for each",
+        )
+    kind = named[0] if named else "torchrun"
+    job = job_of(file, nodes, common)
+    if kind == "k8s" and job.image is None:
+        bad_option("a Kubernetes job needs a container image", "give it: `--image NAME:TAG`")
+    script = SCRIPTS[kind](job)
+    if as_json:
+        sizes = {"nodes": job.nodes, "ranks_per_node": job.per_node}
+        show_json({"exit": 0, "engine": kind, **sizes, "axes": dict(job.lies), "script": script})
+    else:
+        print(script, end="")
+
+
+# -- what is started -------------------------------------------------------------------------------
+
+
+def job_of(file: Path, asked: Nodes, common: Common) -> Job:
+    """The job of a schedule, which is planned for its ranks; refuses what does not fill nodes."""
+    for option in ("nodes", "per_node"):
+        check_positive(option.replace("_", "-"), getattr(asked, option))
+    mesh, node = _mesh(file, asked, common)
+    per_node = node if asked.per_node else min(node, mesh.world)
+    if mesh.world % per_node:
+        bad_option(
+            f"{mesh.world} ranks do not fill nodes of {per_node}",
+            f"give ranks of a node that divide {mesh.world}: `--per-node N`",
+        )
+    if asked.nodes is not None and asked.nodes * per_node != mesh.world:
+        held = f"{asked.nodes} nodes of {per_node}"
+        bad_option(
+            f"the mesh has {mesh.world} ranks, {held} have {asked.nodes * per_node}",
+            f"give `--nodes {mesh.world // per_node}`, or other sizes: `--mesh AXIS=N`",
+        )
+    lies = {f"{axis}={size}": _lies(mesh, axis, per_node) for axis, size in mesh.axes if size > 1}
+    return Job(
+        _name(asked.name or file.stem),
+        _command(file, asked, common),
+        mesh.world // per_node,
+        per_node,
+        asked.restarts,
+        None if asked.time is None else _seconds(asked.time),
+        asked.image,
+        asked.cpu,
+        lies,
+    )
+
+
+def _mesh(file: Path, asked: Nodes, common: Common) -> tuple[Mesh, int]:
+    """The mesh of the planned schedule, and how many ranks a node of its cluster has."""
+    from schedlang.ir.modelfile import load_model_file
+    from schedlang.language import nodes
+    from schedlang.language.syntax import parse, read
+    from schedlang.passes.simulate.step_time import cluster_named
+    from schedlang.schedule import Schedule
+    from schedlang.verbs.inputs import settings
+
+    given, tree = settings(common.knob, common.mesh), parse(read(file))
+    on = next((one.on for one in tree.items if isinstance(one, nodes.Mesh)), None)
+    cluster = cluster_named(on)[0]
+    node = asked.per_node or (NODE if cluster is None else cluster.node)
+    if asked.nodes is not None:
+        given = replace(given, world=asked.nodes * node)
+    module = load_model_file(common.model, file).model(meta=True)
+    return Schedule(module, tree, given).plan().mesh, node
+
+
+def _lies(mesh: Mesh, axis: str, per_node: int) -> str:
+    """Where the groups of an axis lie: within nodes, one rank on each, or some of both."""
+    spans = [{rank // per_node for rank in group} for group in mesh.groups(axis)]
+    if all(len(span) == 1 for span in spans):
+        return "within a node"
+    return f"across {max(map(len, spans))} nodes"
+
+
+def _command(file: Path, asked: Nodes, common: Common) -> tuple[str, ...]:
+    if asked.script is not None:
+        try:
+            words = tuple(shlex.split(asked.script))
+        except ValueError as error:
+            bad_option(f"cannot read `--script`: {error}".lower(), "close the quotes")
+        if not words:
+            bad_option("`--script` is empty", "write `--script 'train.py --steps 100'`")
+        return words
+    options = [*(("--mesh", common.mesh) if common.mesh else ())]
+    options += [word for knob in common.knob or () for word in ("--knob", knob)]
+    options += ["--model", common.model] if common.model else []
+    return ("-m", "schedlang", "run", str(file), *options)
+
+
+def _name(text: str) -> str:
+    """A name that every engine takes: small letters, digits and `-`, a letter first."""
+    found = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:50].strip("-")
+    return found if found[:1].isalpha() else f"job-{found}".strip("-")
+
+
+def _seconds(text: str) -> int:
+    found = re.fullmatch(r"(\d{1,4}):([0-5]\d):([0-5]\d)", text)
+    if found is None:
+        bad_option(
+            f"cannot read `--time {text}`", "write hours, minutes, seconds: `--time 8:00:00`"
+        )
+    hours, minutes, seconds = map(int, found.groups())
+    return hours * 3600 + minutes * 60 + seconds
+
+
+# -- scripts ---------------------------------------------------------------------------------------
+
+
+def _torchrun(job: Job) -> str:
+    """A command for each node; the first one's name stands where `HEAD` is."""
+    where = ("--rdzv-id", job.name, "--rdzv-endpoint", HEAD)
+    lines = [*job.notes, "on each node, with HEAD the name of one of them:"]
+    return _shell(lines) + _words(job.torchrun(*where)) + "\n"
+
+
+def _slurm(job: Job) -> str:
+    """A batch script: one task a node, which is that node's torchrun."""
+    options = [f"job-name={job.name}", f"nodes={job.nodes}", "ntasks-per-node=1", "exclusive"]
+    options += [] if job.cpu else [f"gpus-per-node={job.per_node}"]
+    options += [] if job.seconds is None else [f"time={_clock(job.seconds)}"]
+    options += [f"output={job.name}-%j.log", "open-mode=append"]
+    options += ["requeue"] if job.restarts else ["no-requeue"]
+    where = ("--rdzv-id", SLURM_ID, "--rdzv-endpoint", HEAD)
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH --{option}" for option in options),
+            *(f"# {note}" for note in job.notes),
+            "set -euo pipefail",
+            'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            *(f"export {name}={value}" for name, value in _environment(job).items()),
+            # one node that fails ends the step on all, and the job with its exit code
+            f"srun --kill-on-bad-exit=1 {_words(job.torchrun(*where))}",
+            "",
+        ]
+    )
+
+
+def _k8s(job: Job) -> str:
+    """A headless Service, by which pods find the first, and a Job with a pod for each node."""
+    head = f"{job.name}-0.{job.name}:{PORT}"
+    container: dict[str, object] = {
+        "name": "ranks",
+        "image": job.image,
+        "command": list(job.torchrun("--rdzv-id", job.name, "--rdzv-endpoint", head)),
+        "env": [{"name": n, "value": v} for n, v in _environment(job).items()],
+        # ranks of a node share memory: more than the 64 MiB that a container has of itself
+        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
+    }
+    if not job.cpu:
+        container["resources"] = {"limits": {"nvidia.com/gpu": job.per_node}}
+    pod = {
+        "subdomain": job.name,
+        "restartPolicy": "Never",
+        "containers": [container],
+        "volumes": [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}],
+    }
+    spec: dict[str, object] = {
+        "completions": job.nodes,
+        "parallelism": job.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": job.restarts * job.nodes,
+        "template": {"metadata": {"labels": {"app": job.name}}, "spec": pod},
+    }
+    if job.seconds is not None:
+        spec["activeDeadlineSeconds"] = job.seconds
+    service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"app": job.name}}
+    documents = [
+        _document("v1", "Service", job.name, service),
+        _document("batch/v1", "Job", job.name, spec),
+    ]
+    # JSON is YAML, and needs no writer of it
+    return _shell(job.notes) + "---\n".join(json.dumps(one, indent=2) + "\n" for one in documents)
+
+
+def _document(version: str, kind: str, name: str, spec: object) -> dict[str, object]:
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec}
+
+
+def _ray(job: Job) -> str:
+    """A driver: one task on each node, which is that node's torchrun."""
+    bundle = {"CPU": 1} if job.cpu else {"CPU": 1, "GPU": job.per_node}
+    # which node has the store is told: by Ray's addresses torchrun may not know its own machine
+    where = ("--rdzv-id", job.name, "--rdzv-endpoint", "HEAD", "--rdzv-conf", "HOST")
+    words = list(job.torchrun(*where))
+    notes = "".join(f"# {note}\n" for note in job.notes)
+    wait = "" if job.seconds is None else f", timeout={job.seconds}"
+    return f"""{notes}import os
+import subprocess
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+BUNDLE = {bundle!r}
+COMMAND = {words!r}
+ENVIRONMENT = {_environment(job)!r}
+
+
+def address():
+    return ray.util.get_node_ip_address()
+
+
+def node(head, place):
+    known = {{"HEAD": f"{{head}}:{PORT}", "HOST": f"is_host={{int(place == 0)}}"}}
+    words = [known.get(word, word) for word in COMMAND]
+    subprocess.run(words, check=True, env={{**os.environ, **ENVIRONMENT}})
+
+
+ray.init()
+group = placement_group([BUNDLE] * {job.nodes}, strategy="STRICT_SPREAD")
+ray.get(group.ready())
+
+
+def on(place, function, *given):
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place)
+    options = {{"num_cpus": BUNDLE["CPU"], "num_gpus": BUNDLE.get("GPU", 0), "max_retries": 0}}
+    return ray.remote(**options, scheduling_strategy=strategy)(function).remote(*given)
+
+
+head = ray.get(on(0, address))
+ray.get([on(place, node, head, place) for place in range({job.nodes})]{wait})
+"""
+
+
+SCRIPTS: Mapping[str, Callable[[Job], str]] = {
+    "torchrun": _torchrun,
+    "slurm": _slurm,
+    "k8s": _k8s,
+    "ray": _ray,
+}
+
+
+def _environment(job: Job) -> dict[str, str]:
+    """What ranks find set, beside what torchrun sets."""
+    found = {"OMP_NUM_THREADS": "1"} if job.cpu else {}
+    # gloo of torch 2.13 starts an elastic job again only under this
+    return found | ({"TORCH_GLOO_LAZY_INIT": "1"} if job.restarts else {})
+
+
+def _clock(seconds: int) -> str:
+    return f"{seconds // 3600}:{seconds % 3600 // 60:02}:{seconds % 60:02}"
+
+
+def _shell(notes: Sequence[str]) -> str:
+    return "".join(f"# {note}\n" for note in notes)
+
+
+def _words(words: Sequence[str]) -> str:
+    """Words of a shell's command; only our own variables stay open."""
+    return " ".join(
+        f'"{word}"' if word in (HEAD, SLURM_ID) else shlex.quote(word) for word in words
+    )
