@@ -72,7 +72,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be started: `command` is what torchrun runs on each rank."""
+    """A job to be started: `command` is what torchrun runs on each rank."""
 
     name: str
     command: tuple[str, ...]
@@ -186,7 +186,7 @@ def _mesh(file: Path, asked: Nodes, common: Common) -> tuple[Mesh, int]:
 
 
 def _lies(mesh: Mesh, axis: str, per_node: int) -> str:
-    """Where the groups of an axis lie: within nodes, one rank on each, or some of both."""
+    """Say whether the groups of an axis lie within nodes, or across how many."""
     spans = [{rank // per_node for rank in group} for group in mesh.groups(axis)]
     if all(len(span) == 1 for span in spans):
         return "within a node"
@@ -353,7 +353,7 @@ SCRIPTS: Mapping[str, Callable[[Job], str]] = {
 
 
 def _environment(job: Job) -> dict[str, str]:
-    """What ranks find set, beside what torchrun sets."""
+    """Variables that ranks find set, beside those of torchrun."""
     found = {"OMP_NUM_THREADS": "1"} if job.cpu else {}
     # gloo of torch 2.13 starts an elastic job again only under this
     return found | ({"TORCH_GLOO_LAZY_INIT": "1"} if job.restarts else {})
