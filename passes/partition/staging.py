@@ -151,7 +151,7 @@ def _arrivals(model: nn.Module, traced: Traced) -> dict[str, Arrivals]:
 
 def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss | None) -> Staged:
     """Cut the model as the plan asks; without cuts everything is one stage."""
-    from schedlang.runtime.tracing.graph import Cut, Reads, StageGraph, cut
+    from schedlang.runtime.tracing.graph import UNCUT, cut
     from schedlang.runtime.training import Training
 
     axis = plan.cuts[0].axis if plan.cuts else None
@@ -159,9 +159,8 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     if axis is None or timeline.stages == 1:
         if plan.unrolled and traced.entries:
             _as_often(plan, traced)
-        whole = StageGraph(("",), (Reads(),), Reads(), {}, (Reads(), Reads()), {})
         trunk = _trunk(plan) if plan.replicas or plan.stores else frozenset()
-        return Staged(Cut(whole, (0,)), timeline, ((0,),), None, trunk, traced.outside)
+        return Staged(UNCUT, timeline, ((0,),), None, trunk, traced.outside)
     check_cuts(plan)
     skeleton = local_skeleton(plan, traced)
     Training(skeleton).on()
@@ -211,12 +210,9 @@ def _as_often(plan: Plan, traced: Traced) -> None:
 
 def timeline_of(plan: Plan) -> Timeline:
     """The order of the plan, with backwards in halves where rows ask for it."""
-    from schedlang.pipeline.timeline.table import Kind, Op, halved, timeline
+    from schedlang.pipeline.timeline.table import ONE, halved
 
-    if plan.cuts or plan.order is not None:
-        made = _ordered(plan)
-    else:
-        made = timeline([[Op(Kind.F, 0, 0), Op(Kind.B, 0, 0)]])
+    made = _ordered(plan) if plan.cuts or plan.order is not None else ONE
     return made if plan.late is None else halved(made)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from schedlang.pipeline.timeline.proof import check, check_queues, with_transfers
 from schedlang.pipeline.timeline.sharded_weights import with_gathers
-from schedlang.pipeline.timeline.table import Kind, Op, Timeline
+from schedlang.pipeline.timeline.table import ONE, Kind, Op, Timeline
 from schedlang.pipeline.timeline.table import timeline as make_timeline
 from schedlang.runtime.comm import world
 from schedlang.runtime.pipeline import parking
@@ -342,12 +342,8 @@ class Pipeline:
         if (count, train) not in self._orders:
             order = self.timeline if train else _evaluation(self.timeline, count)
             assert order.microbatches == count, f"planned for {order.microbatches}, got {count}"
-            order = with_transfers(order, self.lookahead)
-            if train and Kind.UNSHARD in self.handlers:
-                order = with_gathers(order)
-            check(order)
-            if self.mail.queues:
-                check_queues(order, one_way=self.mail.down is not self.mail.group)
+            if len(self.timeline) > len(ONE):
+                order = self._proven(order, train)
             rows = order.rows(self.place)
             last = {op.stage: k for k, op in enumerate(rows) if self._works(op)}
             waits = _unreduced(rows)
@@ -357,6 +353,16 @@ class Pipeline:
                 for k, op in enumerate(rows)
             )
         return self._orders[(count, train)]
+
+    def _proven(self, order: Timeline, train: bool) -> Timeline:
+        """The order with its transfers and gathers; raises TimelineError if it does not end."""
+        order = with_transfers(order, self.lookahead)
+        if train and Kind.UNSHARD in self.handlers:
+            order = with_gathers(order)
+        check(order)
+        if self.mail.queues:
+            check_queues(order, one_way=self.mail.down is not self.mail.group)
+        return order
 
     def _works(self, op: Op) -> bool:
         """Return whether an operation is a backward that does something on its stage."""

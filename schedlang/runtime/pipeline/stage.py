@@ -247,15 +247,15 @@ class Stage:
         self.model, self.cut, self.index, self.loss, self.split = model, cut, index, loss, split
         self.through = through
         self._late = None if late is None else {id(p) for p in _named(model, late)}
-        self.last = index == cut.stages - 1
-        self.units = cut.units(index)
-        self.incoming = {e[0]: tokens for e, tokens in cut.routes.items() if e[1] == index}
-        self.outgoing = {e[1]: tokens for e, tokens in cut.routes.items() if e[0] == index}
+        self.whole, self.last = cut.stages == 1, index == cut.stages - 1
+        routes = {} if self.whole else cut.routes
+        self.incoming = {e[0]: tokens for e, tokens in routes.items() if e[1] == index}
+        self.outgoing = {e[1]: tokens for e, tokens in routes.items() if e[0] == index}
         self.returned = {end: self._back(tokens) for end, tokens in self.incoming.items()}
         self.awaited = {end: self._back(tokens) for end, tokens in self.outgoing.items()}
         self.wanted = frozenset(t for tokens in self.outgoing.values() for t in tokens)
-        self.whole = cut.stages == 1
         if not self.whole:
+            self.units = cut.units(index)
             self.switch = switch or Switch(model, cut.graph.units)
             self.stub = stub or Stub(hollow_model(model, {}), cut)
 

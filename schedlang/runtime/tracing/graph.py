@@ -220,6 +220,10 @@ def cut(graph: StageGraph, stage_of: Sequence[int]) -> Cut:
     return made
 
 
+# the whole model as one stage, which reads nothing of others
+UNCUT = Cut(StageGraph(("",), (Reads(),), Reads(), {}, (Reads(), Reads()), {}), (0,))
+
+
 # ---- Which modules one forward calls, in which order, and from where in the model's own code.
 
 
