@@ -110,7 +110,7 @@ def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) ->
         own = tuple(replace(part, edge=at_home(part.edge)) for part in parts)
         module = model.get_submodule(fqn)
         wrap(module, "parts", Parts(module, own))
-    arrivals = _arrivals(model, traced)
+    arrivals = _arrivals(model, traced) if traced.sharing else {}
     for fqn, edges in traced.edges.items():
         module, near = model.get_submodule(fqn), arrivals.get(fqn)
         home = tuple(replace(at_home(edge), arrivals=near) for edge in edges)
@@ -121,7 +121,7 @@ def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) ->
 
 
 def _arrivals(model: nn.Module, traced: Traced) -> dict[str, Arrivals]:
-    """Return a memory of what arrived for sharded modules that may take one tensor.
+    """Return a memory of what arrived for sharded modules that take one tensor.
 
     Modules in the outermost block of a list share one, and so do those in no list.
     """
@@ -131,7 +131,7 @@ def _arrivals(model: nn.Module, traced: Traced) -> dict[str, Arrivals]:
     from schedlang.runtime.sharding.redistribute import Arrivals
 
     blocks: dict[str, list[str]] = {}
-    for fqn in traced.edges:
+    for fqn in (fqn for fqn in traced.edges if fqn in traced.sharing):
         block = ""
         for end, letter in enumerate(fqn):
             above = fqn[:end]

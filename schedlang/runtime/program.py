@@ -389,19 +389,21 @@ class Program:
         here only for what no host can know, a sliced parameter that this rank had no gradient of.
         """
         a = self.assembly
-        value = self._loss(results, weights, total)
-        scale = self.loss_scale or LossScale()
+        value, scale = self._loss(results, weights, total), self.loss_scale
         if a.ranks.mesh.world == 1:
-            scale.hear(scale.told(value))
             self._norm = norm_alone(a.parameters, self.clip)
             return value.to(a.loss_dtype)
         squares = self._near(square_sum(a.parameters, a.spoken, a.ranks.device))
         names = a.cut
-        used = used_anywhere(a.sliced, a.parameters, names)
+        used = used_anywhere(a.sliced, a.parameters, names) if names else []
         both = torch.stack([squares, value])
-        both = torch.cat([both, self._told(used, both), scale.told(both)])
+        if used:
+            both = torch.cat([both, self._told(used, both)])
+        if scale is not None:
+            both = torch.cat([both, scale.told(both)])
         world.all_reduce(both, a.ranks.world.group)
-        scale.hear(both[2 + len(used) :])
+        if scale is not None:
+            scale.hear(both[2 + len(used) :])
         if any(not here and name in a.parameters for name, here in zip(names, used)):
             for name, count in zip(names, both[2 : 2 + len(used)].tolist()):
                 if not count and name in a.parameters:  # of what nobody used, as in a plain loop

@@ -345,8 +345,13 @@ class Pipeline:
             if len(self.timeline) > len(ONE):
                 order = self._proven(order, train)
             rows = order.rows(self.place)
-            last = {op.stage: k for k, op in enumerate(rows) if self._works(op)}
-            waits = _unreduced(rows)
+            halves = {stage for stage, one in self.stages.items() if one.split}  # else W is empty
+            last = {
+                op.stage: k
+                for k, op in enumerate(rows)
+                if op.kind in BACKWARD and (op.kind is not Kind.W or op.stage in halves)
+            }
+            waits = _unreduced(rows) if Kind.UNSHARD in self.handlers else ()
             forward = max((k for k, op in enumerate(rows) if op.kind in FORWARD), default=-1)
             self._orders[(count, train)] = tuple(
                 Event(op, last.get(op.stage) == k, k not in waits, k <= forward)
@@ -363,10 +368,6 @@ class Pipeline:
         if self.mail.queues:
             check_queues(order, one_way=self.mail.down is not self.mail.group)
         return order
-
-    def _works(self, op: Op) -> bool:
-        """Return whether an operation is a backward that does something on its stage."""
-        return op.kind in BACKWARD and (op.kind is not Kind.W or self.stages[op.stage].split)
 
 
 def _unreduced(rows: Sequence[Op]) -> set[int]:

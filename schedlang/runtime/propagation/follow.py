@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from schedlang.ir import pytree
-from schedlang.ir.placement import EVEN, Uneven
+from schedlang.ir.placement import EVEN, Placement, Uneven
+from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.propagation import call_rules
 from schedlang.runtime.propagation.call_rules import check_meeting, reaches
 from schedlang.runtime.propagation.trace import (
@@ -138,6 +139,28 @@ def shape_along(
 GATHER = "gather the logits: `output=R` on the row of their module"
 
 
+class _Watched(Arrivals):
+    """Notes which modules take a tensor that another one has redistributed alike.
+
+    by  id of a redistributed tensor -> it, and the module that made it
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by: dict[int, tuple[Tensor, str]] = {}
+        self.sharing: set[str] = set()
+
+    def redistribute(
+        self, x: Tensor, source: Placement, target: Placement, group: Group, differ: bool
+    ) -> Tensor:
+        """The tensor in its new placement."""
+        crossed = super().redistribute(x, source, target, group, differ)
+        if crossed is not x:
+            _, first = self.by.setdefault(id(crossed), (crossed, group.label))
+            self.sharing |= {first, group.label} if first != group.label else set()
+        return crossed
+
+
 class Follower(Lattice):
     """The layouts of the sharded copy's tensors; raises Mismatch at the first disagreement.
 
@@ -166,7 +189,7 @@ class Follower(Lattice):
         self.left_out: list[call_rules.Repeat] = []
         self.tokens: set[tuple[str, str]] = set()  # modules, axes: they split rows or tokens
         self._expects: Call | None = None  # the original's call beside the one that runs
-        self.arrivals = Arrivals()
+        self.arrivals = _Watched()
 
     @classmethod
     def noted(cls, tensor: Tensor) -> bool:

@@ -119,12 +119,15 @@ def projection(
     compute = COMPUTES[kind]
     sums = [edge for edge in edges if isinstance(edge.computes, P)]
     others = [edge for edge in edges if edge not in sums]
+    is_head = [edge.head for edge in edges] == [True]
+    padded = any(is_padded(end) for edge in edges for end in (edge.wants, edge.computes))
 
     def forward(x: Tensor) -> Any:
         for edge in edges:
-            x = without_padding(edge.enter(x), edge.wants, edge.group)
-        layer = waiting(module)
-        if layer is not None and [edge.head for edge in edges] == [True]:
+            x = edge.enter(x)
+            x = without_padding(x, edge.wants, edge.group) if padded else x
+        layer = waiting(module) if is_head else None
+        if layer is not None:
             return layer.lazy(x, edges[0].group, edges[0].cut or 0)
         y = compute(module, x, biased and not sums)
         for edge in sums:
@@ -134,10 +137,16 @@ def projection(
         for edge in others:
             if edge.head:
                 return head_of(y, edge)
-            y = edge.exit(without_padding(y, edge.computes, edge.group))
+            y = without_padding(y, edge.computes, edge.group) if padded else y
+            y = edge.exit(y)
         return y
 
     return forward
+
+
+def is_padded(placement: Placement) -> bool:
+    """Return whether the parts of a placement may end in zeros."""
+    return isinstance(placement, S) and placement.uneven.wide != placement.uneven.repeat
 
 
 def without_padding(x: Tensor, placement: Placement, group: Group) -> Tensor:
@@ -146,7 +155,7 @@ def without_padding(x: Tensor, placement: Placement, group: Group) -> Tensor:
     What a model computes between two projections need not keep zeros (`exp`, a division), and no
     such value may reach a sum, nor a gradient the padding of a weight.
     """
-    if not isinstance(placement, S) or placement.uneven.wide == placement.uneven.repeat:
+    if not isinstance(placement, S) or not is_padded(placement):
         return x
     dim = dim_of(placement) % x.ndim
     size = placement.uneven.true(x.shape[dim], group.size)
