@@ -47,7 +47,7 @@ def refuse_failing(plan: Plan, run: Run) -> None:
 
 def _refusal(plan: Plan, failure: Failure, ways: tuple[str, ...]) -> Refusal:
     """The error of a forward under casts, at the row of the innermost cast around it."""
-    from schedlang.runtime.tracing.graph import line_of
+    from schedlang.runtime.tracing.calls import line_of
 
     error, site = failure.error, failure.site
     cast = _around(tuple(plan.casts), site or "")

@@ -181,7 +181,7 @@ def _graph(
 ) -> StageGraph:
     """Record what units read of each other; ask for their calls once more where the trace lacks
     them."""
-    from schedlang.runtime.tracing.graph import once
+    from schedlang.runtime.tracing.calls import once
     from schedlang.runtime.tracing.record import record
     from schedlang.runtime.tracing.units import units_of
 

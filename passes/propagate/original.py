@@ -232,7 +232,7 @@ def rejected(error: Exception, others: Sequence[str] = ()) -> Refusal:
 
     `others`: keys of the batch that it was not given, of which one may be misspelled.
     """
-    from schedlang.runtime.tracing.graph import asks_for_values, line_of
+    from schedlang.runtime.tracing.calls import asks_for_values, line_of
 
     if _for_values(error):
         return asks_for_values(error)

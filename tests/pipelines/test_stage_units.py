@@ -14,7 +14,8 @@ from schedlang.passes.partition import stages as cuts
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.pipeline.stage import Stage, Stub
-from schedlang.runtime.tracing.graph import calls_of, cut, labels
+from schedlang.runtime.tracing.calls import calls_of
+from schedlang.runtime.tracing.graph import cut, labels
 from schedlang.runtime.tracing.meta import hollow_model
 from schedlang.runtime.tracing.record import record
 from schedlang.runtime.tracing.units import Switch, in_trunk, units_of
@@ -225,7 +226,7 @@ def test_spelt_numbers_are_known_without_data() -> None:
 
 def test_calls_that_were_seen_are_not_asked_for_again() -> None:
     """Where every module is called once their order is known; a second call hides it."""
-    from schedlang.runtime.tracing.graph import once
+    from schedlang.runtime.tracing.calls import once
 
     model = Way("b0 b1")
     seen = once(model, {"b": 1, "b.0": 1, "b.1": 1})
