@@ -71,9 +71,9 @@ def _failure(
 ) -> Failure | None:
     """Try a forward of the whole model, and its loss, under some casts."""
     from schedlang.runtime.tracing.loss import forward
-    from schedlang.runtime.tracing.meta import hollow_model, without_values
+    from schedlang.runtime.tracing.meta import meta_model, without_values
 
-    under, model = replace(plan, casts=tuple(casts)), hollow_model(plan.model.model, {})
+    under, model = replace(plan, casts=tuple(casts)), meta_model(plan.model.model, {})
     cast_modules(under, model)
 
     def run() -> None:

@@ -25,13 +25,13 @@ def check_repeats(
     """
     from schedlang.passes.propagate.propagate import backward_root
     from schedlang.runtime.activation_memory.second_run import Repeats
-    from schedlang.runtime.tracing.meta import hollow_model, without_values
+    from schedlang.runtime.tracing.meta import meta_model, without_values
 
     kinds = {site: _kind(plan, site) for action in rows for site in action.sites}
     key = ("repeats", tuple(sorted(kinds)))
     if key in plan.model.cache:
         return
-    model: Any = hollow_model(plan.model.model, {})
+    model: Any = meta_model(plan.model.model, {})
     model.train()
     with without_values(sample) as (inputs, _):
         found = Repeats(model, kinds).run(lambda: backward_root(model, inputs, loss))

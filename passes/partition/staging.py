@@ -84,17 +84,20 @@ class Staged:
 
 def local_skeleton(plan: Plan, traced: Traced) -> nn.Module:
     """The local model on the meta device: right shapes, crossings that send nothing."""
-    from schedlang.runtime.tracing.meta import hollow_model
+    from schedlang.runtime.tracing.meta import meta_model
 
     shapes = {name: plan.held(name).local_shape(plan.mesh) for name in plan.layouts}
-    model = hollow_model(plan.model.model, shapes)
-    shape_up(model, traced, lambda edge: edge)
+    model = meta_model(plan.model.model, shapes)
+    shard_modules(model, traced, lambda edge: edge)
     cast_modules(plan, model)
     return model
 
 
-def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) -> None:
-    """Divide the numbers that modules count by, and put crossings around sharded modules."""
+def shard_modules(model: nn.Module, traced: Traced, with_group: Callable[[Any], Any]) -> None:
+    """Divide the numbers that modules count by, and put redistributions around sharded modules.
+
+    `with_group` gives an edge the process group of this rank, or leaves it without one.
+    """
     from schedlang.runtime.forward import wrap
     from schedlang.runtime.grad_reduction.batch_statistics import gather_statistics, over
     from schedlang.runtime.propagation.narrowed import Parts
@@ -107,16 +110,16 @@ def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) ->
         module = model.get_submodule(fqn)
         wrap(module, "sizes", Sizes(module, counted))
     for fqn, parts in traced.parts.items():
-        own = tuple(replace(part, edge=at_home(part.edge)) for part in parts)
+        own = tuple(replace(part, edge=with_group(part.edge)) for part in parts)
         module = model.get_submodule(fqn)
         wrap(module, "parts", Parts(module, own))
     arrivals = _arrivals(model, traced) if traced.sharing else {}
     for fqn, edges in traced.edges.items():
         module, near = model.get_submodule(fqn), arrivals.get(fqn)
-        home = tuple(replace(at_home(edge), arrivals=near) for edge in edges)
-        wrap(module, "sharded", Sharded(module, traced.kinds[fqn], home))
+        grouped = tuple(replace(with_group(edge), arrivals=near) for edge in edges)
+        wrap(module, "sharded", Sharded(module, traced.kinds[fqn], grouped))
     if traced.statistics is not None:
-        mine = at_home(traced.statistics)
+        mine = with_group(traced.statistics)
         gather_statistics(model, mine.sums, over(mine.group))
 
 
@@ -173,7 +176,7 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     except Refusal as refusal:
         raise placed(refusal, plan, Facet.STAGE) from refusal
     homes = tuple(tuple(row) for row in timeline.homes.tolist())
-    return lodged(plan, Staged(made, timeline, homes, axis, _trunk(plan), traced.outside))
+    return with_parking(plan, Staged(made, timeline, homes, axis, _trunk(plan), traced.outside))
 
 
 def _graph(
@@ -336,7 +339,7 @@ def on_peers(plan: Plan, *what: str) -> list[Stored]:
     return [s for s in plan.stores if s.tier == "peer" and (not what or s.what in what)]
 
 
-def lodged(plan: Plan, staged: Staged) -> Staged:
+def with_parking(plan: Plan, staged: Staged) -> Staged:
     """The same stages; those with modules that rows say give away what these save.
 
     What a stage gave is called back as early as the farthest of its rows says.  Raises Refusal S851
@@ -351,7 +354,7 @@ def lodged(plan: Plan, staged: Staged) -> Staged:
     return replace(staged, timeline=with_parks(staged.timeline, ahead))
 
 
-def at_home(plan: Plan, staged: Staged) -> Staged:
+def without_parking(plan: Plan, staged: Staged) -> Staged:
     """The same stages, all of which keep what they save."""
     from schedlang.pipeline.timeline.table import Kind
 

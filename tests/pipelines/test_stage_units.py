@@ -16,7 +16,7 @@ from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.pipeline.stage import Stage, Stub
 from schedlang.runtime.tracing.calls import calls_of
 from schedlang.runtime.tracing.graph import cut, labels
-from schedlang.runtime.tracing.meta import hollow_model
+from schedlang.runtime.tracing.meta import meta_model
 from schedlang.runtime.tracing.record import record
 from schedlang.runtime.tracing.units import Switch, in_trunk, units_of
 from tests.alone import compared, cut_evenly, in_stages
@@ -149,7 +149,7 @@ def test_a_start_may_be_a_container() -> None:
 def _stage(model: nn.Module, index: int) -> Stage:
     names = units_of(model, BATCH, trunks=["b", "a"])
     made = cut(record(model, names, BATCH), [0, 1, 1, 2][: len(names)])
-    stub = Stub(hollow_model(model, {}), made)
+    stub = Stub(meta_model(model, {}), made)
     return Stage(model, made, index, switch=Switch(model, names), stub=stub)
 
 

@@ -17,7 +17,7 @@ from schedlang.passes.propagate.original import part_weight
 from schedlang.passes.propagate.propagate import Traced, propagate
 from schedlang.runtime.comm.collectives import listening
 from schedlang.runtime.forward import layer_of
-from schedlang.runtime.tracing.meta import OnMeta, hollow_batch
+from schedlang.runtime.tracing.meta import OnMeta, meta_batch
 from tests import models
 from tests.proofs import planned, refused
 from tests.training.test_build import FUSED, GPT2, LLAMA, LLAMA_ENDS, Fused, _words
@@ -37,7 +37,7 @@ def _sent(model: nn.Module, rows: str, mesh: str = "tp=2") -> list[tuple[str, st
     heard: list[tuple[str, str, int, bool]] = []
     back = [False]
     with listening(lambda kind, group, size: heard.append((kind, group.label, size, back[0]))):
-        given = hollow_batch(TOKENS)
+        given = meta_batch(TOKENS)
         with OnMeta(TOKENS, given):
             loss = local(**given).loss
         back[0] = True

@@ -144,7 +144,7 @@ class Step:
         inputs = pytree.tree_leaves(dict(self.batches[work.microbatch]))
         given = [value for value in inputs if isinstance(value, torch.Tensor)]
         stays = Addresses(stage.model, address, given)
-        return Bag(stays, hollow=not_there(self.pipe.mail.device))
+        return Bag(stays, on_meta=not_there(self.pipe.mail.device))
 
     # -- backward ----------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ def reshaped(before: Shape, tag: Tag, after: Shape, dims: Sequence[int]) -> int 
 
 
 def told_apart(
-    ways: list[dict[str, int]], step: Step, whole: Shape, place: int
+    ways: list[dict[str, int]], step: Compared, whole: Shape, place: int
 ) -> list[dict[str, int]]:
     """Return those of several ways that hold for each axis when it is followed through the call
     alone.
@@ -75,7 +75,9 @@ def told_apart(
     return ways
 
 
-def _followed(step: Step, axis: str, whole: Shape, dims: Sequence[int], place: int) -> int | None:
+def _followed(
+    step: Compared, axis: str, whole: Shape, dims: Sequence[int], place: int
+) -> int | None:
     """The dim of the result that one axis splits, as far as this can be told."""
     tags = [step.follower.of(tensor).tags.get(axis) for tensor in step.inputs]
     shapes = step.expected.inputs
@@ -226,7 +228,7 @@ class Follower(Lattice):
                 integers = expected.integers if expected is not None else ()
                 reason = f"`{call.name}` is called where the original calls another operator"
                 raise Mismatch(call.frame, reason, None, integers, self.agreed)
-            Step(**vars(call), follower=self, expected=expected).finish()
+            Compared(**vars(call), follower=self, expected=expected).finish()
         except Mismatch as failure:
             raise self._met(failure, call, call.name) from None
         self.places[call.frame] = self.places.get(call.frame, 0) + 1
@@ -283,7 +285,7 @@ class Follower(Lattice):
 
 
 @dataclass(kw_only=True)
-class Step(Running):
+class Compared(Running):
     """The comparison of one call with the original's."""
 
     follower: Follower

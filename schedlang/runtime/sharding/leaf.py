@@ -18,7 +18,7 @@ from schedlang.runtime.sharding.convolution import CONVOLUTIONS, POOLS, convolut
 from schedlang.runtime.sharding.embedding import embedding, embedding_bag
 from schedlang.runtime.sharding.norms import batch_norm, group_norm
 from schedlang.runtime.sharding.shard import Edge, Forward, projection, region
-from schedlang.runtime.storage.saved import summing, uncoded
+from schedlang.runtime.storage.saved import partial_sums, uncoded
 
 
 @dataclass(eq=False)
@@ -55,7 +55,7 @@ class Sharded:
         if self.kind == "experts":
             return uncoded()
         sums = any(isinstance(edge.computes, P) for edge in self.edges)
-        return summing() if sums else nullcontext()
+        return partial_sums() if sums else nullcontext()
 
 
 def know_coded(model: nn.Module) -> None:

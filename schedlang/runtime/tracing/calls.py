@@ -23,7 +23,7 @@ from torch import nn
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.batch import called
 from schedlang.runtime.tracing.graph import refusal
-from schedlang.runtime.tracing.meta import hollow_model, without_values
+from schedlang.runtime.tracing.meta import meta_model, without_values
 from schedlang.runtime.tracing.torch_calls import KNOWN
 
 TORCH = os.path.join("torch", "nn", "modules", "")
@@ -66,7 +66,7 @@ def once(model: nn.Module, entries: Mapping[str, int]) -> Calls | None:
 
 def calls_of(model: nn.Module, kwargs: Mapping[str, Any], meta: bool) -> Calls:
     """Run one forward and write down every call; with `meta` on a copy on the meta device."""
-    model = hollow_model(model, {}) if meta else model
+    model = meta_model(model, {}) if meta else model
     where = without_values(kwargs) if meta else nullcontext((dict(kwargs), None))
     order: list[str] = []
     first: dict[str, list[FrameType]] = {}
