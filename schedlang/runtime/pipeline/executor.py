@@ -139,28 +139,15 @@ class Pipeline:
         parks: Groups = (),
         picked: bool = False,
     ) -> None:
-        assert timeline.slices == (slices.slicing.count if slices else 1), "slices are not cut so"
-        self.slices = slices
         self.stages, self.ranks, self.place = dict(stages), tuple(ranks), place
-        self.timeline = timeline
-        for stage in self.stages.values():
-            assert timeline.stages == stage.cut.stages, "more or fewer stages than were cut"
-            if stage.cut.edges != self.timeline.edges:
-                self.timeline = timeline.with_edges(stage.cut.edges)
-        pairs = {
-            (self.rank_of(a, replica), self.rank_of(b, replica))
-            for a, b in self.timeline.edges
-            for replica in range(self.timeline.replicas)
-        }
+        self.timeline, self.slices, self.picked = timeline, slices, picked
+        # one forward and its backward, and nobody else: there is nothing to fit or to prove
+        self.plain = plain = timeline.ranks == 1 and len(timeline) <= len(ONE)
+        pairs = set() if plain else self._pairs()
         self.mail = Mail(group, down, torch.device(device), pairs)
-        self.parking: Parking | None = None
-        sent = timeline.kind == Kind.EVICT
-        if sent.any():
-            ends = zip(timeline.rank[sent], timeline.peer[sent])
-            partners = {(self.ranks[a], self.ranks[b]) for a, b in ends}
-            self.parking = Parking(parks, self.mail.device, partners)
-        self.away, self.picked = self._planned(Kind.EVICT, Kind.OFFLOAD), picked
-        self.again = self._planned(Kind.RECOMPUTE)
+        self.parking = None if plain else self._partners(parks)
+        self.away = frozenset() if plain else self._planned(Kind.EVICT, Kind.OFFLOAD)
+        self.again = frozenset() if plain else self._planned(Kind.RECOMPUTE)
         if slices is not None and (self.away or self.again):
             reason = "slices share keys and values: they can be neither offloaded nor recomputed"
             raise refusal(
@@ -170,6 +157,29 @@ class Pipeline:
         self.lookahead = lookahead
         self.handlers = {**HANDLERS, **(handlers or {})}
         self._orders: dict[tuple[int, bool], tuple[Event, ...]] = {}
+
+    def _pairs(self) -> set[tuple[int, int]]:
+        """The ranks that send each other tensors; the timeline gets the edges of the cut."""
+        cut = self.slices.slicing.count if self.slices is not None else 1
+        assert self.timeline.slices == cut, "slices are not cut so"
+        for stage in self.stages.values():
+            assert self.timeline.stages == stage.cut.stages, "more or fewer stages than were cut"
+            if stage.cut.edges != self.timeline.edges:
+                self.timeline = self.timeline.with_edges(stage.cut.edges)
+        return {
+            (self.rank_of(a, replica), self.rank_of(b, replica))
+            for a, b in self.timeline.edges
+            for replica in range(self.timeline.replicas)
+        }
+
+    def _partners(self, parks: Groups) -> Parking | None:
+        """Return what parks activations on other ranks, where rows of the timeline do so."""
+        t = self.timeline
+        sent = t.kind == Kind.EVICT
+        if not sent.any():
+            return None
+        partners = {(self.ranks[a], self.ranks[b]) for a, b in zip(t.rank[sent], t.peer[sent])}
+        return Parking(parks, self.mail.device, partners)
 
     @cached_property
     def _homes(self) -> list[list[int]]:
@@ -240,7 +250,7 @@ class Pipeline:
         if (count, train) not in self._orders:
             order = self.timeline if train else _evaluation(self.timeline, count)
             assert order.microbatches == count, f"planned for {order.microbatches}, got {count}"
-            if len(self.timeline) > len(ONE):
+            if not self.plain:
                 order = self._proven(order, train)
             rows = order.rows(self.place)
             halves = {stage for stage, one in self.stages.items() if one.split}  # else W is empty

@@ -188,6 +188,12 @@ class Follower(Lattice):
         self.drawn: dict[str, int] = {}
         self.uneven_splits: dict[str, set[Uneven]] = {}  # by axis, of all that the plan splits
         self.repeats = False  # whether several ranks hold one part
+        # where heads are repeated, which a rank with one of each leaves out
+        self.repeating = {
+            frame
+            for frame, calls in frames.items()
+            if any(one.name in call_rules.REPEATING for one in calls)
+        }
         self.left_out: list[call_rules.Repeat] = []
         self.tokens: set[tuple[str, str]] = set()  # modules, axes: they split rows or tokens
         self._expects: Call | None = None  # the original's call beside the one that runs
@@ -208,9 +214,8 @@ class Follower(Lattice):
                 raise self.refuse(reason, axis, GATHER)
             return
         calls, place = self.frames.get(call.frame, []), self.places.get(call.frame, 0)
-        # past repeats of heads that a rank with one of each leaves out
-        skipped = call_rules.skipped(calls[place:], call.name, call.inputs, self)
-        if skipped:
+        if call.frame in self.repeating:
+            skipped = call_rules.skipped(calls[place:], call.name, call.inputs, self)
             place += sum(one.calls for one in skipped)
             self.places[call.frame] = place
             self.left_out += [one for one in skipped if one not in self.left_out]
