@@ -21,8 +21,8 @@ def sharded_module(patch: Patch) -> Callable[[], str]:
     here = threading.local()
     shard_modules, call = build.shard_modules, leaf.Sharded.__call__
 
-    def noting(model: Any, traced: Any, at_home: Any) -> None:
-        shard_modules(model, traced, at_home)
+    def noting(model: Any, traced: Any, with_group: Any) -> None:
+        shard_modules(model, traced, with_group)
         for fqn in traced.edges:
             names[id(layer_of(model.get_submodule(fqn), "sharded"))] = fqn
 
