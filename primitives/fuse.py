@@ -152,9 +152,9 @@ class fuse(Lowered, Tried, Gaining, Resolved):  # noqa: N801
     def gain(self, site: Site, plan: Plan, call: tuple[Any, Any]) -> Gain:
         """Return the gain of fusing the regions of a module, or all of it."""
         from schedlang.runtime.kernel_injection.gains import of_module, of_regions
-        from schedlang.runtime.tracing.meta import hollow_model
+        from schedlang.runtime.tracing.meta import meta_model
 
-        module = hollow_model(plan.model.model.get_submodule(site.fqn), {})
+        module = meta_model(plan.model.model.get_submodule(site.fqn), {})
         if self.pattern or self.backend == "rowwise":
             return of_regions(module, _told(site, plan, self), *call)
         return of_module(module, *call)

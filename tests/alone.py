@@ -15,7 +15,7 @@ from schedlang.runtime.pipeline.executor import Pipeline
 from schedlang.runtime.pipeline.stage import Stage, Stub
 from schedlang.runtime.tracing.graph import Cut, cut
 from schedlang.runtime.tracing.loss import loss_of
-from schedlang.runtime.tracing.meta import hollow_model
+from schedlang.runtime.tracing.meta import meta_model
 from schedlang.runtime.tracing.record import record
 from schedlang.runtime.tracing.units import Switch, in_trunk, units_of
 
@@ -67,7 +67,7 @@ def in_stages(
     model: nn.Module, made: Cut, batches: Sequence[Mapping[str, Any]], loss: Any = None
 ) -> list[Any]:
     """Run every stage of a cut, one microbatch after the other; gradients are in the model."""
-    switch, stub = Switch(model, made.graph.units), Stub(hollow_model(model, {}), made)
+    switch, stub = Switch(model, made.graph.units), Stub(meta_model(model, {}), made)
     stages = {
         s: Stage(model, made, s, switch=switch, stub=stub, loss=loss) for s in range(made.stages)
     }

@@ -60,7 +60,7 @@ class Counted:
     """Bytes of one rank: parameters (with buffers), moments, at most in a step on the device.
 
     `saved` are those that autograd was given to keep, beside parameters.  `lent` of the moments lie
-    on a peer, `lodging` are bytes that another rank has lent, which `most` leaves out.
+    on a peer, `parked` are bytes that another rank has lent, which `most` leaves out.
     """
 
     parameters: int
@@ -68,7 +68,7 @@ class Counted:
     most: int
     saved: int
     lent: int = 0
-    lodging: int = 0
+    parked: int = 0
 
 
 def adamw(named: Any) -> torch.optim.Optimizer:
@@ -115,8 +115,8 @@ def count(plan: Plan, batch: Mapping[str, Any]) -> Counted:
         program.train_step(batch)
     out = sum(value.nbytes for value in moments if value.is_meta)
     peer = program.offloaded.peer if program.offloaded is not None else None
-    lodging = peer.held_bytes() if peer is not None else 0
-    return Counted(_sum(held), _sum(moments), counter.most, saved.bytes, out, lodging)
+    parked = peer.held_bytes() if peer is not None else 0
+    return Counted(_sum(held), _sum(moments), counter.most, saved.bytes, out, parked)
 
 
 def _local(tensor: Any) -> Tensor:

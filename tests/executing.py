@@ -14,7 +14,7 @@ from schedlang.runtime.float64 import Float64
 from schedlang.runtime.pipeline.executor import Pipeline
 from schedlang.runtime.pipeline.stage import Stage, Stub
 from schedlang.runtime.tracing.graph import Cut, cut
-from schedlang.runtime.tracing.meta import hollow_model
+from schedlang.runtime.tracing.meta import meta_model
 from schedlang.runtime.tracing.record import record
 from schedlang.runtime.tracing.units import Switch, in_trunk, units_of
 from tests.models import split, weight
@@ -48,7 +48,7 @@ def pipeline(model: nn.Module, batch: Any, plan: Timeline, rank: int, **options:
     """This rank's part of a pipeline, with nothing but its own stages' tensors."""
     made = cut_model(model, batch, plan.stages)
     mine = np.flatnonzero((plan.homes == rank).any(0)).tolist()
-    stub = Stub(hollow_model(model, {}), made)
+    stub = Stub(meta_model(model, {}), made)
     keep_only(model, made, mine)
     switch = Switch(model, made.graph.units)
     stages = {s: Stage(model, made, s, switch=switch, stub=stub) for s in mine}

@@ -47,7 +47,7 @@ def refuse_failing(plan: Plan, run: Run) -> None:
 
 def _refusal(plan: Plan, failure: Failure, ways: tuple[str, ...]) -> Refusal:
     """The error of a forward under casts, at the row of the innermost cast around it."""
-    from schedlang.runtime.tracing.graph import line_of
+    from schedlang.runtime.tracing.calls import line_of
 
     error, site = failure.error, failure.site
     cast = _around(tuple(plan.casts), site or "")
@@ -71,9 +71,9 @@ def _failure(
 ) -> Failure | None:
     """Try a forward of the whole model, and its loss, under some casts."""
     from schedlang.runtime.tracing.loss import forward
-    from schedlang.runtime.tracing.meta import hollow_model, without_values
+    from schedlang.runtime.tracing.meta import meta_model, without_values
 
-    under, model = replace(plan, casts=tuple(casts)), hollow_model(plan.model.model, {})
+    under, model = replace(plan, casts=tuple(casts)), meta_model(plan.model.model, {})
     cast_modules(under, model)
 
     def run() -> None:

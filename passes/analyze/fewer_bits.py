@@ -175,15 +175,15 @@ def _seen(
     first."""
     import copy
 
-    from schedlang.passes.propagate.context import hollow
+    from schedlang.passes.propagate.context import lies_on_meta
     from schedlang.passes.propagate.propagate import backward_root
     from schedlang.runtime.activation_memory.costs import places_of
-    from schedlang.runtime.tracing.meta import hollow_model, without_values
+    from schedlang.runtime.tracing.meta import meta_model, without_values
 
     blocks = {row.fqn: row.block for row in rows}
-    empty = hollow(plan.model.model)
+    empty = lies_on_meta(plan.model.model)
     module: Any = plan.model.compared
-    module = hollow_model(module, {}) if empty else copy.deepcopy(module)
+    module = meta_model(module, {}) if empty else copy.deepcopy(module)
     module.train()
     run_again(plan, module, chains)
     if not empty:
@@ -308,14 +308,14 @@ def _saved(
     """
     from schedlang.runtime.propagation.trace import Stack, watch_saved
     from schedlang.runtime.sharding.leaf import know_coded
-    from schedlang.runtime.storage.saved import put_inside, summing
+    from schedlang.runtime.storage.saved import partial_sums, put_inside
 
     found: dict[str, Any] = {}
 
     def watch(model: Any) -> None:
         stack = Stack()
         know_coded(model)
-        put_inside(summing, model, parts)
+        put_inside(partial_sums, model, parts)
         run_again(counting.plan, model, chains)
         stack.watch(model)
         found.update(watch_saved(model, [row.fqn for row in counting.plan.kept], stack))

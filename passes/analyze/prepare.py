@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.culprit import told
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.features import Settled
-from schedlang.ir.plan import Action, Plan
+from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.cast_trial import check_casts
 from schedlang.passes.analyze.fewer_bits import Bits, allotted, check_kept, kept_by_ranks
 from schedlang.passes.analyze.holdings import holdings_of
+from schedlang.passes.analyze.repeats import check_repeats
 from schedlang.passes.analyze.residence import check_peers
 from schedlang.passes.analyze.routing import check_routing
 from schedlang.passes.analyze.staleness import check_stale
@@ -25,12 +26,9 @@ from schedlang.passes.propagate.original import Weight, with_statistics
 from schedlang.passes.propagate.propagate import Traced, propagate
 
 if TYPE_CHECKING:
-    from schedlang.runtime.activation_memory.second_run import Difference
     from schedlang.runtime.checkpointing.holding import Holding
     from schedlang.runtime.context_parallel.local_tokens import Tokens
     from schedlang.runtime.sequence_pipelining.slices import Slicing
-
-# ---- What rows refuse once the whole plan stands and is traced: see `Settled`.
 
 
 def check_settled(plan: Plan, traced: Traced) -> None:
@@ -41,71 +39,6 @@ def check_settled(plan: Plan, traced: Traced) -> None:
                 row.settled(target, plan, traced)
             except Refusal as refusal:
                 raise refusal.at(action.span) from refusal
-
-
-# ---- Modules that would not compute the same when they are recomputed: refused before training.
-
-
-_SHOWN = 60
-
-
-def check_repeats(
-    plan: Plan, rows: Sequence[Action], sample: Mapping[str, Any], loss: Loss | None
-) -> None:
-    """Refuse (S843) a row that recomputes what draws from elsewhere than torch's generators.
-
-    One module of each kind is run on the meta device, once for each row and plan.
-    """
-    from schedlang.passes.propagate.propagate import backward_root
-    from schedlang.runtime.activation_memory.second_run import Repeats
-    from schedlang.runtime.tracing.meta import hollow_model, without_values
-
-    kinds = {site: _kind(plan, site) for action in rows for site in action.sites}
-    key = ("repeats", tuple(sorted(kinds)))
-    if key in plan.model.cache:
-        return
-    model: Any = hollow_model(plan.model.model, {})
-    model.train()
-    with without_values(sample) as (inputs, _):
-        found = Repeats(model, kinds).run(lambda: backward_root(model, inputs, loss))
-    if found:
-        row = next(action for action in rows if found[0].module in action.sites)
-        raise Refusal(_told(plan, found[0], Label(row.span) if row.span else Label()))
-    plan.model.cache[key] = True
-
-
-def _kind(plan: Plan, site: str) -> object:
-    """Equal for modules that are alike, with all that they hold."""
-    prefix = f"{site}." if site else ""
-    sites = plan.model.sites
-    inside = (n for n in sites if n == site or n.startswith(prefix))
-    return tuple((name.removeprefix(site), sites[name].kind) for name in inside)
-
-
-def _told(plan: Plan, found: Difference, label: Label) -> Diagnostic:
-    runs = [
-        f"with {text[:_SHOWN]}" if text else "not at all, or as a different call"
-        for text in (found.first, found.second)
-    ]
-    name = plan.model.sites[found.module].class_name
-    return Diagnostic(
-        "S843",
-        f"recomputing `{found.module}` gives another result: `{found.function}` differs",
-        label,
-        notes=(
-            f"`{name}` calls it {runs[0]}, then {runs[1]}",
-            f"at {found.place}",
-            "recomputation repeats the random numbers of torch's generators, and no others",
-        ),
-        helps=(
-            "draw with torch: `torch.rand(())` instead of `random.random()`",
-            "or checkpoint other modules",
-        ),
-    )
-
-
-# ---- All that can be known of a plan with a batch before there are ranks: traced, cut and laid
-# out.
 
 
 Loss = Callable[..., Any]

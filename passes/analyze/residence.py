@@ -36,7 +36,7 @@ def check_peers(plan: Plan, staged: Staged) -> None:
     """Refuse rows to a peer that would gain nothing, or that could not be run (S851)."""
     for one in on_peers(plan):
         _check_axis(plan, one, staged)
-    states, lodgings = on_peers(plan, "optimizer"), on_peers(plan, "activations")
+    states, parked = on_peers(plan, "optimizer"), on_peers(plan, "activations")
     if states and any(store.tier == "disk" for store in plan.stores):
         _refuse(
             plan,
@@ -47,10 +47,10 @@ def check_peers(plan: Plan, staged: Staged) -> None:
         )
     if states:
         _check_homes(plan, states[0])
-    if lodgings and staged.timeline.slices > 1:
+    if parked and staged.timeline.slices > 1:
         _refuse(
             plan,
-            lodgings[0],
+            parked[0],
             "activations of slices cannot be sent to a peer",
             "slices of one sequence share keys and values, which sending one slice would remove",
             (f"leave `slices` out, or {HOST.format('activations')}",),
@@ -260,7 +260,7 @@ def tier_of_unit(plan: Plan, fqn: str, names: Sequence[str]) -> str:
     return kinds[0] if kinds else DEVICE
 
 
-def away(
+def offload_state(
     builder: Builder,
     staged: Staged,
     found: Mapping[str, nn.Parameter],

@@ -98,7 +98,7 @@ def check_stale(plan: Plan, staged: Staged) -> None:
         _refuse(title, at, notes=(note,), helps=tuple(helps))
 
 
-def check_build(staged: Staged, optimizer: Any, clip: float | None, hollow: bool) -> None:
+def check_build(staged: Staged, optimizer: Any, clip: float | None, on_meta: bool) -> None:
     """Refuse to clip by a norm that does not exist, and updates without an optimizer (S625)."""
     if not staged.timeline.stale:
         return
@@ -109,7 +109,7 @@ def check_build(staged: Staged, optimizer: Any, clip: float | None, hollow: bool
             notes=("the first stage makes several updates before the last one makes its first",),
             helps=("leave `clip` out", SYNCHRONOUS),
         )
-    if optimizer is None and not hollow:
+    if optimizer is None and not on_meta:
         _refuse(
             "this order updates weights inside the step, and needs an optimizer",
             None,

@@ -282,11 +282,11 @@ class Trial:
 
     def _uses(self, blocks: Blocks) -> Fed:
         from schedlang.runtime.propagation.feeds import feeds
-        from schedlang.runtime.tracing.meta import hollow_model
+        from schedlang.runtime.tracing.meta import meta_model
 
         sites = blocks.facts.sites
         return feeds(
-            hollow_model(blocks.facts.model, {}),
+            meta_model(blocks.facts.model, {}),
             self.sample,
             leaves=lambda fqn: splits(blocks.facts, fqn),
             blocks=blocks.is_block,

@@ -21,12 +21,11 @@ from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.fewer_bits import Bits
 from schedlang.passes.analyze.holdings import reductions
 from schedlang.passes.analyze.prepare import Prepared, check_axes, prepare
-from schedlang.passes.analyze.residence import away
+from schedlang.passes.analyze.residence import offload_state
 from schedlang.passes.analyze.staleness import check_build, whole_step
 from schedlang.passes.analyze.taking import at_the_forward
 from schedlang.passes.complete.complete import completed
-from schedlang.passes.lower.alike import built_from, optimized_by
-from schedlang.passes.lower.drawing import Asked, Drawing, drawing_of
+from schedlang.passes.lower.dropout import Dropout, DropoutOptions, dropout_of
 from schedlang.passes.lower.executor import (
     compressor_of,
     early_sums,
@@ -34,8 +33,9 @@ from schedlang.passes.lower.executor import (
     slice_state,
     sums_of,
 )
+from schedlang.passes.lower.fingerprint import built_from, optimized_by
 from schedlang.passes.partition.chains import Chains
-from schedlang.passes.partition.staging import Staged, buffer_homes, buffer_stages, shape_up
+from schedlang.passes.partition.staging import Staged, buffer_homes, buffer_stages, shard_modules
 from schedlang.passes.propagate.casts import cast_loss, cast_modules, loss_scale, steady
 from schedlang.passes.propagate.context import exchange, weight_by_tokens
 from schedlang.passes.propagate.original import weight_of
@@ -123,11 +123,11 @@ def code(one: Kept, copy: Copy, bits: Mapping[str, Any]) -> None:
 
 def _store(one: Stored, builder: Builder) -> None:
     """Keep what a module saves off the device."""
-    from schedlang.runtime.offload.saved_tensors import Store, lodge, offload
+    from schedlang.runtime.offload.saved_tensors import Store, offload, park
     from schedlang.runtime.storage.tiers import Scratch
 
     if one.tier == "peer":
-        lodge(builder.at(one.fqn))
+        park(builder.at(one.fqn))
         return
     scratch = builder.shared("scratch", Scratch) if one.tier == "disk" else None
     key = ("offload", one.ahead, one.tier)
@@ -168,7 +168,7 @@ class Builder:
         """The module of this name in the copy that is being built."""
         return self.module.get_submodule(fqn)
 
-    def at_home(self, edge: Any) -> Any:
+    def with_group(self, edge: Any) -> Any:
         """Give an edge (or statistics) that was traced the process group of this rank."""
         axes = edge.group.axes
         group = self.ranks.group(axes[0] if len(axes) == 1 else axes)
@@ -191,7 +191,7 @@ class Options:
     compare    what ranks compare: `nothing`, what each builds (`build`), each batch too (`batches`)
     wait       seconds in which all ranks come to `build`
     weights    files of safetensors or a checkpoint that the values come from: the model needs none
-    hollow     everything lies on the meta device: for a step that only shows what would be sent
+    on_meta    everything lies on the meta device: for a step that only shows what would be sent
     check      asked last of what is prepared, before anything is built; it may refuse
     """
 
@@ -206,7 +206,7 @@ class Options:
     compare: str = "build"
     wait: float = 20.0
     weights: str | os.PathLike[str] | None = None
-    hollow: bool = False
+    on_meta: bool = False
     check: Callable[[Plan, Mapping[str, Any], Prepared], None] | None = None
 
 
@@ -235,7 +235,7 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     join_world()
     watch()
     with told_if_refused():
-        compares = given.compare != "nothing" and not given.hollow
+        compares = given.compare != "nothing" and not given.on_meta
         if compares and shared_store() is not None:
             agree(built_from(plan, batch, given), given.wait)
         program = _built(plan, batch, given)
@@ -250,29 +250,29 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
 
     if plan.completing:
         plan = completed(plan, batch, given.loss)
-    ranks = check_job(plan, given.hollow)
+    ranks = check_job(plan, given.on_meta)
     prepared = given.prepared or _prepared(plan, batch, given)
     traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
     if plan.order is not None:
-        check_build(staged, given.optimizer, given.clip, given.hollow)
+        check_build(staged, given.optimizer, given.clip, given.on_meta)
     if given.check is not None:
         given.check(plan, batch, prepared)
     module = _local_copy(plan, prepared, ranks, given)
     builder = Builder(plan, module, traced, ranks, prepared.chains, prepared.bits, staged)
     if prepared.tokens is not None:
         exchange(plan, module, prepared.tokens, ranks)
-    lower(builder, lambda: shape_up(module, traced, builder.at_home))
+    lower(builder, lambda: shard_modules(module, traced, builder.with_group))
     sliced = slice_state(plan, module, ranks, prepared) if plan.replicas else {}
     held = {name for name, holding in holdings.items() if holding.held(plan.mesh, ranks.rank)}
     found = LocalParameters({name: p for name, p in module.named_parameters() if name in held})
     lying = None
-    if plan.stores and not given.hollow:
-        lying = away(builder, staged, found, sliced, given.optimizer)
+    if plan.stores and not given.on_meta:
+        lying = offload_state(builder, staged, found, sliced, given.optimizer)
     planned = reductions(plan, traced, holdings)
     sums = sums_of(plan, planned, found, ranks) if planned or plan.data_axes else ()
-    drawing = Drawing()
+    dropout = Dropout()
     if traced.random:
-        drawing = drawing_of(plan, prepared, ranks, module, _asked(plan, batch, given))
+        dropout = dropout_of(plan, prepared, ranks, module, _dropout_options(plan, batch, given))
     loss = cast_loss(plan, given.loss) if plan.casts else given.loss
     compressor = compressor_of(plan, planned, holdings, found, ranks) if plan.compression else None
     # by labels that count; without any by rows, and by tokens where sequences are split
@@ -295,9 +295,9 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         compressor=compressor,
         region=builder.region,
         early=early_sums(plan, staged, found, sums) if plan.overlaps else None,
-        dropout=drawing.dropout,
-        native=drawing.native,
-        drawn_because=drawing.why,
+        dropout=dropout.used,
+        native=dropout.native,
+        drawn_because=dropout.why,
         inputs=frozenset(batch),
         lossless=traced.lossless,
         tokens=prepared.tokens,
@@ -340,14 +340,14 @@ def _prepared(plan: Plan, batch: Mapping[str, Any], given: Options) -> Prepared:
     return replace(found, bits=world.told_by(0, found.bits)) if found.bits else found
 
 
-def _asked(plan: Plan, batch: Mapping[str, Any], given: Options) -> Asked:
+def _dropout_options(plan: Plan, batch: Mapping[str, Any], given: Options) -> DropoutOptions:
     """Return the kind of dropout that the options ask for, its seed, and the rows of a
     microbatch."""
     from schedlang.runtime.batch import rows_of, sample_of
 
     kind = given.dropout or ("logical" if given.seed is not None else None)
     sample = sample_of(batch, 1 if given.local else plan.shares, plan.micro)
-    return Asked(kind, given.seed, rows_of(sample), given.hollow)
+    return DropoutOptions(kind, given.seed, rows_of(sample), given.on_meta)
 
 
 def _steered_alike(
@@ -357,7 +357,7 @@ def _steered_alike(
     from schedlang.runtime.comm.agreement import agree, shared_store
     from schedlang.runtime.step_batch import Comparing
 
-    if given.compare == "nothing" or given.hollow or shared_store() is None:
+    if given.compare == "nothing" or given.on_meta or shared_store() is None:
         return None
     names = {id(parameter): name for name, parameter in found.items()}
     if given.optimizer is not None:  # alike on all ranks, those too that train nothing
@@ -396,7 +396,7 @@ def _optimizer(
     return made
 
 
-def check_job(plan: Plan, hollow: bool = False) -> Ranks:
+def check_job(plan: Plan, on_meta: bool = False) -> Ranks:
     """Join the running job; refuse idle axes (S205) and a mesh of another size (S607)."""
     from schedlang.runtime.comm import world
     from schedlang.runtime.comm.agreement import join_world
@@ -404,7 +404,7 @@ def check_job(plan: Plan, hollow: bool = False) -> Ranks:
 
     join_world()
     check_axes(plan)
-    if hollow:
+    if on_meta:
         return Ranks(plan.mesh)
     lies = next((one.device for one in plan.model.model.parameters()), None)
     return Ranks(plan.mesh, world.here().home(lies))
@@ -422,22 +422,22 @@ def _local_copy(plan: Plan, prepared: Prepared, ranks: Ranks, given: Options) ->
     from schedlang.runtime.initial.sources import source_of
     from schedlang.runtime.initial.weights import Room
     from schedlang.runtime.redistribution.spread import whole
-    from schedlang.runtime.tracing.meta import copy_with, hollow_parameter
+    from schedlang.runtime.tracing.meta import copy_with, meta_parameter
 
     _check_state(plan)
-    mesh, rank, hollow, model = plan.mesh, ranks.rank, given.hollow, plan.model.model
-    if not hollow and (prepared.tokens is not None or prepared.slicing is not None):
+    mesh, rank, on_meta, model = plan.mesh, ranks.rank, given.on_meta, plan.model.model
+    if not on_meta and (prepared.tokens is not None or prepared.slicing is not None):
         _check_tried(model)
     bare = given.weights is not None or any(p.is_meta for p in model.parameters())
-    source = source_of(model, given.weights) if bare and not hollow else None
+    source = source_of(model, given.weights) if bare and not on_meta else None
     rooms: list[Room] = []
 
     def local(name: str, parameter: nn.Parameter) -> nn.Parameter:
         holding = replace(prepared.holdings[name], sliced=())
         if not holding.held(mesh, rank):
-            return hollow_parameter(parameter)
-        if hollow:
-            return hollow_parameter(parameter, holding.local_shape(mesh, rank))
+            return meta_parameter(parameter)
+        if on_meta:
+            return meta_parameter(parameter, holding.local_shape(mesh, rank))
         if source is None or (given.weights is None and not parameter.is_meta):
             part = take(parameter.detach(), holding, mesh, rank).to(ranks.device)
         else:
@@ -449,7 +449,7 @@ def _local_copy(plan: Plan, prepared: Prepared, ranks: Ranks, given: Options) ->
     saved = {id(b): n for n, b in model.named_buffers() if n in model.state_dict(keep_vars=True)}
 
     def other(tensor: torch.Tensor) -> torch.Tensor:
-        if hollow:
+        if on_meta:
             return tensor.to("meta")
         if source is None or not tensor.is_meta:
             return tensor.detach().clone().to(ranks.device)

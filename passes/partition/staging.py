@@ -84,17 +84,20 @@ class Staged:
 
 def local_skeleton(plan: Plan, traced: Traced) -> nn.Module:
     """The local model on the meta device: right shapes, crossings that send nothing."""
-    from schedlang.runtime.tracing.meta import hollow_model
+    from schedlang.runtime.tracing.meta import meta_model
 
     shapes = {name: plan.held(name).local_shape(plan.mesh) for name in plan.layouts}
-    model = hollow_model(plan.model.model, shapes)
-    shape_up(model, traced, lambda edge: edge)
+    model = meta_model(plan.model.model, shapes)
+    shard_modules(model, traced, lambda edge: edge)
     cast_modules(plan, model)
     return model
 
 
-def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) -> None:
-    """Divide the numbers that modules count by, and put crossings around sharded modules."""
+def shard_modules(model: nn.Module, traced: Traced, with_group: Callable[[Any], Any]) -> None:
+    """Divide the numbers that modules count by, and put redistributions around sharded modules.
+
+    `with_group` gives an edge the process group of this rank, or leaves it without one.
+    """
     from schedlang.runtime.forward import wrap
     from schedlang.runtime.grad_reduction.batch_statistics import gather_statistics, over
     from schedlang.runtime.propagation.narrowed import Parts
@@ -107,21 +110,21 @@ def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) ->
         module = model.get_submodule(fqn)
         wrap(module, "sizes", Sizes(module, counted))
     for fqn, parts in traced.parts.items():
-        own = tuple(replace(part, edge=at_home(part.edge)) for part in parts)
+        own = tuple(replace(part, edge=with_group(part.edge)) for part in parts)
         module = model.get_submodule(fqn)
         wrap(module, "parts", Parts(module, own))
-    arrivals = _arrivals(model, traced)
+    arrivals = _arrivals(model, traced) if traced.sharing else {}
     for fqn, edges in traced.edges.items():
         module, near = model.get_submodule(fqn), arrivals.get(fqn)
-        home = tuple(replace(at_home(edge), arrivals=near) for edge in edges)
-        wrap(module, "sharded", Sharded(module, traced.kinds[fqn], home))
+        grouped = tuple(replace(with_group(edge), arrivals=near) for edge in edges)
+        wrap(module, "sharded", Sharded(module, traced.kinds[fqn], grouped))
     if traced.statistics is not None:
-        mine = at_home(traced.statistics)
+        mine = with_group(traced.statistics)
         gather_statistics(model, mine.sums, over(mine.group))
 
 
 def _arrivals(model: nn.Module, traced: Traced) -> dict[str, Arrivals]:
-    """Return a memory of what arrived for sharded modules that may take one tensor.
+    """Return a memory of what arrived for sharded modules that take one tensor.
 
     Modules in the outermost block of a list share one, and so do those in no list.
     """
@@ -131,7 +134,7 @@ def _arrivals(model: nn.Module, traced: Traced) -> dict[str, Arrivals]:
     from schedlang.runtime.sharding.redistribute import Arrivals
 
     blocks: dict[str, list[str]] = {}
-    for fqn in traced.edges:
+    for fqn in (fqn for fqn in traced.edges if fqn in traced.sharing):
         block = ""
         for end, letter in enumerate(fqn):
             above = fqn[:end]
@@ -151,7 +154,7 @@ def _arrivals(model: nn.Module, traced: Traced) -> dict[str, Arrivals]:
 
 def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss | None) -> Staged:
     """Cut the model as the plan asks; without cuts everything is one stage."""
-    from schedlang.runtime.tracing.graph import Cut, Reads, StageGraph, cut
+    from schedlang.runtime.tracing.graph import UNCUT, cut
     from schedlang.runtime.training import Training
 
     axis = plan.cuts[0].axis if plan.cuts else None
@@ -159,9 +162,8 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     if axis is None or timeline.stages == 1:
         if plan.unrolled and traced.entries:
             _as_often(plan, traced)
-        whole = StageGraph(("",), (Reads(),), Reads(), {}, (Reads(), Reads()), {})
         trunk = _trunk(plan) if plan.replicas or plan.stores else frozenset()
-        return Staged(Cut(whole, (0,)), timeline, ((0,),), None, trunk, traced.outside)
+        return Staged(UNCUT, timeline, ((0,),), None, trunk, traced.outside)
     check_cuts(plan)
     skeleton = local_skeleton(plan, traced)
     Training(skeleton).on()
@@ -174,7 +176,7 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     except Refusal as refusal:
         raise placed(refusal, plan, Facet.STAGE) from refusal
     homes = tuple(tuple(row) for row in timeline.homes.tolist())
-    return lodged(plan, Staged(made, timeline, homes, axis, _trunk(plan), traced.outside))
+    return with_parking(plan, Staged(made, timeline, homes, axis, _trunk(plan), traced.outside))
 
 
 def _graph(
@@ -182,7 +184,7 @@ def _graph(
 ) -> StageGraph:
     """Record what units read of each other; ask for their calls once more where the trace lacks
     them."""
-    from schedlang.runtime.tracing.graph import once
+    from schedlang.runtime.tracing.calls import once
     from schedlang.runtime.tracing.record import record
     from schedlang.runtime.tracing.units import units_of
 
@@ -211,12 +213,9 @@ def _as_often(plan: Plan, traced: Traced) -> None:
 
 def timeline_of(plan: Plan) -> Timeline:
     """The order of the plan, with backwards in halves where rows ask for it."""
-    from schedlang.pipeline.timeline.table import Kind, Op, halved, timeline
+    from schedlang.pipeline.timeline.table import ONE, halved
 
-    if plan.cuts or plan.order is not None:
-        made = _ordered(plan)
-    else:
-        made = timeline([[Op(Kind.F, 0, 0), Op(Kind.B, 0, 0)]])
+    made = _ordered(plan) if plan.cuts or plan.order is not None else ONE
     return made if plan.late is None else halved(made)
 
 
@@ -340,7 +339,7 @@ def on_peers(plan: Plan, *what: str) -> list[Stored]:
     return [s for s in plan.stores if s.tier == "peer" and (not what or s.what in what)]
 
 
-def lodged(plan: Plan, staged: Staged) -> Staged:
+def with_parking(plan: Plan, staged: Staged) -> Staged:
     """The same stages; those with modules that rows say give away what these save.
 
     What a stage gave is called back as early as the farthest of its rows says.  Raises Refusal S851
@@ -355,7 +354,7 @@ def lodged(plan: Plan, staged: Staged) -> Staged:
     return replace(staged, timeline=with_parks(staged.timeline, ahead))
 
 
-def at_home(plan: Plan, staged: Staged) -> Staged:
+def without_parking(plan: Plan, staged: Staged) -> Staged:
     """The same stages, all of which keep what they save."""
     from schedlang.pipeline.timeline.table import Kind
 

@@ -86,7 +86,7 @@ def answer(subject: Subject, count: int, ask: Question[T]) -> T:
     """Return the answer of a short stand-in, else of one with all blocks, as long as the sample."""
     from schedlang.runtime.context_parallel.plain_run import runs
 
-    if hollow(subject.model):
+    if lies_on_meta(subject.model):
         return ask.guess(subject.trial(count, short=True))
     try:
         return ask.probe(subject.trial(count, short=True))
@@ -109,7 +109,7 @@ def answer(subject: Subject, count: int, ask: Question[T]) -> T:
         raise ask.refusal(title, said) from error
 
 
-def hollow(model: nn.Module) -> bool:
+def lies_on_meta(model: nn.Module) -> bool:
     """Return whether a model has no values."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 

@@ -428,11 +428,11 @@ class Run:
     def _copy(self) -> nn.Module:
         from schedlang.runtime.propagation.dry import dry_forward
         from schedlang.runtime.propagation.trace import Note, Tag
-        from schedlang.runtime.tracing.meta import hollow_model
+        from schedlang.runtime.tracing.meta import meta_model
 
         plan = self.plan
         shapes = {name: plan.held(name).local_shape(plan.mesh) for name in plan.layouts}
-        model = hollow_model(plan.model.model, shapes)
+        model = meta_model(plan.model.model, shapes)
         model.train()
         for name, tensor in model.named_parameters():
             owner = name.rpartition(".")[0]

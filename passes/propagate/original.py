@@ -86,16 +86,16 @@ def record(
     Raises Refusal where the model, or the loss beside it, does not run.
     """
     from schedlang.runtime.batch import named_tensors
-    from schedlang.runtime.propagation.stand_ins import hollow_out
+    from schedlang.runtime.propagation.stand_ins import put_stand_ins
     from schedlang.runtime.propagation.trace import Recorded, Stack, Trace, reached
     from schedlang.runtime.rng.logical_dropout import Watched
     from schedlang.runtime.tracing.loss import forward, is_loss, no_loss, not_a_loss
-    from schedlang.runtime.tracing.meta import hollow_model, without_values
+    from schedlang.runtime.tracing.meta import meta_model, without_values
 
-    model, stack = hollow_model(plan.model.model, {}), Stack()
+    model, stack = meta_model(plan.model.model, {}), Stack()
     model.train()
     if plan.computes:
-        hollow_out(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
+        put_stand_ins(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
     stack.watch(model, {fqn for fqn, leaf in leaves.items() if leaf.kind})
     saved = saved_by(plan, model, stack) if plan.kept else {}
     watched, read = Watched(lambda: stack.frames[-1][0]), set[str]()
@@ -232,7 +232,7 @@ def rejected(error: Exception, others: Sequence[str] = ()) -> Refusal:
 
     `others`: keys of the batch that it was not given, of which one may be misspelled.
     """
-    from schedlang.runtime.tracing.graph import asks_for_values, line_of
+    from schedlang.runtime.tracing.calls import asks_for_values, line_of
 
     if _for_values(error):
         return asks_for_values(error)

@@ -76,7 +76,8 @@ class Traced(Original):
               None where they are not known; empty where nothing is sharded
     saved     how ranks split what modules save that keep it in fewer bits; None: they do not
     statistics  sums over all rows that ranks which share a batch have to share
-    written   whether a tensor is written into between two sharded modules that take it
+    sharing   modules that take a tensor which another one redistributes in the same way
+    written   whether such a tensor is written into between the two
     """
 
     edges: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
@@ -93,6 +94,7 @@ class Traced(Original):
     )
     saved: Parts | None = None
     statistics: Statistics | None = None
+    sharing: frozenset[str] = frozenset()
     written: bool = False
 
 
@@ -106,7 +108,8 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
         return Traced(**vars(recording.original))
     # what served before is tried first: the comparison proves it anew
     served: Any = plan.model.cache.setdefault(("divided", plan.mesh.axes), [])
-    lies = repr((plan.mesh.axes, plan.boundaries, plan.layouts, plan.computes))
+    laid = (plan.boundaries, plan.layouts, plan.computes)
+    lies = (plan.mesh.axes, *(tuple(one.items()) for one in laid))
     hoists: Any = plan.model.cache.setdefault("hoisted", {})
     gathers: list[tuple[str, str]] = [*hoists.get(lies, ())]  # by which module, over which axis
     for fqn, axis in gathers:
@@ -179,6 +182,7 @@ def _traced(plan: Plan, recording: Recording, run: Run) -> Traced:
         masks=run.follower.masks,
         layouts=run.layouts,
         saved=saved_parts(plan, recording.saved, run.saved) if plan.kept else None,
+        sharing=frozenset(run.follower.arrivals.sharing),
         written=run.follower.arrivals.written,
     )
 

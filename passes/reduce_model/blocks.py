@@ -205,7 +205,7 @@ def _repeats(facts: ModelFacts, site: Site, below: Counter[str]) -> bool:
 
 def shorter(model: nn.Module, blocks: Blocks, stages: int = 1) -> nn.Module:
     """The model on the meta device with the fewest blocks that show all kinds and neighbours."""
-    from schedlang.runtime.tracing.meta import hollow_model
+    from schedlang.runtime.tracing.meta import meta_model
 
     kept = {}
     for common in blocks.lists:
@@ -215,7 +215,7 @@ def shorter(model: nn.Module, blocks: Blocks, stages: int = 1) -> nn.Module:
             places = fewest(kinds, stages)
             if len(places) < len(children):
                 kept[fqn] = [children[place] for place in places]
-    return hollow_model(model, {}, kept)
+    return meta_model(model, {}, kept)
 
 
 def fewest(kinds: Sequence[object], stages: int = 1) -> list[int]:

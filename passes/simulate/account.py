@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # -- activations on the next rank of the pipeline --------------------------------------------------
 
 
-def lodgings(
+def parked_activations(
     plan: Plan, prepared: Prepared, played: Callable[[], Rehearsal]
 ) -> Iterator[Collective]:
     """Once out and once home for each microbatch that leaves; what tells sizes is not counted.
@@ -138,7 +138,7 @@ def account(
     from schedlang.passes.analyze.prepare import prepare
     from schedlang.passes.analyze.taking import at_the_forward
     from schedlang.passes.complete.complete import completed
-    from schedlang.passes.lower.drawing import drawn_logically
+    from schedlang.passes.lower.dropout import drawn_logically
     from schedlang.passes.partition.chains import told
     from schedlang.runtime.batch import even, rows_of, sample_of
 
@@ -153,8 +153,8 @@ def account(
         notes.append(f"dropout is drawn logically in training, too: {why}")
     played = cache(lambda: rehearse(plan, batch, loss, prepared))  # once, for all that ask
     sent = collectives(plan, prepared, sample, loss)
-    lodged, why = _told(lambda: [*lodgings(plan, prepared, played)], _UNSENT)
-    sent, notes = (*sent, *(lodged or ())), [*notes, *([why] if why else [])]
+    parked, why = _told(lambda: [*parked_activations(plan, prepared, played)], _UNSENT)
+    sent, notes = (*sent, *(parked or ())), [*notes, *([why] if why else [])]
     if any(one.what == "tokens" for one in sent):
         notes.append("tokens are counted as if all experts were chosen equally often")
     memories: tuple[RankMemory, ...] | None = None

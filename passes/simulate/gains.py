@@ -106,9 +106,9 @@ def _calls(plan: Plan, batch: Mapping[str, Any], wanted: set[str]) -> dict[str, 
     import torch
 
     from schedlang.runtime.batch import called
-    from schedlang.runtime.tracing.meta import hollow_batch, hollow_model, on_meta
+    from schedlang.runtime.tracing.meta import meta_batch, meta_model, on_meta
 
-    model, calls = hollow_model(plan.model.model, {}), dict[str, Any]()
+    model, calls = meta_model(plan.model.model, {}), dict[str, Any]()
 
     def noting(fqn: str) -> Any:
         def note(module: Any, args: Any, kwargs: Any) -> None:
@@ -118,7 +118,7 @@ def _calls(plan: Plan, batch: Mapping[str, Any], wanted: set[str]) -> dict[str, 
 
     for fqn in sorted(wanted):
         model.get_submodule(fqn).register_forward_pre_hook(noting(fqn), with_kwargs=True)
-    inputs = hollow_batch(dict(batch))
+    inputs = meta_batch(dict(batch))
     with torch.no_grad(), torch.device("meta"), on_meta(dict(batch), inputs):
         called(model, inputs)
     return calls

@@ -154,6 +154,6 @@ def alone(
             optimizer=optimizer,
             weight=step.weight,
             prepared=step.prepared,
-            hollow=True,
+            on_meta=True,
         )
         yield program, tap

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # -- what was played -------------------------------------------------------------------------------
 
 
-LODGES = {Kind.HOLD: 1, Kind.GIVE: -1}  # what a partner does
+PARKS = {Kind.HOLD: 1, Kind.GIVE: -1}  # what a partner does
 
 
 @dataclass(frozen=True)
@@ -92,16 +92,16 @@ def in_order(
     `parked`: by stage what a partner holds of it for a while.
     """
     rows = _rows(plan, staged, place)
-    often = Counter(key(staged, place, op) for op in rows if op.kind not in LODGES)
+    often = Counter(key(staged, place, op) for op in rows if op.kind not in PARKS)
     turns: Counter[Any] = Counter()
-    lodgers = {
-        (stage, kind): _lodged(size * sign, played.start)
+    moves = {
+        (stage, kind): _taken_in(size * sign, played.start)
         for stage, size in parked.items()
-        for kind, sign in LODGES.items()
+        for kind, sign in PARKS.items()
     }
     for op in rows:
-        if op.kind in LODGES:
-            yield op, lodgers[op.stage, op.kind]
+        if op.kind in PARKS:
+            yield op, moves[op.stage, op.kind]
             continue
         alike = key(staged, place, op)
         runs = played.ops.get(alike)
@@ -110,7 +110,7 @@ def in_order(
         turns[alike] += 1
 
 
-def _lodged(size: int, before: Levels) -> Run:
+def _taken_in(size: int, before: Levels) -> Run:
     """A partner's activations come (or go, below zero)."""
     from schedlang.runtime.storage.footprint import Work
 
@@ -217,7 +217,7 @@ def _play(step: Step, of: RankClass, works: bool) -> Played:
 
 def _short(plan: Plan, staged: Staged) -> tuple[Plan, Staged]:
     """The plan with a few microbatches: as many as show each stage that parks what it saves."""
-    from schedlang.passes.partition.staging import lodged, timeline_of
+    from schedlang.passes.partition.staging import timeline_of, with_parking
 
     def parking(one: Staged) -> set[int]:
         return set(one.timeline.stage[one.timeline.kind == Kind.EVICT].tolist())
@@ -226,7 +226,7 @@ def _short(plan: Plan, staged: Staged) -> tuple[Plan, Staged]:
     while True:
         order, few = fewer(plan, staged, least)
         short = replace(plan, order=order)
-        few = lodged(short, replace(few, timeline=timeline_of(short)))
+        few = with_parking(short, replace(few, timeline=timeline_of(short)))
         if order == plan.order or parking(few) >= parking(staged):
             return short, few
         least *= 2
@@ -275,7 +275,7 @@ def _table(
     for one, run in zip(ran[1:], runs):
         if one.what is None:
             rest.append(run)
-        elif one.what.kind not in LODGES:  # a partner's bytes are not known here
+        elif one.what.kind not in PARKS:  # a partner's bytes are not known here
             ops.setdefault(key(staged, of.place, one.what), []).append(run)
     return Played(of, ran[0].end, ops, rest, footprint.host, left, parked)
 
@@ -311,7 +311,7 @@ def held(plan: Plan, prepared: Prepared, played: Rehearsal) -> tuple[RankMemory,
 def _memory(plan: Plan, prepared: Prepared, one: RankClass, rehearsal: Rehearsal) -> RankMemory:
     """The played operations in the order of this rank's place; what it holds for others besides."""
     staged, played = prepared.staged, rehearsal.of[one]
-    level = played.start + _lodging(one)
+    level = played.start + _parked_by_others(one)
     moments = [Moment(BEFORE, _plain(level), _plain(level))]
 
     def then(what: str, run: Run) -> None:
@@ -336,7 +336,7 @@ def _memory(plan: Plan, prepared: Prepared, one: RankClass, rehearsal: Rehearsal
     )
 
 
-def _lodging(one: RankClass) -> Levels:
+def _parked_by_others(one: RankClass) -> Levels:
     """Return the bytes of another rank's state that a rank always holds."""
     import numpy as np
 

@@ -46,12 +46,12 @@ def kept(plan: Plan) -> Iterator[tuple[str, str, Action]]:
     or a hook is no longer what it was.
     """
     from schedlang.passes.lower.build import Builder
-    from schedlang.runtime.tracing.meta import hollow_model
+    from schedlang.runtime.tracing.meta import meta_model
 
     rows = [(a, row) for a, row in plan.rows_with(Lowered) if a.changes(Facet.STRUCTURE)]
     if not rows:
         return
-    model: Any = hollow_model(plan.model.model, {})
+    model: Any = meta_model(plan.model.model, {})
     builder = Builder(plan, model, Traced(), None)  # type: ignore[arg-type]
     for action, row in rows:
         seen = set()

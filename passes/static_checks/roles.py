@@ -12,7 +12,7 @@ from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.holdings import Booked, holdings_of, sliced_over, slicing
 from schedlang.passes.analyze.prepare import Prepared
-from schedlang.passes.partition.staging import at_home
+from schedlang.passes.partition.staging import without_parking
 from schedlang.passes.simulate.played_step import Step, alone, fewer, places
 from schedlang.passes.static_checks.claim import Claim, axis_row, facet_row, folded, placed
 
@@ -77,7 +77,7 @@ def shortened(step: Step) -> Step:
     plan = step.plan
     plain = _without_kernels(plan)
     whole = tuple(replace(one, stage=0) for one in plan.replicas)
-    least, staged = fewer(plan, at_home(plan, step.prepared.staged), 2)
+    least, staged = fewer(plan, without_parking(plan, step.prepared.staged), 2)
     short = replace(plain, replicas=whole, order=least)
     prepared = replace(step.prepared, staged=staged, holdings=holdings_of(short, staged))
     return replace(step, plan=short, prepared=prepared)

@@ -446,7 +446,7 @@ def sound(case: Case) -> Case:
     A model that lies on the meta device has no loss to ask for.
     """
     made = prepared(case)
-    if not _hollow(made.plan):
+    if not _on_meta(made.plan):
         check_parts(widened(made))
     return made
 
@@ -462,7 +462,7 @@ def cheaply(
     numbers = max((t.numel() for t in named_tensors(batch).values()), default=0)
     size = sum(fact.numel for fact in plan.model.unique.values())
     apart = plan.shares * plan.micro > 1 and found.traced.lossless is None
-    if not apart or size * numbers > CHEAP or _hollow(plan) or not _has_float64(plan):
+    if not apart or size * numbers > CHEAP or _on_meta(plan) or not _has_float64(plan):
         return
     case = Case(plan, (dict(batch),), loss, weight, dtype="none", prepared=found)
     try:
@@ -475,7 +475,7 @@ def cheaply(
         return
 
 
-def _hollow(plan: Plan) -> bool:
+def _on_meta(plan: Plan) -> bool:
     return any(tensor.is_meta for tensor in plan.model.model.parameters())
 
 

@@ -1,4 +1,4 @@
-"""Nests of values, flattened and put together again; models made fit to be sent.
+"""Pytrees: nested values, flattened and put together again; models made fit to be sent.
 
 torch's pytree knows lists, tuples and dicts.  What models take and return is also made of
 dataclasses, attrs classes, mappings and namespaces; and libraries register classes of their own
@@ -32,7 +32,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-# ---- Nests of values, flattened and put together again, whatever classes they are made of.
+# ---- Pytrees: nested values, flattened and put together again, whatever classes they are made of.
 
 
 __all__ = [

@@ -74,8 +74,8 @@ class Assembly:
     inputs: frozenset[str] = frozenset()  # names in the batch that it was built from
 
     @cached_property
-    def spoken(self) -> frozenset[str]:
-        """The parameters of which this rank speaks for its part, in the norm."""
+    def primary_parameters(self) -> frozenset[str]:
+        """The parameters whose part this rank counts, in the norm, for all ranks that hold it."""
         mesh, rank = self.ranks.mesh, self.ranks.rank
         return frozenset(n for n, one in self.holdings.items() if one.primary(mesh, rank))
 
@@ -106,9 +106,9 @@ class Assembly:
         return mesh.size(self.row_axes), mesh.size(self.replicas), self.place(self.ranks.rank)
 
     @cached_property
-    def spokesman(self) -> bool:
-        """Whether this rank speaks; see `speaks`."""
-        return self.speaks(self.ranks.rank)
+    def is_primary(self) -> bool:
+        """Whether this rank counts the loss; see `primary`."""
+        return self.primary(self.ranks.rank)
 
     def place(self, rank: int) -> int:
         """The number of a rank's part of the batch: by its rows, then by its tokens of them."""
@@ -148,7 +148,7 @@ class Assembly:
         stages = None if home is None else frozenset([home])
         return Holding(name, Layout.whole(shape), (), self.stage_axis, stages)
 
-    def speaks(self, rank: int) -> bool:
+    def primary(self, rank: int) -> bool:
         """Return whether a rank is the first of those that see the same rows in the same stage."""
         mesh = self.ranks.mesh
         axes = (*self.replicas, *((self.stage_axis,) if self.stage_axis is not None else ()))

@@ -26,7 +26,7 @@ from schedlang.runtime.propagation.stand_ins import Fused
 from schedlang.runtime.sequence_pipelining.carry import Span
 from schedlang.runtime.storage.footprint import Footprint
 from schedlang.runtime.tracing.graph import Cut
-from schedlang.runtime.tracing.meta import OnMeta, hollow_batch
+from schedlang.runtime.tracing.meta import OnMeta, meta_batch
 from schedlang.runtime.tracing.torch_calls import tensors_in
 from schedlang.runtime.weights import Number
 from schedlang.uncollected import uncollected
@@ -130,7 +130,7 @@ class Played(Program):
 
             return plain(batches, scale, **options, on_op=on_op)
 
-        bare = [replace(part, inputs=hollow_batch(part.inputs)) for part in parts]
+        bare = [replace(part, inputs=meta_batch(part.inputs)) for part in parts]
         vars(pipeline)["run"] = run
         self.answers.outside = False
         try:
@@ -178,7 +178,7 @@ def play(program: Program, cut: Cut, batch: Batch, footprint: Footprint | None =
     for edge, tokens in cut.routes.items():  # as after the first step: nobody asks for sizes
         leaves = [cut.graph.leaves[token] for token in tokens]
         for part, replica in product(parts, range(pipeline.timeline.replicas)):
-            shape = (True, signature(hollow_batch(part.inputs)))
+            shape = (True, signature(meta_batch(part.inputs)))
             for index, resized in enumerate(_sizes(pipeline, part, whole)):
                 layout = tuple((getattr(torch, leaf.dtype), resized(leaf.shape)) for leaf in leaves)
                 pipeline.sizes.learn(shape, Message(False, *edge, replica, 0, index), layout)

@@ -39,7 +39,7 @@ from schedlang.runtime.grad_reduction.gradient import (
 from schedlang.runtime.grad_reduction.zero import reshard, used_anywhere
 from schedlang.runtime.launch.heart import inside
 from schedlang.runtime.no_labels import weighing
-from schedlang.runtime.offload.step import Offloaded, at_home
+from schedlang.runtime.offload.step import Offloaded, with_peer_state
 from schedlang.runtime.optim.loss_scale import LossScale
 from schedlang.runtime.optim.whole_step import WholeStep, step_by_kinds
 from schedlang.runtime.pipeline.executor import BACKWARD, Event
@@ -389,19 +389,21 @@ class Program:
         here only for what no host can know, a sliced parameter that this rank had no gradient of.
         """
         a = self.assembly
-        value = self._loss(results, weights, total)
-        scale = self.loss_scale or LossScale()
+        value, scale = self._loss(results, weights, total), self.loss_scale
         if a.ranks.mesh.world == 1:
-            scale.hear(scale.told(value))
             self._norm = norm_alone(a.parameters, self.clip)
             return value.to(a.loss_dtype)
-        squares = self._near(square_sum(a.parameters, a.spoken, a.ranks.device))
+        squares = self._near(square_sum(a.parameters, a.primary_parameters, a.ranks.device))
         names = a.cut
-        used = used_anywhere(a.sliced, a.parameters, names)
+        used = used_anywhere(a.sliced, a.parameters, names) if names else []
         both = torch.stack([squares, value])
-        both = torch.cat([both, self._told(used, both), scale.told(both)])
+        if used:
+            both = torch.cat([both, self._told(used, both)])
+        if scale is not None:
+            both = torch.cat([both, scale.told(both)])
         world.all_reduce(both, a.ranks.world.group)
-        scale.hear(both[2 + len(used) :])
+        if scale is not None:
+            scale.hear(both[2 + len(used) :])
         if any(not here and name in a.parameters for name, here in zip(names, used)):
             for name, count in zip(names, both[2 : 2 + len(used)].tolist()):
                 if not count and name in a.parameters:  # of what nobody used, as in a plain loop
@@ -419,7 +421,7 @@ class Program:
         a = self.assembly
         losses = {k: result.loss for k, result in results.items()}
         assert None not in losses.values(), "the model returns no loss: pass `loss=`"
-        if not losses or not a.spokesman:
+        if not losses or not a.is_primary:
             device = a.ranks.device if on_accelerator(a.ranks.device) else None
             return torch.zeros((), dtype=torch.float64, device=device)
         shares = [w / total for w in weights]
@@ -489,12 +491,12 @@ class Program:
         whole.load_state_dict(self.assembly, state)
         archive.taken(self)
 
-    @at_home
+    @with_peer_state
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """The optimizer's state by original parameter name: whole tensors, and plain numbers."""
         return whole.optimizer_state(self.assembly, self.optimizer)
 
-    @at_home
+    @with_peer_state
     def save(self, path: str | os.PathLike[str], keep: int | None = 3) -> None:
         """Save the state into a folder of checkpoints, of which `keep` stay; see `archive.save`."""
         archive.save(self, path, keep)

@@ -275,7 +275,7 @@ def load_state_dict(a: Assembly, state: Mapping[str, Tensor]) -> None:
 def replica_errors(a: Assembly) -> dict[str, float]:
     """Return the greatest relative difference between copies of one part, by parameter.
 
-    Each rank is given the part that it holds as the rank has it that speaks for it; padding is
+    Each rank is given the part that it holds as the rank has it that is primary for it; padding is
     compared with zeros.
     """
     mesh, own = a.ranks.mesh, _parts(a)
@@ -360,7 +360,7 @@ def _replica(a: Assembly, everyone: Sequence[Any], place: int, name: str) -> Ten
     found = [
         [part[name] for part in parts]
         for rank, parts in enumerate(everyone)
-        if a.speaks(rank) and a.place(rank) == place
+        if a.primary(rank) and a.place(rank) == place
     ]
     return _joined([_added(values) for values in zip(*found)])
 

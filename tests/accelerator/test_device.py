@@ -113,8 +113,8 @@ def test_modules_move_and_keep_their_parameters() -> None:
         net.to("cpu")
         assert weight.grad.device.type == "cpu"
         with torch.device("meta"):
-            hollow = nn.Linear(3, 3)
-        assert hollow.to_empty(device="sim").weight.isnan().all()
+            on_meta = nn.Linear(3, 3)
+        assert on_meta.to_empty(device="sim").weight.isnan().all()
         x = torch.arange(6.0, device="sim")
         file = io.BytesIO()
         torch.save(x, file)

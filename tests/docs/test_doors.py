@@ -10,7 +10,8 @@ from schedlang.doors import SIDE, WAY, Door
 from tests.architecture_page import PAGE, doors
 from tests.walk import files, walked
 
-FUNCTIONS, FILES = 361, 64
+# functions that are called on the way up to a door, and the files that they stand in
+LONGEST = {"build": (341, 62), "step": (419, 71)}
 
 
 @pytest.mark.parametrize("door", [*WAY, *SIDE], ids=lambda door: door.name)
@@ -33,9 +34,12 @@ def test_importing_the_list_opens_nothing() -> None:
 
 
 def test_the_way_of_a_row_does_not_become_longer() -> None:
-    """From text to a running module: functions that are called, and the files that they stand in.
+    """From text to a running module, and to its first step: functions that are called, and files.
 
-    Who makes the way shorter lowers the two numbers.
+    Who makes the way shorter lowers the numbers.
     """
-    called = walked().until("build")
-    assert len(called) <= FUNCTIONS and files(called) <= FILES, (len(called), files(called))
+    walk = walked()
+    for door, most in LONGEST.items():
+        called = walk.until(door)
+        now = len(called), files(called)
+        assert now[0] <= most[0] and now[1] <= most[1], (door, now)

@@ -30,7 +30,7 @@ from schedlang.runtime.moe.experts import kept
 from schedlang.runtime.offload.saved_tensors import everything_moves
 from schedlang.runtime.optim.loss_scale import LossScale
 from schedlang.runtime.pipeline.parking import offload, reload
-from schedlang.runtime.pipeline.step import Kept
+from schedlang.runtime.pipeline.recomputed_forward import Kept
 from schedlang.runtime.propagation.trace import LabelRule
 from schedlang.runtime.storage import copies
 from tests.accelerator.parked import parked

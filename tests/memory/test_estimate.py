@@ -135,8 +135,8 @@ def test_peak_is_that_of_real_storages(name: str, threads: Threads) -> None:
     for one in told:
         counted = real[one.first]
         assert one.moments[0].most[0] == counted.parameters
-        assert one.moments[0].most[2] == counted.optimizer - counted.lent + counted.lodging
-        most = counted.most + counted.lodging
+        assert one.moments[0].most[2] == counted.optimizer - counted.lent + counted.parked
+        most = counted.most + counted.parked
         assert abs(one.peak / most - 1) <= HELD.get(name, NEAR), (one.classes, counted)
 
 

@@ -15,7 +15,7 @@ from schedlang.runtime.pipeline.executor import Pipeline
 from schedlang.runtime.pipeline.split_backward import SplitBackward
 from schedlang.runtime.pipeline.stage import Stage, Stub, enter
 from schedlang.runtime.tracing.graph import cut
-from schedlang.runtime.tracing.meta import hollow_model
+from schedlang.runtime.tracing.meta import meta_model
 from schedlang.runtime.tracing.record import record
 from schedlang.runtime.tracing.units import Switch, in_trunk, units_of
 from tests import models
@@ -73,7 +73,7 @@ def test_record_without_weights() -> None:
     """A model on the meta device records the same graph as one with weights, masks included."""
     for make in (models.gpt2, models.llama, models.bert, models.bart):
         batch = models.tokens(2)
-        assert graph_of(hollow_model(make(), {}), batch) == graph_of(make(), batch)
+        assert graph_of(meta_model(make(), {}), batch) == graph_of(make(), batch)
 
 
 def test_what_crosses() -> None:
@@ -196,7 +196,7 @@ def test_values_inside_units() -> None:
     plan = timeline(
         [[Op(k, s, 0) for k, r in ((Kind.F, (0, 1, 2)), (Kind.B, (2, 1, 0))) for s in r]]
     )
-    switch, stub = Switch(model, graph.units), Stub(hollow_model(model, {}), made)
+    switch, stub = Switch(model, graph.units), Stub(meta_model(model, {}), made)
     stages = {s: Stage(model, made, s, switch=switch, stub=stub) for s in range(3)}
     Pipeline(stages, plan).run([batch])
     for name, parameter in model.named_parameters():
@@ -246,7 +246,7 @@ def test_stage_calls_only_its_own() -> None:
     model, batch = models.gpt2(4), models.tokens(2)
     graph = graph_of(model, batch)
     made = cut(graph, [0, 0, 0, 1, 1, 2, 2, 2])
-    stub = Stub(hollow_model(model, {}), made)
+    stub = Stub(meta_model(model, {}), made)
     calls: list[str] = []
     for name, module in model.named_modules():
         module.register_forward_hook(lambda m, a, o, name=name: calls.append(name))
@@ -407,7 +407,7 @@ def test_stages_find_shapes_under_the_casts_that_they_run_under() -> None:
     model = Convolved()
     x = torch.randn(2, 3, 4, 4)
     graph = record(model, [f"blocks.{k}" for k in range(3)], {"x": x})
-    stub = Stub(hollow_model(model, {}), cut(graph, [0, 1, 1]))
+    stub = Stub(meta_model(model, {}), cut(graph, [0, 1, 1]))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert stub(1, (x.bfloat16(),), {}, {}, x.device, model).dtype == torch.bfloat16
     assert stub(1, (x,), {}, {}, x.device, model).dtype == torch.float32

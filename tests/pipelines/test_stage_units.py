@@ -14,8 +14,9 @@ from schedlang.passes.partition import stages as cuts
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.pipeline.stage import Stage, Stub
-from schedlang.runtime.tracing.graph import calls_of, cut, labels
-from schedlang.runtime.tracing.meta import hollow_model
+from schedlang.runtime.tracing.calls import calls_of
+from schedlang.runtime.tracing.graph import cut, labels
+from schedlang.runtime.tracing.meta import meta_model
 from schedlang.runtime.tracing.record import record
 from schedlang.runtime.tracing.units import Switch, in_trunk, units_of
 from tests.alone import compared, cut_evenly, in_stages
@@ -148,7 +149,7 @@ def test_a_start_may_be_a_container() -> None:
 def _stage(model: nn.Module, index: int) -> Stage:
     names = units_of(model, BATCH, trunks=["b", "a"])
     made = cut(record(model, names, BATCH), [0, 1, 1, 2][: len(names)])
-    stub = Stub(hollow_model(model, {}), made)
+    stub = Stub(meta_model(model, {}), made)
     return Stage(model, made, index, switch=Switch(model, names), stub=stub)
 
 
@@ -225,7 +226,7 @@ def test_spelt_numbers_are_known_without_data() -> None:
 
 def test_calls_that_were_seen_are_not_asked_for_again() -> None:
     """Where every module is called once their order is known; a second call hides it."""
-    from schedlang.runtime.tracing.graph import once
+    from schedlang.runtime.tracing.calls import once
 
     model = Way("b0 b1")
     seen = once(model, {"b": 1, "b.0": 1, "b.1": 1})

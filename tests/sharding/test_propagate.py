@@ -16,7 +16,8 @@ from schedlang.passes.partition.staging import local_skeleton
 from schedlang.passes.propagate.original import part_weight
 from schedlang.passes.propagate.propagate import Traced, propagate
 from schedlang.runtime.comm.collectives import listening
-from schedlang.runtime.tracing.meta import OnMeta, hollow_batch
+from schedlang.runtime.forward import layer_of
+from schedlang.runtime.tracing.meta import OnMeta, meta_batch
 from tests import models
 from tests.proofs import planned, refused
 from tests.training.test_build import FUSED, GPT2, LLAMA, LLAMA_ENDS, Fused, _words
@@ -36,7 +37,7 @@ def _sent(model: nn.Module, rows: str, mesh: str = "tp=2") -> list[tuple[str, st
     heard: list[tuple[str, str, int, bool]] = []
     back = [False]
     with listening(lambda kind, group, size: heard.append((kind, group.label, size, back[0]))):
-        given = hollow_batch(TOKENS)
+        given = meta_batch(TOKENS)
         with OnMeta(TOKENS, given):
             loss = local(**given).loss
         back[0] = True
@@ -103,6 +104,32 @@ def test_llama_needs_no_numbers() -> None:
     }"""
     traced = _traced(models.llama(2), rows)
     assert traced.numbers == () and traced.partial == {}
+
+
+def test_modules_that_take_one_tensor_share_what_arrives() -> None:
+    """q, k and v take one tensor, and so do gate and up: their block redistributes it once.
+
+    What takes a tensor of its own is in no memory, and no module around it has a layer for one.
+    """
+    rows = """at model.layers.* {
+      self_attn.{q,k,v}_proj  shard(col, over=tp)
+      self_attn.o_proj        shard(row, over=tp)
+      mlp.{gate,up}_proj      shard(col, over=tp)
+      mlp.down_proj           shard(row, over=tp)
+    }"""
+    traced = _traced(models.llama(2), rows)
+    parts = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
+    parts += ["mlp.gate_proj", "mlp.up_proj"]
+    assert traced.sharing == {f"model.layers.{k}.{one}" for k in range(2) for one in parts}
+    whose = [one[1] for one in _sent(models.llama(2), rows) if one[3]]
+    assert len([name for name in whose if "self_attn" in name]) == 2  # of each layer one
+    local = local_skeleton(planned(models.llama(2), rows, "tp=2"), traced)
+    near = {name for name, one in local.named_modules() if layer_of(one, "arrivals")}
+    assert near == {"model.layers.0", "model.layers.1"}
+    plain = planned(models.gpt2(2), GPT2, "tp=2")
+    alone = propagate(plain, TOKENS)
+    assert not alone.sharing
+    assert not any(layer_of(one, "arrivals") for one in local_skeleton(plain, alone).modules())
 
 
 def test_a_gather_is_hoisted_to_where_the_tensor_comes_in() -> None:

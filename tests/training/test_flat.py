@@ -49,7 +49,7 @@ def test_gradients_lie_where_they_lay() -> None:
     (held["a"] + held["b"]).sum().backward()
     held["b"].grad = torch.tensor([5.0, 6.0])
     assert one.start().tolist() == [1, 1, 5, 6, 1, 1] and one.start().data_ptr() == before
-    assert one.at_home()
+    assert one.in_place()
 
 
 def test_one_tensor_for_each_sum_of_replicas() -> None:

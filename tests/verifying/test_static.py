@@ -21,7 +21,7 @@ from schedlang.runtime import program
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.pipeline import executor
 from schedlang.runtime.propagation import dry, follow
-from schedlang.runtime.sharding import leaf, shard
+from schedlang.runtime.sharding import embedding, shard
 from tests import layouts, models
 from tests.proofs import planned
 from tests.training.test_build import GPT2, LLAMA, LLAMA_ENDS
@@ -451,12 +451,12 @@ def test_bags_split_by_rows_or_columns_hold(mode: str, weighed: bool, style: str
 
 def test_bags_without_their_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that adds up rows for ids that it does not hold is told, at the row."""
-    plain = leaf._looked_up
+    plain = embedding._looked_up
 
     def unmasked(module: Any, ids: Any, weight: Any, offsets: Any, scales: Any, *how: Any) -> Any:
         return plain(module, ids, weight, offsets, torch.ones(ids.shape, device="meta"), *how)
 
-    monkeypatch.setattr(leaf, "_looked_up", unmasked)
+    monkeypatch.setattr(embedding, "_looked_up", unmasked)
     found = _found(static(planned(Bags(), "bags.*  shard(vocab, over=tp)", "tp=2"), BAGS), "S713")
     assert found and "even for ids that it does not hold" in found[0].title
     assert "shard(vocab" in _line(found[0])

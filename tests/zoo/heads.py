@@ -113,7 +113,7 @@ def heads_tiled(patch: Patch, site: Site) -> None:
 )
 def whole_keys_not_summed(patch: Patch, site: Site) -> None:
     """One key head for all: each rank's queries give it a part of its gradient only."""
-    patch.setattr(following.Step, "_gradients", lambda self, axis: None)
+    patch.setattr(following.Compared, "_gradients", lambda self, axis: None)
 
 
 @bug("T13", "shard", Operator.REDUCTION, "tp", row="lm_head  shard(style=vocab")
@@ -208,7 +208,7 @@ def partial_sums_skipped(patch: Patch, site: Site) -> None:
     "tp",
     row="attn.c_attn",
     credit="Megatron-LM#848",
-    here="`shape_up` divides the numbers that modules count by",
+    here="`shard_modules` divides the numbers that modules count by",
 )
 def scale_of_part_of_the_width(patch: Patch, site: Site) -> None:
     """The softmax's scale is computed from the width that this rank holds."""
@@ -261,7 +261,7 @@ def mask_not_sliced(patch: Patch, site: Site) -> None:
 def local_view_allowed(patch: Patch, site: Site) -> None:
     """A view takes a split dim apart as if the rank's part were the whole."""
     patch.setattr(
-        following.Step, "_reshaped", lambda self, axis, tag, dim, before, after: (after[dim],)
+        following.Compared, "_reshaped", lambda self, axis, tag, dim, before, after: (after[dim],)
     )
 
 
@@ -276,4 +276,4 @@ def local_view_allowed(patch: Patch, site: Site) -> None:
 )
 def statistics_of_a_part(patch: Patch, site: Site) -> None:
     """A norm over a split dim takes the mean and the variance of the rank's own part."""
-    patch.setattr(following.Step, "_check_along", lambda self, axis, tag, whole: None)
+    patch.setattr(following.Compared, "_check_along", lambda self, axis, tag, whole: None)

@@ -19,10 +19,10 @@ def sharded_module(patch: Patch) -> Callable[[], str]:
     """A function that names the innermost sharded module that is running; "" outside any."""
     names: dict[int, str] = {}
     here = threading.local()
-    shape_up, call = build.shape_up, leaf.Sharded.__call__
+    shard_modules, call = build.shard_modules, leaf.Sharded.__call__
 
-    def noting(model: Any, traced: Any, at_home: Any) -> None:
-        shape_up(model, traced, at_home)
+    def noting(model: Any, traced: Any, with_group: Any) -> None:
+        shard_modules(model, traced, with_group)
         for fqn in traced.edges:
             names[id(layer_of(model.get_submodule(fqn), "sharded"))] = fqn
 
@@ -34,7 +34,7 @@ def sharded_module(patch: Patch) -> Callable[[], str]:
         finally:
             stack.pop()
 
-    patch.setattr(build, "shape_up", noting)
+    patch.setattr(build, "shard_modules", noting)
     patch.setattr(leaf.Sharded, "__call__", entering)
     return lambda: here.__dict__.get("stack", [""])[-1]
 

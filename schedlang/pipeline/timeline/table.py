@@ -276,6 +276,10 @@ def timeline(rows: Sequence[Sequence[Op]], edges: Iterable[Edge] | None = None) 
     )
 
 
+# the order of a plan that names none: a forward, then its backward
+ONE = timeline([[Op(Kind.F, 0, 0), Op(Kind.B, 0, 0)]])
+
+
 def halved(timeline: Timeline) -> Timeline:
     """The same order with I and W in place of every B; what is sent back follows the I."""
     whole = timeline.kind == Kind.B

@@ -179,8 +179,8 @@ def places_of(model: nn.Module, blocks: Mapping[str, int], run: Run) -> dict[Pla
         wrap(module, "code", _Probe(module, fqn, Coding(PROBED, block), watched=watched))
     scope.named_sites(model)
     _forward(run, 0)
-    hollow = any(parameter.is_meta for parameter in model.parameters())
-    if watched.places and not hollow:
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    if watched.places and not on_meta:
         watched.only = Place("", -1)
         exact = _gradient(model, run, 0)
         for place, seen in watched.places.items():

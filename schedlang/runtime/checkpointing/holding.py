@@ -156,9 +156,14 @@ def cells(runs: tuple[Segment, ...], size: int) -> Iterator[Cell]:
 
 def take(value: Tensor, holding: Holding, mesh: Mesh, rank: int) -> Tensor:
     """This rank's part of a whole tensor, a new tensor; padding is zero."""
-    part = value.new_zeros(holding.local_shape(mesh, rank))
-    copied(value, whole(value.shape), part, holding.part(mesh, rank))
-    return part
+    part, layout = value, holding.layout
+    if layout.padded != layout.shape:
+        part = value.new_zeros(layout.padded)
+        part[tuple(map(slice, layout.shape))] = value
+    for dim, runs in enumerate(holding.segments(mesh, rank)):
+        pieces = [part.narrow(dim, run.start, run.length) for run in runs]
+        part = pieces[0] if len(pieces) == 1 else torch.cat(pieces or [part.narrow(dim, 0, 0)], dim)
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def put(part: Tensor, into: Tensor, holding: Holding, mesh: Mesh, rank: int) -> None:

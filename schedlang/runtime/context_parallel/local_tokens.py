@@ -98,7 +98,7 @@ class Seat:
         """Return the positions of these tokens in the sequence."""
         return self.layout.positions(self.place, device)
 
-    def hollow(self) -> Seat:
+    def on_meta(self) -> Seat:
         """The same for shapes only: nothing is exchanged."""
         return replace(self, exchange=None)
 

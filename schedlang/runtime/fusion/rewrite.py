@@ -442,9 +442,9 @@ class Shape:
         first = next(t for t in given if isinstance(t, Tensor))
         key = tuple((t.shape, t.dtype) if isinstance(t, Tensor) else t for t in given)
         if key not in self.known:
-            hollow = [t.to("meta") if isinstance(t, Tensor) else t for t in given]
+            on_meta = [t.to("meta") if isinstance(t, Tensor) else t for t in given]
             with torch.no_grad():
-                out = self.function(None, *hollow)
+                out = self.function(None, *on_meta)
             self.known[key] = out.shape, out.dtype
         shape, dtype = self.known[key]
         return torch.ones(shape, dtype=dtype, device=first.device)

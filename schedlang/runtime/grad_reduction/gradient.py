@@ -90,7 +90,7 @@ class Flat:
         """Return the number of writes into each gradient."""
         return [view._version for view in self.views]
 
-    def at_home(self) -> bool:
+    def in_place(self) -> bool:
         """Return whether all gradients lie here: nothing has put another tensor in the place of
         one."""
         return bool(self.views) and all(
@@ -343,15 +343,15 @@ def replace_gradient(parameter: nn.Parameter, value: Tensor) -> None:
 
 def square_sum(
     parameters: Mapping[str, nn.Parameter],
-    speaks: Container[str],
+    primary: Container[str],
     device: torch.device = HOST,
 ) -> Tensor:
-    """The sum of squares of the gradients for which this rank speaks, in float64 or wider.
+    """The sum of squares of the gradients that this rank counts (`primary`), in float64 or wider.
 
     It lies on `device`, if that is an accelerator's.
     """
-    spoken = [p for name, p in parameters.items() if name in speaks]
-    present = [g for g in local_gradients(spoken) if g.numel()]
+    counted = [p for name, p in parameters.items() if name in primary]
+    present = [g for g in local_gradients(counted) if g.numel()]
     if not present:
         # without values everything lies on the meta device, wherever the rank is
         home = device if on_accelerator(device) else None

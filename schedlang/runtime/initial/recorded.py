@@ -320,15 +320,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         record = self.record
         state = record.seeded() if draws else None
         told, by_name = pytree.tree_map(self._told, (args, kwargs))
-        hollow = pytree.tree_map(lambda v: v.to("meta") if _is_real(v) else v, (args, kwargs))
+        on_meta = pytree.tree_map(lambda v: v.to("meta") if _is_real(v) else v, (args, kwargs))
         if _takes_device(func):
-            hollow[1]["device"] = torch.device("meta")
+            on_meta[1]["device"] = torch.device("meta")
             if _is_type(by_name.get("device"), "meta"):  # that of another tensor of the record
                 by_name["device"] = record.device
         if func is _aten.lift_fresh.default:
             func = _aten.clone.default
         writes, over = _written(func, args, kwargs, record)
-        out = func(*hollow[0], **hollow[1])
+        out = func(*on_meta[0], **on_meta[1])
         made = [
             (place, record.add(one))
             for place, one in enumerate(pytree.tree_leaves(out))

@@ -18,7 +18,7 @@ from schedlang.runtime.comm import collectives
 from schedlang.runtime.comm.collectives import Group, all_gather
 from schedlang.runtime.moe.dispatch import Counts, Step, Way, everywhere, first, place_of, sent_by
 from schedlang.runtime.moe.probe import Experts, Inner
-from schedlang.runtime.propagation.stand_ins import hollow
+from schedlang.runtime.propagation.stand_ins import stand_in
 from schedlang.runtime.sharding.shard import Edge, Forward
 from schedlang.runtime.sharding.sizes import number_at, set_number
 
@@ -427,7 +427,7 @@ class ShardedExperts:
         parameters = self._shared_out(parameters)
         parts = list(parameters.values())
         if rows.is_meta:
-            y = hollow(rows, parts)
+            y = stand_in(rows, parts)
             # what a rank leaves to others counts as zero: the sum over ranks is a pending one
             summed = self.alike or self.routing.dispatch == "gather"
             return y * rows.new_ones(rows.shape[0], 1).bool() if summed else y

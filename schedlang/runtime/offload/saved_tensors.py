@@ -295,6 +295,6 @@ class Lodged(Policy):
             return inner(*args, **kwargs)
 
 
-def lodge(module: nn.Module) -> None:
+def park(module: nn.Module) -> None:
     """Let what `module` saves be carried away with the bag of a forward."""
     wrap(module, "offload", Lodged())

@@ -489,7 +489,7 @@ class Offloaded:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def at_home(method: F) -> F:
+def with_peer_state(method: F) -> F:
     """A program's method that finds here what of the optimizer's state other ranks hold."""
 
     @wraps(method)

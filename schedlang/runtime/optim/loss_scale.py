@@ -21,7 +21,7 @@ BACKOFF, GROWTH = 0.5, 2.0
 
 @dataclass
 class LossScale:
-    """The factor of a loss before backward; `growth` 0: there is none, and nobody is told.
+    """The factor of a loss before backward, doubled after `growth` steps that all could be made.
 
     good      steps that have followed the last change
     overflow  the last step was skipped, on all ranks
@@ -29,8 +29,8 @@ class LossScale:
     noted     whether this rank found one, on each device where it looked: nobody waits for it
     """
 
-    scale: float = 1.0
-    growth: int = 0
+    scale: float
+    growth: int
     good: int = 0
     overflow: bool = False
     last: float = 1.0
@@ -47,16 +47,15 @@ class LossScale:
             self.noted = [~torch.stack(norms).isfinite().all() for norms in _largest(real)]
 
     def told(self, like: Tensor) -> Tensor:
-        """This rank's note, to be added up over all ranks; nothing without a scale."""
-        found = like.new_zeros(int(self.growth > 0))
-        for one in self.noted if self.growth > 0 else ():
+        """This rank's note, to be added up over all ranks."""
+        found = like.new_zeros(1)
+        for one in self.noted:
             found += one.to(like)
         return found
 
     def hear(self, total: Tensor) -> None:
         """Take over what all ranks together have noted."""
-        there = self.growth > 0 and not total.is_meta  # else nobody has to wait for the device
-        self.overflow, self.noted = there and bool(total.any()), []
+        self.overflow, self.noted = not total.is_meta and bool(total.any()), []
 
     def next(self) -> bool:
         """Change the scale for the next step; whether this step's update is to be made."""

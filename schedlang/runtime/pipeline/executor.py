@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -14,21 +12,23 @@ import torch
 
 from schedlang.pipeline.timeline.proof import check, check_queues, with_transfers
 from schedlang.pipeline.timeline.sharded_weights import with_gathers
-from schedlang.pipeline.timeline.table import Kind, Op, Timeline
+from schedlang.pipeline.timeline.table import ONE, Kind, Op, Timeline
 from schedlang.pipeline.timeline.table import timeline as make_timeline
 from schedlang.runtime.comm import world
 from schedlang.runtime.pipeline import parking
 from schedlang.runtime.pipeline.flight import Bag, Message, Work, work_of
-from schedlang.runtime.pipeline.p2p import Layout, Mail, layout_of
+from schedlang.runtime.pipeline.message_sizes import Sizes
+from schedlang.runtime.pipeline.p2p import Mail
 from schedlang.runtime.pipeline.parking import Groups, Parking
-from schedlang.runtime.pipeline.stage import Forwarded, Stage
-from schedlang.runtime.pipeline.step import Result, Step, recompute
-from schedlang.runtime.sequence_pipelining.carry import Carried
-from schedlang.runtime.sequence_pipelining.slices import Slices, joined, whole_loss
-from schedlang.runtime.tracing.graph import Token, refusal
+from schedlang.runtime.pipeline.recomputed_forward import recompute
+from schedlang.runtime.pipeline.sliced_step import SlicedStep
+from schedlang.runtime.pipeline.stage import Stage
+from schedlang.runtime.pipeline.step import Result, Step
+from schedlang.runtime.sequence_pipelining.slices import Slices
+from schedlang.runtime.tracing.graph import refusal
 from schedlang.runtime.weights import Number
 
-# ---- What each kind of row of a timeline does on its rank: one handler per kind.
+# -- what each kind of row does on its rank: one handler per kind -------------------------------
 
 
 Handler = Callable[[Step, Op], None]
@@ -88,109 +88,7 @@ HANDLERS: Mapping[Kind, Handler] = {
 }
 
 
-# ---- The sizes of messages between stages, which each receiver is told once per shape of the
-# batch.
-
-
-FIXED = (
-    "let shapes depend only on the shapes of the batch",
-    "or cut at another module, so that these values stay within one stage",
-)
-
-
-@dataclass(eq=False)
-class Sizes:
-    """Layouts of the values that go forward along each edge, by signature of the microbatch.
-
-    Each replica of an edge has one sender and one receiver, and both keep this book alike.
-    """
-
-    _layouts: dict[Any, Layout] = field(default_factory=dict)
-
-    def known(self, signature: Any, name: Message) -> Layout | None:
-        """The layout of a message, if both ends know it."""
-        return self._layouts.get(_key(signature, name))
-
-    def learn(self, signature: Any, name: Message, layout: Layout) -> None:
-        """Note the layout that a header told."""
-        self._layouts[_key(signature, name)] = layout
-
-    def told(self, signature: Any, name: Message, tensors: Sequence[torch.Tensor]) -> bool:
-        """Note what is sent; whether the receiver must be told its layout first.
-
-        Raises Refusal S612 for another layout than before, of which the receiver knows nothing.
-        """
-        layout = layout_of(tensors)
-        before = self.known(signature, name)
-        if before not in (None, layout):
-            reason = f"stage {name.source} sends tensors whose shapes depend on values"
-            raise refusal("S612", "", reason, *FIXED, note="the receiving stage must know them")
-        self.learn(signature, name, layout)
-        return before is None
-
-
-def _key(signature: Any, name: Message) -> Any:
-    return (name.source, name.target, name.replica, name.slice, signature)
-
-
-# ---- A step whose microbatches are cut along their sequences: each slice runs as a microbatch
-# does.
-
-
-class _Slice:
-    """The values that one slice takes of earlier ones and owes to them; see flight.Carried."""
-
-    def __init__(self, carried: Carried, index: int) -> None:
-        self.carried, self.index = carried, index
-
-    def leaves(self) -> Sequence[torch.Tensor]:
-        return self.carried.leaves(self.index)
-
-    def roots(self) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
-        return self.carried.roots(self.index)
-
-    def returned(self) -> None:
-        self.carried.free(self.index)
-
-
-class SlicedStep(Step):
-    """Slices of a microbatch run forward in order and backward in reverse; their losses add up."""
-
-    def __init__(self, pipe: Any, batches: Any, *rest: Any) -> None:
-        super().__init__(pipe, batches, *rest)
-        self.slices: Slices = pipe.slices
-        self.parts = self.slices.of_all(batches)
-        self.carried: dict[Work, Carried] = defaultdict(Carried)
-        self.made: dict[int, list[tuple[torch.Tensor | None, Any]]] = defaultdict(list)
-
-    def run(
-        self, stage: Stage, work: Work, received: Mapping[Token, torch.Tensor]
-    ) -> tuple[Forwarded, Any]:
-        """The forward of a stage on one slice, which sees the keys of those before it."""
-        carried = self.carried[work._replace(slice=0)]
-        part = self.parts[work.microbatch][work.slice]
-        with self.slices.forward(part, carried) as inputs:
-            return stage.forward(inputs, received), _Slice(carried, work.slice)
-
-    def weight(self, work: Work) -> Number:
-        """The share of a slice in its microbatch."""
-        share: Number = self.parts[work.microbatch][work.slice].share
-        weight: Number = self.scale[work.microbatch] * share
-        return weight
-
-    def finish(self, work: Work, loss: torch.Tensor | None, output: Any) -> None:
-        """Put the slices together once the last one is there."""
-        made, parts = self.made[work.microbatch], self.parts[work.microbatch]
-        made.append((loss, output))
-        if len(made) < len(parts):
-            return
-        whole = whole_loss([value for value, _ in made if value is not None], parts)
-        output = joined([output for _, output in made], parts) if self.keep else None
-        self.results[work.microbatch] = Result(whole, output)
-        del self.made[work.microbatch]
-
-
-# ---- Run one rank's rows of a timeline: forwards, backwards and transfers of a training step.
+# -- the executor ----------------------------------------------------------------------------------
 
 
 FORWARD = (Kind.F, Kind.RECOMPUTE)
@@ -241,28 +139,15 @@ class Pipeline:
         parks: Groups = (),
         picked: bool = False,
     ) -> None:
-        assert timeline.slices == (slices.slicing.count if slices else 1), "slices are not cut so"
-        self.slices = slices
         self.stages, self.ranks, self.place = dict(stages), tuple(ranks), place
-        self.timeline = timeline
-        for stage in self.stages.values():
-            assert timeline.stages == stage.cut.stages, "more or fewer stages than were cut"
-            if stage.cut.edges != self.timeline.edges:
-                self.timeline = timeline.with_edges(stage.cut.edges)
-        pairs = {
-            (self.rank_of(a, replica), self.rank_of(b, replica))
-            for a, b in self.timeline.edges
-            for replica in range(self.timeline.replicas)
-        }
+        self.timeline, self.slices, self.picked = timeline, slices, picked
+        # one forward and its backward, and nobody else: there is nothing to fit or to prove
+        self.plain = plain = timeline.ranks == 1 and len(timeline) <= len(ONE)
+        pairs = set() if plain else self._pairs()
         self.mail = Mail(group, down, torch.device(device), pairs)
-        self.parking: Parking | None = None
-        sent = timeline.kind == Kind.EVICT
-        if sent.any():
-            ends = zip(timeline.rank[sent], timeline.peer[sent])
-            partners = {(self.ranks[a], self.ranks[b]) for a, b in ends}
-            self.parking = Parking(parks, self.mail.device, partners)
-        self.away, self.picked = self._planned(Kind.EVICT, Kind.OFFLOAD), picked
-        self.again = self._planned(Kind.RECOMPUTE)
+        self.parking = None if plain else self._partners(parks)
+        self.away = frozenset() if plain else self._planned(Kind.EVICT, Kind.OFFLOAD)
+        self.again = frozenset() if plain else self._planned(Kind.RECOMPUTE)
         if slices is not None and (self.away or self.again):
             reason = "slices share keys and values: they can be neither offloaded nor recomputed"
             raise refusal(
@@ -272,6 +157,29 @@ class Pipeline:
         self.lookahead = lookahead
         self.handlers = {**HANDLERS, **(handlers or {})}
         self._orders: dict[tuple[int, bool], tuple[Event, ...]] = {}
+
+    def _pairs(self) -> set[tuple[int, int]]:
+        """The ranks that send each other tensors; the timeline gets the edges of the cut."""
+        cut = self.slices.slicing.count if self.slices is not None else 1
+        assert self.timeline.slices == cut, "slices are not cut so"
+        for stage in self.stages.values():
+            assert self.timeline.stages == stage.cut.stages, "more or fewer stages than were cut"
+            if stage.cut.edges != self.timeline.edges:
+                self.timeline = self.timeline.with_edges(stage.cut.edges)
+        return {
+            (self.rank_of(a, replica), self.rank_of(b, replica))
+            for a, b in self.timeline.edges
+            for replica in range(self.timeline.replicas)
+        }
+
+    def _partners(self, parks: Groups) -> Parking | None:
+        """Return what parks activations on other ranks, where rows of the timeline do so."""
+        t = self.timeline
+        sent = t.kind == Kind.EVICT
+        if not sent.any():
+            return None
+        partners = {(self.ranks[a], self.ranks[b]) for a, b in zip(t.rank[sent], t.peer[sent])}
+        return Parking(parks, self.mail.device, partners)
 
     @cached_property
     def _homes(self) -> list[list[int]]:
@@ -342,15 +250,16 @@ class Pipeline:
         if (count, train) not in self._orders:
             order = self.timeline if train else _evaluation(self.timeline, count)
             assert order.microbatches == count, f"planned for {order.microbatches}, got {count}"
-            order = with_transfers(order, self.lookahead)
-            if train and Kind.UNSHARD in self.handlers:
-                order = with_gathers(order)
-            check(order)
-            if self.mail.queues:
-                check_queues(order, one_way=self.mail.down is not self.mail.group)
+            if not self.plain:
+                order = self._proven(order, train)
             rows = order.rows(self.place)
-            last = {op.stage: k for k, op in enumerate(rows) if self._works(op)}
-            waits = _unreduced(rows)
+            halves = {stage for stage, one in self.stages.items() if one.split}  # else W is empty
+            last = {
+                op.stage: k
+                for k, op in enumerate(rows)
+                if op.kind in BACKWARD and (op.kind is not Kind.W or op.stage in halves)
+            }
+            waits = _unreduced(rows) if Kind.UNSHARD in self.handlers else ()
             forward = max((k for k, op in enumerate(rows) if op.kind in FORWARD), default=-1)
             self._orders[(count, train)] = tuple(
                 Event(op, last.get(op.stage) == k, k not in waits, k <= forward)
@@ -358,9 +267,15 @@ class Pipeline:
             )
         return self._orders[(count, train)]
 
-    def _works(self, op: Op) -> bool:
-        """Return whether an operation is a backward that does something on its stage."""
-        return op.kind in BACKWARD and (op.kind is not Kind.W or self.stages[op.stage].split)
+    def _proven(self, order: Timeline, train: bool) -> Timeline:
+        """The order with its transfers and gathers; raises TimelineError if it does not end."""
+        order = with_transfers(order, self.lookahead)
+        if train and Kind.UNSHARD in self.handlers:
+            order = with_gathers(order)
+        check(order)
+        if self.mail.queues:
+            check_queues(order, one_way=self.mail.down is not self.mail.group)
+        return order
 
 
 def _unreduced(rows: Sequence[Op]) -> set[int]:

@@ -76,11 +76,11 @@ class Bag:
     """The storages that one forward saved, but those at addresses that stay.
 
     They are asked for in the course of the forward: fully_shard gathers weights in it. What lies
-    on the meta device is counted where `hollow`, and left alone otherwise.
+    on the meta device is counted where `on_meta`, and left alone otherwise.
     """
 
-    def __init__(self, stays: Container[int] = (), hollow: bool = False) -> None:
-        self._stays, self._hollow = stays, hollow
+    def __init__(self, stays: Container[int] = (), on_meta: bool = False) -> None:
+        self._stays, self._on_meta = stays, on_meta
         self._storages: list[_Storage] = []
         self._known: dict[int, _Storage] = {}  # while the forward runs: by address
         self._leaves: list[tuple[Tensor, _Saved]] = []
@@ -139,7 +139,7 @@ class Bag:
     def _pack(self, tensor: Tensor) -> Any:
         key = address(tensor)
         taken = key in self._known or (
-            plain(tensor) and (self._hollow or not tensor.is_meta) and key not in self._stays
+            plain(tensor) and (self._on_meta or not tensor.is_meta) and key not in self._stays
         )
         return self._put(tensor) if taken else tensor
 

@@ -195,12 +195,12 @@ class Armed:
 def _writes(members: Members) -> list[int] | None:
     """Return the number of writes into each gradient of a bucket; None if they do not lie
     together."""
-    return members.written() if isinstance(members, Flat) and members.at_home() else None
+    return members.written() if isinstance(members, Flat) and members.in_place() else None
 
 
 def _states(members: Members) -> list[Any]:
     """Return the identity and the number of writes of each gradient of a bucket."""
     if isinstance(members, Flat):
-        return [*members.written(), members.at_home()]
+        return [*members.written(), members.in_place()]
     grads = [local_gradient(p) for p in members]
     return [(0, 0) if g is None else (g.data_ptr(), g._version) for g in grads]

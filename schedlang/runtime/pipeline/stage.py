@@ -23,7 +23,7 @@ from schedlang.runtime.rng.draws import LOGICAL
 from schedlang.runtime.scope import capture, named_sites, skip_calls, visit, visiting
 from schedlang.runtime.tracing.graph import Cut, Token, refusal
 from schedlang.runtime.tracing.loss import loss_of
-from schedlang.runtime.tracing.meta import OnMeta, hollow_batch, hollow_model
+from schedlang.runtime.tracing.meta import OnMeta, meta_batch, meta_model
 from schedlang.runtime.tracing.units import Switch, Tell, overheard, tell
 
 # ---- Random draws of a call that is not made here: counted, so that later calls draw their own.
@@ -200,7 +200,7 @@ class Stub:
 
         try:
             part = visit()
-            shapes = visiting(part.hollow() if part is not None else None)
+            shapes = visiting(part.on_meta() if part is not None else None)
             with ExitStack() as stack:
                 modes = (torch.no_grad(), self._outside(), shapes, torch.device("meta"), OnMeta())
                 for mode in modes:
@@ -208,7 +208,7 @@ class Stub:
                 # what is inside may be called again from elsewhere, and draws what comes after
                 stack.enter_context(counted)
                 stack.enter_context(overheard(self.units[unit], heard, hooked=module))
-                output = self.units[unit](*hollow_batch(args), **hollow_batch(kwargs))
+                output = self.units[unit](*meta_batch(args), **meta_batch(kwargs))
         except (RuntimeError, NotImplementedError) as error:
             name, reason = self.names[unit], "has an output whose shape depends on data"
             raise refusal("S612", name, reason, note=str(error)) from error
@@ -247,17 +247,17 @@ class Stage:
         self.model, self.cut, self.index, self.loss, self.split = model, cut, index, loss, split
         self.through = through
         self._late = None if late is None else {id(p) for p in _named(model, late)}
-        self.last = index == cut.stages - 1
-        self.units = cut.units(index)
-        self.incoming = {e[0]: tokens for e, tokens in cut.routes.items() if e[1] == index}
-        self.outgoing = {e[1]: tokens for e, tokens in cut.routes.items() if e[0] == index}
+        self.whole, self.last = cut.stages == 1, index == cut.stages - 1
+        routes = {} if self.whole else cut.routes
+        self.incoming = {e[0]: tokens for e, tokens in routes.items() if e[1] == index}
+        self.outgoing = {e[1]: tokens for e, tokens in routes.items() if e[0] == index}
         self.returned = {end: self._back(tokens) for end, tokens in self.incoming.items()}
         self.awaited = {end: self._back(tokens) for end, tokens in self.outgoing.items()}
         self.wanted = frozenset(t for tokens in self.outgoing.values() for t in tokens)
-        self.whole = cut.stages == 1
         if not self.whole:
+            self.units = cut.units(index)
             self.switch = switch or Switch(model, cut.graph.units)
-            self.stub = stub or Stub(hollow_model(model, {}), cut)
+            self.stub = stub or Stub(meta_model(model, {}), cut)
 
     def waits(self, weight: torch.Tensor) -> bool:
         """Return whether the gradient of a weight is left to W."""

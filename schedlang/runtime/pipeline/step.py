@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
-from schedlang.pipeline.timeline.table import Op
-from schedlang.runtime.device import Replayed, default_generators, not_there, own_generators
+from schedlang.runtime.device import not_there
 from schedlang.runtime.lazy_logits.lazy import LazyLogits
-from schedlang.runtime.pipeline.flight import Bag, Carried, Flight, Message, Work, address, work_of
+from schedlang.runtime.pipeline.flight import Bag, Carried, Flight, Message, Work, address
 from schedlang.runtime.pipeline.p2p import Layout, layout_of
+from schedlang.runtime.pipeline.recomputed_forward import Kept
 from schedlang.runtime.pipeline.split_backward import SplitBackward
 from schedlang.runtime.pipeline.stage import Forwarded, Stage, enter, signature
-from schedlang.runtime.scope import noted, remember
+from schedlang.runtime.scope import noted
 from schedlang.runtime.storage.saved import Addresses
 from schedlang.runtime.tracing.graph import Token
 from schedlang.runtime.tracing.loss import is_loss, no_loss, not_a_loss
@@ -26,31 +24,6 @@ from schedlang.runtime.weights import Number, filled
 
 if TYPE_CHECKING:
     from schedlang.runtime.pipeline.executor import Pipeline
-
-# ---- What a forward without a graph leaves behind, so that it can be run again.
-
-
-@dataclass
-class Kept:
-    """The inputs of a stage's forward, for a second run of it.
-
-    They are what it received from other stages, where generators of random numbers stood, and what
-    the forward has noted (scope.memo).
-    """
-
-    received: Mapping[Token, Tensor]
-    drawn: Replayed
-    noted: dict[Any, Any] = field(default_factory=dict)
-
-    @staticmethod
-    def now(received: Mapping[Token, Tensor], model: nn.Module, device: torch.device) -> Kept:
-        """Note the inputs before a forward of a stage's model; the device draws, or the model
-        itself."""
-        drawn = Replayed([*default_generators([device]), *own_generators(model)])
-        return Kept(received, drawn)
-
-
-# ---- One step of a pipeline on one rank: forwards and backwards, and what lies between them.
 
 
 class Result(NamedTuple):
@@ -171,7 +144,7 @@ class Step:
         inputs = pytree.tree_leaves(dict(self.batches[work.microbatch]))
         given = [value for value in inputs if isinstance(value, torch.Tensor)]
         stays = Addresses(stage.model, address, given)
-        return Bag(stays, hollow=not_there(self.pipe.mail.device))
+        return Bag(stays, on_meta=not_there(self.pipe.mail.device))
 
     # -- backward ----------------------------------------------------------------------------------
 
@@ -280,50 +253,3 @@ def _detached(output: Any, keep: bool) -> Any:
         return None
     with torch.no_grad():
         return pytree.tree_map(made, output)
-
-
-# ---- Forwards that keep only what they received, and run again before their backward.
-# RECOMPUTE rows (Athlur et al., Varuna, 2022; Chen et al., 2016, for a whole stage). The second
-# run sees the weights, random numbers and values of the first: gradients are the same to the last
-# bit.
-
-
-def recompute(step: Step, op: Op) -> None:
-    """Run a forward again, now with its graph; what it sent the first time is not sent again."""
-    work = work_of(op)
-    kept = step.kept.pop(work)
-    model = step.pipe.stages[work.stage].model
-    before = _buffers(model)
-    remember(kept.noted)
-    with kept.drawn:
-        step.launch(work, kept.received)
-    _restore(model, before)
-
-
-def _buffers(model: nn.Module) -> dict[str, tuple[Tensor, int, Tensor | None]]:
-    """Buffers with their counts of writes; copies of statistics, which kernels write unseen."""
-    found = {}
-    for prefix, module in model.named_modules():
-        counted = getattr(module, "track_running_stats", False)
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            if not buffer.is_meta and not buffer.is_inference():
-                found[name] = (buffer, buffer._version, buffer.clone() if counted else None)
-    return found
-
-
-def _restore(model: nn.Module, before: Mapping[str, tuple[Tensor, int, Tensor | None]]) -> None:
-    """Statistics count a microbatch once; other buffers may not change in a forward."""
-    now = dict(model.named_buffers())
-    for name, (buffer, version, copy) in before.items():
-        if copy is not None:
-            with torch.no_grad():
-                buffer.copy_(copy)
-        elif now.get(name) is not buffer or buffer._version != version:
-            raise Refusal(
-                Diagnostic(
-                    "S813",
-                    f"a forward changes the buffer `{name}`, and would change it twice",
-                    notes=("this order recomputes forwards before their backward",),
-                    helps=('use an order without recomputation, such as "1F1B"',),
-                )
-            )

@@ -15,7 +15,7 @@ from schedlang.ir.placement import EVEN, Uneven
 from schedlang.runtime.propagation.trace import Call, Note, Running, Tag
 
 if TYPE_CHECKING:
-    from schedlang.runtime.propagation.follow import Follower, Step
+    from schedlang.runtime.propagation.follow import Compared, Follower
 
 # ---- Which functions of torch look beyond one position, or one channel, of an activation.
 
@@ -138,7 +138,7 @@ class Met:
         return [index if index < self.size else -1 for index in found]
 
 
-def check_meeting(step: Step, axis: str) -> None:
+def check_meeting(step: Compared, axis: str) -> None:
     """Refuse parts that meet others than those that their wholes have beside them."""
     notes = [step.follower.of(tensor).tags.get(axis) for tensor in step.inputs]
     shapes = step.expected.inputs
@@ -237,7 +237,7 @@ EXPANDS = ("expand", "expand_as", "broadcast_to", "repeat")
 MERGES = ("view", "reshape", "flatten")
 
 
-def legal(step: Step, axis: str) -> list[Uneven]:
+def legal(step: Compared, axis: str) -> list[Uneven]:
     """Return the ways in which a dim of the result may lie on an axis; the shapes decide among
     them."""
     tags = _tags(step, axis)
@@ -253,7 +253,7 @@ def legal(step: Step, axis: str) -> list[Uneven]:
     return [uneven, EVEN] if merged else [uneven]
 
 
-def alike(step: Step, local: tuple[int, ...], shape: tuple[int, ...]) -> int | None:
+def alike(step: Compared, local: tuple[int, ...], shape: tuple[int, ...]) -> int | None:
     """The dim of a result into which the parts that several ranks hold are repeated, if any."""
     for axis in step.follower.sizes:
         for tag, whole in _tags(step, axis):
@@ -267,7 +267,7 @@ def alike(step: Step, local: tuple[int, ...], shape: tuple[int, ...]) -> int | N
 
 
 def opened(
-    step: Step, local: tuple[int, ...], shape: tuple[int, ...], differ: list[int]
+    step: Compared, local: tuple[int, ...], shape: tuple[int, ...], differ: list[int]
 ) -> dict[str, Tag]:
     """The split of a result for which each rank repeats what all have whole less often."""
     if len(differ) != 1 or step.name not in (*EXPANDS, "repeat_interleave"):
@@ -298,7 +298,7 @@ def mixed(notes: list[Note]) -> bool:
     return len(kinds) > 1 or bool(kinds and any(note.entered for note in notes))
 
 
-def _merges(step: Step, tag: Tag, whole: tuple[int, ...]) -> bool:
+def _merges(step: Compared, tag: Tag, whole: tuple[int, ...]) -> bool:
     """Return whether the call repeats each part in place, next to itself."""
     if step.name == "repeat_interleave":
         dim: Any = step.kwargs.get("dim", step.args[2] if len(step.args) > 2 else None)
@@ -310,7 +310,7 @@ def _merges(step: Step, tag: Tag, whole: tuple[int, ...]) -> bool:
     return any(math.prod(after[:d]) == outer and n == merged for d, n in enumerate(after))
 
 
-def _tags(step: Step, axis: str) -> list[tuple[Tag, tuple[int, ...]]]:
+def _tags(step: Compared, axis: str) -> list[tuple[Tag, tuple[int, ...]]]:
     """The tags of the arguments on an axis, each with the whole shape of its argument."""
     shapes = step.expected.inputs
     notes = [step.follower.of(tensor).tags for tensor in step.inputs]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from schedlang.runtime.propagation.trace import Lattice, Running, Stack, Trace
 from schedlang.runtime.tracing.loss import forward
-from schedlang.runtime.tracing.meta import hollow_model, without_values
+from schedlang.runtime.tracing.meta import meta_model, without_values
 from schedlang.runtime.tracing.torch_calls import model_line, tensors_in
 
 # ---- What every projection reads: the residual stream, or outputs of other projections.
@@ -242,7 +242,7 @@ def names_rows(
 
     `suspects` are its tensors of whole numbers that were not cut, by name.
     """
-    bare, naming = hollow_model(model, {}).train(), _Naming()
+    bare, naming = meta_model(model, {}).train(), _Naming()
     by_value = {id(value): key for key, value in suspects.items()}
     try:
         with torch.no_grad(), without_values(part) as (inputs, _):

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from schedlang.ir import pytree
-from schedlang.ir.placement import EVEN, Uneven
+from schedlang.ir.placement import EVEN, Placement, Uneven
+from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.propagation import call_rules
 from schedlang.runtime.propagation.call_rules import check_meeting, reaches
 from schedlang.runtime.propagation.trace import (
@@ -59,7 +60,7 @@ def reshaped(before: Shape, tag: Tag, after: Shape, dims: Sequence[int]) -> int 
 
 
 def told_apart(
-    ways: list[dict[str, int]], step: Step, whole: Shape, place: int
+    ways: list[dict[str, int]], step: Compared, whole: Shape, place: int
 ) -> list[dict[str, int]]:
     """Return those of several ways that hold for each axis when it is followed through the call
     alone.
@@ -74,7 +75,9 @@ def told_apart(
     return ways
 
 
-def _followed(step: Step, axis: str, whole: Shape, dims: Sequence[int], place: int) -> int | None:
+def _followed(
+    step: Compared, axis: str, whole: Shape, dims: Sequence[int], place: int
+) -> int | None:
     """The dim of the result that one axis splits, as far as this can be told."""
     tags = [step.follower.of(tensor).tags.get(axis) for tensor in step.inputs]
     shapes = step.expected.inputs
@@ -138,6 +141,28 @@ def shape_along(
 GATHER = "gather the logits: `output=R` on the row of their module"
 
 
+class _Watched(Arrivals):
+    """Notes which modules take a tensor that another one has redistributed alike.
+
+    by  id of a redistributed tensor -> it, and the module that made it
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by: dict[int, tuple[Tensor, str]] = {}
+        self.sharing: set[str] = set()
+
+    def redistribute(
+        self, x: Tensor, source: Placement, target: Placement, group: Group, differ: bool
+    ) -> Tensor:
+        """The tensor in its new placement."""
+        crossed = super().redistribute(x, source, target, group, differ)
+        if crossed is not x:
+            _, first = self.by.setdefault(id(crossed), (crossed, group.label))
+            self.sharing |= {first, group.label} if first != group.label else set()
+        return crossed
+
+
 class Follower(Lattice):
     """The layouts of the sharded copy's tensors; raises Mismatch at the first disagreement.
 
@@ -163,10 +188,16 @@ class Follower(Lattice):
         self.drawn: dict[str, int] = {}
         self.uneven_splits: dict[str, set[Uneven]] = {}  # by axis, of all that the plan splits
         self.repeats = False  # whether several ranks hold one part
+        # where heads are repeated, which a rank with one of each leaves out
+        self.repeating = {
+            frame
+            for frame, calls in frames.items()
+            if any(one.name in call_rules.REPEATING for one in calls)
+        }
         self.left_out: list[call_rules.Repeat] = []
         self.tokens: set[tuple[str, str]] = set()  # modules, axes: they split rows or tokens
         self._expects: Call | None = None  # the original's call beside the one that runs
-        self.arrivals = Arrivals()
+        self.arrivals = _Watched()
 
     @classmethod
     def noted(cls, tensor: Tensor) -> bool:
@@ -183,9 +214,8 @@ class Follower(Lattice):
                 raise self.refuse(reason, axis, GATHER)
             return
         calls, place = self.frames.get(call.frame, []), self.places.get(call.frame, 0)
-        # past repeats of heads that a rank with one of each leaves out
-        skipped = call_rules.skipped(calls[place:], call.name, call.inputs, self)
-        if skipped:
+        if call.frame in self.repeating:
+            skipped = call_rules.skipped(calls[place:], call.name, call.inputs, self)
             place += sum(one.calls for one in skipped)
             self.places[call.frame] = place
             self.left_out += [one for one in skipped if one not in self.left_out]
@@ -203,7 +233,7 @@ class Follower(Lattice):
                 integers = expected.integers if expected is not None else ()
                 reason = f"`{call.name}` is called where the original calls another operator"
                 raise Mismatch(call.frame, reason, None, integers, self.agreed)
-            Step(**vars(call), follower=self, expected=expected).finish()
+            Compared(**vars(call), follower=self, expected=expected).finish()
         except Mismatch as failure:
             raise self._met(failure, call, call.name) from None
         self.places[call.frame] = self.places.get(call.frame, 0) + 1
@@ -260,7 +290,7 @@ class Follower(Lattice):
 
 
 @dataclass(kw_only=True)
-class Step(Running):
+class Compared(Running):
     """The comparison of one call with the original's."""
 
     follower: Follower

@@ -18,7 +18,7 @@ from schedlang.runtime.modes import Ambient
 ROUTED = ("experts",)  # kinds whose own forward cannot run without values
 
 
-def hollow(rows: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+def stand_in(rows: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """Something of the shape of `rows` on the meta device, computed from them and parameters.
 
     A product with each, as experts multiply their rows: linear in the parameters' parts, so that
@@ -31,8 +31,8 @@ def hollow(rows: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     return out
 
 
-def hollow_out(model: nn.Module, kinds: Mapping[str, str]) -> None:
-    """Give modules that cannot run without values a forward that needs none, in a hollow model."""
+def put_stand_ins(model: nn.Module, kinds: Mapping[str, str]) -> None:
+    """Give modules that cannot run without values a forward that needs none."""
     for fqn, kind in kinds.items():
         if kind in ROUTED:
             module = model.get_submodule(fqn)
@@ -41,7 +41,7 @@ def hollow_out(model: nn.Module, kinds: Mapping[str, str]) -> None:
 
 def _without_values(parameters: Sequence[Tensor]) -> Any:
     def forward(rows: Tensor, *_: Any, **__: Any) -> Tensor:
-        return hollow(rows, parameters)
+        return stand_in(rows, parameters)
 
     return forward
 

@@ -23,7 +23,7 @@ from schedlang.runtime.storage.saved import (
     slot,
     within,
 )
-from schedlang.runtime.tracing.meta import OnMeta, hollow_model, without_values
+from schedlang.runtime.tracing.meta import OnMeta, meta_model, without_values
 from schedlang.runtime.tracing.torch_calls import model_line, name_of, tensors_in
 
 # ---- A forward beside which one mode runs, and tells lattices of every call of torch.
@@ -383,7 +383,7 @@ def at_many_rows(
     rows = next((p for p in PRIMES if all(n % p for n in sizes)), None)
     if rows is None:
         return None
-    bare, stack = hollow_model(model, {}), Stack()
+    bare, stack = meta_model(model, {}), Stack()
     bare.train()
     stack.watch(bare)
     try:

@@ -314,8 +314,8 @@ class Generated:
             name = f"region_{sha256(said.encode()).hexdigest()[:12]}"
             declare(name, function, self.rounding)
             with torch.no_grad():
-                hollow = [t.detach().to("meta") if isinstance(t, Tensor) else t for t in given]
-                made = self.plain(*hollow)
+                on_meta = [t.detach().to("meta") if isinstance(t, Tensor) else t for t in given]
+                made = self.plain(*on_meta)
             self.names[key] = name, len(made) if isinstance(made, tuple) else 0
         return self.names[key]
 

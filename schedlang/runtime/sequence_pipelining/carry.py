@@ -156,7 +156,7 @@ class Visit:
             return new.new_empty([*new.shape[:dim], self.span.stop, *new.shape[dim + 1 :]])
         return self.carried.join(key, new, dim, self.span)
 
-    def hollow(self) -> Visit:
+    def on_meta(self) -> Visit:
         """The same for shapes only: it notes nothing, and joins with nothing."""
         return Visit(None, self.span)
 

@@ -24,7 +24,7 @@ from schedlang.runtime.sequence_pipelining.trial import (
     tokens_of,
     watched,
 )
-from schedlang.runtime.tracing.meta import hollow_model, without_values
+from schedlang.runtime.tracing.meta import meta_model, without_values
 
 # ---- Why a model cannot be cut along its sequences: the module that gives a slice something
 # else.
@@ -262,7 +262,7 @@ def _shown(trial: Trial, batch: Mapping[str, Any]) -> None:
         forward(trial, trial.model, batch)
         return
     with without_values(batch) as (given, _):
-        forward(trial, hollow_model(trial.model, {}), given)
+        forward(trial, meta_model(trial.model, {}), given)
 
 
 # -- comparing -----------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from schedlang.runtime.sequence_pipelining.slices import (
     windows,
 )
 from schedlang.runtime.tracing.loss import loss_of
-from schedlang.runtime.tracing.meta import copy_with, hollow_parameter
+from schedlang.runtime.tracing.meta import copy_with, meta_parameter
 from schedlang.runtime.training import Training
 
 # ---- A small stand-in of a model, of its own classes: few blocks, random values, float64.
@@ -60,7 +60,7 @@ def small_copy(
     does not keep.
     """
     values = lambda t: t if t.is_meta else t.detach().to("cpu", copy=True)  # noqa: E731
-    copied = copy_with(model, lambda name, p: hollow_parameter(p), values)
+    copied = copy_with(model, lambda name, p: meta_parameter(p), values)
     alike = _shorten(copied, sites) if short else {}
     _draw(copied, torch.Generator().manual_seed(seed))
     return Small(copied, alike)

@@ -10,47 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from schedlang.ir.placement import P, Placement, S, positions
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.lazy_logits.lazy import waiting
 from schedlang.runtime.lazy_logits.vocab_parallel import ShardedLogits
 from schedlang.runtime.sharding.redistribute import Arrivals, block_sizes, dim_of, redistribute
-
-# ---- An embedding with a forward of its own (one that scales) around the lookup of its part.
-
-
-class Lookup(TorchFunctionMode):
-    """The mode in which the rows of one module's weight are looked up by `rows`."""
-
-    def __init__(self, module: nn.Embedding, rows: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.module, self.rows = module, rows
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """The call, or the rows."""
-        if func is F.embedding and args[1] is self.module.weight:
-            return self.rows(args[0])
-        return func(*args, **(kwargs or {}))
-
-
-def around(module: nn.Embedding, rows: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
-    """The module's own forward around the rows; the rows alone if it is a plain one."""
-    own = type(module).forward
-    if own is nn.Embedding.forward:
-        return rows
-
-    def forward(ids: Tensor) -> Any:
-        with Lookup(module, rows):
-            return own(module, ids)
-
-    return forward
-
-
-# ---- Sharded modules: each rank computes with its part of the parameters, between two crossings.
 
 
 @dataclass(frozen=True)
@@ -119,12 +84,15 @@ def projection(
     compute = COMPUTES[kind]
     sums = [edge for edge in edges if isinstance(edge.computes, P)]
     others = [edge for edge in edges if edge not in sums]
+    is_head = [edge.head for edge in edges] == [True]
+    padded = any(is_padded(end) for edge in edges for end in (edge.wants, edge.computes))
 
     def forward(x: Tensor) -> Any:
         for edge in edges:
-            x = without_padding(edge.enter(x), edge.wants, edge.group)
-        layer = waiting(module)
-        if layer is not None and [edge.head for edge in edges] == [True]:
+            x = edge.enter(x)
+            x = without_padding(x, edge.wants, edge.group) if padded else x
+        layer = waiting(module) if is_head else None
+        if layer is not None:
             return layer.lazy(x, edges[0].group, edges[0].cut or 0)
         y = compute(module, x, biased and not sums)
         for edge in sums:
@@ -134,10 +102,16 @@ def projection(
         for edge in others:
             if edge.head:
                 return head_of(y, edge)
-            y = edge.exit(without_padding(y, edge.computes, edge.group))
+            y = without_padding(y, edge.computes, edge.group) if padded else y
+            y = edge.exit(y)
         return y
 
     return forward
+
+
+def is_padded(placement: Placement) -> bool:
+    """Return whether the parts of a placement may end in zeros."""
+    return isinstance(placement, S) and placement.uneven.wide != placement.uneven.repeat
 
 
 def without_padding(x: Tensor, placement: Placement, group: Group) -> Tensor:
@@ -146,7 +120,7 @@ def without_padding(x: Tensor, placement: Placement, group: Group) -> Tensor:
     What a model computes between two projections need not keep zeros (`exp`, a division), and no
     such value may reach a sum, nor a gradient the padding of a weight.
     """
-    if not isinstance(placement, S) or placement.uneven.wide == placement.uneven.repeat:
+    if not isinstance(placement, S) or not is_padded(placement):
         return x
     dim = dim_of(placement) % x.ndim
     size = placement.uneven.true(x.shape[dim], group.size)
@@ -165,35 +139,6 @@ def head_of(y: Tensor, edge: Edge) -> ShardedLogits:
     if mine < width:  # padding rows of the weight have no class
         y = y.masked_fill(torch.arange(width, device=y.device) >= mine, -torch.inf)
     return ShardedLogits(y, edge.group, true)
-
-
-def embedding(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
-    """An embedding that looks up only the rows, or the part of each, that this rank holds.
-
-    Of the rows the sum has them all.
-    """
-    assert isinstance(module, nn.Embedding)
-    edge = next((edge for edge in edges if isinstance(edge.computes, P)), None)
-    others = [one for one in edges if one is not edge]
-    group = edge.group if edge is not None else None
-    width = module.weight.shape[0]
-    first = group.rank * width if group is not None else 0
-    pad = module.padding_idx
-    local_pad = pad - first if pad is not None and first <= pad < first + width else None
-
-    def rows_of(ids: Tensor) -> Tensor:
-        if edge is None:
-            rows = F.embedding(ids, module.weight, local_pad)
-        else:
-            local = ids - first
-            mine = (local >= 0) & (local < width)
-            rows = F.embedding(local.clamp(0, width - 1), module.weight, local_pad)
-            rows = edge.exit(rows * mine[..., None])
-        for one in others:  # split along what each row holds
-            rows = one.exit(without_padding(rows, one.computes, one.group))
-        return rows
-
-    return around(module, rows_of)
 
 
 def region(inner: Forward, edges: tuple[Edge, ...]) -> Forward:

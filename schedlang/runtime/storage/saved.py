@@ -171,15 +171,15 @@ def uncoded() -> AbstractContextManager[None]:
     return within(uncoded=True)
 
 
-def summing() -> AbstractContextManager[None]:
-    """Note, for the time of a block, that results are parts of sums over ranks."""
+def partial_sums() -> AbstractContextManager[None]:
+    """Note, for the time of a block, that results are partial sums over ranks."""
     return within(summed=True)
 
 
 def put_inside(
     context: Callable[[], AbstractContextManager[None]], model: nn.Module, modules: Iterable[str]
 ) -> None:
-    """Let some modules of a throwaway copy run inside of `uncoded`, or of `summing`."""
+    """Let some modules of a throwaway copy run inside of `uncoded`, or of `partial_sums`."""
     for fqn in modules:
         module = model.get_submodule(fqn)
         module.forward = partial(_inside, context, module.forward)

@@ -108,13 +108,13 @@ def _shorter(found: nn.Module, kept: Sequence[str], memo: dict[int, Any]) -> nn.
     return made
 
 
-def hollow_parameter(tensor: nn.Parameter, shape: tuple[int, ...] | None = None) -> nn.Parameter:
+def meta_parameter(tensor: nn.Parameter, shape: tuple[int, ...] | None = None) -> nn.Parameter:
     """A parameter on the meta device, of the same or the given shape."""
     empty = torch.empty(shape or tensor.shape, dtype=tensor.dtype, device="meta")
     return nn.Parameter(empty, requires_grad=tensor.requires_grad)
 
 
-def hollow_model(
+def meta_model(
     model: nn.Module,
     shapes: Mapping[str, tuple[int, ...]],
     kept: Mapping[str, Sequence[str]] | None = None,
@@ -125,13 +125,13 @@ def hollow_model(
     """
     return copy_with(
         model,
-        lambda name, tensor: hollow_parameter(tensor, shapes.get(name)),
+        lambda name, tensor: meta_parameter(tensor, shapes.get(name)),
         lambda tensor: tensor.to("meta"),
         kept,
     )
 
 
-def hollow_batch(batch: Any) -> Any:
+def meta_batch(batch: Any) -> Any:
     """The batch with every tensor on the meta device."""
     to_meta = lambda value: value.to("meta") if isinstance(value, Tensor) else value  # noqa: E731
     return pytree.tree_map(to_meta, batch)
@@ -393,7 +393,7 @@ def without_values(batch: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], O
 
     A model may ask for values: it gets those that the batch decides, and 0 for others.
     """
-    inputs = hollow_batch(dict(batch))
+    inputs = meta_batch(dict(batch))
     values = OnMeta(dict(batch), inputs)
     with values, Literals(values.constants), torch.device("meta"):
         yield inputs, values

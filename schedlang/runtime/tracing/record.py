@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from schedlang.ir import pytree
 from schedlang.runtime.tracing.graph import Leaf, Reads, StageGraph, Token, labels, refusal
 from schedlang.runtime.tracing.loss import forward
-from schedlang.runtime.tracing.meta import Constants, Literals, hollow_batch, hollow_model
+from schedlang.runtime.tracing.meta import Constants, Literals, meta_batch, meta_model
 from schedlang.runtime.tracing.units import Switch, Tell, overheard
 
 # ---- What each unit costs in one forward: operations, and bytes kept for the backward.
@@ -162,9 +162,9 @@ def record(
     `loss(output, kwargs)`, else the output's `.loss`, else a scalar output.
     Raises Refusal S601 if a unit is not called exactly once, or not in the order given.
     """
-    subject = hollow_model(model, {}) if meta else model
+    subject = meta_model(model, {}) if meta else model
     recorder = _Recorder(subject, units)
-    given = dict(hollow_batch(dict(kwargs)) if meta else kwargs)
+    given = dict(meta_batch(dict(kwargs)) if meta else kwargs)
     if meta:
         recorder.constants.know(kwargs, given)
     switch = Switch(subject, units)

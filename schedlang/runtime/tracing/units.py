@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.tracing.graph import Calls, calls_of, refusal
+from schedlang.runtime.tracing.calls import Calls, calls_of
+from schedlang.runtime.tracing.graph import refusal
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 OVERRIDE = "_compiled_call_impl"

@@ -132,43 +132,43 @@ def _holders(tag: Tag, size: int, parts: int) -> tuple[int, ...] | None:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class Dropout:
     """The draws of this rank in training; `native` also where a proof draws logically."""
 
-    dropout: LogicalDropout | NativeDropout | None = None
+    used: LogicalDropout | NativeDropout | None = None
     native: NativeDropout | None = None
     why: str = ""  # why logically
 
 
-def drawing_of(
-    plan: Plan, prepared: Prepared, ranks: Ranks, module: nn.Module, asked: Asked
-) -> Drawing:
+def dropout_of(
+    plan: Plan, prepared: Prepared, ranks: Ranks, module: nn.Module, options: DropoutOptions
+) -> Dropout:
     """Return what draws on this rank; change modules whose draws are forks."""
-    if not prepared.traced.random or (asked.kind is None and plan.mesh.world == 1):
-        return Drawing()
-    logical = asked.kind == "logical" or asked.hollow
+    if not prepared.traced.random or (options.kind is None and plan.mesh.world == 1):
+        return Dropout()
+    logical = options.kind == "logical" or options.on_meta
     native, why = None, ""
-    if not asked.hollow:
-        native, why = _native(plan, prepared, ranks, module, asked)
+    if not options.on_meta:
+        native, why = _native(plan, prepared, ranks, module, options)
     if native is not None and not logical:
-        return Drawing(native, native)
+        return Dropout(native, native)
     if native is not None:
         native.on = False
-    return Drawing(_logical(plan, prepared, ranks, module, asked.seed or 0), native, why)
+    return Dropout(_logical(plan, prepared, ranks, module, options.seed or 0), native, why)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The draws that `build` was asked for: their kind, their seed, and rows of a microbatch."""
+class DropoutOptions:
+    """The draws that `build` was given for: their kind, their seed, and rows of a microbatch."""
 
     kind: str | None
     seed: int | None
     rows: int
-    hollow: bool = False
+    on_meta: bool = False
 
 
 def _native(
-    plan: Plan, prepared: Prepared, ranks: Ranks, module: nn.Module, asked: Asked
+    plan: Plan, prepared: Prepared, ranks: Ranks, module: nn.Module, options: DropoutOptions
 ) -> tuple[NativeDropout | None, str]:
     """Torch's own dropout on this rank; None where it cannot be told who draws what, and why."""
     import torch
@@ -177,7 +177,7 @@ def _native(
     from schedlang.runtime.device import default_generators
     from schedlang.runtime.rng.native import Fork, NativeDropout, install
 
-    draws = draws_of(plan, prepared, asked.rows)
+    draws = draws_of(plan, prepared, options.rows)
     if draws.why:
         return None, draws.why
     mesh, rank = plan.mesh, ranks.rank
@@ -193,7 +193,7 @@ def _native(
     forks, plain, why = _forks(module, at, prepared.traced.entries)
     if why:
         return None, why
-    seed = asked.seed
+    seed = options.seed
     if seed is None:  # ranks may have seeded apart, as for what they read
         seed = world.told_by(0, torch.initial_seed())
     base = tuple((axis, mesh.index(rank, axis)) for axis in draws.base)

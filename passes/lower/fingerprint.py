@@ -1,4 +1,4 @@
-"""Agreement of a job's ranks on what one program needs, before it is built."""
+"""The fingerprint of a program, item by item, on which ranks agree before it is built."""
 
 from __future__ import annotations
 
