@@ -26,6 +26,7 @@ from schedlang.passes.judge import modules
 from schedlang.passes.judge.beside import alike, dropped, grouped, initial, saved, with_own
 from schedlang.passes.judge.kinds import INITIAL, kinds
 from schedlang.passes.judge.layouts import Holdings, Table
+from schedlang.passes.judge.loaded import reloaded
 from schedlang.passes.judge.masks import Dropping, Drops, Finding, Met, Noting, Place, Placed
 from schedlang.passes.judge.program import Make, check_ranks, load_program
 from schedlang.passes.judge.rounded import judged_in
@@ -136,6 +137,7 @@ def _compared(case: Case, task: Task, pool: Pool, progress: Progress, folder: st
             *dropped(drops, kept),
             *compare(expected, actual),
             *saved(case, actual, kept, told),
+            *(kept.loaded.rows(told[-1]) if kept.loaded else ()),
         ),
         facts=_facts(task, holdings, derived),
         gaps=_gaps(case, seen, expected, actual, kept, drops),
@@ -362,6 +364,9 @@ def _rank(
         places = _places(make, original, table, told, kept, drops) if drops.sites else {}
         dropping = Placed(drops.seed, kept.met.off(drops))
 
+        def begin_again(_: int) -> None:
+            dropping.begin(places.get(drops.numbers[told[-1].name, 0], {}))
+
         def subject(condition: Condition) -> Judged:
             def begin(step: int) -> None:
                 dropping.begin(places.get(drops.numbers[condition.name, step], {}))
@@ -371,7 +376,7 @@ def _rank(
 
         with ambient(Float64(), dropping):
             seen = observe(subject, told, keep=comm.rank() == 0)
-            made[0].save()
+            kept.loaded = reloaded(made[0], told[-1], begin_again)
     kept.stray = {site for one in comm.gathered(dropping.stray) for site in one}
     sys.stdout.flush()
     return (seen, kept) if comm.rank() == 0 else None
@@ -523,6 +528,10 @@ def _gaps(
         found.append(Gap("no frozen parameters", "frozen weights that are updated"))
     if "state_dict" not in kept.offers:
         found.append(Gap("saved state (not offered)", "state that is saved or loaded wrongly"))
+    elif kept.loaded is None:
+        found.append(Gap("loading saved state (`load` not offered)", "state that is lost in it"))
+    else:
+        found += kept.loaded.gaps
     for name in sorted(kept.lost):
         found.append(Gap(f"buffer `{name}`: no rank has it by this name", "wrong values in it"))
     found = [one for one in found if one.condition != "no float inputs"]

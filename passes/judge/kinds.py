@@ -18,6 +18,8 @@ from schedlang.report import Report, Row
 Means = Callable[[str, str], Iterator[list[Tensor]]]  # gradients of parts of a batch
 MOST_GROUPS, MOST_NAMES = 6, 4
 INITIAL, DROPOUT = "initial weights", "dropout"
+SAVED, LOADED, NEXT = "saved state", "loaded state", "step after loading"
+_OF_STATE = (SAVED, LOADED, NEXT)
 
 
 def kinds(
@@ -51,9 +53,10 @@ def kinds(
     lines += list(_of_loss(wrong, expected, actual, kept, world))
     lines = list(_of_norm(wrong, expected, actual, kept)) or lines
     first = report.first
-    if not lines and first is not None:
+    if not lines and first is not None and first.kind not in _OF_STATE:
         text = _of_row(first, expected, actual, sizes)
         lines = [(first.kind.split(" (")[0][:17], text)] if text else []
+    lines += list(_of_loaded(wrong))
     lost = [row.name for row in wrong if row.kind == DROPOUT]
     lines += [(DROPOUT, f"{quoted(lost, MOST_NAMES)}: no rank drops there")] * bool(lost)
     lines += list(_conditions(wrong, report))
@@ -309,6 +312,18 @@ def _replicated(name: str, kept: Kept) -> bool:
     """Whether ranks hold the same elements of a parameter."""
     found = [c for (_, n), copies in kept.copies.items() if n == name for c in copies]
     return len(found) > 1 and all(torch.equal(c.places, found[0].places) for c in found[1:])
+
+
+def _of_loaded(wrong: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """Say what of a saved state is lost or another, if training itself is right."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in wrong:
+        if row.kind in _OF_STATE:
+            note = row.note or "training goes on otherwise from it"
+            found.setdefault((row.kind, note), []).append(row.name)
+    if len(found) and all(row.kind in _OF_STATE for row in wrong):
+        for (kind, note), names in found.items():
+            yield kind, f"{len(names)} ({quoted(names, MOST_NAMES)}): {note}"
 
 
 def _of_row(row: Row, expected: Observation, actual: Observation, sizes: Mapping[str, int]) -> str:

@@ -29,7 +29,13 @@ from schedlang.passes.judge.layouts import (
     together,
 )
 from schedlang.passes.judge.masks import Met
-from schedlang.passes.judge.program import Make, TrainingProgram, made, telling
+from schedlang.passes.judge.program import (
+    Make,
+    TrainingProgram,
+    made,
+    telling,
+    with_optimizer,
+)
 from schedlang.passes.verify.compare import over
 from schedlang.passes.verify.observe import Batch, Condition, flattened
 from schedlang.runtime.batch import named_tensors
@@ -71,6 +77,7 @@ class Kept:
     met: Met = field(default_factory=Met)  # what ranks drop from
     compiled: bool = False  # something of the program
     stray: set[str] = field(default_factory=set)  # modules whose draws differ by step
+    loaded: Any = None  # see passes.judge.loaded; None: not offered
 
     def of(self, condition: str, name: str) -> list[Copy]:
         """The ranks' gradients of the first step under a condition."""
@@ -93,8 +100,10 @@ class Judged:
         condition: Condition,
         kept: Kept,
         begin: Callable[[int], None] = lambda step: None,
+        like: Judged | None = None,
     ) -> None:
-        self.make, self.condition, self.kept, self._begin = make, condition, kept, begin
+        self.make, self.condition, self.kept, self.begin = make, condition, kept, begin
+        self.original = original
         self.rank = world.rank()
         model = copy.deepcopy(original)
         self._buffers_of_original = {n: b.shape for n, b in model.named_buffers()}
@@ -102,9 +111,12 @@ class Judged:
         self._saved_buffers = set(model.state_dict()) - set(table.aliases)
         self.program: TrainingProgram = made(make, model, self.rank)
         self.table = table
-        self.holdings = together(world.gathered(held(self.program, table)), table)
+        if like is None:
+            self.holdings = together(world.gathered(held(self.program, table)), table)
+        else:
+            self.holdings = _as_before(like, self.program)
         kept.holdings = kept.holdings or self.holdings
-        kept.offers |= {k for k in ("clip", "evaluate", "state_dict") if self._offers(k)}
+        kept.offers |= {k for k in ("clip", "evaluate", "state_dict", "load") if self._offers(k)}
         parameters = [p for _, p in named(self.program.modules)]
         self._own = list(zip(self.holdings.ranks[self.rank], parameters))
         inside = [one for module in self.program.modules for one in module.modules()]
@@ -120,7 +132,7 @@ class Judged:
         self._outputs: Any = None
         self._errors: dict[str, float] = {}
         self._gradients: dict[str, Tensor | None] = {}
-        self._step = 0
+        self._step = like._step if like is not None else 0
 
     def _offers(self, part: str) -> bool:
         return getattr(self.program, part) is not None
@@ -222,7 +234,7 @@ class Judged:
         self._train()
         for module in self.program.modules:
             module.zero_grad(set_to_none=True)
-        self._begin(self._step)
+        self.begin(self._step)
         with entered(Scope(self._step, 0, ())):
             return self._called("step", self.program.step, batch)
 
@@ -431,17 +443,82 @@ class Judged:
         """Return how far copies are apart: of parameters, gradients, buffers and a `same` loss."""
         return dict(self._errors)
 
-    def save(self) -> None:
-        """Keep what the program saves."""
+    # -- saved state
+
+    def save(self) -> Any:
+        """Return what this rank saves; keep what of it has the original's names."""
         if self.program.state_dict is None:
-            return
-        with telling(self.make, "state_dict", self.rank):
-            state = self.program.state_dict()
+            return None
+        with telling(self.program.state_dict, "state_dict", self.rank):
+            state = with_optimizer(self.program.state_dict, self._optimizer)
+        known = set(self.table.aliases) | self._saved_buffers
         self.kept.saved = {
             name: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone()
-            for name, v in (state or {}).items()
+            for name, v in _named_so(state, known).items()
             if isinstance(v, Tensor)
         }
+        return state
+
+    def load(self, state: Any) -> None:
+        """Give this rank a state that was saved."""
+        assert self.program.load is not None
+        with telling(self.program.load, "load", self.rank):
+            with_optimizer(self.program.load, self._optimizer, state)
+
+    def state_here(self) -> dict[str, Any]:
+        """This rank's own parameters, buffers that are saved, and optimizer state, by its name."""
+        found: dict[str, Any] = {}
+        state = self._optimizer.state if self._optimizer is not None else {}
+        for one, p in self._own:
+            name = next(iter(one.pieces)) if len(one.pieces) == 1 else one.name
+            found[name] = local(p.detach())
+            slots = state.get(p, {})
+            found |= {f"{slot} of {name}": _here(value) for slot, value in slots.items()}
+        for number, module in enumerate(self.program.modules):
+            for name, buffer in module.named_buffers():
+                owner = module.get_submodule(name.rpartition(".")[0])
+                if name.rpartition(".")[2] not in owner._non_persistent_buffers_set:
+                    said = known_name(self.program, f"{number}:{name}", self._buffers_of_original)
+                    said = said or f"{self._prefix(number)}{name}"
+                    found[f"buffer {said}"] = local(buffer.detach())
+        return found
+
+    def gradients_here(self) -> dict[str, Tensor]:
+        """This rank's own gradients as the last step left them, by the name of its parameter."""
+        own = ((one.name, self._gradient(p)) for one, p in self._own)
+        return {f"gradient of {name}": g for name, g in own if g is not None}
+
+
+def _here(value: Any) -> Any:
+    return local(value.detach()) if isinstance(value, Tensor) else value
+
+
+def _named_so(state: Any, known: set[str]) -> Mapping[str, Any]:
+    """The mapping in a state that has most of the original's names: in itself, or in its values."""
+    best: Mapping[str, Any] = {}
+    waiting = [state]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, Mapping):
+            waiting += one.values()
+            found = {k: v for k, v in one.items() if isinstance(k, str)}
+            of = [sum(isinstance(s.get(k), Tensor) for k in known) for s in (best, found)]
+            best = found if of[1] > of[0] else best
+        elif isinstance(one, (list, tuple)):
+            waiting += one
+    return best
+
+
+def _as_before(like: Judged, program: TrainingProgram) -> Holdings:
+    """The holdings of a program that was made before; refuse (S767) one that is now another."""
+    was = [(one.name, one.shape) for one in like.holdings.ranks[like.rank]]
+    now = [(name, tuple(local(p).shape)) for name, p in named(program.modules)]
+    if was != now:
+        other = next(name for name, shape in now if (name, shape) not in was) if now else "nothing"
+        title = f"`program` makes another module when it is called again: `{other}`"
+        helps = ("let what it makes hang on the model and the rank alone",)
+        raise Refusal(Diagnostic("S767", title, helps=helps))
+    return like.holdings
 
 
 def _of_shape(value: Any, p: nn.Parameter) -> bool:
