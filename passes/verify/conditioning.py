@@ -281,7 +281,8 @@ class Bounds:
         """Compare a program's errors with their bounds; an error of 1 is the gate.
 
         For kinds in `rtol` the schedule has given a bound of its own for the relative error. Under
-        `casts` what is not finite in the original may be so in the program, and must.
+        `casts` a step whose gradients overflow is skipped: where the original's do, the program's
+        must, in whichever tensor, and what either leaves of that step is no number to compare.
         The original is run until each error is known to be within its bound: a few times at most,
         where the program is right.
         """
@@ -299,6 +300,8 @@ class Bounds:
                 row = replace(row, note="missing")
             elif given is not None:
                 row = replace(row, error=over(float(error.norm()), float(r.double().norm())))
+            elif casts and key.kind in _SKIPPED and _overflow(self._as_it_stands, key):
+                row = replace(row, error=0.0 if _overflow(program, key) else math.inf)
             elif bool((r.isfinite() & ~s.isfinite()).any()):
                 so = casts and not bool(error.isfinite().all())
                 row = replace(row, error=0.0 if so else math.inf)
@@ -393,6 +396,16 @@ class Bounds:
         unit = _unit(s.dtype)
         r = torch.ones(1) if key.kind in _NUMBERS else torch.where(r.isfinite(), r, 0).double()
         return Bound(max(one.norm, unit * float(r.norm())), max(one.most, unit * _largest(r)))
+
+
+_SKIPPED = ("gradients", "gradient norm")
+
+
+def _overflow(seen: Observation, key: Key) -> bool:
+    """Whether some gradient of a step is not finite."""
+    step = Key(key.condition, "gradients", key.step, "")[:3]
+    every = (v for k, v in seen.tensors.items() if k[:3] == step)
+    return any(v is not None and not bool(v.isfinite().all()) for v in every)
 
 
 _GIVEN = "the bound of the schedule"
