@@ -18,7 +18,7 @@ from schedlang.passes.judge.masks import Drops
 from schedlang.passes.judge.subject import Kept
 from schedlang.passes.verify.observe import HIDDEN, Condition, Key, Observation
 from schedlang.passes.verify.sides import Case
-from schedlang.report import Row
+from schedlang.report import Gap, Row
 
 OWN = "own optimizer"
 CHANGED, UNLIKE = "the program changed it before the first step", "ranks start from other values"
@@ -141,12 +141,26 @@ def saved(case: Case, actual: Observation, kept: Kept, told: Sequence[Condition]
         and k.step == last
         and k.kind in ("parameters", "other state")
     }
-    for name in {**case.plan.model.model.state_dict(), **kept.saved}:
+    original = case.plan.model.model.state_dict()
+    for name in {**original, **kept.saved}:
         if name in kept.lost:
             continue
-        note = _unlike(held.get(name), kept.saved.get(name))
+        want = held.get(name)
+        if want is not None and name in original:
+            want = want.to(original[name].dtype)  # ranks' parts are put together in float64
+        note = _unlike(want, kept.saved.get(name))
         error = math.inf if note else 0.0
         yield Row(condition.name, SAVED, name, error, 0.0, not note, last, note)
+
+
+def of_saved(kept: Kept) -> tuple[Gap, ...]:
+    """What is not compared of saved state, as the program does not offer it."""
+    if "state_dict" not in kept.offers:
+        return (Gap("saved state (not offered)", "state that is saved or loaded wrongly"),)
+    if kept.loaded is None:
+        return (Gap("loading saved state (`load` not offered)", "state that is lost in it"),)
+    gaps: tuple[Gap, ...] = kept.loaded.gaps
+    return gaps
 
 
 def _unlike(want: Tensor | None, value: Tensor | None) -> str:

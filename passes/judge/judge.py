@@ -23,7 +23,15 @@ from schedlang.ir.modelfile import load_model_file
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.judge import modules
-from schedlang.passes.judge.beside import alike, dropped, grouped, initial, saved, with_own
+from schedlang.passes.judge.beside import (
+    alike,
+    dropped,
+    grouped,
+    initial,
+    of_saved,
+    saved,
+    with_own,
+)
 from schedlang.passes.judge.kinds import INITIAL, kinds
 from schedlang.passes.judge.layouts import Holdings, Table
 from schedlang.passes.judge.loaded import reloaded
@@ -526,12 +534,7 @@ def _gaps(
         found.append(Gap("masks of its own (the original's are given)", MASKS))
     if all(p.requires_grad for p in case.plan.model.model.parameters()):
         found.append(Gap("no frozen parameters", "frozen weights that are updated"))
-    if "state_dict" not in kept.offers:
-        found.append(Gap("saved state (not offered)", "state that is saved or loaded wrongly"))
-    elif kept.loaded is None:
-        found.append(Gap("loading saved state (`load` not offered)", "state that is lost in it"))
-    else:
-        found += kept.loaded.gaps
+    found += of_saved(kept)
     for name in sorted(kept.lost):
         found.append(Gap(f"buffer `{name}`: no rank has it by this name", "wrong values in it"))
     found = [one for one in found if one.condition != "no float inputs"]
