@@ -99,7 +99,7 @@ def _put_together(parts: Sequence[Tensor], want: Tensor) -> Tensor | None:
 
 def initial(original: nn.Module, kept: Kept) -> Iterator[Row]:
     """Whether the program starts from the weights that it was given, and holds all of them."""
-    assert kept.holdings is not None
+    assert kept.holdings is not None and kept.initial is not None
     for name, p in original.named_parameters():
         value, lost = kept.initial.get(name), kept.holdings.missing.get(name, 0)
         want = p.detach()

@@ -332,7 +332,7 @@ def _original(case: Case, told: Sequence[Condition], drops: Drops) -> Observatio
         )
 
     with ambient(Float64(), Dropping(drops.seed, drops.off)):
-        return observe(make, told)
+        return observe(make, told, folder=drops.folder)
 
 
 def _ranks(
@@ -363,7 +363,7 @@ def _rank(
     make: Make, original: nn.Module, told: Sequence[Condition], aside: bool, drops: Drops
 ) -> tuple[Observation, Kept] | None:
     """One rank's part; only rank 0 tells what it saw."""
-    kept, table = Kept(), Table(original)
+    kept, table = Kept(folder=drops.folder), Table(original)
     made: list[Judged] = []
     lines = contextlib.redirect_stdout(sys.stderr) if aside else contextlib.nullcontext()
     # a compiled region does not ask for masks
@@ -379,11 +379,12 @@ def _rank(
             def begin(step: int) -> None:
                 dropping.begin(places.get(drops.numbers[condition.name, step], {}))
 
-            made[:] = [Judged(make, original, table, condition, kept, begin)]
+            made.clear()
+            made.append(Judged(make, original, table, condition, kept, begin))
             return made[0]
 
         with ambient(Float64(), dropping):
-            seen = observe(subject, told, keep=comm.rank() == 0)
+            seen = observe(subject, told, keep=comm.rank() == 0, folder=drops.folder)
             kept.loaded = reloaded(made[0], told[-1], begin_again)
     kept.stray = {site for one in comm.gathered(dropping.stray) for site in one}
     sys.stdout.flush()

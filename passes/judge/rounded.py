@@ -108,7 +108,8 @@ def _rank(
     made: list[Judged] = []
 
     def subject(condition: Condition) -> Judged:
-        made[:] = [Judged(make, original, table, condition, kept)]
+        made.clear()
+        made.append(Judged(make, original, table, condition, kept))
         return made[0]
 
     lines = contextlib.redirect_stdout(sys.stderr) if aside else contextlib.nullcontext()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -36,8 +36,10 @@ from schedlang.passes.judge.program import (
     telling,
     with_optimizer,
 )
+from schedlang.passes.judge.regions import Region
 from schedlang.passes.verify.compare import over
 from schedlang.passes.verify.observe import Batch, Condition, flattened
+from schedlang.passes.verify.spilled import Spilled, Tensors, spill
 from schedlang.runtime.batch import named_tensors
 from schedlang.runtime.comm import world
 from schedlang.runtime.launch import pickled
@@ -51,13 +53,29 @@ EPS = 1e-6  # of torch's own clipping
 class Copy:
     """A rank's copy of a tensor of the original: under which name, which elements, their values.
 
-    `values` is None where it has no gradient.
+    here   which elements of what the rank holds, there which of the original's
+    held   what the rank holds, maybe in a file; None where it has no gradient
     """
 
     rank: int
     name: str
-    places: Tensor
-    values: Tensor | None
+    here: Region
+    there: Region
+    held: Spilled | None
+    factor: float = 1.0  # by which values are multiplied
+
+    @property
+    def places(self) -> Tensor:
+        """The number of each element among the original's."""
+        return self.there.numbers
+
+    @property
+    def values(self) -> Tensor | None:
+        """The value of each element."""
+        if self.held is None:
+            return None
+        found = self.here.within(self.held.read().reshape(-1)).reshape(-1)
+        return found if self.factor == 1.0 else found * self.factor
 
 
 @dataclass
@@ -66,7 +84,7 @@ class Kept:
 
     # gradients of the first step, by whether they are clipped later and name
     copies: dict[tuple[bool, str], list[Copy]] = field(default_factory=dict)
-    initial: dict[str, Tensor] = field(default_factory=dict)
+    initial: MutableMapping[str, Any] | None = None
     unlike: dict[str, float] = field(default_factory=dict)  # how far apart ranks start
     optimizer: bytes | None = None  # the program's own, pickled for the original
     holdings: Holdings | None = None
@@ -78,6 +96,7 @@ class Kept:
     compiled: bool = False  # something of the program
     stray: set[str] = field(default_factory=set)  # modules whose draws differ by step
     loaded: Any = None  # see passes.judge.loaded; None: not offered
+    folder: str | None = None  # where ranks put large tensors for each other
 
     def of(self, condition: str, name: str) -> list[Copy]:
         """The ranks' gradients of the first step under a condition."""
@@ -125,9 +144,10 @@ class Judged:
         for number, module in enumerate(self.program.modules):
             named_sites(module, self._prefix(number))
         self._train()
-        if not kept.initial:
+        if kept.initial is None:
             whole, kept.unlike = self._whole([local(p.detach()) for _, p in self._own])
-            kept.initial = {n: v.clone() for n, v in whole.items() if v is not None}
+            kept.initial = Tensors(kept.folder)
+            kept.initial.update({n: v for n, v in whole.items() if v is not None})
         self._optimizer = self._made_optimizer()
         self._outputs: Any = None
         self._errors: dict[str, float] = {}
@@ -221,7 +241,7 @@ class Judged:
         if self._step == 0:
             clipped = "clipped" in self.condition.name
             self.kept.copies |= {(clipped, n): found for n, found in copies.items()}
-        self._gradients, errors = self._joined(copies)
+        self._gradients, errors = self._joined(copies, keep=self._step == 0)
         self._errors |= {f"gradient of {name}": error for name, error in errors.items()}
         self._clip()
         if self._optimizer is not None:
@@ -291,8 +311,8 @@ class Judged:
             clipped = self._copies([self._gradient(p) for _, p in self._own])
             self._gradients = self._joined(clipped)[0]
             return
-        there = [g for g in self._gradients.values() if g is not None]
-        norm = float(torch.stack([g.norm() for g in there]).norm()) if there else 0.0
+        norms = [float(g.norm()) for g in self._gradients.values() if g is not None]
+        norm = world.gathered(math.hypot(*norms))[0]
         factor = min(1.0, most / (norm + EPS))
         if factor < 1:
             with torch.no_grad():
@@ -329,39 +349,37 @@ class Judged:
 
     def _copies(self, values: Sequence[Tensor | None]) -> dict[str, list[Copy]]:
         """Return all ranks' copies of each tensor of the original, in the order of ranks."""
-        mine = [None if v is None else v.reshape(-1).clone() for v in values]
+        mine = [None if v is None else spill(v.reshape(-1), self.kept.folder) for v in values]
         found: dict[str, list[Copy]] = {}
         for rank, (ones, theirs) in enumerate(zip(self.holdings.ranks, world.gathered(mine))):
             for one, value in zip(ones, theirs):
                 for name, (here, there) in one.pieces.items():
-                    part = None if value is None else value[here]
-                    found.setdefault(name, []).append(Copy(rank, one.name, there, part))
+                    copy_ = Copy(rank, one.name, here, there, value)
+                    found.setdefault(name, []).append(copy_)
         return found
 
     def _joined(
-        self, copies: Mapping[str, Sequence[Copy]]
+        self, copies: Mapping[str, Sequence[Copy]], keep: bool = False
     ) -> tuple[dict[str, Tensor | None], dict[str, float]]:
-        """Whole tensors, each element from the first rank that has it; how far others are off."""
+        """Whole tensors, each element from the first rank that has it; how far others are off.
+
+        Only rank 0 puts them together, from what ranks wrote: to others they are as if they were
+        not. Unless `keep`, what was written is then removed.
+        """
         whole: dict[str, Tensor | None] = {}
         errors: dict[str, float] = {}
-        for name, shape in self.table.shapes.items():
-            there = [one for one in copies.get(name, ()) if one.values is not None]
-            if not there:
+        if self.rank == 0:
+            for name, shape in self.table.shapes.items():
+                there = [one for one in copies.get(name, ()) if one.held is not None]
                 whole[name] = None
-                continue
-            out = torch.full((shape.numel(),), math.nan, dtype=torch.float64)
-            done = torch.zeros(shape.numel(), dtype=torch.bool)
-            far = 0.0
-            for one in there:
-                assert one.values is not None
-                again = done[one.places]
-                gap = (out[one.places] - one.values)[again]
-                far = max(far, float(gap.norm())) if gap.isfinite().all() else math.inf
-                new = one.places[~again]
-                out[new], done[new] = one.values[~again].double(), True
-            whole[name] = out.reshape(shape)
-            if far or len(there) > 1:
-                errors[name] = over(far, float(out[done].norm()))
+                if there:
+                    whole[name], far, size = joined(there, shape, self.kept.folder)
+                    if far or len(there) > 1:
+                        errors[name] = over(far, size)
+        world.barrier()
+        for copy_ in () if keep else (c for each in copies.values() for c in each):
+            if copy_.rank == self.rank and copy_.held is not None:
+                copy_.held.drop()
         return whole, errors
 
     def _whole(
@@ -381,7 +399,7 @@ class Judged:
         """Whole parameters and buffers, also under the other names of tied ones."""
         whole, errors = self._whole([local(p.detach()) for _, p in self._own])
         self._errors |= errors
-        state = {name: whole[first] for name, first in self.table.aliases.items()}
+        state = {name: whole.get(first) for name, first in self.table.aliases.items()}
         found = {name: value for name, value in state.items() if value is not None}
         return found | {n: b for n, b in self._buffers().items() if n in self._saved_buffers}
 
@@ -452,11 +470,11 @@ class Judged:
         with telling(self.program.state_dict, "state_dict", self.rank):
             state = with_optimizer(self.program.state_dict, self._optimizer)
         known = set(self.table.aliases) | self._saved_buffers
-        self.kept.saved = {
-            name: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone()
-            for name, v in _named_so(state, known).items()
-            if isinstance(v, Tensor)
-        }
+        self.kept.saved = Tensors(self.kept.folder)
+        for name, v in _named_so(state, known).items():
+            whole = v.full_tensor() if isinstance(v, DTensor) else v
+            if isinstance(v, Tensor) and self.rank == 0:
+                self.kept.saved[name] = whole
         return state
 
     def load(self, state: Any) -> None:
@@ -519,6 +537,28 @@ def _as_before(like: Judged, program: TrainingProgram) -> Holdings:
         helps = ("let what it makes hang on the model and the rank alone",)
         raise Refusal(Diagnostic("S767", title, helps=helps))
     return like.holdings
+
+
+def joined(
+    copies: Sequence[Copy], shape: torch.Size, folder: str | None
+) -> tuple[Tensor, float, float]:
+    """The whole tensor of ranks' copies, how far others are from the first, and its size."""
+    out = spill(torch.full((shape.numel(),), math.nan, dtype=torch.float64), folder).read()
+    done = torch.zeros(shape.numel(), dtype=torch.bool)
+    far = 0.0
+    for one in copies:
+        values = one.values
+        assert values is not None
+        values = values.reshape(one.there.shape)
+        before, known = one.there.within(out), one.there.within(done)
+        if bool(known.any()):
+            gap = (before - values)[known]
+            far = max(far, float(gap.norm())) if gap.isfinite().all() else math.inf
+            values = torch.where(known, before, values.double())
+        one.there.put(out, values)
+        one.there.put(done, True)
+    size = float(out.norm()) if bool(done.all()) else float(out[done].norm())
+    return out.reshape(shape), far, size
 
 
 def _of_shape(value: Any, p: nn.Parameter) -> bool:
