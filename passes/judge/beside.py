@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.passes.judge.kinds import DROPOUT, INITIAL
+from schedlang.passes.judge.kinds import DROPOUT, INITIAL, SAVED
 from schedlang.passes.judge.layouts import Holdings
 from schedlang.passes.judge.masks import Drops
 from schedlang.passes.judge.subject import Kept
 from schedlang.passes.verify.observe import HIDDEN, Condition, Key, Observation
 from schedlang.passes.verify.sides import Case
-from schedlang.report import Row
+from schedlang.report import Gap, Row
 
-SAVED = "saved state"
 OWN = "own optimizer"
 CHANGED, UNLIKE = "the program changed it before the first step", "ranks start from other values"
 
@@ -100,7 +99,7 @@ def _put_together(parts: Sequence[Tensor], want: Tensor) -> Tensor | None:
 
 def initial(original: nn.Module, kept: Kept) -> Iterator[Row]:
     """Whether the program starts from the weights that it was given, and holds all of them."""
-    assert kept.holdings is not None
+    assert kept.holdings is not None and kept.initial is not None
     for name, p in original.named_parameters():
         value, lost = kept.initial.get(name), kept.holdings.missing.get(name, 0)
         want = p.detach()
@@ -126,8 +125,12 @@ def dropped(drops: Drops, kept: Kept) -> Iterator[Row]:
 
 
 def saved(case: Case, actual: Observation, kept: Kept, told: Sequence[Condition]) -> Iterator[Row]:
-    """Compare what the program saves with what its ranks hold, under the original's names."""
-    if kept.saved is None:
+    """Compare what the program saves with what its ranks hold, under the original's names.
+
+    These are the names by which the original itself loads it. A form of the program's own, that
+    has none of them, is not looked into where the program loads it back.
+    """
+    if kept.saved is None or (not kept.saved and kept.loaded is not None):
         return
     condition = told[-1]
     last = len(condition.batches) - 1
@@ -138,14 +141,36 @@ def saved(case: Case, actual: Observation, kept: Kept, told: Sequence[Condition]
         and k.step == last
         and k.kind in ("parameters", "other state")
     }
-    for name in {**case.plan.model.model.state_dict(), **kept.saved}:
-        want, value = held.get(name), kept.saved.get(name)
+    original = case.plan.model.model.state_dict()
+    for name in {**original, **kept.saved}:
         if name in kept.lost:
             continue
-        same = want is not None and value is not None and value.shape == want.shape
-        ok = bool(same and value is not None and want is not None and torch.equal(value, want))
-        note = "" if ok else "lost" if value is None else "extra" if want is None else "differs"
-        yield Row(condition.name, SAVED, name, 0.0 if ok else math.inf, 0.0, ok, last, note)
+        want = held.get(name)
+        if want is not None and name in original:
+            want = want.to(original[name].dtype)  # ranks' parts are put together in float64
+        note = _unlike(want, kept.saved.get(name))
+        error = math.inf if note else 0.0
+        yield Row(condition.name, SAVED, name, error, 0.0, not note, last, note)
+
+
+def of_saved(kept: Kept) -> tuple[Gap, ...]:
+    """What is not compared of saved state, as the program does not offer it."""
+    if "state_dict" not in kept.offers:
+        return (Gap("saved state (not offered)", "state that is saved or loaded wrongly"),)
+    if kept.loaded is None:
+        return (Gap("loading saved state (`load` not offered)", "state that is lost in it"),)
+    gaps: tuple[Gap, ...] = kept.loaded.gaps
+    return gaps
+
+
+def _unlike(want: Tensor | None, value: Tensor | None) -> str:
+    """Say how what is saved is not what is held; "" if it is."""
+    if value is None or want is None:
+        return "lost" if value is None else "extra"
+    if value.shape != want.shape or value.dtype != want.dtype:
+        here, there = ((v.dtype, tuple(v.shape)) for v in (value, want))
+        return f"{here[0]} {here[1]} instead of {there[0]} {there[1]}"
+    return "" if torch.equal(value, want) else "differs"
 
 
 def grouped(optimizer: Any, holdings: Holdings) -> Any:

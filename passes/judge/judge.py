@@ -23,9 +23,18 @@ from schedlang.ir.modelfile import load_model_file
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.judge import modules
-from schedlang.passes.judge.beside import alike, dropped, grouped, initial, saved, with_own
+from schedlang.passes.judge.beside import (
+    alike,
+    dropped,
+    grouped,
+    initial,
+    of_saved,
+    saved,
+    with_own,
+)
 from schedlang.passes.judge.kinds import INITIAL, kinds
 from schedlang.passes.judge.layouts import Holdings, Table
+from schedlang.passes.judge.loaded import reloaded
 from schedlang.passes.judge.masks import Dropping, Drops, Finding, Met, Noting, Place, Placed
 from schedlang.passes.judge.program import Make, check_ranks, load_program
 from schedlang.passes.judge.rounded import judged_in
@@ -136,6 +145,7 @@ def _compared(case: Case, task: Task, pool: Pool, progress: Progress, folder: st
             *dropped(drops, kept),
             *compare(expected, actual),
             *saved(case, actual, kept, told),
+            *(kept.loaded.rows(told[-1]) if kept.loaded else ()),
         ),
         facts=_facts(task, holdings, derived),
         gaps=_gaps(case, seen, expected, actual, kept, drops),
@@ -322,7 +332,7 @@ def _original(case: Case, told: Sequence[Condition], drops: Drops) -> Observatio
         )
 
     with ambient(Float64(), Dropping(drops.seed, drops.off)):
-        return observe(make, told)
+        return observe(make, told, folder=drops.folder)
 
 
 def _ranks(
@@ -353,7 +363,7 @@ def _rank(
     make: Make, original: nn.Module, told: Sequence[Condition], aside: bool, drops: Drops
 ) -> tuple[Observation, Kept] | None:
     """One rank's part; only rank 0 tells what it saw."""
-    kept, table = Kept(), Table(original)
+    kept, table = Kept(folder=drops.folder), Table(original)
     made: list[Judged] = []
     lines = contextlib.redirect_stdout(sys.stderr) if aside else contextlib.nullcontext()
     # a compiled region does not ask for masks
@@ -362,16 +372,20 @@ def _rank(
         places = _places(make, original, table, told, kept, drops) if drops.sites else {}
         dropping = Placed(drops.seed, kept.met.off(drops))
 
+        def begin_again(_: int) -> None:
+            dropping.begin(places.get(drops.numbers[told[-1].name, 0], {}))
+
         def subject(condition: Condition) -> Judged:
             def begin(step: int) -> None:
                 dropping.begin(places.get(drops.numbers[condition.name, step], {}))
 
-            made[:] = [Judged(make, original, table, condition, kept, begin)]
+            made.clear()
+            made.append(Judged(make, original, table, condition, kept, begin))
             return made[0]
 
         with ambient(Float64(), dropping):
-            seen = observe(subject, told, keep=comm.rank() == 0)
-            made[0].save()
+            seen = observe(subject, told, keep=comm.rank() == 0, folder=drops.folder)
+            kept.loaded = reloaded(made[0], told[-1], begin_again)
     kept.stray = {site for one in comm.gathered(dropping.stray) for site in one}
     sys.stdout.flush()
     return (seen, kept) if comm.rank() == 0 else None
@@ -521,8 +535,7 @@ def _gaps(
         found.append(Gap("masks of its own (the original's are given)", MASKS))
     if all(p.requires_grad for p in case.plan.model.model.parameters()):
         found.append(Gap("no frozen parameters", "frozen weights that are updated"))
-    if "state_dict" not in kept.offers:
-        found.append(Gap("saved state (not offered)", "state that is saved or loaded wrongly"))
+    found += of_saved(kept)
     for name in sorted(kept.lost):
         found.append(Gap(f"buffer `{name}`: no rank has it by this name", "wrong values in it"))
     found = [one for one in found if one.condition != "no float inputs"]

@@ -18,6 +18,8 @@ from schedlang.report import Report, Row
 Means = Callable[[str, str], Iterator[list[Tensor]]]  # gradients of parts of a batch
 MOST_GROUPS, MOST_NAMES = 6, 4
 INITIAL, DROPOUT = "initial weights", "dropout"
+SAVED, LOADED, NEXT = "saved state", "loaded state", "step after loading"
+_OF_STATE = (SAVED, LOADED, NEXT)
 
 
 def kinds(
@@ -51,9 +53,10 @@ def kinds(
     lines += list(_of_loss(wrong, expected, actual, kept, world))
     lines = list(_of_norm(wrong, expected, actual, kept)) or lines
     first = report.first
-    if not lines and first is not None:
+    if not lines and first is not None and first.kind not in _OF_STATE:
         text = _of_row(first, expected, actual, sizes)
         lines = [(first.kind.split(" (")[0][:17], text)] if text else []
+    lines += list(_of_loaded(wrong))
     lost = [row.name for row in wrong if row.kind == DROPOUT]
     lines += [(DROPOUT, f"{quoted(lost, MOST_NAMES)}: no rank drops there")] * bool(lost)
     lines += list(_conditions(wrong, report))
@@ -95,7 +98,7 @@ def _clipped(copies: Sequence[Copy], got: Tensor | None) -> Sequence[Copy]:
     factor = float((after * first.values).sum() / (first.values**2).sum())
     if abs(factor - 1) < 1e-12:
         return copies
-    return [c if c.values is None else replace(c, values=c.values * factor) for c in copies]
+    return [replace(c, factor=c.factor * factor) for c in copies]
 
 
 # ---- One gradient.
@@ -159,7 +162,7 @@ def _of_copies(want: Tensor, copies: Sequence[Copy]) -> str:
     """Say how copies of the same elements, on several ranks or one, differ; "" if they agree."""
     groups: dict[bytes, list[Copy]] = {}
     for copy in copies:
-        if len(copy.places):
+        if len(copy.there):
             groups.setdefault(copy.places.sort().values.numpy().tobytes(), []).append(copy)
     said = {_of_group(want, group) for group in groups.values()}
     said.discard("")
@@ -167,8 +170,8 @@ def _of_copies(want: Tensor, copies: Sequence[Copy]) -> str:
 
 
 def _of_group(want: Tensor, group: Sequence[Copy]) -> str:
-    there = [copy for copy in group if copy.values is not None]
-    absent = [copy for copy in group if copy.values is None]
+    there = [copy for copy in group if copy.held is not None]
+    absent = [copy for copy in group if copy.held is None]
     if len(group) < 2 or not there:
         return ""
     order = there[0].places.sort().values
@@ -210,8 +213,9 @@ def _of_ranks(want: Tensor, copies: Sequence[Copy]) -> str:
     right: list[Copy] = []
     wrong: dict[str, list[Copy]] = {}
     for copy in copies:
-        if copy.values is None or not len(copy.places):
+        if copy.held is None or not len(copy.there):
             continue
+        assert copy.values is not None
         part, value = want[copy.places], copy.values.double()
         if fits(value, part) or not part.any() and not value.any():
             right.append(copy)
@@ -308,7 +312,19 @@ def _counts(
 def _replicated(name: str, kept: Kept) -> bool:
     """Whether ranks hold the same elements of a parameter."""
     found = [c for (_, n), copies in kept.copies.items() if n == name for c in copies]
-    return len(found) > 1 and all(torch.equal(c.places, found[0].places) for c in found[1:])
+    return len(found) > 1 and all(c.there.alike(found[0].there) for c in found[1:])
+
+
+def _of_loaded(wrong: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """Say what of a saved state is lost or another, if training itself is right."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in wrong:
+        if row.kind in _OF_STATE:
+            note = row.note or "training goes on otherwise from it"
+            found.setdefault((row.kind, note), []).append(row.name)
+    if len(found) and all(row.kind in _OF_STATE for row in wrong):
+        for (kind, note), names in found.items():
+            yield kind, f"{len(names)} ({quoted(names, MOST_NAMES)}): {note}"
 
 
 def _of_row(row: Row, expected: Observation, actual: Observation, sizes: Mapping[str, int]) -> str:

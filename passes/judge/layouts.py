@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of, quoted
 from schedlang.passes.judge.program import TrainingProgram
+from schedlang.passes.judge.regions import Region
 from schedlang.runtime.comm import world as comm
 
 # what wrappers put into names
@@ -44,36 +45,60 @@ class Table:
         self.names = list(self.starts)
         self._bounds = torch.tensor([*list(self.starts.values())[1:]], dtype=torch.long)
         self.dtypes = {p.dtype for p in self.parameters.values() if p.is_floating_point()}
+
+    @cached_property
+    def _found(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All values in order, the number of each, and whether no other is as large."""
         flat = [p.detach().reshape(-1).double() for p in self.parameters.values()]
-        self.values = torch.cat(flat) if flat else torch.empty(0, dtype=torch.float64)
-        self._sorted, self._order = self.values.sort()
-        twice = self._sorted[1:] == self._sorted[:-1]
-        self._alone = torch.ones_like(self._sorted, dtype=torch.bool)
-        self._alone[1:] &= ~twice
-        self._alone[:-1] &= ~twice
+        values = torch.cat(flat) if flat else torch.empty(0, dtype=torch.float64)
+        ordered, order = values.sort()
+        twice = ordered[1:] == ordered[:-1]
+        alone = torch.ones_like(ordered, dtype=torch.bool)
+        alone[1:] &= ~twice
+        alone[:-1] &= ~twice
+        return ordered, order, alone
 
     def find(self, values: Tensor) -> Tensor:
         """The number of each element; -1 where none, or more than one, has its value."""
+        ordered, order, alone = self._found
         flat = values.detach().reshape(-1).double()
-        if not len(self.values) or not len(flat):
+        if not len(ordered) or not len(flat):
             return torch.full((len(flat),), -1)
-        place = torch.searchsorted(self._sorted, flat).clamp(max=len(self._sorted) - 1)
-        there = (self._sorted[place] == flat) & self._alone[place]
-        return torch.where(there, self._order[place], -1)
+        place = torch.searchsorted(ordered, flat).clamp(max=len(ordered) - 1)
+        there = (ordered[place] == flat) & alone[place]
+        return torch.where(there, order[place], -1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Names and shapes travel; values do not."""
+        return {k: v for k, v in vars(self).items() if k not in ("parameters", "_found")}
+
+    def forget(self) -> None:
+        """Let go of what values are looked up in, until one is looked up again."""
+        self.__dict__.pop("_found", None)
+
+    def same(self, said: str, numbers: Tensor, values: Tensor) -> bool:
+        """Whether values are those of a parameter's elements of these numbers."""
+        p = self.parameters[said].detach()
+        if p.dtype != values.dtype or numbers.numel() != values.numel():
+            return False
+        region = Region.of(numbers.reshape(-1) - self.starts[said], numbers.shape)
+        here = region.within(p.reshape(-1)).reshape(values.shape)
+        return torch.equal(here, values.detach())
 
     def numbers(self, name: str) -> Tensor:
         """The numbers of all elements of a parameter, in its shape."""
         start, shape = self.starts[name], self.shapes[name]
         return torch.arange(start, start + shape.numel()).reshape(shape)
 
-    def pieces(self, index: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    def pieces(self, index: Tensor, shape: Sequence[int]) -> dict[str, tuple[Region, Region]]:
         """Return, by parameter, its elements in a rank's tensor, and their places in itself."""
         here = (index >= 0).nonzero().reshape(-1)
         owners = torch.bucketize(index[here], self._bounds, right=True)
         found = {}
         for owner in sorted(set(owners.tolist())):
             name, mine = self.names[owner], here[owners == owner]
-            found[name] = mine, index[mine] - self.starts[name]
+            there = index[mine] - self.starts[name]
+            found[name] = Region.of(mine), Region.of(there, shape)
         return found
 
 
@@ -82,12 +107,12 @@ class Held:
     """A parameter of a rank, by the name that it has there, and what it is of the original."""
 
     name: str
-    index: Tensor  # a number for each element
     shape: tuple[int, ...]
     trains: bool
     by: str  # "values" or "name"
     mesh: tuple[tuple[str, int], ...] = ()
-    pieces: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    pieces: Mapping[str, tuple[Region, Region]] = field(default_factory=dict)
+    padding: int = 0  # elements that are none of the original's
 
 
 def local(value: Tensor) -> Tensor:
@@ -138,11 +163,14 @@ def held(program: TrainingProgram, table: Table) -> tuple[list[Held], list[str]]
             meant = ", ".join(_word(one) for one in table.dtypes)
             lost.append(f"`{name}` is {_word(own.dtype)}, not {meant}")
             continue
-        one = _held(program, table, name, p, own)
-        if one is None:
+        numbers, by = _numbers(program, table, name, p, own)
+        if numbers is None:
             lost.append(f"`{name}` {tuple(p.shape)}")
-        else:
-            found.append(replace(one, pieces=table.pieces(one.index)))
+            continue
+        pieces, padding = table.pieces(numbers, own.shape), int((numbers < 0).sum())
+        shape = tuple(own.shape)
+        found.append(Held(name, shape, p.requires_grad, by, _mesh(p), pieces, padding))
+    table.forget()
     return found, lost
 
 
@@ -150,23 +178,36 @@ def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _held(
+def _mesh(p: nn.Parameter) -> tuple[tuple[str, int], ...]:
+    if not isinstance(p, DTensor):
+        return ()
+    words = p.device_mesh.mesh_dim_names or [f"dim {k}" for k in range(p.device_mesh.ndim)]
+    return tuple(zip(words, p.device_mesh.shape))
+
+
+def _numbers(
     program: TrainingProgram, table: Table, name: str, p: nn.Parameter, own: Tensor
-) -> Held | None:
-    index = table.find(own)
-    mesh: tuple[tuple[str, int], ...] = ()
-    if isinstance(p, DTensor):
-        words = p.device_mesh.mesh_dim_names or [f"dim {k}" for k in range(p.device_mesh.ndim)]
-        mesh = tuple(zip(words, p.device_mesh.shape))
-    one = Held(name, index, tuple(own.shape), p.requires_grad, "values", mesh)
+) -> tuple[Tensor | None, str]:
+    """The number of each element, and by what it was found; None if the original has it not.
+
+    What has its name and, as it lies, its values is that: only others are looked up among all.
+    """
     said = known_name(program, name, table.aliases)
+    known = None
+    if said is not None and (
+        isinstance(p, DTensor) or p.shape == table.shapes[table.aliases[said]]
+    ):
+        known = _by_name(program, table, name, table.aliases[said], p)
+        if known is not None and table.same(table.aliases[said], known, own):
+            return known.reshape(-1), "values" if own.numel() else "name"
+    index = table.find(own)
     if bool((index >= 0).all()) and (own.numel() or said is None):
-        return one
-    if said is not None:
-        numbers = _by_name(program, table, name, table.aliases[said], p)
-        if numbers is not None:
-            return replace(one, index=numbers.reshape(-1), by="name")
-    return one if _padded(p, own, index) else None
+        return index, "values"
+    if said is not None and known is None:
+        known = _by_name(program, table, name, table.aliases[said], p)
+    if known is not None:
+        return known.reshape(-1), "name"
+    return (index if _padded(p, own, index) else None), "values"
 
 
 def _padded(p: nn.Parameter, own: Tensor, index: Tensor) -> bool:
@@ -238,10 +279,13 @@ class Holdings:
     @cached_property
     def missing(self) -> dict[str, int]:
         """The number of elements that no rank holds, for each parameter that has such elements."""
-        there = torch.zeros(len(self.table.values), dtype=torch.bool)
-        for one in self.everything:
-            there[one.index[one.index >= 0]] = True
-        gone = {n: int((~there[self.table.numbers(n)]).sum()) for n in self.table.names}
+        gone = {}
+        for name in self.table.names:
+            there = torch.zeros(self.table.shapes[name].numel(), dtype=torch.bool)
+            for one in self.everything:
+                if name in one.pieces:
+                    one.pieces[name][1].put(there, True)
+            gone[name] = int((~there).sum())
         return {name: count for name, count in gone.items() if count}
 
     @property
@@ -282,7 +326,7 @@ class Holdings:
         """The number of elements on all ranks that are none of the original's, by tensor."""
         count: Counter[str] = Counter()
         for one in self.everything:
-            count[one.name] += int((one.index < 0).sum())
+            count[one.name] += one.padding
         return dict(+count)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
@@ -53,7 +54,10 @@ class TrainingProgram:
                 likewise.  Asked where what it drops from does not tell it
     clip        clip(most) -> norm, as the program clips its gradients; default: the judge does
     evaluate    evaluate(batch) -> the output in eval mode
-    state_dict  the whole state as the program saves it, under the original's names
+    state_dict  the state as the program saves it, with a mapping in it from the original's names
+                to whole tensors.  It is called with `optimizer`, the rank's, if it takes that
+    load        load(state), or load(state, optimizer): gives a program that was just made what
+                `state_dict` returned on this rank (on the first that has some, if here none)
     """
 
     module: nn.Module | Sequence[nn.Module]
@@ -66,7 +70,8 @@ class TrainingProgram:
     dropout: Mapping[str, Any] | None = None
     clip: Callable[[float], Any] | None = None
     evaluate: Callable[[Any], Any] | None = None
-    state_dict: Callable[[], Mapping[str, Any]] | None = None
+    state_dict: Callable[..., Any] | None = None
+    load: Callable[..., Any] | None = None
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -152,6 +157,22 @@ def check(program: TrainingProgram, rank: int) -> None:
         title = f"`world_loss` is {program.world_loss!r}"
         helps = (guess(str(program.world_loss), WAYS, "choose one of"),)
         raise Refusal(Diagnostic("S767", title, helps=helps))
+    if program.load is not None and program.state_dict is None:
+        title = "the program has a `load` and no `state_dict`"
+        helps = ("give what it loads: `state_dict=lambda: module.state_dict()`",)
+        raise Refusal(Diagnostic("S767", title, helps=helps))
+
+
+def with_optimizer(function: Callable[..., Any], optimizer: Any, *args: Any) -> Any:
+    """Call a user's function, with the optimizer where it has a parameter of that name."""
+    if takes_optimizer(function):
+        return function(*args, optimizer=optimizer)
+    return function(*args)
+
+
+def takes_optimizer(function: Callable[..., Any]) -> bool:
+    """Whether a function has a parameter `optimizer`."""
+    return "optimizer" in inspect.signature(function).parameters
 
 
 def check_ranks(ranks: object) -> None:
@@ -203,5 +224,6 @@ _HELPS = {
     "optimizer": "it is called with pairs of names and parameters, also those of the original",
     "clip": "it is called with the greatest norm, and returns the norm that it found",
     "evaluate": "it is called on every rank with the whole batch",
-    "state_dict": "it is called on every rank without arguments",
+    "state_dict": "it is called on every rank, with `optimizer` if it takes one",
+    "load": "it is called on every rank of a program that was just made, with what was saved there",
 }

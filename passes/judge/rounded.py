@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from schedlang.passes.judge.beside import alike, grouped, initial, with_own
+from schedlang.passes.judge.beside import alike, grouped, initial, of_saved, saved, with_own
 from schedlang.passes.judge.layouts import Table
+from schedlang.passes.judge.loaded import reloaded
 from schedlang.passes.judge.program import Make
 from schedlang.passes.judge.subject import Judged, Kept
-from schedlang.passes.verify.observe import Batch, Condition, Observation, observe
+from schedlang.passes.verify.observe import HIDDEN, Batch, Condition, Observation, observe
 from schedlang.passes.verify.runs import unoffered
 from schedlang.passes.verify.sides import Case, as_worked
 from schedlang.passes.verify.working_dtype import bounds_of
@@ -40,13 +42,15 @@ def judged_in(
     """Compare a program that is given the model in a dtype with what that makes of the original.
 
     case  the original as it is given, in its own dtype
-    told  the conditions of the judge in float64: of them the first, on the batches of all
+    told  the conditions of the judge in float64
     Nothing drops on either side: masks are compared in float64 only.
     """
-    working = as_worked(replace(case, batches=_every(told), dtype=dtype))
+    batches = _every(told)
+    working = as_worked(replace(case, batches=batches, dtype=dtype))
     assert working is not None, "a judge in float64 is another"
     module = working.plan.model.model
-    told = [replace(told[0], batches=working.batches, follow=False)]
+    low = {id(wide): narrow for wide, narrow in zip(batches, working.batches)}
+    told = [replace(one, batches=tuple(low[id(b)] for b in one.batches)) for one in told]
     seen, kept = pool.run(_rank, ranks, make, module, told, aside)[0]
     holdings = kept.holdings
     own = kept.optimizer
@@ -55,17 +59,31 @@ def judged_in(
     quiet = (lambda: Undropped(Still()),)
     bounds = bounds_of(module, asked, case.loss, modes=quiet, ranks=ranks)
     expected, actual = alike(bounds.exact, seen, kept)
-    rows = (*initial(module, kept), *replace(bounds, exact=expected).rows(actual))
+    rows = [*initial(module, kept), *replace(bounds, exact=expected, state=True).rows(actual)]
+    rows += [*_counts(expected, actual), *_copies(actual, dtype)]
+    rows += saved(working, actual, kept, asked)
+    rows += kept.loaded.rows(asked[-1]) if kept.loaded else ()
     facts = [("", f"{ranks} rank{'s' * (ranks > 1)}"), ("seed", str(case.seed))]
     facts += [("dtype", dtype), ("torch", torch.__version__)]
-    gaps = (*_GAPS, *unoffered(actual))
-    return Report((*rows, *_copies(actual, dtype)), facts=tuple(facts), gaps=gaps)
+    gaps = (_DROPOUT, *of_saved(kept), *unoffered(actual))
+    return Report(tuple(rows), facts=tuple(facts), gaps=gaps)
 
 
-_GAPS = (
-    Gap("AdamW, clipping, buffers, optimizer state and saved state", "mistakes in them"),
-    Gap("dropout", "dropout that is missing or scaled wrongly"),
-)
+_DROPOUT = Gap("dropout", "dropout that is missing or scaled wrongly")
+
+
+def _counts(expected: Observation, actual: Observation) -> Iterator[Row]:
+    """Whether numbers that no rounding moves are the same: counted steps and batches."""
+    for key, want in expected.tensors.items():
+        counted = key.kind == "optimizer step" or key.kind in ("other state", HIDDEN)
+        if want is None or not counted or key.kind in actual.missing:
+            continue
+        if want.is_floating_point() and (want.dim() or key.kind != "optimizer step"):
+            continue  # it has a bound
+        got = actual.tensors.get(key)
+        ok = got is not None and torch.equal(got.double(), want.double())
+        error = 0.0 if ok else math.inf
+        yield Row(key.condition, key.kind, key.name, error, 0.0, ok, key.step)
 
 
 def _every(told: Sequence[Condition]) -> tuple[Batch, ...]:
@@ -87,12 +105,20 @@ def _rank(
 ) -> tuple[Observation, Kept] | None:
     """One rank's part; only rank 0 tells what it saw."""
     kept, table = Kept(), Table(original)
+    made: list[Judged] = []
+
+    def subject(condition: Condition) -> Judged:
+        made.clear()
+        made.append(Judged(make, original, table, condition, kept))
+        return made[0]
+
     lines = contextlib.redirect_stdout(sys.stderr) if aside else contextlib.nullcontext()
     with lines, ambient(Undropped(Still())):
         seen = observe(
-            lambda condition: Judged(make, original, table, condition, kept),
+            subject,
             told,
             keep=comm.rank() == 0,
         )
+        kept.loaded = reloaded(made[0], told[-1], lambda step: None, step=False)
     sys.stdout.flush()
     return (seen, kept) if comm.rank() == 0 else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -29,9 +29,17 @@ from schedlang.passes.judge.layouts import (
     together,
 )
 from schedlang.passes.judge.masks import Met
-from schedlang.passes.judge.program import Make, TrainingProgram, made, telling
+from schedlang.passes.judge.program import (
+    Make,
+    TrainingProgram,
+    made,
+    telling,
+    with_optimizer,
+)
+from schedlang.passes.judge.regions import Region
 from schedlang.passes.verify.compare import over
 from schedlang.passes.verify.observe import Batch, Condition, flattened
+from schedlang.passes.verify.spilled import Spilled, Tensors, spill
 from schedlang.runtime.batch import named_tensors
 from schedlang.runtime.comm import world
 from schedlang.runtime.launch import pickled
@@ -45,13 +53,29 @@ EPS = 1e-6  # of torch's own clipping
 class Copy:
     """A rank's copy of a tensor of the original: under which name, which elements, their values.
 
-    `values` is None where it has no gradient.
+    here   which elements of what the rank holds, there which of the original's
+    held   what the rank holds, maybe in a file; None where it has no gradient
     """
 
     rank: int
     name: str
-    places: Tensor
-    values: Tensor | None
+    here: Region
+    there: Region
+    held: Spilled | None
+    factor: float = 1.0  # by which values are multiplied
+
+    @property
+    def places(self) -> Tensor:
+        """The number of each element among the original's."""
+        return self.there.numbers
+
+    @property
+    def values(self) -> Tensor | None:
+        """The value of each element."""
+        if self.held is None:
+            return None
+        found = self.here.within(self.held.read().reshape(-1)).reshape(-1)
+        return found if self.factor == 1.0 else found * self.factor
 
 
 @dataclass
@@ -60,7 +84,7 @@ class Kept:
 
     # gradients of the first step, by whether they are clipped later and name
     copies: dict[tuple[bool, str], list[Copy]] = field(default_factory=dict)
-    initial: dict[str, Tensor] = field(default_factory=dict)
+    initial: MutableMapping[str, Any] | None = None
     unlike: dict[str, float] = field(default_factory=dict)  # how far apart ranks start
     optimizer: bytes | None = None  # the program's own, pickled for the original
     holdings: Holdings | None = None
@@ -71,6 +95,8 @@ class Kept:
     met: Met = field(default_factory=Met)  # what ranks drop from
     compiled: bool = False  # something of the program
     stray: set[str] = field(default_factory=set)  # modules whose draws differ by step
+    loaded: Any = None  # see passes.judge.loaded; None: not offered
+    folder: str | None = None  # where ranks put large tensors for each other
 
     def of(self, condition: str, name: str) -> list[Copy]:
         """The ranks' gradients of the first step under a condition."""
@@ -93,8 +119,10 @@ class Judged:
         condition: Condition,
         kept: Kept,
         begin: Callable[[int], None] = lambda step: None,
+        like: Judged | None = None,
     ) -> None:
-        self.make, self.condition, self.kept, self._begin = make, condition, kept, begin
+        self.make, self.condition, self.kept, self.begin = make, condition, kept, begin
+        self.original = original
         self.rank = world.rank()
         model = copy.deepcopy(original)
         self._buffers_of_original = {n: b.shape for n, b in model.named_buffers()}
@@ -102,9 +130,12 @@ class Judged:
         self._saved_buffers = set(model.state_dict()) - set(table.aliases)
         self.program: TrainingProgram = made(make, model, self.rank)
         self.table = table
-        self.holdings = together(world.gathered(held(self.program, table)), table)
+        if like is None:
+            self.holdings = together(world.gathered(held(self.program, table)), table)
+        else:
+            self.holdings = _as_before(like, self.program)
         kept.holdings = kept.holdings or self.holdings
-        kept.offers |= {k for k in ("clip", "evaluate", "state_dict") if self._offers(k)}
+        kept.offers |= {k for k in ("clip", "evaluate", "state_dict", "load") if self._offers(k)}
         parameters = [p for _, p in named(self.program.modules)]
         self._own = list(zip(self.holdings.ranks[self.rank], parameters))
         inside = [one for module in self.program.modules for one in module.modules()]
@@ -113,14 +144,15 @@ class Judged:
         for number, module in enumerate(self.program.modules):
             named_sites(module, self._prefix(number))
         self._train()
-        if not kept.initial:
+        if kept.initial is None:
             whole, kept.unlike = self._whole([local(p.detach()) for _, p in self._own])
-            kept.initial = {n: v.clone() for n, v in whole.items() if v is not None}
+            kept.initial = Tensors(kept.folder)
+            kept.initial.update({n: v for n, v in whole.items() if v is not None})
         self._optimizer = self._made_optimizer()
         self._outputs: Any = None
         self._errors: dict[str, float] = {}
         self._gradients: dict[str, Tensor | None] = {}
-        self._step = 0
+        self._step = like._step if like is not None else 0
 
     def _offers(self, part: str) -> bool:
         return getattr(self.program, part) is not None
@@ -209,7 +241,7 @@ class Judged:
         if self._step == 0:
             clipped = "clipped" in self.condition.name
             self.kept.copies |= {(clipped, n): found for n, found in copies.items()}
-        self._gradients, errors = self._joined(copies)
+        self._gradients, errors = self._joined(copies, keep=self._step == 0)
         self._errors |= {f"gradient of {name}": error for name, error in errors.items()}
         self._clip()
         if self._optimizer is not None:
@@ -222,7 +254,7 @@ class Judged:
         self._train()
         for module in self.program.modules:
             module.zero_grad(set_to_none=True)
-        self._begin(self._step)
+        self.begin(self._step)
         with entered(Scope(self._step, 0, ())):
             return self._called("step", self.program.step, batch)
 
@@ -279,8 +311,8 @@ class Judged:
             clipped = self._copies([self._gradient(p) for _, p in self._own])
             self._gradients = self._joined(clipped)[0]
             return
-        there = [g for g in self._gradients.values() if g is not None]
-        norm = float(torch.stack([g.norm() for g in there]).norm()) if there else 0.0
+        norms = [float(g.norm()) for g in self._gradients.values() if g is not None]
+        norm = world.gathered(math.hypot(*norms))[0]
         factor = min(1.0, most / (norm + EPS))
         if factor < 1:
             with torch.no_grad():
@@ -317,39 +349,37 @@ class Judged:
 
     def _copies(self, values: Sequence[Tensor | None]) -> dict[str, list[Copy]]:
         """Return all ranks' copies of each tensor of the original, in the order of ranks."""
-        mine = [None if v is None else v.reshape(-1).clone() for v in values]
+        mine = [None if v is None else spill(v.reshape(-1), self.kept.folder) for v in values]
         found: dict[str, list[Copy]] = {}
         for rank, (ones, theirs) in enumerate(zip(self.holdings.ranks, world.gathered(mine))):
             for one, value in zip(ones, theirs):
                 for name, (here, there) in one.pieces.items():
-                    part = None if value is None else value[here]
-                    found.setdefault(name, []).append(Copy(rank, one.name, there, part))
+                    copy_ = Copy(rank, one.name, here, there, value)
+                    found.setdefault(name, []).append(copy_)
         return found
 
     def _joined(
-        self, copies: Mapping[str, Sequence[Copy]]
+        self, copies: Mapping[str, Sequence[Copy]], keep: bool = False
     ) -> tuple[dict[str, Tensor | None], dict[str, float]]:
-        """Whole tensors, each element from the first rank that has it; how far others are off."""
+        """Whole tensors, each element from the first rank that has it; how far others are off.
+
+        Only rank 0 puts them together, from what ranks wrote: to others they are as if they were
+        not. Unless `keep`, what was written is then removed.
+        """
         whole: dict[str, Tensor | None] = {}
         errors: dict[str, float] = {}
-        for name, shape in self.table.shapes.items():
-            there = [one for one in copies.get(name, ()) if one.values is not None]
-            if not there:
+        if self.rank == 0:
+            for name, shape in self.table.shapes.items():
+                there = [one for one in copies.get(name, ()) if one.held is not None]
                 whole[name] = None
-                continue
-            out = torch.full((shape.numel(),), math.nan, dtype=torch.float64)
-            done = torch.zeros(shape.numel(), dtype=torch.bool)
-            far = 0.0
-            for one in there:
-                assert one.values is not None
-                again = done[one.places]
-                gap = (out[one.places] - one.values)[again]
-                far = max(far, float(gap.norm())) if gap.isfinite().all() else math.inf
-                new = one.places[~again]
-                out[new], done[new] = one.values[~again].double(), True
-            whole[name] = out.reshape(shape)
-            if far or len(there) > 1:
-                errors[name] = over(far, float(out[done].norm()))
+                if there:
+                    whole[name], far, size = joined(there, shape, self.kept.folder)
+                    if far or len(there) > 1:
+                        errors[name] = over(far, size)
+        world.barrier()
+        for copy_ in () if keep else (c for each in copies.values() for c in each):
+            if copy_.rank == self.rank and copy_.held is not None:
+                copy_.held.drop()
         return whole, errors
 
     def _whole(
@@ -369,7 +399,7 @@ class Judged:
         """Whole parameters and buffers, also under the other names of tied ones."""
         whole, errors = self._whole([local(p.detach()) for _, p in self._own])
         self._errors |= errors
-        state = {name: whole[first] for name, first in self.table.aliases.items()}
+        state = {name: whole.get(first) for name, first in self.table.aliases.items()}
         found = {name: value for name, value in state.items() if value is not None}
         return found | {n: b for n, b in self._buffers().items() if n in self._saved_buffers}
 
@@ -431,17 +461,104 @@ class Judged:
         """Return how far copies are apart: of parameters, gradients, buffers and a `same` loss."""
         return dict(self._errors)
 
-    def save(self) -> None:
-        """Keep what the program saves."""
+    # -- saved state
+
+    def save(self) -> Any:
+        """Return what this rank saves; keep what of it has the original's names."""
         if self.program.state_dict is None:
-            return
-        with telling(self.make, "state_dict", self.rank):
-            state = self.program.state_dict()
-        self.kept.saved = {
-            name: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone()
-            for name, v in (state or {}).items()
-            if isinstance(v, Tensor)
-        }
+            return None
+        with telling(self.program.state_dict, "state_dict", self.rank):
+            state = with_optimizer(self.program.state_dict, self._optimizer)
+        known = set(self.table.aliases) | self._saved_buffers
+        self.kept.saved = Tensors(self.kept.folder)
+        for name, v in _named_so(state, known).items():
+            whole = v.full_tensor() if isinstance(v, DTensor) else v
+            if isinstance(v, Tensor) and self.rank == 0:
+                self.kept.saved[name] = whole
+        return state
+
+    def load(self, state: Any) -> None:
+        """Give this rank a state that was saved."""
+        assert self.program.load is not None
+        with telling(self.program.load, "load", self.rank):
+            with_optimizer(self.program.load, self._optimizer, state)
+
+    def state_here(self) -> dict[str, Any]:
+        """This rank's own parameters, buffers that are saved, and optimizer state, by its name."""
+        found: dict[str, Any] = {}
+        state = self._optimizer.state if self._optimizer is not None else {}
+        for one, p in self._own:
+            name = next(iter(one.pieces)) if len(one.pieces) == 1 else one.name
+            found[name] = local(p.detach())
+            slots = state.get(p, {})
+            found |= {f"{slot} of {name}": _here(value) for slot, value in slots.items()}
+        for number, module in enumerate(self.program.modules):
+            for name, buffer in module.named_buffers():
+                owner = module.get_submodule(name.rpartition(".")[0])
+                if name.rpartition(".")[2] not in owner._non_persistent_buffers_set:
+                    said = known_name(self.program, f"{number}:{name}", self._buffers_of_original)
+                    said = said or f"{self._prefix(number)}{name}"
+                    found[f"buffer {said}"] = local(buffer.detach())
+        return found
+
+    def gradients_here(self) -> dict[str, Tensor]:
+        """This rank's own gradients as the last step left them, by the name of its parameter."""
+        own = ((one.name, self._gradient(p)) for one, p in self._own)
+        return {f"gradient of {name}": g for name, g in own if g is not None}
+
+
+def _here(value: Any) -> Any:
+    return local(value.detach()) if isinstance(value, Tensor) else value
+
+
+def _named_so(state: Any, known: set[str]) -> Mapping[str, Any]:
+    """The mapping in a state that has most of the original's names: in itself, or in its values."""
+    best: Mapping[str, Any] = {}
+    waiting = [state]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, Mapping):
+            waiting += one.values()
+            found = {k: v for k, v in one.items() if isinstance(k, str)}
+            of = [sum(isinstance(s.get(k), Tensor) for k in known) for s in (best, found)]
+            best = found if of[1] > of[0] else best
+        elif isinstance(one, (list, tuple)):
+            waiting += one
+    return best
+
+
+def _as_before(like: Judged, program: TrainingProgram) -> Holdings:
+    """The holdings of a program that was made before; refuse (S767) one that is now another."""
+    was = [(one.name, one.shape) for one in like.holdings.ranks[like.rank]]
+    now = [(name, tuple(local(p).shape)) for name, p in named(program.modules)]
+    if was != now:
+        other = next(name for name, shape in now if (name, shape) not in was) if now else "nothing"
+        title = f"`program` makes another module when it is called again: `{other}`"
+        helps = ("let what it makes hang on the model and the rank alone",)
+        raise Refusal(Diagnostic("S767", title, helps=helps))
+    return like.holdings
+
+
+def joined(
+    copies: Sequence[Copy], shape: torch.Size, folder: str | None
+) -> tuple[Tensor, float, float]:
+    """The whole tensor of ranks' copies, how far others are from the first, and its size."""
+    out = spill(torch.full((shape.numel(),), math.nan, dtype=torch.float64), folder).read()
+    done = torch.zeros(shape.numel(), dtype=torch.bool)
+    far = 0.0
+    for one in copies:
+        values = one.values
+        assert values is not None
+        values = values.reshape(one.there.shape)
+        before, known = one.there.within(out), one.there.within(done)
+        if bool(known.any()):
+            gap = (before - values)[known]
+            far = max(far, float(gap.norm())) if gap.isfinite().all() else math.inf
+            values = torch.where(known, before, values.double())
+        one.there.put(out, values)
+        one.there.put(done, True)
+    size = float(out.norm()) if bool(done.all()) else float(out[done].norm())
+    return out.reshape(shape), far, size
 
 
 def _of_shape(value: Any, p: nn.Parameter) -> bool:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.ir import pytree
 from schedlang.passes.verify.compare import is_left_out, over, unhidden
-from schedlang.passes.verify.observe import Key, Observation
+from schedlang.passes.verify.observe import HIDDEN, Key, Observation
 from schedlang.report import Row
 
 # ---- Runs whose every result is off by a rounding.
@@ -252,6 +252,7 @@ KINDS = (
     *("loss", "gradient norm"),
 )
 _NUMBERS = frozenset(KINDS[-2:])
+_BUFFERS = ("other state", HIDDEN)
 DRAWS = 8  # runs of the original whose results are off by roundings
 PLAIN = 2.0  # by how much, at least, these are further off than the original as it stands
 MANY = 256  # degrees of freedom from which on luck is about the same
@@ -268,11 +269,13 @@ class Bounds:
 
     exact  the original in float64, from the weights that the others start from
     run    its k-th run in the working dtype: as it stands for 0, `Nudged` by k for others
+    state  buffers and the optimizer's state have bounds, too
     """
 
     exact: Observation
     run: Run
     draws: int = DRAWS
+    state: bool = False
     _plain: Observation | None = None
 
     def rows(
@@ -281,7 +284,8 @@ class Bounds:
         """Compare a program's errors with their bounds; an error of 1 is the gate.
 
         For kinds in `rtol` the schedule has given a bound of its own for the relative error. Under
-        `casts` what is not finite in the original may be so in the program, and must.
+        `casts` a step whose gradients overflow is skipped: where the original's do, the program's
+        must, in whichever tensor, and what either leaves of that step is no number to compare.
         The original is run until each error is known to be within its bound: a few times at most,
         where the program is right.
         """
@@ -299,6 +303,8 @@ class Bounds:
                 row = replace(row, note="missing")
             elif given is not None:
                 row = replace(row, error=over(float(error.norm()), float(r.double().norm())))
+            elif casts and key.kind in _SKIPPED and _overflow(self._as_it_stands, key):
+                row = replace(row, error=0.0 if _overflow(program, key) else math.inf)
             elif bool((r.isfinite() & ~s.isfinite()).any()):
                 so = casts and not bool(error.isfinite().all())
                 row = replace(row, error=0.0 if so else math.inf)
@@ -341,14 +347,18 @@ class Bounds:
         """The floats that a program gives; of parameters those of the last step."""
         last = {key[:2]: key.step for key in self.exact.tensors}
         for key, r in self.exact.tensors.items():
-            if key.kind not in KINDS or key.kind in program.missing or r is None:
+            if not self._has(key) or key.kind in program.missing or r is None:
                 continue
             if is_left_out(key, program.left_out) or not r.is_floating_point():
                 continue
-            if key.kind not in _NUMBERS and r.dim() == 0:
+            if key.kind not in (*_NUMBERS, *_BUFFERS) and r.dim() == 0:
                 continue
             if key.kind != "parameters" or key.step == last[key[:2]]:
                 yield key
+
+    def _has(self, key: Key) -> bool:
+        state = key.kind in _BUFFERS or key.kind.startswith("optimizer ")
+        return key.kind in KINDS or (self.state and state)
 
     def _shares(self, left: Mapping[Key, Tensor], chance: float) -> dict[Key, float]:
         """The shares of their bounds that errors take, from as many runs as that asks for.
@@ -393,6 +403,16 @@ class Bounds:
         unit = _unit(s.dtype)
         r = torch.ones(1) if key.kind in _NUMBERS else torch.where(r.isfinite(), r, 0).double()
         return Bound(max(one.norm, unit * float(r.norm())), max(one.most, unit * _largest(r)))
+
+
+_SKIPPED = ("gradients", "gradient norm")
+
+
+def _overflow(seen: Observation, key: Key) -> bool:
+    """Whether some gradient of a step is not finite."""
+    step = Key(key.condition, "gradients", key.step, "")[:3]
+    every = (v for k, v in seen.tensors.items() if k[:3] == step)
+    return any(v is not None and not bool(v.isfinite().all()) for v in every)
 
 
 _GIVEN = "the bound of the schedule"

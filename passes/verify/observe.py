@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from schedlang.ir.pytree import tree_flatten_with_path
+from schedlang.passes.verify.spilled import Tensors
 from schedlang.runtime.batch import dotted
 from schedlang.runtime.device import undrawn
 from schedlang.runtime.launch.forkserver import progress
@@ -129,7 +130,7 @@ class Key(NamedTuple):
 class Observation:
     """All that was seen. A tensor that should be there and is not (a missing gradient) is None."""
 
-    tensors: dict[Key, Tensor | None] = field(default_factory=dict)
+    tensors: MutableMapping[Key, Tensor | None] = field(default_factory=dict)
     sets: dict[Key, frozenset[str]] = field(default_factory=dict)
     replicas: dict[Key, float] = field(default_factory=dict)
     # of a side that can tell: from how many streams masks were drawn, and what is wrong with them
@@ -147,13 +148,18 @@ class Observation:
 
 
 def observe(
-    make: Callable[[Condition], Subject], conditions: Iterable[Condition], *, keep: bool = True
+    make: Callable[[Condition], Subject],
+    conditions: Iterable[Condition],
+    *,
+    keep: bool = True,
+    folder: str | None = None,
 ) -> Observation:
     """Run each condition on a fresh subject; without `keep`, as on other ranks, keep nothing.
 
+    In a `folder` large tensors lie in files, and are read when they are asked for.
     The function modes of the comparison (float64, logical dropout) are for the caller to enter.
     """
-    seen = Observation()
+    seen = Observation(Tensors(folder)) if folder is not None else Observation()
     order: tuple[str, ...] = ()
     ties: tuple[tuple[str, ...], ...] = ()
     for condition in conditions:
@@ -167,6 +173,7 @@ def observe(
             sight.end(subject, len(condition.batches) - 1, condition.batches[0])
         order = order or tuple(getattr(subject, "order", ()))
         ties = ties or tuple(getattr(subject, "ties", ()))
+        del subject  # before another is made
     return replace(seen, order=order, ties=ties)
 
 

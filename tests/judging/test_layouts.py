@@ -11,6 +11,7 @@ from torch import nn
 from schedlang import TrainingProgram
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.judge.layouts import Held, Holdings, Table, candidates, held, together
+from schedlang.passes.judge.regions import Region
 
 
 class Original(nn.Module):
@@ -58,17 +59,42 @@ def test_any_cut_is_found_by_values(cut: Any) -> None:
     (one,), lost = held(offered(**parts), table := Table(original))
     assert not lost and one.by == "values"
     flat = next(iter(parts.values())).reshape(-1)
-    there = one.index >= 0
-    assert torch.equal(table.values[one.index[there]], flat[there])
-    assert int((~there).sum()) == {"padded at the end": 12, "padded with other numbers": 4}.get(
+    assert one.padding == {"padded at the end": 12, "padded with other numbers": 4}.get(
         next(name for name, c in CUTS.items() if c is cut), 0
     )
-    back = {name: table.values[table.starts[name] + there] for name, (_, there) in _pieces(one)}
-    assert sum(len(v) for v in back.values()) == int(there.sum())
+    seen = torch.zeros(len(flat), dtype=torch.long)
+    for name, (here, there) in one.pieces.items():
+        whole = table.parameters[name].detach().reshape(-1)
+        assert torch.equal(whole[there.numbers], flat[here.numbers])
+        assert torch.equal(there.within(whole).reshape(-1), here.within(flat).reshape(-1))
+        seen[here.numbers] += 1
+    assert int(seen.max()) == 1 and int((seen == 0).sum()) == one.padding
 
 
-def _pieces(one: Any) -> Any:
-    return one.pieces.items()
+NUMBERS = {
+    "rows": (torch.arange(24).reshape(6, 4)[2:5], 0),
+    "columns": (torch.arange(24).reshape(6, 4)[:, 1:3], 0),
+    "a transposed one": (torch.arange(24).reshape(6, 4).T, 0),
+    "every other row": (torch.arange(24).reshape(6, 4)[::2], 0),
+    "one": (torch.tensor(7), 0),
+    "none": (torch.arange(0), 0),
+    "backwards": (torch.arange(6).flip(0), 6),
+    "shuffled": (torch.tensor([[0, 1], [2, 4]]), 4),
+}
+
+
+@pytest.mark.parametrize("numbers, listed", NUMBERS.values(), ids=NUMBERS)
+def test_a_grid_of_numbers_takes_no_memory(numbers: torch.Tensor, listed: int) -> None:
+    """A region has the numbers that it was made of, reads and writes these, and no others."""
+    flat = torch.arange(24.0)
+    one = Region.of(numbers.reshape(-1), numbers.shape)
+    assert torch.equal(one.numbers, numbers.reshape(-1)) and len(one) == numbers.numel()
+    assert (0 if one.listed is None else len(one.listed)) == listed
+    assert torch.equal(one.within(flat).reshape(-1), flat[numbers.reshape(-1)])
+    one.put(flat, -1 - one.within(flat).reshape(-1))
+    assert int((flat < 0).sum()) == numbers.numel()
+    assert torch.equal(flat[numbers.reshape(-1)], -1.0 - numbers.reshape(-1))
+    assert one.alike(Region.of(numbers.reshape(-1))) and not one.alike(Region.of(torch.arange(5)))
 
 
 def test_one_changed_element_is_no_padding() -> None:
@@ -83,7 +109,7 @@ def test_one_changed_element_is_no_padding() -> None:
         options = {"names": {"w": "q.weight"}}
         (one,), lost = held(offered(w=changed, options=options), table)
         assert not lost and one.by == "name"
-        assert torch.equal(one.index.reshape(6, 4), table.numbers("q.weight"))
+        assert torch.equal(one.pieces["q.weight"][1].numbers, torch.arange(24))
 
 
 def test_rows_that_nobody_has_are_missing() -> None:
@@ -139,8 +165,5 @@ def test_a_module_of_that_name_keeps_it() -> None:
 
 def test_padding_is_counted_on_all_ranks() -> None:
     """Ranks that hold a tensor of one name may each have padding in it, or none."""
-    ranks = tuple(
-        (Held("weight", torch.tensor(index), (3,), True, "values"),)
-        for index in ([0, 1, -1], [2, -1, -1], [3, 4, 5])
-    )
+    ranks = tuple((Held("weight", (3,), True, "values", padding=count),) for count in (1, 2, 0))
     assert Holdings(ranks, Table(nn.Linear(2, 3, bias=False))).padding == {"weight": 3}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from schedlang import TrainingProgram, verify_program
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.launch.pool import Pool
-from tests.judging import by_hand, net, wrapped
+from tests.judging import by_hand, net, saving, wrapped
 
 
 def only_low(model: nn.Module) -> TrainingProgram:
@@ -33,6 +35,41 @@ def scaled(model: nn.Module) -> TrainingProgram:
         return found
 
     return TrainingProgram(made.module, step)
+
+
+def copies_counted(model: nn.Module) -> TrainingProgram:
+    """Wrong: the norm that gradients are clipped by counts the copies of all ranks."""
+    made = wrapped.ddp(model)
+
+    def clip(most: float) -> Any:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf) * 2**0.5
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.mul_(min(1.0, most / float(norm)))
+        return norm
+
+    return TrainingProgram(made.module, made.step, clip=clip)
+
+
+class Undecayed(torch.optim.AdamW):
+    """AdamW whose first step leaves out what the second moment is divided by."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        """One step; the state of it is scaled."""
+        super().step(closure)
+        for slots in self.state.values():
+            slots["exp_avg_sq"].mul_(1.5)
+
+
+def scaled_moment(model: nn.Module) -> TrainingProgram:
+    """Wrong on ranks alone: the second moment of the optimizer is half as large again."""
+    made = wrapped.ddp(model)
+
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        kind = Undecayed if dist.is_initialized() else torch.optim.AdamW
+        return kind([p for _, p in named], lr=3e-3, eps=1e-5)
+
+    return TrainingProgram(made.module, made.step, optimizer=optimizer)
 
 
 def judged(pool: Pool, program: Any, dtype: str, ranks: int = 2, **model: Any) -> Any:
@@ -58,6 +95,9 @@ RIGHT = [
     (wrapped.fsdp2, 4, "bfloat16", {}),
     (wrapped.tp, 2, "bfloat16", {}),
     (wrapped.zero1, 2, "float32", {}),
+    (wrapped.ddp_evaluated, 2, "bfloat16", {}),
+    (saving.ddp, 2, "bfloat16", {"frozen": True}),
+    (saving.fsdp2, 2, "float16", {}),
 ]
 WRONG = [
     (wrapped.ddp_unsynced, 2, "bfloat16", {}),
@@ -67,6 +107,9 @@ WRONG = [
     (scaled, 2, "bfloat16", {}),
     (scaled, 2, "float32", {}),
     (wrapped.ddp_other_start, 2, "bfloat16", {}),
+    (copies_counted, 2, "bfloat16", {}),
+    (scaled_moment, 2, "bfloat16", {}),
+    (saving.no_momentum, 2, "bfloat16", {}),
 ]
 
 
@@ -84,6 +127,8 @@ def test_a_right_program_passes(
     assert dict(report.facts)["dtype"] == dtype
     kinds = {row.kind for row in report.rows}
     assert kinds >= {f"{k} in working dtype" for k in ("loss", "gradients", "parameters")}, kinds
+    own = program is wrapped.zero1  # which keeps its state elsewhere
+    assert own or {"optimizer exp_avg in working dtype", "optimizer step"} <= kinds, kinds
 
 
 @pytest.mark.parametrize("program, ranks, dtype, model", WRONG, ids=_named)
@@ -93,6 +138,20 @@ def test_a_wrong_program_fails(
     """What no rounding explains is found."""
     report = judged(pool, program, dtype, ranks, **model)
     assert report.exit_code == 1, str(report)
+
+
+def test_statistics_have_bounds(pool: Pool) -> None:
+    """Buffers of a batch norm are compared: of ranks' own rows they are others."""
+    options: dict[str, Any] = {"batch": wrapped.images, "loss": wrapped.of_images, "ranks": 2}
+    options |= {"pool": pool, "dtype": "bfloat16"}
+    right = verify_program(saving.statistics, model=wrapped.Normed(), **options)
+    assert right.ok, str(right)
+    named = {row.name for row in right.rows if row.kind == "other state in working dtype"}
+    assert named == {"bn.running_mean", "bn.running_var"}
+    counted = {row.name for row in right.rows if row.kind == "other state"}
+    assert counted == {"bn.num_batches_tracked"}
+    wrong = verify_program(wrapped.unsynced_norm, model=wrapped.Normed(), **options)
+    assert wrong.exit_code == 1
 
 
 def test_a_dtype_that_is_none(pool: Pool) -> None:

@@ -191,3 +191,26 @@ def test_an_original_that_overflows_in_its_dtype_is_not_checked_there() -> None:
     report = prove(Case(planned(Net("large"), *DP), batches(), dtype="float16"), pool=Threads())
     assert report.exit_code == 3 and all(row.ok for row in report.rows)
     assert any(OVERFLOWS in said and "working dtype" in said for said in report.unchecked)
+
+
+@pytest.mark.parametrize("place, ok", [("a", True), ("b", True), ("", False)])
+def test_a_step_that_a_cast_skips(place: str, ok: bool) -> None:
+    """Where a gradient of the original overflows one of the program's must, whichever it is.
+
+    A step later both are compared again, in every tensor.
+    """
+    inf, names = float("inf"), ("a", "b")
+
+    def seen(bad: str, at: int, off: float = 0.0) -> Observation:
+        tensors = {}
+        for step, name in ((s, n) for s in (0, 1) for n in names):
+            over = step == at and name == bad
+            value = torch.tensor([inf, 2.0]) if over else torch.tensor([1.0, 2.0])
+            tensors[Key("SGD", "gradients", step, name)] = value + (off if step == 1 else 0.0)
+        return Observation(tensors)
+
+    exact = Observation({k: v.double() for k, v in seen("", 0).tensors.items() if v is not None})
+    bounds = Bounds(exact, lambda draw: seen("a", 0))
+    assert Report(bounds.rows(seen(place, 0), casts=True)).ok is ok
+    assert not Report(bounds.rows(seen(place, 1), casts=True)).ok
+    assert not Report(bounds.rows(seen(place, 0, off=0.1), casts=True)).ok

@@ -1,0 +1,171 @@
+"""Saved state loaded back: a program of the same ranks takes it, and trains on as the one before.
+
+The other program is made from other weights and statistics, so that what is not loaded shows. Each
+rank compares what it holds itself: only sizes of differences travel.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.ir import pytree
+from schedlang.passes.judge.kinds import LOADED, NEXT
+from schedlang.passes.judge.program import takes_optimizer
+from schedlang.passes.judge.subject import Judged
+from schedlang.passes.verify.compare import RTOL, over
+from schedlang.passes.verify.observe import Condition
+from schedlang.passes.verify.original import randomised
+from schedlang.report import Gap, Row
+from schedlang.runtime.comm import world
+
+AS_BUILT = "not loaded: it is as it was built"
+OTHER, LOST, EXTRA = "not what was saved", "lost", "it was not there when the state was saved"
+_APART = 1.5  # by what saved statistics of the other program are multiplied
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """How far ranks are from what was saved, by name: the error, and in words what it is."""
+
+    state: Mapping[str, tuple[float, str]] = field(default_factory=dict)
+    step: Mapping[str, float] = field(default_factory=dict)
+    optimizer: bool = True  # whether its state is there afterwards, if it was there before
+
+    def rows(self, condition: Condition) -> Iterator[Row]:
+        """One row for each tensor, and for each of the next step."""
+        last = len(condition.batches) - 1
+        for name, (error, note) in self.state.items():
+            yield Row(condition.name, LOADED, name, error, 0.0, not note, last, note)
+        for name, error in self.step.items():
+            ok = error <= RTOL
+            yield Row(condition.name, NEXT, name, error, RTOL, ok, last + 1)
+
+    @property
+    def gaps(self) -> tuple[Gap, ...]:
+        """What is not compared."""
+        if self.optimizer:
+            return ()
+        said = "saved optimizer state (`load` takes no `optimizer`, and leaves it empty)"
+        return (Gap(said, "momentum that is lost"),)
+
+
+def elsewhere(original: nn.Module, seed: int) -> nn.Module:
+    """The original with other weights, and other statistics where a state dict has them."""
+    other = randomised(original, seed + 1)
+    saved = other.state_dict()
+    for name, buffer in other.named_buffers():
+        if name in saved and buffer.is_floating_point():
+            buffer.mul_(_APART)
+    return other
+
+
+def reloaded(
+    old: Judged, condition: Condition, begin: Callable[[int], None], *, step: bool = True
+) -> Loaded | None:
+    """Save, load into another program of these ranks, compare, and train a step more on both.
+
+    `begin` is told when a step begins, as by Judged. None where the program offers no `load`. All
+    ranks call alike.
+    """
+    state = _taken(old.save())
+    if old.program.load is None:
+        return None
+    other, batch = elsewhere(old.original, 0), condition.batches[0]
+    fresh = Judged(old.make, other, old.table, condition, old.kept, begin, old)
+    built = {name: _sum(value) for name, value in fresh.state_here().items()}
+    fresh.load(_of_first(state))
+    want, got = old.state_here(), fresh.state_here()
+    told = takes_optimizer(old.program.load) or any(map(_of_optimizer, got))
+    told = _any(told) or not _any(any(map(_of_optimizer, want)))
+    if not told:
+        want, got = ({k: v for k, v in one.items() if not _of_optimizer(k)} for one in (want, got))
+    found = {name: _told(name, want, got, built) for name in {**want, **got}}
+    seen = Loaded(_worst(found), optimizer=told)
+    if not step:
+        return seen
+    old.begin = begin
+    errors = {"loss": over(*_apart(*(one.train_step(batch) for one in (old, fresh))))}
+    errors |= _errors(old.gradients_here(), fresh.gradients_here())
+    if told:
+        errors |= _errors(old.state_here(), fresh.state_here())
+    pairs = {name: (error, "") for name, error in errors.items()}
+    return Loaded(seen.state, {name: error for name, (error, _) in _worst(pairs).items()}, told)
+
+
+def _any(mine: bool) -> bool:
+    return any(world.gathered(mine))
+
+
+def _of_optimizer(name: str) -> bool:
+    return " of " in name
+
+
+def _taken(state: Any) -> Any:
+    """A copy of a saved state, as it is when it was written and read."""
+    return pytree.tree_map(
+        lambda v: v.detach().clone() if isinstance(v, Tensor) else copy.deepcopy(v), state
+    )
+
+
+def _of_first(state: Any) -> Any:
+    """The state of this rank, or of the first that has one."""
+    empty = state is None or (isinstance(state, (Mapping, list, tuple)) and not state)
+    has = world.gathered(not empty)
+    if all(has) or not any(has):
+        return state
+    first = has.index(True)
+    given = world.gathered(state if world.rank() == first else None)[first]
+    return given if empty else state
+
+
+def _sum(value: Any) -> float:
+    return float(value.double().sum()) if isinstance(value, Tensor) and value.numel() else 0.0
+
+
+def _told(
+    name: str, want: Mapping[str, Any], got: Mapping[str, Any], built: Mapping[str, float]
+) -> tuple[float, str]:
+    """The error of one thing that was loaded, and what it is in words; 0 and "" if it is right."""
+    if name not in got:
+        return math.inf, LOST
+    if name not in want:
+        return math.inf, EXTRA
+    gap, size = _apart(got[name], want[name])
+    if gap == 0:
+        return 0.0, ""
+    return over(gap, size), AS_BUILT if _sum(got[name]) == built.get(name) else OTHER
+
+
+def _apart(a: Any, b: Any) -> tuple[float, float]:
+    """How far two values are apart, and the size of the second."""
+    if not isinstance(a, (Tensor, int, float)) or not isinstance(b, (Tensor, int, float)):
+        return (0.0 if a == b else math.inf), 1.0
+    a, b = torch.as_tensor(a), torch.as_tensor(b)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return math.inf, 1.0
+    if torch.equal(a, b):
+        return 0.0, 1.0
+    return float((a.double() - b.double()).norm()), float(b.double().norm())
+
+
+def _errors(want: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: over(*_apart(got[name], want[name])) if name in got and name in want else math.inf
+        for name in {**want, **got}
+    }
+
+
+def _worst(mine: Mapping[str, tuple[float, str]]) -> dict[str, tuple[float, str]]:
+    """Of each name the greatest error of all ranks."""
+    found: dict[str, tuple[float, str]] = {}
+    for one in world.gathered(mine):
+        for name, pair in one.items():
+            found[name] = max(found.get(name, pair), pair, key=lambda p: (p[1] != "", p[0]))
+    return found
