@@ -2,8 +2,8 @@
 
     python -m tests.judging.sweep --ways tp,fsdp --families llama,olmo2 --out found.jsonl
 
-`verify_program` judges each pair, with dropout on and ragged rows.  A verdict is a line of the file,
-and what is there with the same versions is not run again: a sweep that was ended goes on.
+`verify_program` judges each pair, with dropout on and ragged rows.  A verdict is a line of the
+file, and what is there with the same versions is not run again: a sweep that was ended goes on.
 """
 
 from __future__ import annotations

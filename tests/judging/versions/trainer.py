@@ -1,4 +1,4 @@
-"""What the trainer of transformers makes of a step, of any version: its own methods in its order."""
+"""What the trainer of transformers makes of a step: its own methods, of any version."""
 
 from __future__ import annotations
 
