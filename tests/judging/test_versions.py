@@ -1,0 +1,45 @@
+"""Bugs in the code of the versions that had them: a version with one fails, one without it passes.
+
+What is installed decides which are run: `PYTHONPATH` may name a folder that another version was
+installed to (`pip install --no-deps --target FOLDER transformers==4.46.3`).
+"""
+
+import importlib
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+import pytest
+
+import schedlang
+
+THREADS = (
+    "first_words",
+    "items_of_a_rank",
+    "means_of_micro_batches",
+    "smoothed_labels",
+)
+
+
+@pytest.mark.parametrize("name", THREADS)
+def test_a_version_is_judged_by_whether_it_has_the_bug(name, pool) -> None:
+    """The library's own code differs in a version with the bug, and is equal in one without."""
+    thread = importlib.import_module(f"tests.judging.versions.{name}")
+    try:
+        installed = version(thread.PACKAGE).partition("+")[0]
+    except PackageNotFoundError:
+        pytest.skip(f"{thread.PACKAGE} is not installed")
+    if installed not in thread.WITH + thread.WITHOUT:
+        pytest.skip(f"nothing is known of {thread.PACKAGE} {installed}")
+    report = schedlang.verify_program(
+        thread.program,
+        model=thread.model(),
+        batch=thread.batch,
+        loss=thread.loss,
+        ranks=thread.RANKS,
+        pool=pool,
+        vary=False,
+    )
+    assert report.ok == (installed in thread.WITHOUT), str(report)
+    if not report.ok:
+        _, _, said = str(report).partition("first difference")
+        assert re.search(thread.NAMED, said), str(report)
