@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from schedlang.runtime import device as devices
+
 # those that numpy has; bfloat16 and narrower floats go torch's way
 DTYPES = frozenset(
     {
@@ -22,7 +24,7 @@ def reduced(value: Any) -> Any:
     Plain is what its numbers, shape and dtype tell whole: it lies in one piece that nobody else
     has a part of, and has neither a gradient to come nor attributes.
     """
-    if type(value) is not Tensor or value.device.type != "cpu" or value.dtype not in DTYPES:
+    if type(value) is not Tensor or value.dtype not in DTYPES or not devices.on_host(value):
         return NotImplemented
     if value.layout != torch.strided or value.requires_grad or value.__dict__:
         return NotImplemented
