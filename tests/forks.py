@@ -309,6 +309,7 @@ def _become(
         else:
             paths = before.get("PYTHONPATH", "").split(os.pathsep)
             FORKS.go_on(control, before, environ)
+            Pool._executed = staticmethod(server)  # type: ignore[method-assign]
             code = _command([one for one in plain if one not in paths], *told)
     except BaseException:
         traceback.print_exc()
