@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from schedlang.doors import SIDE, WAY
-from tests.figures import parsed, table
+from tests.figures import parsed, statements, table
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
@@ -134,7 +134,7 @@ def said(room: str) -> str:
 
 def imported(tree: ast.AST, within: str = "schedlang") -> Iterator[str]:
     """What a file imports of a package; what only the type checker reads is left out."""
-    for node in ast.iter_child_nodes(tree):
+    for node in statements(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             continue
         module = node.module or "" if isinstance(node, ast.ImportFrom) else ""

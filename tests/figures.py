@@ -22,6 +22,7 @@ type (Triton's own have none); `mypy --strict` checks them all. Lines count comm
 
 """
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+HOLDS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,17 @@ def parsed(path: Path) -> ast.Module:
     return found
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Every node of a file, as `ast.walk` orders them, for all tests that look for some."""
+    return tuple(ast.walk(parsed(path)))
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """What stands right inside a node and is, or may hold, a statement: no expression does."""
+    return (one for one in ast.iter_child_nodes(node) if isinstance(one, HOLDS))
+
+
 def paths(room: str) -> Iterator[Path]:
     """The Python files of a room; the language is what is in none of the others."""
     inside = ROOT / "schedlang"
@@ -58,7 +70,7 @@ def figures(room: str) -> Figures:
     """What is counted in a room."""
     every = list(paths(room))
     read = every if room != "tests" else ()  # their functions are none of the product's
-    found = [node for path in read for node in ast.walk(parsed(path.resolve()))]
+    found = [node for path in read for node in nodes(path.resolve())]
     functions = [node for node in found if isinstance(node, Function)]
     public = [node for node in functions if not node.name.startswith("_")]
     lengths = [(node.end_lineno or node.lineno) - node.lineno + 1 for node in functions]

@@ -5,7 +5,8 @@
 is `subprocess.run([sys.executable, ...], capture_output=True, text=True)`, but that the interpreter
 and its imports, two seconds of a processor, are there already.  Where the variables of the
 environment could change what an import does, and off Linux, it is a new interpreter.  Tests whose
-subject is the process, its hash seed or its imports start one themselves.
+subject is the process, its hash seed or its imports start one themselves.  Ranks that a forked
+torchrun starts are forked alike.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ FREE = {
     # torch sets these in this process when it first compiles, and reads them then
     *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUBLAS_WORKSPACE_CONFIG"),
     *("KMP_DUPLICATE_LIB_OK", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "TORCH_WARM_POOL"),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",  # of torchrun, for process groups that are made later
 }
-FREE_PREFIXES = ("GITHUB_", "PYTEST_")
+FREE_PREFIXES = ("GITHUB_", "PYTEST_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 _MOST = 1 << 20  # bytes of a message
 
 
@@ -112,6 +114,14 @@ class Forks:
             assert self._control is not None, "it has begun"
             socket.send_fds(self._control, [message], [theirs.fileno(), *fds])
         return Fork(int(ours.recv(_MOST)), ours)
+
+    def go_on(
+        self, control: socket.socket, before: dict[str, str], environ: dict[str, str]
+    ) -> None:
+        """Ask the process that this one was forked from; its imports found the variables before."""
+        self._control, self._owner = control, os.getpid()
+        threads = {name: environ[name] for name in THREADS if name in environ}
+        self._environ = {n: v for n, v in before.items() if n not in THREADS} | threads
 
     def _begin(self) -> None:
         if self._owner == os.getpid():
@@ -215,29 +225,47 @@ def serve(plain: Sequence[str]) -> None:
     wake, wakes = os.pipe()
     os.set_blocking(wakes, False)
     signal.set_wakeup_fd(wakes)
+    asking = [control]  # the tests, and every forked command
     while True:
-        ready, _, _ = select.select([control, wake], [], [])
+        ready, _, _ = select.select([*asking, wake], [], [])
         if wake in ready:
             os.read(wake, 1024)
             _reap(alive)
-        if control not in ready:
-            continue
-        message, fds, _, _ = socket.recv_fds(control, _MOST, 8)
-        if not message:
-            break
-        told = socket.socket(fileno=fds.pop(0))
-        pid = os.fork()
-        if pid == 0:
-            for one in (control.detach(), told.detach(), wake, wakes):
-                os.close(one)
-            for one in alive.values():
+        for one in [one for one in asking if one in ready]:
+            message, fds, _, _ = socket.recv_fds(one, _MOST, 8)
+            if message:
+                asking.append(_forked(message, fds, plain, asking, (wake, wakes), alive))
+            elif one is control:
+                os._exit(0)
+            else:
+                asking.remove(one)
                 one.close()
-            _become(*pickle.loads(message), fds, plain)
-        for fd in fds:
-            os.close(fd)
-        alive[pid] = told
-        told.send(str(pid).encode())
-    os._exit(0)
+
+
+def _forked(
+    message: bytes,
+    fds: list[int],
+    plain: Sequence[str],
+    asking: Sequence[socket.socket],
+    pipe: tuple[int, int],
+    alive: dict[int, socket.socket],
+) -> socket.socket:
+    """Fork one that does what the message says; what it asks for in its turn comes from here."""
+    told = socket.socket(fileno=fds.pop(0))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        for one in (*asking, *alive.values(), told, ours):
+            one.close()
+        for end in pipe:
+            os.close(end)
+        _become(*pickle.loads(message), fds, plain, theirs)
+    theirs.close()
+    for fd in fds:
+        os.close(fd)
+    alive[pid] = told
+    told.send(str(pid).encode())
+    return ours
 
 
 def _reap(alive: dict[int, socket.socket]) -> None:
@@ -254,6 +282,7 @@ def _become(
     cwd: str,
     fds: list[int],
     plain: Sequence[str],
+    control: socket.socket,
 ) -> None:
     """Be the process that was asked for; never return."""
     code = 1
@@ -279,6 +308,8 @@ def _become(
             code = 0
         else:
             paths = before.get("PYTHONPATH", "").split(os.pathsep)
+            FORKS.go_on(control, before, environ)
+            Pool._executed = staticmethod(server)  # type: ignore[method-assign]
             code = _command([one for one in plain if one not in paths], *told)
     except BaseException:
         traceback.print_exc()
@@ -303,8 +334,14 @@ def _command(plain: Sequence[str], cwd: str, words: list[str]) -> int:
     sys.path[:] = [*filter(None, paths), *plain]
     importlib.invalidate_caches()
     sys.stdout, sys.stderr = (os.fdopen(fd, "w") for fd in (1, 2))
+    if words[0] == "-u":
+        words = words[1:]
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[attr-defined]
     try:
         if words[0] == "-m":
+            if words[1] == "torch.distributed.run":
+                _fork_ranks()
             sys.path.insert(0, cwd)
             sys.argv[:] = ["-m", *words[2:]]
             runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
@@ -335,3 +372,22 @@ def _command(plain: Sequence[str], cwd: str, words: list[str]) -> int:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     return code & 0xFF
+
+
+def _fork_ranks() -> None:
+    """Let torchrun, in this process, have its ranks forked instead of starting interpreters."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    started = subprocess_handler.SubprocessHandler._popen
+
+    def forked(self: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        if args[:2] != (sys.executable, "-u") or not FORKS.can(env):
+            return started(self, args, env)
+        with open(os.devnull) as nothing:
+            fds = [
+                nothing.fileno(),
+                *(f.fileno() if f else n for n, f in ((1, self._stdout), (2, self._stderr))),
+            ]
+            return FORKS.fork(("command", os.getcwd(), list(args[1:])), env, fds)
+
+    subprocess_handler.SubprocessHandler._popen = forked  # type: ignore[method-assign]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
 from tests.docs.test_house import FOLDERS, shown, sources
-from tests.figures import parsed
+from tests.figures import nodes
 
 TYPES = {"cuda", "nccl", "mps", "xpu", "hip", "npu", "privateuseone"}
 ALLOWED = {
@@ -17,9 +17,9 @@ ALLOWED = {
 }
 
 
-def asked(module: ast.Module) -> Iterator[tuple[int, str]]:
-    """Where a program asks of what type a device is: line, and how."""
-    for node in ast.walk(module):
+def asked(every: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Where a program's nodes ask of what type a device is: line, and how."""
+    for node in every:
         match node:
             case ast.Attribute(attr="is_cuda" | "is_mps" | "is_xpu" as attribute):
                 yield node.lineno, f".{attribute}"
@@ -58,16 +58,14 @@ def test_one_file_names_devices() -> None:
         for path in sources(*FOLDERS)
         if shown(path) not in ALLOWED
         if not shown(path).startswith("schedlang/testing/")  # it makes a device of its own
-        for line, how in asked(parsed(path))
+        for line, how in asked(nodes(path))
     ]
     assert not found, "\n".join(found)
 
 
 def test_reasons_are_needed() -> None:
     """No file has a reason for what it does not do."""
-    idle = {
-        shown(p) for p in sources(*FOLDERS) if shown(p) in ALLOWED and not any(asked(parsed(p)))
-    }
+    idle = {shown(p) for p in sources(*FOLDERS) if shown(p) in ALLOWED and not any(asked(nodes(p)))}
     assert not idle
 
 
@@ -89,10 +87,10 @@ def test_reasons_are_needed() -> None:
 )
 def test_what_is_found(line: str) -> None:
     """Each way of asking is found."""
-    assert list(asked(ast.parse(line)))
+    assert list(asked(ast.walk(ast.parse(line))))
 
 
 @pytest.mark.parametrize("line", ["x.device == y.device", "torch.autocast(x.device.type)", "'cpu'"])
 def test_what_is_not(line: str) -> None:
     """Comparing devices, and handing their type on, asks nothing of it."""
-    assert not list(asked(ast.parse(line)))
+    assert not list(asked(ast.walk(ast.parse(line))))

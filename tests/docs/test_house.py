@@ -15,7 +15,7 @@ import pytest
 import typer.main
 
 from schedlang.cli import app
-from tests.figures import parsed
+from tests.figures import parsed, statements
 from tests.tiers import in_part, part
 
 ROOT = Path(__file__).parents[2]
@@ -77,11 +77,12 @@ def project() -> dict[str, Any]:
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-def definitions(path: Path) -> Iterator[tuple[str, Definition, bool]]:
+@cache
+def definitions(path: Path) -> tuple[tuple[str, Definition, bool], ...]:
     """Every function and class of a file: its dotted name, and whether users can reach it."""
 
     def below(node: ast.AST, prefix: str, public: bool) -> Iterator[tuple[str, Definition, bool]]:
-        for child in ast.iter_child_nodes(node):
+        for child in statements(node):
             if isinstance(child, Definition):
                 dotted, reached = prefix + child.name, public and not child.name.startswith("_")
                 yield dotted, child, reached
@@ -90,7 +91,7 @@ def definitions(path: Path) -> Iterator[tuple[str, Definition, bool]]:
             else:
                 yield from below(child, prefix, public)
 
-    yield from below(parsed(path), "", True)
+    return tuple(below(parsed(path), "", True))
 
 
 # ---- what a file says -----------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from schedlang.runtime.adapters import torch_distributed, torch_tensor
 from tests.docs.test_docs import ROOT
-from tests.figures import parsed
+from tests.figures import nodes
 
 LIBRARIES = ("torch", "transformers", "diffusers", "peft", "timm", "torch_geometric", "triton")
 ADAPTERS = "schedlang/runtime/adapters/"
@@ -21,19 +21,22 @@ APART = {"schedlang/kernels/interpreter.py"}
 FOLDERS = ("schedlang", "passes", "primitives")
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    """The files of the library, by their paths."""
+Nodes = tuple[ast.AST, ...]
+
+
+def sources() -> Iterator[tuple[str, Nodes]]:
+    """The nodes of the library's files, by their paths."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            yield str(path.relative_to(ROOT)), parsed(path)
+            yield str(path.relative_to(ROOT)), nodes(path)
 
 
 class Foreign:
     """The names of a file that stand for modules, classes and functions of other libraries."""
 
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, nodes: Nodes) -> None:
         self.names: set[str] = set()
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.Import):
                 found = [a for a in node.names if a.name.split(".")[0] in LIBRARIES]
                 self.names |= {a.asname or a.name.split(".")[0] for a in found}
@@ -42,7 +45,7 @@ class Foreign:
         known = -1
         while known != len(self.names):  # names that are given to what other names stand for
             known = len(self.names)
-            for node in ast.walk(tree):
+            for node in nodes:
                 for target, value in _assigned(node):
                     if isinstance(target, ast.Name) and self.is_one(value):
                         self.names.add(target.id)
@@ -53,8 +56,12 @@ class Foreign:
             return value.id in self.names
         if isinstance(value, ast.Attribute | ast.Subscript):
             return self.is_one(value.value)
-        looked = isinstance(value, ast.Call) and ast.unparse(value.func) in ("vars", "getattr")
+        looked = isinstance(value, ast.Call) and _is_named(value.func, "vars", "getattr")
         return looked and self.is_one(value.args[0])  # type: ignore[union-attr]
+
+
+def _is_named(function: ast.expr, *names: str) -> bool:
+    return isinstance(function, ast.Name) and function.id in names
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
@@ -71,15 +78,15 @@ def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
         yield from ((target, None) for target in node.targets)
 
 
-def patches(tree: ast.Module) -> list[int]:
+def patches(nodes: Nodes) -> list[int]:
     """The lines that put something else in the place of what another library has."""
-    foreign, found = Foreign(tree), set()
-    for node in ast.walk(tree):
+    foreign, found = Foreign(nodes), set()
+    for node in nodes:
         for target, _ in _assigned(node):
             inside = isinstance(target, ast.Attribute | ast.Subscript)
             if inside and foreign.is_one(target.value):  # type: ignore[union-attr]
                 found.add(node.lineno)  # type: ignore[attr-defined]
-        sets = isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr")
+        sets = isinstance(node, ast.Call) and _is_named(node.func, "setattr", "delattr")
         if sets and foreign.is_one(node.args[0]):  # type: ignore[attr-defined]
             found.add(node.lineno)  # type: ignore[attr-defined]
     return sorted(found)
@@ -103,15 +110,15 @@ def test_patches_are_seen(line: str) -> None:
     imports = (
         "import torch\nimport torch.distributed as dist\nfrom torch.nn import functional as F\n"
     )
-    assert patches(ast.parse(imports + line)), line
+    assert patches(tuple(ast.walk(ast.parse(imports + line)))), line
     plain = "x = torch.ones(2)\nx.grad = None\nx[0] = 1\nself.add = torch.add\n"
-    assert not patches(ast.parse(imports + plain))
+    assert not patches(tuple(ast.walk(ast.parse(imports + plain))))
 
 
 def test_only_adapters_patch() -> None:
     """No other file changes a foreign library, and each adapter is one that does, or touches what
     is private there."""
-    found = {path: lines for path, tree in sources() if (lines := patches(tree))}
+    found = {path: lines for path, every in sources() if (lines := patches(every))}
     assert {path for path in found if not path.startswith(ADAPTERS)} == APART, found
     there = {f"{ADAPTERS}{p.name}" for p in Path(ROOT / ADAPTERS).glob("[!_]*.py")}
     assert there == set(found) - APART
@@ -135,10 +142,10 @@ HELD = {
 def test_what_threads_hold_is_known() -> None:
     """Every thread-local and context variable of the runtime has its reason, and stands here."""
     found = set()
-    for path, tree in sources():
+    for path, every in sources():
         if path.startswith("schedlang/runtime/"):
             short = path.removeprefix("schedlang/")
-            for node in ast.walk(tree):
+            for node in every:
                 bases = node.bases if isinstance(node, ast.ClassDef) else ()
                 if "threading.local" in map(ast.unparse, bases):
                     found.add(f"{short}: {node.name}")  # type: ignore[attr-defined]

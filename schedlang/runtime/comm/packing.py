@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.runtime import device as devices
+from schedlang.runtime.comm import host_tensors
 
 _WIDEST = 16  # bytes of the widest number: where tensors may begin
 
@@ -35,14 +36,15 @@ def put_back(data: bytes, flat: Tensor) -> Any:
 
 
 class Pickler(pickle.Pickler):
-    """Leaves no trace of whose device a tensor was on: another rank has another."""
+    """Leaves no trace of whose device a tensor was on: another rank has another; see
+    `host_tensors`."""
 
     def reducer_override(self, value: Any) -> Any:
         """Pickle a tensor on an accelerator as its values in host memory, with a mark of where it
         was."""
         if type(value) in (Tensor, nn.Parameter) and devices.on_accelerator(value):
             return _arrived, (value.detach().cpu(),)
-        return NotImplemented
+        return host_tensors.reduced(value)
 
 
 class _Without(Pickler):

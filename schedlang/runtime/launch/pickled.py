@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import marshal
 import pickle
+import sys
 import types
 from typing import Any
 
@@ -18,12 +19,21 @@ def dumps(value: Any) -> bytes:
     """
     import cloudpickle  # type: ignore[import-untyped]
 
+    plain = _reduced if "torch" in sys.modules else lambda value: NotImplemented
+
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, value: Any) -> Any:
             if isinstance(value, types.CodeType):
                 return marshal.loads, (marshal.dumps(value),)
-            return super().reducer_override(value)
+            found = plain(value)
+            return super().reducer_override(value) if found is NotImplemented else found
 
     with io.BytesIO() as file:
         Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
         return file.getvalue()
+
+
+def _reduced(value: Any) -> Any:
+    from schedlang.runtime.comm import host_tensors
+
+    return host_tensors.reduced(value)
