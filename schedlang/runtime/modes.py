@@ -137,14 +137,29 @@ class reentry:  # noqa: N801  (reads as a function: `context_fn=lambda: (nullcon
     def __init__(self) -> None:
         self._modes = _active.modes
         self._place = scope.capture()
-        self._stacks: list[ExitStack] = []
+        self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
-        with ExitStack() as stack:
-            stack.enter_context(self._place())
-            stack.enter_context(_holding(self._modes))
-            stack.enter_context(_on(self._modes))
-            self._stacks.append(stack.pop_all())
+        one = _within(self._modes, self._place())
+        one.__enter__()
+        self._entered.append(one)
 
-    def __exit__(self, *error: object) -> None:
-        self._stacks.pop().close()
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+
+@contextmanager
+def _within(
+    modes: tuple[ModeOrFactory, ...], place: AbstractContextManager[None]
+) -> Iterator[None]:
+    before = _active.modes
+    with place:
+        _active.modes = modes
+        try:
+            if modes:
+                with _on(modes):
+                    yield
+            else:  # most recomputations: nothing is entered
+                yield
+        finally:
+            _active.modes = before

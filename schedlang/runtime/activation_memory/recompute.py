@@ -42,8 +42,13 @@ class Rerun:
     def __init__(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.inner = inner
         self.first: tuple[Any, Any] | None = (args, kwargs)
-        self.tensors: list[Tensor] = []  # of the arguments, until somebody takes them
-        self.template = take((args, kwargs), self.tensors)
+        # of the arguments, until somebody takes them
+        self.tensors = [value for value in args if isinstance(value, Tensor)]
+        # tensors alone, as most blocks are given, need no template
+        self.alone = not kwargs and len(self.tensors) == len(args)
+        if not self.alone:
+            self.tensors.clear()
+            self.template = take((args, kwargs), self.tensors)
 
     def taken(self) -> list[Tensor]:
         """The tensors of the arguments, of which this lets go."""
@@ -54,6 +59,8 @@ class Rerun:
         """Run it."""
         if self.first is not None:
             (args, kwargs), self.first = self.first, None  # let go of the tensors
+        elif self.alone:
+            args, kwargs = tensors, {}
         else:
             args, kwargs = put(self.template, tensors)
         return self.inner(*args, **kwargs)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.checkpointing.holding import Holding, assembled, take
@@ -107,20 +108,25 @@ _BY_ELEMENT = (  # torch's own that update each element by itself; not what is d
 
 def step_by_kinds(optimizer: torch.optim.Optimizer) -> None:
     """One step, of an optimizer that may update many parameters in one call."""
-    with _local_parts(optimizer) if type(optimizer) in _BY_ELEMENT else _apart(optimizer):
+    if type(optimizer) not in _BY_ELEMENT:
+        with _apart(optimizer):
+            optimizer.step()
+        return
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    # no call of Python for each: most models have none
+    sliced = [p for p in every if isinstance(p, DTensor) and p.grad is not None]
+    with _local_parts(optimizer, sliced) if sliced else _AS_IT_IS:
         optimizer.step()
 
 
+_AS_IT_IS = nullcontext()
+
+
 @contextmanager
-def _local_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """The part of each DTensor in its place, with the parts of its gradient and state; between
-    steps the state lies as the parameter does."""
+def _local_parts(optimizer: torch.optim.Optimizer, sliced: Sequence[Any]) -> Iterator[None]:
+    """The part of each of these DTensors in its place, with the parts of its gradient and state;
+    between steps the state lies as the parameter does."""
     before = [group["params"] for group in optimizer.param_groups]
-    every = [p for some in before for p in some]
-    sliced: list[Any] = [p for p in every if _is_sliced(p) and p.grad is not None]
-    if not sliced:
-        yield
-        return
     states, parts = optimizer.state, {}
     with torch.no_grad():
         for parameter in sliced:
