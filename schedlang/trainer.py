@@ -8,25 +8,23 @@ callbacks: plain objects with some of the methods `on_begin`, `on_step`, `on_log
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
-import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import schedlang
 from schedlang.callbacks import Console, Meter
 from schedlang.diagnostics.diagnostic import (
     Diagnostic,
+    Label,
     Refusal,
     at_their_callers_lines,
     guess,
     kind_of,
 )
-from schedlang.diagnostics.source import Source
+from schedlang.diagnostics.source import Source, python_span
 from schedlang.language.syntax import parse, read
 from schedlang.passes.elaborate.state import Settings, job_size
 from schedlang.schedule import Schedule
@@ -42,7 +40,6 @@ Figures = dict[str, float]  # by name; `step` is among them
 ON_SPIKE = ("stop", "skip", "roll back")
 ROLLS = 3  # times that a run rolls back without a checkpoint in between
 MEMORY = 0.9  # of the running mean of losses, at each look
-LINES = 20  # of a difference of schedules that are told
 
 
 @at_their_callers_lines
@@ -105,9 +102,8 @@ class Trainer:
     _saved_at: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
-        if problem := self._problem():
-            title, help_ = problem
-            raise Refusal(Diagnostic("S691", title, helps=(help_,)))
+        if found := self._wrong():
+            raise _problem(*found)
         self.schedule = self._scheduled()
         if self.callbacks is None:
             self.callbacks = (Console(),)
@@ -180,7 +176,15 @@ class Trainer:
         is taken, parameters when there is a program."""
         from schedlang.passes.lower.build import check_job
         from schedlang.runtime.checkpointing import archive
-        from schedlang.runtime.checkpointing.position import Ended, Stream, generators, put_back
+        from schedlang.runtime.checkpointing.position import (
+            Ended,
+            Stream,
+            check_parts,
+            check_same,
+            generators,
+            put_back,
+            scheduled_on,
+        )
         from schedlang.runtime.comm import world
 
         sch = self.schedule
@@ -192,10 +196,12 @@ class Trainer:
             last = world.told_by(0, schedlang.last_checkpoint(self.folder))
         if last is not None:
             told = archive.beside(last, world.rank()) or archive.beside(last)
-            self._accepted(told, last)
+            if not self.accept:
+                check_same(told, sch.to_sched(), last)
+            if told is not None:
+                check_parts(told, self._parts(), last)
         try:
             if told is not None:
-                self._check_place(told, last)
                 self._stream.go_to(told["place"])
             first = self._stream.look()
         except Ended:
@@ -214,9 +220,15 @@ class Trainer:
             self._saved_at = self.program.step
             if told is not None:
                 self._mean = told["mean"]
-                self._scheduled_on(told["scheduler"])
+                scheduled_on(self._lr, told["scheduler"])
         put_back(self.data, now)
         if self.on_spike == "skip":
+            a = self.program.assembly
+            if a.pipeline.timeline.stale or a.compressor is not None:
+                raise _problem(
+                    "updates cannot be skipped: rows change what is kept from step to step before",
+                    'without `compress(gradients)` and stale weights, or `on_spike="stop"`',
+                )
             self.program.allowed = self._allowed
 
     def _scheduled(self) -> Schedule:
@@ -227,48 +239,13 @@ class Trainer:
         source = Source("schedule", text) if "\n" in text else read(text)
         return Schedule(self.model, parse(source), Settings(world=job_size()))
 
-    def _accepted(self, told: Mapping[str, Any] | None, last: Path) -> None:
-        """Refuse another schedule than the checkpoint's, with their difference (S693)."""
-        assert isinstance(self.schedule, Schedule)
-        if self.accept:
-            return
-        if told is None:
-            title = f"`{last}` does not tell where its run stood in the data"
-            helps = (
-                "begin the data anew, with these parameters: `Trainer(..., accept=True)`",
-                "or give another folder: `Trainer` keeps that in those that it saves",
-            )
-            raise Refusal(Diagnostic("S693", title, helps=helps))
-        before, now = told["schedule"], self.schedule.to_sched()
-        if before == now:
-            return
-        lines = difflib.unified_diff(
-            before.splitlines(), now.splitlines(), str(last), "this run", lineterm="", n=1
-        )
-        title = f"`{last}` was saved under another schedule"
-        helps = (
-            "go on under this one: `Trainer(..., accept=True)`; the checkpoint fits any layout",
-            "or give the schedule of before, or another folder",
-        )
-        raise Refusal(Diagnostic("S693", title, notes=tuple(lines)[:LINES], helps=helps))
-
-    def _check_place(self, told: Mapping[str, Any], last: Path | None) -> None:
-        """Refuse places in data of its own where rows are dealt to another number of parts."""
-        parts = self._parts()
-        if told["parts"] != parts:
-            title = f"`{last}` was saved where data were in {told['parts']} parts, here in {parts}"
-            helps = ("give whole batches (`local=False`): their place fits any layout",)
-            raise Refusal(Diagnostic("S693", title, helps=helps))
-
     def _parts(self) -> int:
         """The parts that the data are read in: one, where every rank has whole batches."""
         assert isinstance(self.schedule, Schedule)
         return self.schedule.plan().shares if self.local else 1
 
-    # -- what a run goes on from -----------------------------------------------------------------
-
     def _state(self) -> dict[str, Any]:
-        import torch
+        from schedlang.runtime.checkpointing.position import versions
 
         assert isinstance(self.schedule, Schedule)
         return {
@@ -277,23 +254,8 @@ class Trainer:
             "scheduler": None if self._lr is None else self._lr.state_dict(),
             "mean": self._mean,
             "schedule": self.schedule.to_sched(),
-            "versions": {
-                "schedlang": schedlang.__version__,
-                "torch": str(torch.__version__),  # of a class of its own
-                "python": platform.python_version(),
-            },
+            "versions": versions(),
         }
-
-    def _scheduled_on(self, told: Mapping[str, Any] | None) -> None:
-        """The scheduler where the checkpoint has it; each group's first rate is this rank's own."""
-        if self._lr is None or told is None:
-            return
-        own = {
-            key: value
-            for key, value in self._lr.state_dict().items()
-            if isinstance(value, list) and len(value) != len(told.get(key) or value)
-        }
-        self._lr.load_state_dict({**told, **own})
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -315,7 +277,7 @@ class Trainer:
         return self.save_every if self.folder is not None else 0
 
     def _look(self, loss: Tensor) -> None:
-        """What is due after this step: a look at the loss first, so that nothing bad is saved."""
+        """Do what is due after this step: a look at the loss first, so that nothing bad is saved."""
         step = self.program.step
         value = float(loss)
         if self.on_spike != "skip" and self._bad(value, self.program.grad_norm):
@@ -356,6 +318,9 @@ class Trainer:
 
     def _spiked(self, loss: float) -> None:
         """Stop, or go back to the last checkpoint and on with the data that follow."""
+        from schedlang.runtime.checkpointing import archive
+        from schedlang.runtime.checkpointing.position import scheduled_on
+
         step = self.program.step
         title = f"the loss of step {step} is {loss:g}"
         notes = () if math.isnan(self._mean) else (f"the losses before were about {self._mean:g}",)
@@ -363,10 +328,7 @@ class Trainer:
             self.rolled_back += 1
             assert self.folder is not None
             self.program.load(self.folder)
-            from schedlang.runtime.checkpointing import archive
-
-            told = archive.beside(self.folder) or {}
-            self._scheduled_on(told.get("scheduler"))
+            scheduled_on(self._lr, (archive.beside(self.folder) or {}).get("scheduler"))
             self.meter.begin(self.program.step)
             self._tell("on_log", {"step": self.program.step, "rolled back from": step})
             return
@@ -396,8 +358,8 @@ class Trainer:
         )
         return Refusal(Diagnostic("S692", title, helps=helps))
 
-    def _problem(self) -> tuple[str, str] | None:
-        """What is wrong with the arguments, and what to write instead."""
+    def _wrong(self) -> tuple[str, str] | None:
+        """Return what is wrong with the arguments, and what to write instead."""
         functions = {"optimizer": self.optimizer, "scheduler": self.scheduler, "loss": self.loss}
         for name, one in functions.items():
             if not callable(one) and (one is not None or name == "optimizer"):
@@ -416,3 +378,7 @@ class Trainer:
         if self.folder is None and (self.save_every or self.on_spike == "roll back"):
             return "there is no folder of checkpoints", 'give one: `folder="saved"`'
         return None
+
+
+def _problem(title: str, help_: str) -> Refusal:
+    return Refusal(Diagnostic("S691", title, Label(python_span()), helps=(help_,)))

@@ -1,17 +1,23 @@
-"""Where a run stands beside its parameters: its place in the data, and its random generators."""
+"""The place of a run beside its parameters: in the data, and of its random generators."""
 
 from __future__ import annotations
 
+import difflib
+import platform
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import schedlang
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import device as devices
 
 Plain = dict[str, Any]
+_LINES = 20  # of a difference of schedules that are told
 # where loaders and samplers of torch keep generators of their own
 _HELD = ("", "sampler", "batch_sampler", "batch_sampler.sampler", "dataset")
 
@@ -62,7 +68,7 @@ class Stream:
         return self._ahead[0]
 
     def state(self) -> Plain:
-        """Where it stands, with all generators: plain data, if that of the data is."""
+        """Return the place, with all generators: plain data, if that of the data is."""
         if self._ahead:
             return self._before
         return {
@@ -96,6 +102,65 @@ class Stream:
                 told(self.epoch)
         self._it = iter(self.data)
         return self._it
+
+
+# -- what a run is under ---------------------------------------------------------------------------
+
+
+def versions() -> Plain:
+    """Return those of schedlang, torch and Python, as a checkpoint keeps them."""
+    kept = {"schedlang": schedlang.__version__, "python": platform.python_version()}
+    return {**kept, "torch": str(torch.__version__)}  # a class of its own is no plain text
+
+
+def check_same(told: Mapping[str, Any] | None, schedule: str, last: Path) -> None:
+    """Refuse another schedule than a checkpoint's with their difference, or one of no run (S693).
+
+    schedule  the text under which the run goes on
+    """
+    if told is None:
+        title = f"`{last}` does not tell where its run stood in the data"
+        helps = (
+            "begin the data anew, with these parameters: `Trainer(..., accept=True)`",
+            "or give another folder: `Trainer` keeps that in those that it saves",
+        )
+        raise Refusal(Diagnostic("S693", title, helps=helps))
+    if told["schedule"] == schedule:
+        return
+    before, now = told["schedule"].splitlines(), schedule.splitlines()
+    told_apart = difflib.ndiff(before, now)
+    changed = [line for line in told_apart if line[:1] in "-+" and line[2:]]
+    title = f"`{last}` was saved under another schedule"
+    helps = (
+        "go on under this one: `Trainer(..., accept=True)`; a checkpoint fits any layout",
+        "or give the schedule of before, or another folder",
+    )
+    raise Refusal(Diagnostic("S693", title, notes=tuple(changed[:_LINES]), helps=helps))
+
+
+def check_parts(told: Mapping[str, Any], parts: int, last: Path) -> None:
+    """Refuse to go on where each rank has rows of its own, and they are dealt to another number of
+    parts: no place in one is a place in the other (S693)."""
+    if told["parts"] != parts:
+        title = f"`{last}` was saved where data were in {told['parts']} parts, and here in {parts}"
+        helps = ("give whole batches (`local=False`): their place fits any layout",)
+        raise Refusal(Diagnostic("S693", title, helps=helps))
+
+
+def scheduled_on(scheduler: Any, told: Mapping[str, Any] | None) -> None:
+    """Put a scheduler where a checkpoint has it.
+
+    Lists by group of the optimizer stay this rank's own where it has another number of groups than
+    the rank that saved: the rates of now are in the optimizer's state.
+    """
+    if scheduler is None or told is None:
+        return
+    own = {
+        key: value
+        for key, value in scheduler.state_dict().items()
+        if isinstance(value, list) and len(value) != len(told.get(key) or value)
+    }
+    scheduler.load_state_dict({**told, **own})
 
 
 # -- generators ------------------------------------------------------------------------------------
