@@ -277,7 +277,7 @@ class Trainer:
         return self.save_every if self.folder is not None else 0
 
     def _look(self, loss: Tensor) -> None:
-        """Do what is due after this step: a look at the loss first, so that nothing bad is saved."""
+        """Do what is due after this step: the look at the loss first: nothing bad is saved."""
         step = self.program.step
         value = float(loss)
         if self.on_spike != "skip" and self._bad(value, self.program.grad_norm):

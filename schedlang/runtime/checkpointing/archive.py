@@ -291,7 +291,7 @@ def begun(
 
 
 def _kept(beside: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return what is kept beside, as it will be read again.  Raises ValueError for what cannot be."""
+    """Return what is kept beside, as it is read again.  Raises ValueError for what cannot be."""
     if beside is None:
         return None
     found: dict[str, Any] = {}
