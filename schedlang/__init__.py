@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.initial.recorded import deferred_init
     from schedlang.runtime.transfer.transfer import transfer
     from schedlang.schedule import create_schedule, load
+    from schedlang.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,7 @@ __all__ = [
     "Refusal",
     "Report",
     "S",
+    "Trainer",
     "TrainingProgram",
     "__version__",
     "assert_equivalent",
@@ -44,6 +46,7 @@ _HOMES = {
     "Refusal": "diagnostics.diagnostic",
     "Report": "report",
     "S": "ir.placement",
+    "Trainer": "trainer",
     "TrainingProgram": "passes.judge.program",
     "assert_equivalent": "equivalence",
     "create_schedule": "schedule",

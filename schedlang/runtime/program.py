@@ -25,6 +25,7 @@ from schedlang.runtime import whole
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.batch import Batch, Part, check_mapping, followed, moved
 from schedlang.runtime.checkpointing import archive, export
+from schedlang.runtime.checkpointing.background import Background
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.ranks import in_its_world
 from schedlang.runtime.context_parallel.install import At
@@ -89,6 +90,8 @@ class Program:
     _even: Callable[[], bool] | None = None  # whether parts of all ranks have the same shapes
     _norm: Tensor | None = None  # of the gradients of the last step, where they lie
     _used: tuple[tuple[float, ...], Tensor] | None = None  # what the last step told, there
+    _saving: Background = field(default_factory=Background)  # the save in flight
+    allowed: Callable[[Tensor, Tensor], bool] | None = None  # by loss and norm: is a step taken?
 
     def __post_init__(self) -> None:
         self._training = Training(self.assembly.module)
@@ -223,10 +226,18 @@ class Program:
         loss = self._finish(results, weights, total)
         if self.keep_output:
             self.output = self._whole(results, parts, weights)
-        if self._versions is None and (self.loss_scale is None or self.loss_scale.next()):
+        if self._versions is None and self._goes(loss):
             self._step_weights()
         self.step += 1
         return loss
+
+    def _goes(self, loss: Tensor) -> bool:
+        """Return, alike on all ranks, whether the optimizer takes this step: by the loss scale, and
+        by the caller's own rule."""
+        if self.loss_scale is not None and not self.loss_scale.next():
+            return False
+        assert self._norm is not None
+        return self.allowed is None or self.allowed(loss, self._norm)
 
     def _update(self, made: int) -> None:
         """One of the updates inside a step: of what this rank holds, by what has come together.
@@ -497,12 +508,38 @@ class Program:
         return whole.optimizer_state(self.assembly, self.optimizer)
 
     @with_peer_state
-    def save(self, path: str | os.PathLike[str], keep: int | None = 3) -> None:
-        """Save the state into a folder of checkpoints, of which `keep` stay; see `archive.save`."""
-        archive.save(self, path, keep)
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        keep: int | None = 3,
+        *,
+        wait: bool = True,
+        beside: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Save the state into a folder of checkpoints, of which `keep` stay; see `archive.save`.
+
+        wait    False: return as soon as the state is copied to host memory; it is written while
+                training goes on.  One save is in flight: the next waits for it
+        beside  plain data that this rank wants kept with it; `archive.beside` reads it
+        An error of a save in the background is told on all ranks by the next `save`, `load` or
+        `saved`; every older checkpoint is there then.
+        """
+        self.saved()
+        if wait:
+            archive.save(self, path, keep, beside)
+        else:
+            self._saving.begin(archive.begun(self, path, keep, beside), self.assembly.ranks.world)
+
+    def saved(self) -> None:
+        """Wait until the save in flight is on the disk; without one return at once.
+
+        All ranks together.  Raises the Refusal (S631, S632, S638) of a save that has failed.
+        """
+        self._saving.end()
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take over the last checkpoint of a folder, of any layout; see `archive.load`."""
+        self.saved()
         archive.load(self, path)
 
     def export(self, path: str | os.PathLike[str], model: nn.Module) -> None:

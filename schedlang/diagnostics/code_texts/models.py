@@ -169,4 +169,20 @@ CODES: Mapping[str, tuple[str, str]] = {
         "heads that cannot be divided",
         "Ulysses gives every rank the same number of heads; a ring does not split heads.",
     ),
+    "S691": (
+        "arguments of a trainer that do not go together",
+        "`Trainer(schedule, model, data, steps, optimizer)`, and what its page lists.",
+    ),
+    "S692": (
+        "data that end before the run does",
+        "A list or a loader is begun again; an iterator ends for good.",
+    ),
+    "S693": (
+        "a run that goes on under something else",
+        "The checkpoint tells schedule and place in the data; `accept=True` goes on all the same.",
+    ),
+    "S694": (
+        "a loss that is not finite, or far above those before",
+        "`Trainer(on_spike=)` says whether the run stops, skips such updates, or rolls back.",
+    ),
 }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ from schedlang.runtime.checkpointing import steps
 from schedlang.runtime.checkpointing.boxes import (
     Boxed,
     indexed,
+    plain_torch,
     read_together,
     read_value,
     reason,
@@ -188,6 +191,7 @@ def _list(right: Is) -> Is:
 
 
 CONTENTS = ("schedlang",)  # where the small things lie
+BESIDE = ("beside",)  # and by rank what a caller wants kept with them
 _Model = dict[str, Tensor]  # this rank's parts
 _Moments = dict[tuple[str, str], Tensor]
 _Found = tuple[dict[str, Any], Moments, _Model, _Moments, list[Boxed]]
@@ -199,19 +203,70 @@ SAME_MODEL = "build the program of a model with these names: the model that was 
 TRAINED = "build the program with the `freeze` rows and `requires_grad` that it was saved under"
 
 
-def save(program: Program, path: str | os.PathLike[str], keep: int | None = 3) -> None:
+def save(
+    program: Program,
+    path: str | os.PathLike[str],
+    keep: int | None = 3,
+    beside: Mapping[str, Any] | None = None,
+) -> None:
     """Save parameters, buffers, optimizer and step count as a new checkpoint; all ranks together.
 
     `path` is a folder of checkpoints, rank 0's: each lies in a folder of its own, `step-00000012`,
     and `latest` names the last when all of it is on the disk.  Then of the older ones `keep - 1`
     stay (None: all).  Each rank writes the parts that it speaks for, as boxes of whole tensors by
-    original name, in the format of torch.distributed.checkpoint.  Raises Refusal S631, S632, S637
-    or S638 on all ranks, leaving every older checkpoint as it was.
+    original name, in the format of torch.distributed.checkpoint, and what it wants kept `beside`
+    them, plain data.  Raises Refusal S631, S632, S637 or S638 on all ranks, leaving every older
+    checkpoint as it was.
+    """
+    begun(program, path, keep, beside).write()
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A checkpoint all of whose values are known, and none is written: what `write` needs."""
+
+    target: Path
+    id: str
+    step: int
+    rank: int
+    world: int
+    keep: int | None
+    tensors: list[Boxed]
+    values: dict[tuple[str, ...], Any]
+
+    def write(self) -> None:
+        """Fill the folder, all ranks together.  Raises Refusal S631, S632 or S638 on all ranks."""
+        told = partial(_unwritten, self.target, f"rank {self.rank}: " if self.world > 1 else "")
+
+        def fill(folder: Path) -> None:
+            mine = together(
+                lambda: write(folder, self.id, self.rank, self.tensors, self.values),
+                told,
+                (Exception,),
+            )
+            everyone = comm.at_first(mine)
+            together(lambda: indexed(folder, self.id, everyone) if self.rank == 0 else None, told)
+
+        steps.save_step(self.target, self.id, self.step, self.rank, self.keep, fill, told)
+
+
+def begun(
+    program: Program,
+    path: str | os.PathLike[str],
+    keep: int | None,
+    beside: Mapping[str, Any] | None,
+) -> Begun:
+    """Gather what is to be saved; all ranks together.  Tensors are the program's own, as they lie.
+
+    Raises Refusal S631 or S637 on all ranks.
     """
     a = program.assembly
     world, rank = a.ranks.mesh.world, a.ranks.rank
     if keep is not None and (type(keep) is not int or keep < 1):
         raise _keeps(keep)
+    kept = together(
+        lambda: _kept(beside), lambda error: Diagnostic("S637", str(error)), (ValueError,)
+    )
     target, id_ = comm.told_by(0, (steps.resolved(path), secrets.token_hex(8)))
     moments = described(program)
     contents = {
@@ -228,16 +283,51 @@ def save(program: Program, path: str | os.PathLike[str], keep: int | None = 3) -
         "loss scale": program.loss_scale.described() if program.loss_scale is not None else None,
     }
     values: dict[tuple[str, ...], Any] = {CONTENTS: contents} if rank == 0 else {}
+    if kept is not None:
+        values[*BESIDE, str(rank)] = kept
     tensors = _boxed(program, model_parts(program), moment_parts(program))
     tensors += residue_tensors(program)
-    told = partial(_unwritten, target, f"rank {rank}: " if world > 1 else "")
+    return Begun(target, id_, program.step, rank, world, keep, tensors, values)
 
-    def fill(folder: Path) -> None:
-        mine = together(lambda: write(folder, id_, rank, tensors, values), told, (Exception,))
-        everyone = comm.at_first(mine)
-        together(lambda: indexed(folder, id_, everyone) if rank == 0 else None, told)
 
-    steps.save_step(target, id_, program.step, rank, keep, fill, told)
+def _kept(beside: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return what is kept beside, as it is read again.  Raises ValueError for what cannot be."""
+    if beside is None:
+        return None
+    found: dict[str, Any] = {}
+    for name, value in beside.items():
+        try:
+            with plain_torch():
+                data = io.BytesIO()
+                torch.save(value, data)
+                data.seek(0)
+                found[name] = torch.load(data, "cpu", weights_only=True)
+        except Exception as error:  # whatever pickle and the loader of plain data say
+            raise ValueError(
+                f"`{name}`, which is to be kept beside a checkpoint, is not made of tensors, "
+                "numbers, text, and tables and lists of these"
+            ) from error
+    return found
+
+
+def beside(path: str | os.PathLike[str], rank: int = 0) -> dict[str, Any] | None:
+    """Read what a rank has kept beside the last checkpoint of a folder, or beside one of these.
+
+    None: it kept nothing; each rank reads for itself.  Raises Refusal S633.
+    """
+    folder = target = steps.resolved(path)
+    try:
+        target, id_ = steps.to_load(folder)
+        index = steps.checked_index(target, id_)
+        where = (*BESIDE, str(rank))
+        if ".".join(where) not in index.values:
+            return None
+        found = read_value(target, index, where)
+        if not isinstance(found, dict):
+            raise Unreadable(f"`{'.'.join(where)}` is not a table")
+    except FAILURES as error:
+        raise Refusal(_unread(folder, target, error)) from None
+    return found
 
 
 def load(program: Program, path: str | os.PathLike[str]) -> None:

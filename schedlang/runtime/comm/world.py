@@ -15,6 +15,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -129,7 +130,8 @@ class World:
     @property
     def control(self) -> ProcessGroup | None:
         """All ranks, for facts of the host; the first time it is asked for by all of them."""
-        return self.on_host([tuple(range(self.size))])
+        found = _apart.get()
+        return self.on_host([tuple(range(self.size))], found[1] if found is not None else "")
 
     def on_host(self, groups: Groups, purpose: str = "") -> ProcessGroup | None:
         """This rank's of these groups, for tensors of the host; for a `purpose`, as of `made`."""
@@ -268,13 +270,33 @@ def within(ranks: Sequence[int]) -> Iterator[None]:
         _within.pop()
 
 
+# where a thread of its own is at work: its world, and what its messages are for
+_apart: ContextVar[tuple[World, str] | None] = ContextVar("apart", default=None)
+
+
+@contextmanager
+def apart(world: World, purpose: str) -> Iterator[None]:
+    """Send facts of the host in groups of their own, inside the block and in this thread alone.
+
+    So a thread beside the main one speaks with its like on other ranks, whatever these send
+    meanwhile.  The groups are made where all ranks enter it first, in their main threads.
+    """
+    token = _apart.set((world, purpose))
+    try:
+        yield
+    finally:
+        _apart.reset(token)
+
+
 def number(rank: int) -> int:
     """The number in the job of a rank of this world."""
-    return here().members[rank] if _within else rank
+    return here().members[rank] if _within or _apart.get() is not None else rank
 
 
 def here() -> World:
     """The world that this process is in: its job, or a part of it; without one, itself."""
+    if (found := _apart.get()) is not None:
+        return found[0]
     return _within[-1] if _within else job()
 
 

@@ -1,0 +1,240 @@
+"""Callbacks of `Trainer`: what a run's figures are, and where they are shown.
+
+Each is a plain object with some of the methods that `trainer` names; write others like them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+
+if TYPE_CHECKING:
+    from schedlang.trainer import Batch, Figures, Trainer
+
+
+@dataclass
+class Meter:
+    """Figures of a run, since the last time that it was asked for them.
+
+    tokens   elements of `input_ids` in the batches so far, else rows; of all ranks
+    since    when it was asked last: seconds, step, tokens
+    """
+
+    tokens: int = 0
+    since: tuple[float, int, int] = (0.0, 0, 0)
+
+    def begin(self, step: int) -> None:
+        """Count from here."""
+        self.since = time.perf_counter(), step, self.tokens
+
+    def add(self, batch: Batch, times: int) -> None:
+        """Count a batch of one rank, of so many ranks with as many rows."""
+        ids = batch.get("input_ids")
+        if ids is not None:
+            self.tokens += ids.numel() * times
+            return
+        sized = (x for x in batch.values() if getattr(x, "shape", ()))
+        self.tokens += len(next(sized, ())) * times
+
+    def figures(self, trainer: Trainer, loss: float) -> Figures:
+        """Return loss, norm and learning rate of the last step, and means of those since.
+
+        `utilisation` is 6 operations per parameter and token (Chowdhery et al. 2022, without those
+        of attention) of what the devices can do in 16 bits, where that is known of them; `memory`
+        the most bytes that this rank's device held, where it counts them.
+        """
+        from schedlang.runtime.device import peak_bytes
+
+        program, (then, before, tokens) = trainer.program, self.since
+        self.begin(program.step)
+        seconds = self.since[0] - then
+        found: Figures = {"step": program.step, "loss": loss}
+        if (norm := program.grad_norm) is not None:
+            found["gradient norm"] = norm
+        if program.optimizer is not None:
+            found["learning rate"] = float(program.optimizer.param_groups[0]["lr"])
+        found["seconds a step"] = seconds / max(1, program.step - before)
+        found["tokens per second"] = rate = (self.tokens - tokens) / seconds
+        if (peak := _peak(trainer)) is not None:
+            count = sum(parameter.numel() for parameter in trainer.model.parameters())
+            found["utilisation"] = 6 * count * rate / peak
+        if (held := peak_bytes(program.assembly.ranks.device)) is not None:
+            found["memory"] = held
+        return found
+
+
+def _peak(trainer: Trainer) -> float | None:
+    """Operations a second that the devices of all ranks can do; None: not known of them."""
+    import torch
+
+    from schedlang.passes.simulate.step_time import CLUSTERS
+    from schedlang.runtime.device import on_accelerator
+
+    ranks = trainer.program.assembly.ranks
+    if not on_accelerator(ranks.device):
+        return None
+    named = getattr(torch.get_device_module(ranks.device), "get_device_name", None)
+    name = named(ranks.device).lower() if named is not None else ""
+    found = [one.speed for key, one in CLUSTERS.items() if key in name]
+    return found[0] * ranks.mesh.world if found else None
+
+
+# -- where figures are shown -----------------------------------------------------------------------
+
+
+def first(trainer: Trainer) -> bool:
+    """Return whether this is the first rank, the one that speaks for all."""
+    return trainer.program.assembly.ranks.rank == 0
+
+
+@dataclass
+class Console:
+    """A line for each look at the run, and on a terminal a bar of its progress; the first rank."""
+
+    _bar: Any = field(default=None, init=False)
+    _task: Any = field(default=None, init=False)
+
+    def on_begin(self, trainer: Trainer) -> None:
+        """Start the bar."""
+        from rich.console import Console as Rich
+        from rich.progress import Progress
+
+        if first(trainer):
+            rich = Rich()
+            self._bar = Progress(console=rich, disable=not rich.is_terminal)
+            self._task = self._bar.add_task("", total=trainer.steps)
+            self._bar.start()
+
+    def on_log(self, trainer: Trainer, figures: Figures) -> None:
+        """Print a line."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=figures["step"])
+            self._bar.console.print(line(figures), highlight=False, soft_wrap=True)
+
+    on_evaluate = on_log
+
+    def on_end(self, trainer: Trainer) -> None:
+        """End the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+_FORMS = {
+    "loss": "{:.4f}",
+    "evaluation loss": "{:.4f}",
+    "learning rate": "{:.2e}",
+    "utilisation": "{:.1%}",
+    "tokens per second": "{:,.0f}",
+}
+
+
+def line(figures: Figures) -> str:
+    """Figures as a line: step 10  loss 3.1416  gradient norm 1.2  ..."""
+    told = dict(figures)
+    if "memory" in told:
+        told["memory"] /= 2**30
+    form = {**_FORMS, "memory": "{:.1f} GiB"}
+    return "  ".join(f"{name} {form.get(name, '{:.4g}').format(told[name])}" for name in told)
+
+
+@dataclass
+class TensorBoard:
+    """Writes figures for TensorBoard into a folder; the first rank.  Needs `tensorboard`."""
+
+    folder: str | os.PathLike[str]
+    _writer: Any = field(default=None, init=False)
+
+    def on_begin(self, trainer: Trainer) -> None:
+        """Open the folder.  Raises Refusal S691 where TensorBoard is not installed."""
+        module = _installed("torch.utils.tensorboard", "tensorboard")
+        if first(trainer):
+            self._writer = module.SummaryWriter(str(self.folder))
+
+    def on_log(self, trainer: Trainer, figures: Figures) -> None:
+        """Write a point for each figure."""
+        if self._writer is not None:
+            for name, value in figures.items():
+                if name != "step":
+                    self._writer.add_scalar(name, value, int(figures["step"]))
+
+    on_evaluate = on_log
+
+    def on_end(self, trainer: Trainer) -> None:
+        """Close the folder."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandB:
+    """Sends figures to Weights & Biases; the first rank.  Needs `wandb`; takes what its `init`
+    takes."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options, self._run = options, None
+
+    def on_begin(self, trainer: Trainer) -> None:
+        """Begin a run there.  Raises Refusal S691 where `wandb` is not installed."""
+        module = _installed("wandb", "wandb")
+        if first(trainer):
+            self._run = module.init(**self.options)
+
+    def on_log(self, trainer: Trainer, figures: Figures) -> None:
+        """Send the figures."""
+        if self._run is not None:
+            self._run.log(dict(figures), step=int(figures["step"]))
+
+    on_evaluate = on_log
+
+    def on_end(self, trainer: Trainer) -> None:
+        """End the run."""
+        if self._run is not None:
+            self._run.finish()
+
+
+def _installed(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        title = f"a callback needs `{package}`, which is not installed here"
+        helps = (f"install it: `pip install {package}`", "or leave this callback out")
+        raise Refusal(Diagnostic("S691", title, notes=(str(error),), helps=helps)) from None
+
+
+@dataclass
+class Profile:
+    """Records steps `begin` to `end` with torch's profiler: a trace for each rank in a folder."""
+
+    folder: str | os.PathLike[str]
+    begin: int
+    end: int
+    _profiler: Any = field(default=None, init=False)
+
+    def on_begin(self, trainer: Trainer) -> None:
+        """Start before the first step, where that is asked for."""
+        self.on_step(trainer)
+
+    def on_step(self, trainer: Trainer) -> None:
+        """Start or stop between two steps."""
+        import torch
+
+        step = trainer.program.step
+        if step == self.begin:
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+        elif self._profiler is not None and step >= self.end:
+            self.on_end(trainer)
+
+    def on_end(self, trainer: Trainer) -> None:
+        """Write what was recorded."""
+        if self._profiler is not None:
+            self._profiler.stop()
+            os.makedirs(self.folder, exist_ok=True)
+            rank = trainer.program.assembly.ranks.rank
+            name = f"rank{rank}-step{trainer.program.step}.json"
+            self._profiler.export_chrome_trace(os.path.join(self.folder, name))
+            self._profiler = None

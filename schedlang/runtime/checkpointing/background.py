@@ -1,0 +1,99 @@
+"""A save in the background: a copy of the state in host memory, written while training goes on.
+
+A thread of each rank writes, and speaks with those of other ranks in a process group of their own
+(CheckFreq: Mohan et al. 2021).  Until it is told otherwise by all of it on the disk, the folder
+names the checkpoint before, as a save that is waited for leaves it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import sys
+import threading
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from schedlang.runtime import device as devices
+from schedlang.runtime.checkpointing.boxes import Boxed, plain_torch
+from schedlang.runtime.comm import world as comm
+
+if TYPE_CHECKING:
+    from schedlang.runtime.checkpointing.archive import Begun
+
+PURPOSE = "saves"  # of the process group in which threads that write speak
+
+
+@dataclass(eq=False)
+class Background:
+    """The save in flight of a program, and the host memory that its copies lie in.
+
+    copies   by place among what is saved: made by the first save, filled again by later ones
+    failure  what ended the last one, alike on all ranks; told once, by `end`
+    """
+
+    thread: threading.Thread | None = None
+    failure: BaseException | None = None
+    copies: dict[int, Tensor] = field(default_factory=dict)
+
+    def begin(self, begun: Begun, world: comm.World) -> None:
+        """Copy what is to be saved, and start to write it; all ranks together, none in flight."""
+        with comm.apart(world, PURPOSE):
+            _ = world.control  # all ranks make it, here where they are together
+        ready = self._copied(begun.tensors)
+        held = replace(begun, tensors=ready[0], values=copy.deepcopy(begun.values))
+        self.thread = threading.Thread(
+            target=self._write, args=(held, ready[1], world), name="schedlang: saves", daemon=True
+        )
+        self.thread.start()
+        atexit.register(self._at_exit)
+
+    def end(self) -> None:
+        """Wait for the save in flight.  Raises what has ended it."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+            atexit.unregister(self._at_exit)
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
+    def _write(self, begun: Begun, copied: list[torch.Event], world: comm.World) -> None:
+        try:
+            with comm.apart(world, PURPOSE):
+                for event in copied:  # the device has copied all by then
+                    devices.settled(event)
+                begun.write()
+        except BaseException as error:  # told by who asks next, in the main thread
+            self.failure = error
+
+    def _at_exit(self) -> None:
+        """Wait at the end of a process, but not of one that an error ends: others may be gone."""
+        if self.thread is not None and getattr(sys, "last_exc", None) is None:
+            self.thread.join()
+
+    def _copied(self, tensors: list[Boxed]) -> tuple[list[Boxed], list[torch.Event]]:
+        """The parts that this rank writes, in host memory of their own, and when they are there.
+
+        An accelerator copies in the order of its stream, before anything that comes after: the host
+        does not wait, and the next step changes nothing that is still to be copied.
+        """
+        found, streams = [], {}
+        with plain_torch(), torch.no_grad():
+            for place, one in enumerate(tensors):
+                if not one.speaks:
+                    continue
+                lies = one.local.detach()
+                into = self.copies.get(place)
+                if into is None or (into.shape, into.dtype) != (lies.shape, lies.dtype):
+                    into = devices.host_empty(lies.shape, lies.dtype, beside=lies.device)
+                    self.copies[place] = into
+                into.copy_(lies, non_blocking=True)
+                if devices.on_accelerator(lies):
+                    streams[lies.device] = devices.current_stream(lies.device)
+                found.append(replace(one, local=into))
+        events = [devices.record(stream) for stream in streams.values()]
+        return found, [event for event in events if event is not None]
