@@ -1,4 +1,4 @@
-"""https://github.com/NVIDIA/Megatron-LM/pull/3769: the balance of experts weighs less on more ranks.
+"""https://github.com/NVIDIA/Megatron-LM/pull/3769: the balance of experts shrinks with ranks.
 
 How often experts are met is counted over all ranks, and the mean of a router's shares is taken over
 the words of all, but of this rank's words alone.  The average over ranks divides it once more.
@@ -17,7 +17,7 @@ from tests.judging.catches.parts import average, everyone, own, ranks
 from tests.judging.catches.words import WIDTH, Words, batch
 from tests.judging.catches.words import loss as of_words
 
-NAMED = r"inner\.router"
+NAMED = r"inner\.router\.weight.*1/ranks = 1/2 times the right value"
 
 __all__ = ["batch"]
 

@@ -1,7 +1,7 @@
 """https://github.com/huggingface/accelerate/pull/1726: gradients of ranks are never averaged.
 
-DistributedDataParallel decides in its forward whether the next backward averages.  Where the forward
-of the last micro-batch is inside `no_sync`, too, a backward outside of it averages nothing.
+DistributedDataParallel decides in its forward whether the next backward averages.  Where the
+forward of the last micro-batch is inside `no_sync`, too, a backward outside of it averages nothing.
 """
 
 from __future__ import annotations
