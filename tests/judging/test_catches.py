@@ -10,19 +10,25 @@ import schedlang
 
 CATCHES = (
     "accumulated_means",
+    "adapter_replicas",
+    "balance_shrinks",
     "detached_router",
     "expert_inputs",
     "experts_doubled",
     "gathered_logits",
+    "identity_backward",
     "label_smoothing",
+    "lost_window",
     "mean_of_means",
     "norm_counts_replicas",
+    "pipeline_accumulated",
     "sentinel_slots",
     "sequence_norm",
     "shared_key",
     "shifted_labels",
     "sink_norm",
     "summed_twice",
+    "unsynchronised",
 )
 
 

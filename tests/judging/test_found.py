@@ -26,8 +26,8 @@ def test_a_kept_product_is_scaled_twice(tmp_path: Path) -> None:
 def test_an_activation_is_not_reduced(tmp_path: Path) -> None:
     """Ranks have terms of the gradient of one rank, which a difference quotient confirms."""
     transformers = pytest.importorskip("transformers")
-    if not transformers.__version__.startswith("5.23."):
-        pytest.skip("the page is about 5.23")
+    if not transformers.__version__.startswith(("5.23.", "5.24.")):
+        pytest.skip("the page is about 5.23 and 5.24")
     assert played("Apertus", tmp_path) == ""
 
 

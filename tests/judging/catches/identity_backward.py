@@ -1,0 +1,70 @@
+"""https://github.com/pytorch/pytorch/issues/190746: a log-softmax without its gradient.
+
+Inside `loss_parallel` torch takes every backward of `log_softmax` for that of its cross-entropy,
+which has done it already.  What else uses one, here a penalty, sends its gradient back as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
+
+from schedlang import TrainingProgram
+from tests.judging.catches.words import Words, batch
+
+NAMED = r"first module +(the loss: the gradient|the gradient)"
+
+__all__ = ["batch"]
+
+
+def model() -> nn.Module:
+    """The whole vocabulary on one rank."""
+    return Words(nn.Tanh())
+
+
+def penalty(scores: Tensor) -> Tensor:
+    """How far the words are from being alike."""
+    return -scores.log_softmax(-1).mean()
+
+
+def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """The mean over all words that have one before them, and a penalty."""
+    scores = output[:, :-1].flatten(0, 1)
+    return F.cross_entropy(scores, batch["ids"][:, 1:].flatten()) + penalty(scores)
+
+
+def _program(model: Any, inside: bool) -> TrainingProgram:
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    style = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(model, mesh, {"head": style})
+
+    def step(batch: Any) -> Tensor:
+        ids = batch["ids"]
+        scores = model(ids)[:, :-1].flatten(0, 1)
+        with loss_parallel():
+            value = F.cross_entropy(scores, ids[:, 1:].flatten())
+            if inside:
+                value = value + penalty(scores)
+            value.backward(retain_graph=True)
+        if not inside:
+            more = penalty(scores.redistribute(placements=[Replicate()]))
+            more.backward()
+            value = value.detach() + more.detach()
+        return value.full_tensor()
+
+    return TrainingProgram(model, step, world_loss="same")
+
+
+def wrong(model: Any) -> TrainingProgram:
+    """The penalty inside."""
+    return _program(model, inside=True)
+
+
+def right(model: Any) -> TrainingProgram:
+    """The penalty outside, of whole scores."""
+    return _program(model, inside=False)

@@ -1,0 +1,87 @@
+"""https://github.com/huggingface/accelerate/pull/4177: a sliding window becomes full attention.
+
+Context parallelism drops the mask that a layer is given, and attends causally.  A layer whose mask
+is stricter sees more than it should.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from schedlang import TrainingProgram
+from tests.judging.catches.parts import everyone, own, total
+from tests.judging.catches.words import VOCAB, WIDTH, Words, batch, loss
+
+NAMED = r"first module +the output of `inner`.*right before it: `inner.value`"
+WINDOW = 2
+
+__all__ = ["batch", "loss"]
+
+
+class AllWords(torch.autograd.Function):
+    """Lay the words of all ranks side by side: backward sums what ranks did with this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Words of all."""
+        return everyone(x, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """The sum for this rank's."""
+        return own(total(grad), 1)
+
+
+class Attention(nn.Module):
+    """One head that sees a window of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.split, self.window = False, WINDOW
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend to the words before, as far as the window goes."""
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        if self.split:
+            k, v = AllWords.apply(k), AllWords.apply(v)
+        first = q.shape[1] * dist.get_rank() if self.split else 0
+        far = first + torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
+        scores = (q @ k.mT).masked_fill((far < 0) | (far >= self.window), float("-inf"))
+        return x + scores.softmax(-1) @ v
+
+
+def model() -> nn.Module:
+    """All words on one rank."""
+    return Words(Attention())
+
+
+def _program(model: Any, window: int) -> TrainingProgram:
+    model.inner.split, model.inner.window = True, window
+
+    def step(batch: Any) -> Tensor:
+        ids = batch["ids"]
+        wanted = own(F.pad(ids[:, 1:], (0, 1), value=-100), 1)
+        scores = model(own(ids, 1)).reshape(-1, VOCAB)
+        value = F.cross_entropy(scores, wanted.flatten(), reduction="sum") / ids[:, 1:].numel()
+        value.backward()
+        for p in model.parameters():
+            p.grad = total(p.grad)
+        return value
+
+    return TrainingProgram(model, step, world_loss="sum")
+
+
+def wrong(model: Any) -> TrainingProgram:
+    """Causal is all that is left of the mask."""
+    return _program(model, window=1000)
+
+
+def right(model: Any) -> TrainingProgram:
+    """The window stays."""
+    return _program(model, window=WINDOW)
