@@ -252,6 +252,8 @@ def cut(batch: Batch, rows: Sequence[int], count: int) -> dict[str, Any]:
 
     given = dict(batch)
     if pytree.flat(given):  # nothing in it is made of samples
+        if len(rows) == count:
+            return given
         return {
             name: value[first:last]
             if isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
