@@ -106,7 +106,7 @@ def cell(known: Order, model: Small, threads: Threads) -> Cell:
         if known.relaxed:
             report = prove(Case(plan, batches, dtype="none"), pool=threads)  # type: ignore[arg-type]
             return Cell(ORACLE) if report.ok else Cell(DIFFERS, _last(str(report)))
-        found = trained(threads, plan, batches)  # type: ignore[arg-type]
+        found = trained(threads, plan, batches)
         assert_near(found, original(model.name, layers))
     except Refusal as refusal:
         first = refusal.diagnostics[0]

@@ -13,16 +13,19 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source
 from schedlang.ir.plan import Plan
 from schedlang.language.syntax import parse
+from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.elaborate.state import Settings
 from schedlang.passes.lower.build import build
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.verify.original import Sequential
+from schedlang.passes.verify.sides import prepared
 from schedlang.report import Report
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.schedule import Schedule
+from tests.engine import Threads
 
 Batch = Mapping[str, Any]
 
@@ -112,8 +115,18 @@ def steps(
     return seen
 
 
+def made(
+    plan: Plan, batches: Sequence[Batch], loss: Any = None, weight: Any = None
+) -> tuple[Plan, Prepared]:
+    """A plan that is complete, and what `prepare` finds for it, as in float64 on a rank."""
+    with ambient(Float64()):
+        case = prepared(Case(plan, tuple(batches), loss, weight))
+    assert case.prepared is not None
+    return case.plan, case.prepared
+
+
 def trained(
-    pool: Pool,
+    pool: Pool | Threads,
     plan: Plan,
     batches: Sequence[Batch],
     optimizer: Any = sgd,
@@ -121,7 +134,13 @@ def trained(
     clip: float | None = None,
     **options: Any,
 ) -> Seen:
-    """What rank 0 sees after a step for each batch; options are those of `build`."""
+    """What rank 0 sees after a step for each batch; options are those of `build`.
+
+    Ranks that are threads get the plan prepared, once, as `verify` sends it; processes prepare it
+    each by itself, as those of a job do.
+    """
+    if isinstance(pool, Threads) and "prepared" not in options:
+        plan, options["prepared"] = made(plan, batches, options.get("loss"), options.get("weight"))
     seen: Seen = pool.run(steps, plan.mesh.world, plan, tuple(batches), optimizer, clip, options)[0]
     return seen
 

@@ -36,7 +36,7 @@ def _toy() -> Toy:
 def test_it_trains_as_the_original(rows: str, mesh: str, threads: Threads) -> None:
     """Losses, gradients of the shared module, dropout inside layers, state: as without rows."""
     plan = planned(_toy(), rows, mesh)
-    seen = trained(threads, plan, BATCHES, adamw, clip=0.5, seed=3)  # type: ignore[arg-type]
+    seen = trained(threads, plan, BATCHES, adamw, clip=0.5, seed=3)
     assert_near(seen, sequential(_toy(), BATCHES, adamw, clip=0.5, seed=3))
 
 
@@ -50,7 +50,7 @@ def test_draws_of_later_calls_are_their_own(threads: Threads) -> None:
         return toy
 
     plan = planned(looped(), rows.replace("(3)", "(4)"), "pp=3")
-    seen = trained(threads, plan, BATCHES, adamw, clip=0.5, seed=3)  # type: ignore[arg-type]
+    seen = trained(threads, plan, BATCHES, adamw, clip=0.5, seed=3)
     assert_near(seen, sequential(looped(), BATCHES, adamw, clip=0.5, seed=3))
 
 

@@ -174,7 +174,7 @@ def test_plans_are_proven_on_threads(name: str, late: Threads) -> None:
 
 
 def _trained(plan: Plan, threads: Threads) -> Any:
-    return trained(threads, plan, TOKENS, clip=0.05, seed=3)  # type: ignore[arg-type]
+    return trained(threads, plan, TOKENS, clip=0.05, seed=3)
 
 
 def test_the_same_to_the_last_bit(threads: Threads, late: Threads) -> None:

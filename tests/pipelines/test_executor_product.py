@@ -49,7 +49,7 @@ def test_trained(
 ) -> None:
     """Losses, norms, clipped gradients, parameters and moments are those of the plain loop."""
     plan = plan_of(monkeypatch, homes, more, mesh)
-    seen = trained(threads, plan, BATCHES, adamw, clip=0.5)  # type: ignore[arg-type]
+    seen = trained(threads, plan, BATCHES, adamw, clip=0.5)
     assert_near(seen, sequential(plan.model.model, BATCHES, adamw, clip=0.5))
 
 
@@ -75,7 +75,7 @@ ALIKE = [o.name for o in ORDERS if not o.relaxed and o.name not in ("Seq1F1B", "
 def _ordered(threads: Threads, name: str, ranks: int, micro: int) -> None:
     rows = f'transformer.h pipeline_split(over=pp)\npipeline(order="{name}", micro={micro})'
     plan = planned(models.gpt2(8 if ranks == 4 else 4), rows, f"pp={ranks}")
-    seen = trained(threads, plan, BATCHES, adamw, clip=0.5)  # type: ignore[arg-type]
+    seen = trained(threads, plan, BATCHES, adamw, clip=0.5)
     assert_near(seen, sequential(plan.model.model, BATCHES, adamw, clip=0.5))
 
 

@@ -12,8 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.prepare import Prepared
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.modes import ambient
 from tests.engine import Threads
-from tests.proofs import Seen, adamw, assert_near, assert_same
+from tests.proofs import Seen, adamw, assert_near, assert_same, made
 from tests.properties import engine, schedules
 from tests.properties.models import Batch, Block, Config
 from tests.properties.profiles import examples
@@ -69,30 +73,37 @@ class Leg:
     load: str = ""
     save: str = ""
 
+    def run(self, threads: Threads, batches: Sequence[Batch]) -> dict[str, Tensor]:
+        """What rank 0 has at the end."""
+        with ambient(Float64()):
+            plan = engine.plan_of(self.drawn)
+        ready = made(plan, batches, self.drawn.config.loss)
+        found: dict[str, Tensor] = threads.run(_leg, self.drawn.world, self, *ready, batches)[0]
+        return found
 
-def _leg(leg: Leg, batches: Sequence[Batch]) -> dict[str, Tensor]:
+
+def _leg(leg: Leg, plan: Plan, ready: Prepared, batches: Sequence[Batch]) -> dict[str, Tensor]:
     """On this rank: load, train, save; whole state and optimizer state at the end."""
     from schedlang.passes.lower.build import build
-    from schedlang.runtime.float64 import Float64
-    from schedlang.runtime.modes import ambient
 
     with ambient(Float64()):
-        made = build(
-            engine.plan_of(leg.drawn),
+        program = build(
+            plan,
             batches[0],
             optimizer=adamw,
             clip=0.1,
             loss=leg.drawn.config.loss,
             seed=engine.SEED,
+            prepared=ready,
         )
         if leg.load:
-            made.load(leg.load)
+            program.load(leg.load)
         for batch in batches:
-            made.train_step(batch)
+            program.train_step(batch)
         if leg.save:
-            made.save(leg.save)
-    found = {f"state {name}": value.clone() for name, value in made.state_dict().items()}
-    for name, slots in made.optimizer_state().items():
+            program.save(leg.save)
+    found = {f"state {name}": value.clone() for name, value in program.state_dict().items()}
+    for name, slots in program.optimizer_state().items():
         found |= {f"optimizer {s} {name}": torch.as_tensor(v).clone() for s, v in slots.items()}
     return found
 
@@ -119,10 +130,10 @@ def test_8_saved_here_loaded_there(
     first, second = engine.batches_of(drawn, 2, max(drawn.rows, other.rows))
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/state"
-        threads.run(_leg, drawn.world, Leg(drawn, save=path), [first])
+        Leg(drawn, save=path).run(threads, [first])
         # dropout masks are of the step, which is saved, too
-        moved = threads.run(_leg, other.world, Leg(other, load=path), [second])[0]
-    stayed = threads.run(_leg, drawn.world, Leg(drawn), [first, second])[0]
+        moved = Leg(other, load=path).run(threads, [second])
+    stayed = Leg(drawn).run(threads, [first, second])
     assert_near(moved, stayed)
     whole = config.model().state_dict()
     found = {n.removeprefix("state "): v for n, v in moved.items() if n.startswith("state ")}

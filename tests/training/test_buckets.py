@@ -127,7 +127,7 @@ def test_results_are_those_of_one_process(threads: Threads, net: type[Net], micr
     """Losses, norms, gradients, parameters and moments over three steps."""
     rows = f"zero(stage=0, over=dp, bucket={LAYER / 1024}KiB)\noverlap(gradients)\n"
     plan = planned(net().double(), f'{rows}pipeline(order="GPipe", micro={micro})', "dp=2")
-    seen = trained(threads, plan, BATCHES, adamw, clip=0.5)  # type: ignore[arg-type]
+    seen = trained(threads, plan, BATCHES, adamw, clip=0.5)
     assert_near(seen, sequential(plan.model.model, BATCHES, adamw, clip=0.5))
 
 

@@ -128,7 +128,7 @@ def test_the_others_stay_as_they_are(plain: Timeline) -> None:
 def test_trained(threads: Threads, name: str, more: str, frozen: tuple[str, ...]) -> None:
     """Losses, clipped gradients and state of three steps are those of the plain loop."""
     plan = _plan(name, more, frozen)
-    seen = trained(threads, plan, BATCHES, adamw, clip=0.5)  # type: ignore[arg-type]
+    seen = trained(threads, plan, BATCHES, adamw, clip=0.5)
     assert_near(seen, sequential(plan.model.model, BATCHES, adamw, clip=0.5))
 
 
@@ -137,7 +137,7 @@ def test_replicas_of_slices(threads: Threads) -> None:
     """The same where slices lie within replicas, over which gradients are summed once a run."""
     plan = _plan(mesh="r=2, dp=2, pp=2")
     batches = [tokens(rows=17, seed=seed) for seed in (1, 2)]
-    seen = trained(threads, plan, batches, adamw)  # type: ignore[arg-type]
+    seen = trained(threads, plan, batches, adamw)
     assert_near(seen, sequential(plan.model.model, batches, adamw))
 
 

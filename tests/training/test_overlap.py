@@ -55,7 +55,7 @@ def _model() -> Any:
 def test_trained(threads: Threads, rows: str, mesh: str) -> None:
     """Losses, norms, gradients, parameters and moments are those of the plain loop."""
     plan = planned(_model(), rows, mesh)
-    seen = trained(threads, plan, BATCHES, adamw, clip=0.5)  # type: ignore[arg-type]
+    seen = trained(threads, plan, BATCHES, adamw, clip=0.5)
     assert_near(seen, sequential(plan.model.model, BATCHES, adamw, clip=0.5))
 
 
