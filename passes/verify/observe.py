@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from schedlang.ir.pytree import tree_flatten_with_path
-from schedlang.passes.verify.spilled import Tensors
+from schedlang.passes.verify.spilled import Tensors, released
 from schedlang.runtime.batch import dotted
 from schedlang.runtime.device import undrawn
 from schedlang.runtime.launch.forkserver import progress
@@ -173,7 +173,9 @@ def observe(
             sight.end(subject, len(condition.batches) - 1, condition.batches[0])
         order = order or tuple(getattr(subject, "order", ()))
         ties = ties or tuple(getattr(subject, "ties", ()))
-        del subject  # before another is made
+        del subject, sight  # before another is made
+        if folder is not None:
+            released()
     return replace(seen, order=order, ties=ties)
 
 

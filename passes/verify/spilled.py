@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import uuid
 from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,13 @@ import torch
 from torch import Tensor
 
 LEAST = 2**16  # bytes from which on a tensor goes to a file
+
+
+def released() -> None:
+    """Give the machine back what is free: cycles, and what malloc holds on to between."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # a C library without it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @dataclass(frozen=True)
