@@ -449,11 +449,10 @@ def _read(a: Any, b: object, optimizer: bool, bucket: int) -> Transferred:
     end, world = ends.b, comm.here()
     done = Carried()
     if not optimizer:
-        module = b.assembly.module if isinstance(b, Program) else b
-        prefix = str(getattr(module, "base_model_prefix", ""))
+        module, parts = _model(b)
         path = Path(os.path.realpath(a))
         folder = together(
-            lambda: opened(path, prefix, ends.bucket), partial(_unread, path), (Exception,)
+            lambda: opened(path, module, parts, ends.bucket), partial(_unread, path), (Exception,)
         )
         names = _matched(tensors_of(folder, world.size), ends.target)
         local = end.local() if end is not None else {}
@@ -463,6 +462,15 @@ def _read(a: Any, b: object, optimizer: bool, bucket: int) -> Transferred:
             end.taken()
     none = route((), world.size)
     return replace(_told(none, done, ends.bucket, 0), tensors=len(ends.target.lying))
+
+
+def _model(b: object) -> tuple[nn.Module | None, bool]:
+    """The model that takes, if there is one, and whether it has parts of its parameters."""
+    if isinstance(b, Program):
+        return b.assembly.module, True
+    if not isinstance(b, nn.Module):
+        return None, False
+    return b, any(hasattr(parameter, "placements") for parameter in b.parameters())
 
 
 def _unread(path: Path, error: BaseException) -> Diagnostic:
