@@ -37,6 +37,8 @@ from schedlang.runtime.redistribution.spread import (
 from schedlang.runtime.storage.folder import together
 from schedlang.runtime.transfer.ends import Tensors, size_of
 
+# what a job of torchtitan keeps beside a model, whose names have no word before them there
+BESIDE = ("optim", "optimizer", "lr_scheduler", "dataloader", "train_state")
 Kinds = Mapping[str, tuple[tuple[int, ...], str]]  # of each tensor its whole shape and dtype
 Wanted = tuple[str, Tensor, Part]  # a tensor of the folder, this rank's part, where that lies in it
 Told = Callable[[BaseException], Diagnostic]
@@ -49,7 +51,8 @@ class Checkpoint:
     optimizer's state those below `model` are meant.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, fresh: bool = False) -> None:
+        self.fresh = fresh  # what is written into has no values to lose
         self.folder, id_ = steps.to_load(folder)
         self.index = steps.checked_index(self.folder, id_)
         self.also: dict[str, str] = {}
@@ -62,21 +65,26 @@ class Checkpoint:
         self.kinds: Kinds = {
             key.removeprefix(self.head): (one.shape, one.dtype)
             for key, one in self.index.tensors.items()
-            if key.startswith(self.head)
+            if key.startswith(self.head) and key.partition(".")[0] not in BESIDE
         }
 
     def read(self, wanted: Sequence[Wanted], lies: Mapping[str, Spread], told: Told) -> None:
         """Read this rank's parts, when those of all ranks have been looked at."""
         if len(comm.distinct(self.index.mark)) > 1:
             raise Refusal(told(Unreadable("the ranks have read different checkpoints")))
+
+        def room(local: Tensor) -> Tensor:
+            return local if self.fresh else zeros(local.shape, local.dtype)
+
         boxed = [
-            Boxed((self.head + name,), zeros(local.shape, local.dtype), self.kinds[name][0], part)
+            Boxed((self.head + name,), room(local), self.kinds[name][0], part)
             for name, local, part in wanted
         ]
         keyed = {self.head + name: spread for name, spread in lies.items()}
         read_together(self.folder, self.index, boxed, keyed, told)
         for one, (_, local, part) in zip(boxed, wanted):
-            copied(one.local, part, local, part)
+            if one.local is not local:
+                copied(one.local, part, local, part)
 
 
 class Safetensors:
@@ -125,14 +133,16 @@ class Safetensors:
 Folder = Checkpoint | Safetensors
 
 
-def opened(path: Path, model: nn.Module | None, parts: bool, most: int) -> Folder:
+def opened(
+    path: Path, model: nn.Module | None, parts: bool, most: int, fresh: bool = False
+) -> Folder:
     """Open what lies in a folder, for a model, which may have parts of its parameters.
 
     Raises Refusal, Unreadable or OSError.
     """
     if is_weights(path):
         return Safetensors(path, model, parts, most)
-    return Checkpoint(path)
+    return Checkpoint(path, fresh)
 
 
 def tensors_of(folder: Folder, world: int) -> Tensors:

@@ -437,7 +437,13 @@ def _wire(kinds: set[str], ends: Sequence[End | None]) -> torch.device:
     return devices.HOST
 
 
-def _read(a: Any, b: object, optimizer: bool, bucket: int) -> Transferred:
+def begin(program: Program, folder: str | os.PathLike[str]) -> None:
+    """Give a program without values those of a folder, read straight into its parts."""
+    with comm.within(program.assembly.ranks.world.part):
+        _read(folder, program, False, BUCKET, fresh=True)
+
+
+def _read(a: Any, b: object, optimizer: bool, bucket: int, fresh: bool = False) -> Transferred:
     """Read what lies in a folder into `b`; nothing is sent."""
     if len({str(one) for one in comm.distinct(a)}) > 1:
         raise not_taken("ranks have passed different things as `a`", "pass one path on all ranks")
@@ -452,7 +458,9 @@ def _read(a: Any, b: object, optimizer: bool, bucket: int) -> Transferred:
         module, parts = _model(b)
         path = Path(os.path.realpath(a))
         folder = together(
-            lambda: opened(path, module, parts, ends.bucket), partial(_unread, path), (Exception,)
+            lambda: opened(path, module, parts, ends.bucket, fresh),
+            partial(_unread, path),
+            (Exception,),
         )
         names = _matched(tensors_of(folder, world.size), ends.target)
         local = end.local() if end is not None else {}
