@@ -220,7 +220,6 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     Raises Refusal before any collective where the plan cannot be built, and where ranks of the job
     would build different things.
     """
-    from schedlang.runtime.checkpointing.steps import is_checkpoint
     from schedlang.runtime.comm.agreement import (
         agree,
         all_come,
@@ -239,9 +238,21 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
         if compares and shared_store() is not None:
             agree(built_from(plan, batch, given), given.wait)
         program = _built(plan, batch, given)
-    if given.weights is not None and is_checkpoint(given.weights):
-        program.load(given.weights)
+    if given.weights is not None:
+        _taken(program, given.weights)
     return program
+
+
+def _taken(program: Program, weights: str | os.PathLike[str]) -> None:
+    """Read a checkpoint, ours or torch's, into the parts of a program; files are there already."""
+    from schedlang.runtime.checkpointing.archive import load
+    from schedlang.runtime.checkpointing.steps import is_checkpoint, is_dcps
+    from schedlang.runtime.transfer.transfer import begin
+
+    if is_checkpoint(weights):
+        load(program, weights, fresh=True)
+    elif is_dcps(weights):
+        begin(program, weights)
 
 
 def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:

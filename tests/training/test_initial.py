@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
@@ -189,17 +192,41 @@ def _both(file: str, kind: str, folder: str) -> None:
     assert all(torch.equal(after[key], then[key]) for key in after)
 
 
-@pytest.mark.parametrize("kind", ["record", "files", "meta", "index"])
+def _written(kind: str, folder: Path) -> None:
+    """The weights of a model: as transformers writes them, `save`, or torch's own checkpoints."""
+    torch.manual_seed(1)
+    real: Any = models.gpt2(2)
+    state = dict(real.state_dict())
+    beside = {"exp_avg": torch.ones(3)}
+    nested = {
+        "dcp": state,
+        "dcp nested": {"model": state, "optim": beside},
+        "torchtitan": {**state, "optimizer": beside, "train_state": torch.zeros(2)},
+    }
+    if kind in nested:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp_save(nested[kind], storage_writer=FileSystemWriter(folder), no_dist=True)
+    elif kind == "checkpoint":
+        sch = schedlang.create_schedule(real)
+        sch.build(batch=models.tokens(4, 9), optimizer=adamw).save(folder)
+    else:
+        real.save_pretrained(folder, max_shard_size="20KB" if kind == "index" else "1GB")
+
+
+SOURCES = ["record", "files", "meta", "index", "checkpoint", "dcp", "dcp nested", "torchtitan"]
+
+
+@pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("name", ROWS)
 def test_the_program_of_the_model(pool: Pool, tmp_path: Path, name: str, kind: str) -> None:
-    """Split tensors, stages and slices of state; values from a record or from files."""
+    """Split tensors, stages and slices of state; values from a record, files or checkpoints."""
     file = tmp_path / "x.sched"
     file.write_text(f"schedule 1 for GPT2LMHeadModel\n{ROWS[name]}\n")
-    torch.manual_seed(1)
-    most = "20KB" if kind == "index" else "1GB"
-    models.gpt2(2).save_pretrained(tmp_path, max_shard_size=most)
-    assert (tmp_path / "model.safetensors.index.json").exists() == (kind == "index")
-    pool.run(_both, 2, str(file), kind, str(tmp_path))
+    _written(kind, tmp_path / "weights")
+    indexed = tmp_path / "weights" / "model.safetensors.index.json"
+    assert indexed.exists() == (kind == "index")
+    pool.run(_both, 2, str(file), kind, str(tmp_path / "weights"))
 
 
 def test_names_of_the_base_model(tmp_path: Path) -> None:
@@ -377,7 +404,7 @@ def _within(file: str, weights: str | None) -> None:
     before = resource.getrlimit(resource.RLIMIT_DATA)
     free = DEEP * one // 4 + 2 * one + BESIDE
     assert free < DEEP * one, "the whole model would not fit"
-    if weights is not None:
+    if weights is not None and (Path(weights) / "model.safetensors").exists():
         free += DEEP * one  # the file is mapped, and its pages are the file's
     resource.setrlimit(resource.RLIMIT_DATA, (_used() + free, before[1]))
     try:
@@ -388,14 +415,23 @@ def _within(file: str, weights: str | None) -> None:
     assert held == DEEP * one // 4
 
 
-@pytest.mark.parametrize("kind", ["record", "files"])
+@pytest.mark.parametrize("kind", ["record", "files", "checkpoint", "dcp"])
 def test_a_rank_never_has_the_whole_model(pool: Pool, tmp_path: Path, kind: str) -> None:
     """The operating system gives each rank its parts, two whole tensors and 96 MiB beside."""
     from safetensors.torch import save_model
 
+    weights = tmp_path / "weights"
     if kind == "files":
-        save_model(_wide(), str(tmp_path / "model.safetensors"))
+        weights.mkdir()
+        save_model(_wide(), str(weights / "model.safetensors"))
+    elif kind == "checkpoint":
+        batch, loss = {"input": torch.ones(4, WIDE)}, lambda out, batch: out.mean()
+        schedlang.create_schedule(_wide()).build(batch=batch, loss=loss).save(weights)
+    elif kind == "dcp":
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp_save(_wide().state_dict(), storage_writer=FileSystemWriter(weights), no_dist=True)
     rows = (f"{i} shard({('col', 'row')[i % 2]}, over=tp)" for i in range(DEEP))
     file = tmp_path / "x.sched"
     file.write_text("\n".join(["schedule 1", "mesh(tp=4)", *rows, ""]))
-    pool.run(_within, 4, str(file), str(tmp_path) if kind == "files" else None)
+    pool.run(_within, 4, str(file), str(weights) if weights.exists() else None)

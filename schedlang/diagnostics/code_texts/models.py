@@ -101,7 +101,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S643": (
         "no weights to take",
-        "Files of safetensors have the model's names, shapes and kinds of numbers.",
+        "Files of safetensors have the model's names, shapes and kinds of numbers, or those that\n"
+        "transformers converts to the model's.",
     ),
     "S650": (
         "ranks would build different programs",

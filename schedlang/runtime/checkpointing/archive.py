@@ -330,8 +330,10 @@ def beside(path: str | os.PathLike[str], rank: int = 0) -> dict[str, Any] | None
     return found
 
 
-def load(program: Program, path: str | os.PathLike[str]) -> None:
+def load(program: Program, path: str | os.PathLike[str], fresh: bool = False) -> None:
     """Take over what `save` wrote, under whatever layout; all ranks together.
+
+    A program that is `fresh` has no values to lose: they are read straight into its parts.
 
     `path` is a folder of checkpoints, of which the last is taken, or one of these.  A program
     without an optimizer takes over the rest.  Nothing that is read is run.  Raises Refusal S633
@@ -345,7 +347,7 @@ def load(program: Program, path: str | os.PathLike[str]) -> None:
             0, together(lambda: _last(program, folder), partial(_unread, folder, folder), FAILURES)
         )
         try:
-            found = _read(program, folder, target, id_)
+            found = _read(program, folder, target, id_, fresh)
             break
         except Refusal as refusal:  # another job may have saved, and taken this one away
             missed = refusal.diagnostic.code == "S633"
@@ -353,7 +355,8 @@ def load(program: Program, path: str | os.PathLike[str]) -> None:
             if not comm.told_by(0, again):
                 raise
     contents, told, model, moments, sums = found
-    _take_over(program, model)
+    if not fresh:
+        _take_over(program, model)
     put_back(program, told, moments)
     restore_residue(program, contents.get("sums"), sums)
     if program.loss_scale is not None:
@@ -382,8 +385,13 @@ def _moved(folder: Path, target: Path) -> bool:
         return False
 
 
-def _read(program: Program, folder: Path, target: Path, id_: str | None) -> _Found:
-    """A checkpoint's parts for this rank, whole and looked at; none is in the program yet."""
+def _read(
+    program: Program, folder: Path, target: Path, id_: str | None, fresh: bool = False
+) -> _Found:
+    """A checkpoint's parts for this rank, whole and looked at; none is in the program yet.
+
+    Where that is `fresh`, those of the model are.
+    """
 
     def reading(step: Callable[[], Any]) -> Any:  # whatever a crafted folder leads to
         return together(step, partial(_unread, folder, target), (Exception,))
@@ -393,7 +401,7 @@ def _read(program: Program, folder: Path, target: Path, id_: str | None) -> _Fou
     reading(lambda: _unmoved(target, before, index.mark == first))
     told = Moments(**contents["optimizer"])
     _check(program, contents, told)
-    model, moments, sums = reading(lambda: _blank(program, contents, told))
+    model, moments, sums = reading(lambda: _blank(program, contents, told, fresh))
     mesh = program.assembly.ranks.mesh
     lies = {name: one.spread(mesh) for name, one in program.assembly.holdings.items()}
     keyed = {f"model.{name}": spread for name, spread in lies.items()}
@@ -406,10 +414,12 @@ def _read(program: Program, folder: Path, target: Path, id_: str | None) -> _Fou
 
 
 def _blank(
-    program: Program, contents: Mapping[str, Any], told: Moments
+    program: Program, contents: Mapping[str, Any], told: Moments, fresh: bool
 ) -> tuple[_Model, _Moments, list[Boxed]]:
     """Room for this rank's parts: of the model, of the optimizer's state, of compressed sums."""
-    model = {name: zeros(part.shape, part.dtype) for name, part in model_parts(program).items()}
+    model = model_parts(program)
+    if not fresh:
+        model = {name: zeros(part.shape, part.dtype) for name, part in model.items()}
     moments = {
         (name, key): zeros(local(parameter).shape, DTYPES[dtype])
         for name, parameter in named(program).items()

@@ -281,3 +281,8 @@ def _remove_former(target: Path) -> None:
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is a checkpoint of `save`, or a folder of such."""
     return any((Path(path) / name).exists() for name in (LATEST, MINE))
+
+
+def is_dcps(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is a folder that torch.distributed.checkpoint has written."""
+    return (Path(path) / DCPS).is_file() and not is_checkpoint(path)

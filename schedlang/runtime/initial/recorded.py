@@ -138,7 +138,8 @@ class Record:
 
         def given(some: list[tuple[Room, View]], data: torch.UntypedStorage) -> None:
             for room, view in some:
-                room.take(view.of(data))
+                whole = view.of(data)
+                room.take(lambda box, whole=whole: box.view(whole, box.there))  # type: ignore[misc]
 
         self.replay({storage: partial(given, some) for storage, some in of.items()})
 

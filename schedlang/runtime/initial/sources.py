@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import nn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.checkpointing.steps import is_checkpoint
+from schedlang.runtime.checkpointing.steps import is_checkpoint, is_dcps
 from schedlang.runtime.initial.recorded import record_of
 from schedlang.runtime.initial.weights import Room, files_of
 
@@ -38,7 +38,8 @@ class Later:
 def source_of(model: nn.Module, weights: str | os.PathLike[str] | None) -> Source:
     """Return where the values of a model without any come from.  Raises Refusal S623, S643."""
     if weights is not None:
-        return Later() if is_checkpoint(weights) else files_of(weights, model)
+        later = is_checkpoint(weights) or is_dcps(weights)
+        return Later() if later else files_of(weights, model)
     if (record := record_of(model)) is not None:
         return record
     raise Refusal.of(

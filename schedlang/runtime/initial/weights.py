@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal, closest
-from schedlang.runtime.redistribution.spread import Part
+from schedlang.runtime.initial.converted import Named, named, other_names
+from schedlang.runtime.initial.stored import Leaf, Stored, read_box
+from schedlang.runtime.redistribution.spread import Overlap, Part, overlaps, whole
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # by their names there; any is cast to that of the model
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -42,57 +42,58 @@ class Room:
         """The shape of the whole tensor."""
         return tuple(self.original.shape)
 
-    def take(self, whole: Any) -> None:
-        """Copy this part out of the whole: a tensor, or what gives slices of one."""
+    def take(self, read: Callable[[Overlap], Tensor]) -> None:
+        """Copy this part out of the whole, box by box."""
         with torch.no_grad():
-            for runs in itertools.product(*self.cells):
-                into = tuple(slice(at, at + length) for at, _, length in runs)
-                out_of = tuple(slice(start, start + length) for _, start, length in runs)
-                self.part[into].copy_(whole[out_of])
+            for box in overlaps(self.cells, whole(self.shape)):
+                box.view(self.part, box.here).copy_(read(box))
 
 
 @dataclass(frozen=True)
 class Files:
     """Files of safetensors that together hold the tensors of a model.
 
-    files   by the name of a tensor
-    prefix  in front of a model's names that names in files may lack, or have in addition
+    leaves  the tensors of the files, by their names there
+    model   whose library may rename, split and fuse them
+    config  what the folder tells of the model that it is of
     """
 
     path: Path
-    files: Mapping[str, Path]
-    prefix: str = ""
+    leaves: Mapping[str, Leaf]
+    model: nn.Module
+    config: Mapping[str, Any]
 
     def digest(self) -> str:
-        """Equal where files of the same names hold tensors of the same names."""
-        told = sorted((name, file.name, file.stat().st_size) for name, file in self.files.items())
+        """Equal where files of the same names hold tensors of the same names, shapes and kinds."""
+        every = self.leaves.values()
+        told = sorted((leaf.file.name, leaf.name, leaf.kind, leaf.shape) for leaf in every)
         return hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()
 
     def fill(self, rooms: Sequence[Room]) -> None:
         """Read all parts, slice by slice.  Raises Refusal S643 before any is written."""
-        from safetensors import safe_open
+        self._check_model()
+        every = named(self.leaves, self.model)
+        found = [self._found(room, every) for room in rooms]
+        try:
+            for room, one in zip(rooms, found, strict=True):
+                room.take(lambda box, one=one: read_box(one, box.there, box.size))  # type: ignore[misc]
+        finally:
+            for leaf in self.leaves.values():
+                leaf.open_.clear()
 
-        with ExitStack() as stack:
-            open_ = {}
-            for file in dict.fromkeys(self.files[self._name(room)] for room in rooms):
-                try:
-                    open_[file] = stack.enter_context(safe_open(file, "pt"))
-                except Exception as error:  # a file of any contents
-                    raise self._unread(f"`{file.name}` cannot be read: {error}") from error
-            names = [self._name(room) for room in rooms]
-            for room, name in zip(rooms, names):
-                self._check(room, name, open_[self.files[name]])
-            for room, name in zip(rooms, names):
-                file = open_[self.files[name]]
-                room.take(file.get_slice(name) if room.shape else file.get_tensor(name))
-
-    def _name(self, room: Room) -> str:
-        for name in self._names(room):
-            if name in self.files:
-                return name
-        near = closest(room.names[0], tuple(self.files))
+    def _found(self, room: Room, every: Named) -> Stored:
+        """The tensor of the files for a part, of its shape and kind of numbers."""
+        for name in other_names(room.names, self.model):
+            if name in every.tensors:
+                self._check(room, name, every.tensors[name])
+                return every.tensors[name]
+            if name in every.shapes:
+                raise self._misshapen(name, every.shapes[name], room)
+        near = closest(room.names[0], tuple(self.leaves))
+        why = [line for name, line in every.errors.items() if name in room.names]
         raise self._unread(
             f"there is no `{room.names[0]}`",
+            *(f"its library cannot make it of what is there: {line}" for line in why),
             *((f"the nearest name there is `{near}`",) if near else ()),
             helps=(
                 "give files with the names of the model, as `program.export` writes them",
@@ -100,67 +101,142 @@ class Files:
             ),
         )
 
-    def _names(self, room: Room) -> Iterator[str]:
-        yield from room.names
-        if self.prefix:
-            for name in room.names:
-                yield f"{self.prefix}.{name}"
-                if name.startswith(f"{self.prefix}."):
-                    yield name.removeprefix(f"{self.prefix}.")
+    def _check(self, room: Room, name: str, one: Stored) -> None:
+        if tuple(one.shape) != room.shape:
+            raise self._misshapen(name, tuple(one.shape), room)
+        for leaf in one.leaves:
+            if (leaf.kind in FLOATS) != room.part.is_floating_point():
+                kind = str(room.part.dtype).removeprefix("torch.")
+                raise self._unread(
+                    f"`{leaf.name}` is {leaf.kind}, in the model {kind}", *QUANTISED, helps=BEFORE
+                )
 
-    def _check(self, room: Room, name: str, file: Any) -> None:
-        whole = file.get_slice(name)
-        shape, kind = tuple(whole.get_shape()), whole.get_dtype()
-        if shape != room.shape:
-            raise self._unread(f"`{name}` has the shape {shape}, in the model {room.shape}")
-        if (kind in FLOATS) != room.part.is_floating_point():
+    def _check_model(self) -> None:
+        """Refuse files of a model of another type, and quantised ones, by what the folder tells."""
+        if "quantization_config" in self.config:
+            told = self.config["quantization_config"]
+            method = told.get("quant_method") if isinstance(told, dict) else None
+            method = f" by {method}" if method else ""
+            raise self._unread(f"the values are quantised{method}", *QUANTISED, helps=BEFORE)
+        ours = getattr(getattr(self.model, "config", None), "model_type", None)
+        theirs = self.config.get("model_type")
+        parts = [part for part in self.config.values() if isinstance(part, dict)]
+        if ours and theirs and ours not in (theirs, *(part.get("model_type") for part in parts)):
             raise self._unread(
-                f"`{name}` is {kind}, in the model {str(room.part.dtype).removeprefix('torch.')}",
-                "quantised values mean something only with scales, which are other tensors",
-                helps=("give the weights as they were before they were quantised",),
+                f"they are of a model of type `{theirs}`, and this one is of type `{ours}`",
+                helps=("give the weights of this model, or make the model of that type",),
             )
+
+    def _misshapen(self, name: str, shape: tuple[int, ...], room: Room) -> Refusal:
+        return self._unread(f"`{name}` has the shape {shape}, in the model {room.shape}")
 
     def _unread(self, *notes: str, helps: Sequence[str] = ()) -> Refusal:
         return unread(self.path, *notes, helps=helps)
 
 
-def files_of(path: str | os.PathLike[str], model: nn.Module) -> Files:
-    """Return the files of a path: one file, or a folder with one or with an index of several.
+QUANTISED = ("quantised values mean something only with scales, which are other tensors",)
+BEFORE = ("give the weights as they were before they were quantised",)
 
-    Raises Refusal S643 where there are none, or where a file that the index names is missing.
+
+@dataclass(frozen=True)
+class Heads:
+    """What the heads of files tell, and of their folder its configuration.
+
+    also   other names of tensors -> those that they have there
     """
-    from safetensors import safe_open
 
-    where = Path(path)
-    prefix = str(getattr(model, "base_model_prefix", "") or "")
+    leaves: Mapping[str, Leaf]
+    also: Mapping[str, str]
+    config: Mapping[str, Any]
+
+
+def files_of(path: str | os.PathLike[str], model: nn.Module) -> Files:
+    """Return the files of a path for a model.  Raises Refusal S643."""
+    found = heads_of(Path(path))
+    return Files(Path(path), found.leaves, model, found.config)
+
+
+def is_weights(path: Path) -> bool:
+    """Return whether a path is a file of safetensors, or a folder of such."""
+    where = _snapshot(path)
+    return where.is_file() or any((where / mark).is_file() for mark in (ONE, INDEX))
+
+
+def heads_of(given: Path) -> Heads:
+    """Read the heads of the files of a path: one, a folder with one or with an index of several.
+
+    A folder of a hub's cache is that of the revision `main`.  Raises Refusal S643 where there are
+    none, where a file that the index names is missing, or where one cannot be read.
+    """
+    where = _snapshot(given)
     if where.is_dir():
         where = where / (INDEX if (where / INDEX).exists() else ONE)
     if not where.exists():
         raise unread(
-            Path(path),
-            f"there is no `{where.name}`" if Path(path).is_dir() else "it does not exist",
+            given,
+            f"there is no `{where.name}`" if given.is_dir() else "it does not exist",
             helps=(
                 f"give a file of safetensors, or a folder with `{ONE}` or `{INDEX}`",
                 "or a folder that `program.save` has written",
             ),
         )
-    try:
-        if where.name.endswith(".json"):
-            told = json.loads(where.read_text())["weight_map"]
-            files = {str(name): where.parent / Path(file).name for name, file in told.items()}
-        else:
-            with safe_open(where, "pt") as file:
-                files = dict.fromkeys(file.keys(), where)
-    except Exception as error:  # a file of any contents
-        raise unread(Path(path), f"`{where.name}` cannot be read: {error}") from error
-    for file in sorted({*files.values()}):
-        if not file.exists():
+    names: dict[str, set[str]] = {where.name: set()}
+    if where.name == INDEX:
+        names = {}
+        for name, file in _read(given, where)["weight_map"].items():
+            names.setdefault(Path(file).name, set()).add(name)
+    for name in sorted(names):
+        if not (where.parent / name).exists():
             raise unread(
-                Path(path),
-                f"the index names `{file.name}`, which is not there",
+                given,
+                f"the index names `{name}`, which is not there",
                 helps=("fetch all files of the model",),
             )
-    return Files(Path(path), files, prefix)
+    leaves: dict[str, Leaf] = {}
+    also: dict[str, str] = {}
+    open_: dict[Path, Any] = {}
+    for name, wanted in sorted(names.items()):
+        found, told = _leaves(given, where.parent / name, open_)
+        leaves |= {n: leaf for n, leaf in found.items() if not wanted or n in wanted}
+        also |= told
+    config = where.parent / "config.json"
+    return Heads(leaves, also, _read(given, config) if config.is_file() else {})
+
+
+def _snapshot(path: Path) -> Path:
+    """The files of a folder of a hub's cache, which has one folder for each revision."""
+    revision = path / "refs" / "main"
+    return path / "snapshots" / revision.read_text().strip() if revision.is_file() else path
+
+
+def _read(given: Path, file: Path) -> dict[str, Any]:
+    """What a file of JSON holds, which has names."""
+    try:
+        found = json.loads(file.read_text())
+        if not isinstance(found, dict) or file.name == INDEX and "weight_map" not in found:
+            raise ValueError("it does not map names to files")
+    except (OSError, ValueError) as error:
+        raise unread(given, f"`{file.name}` cannot be read: {error}") from error
+    return found
+
+
+def _leaves(
+    given: Path, file: Path, open_: dict[Path, Any]
+) -> tuple[dict[str, Leaf], dict[str, str]]:
+    """The tensors of a file, of which only the head is read, and their other names."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(file, "pt") as head:
+            slices = {name: head.get_slice(name) for name in head.keys()}  # noqa: SIM118
+            leaves = {
+                name: Leaf(file, name, one.get_dtype(), tuple(one.get_shape()), open_)
+                for name, one in slices.items()
+            }
+            told = (head.metadata() or {}).items()
+            return leaves, {other: name for other, name in told if name in leaves}
+    except Exception as error:  # a file of any contents
+        raise unread(given, f"`{file.name}` cannot be read: {error}") from error
 
 
 def unread(path: Path, *notes: str, helps: Sequence[str] = ()) -> Refusal:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.checkpointing import steps
@@ -21,9 +19,11 @@ from schedlang.runtime.checkpointing.boxes import (
     read_value,
     zeros,
 )
-from schedlang.runtime.checkpointing.export import MARKS
 from schedlang.runtime.checkpointing.index import Unreadable
 from schedlang.runtime.comm import world as comm
+from schedlang.runtime.initial.converted import named, other_names
+from schedlang.runtime.initial.stored import KINDS, read_box, stored
+from schedlang.runtime.initial.weights import heads_of, is_weights
 from schedlang.runtime.redistribution.route import Lying
 from schedlang.runtime.redistribution.spread import (
     NOWHERE,
@@ -37,13 +37,8 @@ from schedlang.runtime.redistribution.spread import (
 from schedlang.runtime.storage.folder import together
 from schedlang.runtime.transfer.ends import Tensors, size_of
 
-# the dtypes of safetensors by the names that checkpoints use
-_NAMES = {
-    **{"BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "I32": "int32"},
-    **{"I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"},
-    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64"},
-    **{"U16": "uint16", "U32": "uint32", "U64": "uint64"},
-}
+# what a job of torchtitan keeps beside a model, whose names have no word before them there
+BESIDE = ("optim", "optimizer", "lr_scheduler", "dataloader", "train_state")
 Kinds = Mapping[str, tuple[tuple[int, ...], str]]  # of each tensor its whole shape and dtype
 Wanted = tuple[str, Tensor, Part]  # a tensor of the folder, this rank's part, where that lies in it
 Told = Callable[[BaseException], Diagnostic]
@@ -56,7 +51,8 @@ class Checkpoint:
     optimizer's state those below `model` are meant.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, fresh: bool = False) -> None:
+        self.fresh = fresh  # what is written into has no values to lose
         self.folder, id_ = steps.to_load(folder)
         self.index = steps.checked_index(self.folder, id_)
         self.also: dict[str, str] = {}
@@ -69,53 +65,53 @@ class Checkpoint:
         self.kinds: Kinds = {
             key.removeprefix(self.head): (one.shape, one.dtype)
             for key, one in self.index.tensors.items()
-            if key.startswith(self.head)
+            if key.startswith(self.head) and key.partition(".")[0] not in BESIDE
         }
 
     def read(self, wanted: Sequence[Wanted], lies: Mapping[str, Spread], told: Told) -> None:
         """Read this rank's parts, when those of all ranks have been looked at."""
         if len(comm.distinct(self.index.mark)) > 1:
             raise Refusal(told(Unreadable("the ranks have read different checkpoints")))
+
+        def room(local: Tensor) -> Tensor:
+            return local if self.fresh else zeros(local.shape, local.dtype)
+
         boxed = [
-            Boxed((self.head + name,), zeros(local.shape, local.dtype), self.kinds[name][0], part)
+            Boxed((self.head + name,), room(local), self.kinds[name][0], part)
             for name, local, part in wanted
         ]
         keyed = {self.head + name: spread for name, spread in lies.items()}
         read_together(self.folder, self.index, boxed, keyed, told)
         for one, (_, local, part) in zip(boxed, wanted):
-            copied(one.local, part, local, part)
+            if one.local is not local:
+                copied(one.local, part, local, part)
 
 
 class Safetensors:
     """Weights as `save_pretrained` and `program.export` write them, in one file or several."""
 
-    def __init__(self, folder: Path, prefix: str, most: int) -> None:
-        from safetensors import safe_open
-
+    def __init__(self, path: Path, model: nn.Module | None, parts: bool, most: int) -> None:
         self.most = most  # bytes that are read at once
-        whole, listed = (folder / mark for mark in MARKS)
-        names = {whole.name}
-        if not whole.is_file():
-            names = set(json.loads(listed.read_text())["weight_map"].values())
+        heads = heads_of(path)
+        odd = next((leaf for leaf in heads.leaves.values() if leaf.kind not in KINDS), None)
+        if odd is not None:
+            raise Unreadable(f"`{odd.name}` of `{odd.file.name}` is of dtype `{odd.kind}`")
+        every = named(heads.leaves, model, parts).tensors
+        used = {leaf.name for one in every.values() for leaf in one.leaves}
+        self._tensors = {n: stored(leaf) for n, leaf in heads.leaves.items() if n not in used}
+        self._tensors |= every
+        self.kinds: Kinds = {
+            name: (tuple(one.shape), KINDS[one.leaves[0].kind])
+            for name, one in self._tensors.items()
+        }
         self.also: dict[str, str] = {}
-        self.kinds: dict[str, tuple[tuple[int, ...], str]] = {}
-        self._files: dict[str, Any] = {}
-        for name in sorted(names):
-            file: Any = safe_open(folder / Path(name).name, "pt")
-            for key in file.keys():  # noqa: SIM118  (no mapping)
-                part = file.get_slice(key)
-                if part.get_dtype() not in _NAMES:
-                    raise Unreadable(f"`{key}` of `{name}` is of dtype `{part.get_dtype()}`")
-                self.kinds[key] = tuple(part.get_shape()), _NAMES[part.get_dtype()]
-                self._files[key] = file
-            told = {k: v for k, v in (file.metadata() or {}).items() if v in self.kinds}
-            self.also.update({k: v for k, v in told.items() if k not in self.kinds})
-        if prefix:  # of a model that is a part of the one with a head, or has it as a part
-            head = f"{prefix}."
-            for key in list(self.kinds):
-                other = key.removeprefix(head) if key.startswith(head) else head + key
+        for other, name in heads.also.items():
+            if name in self.kinds and other not in self.kinds:
+                self.also[other] = name
+        for name in list(self.kinds):
+            for other in other_names((name,), model):
                 if other not in self.kinds:
-                    self.also.setdefault(other, key)
+                    self.also.setdefault(other, name)
 
     def read(self, wanted: Sequence[Wanted], lies: Mapping[str, Spread], told: Told) -> None:
         """Read this rank's parts, some rows at a time."""
@@ -123,26 +119,30 @@ class Safetensors:
 
     def _read(self, wanted: Sequence[Wanted]) -> None:
         for name, local, part in wanted:
-            stored = self._files[name].get_slice(name)
-            whole = stored.get_shape()
+            one = self._tensors[name]
+            whole = tuple(one.shape)
             rows = max(self.most // max(math.prod(whole[1:]) * local.element_size(), 1), 1)
             for at in range(0, whole[0], rows) if whole else (0,):
                 corner = [at, *(0 for _ in whole[1:])] if whole else []
                 size = [min(rows, whole[0] - at), *whole[1:]] if whole else []
                 for box in overlaps(box_part(corner, size), part):
                     low = [o + c for o, c in zip(box.here, corner)]
-                    span = tuple(slice(o, o + n) for o, n in zip(low, box.size))
-                    found = stored[span] if span else self._files[name].get_tensor(name)
-                    box.view(local, box.there).copy_(found)
+                    box.view(local, box.there).copy_(read_box(one, low, box.size))
 
 
 Folder = Checkpoint | Safetensors
 
 
-def opened(path: Path, prefix: str, most: int) -> Folder:
-    """Open what lies in a folder.  Raises Unreadable or OSError."""
-    weights = any((path / mark).is_file() for mark in MARKS)
-    return Safetensors(path, prefix, most) if weights else Checkpoint(path)
+def opened(
+    path: Path, model: nn.Module | None, parts: bool, most: int, fresh: bool = False
+) -> Folder:
+    """Open what lies in a folder, for a model, which may have parts of its parameters.
+
+    Raises Refusal, Unreadable or OSError.
+    """
+    if is_weights(path):
+        return Safetensors(path, model, parts, most)
+    return Checkpoint(path, fresh)
 
 
 def tensors_of(folder: Folder, world: int) -> Tensors:

@@ -437,7 +437,13 @@ def _wire(kinds: set[str], ends: Sequence[End | None]) -> torch.device:
     return devices.HOST
 
 
-def _read(a: Any, b: object, optimizer: bool, bucket: int) -> Transferred:
+def begin(program: Program, folder: str | os.PathLike[str]) -> None:
+    """Give a program without values those of a folder, read straight into its parts."""
+    with comm.within(program.assembly.ranks.world.part):
+        _read(folder, program, False, BUCKET, fresh=True)
+
+
+def _read(a: Any, b: object, optimizer: bool, bucket: int, fresh: bool = False) -> Transferred:
     """Read what lies in a folder into `b`; nothing is sent."""
     if len({str(one) for one in comm.distinct(a)}) > 1:
         raise not_taken("ranks have passed different things as `a`", "pass one path on all ranks")
@@ -449,11 +455,12 @@ def _read(a: Any, b: object, optimizer: bool, bucket: int) -> Transferred:
     end, world = ends.b, comm.here()
     done = Carried()
     if not optimizer:
-        module = b.assembly.module if isinstance(b, Program) else b
-        prefix = str(getattr(module, "base_model_prefix", ""))
+        module, parts = _model(b)
         path = Path(os.path.realpath(a))
         folder = together(
-            lambda: opened(path, prefix, ends.bucket), partial(_unread, path), (Exception,)
+            lambda: opened(path, module, parts, ends.bucket, fresh),
+            partial(_unread, path),
+            (Exception,),
         )
         names = _matched(tensors_of(folder, world.size), ends.target)
         local = end.local() if end is not None else {}
@@ -463,6 +470,15 @@ def _read(a: Any, b: object, optimizer: bool, bucket: int) -> Transferred:
             end.taken()
     none = route((), world.size)
     return replace(_told(none, done, ends.bucket, 0), tensors=len(ends.target.lying))
+
+
+def _model(b: object) -> tuple[nn.Module | None, bool]:
+    """The model that takes, if there is one, and whether it has parts of its parameters."""
+    if isinstance(b, Program):
+        return b.assembly.module, True
+    if not isinstance(b, nn.Module):
+        return None, False
+    return b, any(hasattr(parameter, "placements") for parameter in b.parameters())
 
 
 def _unread(path: Path, error: BaseException) -> Diagnostic:

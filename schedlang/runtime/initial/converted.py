@@ -1,0 +1,118 @@
+"""Tensors of files under the names and in the layouts of a model.
+
+transformers renames, fuses and splits what files hold while it loads them.  Its own loader is run
+here on a model without memory, and on tensors of which nothing is read yet.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from schedlang.runtime.initial.stored import Leaf, Stored, stored
+from schedlang.runtime.tracing.meta import copy_with, hollow_parameter
+
+
+@dataclass(frozen=True)
+class Named:
+    """Tensors by the names of a model.
+
+    shapes  of those that the library has found and that are of another shape than the model's
+    errors  of the library, in its words, by the first name of what it could not make
+    """
+
+    tensors: Mapping[str, Stored]
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    errors: Mapping[str, str] = field(default_factory=dict)
+
+
+def named(leaves: Mapping[str, Leaf], model: nn.Module | None, parts: bool = False) -> Named:
+    """Return what files hold as tensors of a model; only their heads have been read.
+
+    parts  the model has parts of its parameters, or layers of a program
+    """
+    known = {name: stored(leaf) for name, leaf in leaves.items()}
+    if model is None or not _is_transformers(model):
+        return Named(known)
+    return _loaded(known, _again(model) if parts else _hollow(model))
+
+
+def _is_transformers(model: nn.Module) -> bool:
+    """Return whether the library has a loader for a model, whose class it must have loaded."""
+    loading = sys.modules.get("transformers.core_model_loading")
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return None not in (loading, modeling) and isinstance(model, modeling.PreTrainedModel)  # type: ignore[union-attr]
+
+
+def _hollow(model: nn.Module) -> nn.Module:
+    """The same model without memory."""
+    return copy_with(model, lambda _, tensor: hollow_parameter(tensor), lambda t: t.to("meta"))
+
+
+def _again(model: Any) -> nn.Module:
+    """The model that a program was made of, without memory: by its class and configuration."""
+    from torch.distributed.fsdp import FSDPModule
+
+    kind: Any = next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
+    with torch.device("meta"):
+        made: nn.Module = kind(copy.deepcopy(model.config))
+    dtypes = {name: tensor.dtype for name, tensor in _tensors(model)}
+    for name, tensor in _tensors(made):
+        tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
+    return made
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers by all of their names."""
+    every = model.named_parameters(remove_duplicate=False)
+    return [*every, *model.named_buffers(remove_duplicate=False)]
+
+
+def _loaded(known: Mapping[str, Stored], hollow: Any) -> Named:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    rules = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(hollow))
+    with _quiet():
+        told, _ = convert_and_load_state_dict_in_model(hollow, dict(known), rules)
+    return Named(
+        {name: value for name, value in _tensors(hollow) if isinstance(value, Stored)},
+        {name: tuple(shape) for name, shape, _ in told.mismatched_keys},
+        {name: _last(lines) for name, lines in told.conversion_errors.items()},
+    )
+
+
+def _last(lines: str) -> str:
+    return next((line for line in lines.splitlines()[::-1] if line.strip()), lines)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No bar of progress: nothing is read yet."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def other_names(names: Sequence[str], model: nn.Module | None) -> Iterator[str]:
+    """The names that a tensor may have in files, with the prefix of a base model or without."""
+    prefix = str(getattr(model, "base_model_prefix", "") or "")
+    yield from names
+    for name in names if prefix else ():
+        yield f"{prefix}.{name}"
+        if name.startswith(f"{prefix}."):
+            yield name.removeprefix(f"{prefix}.")

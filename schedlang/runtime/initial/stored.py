@@ -1,0 +1,295 @@
+"""Tensors in files that are cut, joined and laid out anew before any of them is read.
+
+A library's loader is given these in place of values.  What it makes of them knows of each box of
+elements from which boxes of which files it comes, and reads no others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schedlang.ir import pytree
+from schedlang.runtime.checkpointing.index import DTYPES
+from schedlang.runtime.device import HOST
+
+Box = tuple[tuple[int, int], ...]  # dim by dim where it begins and where it ends
+Read = Callable[[Box], Tensor]
+_aten = torch.ops.aten
+
+# the dtypes of safetensors by the names that checkpoints use
+KINDS = {
+    **{"BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "I32": "int32"},
+    **{"I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64"},
+    **{"U16": "uint16", "U32": "uint32", "U64": "uint64"},
+}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor of a file of safetensors."""
+
+    file: Path
+    name: str
+    kind: str  # as the file tells it
+    shape: tuple[int, ...]
+    open_: dict[Path, Any] = field(repr=False, compare=False)  # files that are being read
+
+    def read(self, box: Box) -> Tensor:
+        """Read some of its elements."""
+        from safetensors import safe_open
+
+        if self.file not in self.open_:
+            self.open_[self.file] = safe_open(self.file, "pt")
+        file = self.open_[self.file]
+        if not self.shape:
+            return file.get_tensor(self.name)  # type: ignore[no-any-return]
+        found = file.get_slice(self.name)[tuple(slice(low, high) for low, high in box)]
+        return found  # type: ignore[no-any-return]
+
+
+class Stored(Tensor):
+    """A tensor whose elements are read box by box: `part`.  Operators give further ones."""
+
+    part: Read
+    leaves: tuple[Leaf, ...]
+
+    @staticmethod
+    def __new__(
+        cls, part: Read, shape: Sequence[int], dtype: torch.dtype, leaves: tuple[Leaf, ...]
+    ) -> Stored:
+        made: Stored = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=HOST)
+        made.part, made.leaves = part, leaves
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"<stored {self.dtype} {[*self.shape]} of {len(self.leaves)} tensors>"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _laid(func, args, dict(kwargs or {}))
+
+
+def stored(leaf: Leaf) -> Stored:
+    """Return a tensor of a file; of numbers that torch has no name for it is one of bytes."""
+    return Stored(leaf.read, leaf.shape, DTYPES[KINDS.get(leaf.kind, "uint8")], (leaf,))
+
+
+def read_box(one: Stored, corner: Sequence[int], size: Sequence[int]) -> Tensor:
+    """Read the elements of a box."""
+    return one.part(tuple((at, at + n) for at, n in zip(corner, size)))
+
+
+def _laid(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The result of an operator, of which nothing is read yet."""
+    used = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Stored)]
+    leaves = tuple(dict.fromkeys(leaf for one in used for leaf in one.leaves))
+
+    def hollow(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+    there = {"device": "meta"} if kwargs.get("device") is not None else {}
+    shapes = func(*pytree.tree_map(hollow, args), **pytree.tree_map(hollow, kwargs | there))
+    given = _RULES.get(func.overloadpacket)
+
+    def made(number: int | None, like: Tensor) -> Stored:
+        read = given(number, like, args, kwargs) if given is not None else None
+        read = read or partial(_whole, func, args, kwargs, number)
+        return Stored(read, like.shape, like.dtype, leaves)
+
+    if isinstance(shapes, Tensor):
+        return made(None, shapes)
+    return type(shapes)(made(number, like) for number, like in enumerate(shapes))
+
+
+def _whole(func: Any, args: Any, kwargs: Any, number: int | None, box: Box) -> Tensor:
+    """Any operator: on whole tensors, of which a box is kept."""
+
+    def read(value: Any) -> Any:
+        return value.part(everything(value.shape)) if isinstance(value, Stored) else value
+
+    found = func(*pytree.tree_map(read, args), **pytree.tree_map(read, kwargs))
+    return _cut(found if number is None else found[number], box)
+
+
+def everything(shape: Sequence[int]) -> Box:
+    """The box that is all of a tensor."""
+    return tuple((0, size) for size in shape)
+
+
+def _cut(value: Tensor, box: Box) -> Tensor:
+    return value[tuple(slice(low, high) for low, high in box)] if box else value
+
+
+def _with(box: Box, dim: int, *spans: tuple[int, int]) -> Box:
+    """The same with other spans in place of that of one dim."""
+    return (*box[:dim], *spans, *box[dim + 1 :])
+
+
+# -- operators that only lay elements out: for each, what it reads for a box of its result ---------
+# `number` of the result, where it is one of several; `like` has its shape and dtype
+
+
+def _same(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+    if args[0].dtype == like.dtype:
+        return args[0].part  # type: ignore[no-any-return]
+    return lambda box: args[0].part(box).to(like.dtype)
+
+
+def _permuted(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+    source, *dims = args
+    order = list(range(source.ndim))
+    if len(dims) == 2:
+        a, b = dims
+        order[a], order[b] = order[b], order[a]
+    else:
+        order = [dim % source.ndim for dim in dims[0]] if dims else order[::-1]
+
+    def read(box: Box) -> Tensor:
+        spans = {dim: span for dim, span in zip(order, box)}
+        return source.part(tuple(spans[d] for d in range(source.ndim))).permute(order)  # type: ignore[no-any-return]
+
+    return read
+
+
+def _sliced(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read | None:
+    more: tuple[Any, ...] = (0, None, None, 1)
+    source, dim, start, end, step = tuple(args) + more[len(args) - 1 :]
+    if step != 1:
+        return None
+    low = slice(start, end).indices(source.shape[dim])[0]
+    return _moved(source, dim % source.ndim, low)
+
+
+def _moved(source: Stored, dim: int, by: int) -> Read:
+    return lambda box: source.part(_with(box, dim, (box[dim][0] + by, box[dim][1] + by)))
+
+
+def _pieces(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+    source, sizes = args[:2]
+    dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % source.ndim
+    at = (number or 0) * sizes if isinstance(sizes, int) else sum(sizes[:number])
+    return _moved(source, dim, at)
+
+
+def _selected(source: Stored, dim: int, at: int) -> Read:
+    inner = dim % source.ndim
+    return lambda box: source.part((*box[:inner], (at, at + 1), *box[inner:])).squeeze(inner)
+
+
+def _unbound(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+    return _selected(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), number or 0)
+
+
+def _one(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+    source, dim, at = args
+    return _selected(source, dim, at % source.shape[dim])
+
+
+def _joined(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+    parts = args[0]
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % like.ndim
+    ends = [0, *accumulate(one.shape[dim] for one in parts)]
+
+    def read(box: Box) -> Tensor:
+        low, high = box[dim]
+        spans = ((max(low, at), min(high, end), at) for at, end in zip(ends, ends[1:]))
+        found = [
+            _read(one, _with(box, dim, (first - at, last - at)))
+            for one, (first, last, at) in zip(parts, spans)
+            if first < last
+        ]
+        return torch.cat(found, dim) if found else torch.empty(_size(box), dtype=like.dtype)
+
+    return read
+
+
+def _stacked(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+    parts = args[0]
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % like.ndim
+
+    def read(box: Box) -> Tensor:
+        found = [_read(one, _with(box, dim)) for one in parts[slice(*box[dim])]]
+        return torch.stack(found, dim) if found else torch.empty(_size(box), dtype=like.dtype)
+
+    return read
+
+
+def _read(one: Tensor, box: Box) -> Tensor:
+    return one.part(box) if isinstance(one, Stored) else _cut(one, box)
+
+
+def _size(box: Box) -> list[int]:
+    return [high - low for low, high in box]
+
+
+def _viewed(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read | None:
+    """Dims that are split or merged: of each group the rows that a box touches, then the box."""
+    source = args[0]
+    if source.dtype != like.dtype or like.numel() == 0:
+        return None
+    groups = list(_groups(tuple(source.shape), tuple(like.shape)))
+
+    def read(box: Box) -> Tensor:
+        if 0 in _size(box):
+            return torch.empty(_size(box), dtype=like.dtype)
+        wanted: list[tuple[int, int]] = []
+        flat, kept, shape, rest = [], [], [], []
+        for inner, outer, at in groups:
+            spans = box[at : at + len(outer)]
+            (low, high), row = (spans[0], math.prod(outer[1:])) if outer else ((0, 1), 1)
+            step = math.prod(inner[1:])
+            first, last = (low * row) // step, -(-(high * row) // step)
+            wanted += [(first, last), *everything(inner[1:])] if inner else []
+            flat.append((last - first) * step)
+            kept.append((low * row - first * step, high * row - first * step))
+            shape += [high - low, *outer[1:]] if outer else []
+            rest += [(0, high - low), *spans[1:]] if outer else []
+        value = _cut(source.part(tuple(wanted)).reshape(flat), tuple(kept))
+        return _cut(value.reshape(shape), tuple(rest))
+
+    return read
+
+
+def _groups(
+    a: tuple[int, ...], b: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """The shortest runs of dims of the same number of elements, and where each begins in `b`."""
+    i = j = 0
+    while i < len(a) or j < len(b):
+        start, begin = i, j
+        ours, theirs = a[i : i + 1], b[j : j + 1]
+        if 1 in (*ours, *theirs) and ours != theirs:  # a dim of one that comes or goes
+            i, j = i + (ours == (1,)), j + (ours != (1,))
+            yield a[start:i], b[begin:j], begin
+            continue
+        i, j = min(i + 1, len(a)), min(j + 1, len(b))
+        while (one := math.prod(a[start:i])) != (other := math.prod(b[begin:j])):
+            i, j = (i + 1, j) if one < other else (i, j + 1)
+        yield a[start:i], b[begin:j], begin
+
+
+_RULES: dict[Any, Callable[[int | None, Tensor, Any, Any], Read | None]] = {
+    **dict.fromkeys((_aten.detach, _aten.alias, _aten.clone, _aten._to_copy), _same),
+    **dict.fromkeys((_aten.transpose, _aten.permute, _aten.t), _permuted),
+    **dict.fromkeys((_aten.split, _aten.split_with_sizes), _pieces),
+    **dict.fromkeys((_aten.view, _aten._unsafe_view, _aten.squeeze, _aten.unsqueeze), _viewed),
+    _aten.slice: _sliced,
+    _aten.unbind: _unbound,
+    _aten.select: _one,
+    _aten.cat: _joined,
+    _aten.stack: _stacked,
+}
