@@ -235,9 +235,11 @@ class Trainer:
         given = self.schedule
         if isinstance(given, Schedule):
             return given
-        text = str(given)
+        from schedlang.runtime.comm import world
+
+        text, size = str(given), job_size() or world.size()  # alone it is a job of one
         source = Source("schedule", text) if "\n" in text else read(text)
-        return Schedule(self.model, parse(source), Settings(world=job_size()))
+        return Schedule(self.model, parse(source), Settings(world=size))
 
     def _parts(self) -> int:
         """The parts that the data are read in: one, where every rank has whole batches."""

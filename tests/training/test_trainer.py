@@ -371,3 +371,86 @@ def test_the_profiler_runs_between_two_steps(tmp_path: Path) -> None:
     trainer(None, tmp_path / "heard", 3, data=_plain(), callbacks=(profile,)).fit()
     (trace,) = (tmp_path / "traces").iterdir()
     assert trace.name == "rank0-step2.json" and "aten::addmm" in trace.read_text()
+
+
+def _calls(act: Any) -> int:
+    """Calls of Python and C functions of the fourth step."""
+    import cProfile
+
+    profile = cProfile.Profile()
+    profile.enable()
+    act()
+    profile.disable()
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def test_a_step_costs_nothing_beside_the_programs(tmp_path: Path) -> None:
+    """Ten more steps of the loop without a look make ten times as many calls as ten of
+    `train_step` over the same batches, and fewer than 30 more for each."""
+    data = _plain()
+    run = trainer(None, tmp_path / "heard", 10, data=data, log_every=1000, scheduler=None)
+    run.fit()
+    program = run.program
+    stream, counts = run._stream, {}
+    counts["program"] = _calls(lambda: [program.train_step(data[k % 5]) for k in range(10)])
+    run.steps = program.step + 10
+    run.callbacks = ()
+    counts["loop"] = _calls(run._train)
+    assert stream.epoch >= 3
+    assert 0 <= counts["loop"] - counts["program"] < 300 + 500, counts  # the look at the end
+    run.steps, before = program.step + 20, counts["loop"]
+    counts["longer"] = _calls(run._train)
+    plain = counts["program"]
+    assert counts["longer"] - before - plain < 30 * 10, counts
+
+
+def _on_device(rank: int, folder: str) -> Any:
+    """A run on a simulated device: waits of the host in steps that are not looked at, and what of
+    its memory was not ordered."""
+    from schedlang.testing.accelerator import current
+
+    torch.manual_seed(0)
+    seen, text = current(), TWO if folder else ONE
+    found: list[int] = []
+
+    class Counts:
+        def on_step(self, trainer: Any) -> None:
+            found.append(len(seen.synchronisations()))
+
+    run = schedlang.Trainer(
+        model=Watcher().to("sim"),
+        schedule=text,
+        data=[
+            {
+                key: value.float() if value.is_floating_point() else value
+                for key, value in one.items()
+            }
+            for one in _plain()
+        ],
+        steps=12,
+        optimizer=adamw,
+        scheduler=cosine,
+        loss=loss,
+        folder=folder,
+        save_every=4,
+        log_every=4,
+        callbacks=(Counts(),),
+    )
+    program = run.fit()
+    seen.check()
+    whole = program.state_dict()
+    program.load(folder)
+    again = program.state_dict()
+    return found, all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_the_host_waits_only_where_it_looks(tmp_path: Path) -> None:
+    """On a simulated accelerator, whose pinned memory is NaN until a copy is waited for: a step of
+    the loop waits for the device as often as the program does, which is never; what was saved in
+    the background is what the device held."""
+    from schedlang.testing.accelerator import spawn
+
+    for found, same in spawn(_on_device, 0, str(tmp_path / "a"), ranks=2, timeout=300):
+        assert same
+        # a look follows the steps 4, 8 and 12: between the others nothing is waited for
+        assert found[5] == found[6] == found[7] and found[9] == found[10] == found[11], found
