@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from schedlang.runtime.initial.stored import Leaf, Stored, stored
-from schedlang.runtime.tracing.meta import copy_with, hollow_parameter
+from schedlang.runtime.tracing.meta import copy_with, meta_parameter
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def _is_transformers(model: nn.Module) -> bool:
 
 def _hollow(model: nn.Module) -> nn.Module:
     """The same model without memory."""
-    return copy_with(model, lambda _, tensor: hollow_parameter(tensor), lambda t: t.to("meta"))
+    return copy_with(model, lambda _, tensor: meta_parameter(tensor), lambda t: t.to("meta"))
 
 
 def _again(model: Any) -> nn.Module:
@@ -75,16 +75,16 @@ def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*every, *model.named_buffers(remove_duplicate=False)]
 
 
-def _loaded(known: Mapping[str, Stored], hollow: Any) -> Named:
+def _loaded(known: Mapping[str, Stored], on_meta: Any) -> Named:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
-    rules = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(hollow))
+    rules = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(on_meta))
     with _quiet():
-        told, _ = convert_and_load_state_dict_in_model(hollow, dict(known), rules)
+        told, _ = convert_and_load_state_dict_in_model(on_meta, dict(known), rules)
     return Named(
-        {name: value for name, value in _tensors(hollow) if isinstance(value, Stored)},
+        {name: value for name, value in _tensors(on_meta) if isinstance(value, Stored)},
         {name: tuple(shape) for name, shape, _ in told.mismatched_keys},
         {name: _last(lines) for name, lines in told.conversion_errors.items()},
     )

@@ -96,13 +96,13 @@ def _laid(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     used = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Stored)]
     leaves = tuple(dict.fromkeys(leaf for one in used for leaf in one.leaves))
 
-    def hollow(value: Any) -> Any:
+    def on_meta(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
     there = {"device": "meta"} if kwargs.get("device") is not None else {}
-    shapes = func(*pytree.tree_map(hollow, args), **pytree.tree_map(hollow, kwargs | there))
+    shapes = func(*pytree.tree_map(on_meta, args), **pytree.tree_map(on_meta, kwargs | there))
     given = _RULES.get(func.overloadpacket)
 
     def made(number: int | None, like: Tensor) -> Stored:
