@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import io
 import os
 import pickle
 import runpy
@@ -29,7 +30,7 @@ import traceback
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from schedlang.runtime.launch import forkserver
 from schedlang.runtime.launch.pool import Pool
@@ -333,11 +334,9 @@ def _command(plain: Sequence[str], cwd: str, words: list[str]) -> int:
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [*filter(None, paths), *plain]
     importlib.invalidate_caches()
-    sys.stdout, sys.stderr = (os.fdopen(fd, "w") for fd in (1, 2))
-    if words[0] == "-u":
-        words = words[1:]
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(write_through=True)  # type: ignore[attr-defined]
+    at_once = words[0] == "-u"
+    words = words[at_once:]
+    sys.stdout, sys.stderr = (_written(fd, at_once) for fd in (1, 2))
     try:
         if words[0] == "-m":
             if words[1] == "torch.distributed.run":
@@ -372,6 +371,15 @@ def _command(plain: Sequence[str], cwd: str, words: list[str]) -> int:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     return code & 0xFF
+
+
+def _written(fd: int, at_once: bool) -> TextIO:
+    """Text as an interpreter writes it: errors line by line, with `-u` all without a buffer."""
+    how = "backslashreplace" if fd == 2 else "strict"
+    if at_once:
+        raw: Any = os.fdopen(fd, "wb", buffering=0)
+        return io.TextIOWrapper(raw, errors=how, write_through=True)
+    return os.fdopen(fd, "w", buffering=1 if fd == 2 else -1, errors=how)
 
 
 def _fork_ranks() -> None:

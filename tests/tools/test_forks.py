@@ -51,6 +51,29 @@ def test_as_an_interpreter(tmp_path: Path, words: tuple[str, ...]) -> None:
         assert ours.stderr.splitlines()[-1:] == theirs.stderr.splitlines()[-1:]
 
 
+RANK = """
+import os, sys
+known = "torch" in sys.modules  # an interpreter of its own has imported nothing
+rank = os.environ["RANK"]
+os.write(1, f"{rank} of {os.environ['WORLD_SIZE']} {sys.argv[1:]} {known}\\n".encode())
+print("unbuffered", rank, file=sys.stderr, end="")
+if rank == "1":
+    os._exit(7)
+"""
+
+
+@linux
+def test_ranks_of_torchrun(tmp_path: Path) -> None:
+    """They are forked, too, with their words, variables and errors, and their exit ends the job."""
+    (tmp_path / "x.py").write_text(RANK)
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "x.py", "one")
+    done = forks.run(*words, cwd=tmp_path)
+    said = [f"{rank} of 2 ['one'] True" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == said, done.stderr
+    assert "unbuffered 1" in done.stderr and "exitcode  : 7" in done.stderr
+    assert done.returncode == 1
+
+
 @linux
 def test_one_that_does_not_end(tmp_path: Path) -> None:
     """It is ended with its time, and whoever waits is told."""
