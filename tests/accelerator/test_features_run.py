@@ -111,6 +111,9 @@ SUM = "zero(stage=0, over=dp)\n"
 RING = "blocks.*.attn  context_parallel({}, over={})\nzero(stage=0, over={})"
 # feature -> mesh, rows, relaxed
 EXACT = {
+    "zero 0": ("dp=2", SUM),
+    "zero 3": ("dp=2", "zero(stage=3, over=dp)"),
+    "tensor": ("tp=2", "blocks.*.up  shard(col, over=tp)\nblocks.*.down  shard(row, over=tp)"),
     "zero 1": ("dp=2", "zero(stage=1, over=dp)"),
     "zero 2": ("dp=2", "zero(stage=2, over=dp)"),
     "checkpoint": ("dp=2", SUM + "blocks.*  checkpoint()"),
@@ -139,6 +142,7 @@ EXACT = {
         order: ("pp=2", CUT + f'pipeline(order="{order}", micro=4{more})')
         for order, more in {
             "GPipe": "",
+            "1F1B": "",
             "Interleaved1F1B": ", chunks=2",
             "ZB-H1": "",
             "ZB-V": "",
