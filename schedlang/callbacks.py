@@ -57,7 +57,8 @@ class Meter:
         if (norm := program.grad_norm) is not None:
             found["gradient norm"] = norm
         if program.optimizer is not None:
-            found["learning rate"] = float(program.optimizer.param_groups[0]["lr"])
+            now = program.optimizer.param_groups[0]["lr"]
+            found["learning rate"] = float(now if trainer.rate is None else trainer.rate)
         found["seconds a step"] = seconds / max(1, program.step - before)
         found["tokens per second"] = rate = (self.tokens - tokens) / seconds
         if (peak := _peak(trainer)) is not None:

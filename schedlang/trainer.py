@@ -95,6 +95,7 @@ class Trainer:
     program: Program = field(init=False)
     skipped: int = field(default=0, init=False)  # updates that were left out
     rolled_back: int = field(default=0, init=False)
+    rate: float | None = field(default=None, init=False)  # of the last step, where it is scheduled
     meter: Meter = field(default_factory=Meter, init=False)
     _mean: float = field(default=math.nan, init=False)  # of the losses that were looked at
     _lr: Any = field(default=None, init=False)
@@ -135,6 +136,7 @@ class Trainer:
             loss = program.train_step(batch, local=self.local)
             self.meter.add(batch, times)
             if self._lr is not None:
+                self.rate = self._lr.optimizer.param_groups[0]["lr"]
                 self._lr.step()
             for tell in every:
                 tell(self)

@@ -39,6 +39,7 @@ class Example:
 
 # ranks, and knobs that differ from their defaults
 SETTINGS: Mapping[str, Sequence[tuple[int, dict[str, int]]]] = {
+    "finetune/dp.sched": [(2, {})],
     "gpt2/memory.sched": [(1, {"memory": 8})],
     "gpt2/3d.sched": [(2, {"tp": 1}), (4, {}), (8, {})],
     "gpt2/tp.sched": [(2, {}), (4, {"tp": 4})],
@@ -51,6 +52,7 @@ SETTINGS: Mapping[str, Sequence[tuple[int, dict[str, int]]]] = {
     "llama/tp_sp.sched": [(2, {})],
     "llama/v_half.sched": [(2, {})],
     "mixtral/ep.sched": [(4, {})],
+    "pretrain/3d.sched": [(4, {})],
     "resnet/channels.sched": [(2, {})],
     "resnet/spatial.sched": [(2, {})],
     "t5/pipeline.sched": [(2, {"pp": 2}), (4, {})],

@@ -1,0 +1,149 @@
+"""Run transformers' own `Trainer` under a schedule: the same program, and one argument more.
+
+    from schedlang.hf import Trainer  # in place of `from transformers import Trainer`
+
+    Trainer(model=model, args=args, train_dataset=rows, schedule="dp.sched").train()
+
+Arguments, collator, logs and callbacks of logs are transformers'; the loop is `schedlang.Trainer`.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import schedlang
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostics.source import python_span
+from schedlang.trainer import Trainer as Loop
+
+# settings that a schedule has rows for, or that this loop does not follow
+_OTHERS = ("fp16", "bf16", "fsdp", "deepspeed", "label_smoothing_factor", "torch_compile")
+
+
+class _Scheduled:
+    """The methods of a `transformers.Trainer` that trains under a schedule.
+
+    schedule  a path, a text or a `Schedule`
+    """
+
+    model: Any
+    args: Any
+    state: Any
+
+    def __init__(self, *args: Any, schedule: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.schedule = schedule
+        self.program: Any = None
+
+    def train(self, resume_from_checkpoint: Any = None, *_: Any, **__: Any) -> Any:
+        """Train as `args` say, and give the model the trained values; all ranks together.
+
+        A step has `per_device_train_batch_size * gradient_accumulation_steps` rows for each rank
+        that the schedule shares rows among.  Raises Refusal S691 for arguments that it cannot
+        follow, and what `schedlang.Trainer.fit` raises.
+        """
+        from transformers.trainer_utils import TrainOutput
+
+        loop = self._loop(resume_from_checkpoint)
+        self.state.max_steps = loop.steps
+        self.program = loop.fit()
+        self.model.load_state_dict(self.program.state_dict())
+        told = [one["loss"] for one in self.state.log_history if "loss" in one]
+        return TrainOutput(self.program.step, told[-1] if told else math.nan, {})
+
+    def _loop(self, resume: Any) -> Loop:
+        args, owner = self.args, _Loss(self)
+        odd = [name for name in _OTHERS if getattr(args, name, None)]
+        if odd:
+            raise _refused(
+                f"`{odd[0]}` is not followed under a schedule", "leave it out: rows say it"
+            )
+        folder = Path(args.output_dir, "schedlang") if args.save_strategy == "steps" else None
+        if folder is not None and not resume and schedlang.last_checkpoint(folder) is not None:
+            raise _refused(
+                f"`{folder}` has checkpoints of an earlier run",
+                "go on: `train(resume_from_checkpoint=True)`; or give another `output_dir`",
+            )
+        loop = Loop(
+            schedule=self.schedule,
+            model=self.model,
+            data=(),
+            steps=1,
+            optimizer=self._optimizer,
+            scheduler=lambda optimizer: self.create_scheduler(loop.steps, optimizer),  # type: ignore[attr-defined]
+            clip=args.max_grad_norm or None,
+            folder=folder,
+            save_every=int(args.save_steps) if folder is not None else 0,
+            keep=args.save_total_limit,
+            log_every=int(args.logging_steps),
+            callbacks=(owner,),
+        )
+        loop.data = data = self._data(loop.schedule.plan().shares)  # type: ignore[union-attr]
+        loop.steps = args.max_steps
+        if loop.steps <= 0:
+            loop.steps = math.ceil(len(data) * args.num_train_epochs)
+        return loop
+
+    def _data(self, shares: int) -> Any:
+        """Whole batches, in the order in which transformers' own loop takes the rows."""
+        from accelerate.data_loader import SeedableRandomSampler  # type: ignore[import-untyped]
+        from torch.utils.data import DataLoader
+
+        args, rows = self.args, self.train_dataset  # type: ignore[attr-defined]
+        seed = args.seed if args.data_seed is None else args.data_seed
+        return DataLoader(
+            rows,
+            args.per_device_train_batch_size * args.gradient_accumulation_steps * shares,
+            sampler=SeedableRandomSampler(rows, data_seed=seed),
+            collate_fn=self.data_collator,  # type: ignore[attr-defined]
+            drop_last=args.dataloader_drop_last,
+        )
+
+    def _optimizer(self, named: Any) -> Any:
+        """The optimizer of `args`, over this rank's parameters, decayed as transformers says."""
+        kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)  # type: ignore[attr-defined]
+        decayed = set(self.get_decay_parameter_names(self.model))  # type: ignore[attr-defined]
+        named = list(named)
+        groups = [
+            {
+                "params": [p for name, p in named if (name in decayed) == decays],
+                "weight_decay": rate,
+            }
+            for decays, rate in ((True, self.args.weight_decay), (False, 0.0))
+        ]
+        return kind([group for group in groups if group["params"]], **options)
+
+
+class _Loss:
+    """Tells the figures to transformers' logs."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    def on_log(self, trainer: Loop, figures: dict[str, float]) -> None:
+        """Log them, under transformers' names."""
+        self.owner.state.global_step = int(figures["step"])
+        names = {"loss": "loss", "gradient norm": "grad_norm", "learning rate": "learning_rate"}
+        self.owner.log({names[key]: value for key, value in figures.items() if key in names})
+
+
+def _refused(title: str, help_: str) -> Refusal:
+    return Refusal(Diagnostic("S691", title, Label(python_span()), helps=(help_,)))
+
+
+@cache
+def scheduled(kind: type[Any]) -> type[Any]:
+    """A class like `transformers.Trainer`, or one derived from it, that takes a `schedule`."""
+    return type(kind.__name__, (_Scheduled, kind), {"__doc__": _Scheduled.__doc__})
+
+
+def __getattr__(name: str) -> Any:
+    """`Trainer`, made when it is asked for: importing this module imports no transformers."""
+    if name != "Trainer":
+        raise AttributeError(f"module `schedlang.hf` has no `{name}`")
+    import transformers
+
+    return scheduled(transformers.Trainer)
