@@ -152,7 +152,7 @@ class Judged:
         self._outputs: Any = None
         self._errors: dict[str, float] = {}
         self._gradients: dict[str, Tensor | None] = {}
-        self._step = like._step if like is not None else 0
+        self._step: int = like._step if like is not None else 0
 
     def _offers(self, part: str) -> bool:
         return getattr(self.program, part) is not None

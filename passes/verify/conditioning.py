@@ -305,6 +305,8 @@ class Bounds:
                 row = replace(row, error=over(float(error.norm()), float(r.double().norm())))
             elif casts and key.kind in _SKIPPED and _overflow(self._as_it_stands, key):
                 row = replace(row, error=0.0 if _overflow(program, key) else math.inf)
+            elif bool((r.isnan() & ~s.isnan()).any()):  # no number to hold others against
+                row = replace(row, error=math.nan, note=OVERFLOWS)
             elif bool((r.isfinite() & ~s.isfinite()).any()):
                 so = casts and not bool(error.isfinite().all())
                 row = replace(row, error=0.0 if so else math.inf)

@@ -214,3 +214,15 @@ def test_a_step_that_a_cast_skips(place: str, ok: bool) -> None:
     assert Report(bounds.rows(seen(place, 0), casts=True)).ok is ok
     assert not Report(bounds.rows(seen(place, 1), casts=True)).ok
     assert not Report(bounds.rows(seen(place, 0, off=0.1), casts=True)).ok
+
+
+def test_an_original_that_is_no_number_decides_nothing() -> None:
+    """NaN in float64 where the original in its dtype has numbers: neither right nor wrong."""
+    key = Key("SGD", "outputs", 3, "logits")
+    exact = Observation({key: torch.tensor([NAN, 1.0]).double()})
+    low = Observation({key: torch.tensor([2.0, 1.0])})
+    (row,) = Bounds(exact, lambda draw: low).rows(Observation({key: torch.tensor([2.0, 1.0])}))
+    assert not row.ok and row.note == OVERFLOWS and row.error != row.error
+    hidden = Observation({key: torch.tensor([NAN, 1.0])})
+    (row,) = Bounds(exact, lambda draw: hidden).rows(Observation({key: torch.tensor([NAN, 1.0])}))
+    assert row.ok
