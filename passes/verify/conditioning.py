@@ -285,7 +285,7 @@ class Bounds:
 
         For kinds in `rtol` the schedule has given a bound of its own for the relative error. Under
         `casts` a step whose gradients overflow is skipped: where the original's do, the program's
-        must, in whichever tensor, and what either leaves of that step is no number to compare.
+        must, in whichever tensor; of such a step those are compared that are finite on both sides.
         The original is run until each error is known to be within its bound: a few times at most,
         where the program is right.
         """
@@ -303,7 +303,7 @@ class Bounds:
                 row = replace(row, note="missing")
             elif given is not None:
                 row = replace(row, error=over(float(error.norm()), float(r.double().norm())))
-            elif casts and key.kind in _SKIPPED and _overflow(self._as_it_stands, key):
+            elif casts and _of_a_skipped_step(key, s, error) and _overflow(self._as_it_stands, key):
                 row = replace(row, error=0.0 if _overflow(program, key) else math.inf)
             elif bool((r.isnan() & ~s.isnan()).any()):  # no number to hold others against
                 row = replace(row, error=math.nan, note=OVERFLOWS)
@@ -408,6 +408,12 @@ class Bounds:
 
 
 _SKIPPED = ("gradients", "gradient norm")
+
+
+def _of_a_skipped_step(key: Key, original: Tensor, error: Tensor) -> bool:
+    """Whether a gradient, or the norm of all, is no number in the original or in the program."""
+    finite = bool(original.isfinite().all()) and bool(error.isfinite().all())
+    return key.kind in _SKIPPED and not finite
 
 
 def _overflow(seen: Observation, key: Key) -> bool:

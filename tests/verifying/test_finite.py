@@ -197,16 +197,18 @@ def test_an_original_that_overflows_in_its_dtype_is_not_checked_there() -> None:
 def test_a_step_that_a_cast_skips(place: str, ok: bool) -> None:
     """Where a gradient of the original overflows one of the program's must, whichever it is.
 
-    A step later both are compared again, in every tensor.
+    A step later both are compared again, in every tensor; in that step those that are finite.
     """
     inf, names = float("inf"), ("a", "b")
 
-    def seen(bad: str, at: int, off: float = 0.0) -> Observation:
+    def seen(bad: str, at: int, off: float = 0.0, step_off: int = 1) -> Observation:
         tensors = {}
         for step, name in ((s, n) for s in (0, 1) for n in names):
             over = step == at and name == bad
             value = torch.tensor([inf, 2.0]) if over else torch.tensor([1.0, 2.0])
-            tensors[Key("SGD", "gradients", step, name)] = value + (off if step == 1 else 0.0)
+            tensors[Key("SGD", "gradients", step, name)] = value + (
+                off if step == step_off else 0.0
+            )
         return Observation(tensors)
 
     exact = Observation({k: v.double() for k, v in seen("", 0).tensors.items() if v is not None})
@@ -214,6 +216,8 @@ def test_a_step_that_a_cast_skips(place: str, ok: bool) -> None:
     assert Report(bounds.rows(seen(place, 0), casts=True)).ok is ok
     assert not Report(bounds.rows(seen(place, 1), casts=True)).ok
     assert not Report(bounds.rows(seen(place, 0, off=0.1), casts=True)).ok
+    # `b` is finite on both sides, and wrong: that the step is skipped does not hide it
+    assert not Report(bounds.rows(seen("a", 0, off=0.1, step_off=0), casts=True)).ok
 
 
 def test_an_original_that_is_no_number_decides_nothing() -> None:
