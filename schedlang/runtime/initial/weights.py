@@ -19,7 +19,7 @@ from schedlang.runtime.initial.stored import Leaf, Stored, read_box
 from schedlang.runtime.redistribution.spread import Overlap, Part, overlaps, whole
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # by their names there; any is cast to that of the model
-ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ONE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def heads_of(given: Path) -> Heads:
             ),
         )
     names: dict[str, set[str]] = {where.name: set()}
-    if where.name == INDEX:
+    if where.suffix == ".json":  # an index, whatever its name: there are ones of variants
         names = {}
         for name, file in _read(given, where)["weight_map"].items():
             names.setdefault(Path(file).name, set()).add(name)
@@ -199,7 +199,7 @@ def heads_of(given: Path) -> Heads:
         found, told = _leaves(given, where.parent / name, open_)
         leaves |= {n: leaf for n, leaf in found.items() if not wanted or n in wanted}
         also |= told
-    config = where.parent / "config.json"
+    config = where.parent / CONFIG
     return Heads(leaves, also, _read(given, config) if config.is_file() else {})
 
 
@@ -213,7 +213,7 @@ def _read(given: Path, file: Path) -> dict[str, Any]:
     """What a file of JSON holds, which has names."""
     try:
         found = json.loads(file.read_text())
-        if not isinstance(found, dict) or file.name == INDEX and "weight_map" not in found:
+        if not isinstance(found, dict) or file.name != CONFIG and "weight_map" not in found:
             raise ValueError("it does not map names to files")
     except (OSError, ValueError) as error:
         raise unread(given, f"`{file.name}` cannot be read: {error}") from error
