@@ -140,7 +140,7 @@ BEFORE = ("give the weights as they were before they were quantised",)
 
 @dataclass(frozen=True)
 class Heads:
-    """What the heads of files tell, and of their folder its configuration.
+    """The heads of files, and of their folder its configuration.
 
     also   other names of tensors -> those that they have there
     """
@@ -210,7 +210,7 @@ def _snapshot(path: Path) -> Path:
 
 
 def _read(given: Path, file: Path) -> dict[str, Any]:
-    """What a file of JSON holds, which has names."""
+    """Read a file of JSON, which holds names."""
     try:
         found = json.loads(file.read_text())
         if not isinstance(found, dict) or file.name != CONFIG and "weight_map" not in found:
