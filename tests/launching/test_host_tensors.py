@@ -35,7 +35,11 @@ def marked() -> Tensor:
 
 
 PLAIN: dict[str, Callable[[], Tensor]] = {
-    **{str(d): lambda d=d: torch.randn(3, 2).mul(9).to(d) for d in host_tensors.DTYPES},
+    # in an order that all workers share
+    **{
+        str(d): lambda d=d: torch.randn(3, 2).mul(9).to(d)
+        for d in sorted(host_tensors.DTYPES, key=str)
+    },
     "none": lambda: torch.ones(0, 3),
     "a number": lambda: torch.tensor(2.5),
     "not numbers": lambda: torch.tensor([float("nan"), -0.0, float("inf")]),
