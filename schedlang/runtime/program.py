@@ -226,7 +226,8 @@ class Program:
         loss = self._finish(results, weights, total)
         if self.keep_output:
             self.output = self._whole(results, parts, weights)
-        if self._versions is None and self._goes(loss):
+        ruled = self.loss_scale is not None or self.allowed is not None
+        if self._versions is None and (not ruled or self._goes(loss)):
             self._step_weights()
         self.step += 1
         return loss
