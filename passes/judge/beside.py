@@ -154,7 +154,7 @@ def saved(case: Case, actual: Observation, kept: Kept, told: Sequence[Condition]
 
 
 def of_saved(kept: Kept) -> tuple[Gap, ...]:
-    """What is not compared of saved state, as the program does not offer it."""
+    """List what is not compared of saved state, as the program does not offer it."""
     if "state_dict" not in kept.offers:
         return (Gap("saved state (not offered)", "state that is saved or loaded wrongly"),)
     if kept.loaded is None:

@@ -32,7 +32,7 @@ _APART = 1.5  # by what saved statistics of the other program are multiplied
 
 @dataclass(frozen=True)
 class Loaded:
-    """How far ranks are from what was saved, by name: the error, and in words what it is."""
+    """Errors of ranks against what was saved, by name: each a number, and in words what it is."""
 
     state: Mapping[str, tuple[float, str]] = field(default_factory=dict)
     step: Mapping[str, float] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Loaded:
 
     @property
     def gaps(self) -> tuple[Gap, ...]:
-        """What is not compared."""
+        """List what is not compared."""
         if self.optimizer:
             return ()
         said = "saved optimizer state (`load` takes no `optimizer`, and leaves it empty)"
@@ -144,7 +144,7 @@ def _told(
 
 
 def _apart(a: Any, b: Any) -> tuple[float, float]:
-    """How far two values are apart, and the size of the second."""
+    """The distance of two values, and the size of the second."""
     if not isinstance(a, (Tensor, int, float)) or not isinstance(b, (Tensor, int, float)):
         return (0.0 if a == b else math.inf), 1.0
     a, b = torch.as_tensor(a), torch.as_tensor(b)
@@ -163,7 +163,7 @@ def _errors(want: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, float]
 
 
 def _worst(mine: Mapping[str, tuple[float, str]]) -> dict[str, tuple[float, str]]:
-    """Of each name the greatest error of all ranks."""
+    """The greatest error of all ranks for each name."""
     found: dict[str, tuple[float, str]] = {}
     for one in world.gathered(mine):
         for name, pair in one.items():

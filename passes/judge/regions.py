@@ -1,4 +1,4 @@
-"""Which elements of a flat tensor: an even grid of them, or each told by itself."""
+"""Elements of a flat tensor: an even grid of them, or each told by itself."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Region:
         return cls(0, (len(numbers),), (1,), numbers)
 
     def __len__(self) -> int:
-        """How many elements."""
+        """The number of elements."""
         return torch.Size(self.shape).numel()
 
     @property

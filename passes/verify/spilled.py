@@ -85,7 +85,7 @@ class Tensors(MutableMapping[Any, "Tensor | None"]):
         return iter(self.held)
 
     def __len__(self) -> int:
-        """How many."""
+        """The number of tensors."""
         return len(self.held)
 
     def __or__(self, other: Mapping[Any, Tensor | None]) -> dict[Any, Tensor | None]:

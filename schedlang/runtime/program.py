@@ -437,7 +437,9 @@ class Program:
             device = a.ranks.device if on_accelerator(a.ranks.device) else None
             return torch.zeros((), dtype=torch.float64, device=device)
         shares = [w / total for w in weights]
-        if shares == [1.0] and isinstance(whole := losses[0], Tensor):  # nothing to be summed
+        # nothing to be summed; a share that the device alone knows is not asked for
+        alone = shares[0] if len(shares) == 1 and not isinstance(shares[0], Tensor) else None
+        if alone == 1.0 and isinstance(whole := losses[0], Tensor):
             return self._near(whole.detach().double()).reshape(())
         return torch.stack(
             [

@@ -38,6 +38,8 @@ LIBRARIES = {
     "runtime/storage/offloaded_gradients.py": {"tensor"},
     "runtime/grad_reduction/gradient.py": {"tensor"},  # DTensor: parts have no flat gradient
     "runtime/grad_reduction/zero.py": {"fsdp", "device_mesh"},  # the mesh that fully_shard is given
+    "runtime/initial/converted.py": {"fsdp"},  # a module of theirs cannot be copied
+    "runtime/optim/whole_step.py": {"tensor"},  # DTensors, whose local parts are stepped on
     "kernels/sharding.py": {"tensor"},
     "passes/judge/layouts.py": {"tensor"},  # what programs of others hold
     "passes/judge/subject.py": {"tensor"},

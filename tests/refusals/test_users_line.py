@@ -88,6 +88,7 @@ NEVER = {  # why they refuse nothing
     "Program.buffer_errors": "compares what is there",
     "Program.state_dict": "what could not be told was refused when it was built",
     "Program.optimizer_state": "tells what is there",
+    "Program.saved": "what was wrong with a save in the background is no line's fault",
 }
 HEAD = """\
 import schedlang

@@ -523,12 +523,13 @@ class Attention(torch.autograd.Function):
         with torch._C.DisableTorchFunction():
             grad = torch.zeros_like(out) if grad is None else grad
             inner = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-            plain = out if grad_lse is None and team is None else None
+            # flash attention in forward asks for it in backward: scores are then rounded alike
+            plain = out if grad_lse is None else None
             inner = inner if grad_lse is None else inner - grad_lse
             keys, mine = call.keys(k, v, tags)
             together, apart = (None, None) if team is None else (team.together, team.apart)
-            tensors = q, lse, grad, inner, rows
-            all_q, lse, grad, inner, all_rows = _as_one(together, tensors)
+            tensors = q, lse, grad, inner, rows, plain
+            all_q, lse, grad, inner, all_rows, plain = _as_one(together, tensors)
             rules = replace(call.rules, slopes=slopes, rows=all_rows)
             state = Backward(rules, all_q, mine, lse, grad.to(lse.dtype), inner, plain)
 
