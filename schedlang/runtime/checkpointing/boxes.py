@@ -281,7 +281,7 @@ def _info(place: Place) -> _StorageInfo:
 
 
 Shared = set[tuple[str, Place]]  # boxes that are not read by each rank that wants some of them
-ALIVE = 64 << 20  # bytes that a rank reads for others before it hands them on, or one box
+ALIVE = 32 << 20  # bytes that a rank reads for others before it hands them on, or one box
 
 
 def read(
