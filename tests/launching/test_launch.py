@@ -152,7 +152,7 @@ def test_a_death_between_two_jobs_hurts_neither(pool: Pool) -> None:
     """A rank that ends after its result is replaced for the next job."""
 
     def late() -> int:
-        threading.Timer(0.1, os._exit, [1]).start()
+        threading.Timer(1.0, os._exit, [1]).start()  # when the job has ended
         return os.getpid()
 
     pids = pool.run(late, 2)
