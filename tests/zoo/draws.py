@@ -11,7 +11,7 @@ import torch
 
 from schedlang.runtime import program, scope
 from schedlang.runtime.activation_memory import recompute
-from schedlang.runtime.pipeline import step as kept_inputs
+from schedlang.runtime.pipeline import recomputed_forward as kept_inputs
 from schedlang.runtime.rng import logical_dropout as drawing
 from schedlang.runtime.rng import native
 from tests.zoo.bug import Operator, Patch, Site, bug
