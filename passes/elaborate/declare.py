@@ -147,7 +147,7 @@ def refused(
 
 def header(node: n.Header, state: State) -> State:
     """The model must be of the class that the header names, or of a class made from it (S110)."""
-    if node.model and state.facts and node.model not in state.facts.class_names(""):
+    if node.model and state.facts and not state.facts.sites[""].is_a(node.model):
         have = state.facts.class_name
         help_ = f"a schedule for this model begins with `schedule 1 for {have}`"
         title = f"this schedule is for the model class {node.model}"

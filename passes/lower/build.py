@@ -220,24 +220,21 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     Raises Refusal before any collective where the plan cannot be built, and where ranks of the job
     would build different things.
     """
-    from schedlang.runtime.comm.agreement import (
-        agree,
-        all_come,
-        join_world,
-        shared_store,
-        told_if_refused,
-    )
+    from schedlang.runtime.comm.agreement import agree, join_world, shared_store, tell
     from schedlang.runtime.launch.heart import watch
 
     given = replace(options, **more)
-    all_come(given.wait)
-    join_world()
-    watch()
-    with told_if_refused():
+    join_world(given.wait)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun knows when a rank dies, not when all wait
+        watch()
+    try:
         compares = given.compare != "nothing" and not given.on_meta
         if compares and shared_store() is not None:
             agree(built_from(plan, batch, given), given.wait)
         program = _built(plan, batch, given)
+    except Exception as error:
+        tell(error)
+        raise
     if given.weights is not None:
         _taken(program, given.weights)
     return program
@@ -326,7 +323,9 @@ def _trained(plan: Plan, staged: Staged, a: Assembly, lying: Any, given: Options
     if given.optimizer is not None:
         whole = whole_step(a, staged, given.optimizer)
         optimizer = _optimizer(a, given.optimizer)
-    comparing = _steered_alike(a.parameters, optimizer, given)
+    comparing = None
+    if given.optimizer is not None or given.compare == "batches":
+        comparing = _steered_alike(a.parameters, optimizer, given)
     scale = loss_scale(plan) if plan.casts else None
     return Program(
         a,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -16,7 +16,7 @@ from schedlang.ir.model import inside
 from schedlang.ir.placement import EVEN, P, R, S, Uneven
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.propagate.original import saved_by
+from schedlang.passes.propagate.original import Recording, saved_by
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from schedlang.ir.model import Site
     from schedlang.runtime.propagation.dry import Leaf, Wanted
     from schedlang.runtime.propagation.narrowed import Narrowed
-    from schedlang.runtime.propagation.trace import Call, Mismatch, Note, SavedBy
+    from schedlang.runtime.propagation.trace import Mismatch, Note, SavedBy
     from schedlang.runtime.sharding.shard import Edge
     from schedlang.runtime.sharding.sizes import Counted
 
@@ -368,7 +368,7 @@ class Run:
         batch: Mapping[str, Any],
         loss: Loss | None,
         leaves: Mapping[str, Leaf],
-        frames: Mapping[tuple[str, int], Sequence[Call]],
+        recording: Recording,
         divided: frozenset[Choice],
     ) -> None:
         from schedlang.runtime.propagation.follow import Follower
@@ -379,7 +379,8 @@ class Run:
         over = (b.axis for boundaries in plan.boundaries.values() for b in boundaries)
         sizes = {name: plan.mesh.size(name) for name in (*plan.mesh.names, *over)}
         self.sizes, (self.below, axes) = sizes, _below(leaves, sizes)
-        self.follower = Follower(frames, self.stack, sizes, axes)
+        draws = recording.original.random
+        self.follower = Follower(recording.frames, self.stack, sizes, axes, draws)
         self.edges: dict[str, tuple[Edge, ...]] = {}
         self.numbers: list[tuple[str, str, int]] = []
         self.layouts: dict[tuple[str, int], list[tuple[Note, ...] | None]] = {}
@@ -413,7 +414,9 @@ class Run:
                     self.follower.put(given, Note(data=True))
                 with Trace(self.stack, self.follower):
                     output, _ = forward(model, inputs, self.loss)
-            self._check_outputs(output)
+            for tensor in tensors_in(output):
+                for axis, tag in self.follower.of(tensor).tags.items():
+                    raise self._returned(axis, tag.by)
         except Mismatch as failure:
             return failure
         except Hoist:
@@ -563,19 +566,12 @@ class Run:
         # the module's own numbers come before those of its configuration
         return sorted(found, key=lambda n: (n.value in failure.integers, "." not in n.attribute))
 
-    def _check_outputs(self, output: Any) -> None:
+    def _returned(self, axis: str, by: str) -> Mismatch:
+        """Say that the model returns a tensor that is sharded, and who sharded it."""
         from schedlang.runtime.propagation.trace import Mismatch
-        from schedlang.runtime.tracing.torch_calls import tensors_in
 
-        for tensor in tensors_in(output):
-            for axis, tag in self.follower.of(tensor).tags.items():
-                failure = Mismatch(
-                    ("", 0),
-                    f"the model returns a tensor that is sharded over `{axis}`",
-                    axis,
-                    (),
-                    self.follower.agreed,
-                    ("gather it: `output=R` on the row of its module",),
-                )
-                failure.by = tag.by
-                raise failure
+        reason = f"the model returns a tensor that is sharded over `{axis}`"
+        helps = ("gather it: `output=R` on the row of its module",)
+        failure = Mismatch(("", 0), reason, axis, (), self.follower.agreed, helps)
+        failure.by = by
+        return failure

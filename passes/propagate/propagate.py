@@ -129,7 +129,7 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
         divided, reached = (tries or pairs).pop()
         if not single and any((divided - {number}, reached) in idle for number in divided):
             continue  # one of the two changes nothing here
-        run = Run(plan, batch, loss, leaves, recording.frames, divided)
+        run = Run(plan, batch, loss, leaves, recording, divided)
         try:
             failure = run.attempt()
         except Hoist as place:

@@ -24,6 +24,7 @@ V = TypeVar("V")
 D = TypeVar("D")
 
 
+@dataclass(eq=False, repr=False)
 class Persistent(Mapping[K, V]):
     """Layers of items over a base, newest last.
 
@@ -32,10 +33,10 @@ class Persistent(Mapping[K, V]):
     base, so that `own` is what was put since it was laid.  Order is that of a dict: of first puts.
     """
 
-    _asked: tuple[Sequence[K], object, list[Any]] | None = None  # the last answer of `many`
-
-    def __init__(self, base: Mapping[K, V], layers: tuple[dict[K, V], ...] = ()) -> None:
-        self._base, self._layers = base, layers
+    _base: Mapping[K, V]
+    _layers: tuple[dict[K, V], ...] = ()
+    # the last answer of `many`
+    _asked: tuple[Sequence[K], object, list[Any]] | None = field(default=None, init=False)
 
     def put(self, items: Mapping[K, V]) -> Persistent[K, V]:
         """The mapping with these items, instead of those that it has for the same keys."""
@@ -277,9 +278,12 @@ class Trail:
     def after(self, rows: tuple[Any, ...], alone: bool) -> Trail:
         """The trail of rows that are one more than these."""
         place, sites = len(rows) - 1, rows[-1].sites
-        holding = tuple(above(sites))
-        at, below = _noted(self.at, place, sites), _noted(self.below, place, holding)
-        return Trail(rows, self.alone or alone, at, below)
+        longer = []
+        for known, modules in ((self.at, sites), (self.below, tuple(above(sites)))):
+            before = known.many(modules, ())
+            more = {rows: (*rows, place) for rows in set(before)}
+            longer.append(known.put(dict(zip(modules, map(more.__getitem__, before)))))
+        return Trail(rows, self.alone or alone, *longer)
 
     def around(self, sites: tuple[str, ...], ties: Sequence[tuple[str, ...]] = ()) -> set[int]:
         """The rows at these modules, at what holds them and at what they hold.
@@ -291,12 +295,6 @@ class Trail:
         holding = self.at.many((*above(sites), *others), ())
         marks = {*holding, *self.at.many(sites, ()), *self.below.many(sites, ())}
         return {row for rows in marks for row in rows}
-
-
-def _noted(known: Persistent[str, Rows], row: int, sites: tuple[str, ...]) -> Persistent[str, Rows]:
-    before = known.many(sites, ())
-    longer = {rows: (*rows, row) for rows in set(before)}
-    return known.put(dict(zip(sites, map(longer.__getitem__, before))))
 
 
 # ---- A row at many modules: checked once for each class of equal ones, and shared by all of
@@ -339,7 +337,8 @@ def shared(plan: Plan, action: Action) -> Plan | None:
     empty: dict[str, Any] = dict.fromkeys(LISTS, ())
     now = replace(plan, **laid)
     for group in groups:
-        target = action.target(group[:1], plan.model)
+        first = plan.model.sites[group[0]]
+        target = (first,) if primitive.takes == "selection" else first
         primitive.check(target, now)
         before = replace(now, **empty)
         after = primitive.transform(target, before)

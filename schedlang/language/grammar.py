@@ -248,7 +248,8 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
 
     def start(self, at: Meta, header: n.Header, *items: Any) -> n.File:
         """A whole file."""
-        return n.File(header, items, span=Span(self.source, 1, 1, len(self.source.lines), 1))
+        last = self.source.text.count("\n") + 1
+        return n.File(header, items, span=Span(self.source, 1, 1, last, 1))
 
     def use(self, at: Meta, path: Token, alias: Token | None, *args: Any) -> n.Use:
         """use "x.sched" as x"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MethodType
 from typing import Any
 
@@ -55,9 +55,7 @@ def _named(forward: Callable[..., Any], skipped: int = 0) -> frozenset[str] | No
     return frozenset(one.name for one in given if one.kind in by_name)
 
 
-@lru_cache(maxsize=256)
-def _of_class(forward: Callable[..., Any]) -> frozenset[str] | None:
-    return _named(forward, skipped=1)
+_of_class = lru_cache(maxsize=256)(partial(_named, skipped=1))
 
 
 # ---- A batch in parts: the rows of this rank, its microbatches, and what each part weighs.

@@ -247,7 +247,8 @@ class Stage:
         self.model, self.cut, self.index, self.loss, self.split = model, cut, index, loss, split
         self.through = through
         self._late = None if late is None else {id(p) for p in _named(model, late)}
-        self.whole, self.last = cut.stages == 1, index == cut.stages - 1
+        last = cut.stage_of[-1]
+        self.whole, self.last = last == 0, index == last
         routes = {} if self.whole else cut.routes
         self.incoming = {e[0]: tokens for e, tokens in routes.items() if e[1] == index}
         self.outgoing = {e[1]: tokens for e, tokens in routes.items() if e[0] == index}

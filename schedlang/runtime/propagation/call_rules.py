@@ -37,6 +37,8 @@ WINDOWS = {
     "instance_norm",
     "local_response_norm",
 }
+NORMS = ("group_norm", "batch_norm", "layer_norm", "rms_norm")
+REACHING = {*WINDOWS, *NORMS, "pad", "interpolate", "upsample"}
 FIRST = 2  # the first dim of positions of [batch, channels, positions...]
 
 

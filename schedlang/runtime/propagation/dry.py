@@ -104,7 +104,11 @@ def dry_forward(
         if leaf.kind:
             near = tuple(replace(edge, arrivals=follower.arrivals) for edge in edges)
             sharded = partial(Sharded(module, leaf.kind, near), inner)
-            out = _computed(sharded, edges, args, kwargs, follower)
+            try:
+                out = sharded(*args, **kwargs)
+            except NotSplit as fault:  # its own call that does not work on parts
+                axis = edges[0].group.axes[0]
+                raise follower.refuse(str(fault), axis, GATHER_NORM) from fault
             _note_leaf(leaf, edges, note, out, follower)
         else:
             out = inner(*args, **kwargs)
@@ -131,22 +135,7 @@ def differently(follower: Follower, fqn: str, what: str, axis: str) -> Mismatch:
 def _main(args: Any, kwargs: Any) -> Tensor:
     """The tensor of a call that crosses an edge."""
     tensors = tensors_in((args, kwargs))
-    return next((t for t in tensors if is_main(t)), tensors[0])
-
-
-def _computed(
-    sharded: Callable[..., Any],
-    edges: Sequence[Edge],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    follower: Follower,
-) -> Any:
-    """Return the result of a sharded module; refuse its own call that does not work on parts."""
-    try:
-        return sharded(*args, **kwargs)
-    except NotSplit as fault:
-        axis = edges[0].group.axes[0]
-        raise follower.refuse(str(fault), axis, GATHER_NORM) from fault
+    return next((t for t in tensors if t.is_floating_point()), tensors[0])
 
 
 def _hoist(edge: Edge, main: Tensor, follower: Follower) -> None:
@@ -230,7 +219,7 @@ def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) ->
             reason, wanted.axis, leaf.fqn, "use `output=R` (all-reduce), or shard the sum"
         )
     if isinstance(computes, S):
-        ndim = main.ndim if is_main(main) else main.ndim + 1  # an embedding adds a dim to its ids
+        ndim = main.ndim + (not main.is_floating_point())  # an embedding adds a dim to its ids
         ndim = 2 if leaf.kind == "EmbeddingBag" else ndim
         computes = replace(computes, dim=dim_of(computes) % ndim)
         if isinstance(leaves, S):
@@ -298,7 +287,7 @@ def _note_leaf(leaf: Leaf, edges: Sequence[Edge], note: Note, out: Any, follower
     if leaf.kind in PROJECTIONS:  # one that is given some of the positions
         inner = CHANNELS if leaf.kind in CONVOLUTIONS else out.ndim - 1
         parts |= {a for a, e in own.items() if isinstance(e.wants, S) and dim_of(e.wants) != inner}
-    for axis in (note.parts - own.keys()) | parts:
+    for axis in ((note.entered | note.tags.keys()) - own.keys()) | parts:
         follower.partial_over(frozenset(leaf.parameters), axis)
     whole = frozenset(w.axis for w in leaf.wanted if w.differ)
     for axis in whole:

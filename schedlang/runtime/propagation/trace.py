@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -149,7 +150,7 @@ class Stack:
         """Wrap every forward of the copy; inside opaque modules nothing is recorded."""
         for fqn, module in model.named_modules():
             if fqn:
-                module.forward = self._wrapped(fqn, module.forward, fqn in opaque)
+                module.forward = partial(self._run, fqn, module.forward, fqn in opaque)
 
     def _not_running(self, fqn: str) -> Iterator[str]:
         """The modules around one that is called now which do not run, nor anything else in them."""
@@ -160,31 +161,31 @@ class Stack:
             if not any(name == around or name.startswith(f"{around}.") for name in running):
                 yield around
 
-    def _wrapped(self, fqn: str, inner: Callable[..., Any], opaque: bool) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if self.muted:
-                return inner(*args, **kwargs)
-            turn = self.turns.get(fqn, 0)
-            self.turns[fqn] = turn + 1
-            if "." in fqn:
-                self.outside.update((fqn, around) for around in self._not_running(fqn))
-            self.frames.append((fqn, turn))
-            floats = (t for t in tensors_in((args, kwargs)) if t.is_floating_point())
-            self.mains.append(next(floats, None))
-            if self.seen is not None:
-                self.seen(self.frames[-1], (args, kwargs))
-            self.muted += opaque
-            try:
-                out = inner(*args, **kwargs)
-            finally:
-                self.muted -= opaque
-                frame = self.frames.pop()
-                self.mains.pop()
-            if self.seen is not None:
-                self.seen(frame, out)
-            return out
-
-        return forward
+    def _run(
+        self, fqn: str, inner: Callable[..., Any], opaque: bool, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The forward of a module, with its frame on the stack."""
+        if self.muted:
+            return inner(*args, **kwargs)
+        turn = self.turns.get(fqn, 0)
+        self.turns[fqn] = turn + 1
+        if "." in fqn:
+            self.outside.update((fqn, around) for around in self._not_running(fqn))
+        self.frames.append((fqn, turn))
+        floats = (t for t in tensors_in((args, kwargs)) if t.is_floating_point())
+        self.mains.append(next(floats, None))
+        if self.seen is not None:
+            self.seen(self.frames[-1], (args, kwargs))
+        self.muted += opaque
+        try:
+            out = inner(*args, **kwargs)
+        finally:
+            self.muted -= opaque
+            frame = self.frames.pop()
+            self.mains.pop()
+        if self.seen is not None:
+            self.seen(frame, out)
+        return out
 
 
 # ---- The forward of the original, recorded: each call by module and turn, its labels and draws.
@@ -241,16 +242,21 @@ class Recorded(Lattice):
     frames      calls by module and turn, but for those inside of opaque modules
     labels      how losses read their labels
     counted     labels that count, of each mean of cross-entropies whose labels `values` knows
-    drawn       (module, turn) of each mask that is drawn -> its whole shape; (): it is not told
+    drawn       (module, turn) of each mask that is drawn -> its whole shape; (): it is not told;
+                only if `draws`: what is drawn is looked for
     sourceless  those of them that are made of no tensor of the batch
     """
 
     mark, nothing = "_schedlang_batched", False
 
     def __init__(
-        self, stack: Stack, inputs: Mapping[str, Any], values: OnMeta | None = None
+        self,
+        stack: Stack,
+        inputs: Mapping[str, Any],
+        values: OnMeta | None = None,
+        draws: bool = False,
     ) -> None:
-        self.stack, self.values = stack, values
+        self.stack, self.values, self.draws = stack, values, draws
         self.frames: dict[Frame, list[Call]] = {}
         self.labels: list[LabelRule] = []
         self.counted: list[float] = []
@@ -290,7 +296,8 @@ class Recorded(Lattice):
             )
             known = Call(call.name, given, made, integers_in((call.args, call.kwargs)))
             self.frames.setdefault(call.frame, []).append(known)
-            self._note_draw(call)
+            if self.draws:
+                self._note_draw(call)
         if self._lineage:
             self._follow_labels(call)
 
@@ -444,11 +451,6 @@ class Note:
     roots: frozenset[str] = frozenset()  # parameters it is made of, and of nothing else
     data: bool = False  # made from the batch
     entered: frozenset[str] = frozenset()
-
-    @property
-    def parts(self) -> frozenset[str]:
-        """The axes over which this tensor's gradient is, rightly, not the whole one."""
-        return self.entered | self.tags.keys()
 
 
 class Hoist(Exception):

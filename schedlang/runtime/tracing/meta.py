@@ -171,13 +171,15 @@ class Memo:
     """
 
     _known: dict[Any, tuple[type, tuple[Made | None, ...]] | None] = field(default_factory=dict)
-    _fresh: dict[Any, bool] = field(default_factory=dict)
+    _fresh: dict[Any, bool] = field(default_factory=dict)  # operators that only make new tensors
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the results of the operator `func`; remember their shapes."""
         fresh = self._fresh.get(func)
         if fresh is None:
-            fresh = self._fresh[func] = _makes(func)
+            ends = (*func._schema.arguments, *func._schema.returns)
+            alias = any(one.alias_info is not None for one in ends)
+            fresh = self._fresh[func] = not (alias or draws(func))
         inputs: list[Tensor] = []
         alone = torch._C._len_torch_dispatch_stack() == 0
         default = torch.get_default_dtype()
@@ -195,14 +197,6 @@ class Memo:
                 self._known.clear()
             self._known[key] = _described(out, inputs)
         return out
-
-
-def _makes(func: Any) -> bool:
-    """Return whether an operator only makes new tensors, the same for the same arguments."""
-    schema = func._schema
-    ends = (*schema.arguments, *schema.returns)
-    alias = any(one.alias_info is not None for one in ends)
-    return not alias and torch.Tag.nondeterministic_seeded not in func.tags
 
 
 def _key(value: Any, inputs: list[Tensor]) -> Any:
@@ -407,15 +401,14 @@ def on_meta(real: Any, meta: Any) -> Iterator[OnMeta]:
         yield mode
 
 
+@dataclass(eq=False)
 class Literals(TorchFunctionMode):
     """Tells `constants` of numbers that a model spells out; on the meta device they are lost.
 
     Both are made below all dispatch: tensors from numbers, and lists that stand as an index.
     """
 
-    def __init__(self, constants: Constants) -> None:
-        super().__init__()
-        self.constants = constants
+    constants: Constants
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -458,6 +451,7 @@ class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.constants = Constants()
         self.constants.know(real, meta)
         self.asked = False  # for a value that is not known
+        self.random = False  # whether a random operator has run
         # told of every random operator that runs
         self.drew: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] = _nobody
 
@@ -465,6 +459,7 @@ class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if draws(func):
+            self.random = True
             self.drew(func, args, kwargs or {})
         return self.constants.run(func, args, kwargs or {}, self._zero)
 
