@@ -25,11 +25,10 @@ from schedlang.ir.mesh import Mesh
 from schedlang.ir.primitive import find
 from schedlang.language import nodes as n
 from schedlang.language import patterns, printer
-from schedlang.language.evaluate import evaluate
 from schedlang.language.kinds import Axis, Mismatch, NoAxis, convert, describe
 from schedlang.language.knob import alternatives, decided, declare, unknown_settings
 from schedlang.language.nodes import walk
-from schedlang.language.value import UNKNOWN, AxisSize, Bytes, Names, Seconds, bare, shown
+from schedlang.language.value import UNKNOWN, AxisSize, Bytes, Names, Seconds, bare, evaluate, shown
 from schedlang.passes.elaborate import bases
 from schedlang.passes.elaborate.state import Definition, Settings, State, no_primitive, start
 

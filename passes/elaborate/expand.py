@@ -16,10 +16,9 @@ from schedlang.ir.features import Located, Resolved
 from schedlang.ir.primitive import Primitive, find
 from schedlang.language import nodes as n
 from schedlang.language import printer
-from schedlang.language.binding import bind
-from schedlang.language.evaluate import evaluate
+from schedlang.language.kinds import bind
 from schedlang.language.knob import unknown_settings
-from schedlang.language.value import UNKNOWN, Names, bare, shown
+from schedlang.language.value import UNKNOWN, Names, bare, evaluate, shown
 from schedlang.passes.elaborate import bases, declare, legality
 from schedlang.passes.elaborate.declare import arguments_of
 from schedlang.passes.elaborate.state import (

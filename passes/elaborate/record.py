@@ -15,10 +15,9 @@ from schedlang.ir.facets import Expectation
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, load_all, registry
-from schedlang.language.binding import Argument, bind, surface
-from schedlang.language.evaluate import evaluate
+from schedlang.language.kinds import Argument, bind, surface
 from schedlang.language.syntax import parse_expr
-from schedlang.language.value import Names
+from schedlang.language.value import Names, evaluate
 from schedlang.passes.elaborate import legality
 
 if TYPE_CHECKING:

@@ -15,11 +15,10 @@ from schedlang.ir.features import Resolved
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.primitive import Primitive, load_all, registry
 from schedlang.language import nodes as n
-from schedlang.language.binding import Argument
-from schedlang.language.evaluate import evaluate
+from schedlang.language.kinds import Argument
 from schedlang.language.knob import Knob
 from schedlang.language.patterns import Pattern
-from schedlang.language.value import UNKNOWN, Names, shown
+from schedlang.language.value import UNKNOWN, Names, evaluate, shown
 
 if TYPE_CHECKING:
     from schedlang.ir.model import ModelFacts

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.runtime.assembly import Assembly, Weight
-    from schedlang.runtime.comm.ranks import Ranks
+    from schedlang.runtime.comm.collectives import Ranks
     from schedlang.runtime.mixed_precision import Region
     from schedlang.runtime.program import Program
     from schedlang.runtime.step_batch import Comparing
@@ -410,7 +410,7 @@ def check_job(plan: Plan, on_meta: bool = False) -> Ranks:
     """Join the running job; refuse idle axes (S205) and a mesh of another size (S607)."""
     from schedlang.runtime.comm import world
     from schedlang.runtime.comm.agreement import join_world
-    from schedlang.runtime.comm.ranks import Ranks
+    from schedlang.runtime.comm.collectives import Ranks
 
     join_world()
     check_axes(plan)

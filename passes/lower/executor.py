@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from schedlang.runtime.assembly import Weight
     from schedlang.runtime.checkpointing.holding import Holding
-    from schedlang.runtime.comm.ranks import Ranks
+    from schedlang.runtime.comm.collectives import Ranks
     from schedlang.runtime.grad_reduction.compressed import Compressor
     from schedlang.runtime.grad_reduction.gradient import Sum
     from schedlang.runtime.grad_reduction.zero import Sliced

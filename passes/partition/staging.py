@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.pipeline.timeline.table import Timeline
-    from schedlang.runtime.sharding.redistribute import Arrivals
+    from schedlang.runtime.sharding.shard import Arrivals
     from schedlang.runtime.tracing.graph import Cut, StageGraph
 
 
@@ -131,7 +131,7 @@ def _arrivals(model: nn.Module, traced: Traced) -> dict[str, Arrivals]:
     from torch.nn import Module
 
     from schedlang.runtime.forward import wrap
-    from schedlang.runtime.sharding.redistribute import Arrivals
+    from schedlang.runtime.sharding.shard import Arrivals
 
     blocks: dict[str, list[str]] = {}
     for fqn in (fqn for fqn in traced.edges if fqn in traced.sharing):

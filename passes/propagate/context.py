@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.passes.partition.staging import Staged
-    from schedlang.runtime.comm.collectives import Group
-    from schedlang.runtime.comm.ranks import Ranks
+    from schedlang.runtime.comm.collectives import Group, Ranks
     from schedlang.runtime.context_parallel.local_tokens import How, Tokens
     from schedlang.runtime.sequence_pipelining.slices import Slices, Slicing
     from schedlang.runtime.sequence_pipelining.trial import Trial
@@ -323,7 +322,7 @@ def _grain(traced: Traced) -> int:
     """Return the number of which lengths must be multiples: ranks that split activations by
     tokens."""
     from schedlang.ir.placement import S
-    from schedlang.runtime.sharding.redistribute import dim_of
+    from schedlang.runtime.sharding.shard import dim_of
 
     edges = [edge for edges in traced.edges.values() for edge in edges]
     return math.lcm(

@@ -67,7 +67,7 @@ def leaves_of(plan: Plan) -> dict[str, Leaf]:
 
 def _normalises(plan: Plan, site: Site, boundaries: list[Boundary]) -> bool:
     """Return whether a module keeps parameters along a hidden dim that comes and goes in parts."""
-    from schedlang.runtime.sharding.redistribute import dim_of
+    from schedlang.runtime.sharding.shard import dim_of
 
     facts = site.parameters.values()
     inside = all(len(f.shape) == 1 and plan.held(f.name).splits for f in facts)
@@ -393,7 +393,7 @@ class Run:
 
     def _see(self, frame: tuple[str, int], tree: Any) -> None:
         """Note how the tensors that a call is given, or gives, lie on the ranks."""
-        from schedlang.runtime.tracing.torch_calls import tensors_in
+        from schedlang.runtime.tracing.meta import tensors_in
 
         if frame not in self.given and frame[0]:
             self.given[frame] = tree  # first what goes in
@@ -402,10 +402,9 @@ class Run:
 
     def attempt(self) -> Mismatch | None:
         """Run; what disagreed first, or None."""
+        from schedlang.runtime.batch import forward
         from schedlang.runtime.propagation.trace import Hoist, Mismatch, Note, Trace
-        from schedlang.runtime.tracing.loss import forward
-        from schedlang.runtime.tracing.meta import without_values
-        from schedlang.runtime.tracing.torch_calls import tensors_in
+        from schedlang.runtime.tracing.meta import tensors_in, without_values
 
         model = self._copy()
         try:

@@ -1,4 +1,11 @@
-"""The model as it is, recorded: its calls, labels, draws and sums of rows, and what parts weigh."""
+"""The model as it is, recorded: its calls, labels, draws and sums of rows, and what parts weigh.
+
+* What a part of a batch weighs in the mean loss of the whole.
+* Losses made of statistics over the batch: which of their sums parts of it have to share. The
+  router losses of Switch Transformers (Fedus et al. 2021) and of ST-MoE (Zoph et al. 2022) are
+  made of means over all tokens.  Where a rank sees a part of them its means are those of all
+  parts.
+"""
 
 from __future__ import annotations
 
@@ -96,11 +103,10 @@ def record(
     """
     from torch.nn.modules.dropout import _DropoutNd
 
-    from schedlang.runtime.batch import named_arguments, named_tensors
+    from schedlang.runtime.batch import forward, is_loss, named_tensors, no_loss, not_a_loss, taken
     from schedlang.runtime.propagation.stand_ins import put_stand_ins
     from schedlang.runtime.propagation.trace import Recorded, Stack, Trace, reached
     from schedlang.runtime.rng.logical_dropout import Watched
-    from schedlang.runtime.tracing.loss import forward, is_loss, no_loss, not_a_loss
     from schedlang.runtime.tracing.meta import meta_model, without_values
 
     model, stack = meta_model(plan.model.model, {}), Stack()
@@ -114,8 +120,7 @@ def record(
     tried = None if loss is None else partial(_tried, loss, read)
     with without_values(batch) as (inputs, values):
         seen = Recorded(stack, inputs, values, draws)
-        if watched is not None:
-            values.drew = watched.drew
+        values.drew = values.drew if watched is None else watched.drew
         with watched or nullcontext(), Trace(stack, seen):
             try:
                 output, value = forward(model, inputs, tried)
@@ -131,16 +136,16 @@ def record(
     labels[at] = tuple(seen.labels), loss
     found = value if loss is None or is_loss(value) else None
     lossless = None  # a batch without labels may have no loss, and still be evaluated
-    if found is None:
-        said = no_loss(model, output, batch)
-        lossless = said if loss is None else not_a_loss(value, model, batch)
-    names = named_arguments(plan.model.model)
-    known = read if names is None else read | names
+    if found is None and loss is None:
+        lossless = no_loss(model, output, batch)
+    elif found is None:
+        lossless = not_a_loss(value, model, batch)
+    given = taken(plan.model.model, batch)
     original = Original(
         labels=tuple(seen.labels),
         label_counts=tuple(seen.counted),
         read=frozenset(read),
-        unread=() if names is None else tuple(key for key in batch if key not in known),
+        unread=tuple(key for key in batch if key not in given and key not in read),
         random=watched is not None and watched.random,
         drawn=seen.drawn,
         unbatched=_unbatched(plan, batch, loss, seen) if seen.sourceless else {},
@@ -164,10 +169,10 @@ class Many(NamedTuple):
 
 def with_many_rows(plan: Plan, batch: Mapping[str, Any], loss: Loss | None) -> Many | None:
     """Record such a forward once for a batch of these shapes; None: the model takes no other."""
+    from schedlang.runtime.batch import forward
     from schedlang.runtime.grad_reduction.batch_statistics import Sums
     from schedlang.runtime.pipeline.stage import signature
     from schedlang.runtime.propagation.trace import Recorded, Trace, at_many_rows
-    from schedlang.runtime.tracing.loss import forward
 
     def run(bare: nn.Module, inputs: dict[str, Any], stack: Stack, rows: int) -> Many:
         seen, sums = Recorded(stack, inputs, draws=True), Sums(stack, rows)
@@ -264,9 +269,6 @@ def rejected(error: Exception, others: Sequence[str] = ()) -> Refusal:
     )
 
 
-# ---- What a part of a batch weighs in the mean loss of the whole.
-
-
 Weight = Callable[[Mapping[str, Any]], float]
 
 
@@ -320,12 +322,6 @@ def weight_of(traced: Original, parts: int) -> Weight:
             )
         )
     return lambda batch: float(rows_of(batch))
-
-
-# ---- Losses made of statistics over the batch: which of their sums parts of it have to share.
-# The router losses of Switch Transformers (Fedus et al. 2021) and of ST-MoE (Zoph et al. 2022) are
-# made of means over all tokens.  Where a rank sees a part of them its means are those of all
-# parts.
 
 
 ALLOW = 'or allow statistics of each part: `step "..." relax(batch_stats) {`'

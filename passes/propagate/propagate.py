@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def backward_root(model: Any, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
     """Something to go backward from: the loss, else the sum of what the model gives."""
-    from schedlang.runtime.tracing.loss import forward
+    from schedlang.runtime.batch import forward
 
     return root_of(*forward(model, inputs, loss))
 
@@ -39,8 +39,8 @@ def root_of(output: Any, loss: Tensor | None) -> Tensor | None:
     """Return where a backward can start: the loss, the model's own, else the sum of its outputs."""
     import torch
 
-    from schedlang.runtime.tracing.loss import loss_of
-    from schedlang.runtime.tracing.torch_calls import tensors_in
+    from schedlang.runtime.batch import loss_of
+    from schedlang.runtime.tracing.meta import tensors_in
 
     root = loss if loss is not None else loss_of(output, {}, None)
     if root is None:

@@ -49,18 +49,18 @@ if TYPE_CHECKING:
 MOST = 8
 
 
-def small_meshes(axes: Mapping[str, int], most: int = MOST) -> Iterator[dict[str, int]]:
+def small_meshes(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Smaller sizes of the axes, the best first; the mesh itself where it is small enough.
 
     Best is a mesh that leaves no axis out, whose axes differ in size (so that a sum over the wrong
     one shows), and that has few ranks.
     """
-    if math.prod(axes.values()) <= most:
+    if math.prod(axes.values()) <= MOST:
         yield dict(axes)
         return
-    ranges = [range(1, min(size, most) + 1) for size in axes.values()]
+    ranges = [range(1, min(size, MOST) + 1) for size in axes.values()]
     found = [
-        dict(zip(axes, sizes)) for sizes in itertools.product(*ranges) if math.prod(sizes) <= most
+        dict(zip(axes, sizes)) for sizes in itertools.product(*ranges) if math.prod(sizes) <= MOST
     ]
     yield from sorted(
         (mesh for mesh in found if max(mesh.values()) > 1), key=lambda m: _cost(m, axes)

@@ -46,8 +46,7 @@ def gradients(
     from schedlang.passes.propagate.propagate import backward_root
     from schedlang.runtime.adjoint import Adjoint, Typed
     from schedlang.runtime.propagation.trace import Stack, Trace
-    from schedlang.runtime.tracing.meta import without_values
-    from schedlang.runtime.tracing.torch_calls import tensors_in
+    from schedlang.runtime.tracing.meta import tensors_in, without_values
 
     model, stack = local_skeleton(plan, prepared.traced), Stack()
     model.train()

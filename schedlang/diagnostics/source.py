@@ -41,9 +41,9 @@ def bytes_of(path: str | Path, most: int = MOST) -> bytes:
     return found
 
 
-def text_of(path: str | Path, most: int = MOST) -> str:
+def text_of(path: str | Path) -> str:
     """The same, as the UTF-8 text that it is; UnicodeDecodeError where it is none."""
-    return bytes_of(path, most).decode("utf-8").replace("\r\n", "\n")
+    return bytes_of(path).decode("utf-8").replace("\r\n", "\n")
 
 
 def _at_once(path: str, flags: int) -> int:

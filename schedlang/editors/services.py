@@ -19,8 +19,7 @@ from schedlang.diagnostics.source import NOWHERE, text_of
 from schedlang.editors.rules import declarations, regex, verbs
 from schedlang.ir.primitive import load_all, registry
 from schedlang.language import manual
-from schedlang.language.binding import surface
-from schedlang.language.kinds import Axes, Axis
+from schedlang.language.kinds import Axes, Axis, surface
 from schedlang.language.selector import Selector
 from schedlang.language.syntax import DECLARATIONS, STATEMENTS, parse_path
 from schedlang.language.value import Names

@@ -16,10 +16,9 @@ from schedlang.ir.placement import P, Replicate, S
 from schedlang.ir.primitive import Primitive, find
 from schedlang.language import nodes as n
 from schedlang.language import printer
-from schedlang.language.binding import surface
-from schedlang.language.evaluate import evaluate
+from schedlang.language.kinds import surface
 from schedlang.language.syntax import KEYWORDS, parse
-from schedlang.language.value import UNITS, Names, Symbolic
+from schedlang.language.value import UNITS, Names, Symbolic, evaluate
 
 # ---- Python values to syntax: how a call made in Python is written in a schedule.
 

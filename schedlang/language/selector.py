@@ -14,9 +14,8 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 from schedlang.diagnostics.diagnostic import Label, Refusal, closest, quoted, unknown
 from schedlang.language import nodes as n
 from schedlang.language import printer
-from schedlang.language.evaluate import evaluate, reached
 from schedlang.language.nodes import walk
-from schedlang.language.value import UNKNOWN, Missing, Names, Symbol, bare, shown
+from schedlang.language.value import UNKNOWN, Missing, Names, Symbol, bare, evaluate, reached, shown
 
 SEEN = ("params", "dtype", "fqn", "index")  # of every module, in a `where`
 

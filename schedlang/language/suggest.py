@@ -10,8 +10,7 @@ from typing import Any
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.diagnostics.other_systems import ARGUMENTS, Other, Table
 from schedlang.diagnostics.source import Span
-from schedlang.language.binding import Argument, Binder, Surface, words_of
-from schedlang.language.evaluate import evaluate
+from schedlang.language.kinds import Argument, Binder, Surface, words_of
 from schedlang.language.nodes import Call, Expr, Keyword
 from schedlang.language.syntax import parse_expr
 from schedlang.language.value import (
@@ -23,6 +22,7 @@ from schedlang.language.value import (
     Seconds,
     Symbol,
     Symbolic,
+    evaluate,
 )
 from schedlang.pipeline.schedules import meant
 

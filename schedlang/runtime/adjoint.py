@@ -18,7 +18,7 @@ from schedlang.runtime.propagation.call_rules import ADDS, BIASED, LINEAR, SUMMI
 from schedlang.runtime.propagation.trace import Lattice, Running, Stack
 from schedlang.runtime.sharding import grid, norms
 from schedlang.runtime.sharding.grid import InParts
-from schedlang.runtime.tracing.torch_calls import tensors_in
+from schedlang.runtime.tracing.meta import tensors_in
 
 # ---- Which tensors differ from rank to rank, through one forward and backward on the meta
 # device.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import OwnError, Refusal
 from schedlang.ir import pytree
-from schedlang.runtime.batch import Part, called, dotted, rows_of
+from schedlang.runtime.batch import Part, called, dotted, loss_of, rows_of
 from schedlang.runtime.context_parallel.attention_products import Lines
 from schedlang.runtime.context_parallel.install import At, install, windows
 from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, Tokens
@@ -43,7 +43,6 @@ from schedlang.runtime.sequence_pipelining.trial import (
     running,
     watched,
 )
-from schedlang.runtime.tracing.loss import loss_of
 from schedlang.runtime.training import Training
 
 # ---- Functions that run one at a time, in turns: each goes on when all have come to the same

@@ -16,7 +16,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.checkpointing.holding import Holding, assembled, take
 from schedlang.runtime.checkpointing.moments import laid, like_parameter
 from schedlang.runtime.comm import world
-from schedlang.runtime.comm.ranks import Ranks
+from schedlang.runtime.comm.collectives import Ranks
 from schedlang.runtime.device import on_accelerator
 from schedlang.runtime.grad_reduction.gradient import local_gradient
 from schedlang.runtime.storage.offloaded_gradients import local, placed_like

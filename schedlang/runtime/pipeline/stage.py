@@ -16,13 +16,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from schedlang.ir import pytree
 from schedlang.runtime import scope
-from schedlang.runtime.batch import called
+from schedlang.runtime.batch import called, loss_of
 from schedlang.runtime.mixed_precision import imitated
 from schedlang.runtime.modes import Ambient
 from schedlang.runtime.rng.draws import LOGICAL
 from schedlang.runtime.scope import capture, named_sites, skip_calls, visit, visiting
 from schedlang.runtime.tracing.graph import Cut, Token, refusal
-from schedlang.runtime.tracing.loss import loss_of
 from schedlang.runtime.tracing.meta import OnMeta, meta_batch, meta_model
 from schedlang.runtime.tracing.units import Switch, Tell, overheard, tell
 

@@ -17,9 +17,16 @@ from schedlang.runtime.propagation.trace import Hoist, Mismatch, Note, Tag
 from schedlang.runtime.sharding.convolution import CHANNELS, CONVOLUTIONS
 from schedlang.runtime.sharding.leaf import Sharded
 from schedlang.runtime.sharding.norms import NotSplit
-from schedlang.runtime.sharding.redistribute import block_sizes, dim_of, switches
-from schedlang.runtime.sharding.shard import Edge, is_main, on_first, on_result
-from schedlang.runtime.tracing.torch_calls import tensors_in
+from schedlang.runtime.sharding.shard import (
+    Edge,
+    block_sizes,
+    dim_of,
+    is_main,
+    on_first,
+    on_result,
+    switches,
+)
+from schedlang.runtime.tracing.meta import tensors_in
 
 PROJECTIONS = ("Linear", "Conv1D", *CONVOLUTIONS)
 TABLES = ("Embedding", "EmbeddingBag")

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from schedlang.runtime.batch import forward
 from schedlang.runtime.propagation.trace import Lattice, Running, Stack, Trace
-from schedlang.runtime.tracing.loss import forward
-from schedlang.runtime.tracing.meta import meta_model, without_values
-from schedlang.runtime.tracing.torch_calls import model_line, tensors_in
+from schedlang.runtime.tracing.meta import meta_model, model_line, tensors_in, without_values
 
 # ---- What every projection reads: the residual stream, or outputs of other projections.
 

@@ -27,7 +27,7 @@ from schedlang.runtime.propagation.trace import (
     Tag,
 )
 from schedlang.runtime.rng.draws import masks
-from schedlang.runtime.sharding.redistribute import Arrivals
+from schedlang.runtime.sharding.shard import Arrivals
 from schedlang.runtime.sharding.sizes import ALONG, FILLS, PARTS, block_cut, index_at
 
 # ---- Which dim of a result each axis splits, where several axes have the same size.

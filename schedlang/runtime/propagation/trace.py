@@ -24,8 +24,14 @@ from schedlang.runtime.storage.saved import (
     slot,
     within,
 )
-from schedlang.runtime.tracing.meta import OnMeta, meta_model, without_values
-from schedlang.runtime.tracing.torch_calls import model_line, name_of, tensors_in
+from schedlang.runtime.tracing.meta import (
+    OnMeta,
+    meta_model,
+    model_line,
+    name_of,
+    tensors_in,
+    without_values,
+)
 
 # ---- A forward beside which one mode runs, and tells lattices of every call of torch.
 # What is known of a tensor stands on the tensor itself, an attribute for each lattice; a call joins

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from schedlang.runtime.tracing.torch_calls import name_of
+from schedlang.runtime.tracing.meta import name_of
 
 # ---- Recurrent networks of several layers, layer by layer, with drawn dropout between the
 # layers.

@@ -19,7 +19,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime import scope
 from schedlang.runtime.modes import Ambient, ambient
 from schedlang.runtime.rng.draws import LOGICAL, Draw, active, illogical, may_draw
-from schedlang.runtime.tracing.torch_calls import model_line
+from schedlang.runtime.tracing.meta import model_line
 
 # ---- Logical dropout: masks that depend on what is computed, not on where, when, or how often.
 # A mask is a function of (seed, step, site, call, sample, position in the sample's logical

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.runtime import scope
-from schedlang.runtime.batch import Absent, Batch, dotted, rows_of, shares, stack
+from schedlang.runtime.batch import Absent, Batch, dotted, forward, rows_of, shares, stack
 from schedlang.runtime.device import numbers
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.no_labels import no_labels
@@ -28,7 +28,6 @@ from schedlang.runtime.sequence_pipelining.carry import (
     cache,
     cache_argument,
 )
-from schedlang.runtime.tracing.loss import forward
 from schedlang.runtime.weights import Number, added, counted, filled, known, positive
 
 Weight = Callable[[Batch], float]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from schedlang.ir import pytree
 from schedlang.ir.model import inside
-from schedlang.runtime.batch import called, rows_of, shares
+from schedlang.runtime.batch import called, loss_of, rows_of, shares
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.propagation.trace import LabelRule
@@ -31,7 +31,6 @@ from schedlang.runtime.sequence_pipelining.slices import (
     sections,
     windows,
 )
-from schedlang.runtime.tracing.loss import loss_of
 from schedlang.runtime.tracing.meta import copy_with, meta_parameter
 from schedlang.runtime.training import Training
 

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.placement import P, S
 from schedlang.runtime.comm.collectives import Group, exchange
-from schedlang.runtime.sharding.redistribute import dim_of
-from schedlang.runtime.sharding.shard import Edge, Forward
+from schedlang.runtime.sharding.shard import Edge, Forward, dim_of
 
 # ---- Rows that neighbours need of each other, where positions of a tensor are split over ranks.
 

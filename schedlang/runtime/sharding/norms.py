@@ -16,7 +16,7 @@ from schedlang.runtime.comm.collectives import Group, all_gather, own_part, summ
 from schedlang.runtime.modes import Ambient
 from schedlang.runtime.sharding.convolution import CHANNELS, positions
 from schedlang.runtime.sharding.shard import Edge, Forward
-from schedlang.runtime.tracing.torch_calls import name_of, tensors_in
+from schedlang.runtime.tracing.meta import name_of, tensors_in
 
 if TYPE_CHECKING:
     from schedlang.runtime.sharding.leaf import Sharded

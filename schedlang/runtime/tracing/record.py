@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from schedlang.ir import pytree
+from schedlang.runtime.batch import forward
 from schedlang.runtime.tracing.graph import Leaf, Reads, StageGraph, Token, labels, refusal
-from schedlang.runtime.tracing.loss import forward
 from schedlang.runtime.tracing.meta import Constants, Literals, meta_batch, meta_model
 from schedlang.runtime.tracing.units import Switch, Tell, overheard
 
