@@ -1,5 +1,8 @@
 """Checks of what users give to `build` and `verify`: options, and a batch whose keys are all
-taken."""
+taken.
+
+* Options of `build` and `verify`, checked before anything is built (S618).
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,6 @@ from schedlang.passes.propagate.original import Reading
 
 if TYPE_CHECKING:
     from schedlang.passes.propagate.propagate import Traced
-
-# ---- Options of `build` and `verify`, checked before anything is built (S618).
 
 
 NAMES = (

@@ -1,4 +1,9 @@
-"""Declarations, each from State to State: header, knob, mesh, view, require, use, def; `expect`."""
+"""Declarations, each from State to State: header, knob, mesh, view, require, use, def; `expect`.
+
+* Arguments of a call to the parameters of a `def`.
+* Declarations: header, knob, mesh, view, require, use and def, each from State to State.
+* `expect`: bounds on what a plan costs, read while it is made; simulate/expected.py holds them.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +39,6 @@ from schedlang.passes.elaborate.state import Definition, Settings, State, no_pri
 
 if TYPE_CHECKING:
     from schedlang.ir.facets import Expectation
-
-
-# ---- Arguments of a call to the parameters of a `def`.
 
 
 TYPES: Mapping[str, Any] = {
@@ -122,9 +124,6 @@ def _no_axis(name: str, node: n.Node, names: Names) -> NoReturn:
     title = f"the mesh has no axis `{name}`"
     facts = unknown(name, names.axes)
     raise Refusal(Diagnostic("S204", title, Label(node.span), helps=helps, facts=facts))
-
-
-# ---- Declarations: header, knob, mesh, view, require, use and def, each from State to State.
 
 
 MOST = 2**20  # ranks along one axis
@@ -395,10 +394,6 @@ def _library(
             case _:
                 raise AssertionError("a base, whose items are executed one by one")
     return inner
-
-
-# ---- `expect`: bounds on what a plan costs, read while it is made; simulate/expected.py holds
-# them.
 
 
 TIME = "time"

@@ -1,4 +1,7 @@
-"""Statements of a schedule, executed in order: from syntax to the plan's actions."""
+"""Statements of a schedule, executed in order: from syntax to the plan's actions.
+
+* Steps: their names, and what their rows may give up.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +44,6 @@ if TYPE_CHECKING:
     from schedlang.ir.model import ModelFacts
     from schedlang.ir.plan import Plan
     from schedlang.language.selector import Selector
-
-# ---- Steps: their names, and what their rows may give up.
 
 
 def open_step(node: n.Step, state: State) -> State:
@@ -93,9 +94,6 @@ def allowed(primitive: Primitive, state: State, span: Span) -> None:
 
 def _allows(step: n.Step) -> str:
     return " and ".join(("rounding", *step.relax))
-
-
-# ---- Statements of a schedule, executed in order: from syntax to the plan's actions.
 
 
 Roots = Sequence[str] | None  # the modules of a scope; None where there is no model

@@ -2,6 +2,9 @@
 
 The order is fixed, whatever the order of rows: the local copy with this rank's parts; structure
 (kernels, fusion); crossings; recomputation; residence; stages; slices of data-parallel state.
+
+* What a plan says of modules, put into the copy that is built: by kind, in one order.
+* The program of one rank, put together.
 """
 
 from __future__ import annotations
@@ -50,9 +53,6 @@ if TYPE_CHECKING:
     from schedlang.runtime.mixed_precision import Region
     from schedlang.runtime.program import Program
     from schedlang.runtime.step_batch import Comparing
-
-
-# ---- What a plan says of modules, put into the copy that is built: by kind, in one order.
 
 
 # Whatever the order of rows: what modules compute; how they lie, which wraps that; casts around it,
@@ -133,9 +133,6 @@ def _store(one: Stored, builder: Builder) -> None:
     key = ("offload", one.ahead, one.tier)
     store = builder.shared(key, lambda: Store(one.ahead, scratch=scratch))
     offload(builder.at(one.fqn), store)
-
-
-# ---- The program of one rank, put together.
 
 
 Loss = Callable[..., Any]

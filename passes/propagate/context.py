@@ -1,4 +1,9 @@
-"""Parts of sequences: how a plan's model runs on ranks that split them, or in slices."""
+"""Parts of sequences: how a plan's model runs on ranks that split them, or in slices.
+
+* A model tried on a small stand-in before it trains: how it may run on parts of its sequences.
+* How the model of a plan runs on some tokens of its sequences, where rows split them.
+* How it runs on slices, where its pipeline cuts sequences.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +29,6 @@ if TYPE_CHECKING:
     from schedlang.runtime.context_parallel.local_tokens import How, Tokens
     from schedlang.runtime.sequence_pipelining.slices import Slices, Slicing
     from schedlang.runtime.sequence_pipelining.trial import Trial
-
-# ---- A model tried on a small stand-in before it trains: how it may run on parts of its
-# sequences.
 
 
 T = TypeVar("T")
@@ -122,9 +124,6 @@ def weight_by_tokens(traced: Traced, count: int) -> Weight:
     if traced.labels:
         return weight_of(traced, count)
     return lambda batch: float(rows_of(batch) * length_of(batch))
-
-
-# ---- How the model of a plan runs on some tokens of its sequences, where rows split them.
 
 
 def tokens_of(
@@ -279,9 +278,6 @@ def _alone(method: str, level: int) -> str:
 def _levels(one: Context) -> list[str | tuple[str, ...]]:
     """The axes of a row as levels: of two-level methods each axis, else all as one."""
     return list(one.axes) if one.method in ("usp", "double_ring", "nbody") else [one.axes]
-
-
-# ---- How it runs on slices, where its pipeline cuts sequences.
 
 
 def slicing_of(

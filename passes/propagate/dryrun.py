@@ -1,4 +1,7 @@
-"""The sharded copy on the meta device: what its modules want, and one run beside the original."""
+"""The sharded copy on the meta device: what its modules want, and one run beside the original.
+
+* The sharded modules of a plan: how each computes, and what it wants.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
@@ -27,8 +30,6 @@ if TYPE_CHECKING:
     from schedlang.runtime.propagation.trace import Mismatch, Note, SavedBy
     from schedlang.runtime.sharding.shard import Edge
     from schedlang.runtime.sharding.sizes import Counted
-
-# ---- The sharded modules of a plan: how each computes, and what it wants.
 
 
 LINES = ("down", "along", "deep")  # of a cube, in the order in which its axes are named
@@ -309,27 +310,6 @@ def _locals(below: Below, value: int) -> Iterator[int]:
     yield from (n.numerator for n in sorted(found) if n.denominator == 1 and n != value)
 
 
-def _below(
-    leaves: Mapping[str, Leaf], sizes: Mapping[str, int]
-) -> tuple[dict[str, Below], dict[str, list[str]]]:
-    """Return what is split, by path, and its axes, for every module that holds something sharded.
-
-    What gathers its outputs is split for nobody around it: such modules are not alike.
-    """
-    found: dict[str, list[Any]] = {}
-    axes: dict[str, list[str]] = {}
-    for leaf in leaves.values():
-        names = leaf.fqn.split(".")
-        for depth in range(len(names) + 1):
-            fqn, path = ".".join(names[:depth]), ".".join(names[depth:])
-            axes.setdefault(fqn, []).extend(w.axis for w in leaf.wanted)
-            mine = (w for w in leaf.wanted if w.splits and not (path and w.gathers))
-            split = [(path, w.axis, sizes[w.axis], w.uneven) for w in mine]
-            if split:
-                found.setdefault(fqn, []).extend(split)
-    return {fqn: tuple(split) for fqn, split in found.items()}, axes
-
-
 class Part(NamedTuple):
     """An argument of modules of a class, of which each rank needs its own part along a dim.
 
@@ -378,9 +358,10 @@ class Run:
         self.divided, self.stack = divided, Stack()
         over = (b.axis for boundaries in plan.boundaries.values() for b in boundaries)
         sizes = {name: plan.mesh.size(name) for name in (*plan.mesh.names, *over)}
-        self.sizes, (self.below, axes) = sizes, _below(leaves, sizes)
+        splits = {fqn: [w.axis for w in leaf.wanted] for fqn, leaf in leaves.items()}
         draws = recording.original.random
-        self.follower = Follower(recording.frames, self.stack, sizes, axes, draws)
+        self.follower = Follower(recording.frames, self.stack, sizes, splits, draws)
+        self.sizes = sizes
         self.edges: dict[str, tuple[Edge, ...]] = {}
         self.numbers: list[tuple[str, str, int]] = []
         self.layouts: dict[tuple[str, int], list[tuple[Note, ...] | None]] = {}
@@ -390,6 +371,23 @@ class Run:
         self.counted: dict[str, tuple[Counted, ...]] = {}
         self.saved: SavedBy = {}
         self.stack.seen = self._see
+
+    @cached_property
+    def below(self) -> Mapping[str, Below]:
+        """The splits, by path, in every module that holds something sharded.
+
+        What gathers its outputs is split for nobody around it: such modules are not alike.
+        """
+        found: dict[str, list[Any]] = {}
+        for leaf in self.leaves.values():
+            names = leaf.fqn.split(".")
+            for depth in range(len(names) + 1):
+                fqn, path = ".".join(names[:depth]), ".".join(names[depth:])
+                mine = (w for w in leaf.wanted if w.splits and not (path and w.gathers))
+                split = [(path, w.axis, self.sizes[w.axis], w.uneven) for w in mine]
+                if split:
+                    found.setdefault(fqn, []).extend(split)
+        return {fqn: tuple(split) for fqn, split in found.items()}
 
     def _see(self, frame: tuple[str, int], tree: Any) -> None:
         """Note how the tensors that a call is given, or gives, lie on the ranks."""
@@ -450,8 +448,8 @@ class Run:
             self._divide(model)
         for fqn, leaf in self.leaves.items():
             module = model.get_submodule(fqn)
-            forward = dry_forward(leaf, module, self.follower, self._group_at(fqn), self.edges)
-            module.forward = forward
+            known = leaf, module, module.forward, self.follower, self.edges
+            module.forward = partial(dry_forward, *known)
         self.stack.watch(model, {fqn for fqn, leaf in self.leaves.items() if leaf.kind})
         if plan.kept:
             self.saved = saved_by(plan, model, self.stack)
@@ -459,6 +457,7 @@ class Run:
 
     def _divide(self, model: nn.Module) -> None:
         """Divide the numbers, sizes and arguments that are tried in this run."""
+        from schedlang.runtime.comm.collectives import Group
         from schedlang.runtime.forward import wrap
         from schedlang.runtime.propagation.narrowed import Narrowed, dry_parts
         from schedlang.runtime.sharding.shard import Edge
@@ -475,9 +474,11 @@ class Run:
             module = model.get_submodule(fqn)
             wrap(module, "sizes", Sizes(module, self.counted[fqn]))
         for fqn, cuts in self._chosen(Part):
-            module, group = model.get_submodule(fqn), self._group_at(fqn)
-            edges = (Edge(group(one.axis), R, S(one.dim), R, R, False) for one in cuts)
-            parts = tuple(Narrowed(one.name, one.dim, one.unit, e) for one, e in zip(cuts, edges))
+            module, parts = model.get_submodule(fqn), tuple[Narrowed, ...]()
+            for cut in cuts:
+                group = Group((cut.axis,), tuple(range(self.sizes[cut.axis])), 0, None, fqn)
+                edge = Edge(group, R, S(cut.dim), R, R, False)
+                parts = (*parts, Narrowed(cut.name, cut.dim, cut.unit, edge))
             module.forward = dry_parts(module, parts, self.follower, partial(self._cut, fqn))
 
     def _cut(self, fqn: str, part: Narrowed, now: Narrowed | None) -> None:
@@ -498,11 +499,6 @@ class Run:
             mine = [one for one in chosen if one[:2] == of]
             if mine:
                 yield fqn, mine
-
-    def _group_at(self, fqn: str) -> Callable[[str], Any]:
-        from schedlang.runtime.comm.collectives import Group
-
-        return lambda axis: Group((axis,), tuple(range(self.sizes[axis])), 0, None, fqn)
 
     def candidates(self, failure: Mismatch) -> list[Choice]:
         """Numbers and arguments of the modules that were running that might mend the failure."""

@@ -1,4 +1,12 @@
-"""Layouts through one forward: how tensors arrive at each sharded module, and all that follows."""
+"""Layouts through one forward: how tensors arrive at each sharded module, and all that follows.
+
+* Where the backward of a model on the meta device can start.
+* Layouts through one forward: how tensors arrive at each sharded module, and all that follows.
+  The plan's model runs twice on the meta device: once as it is, once with this plan's local
+  shapes, call by call beside the first.  Where the sharded one fails because a module counts
+  heads or widths by itself, the attribute that holds the number is found by trying, and divided;
+  the comparison of all later calls proves the choice.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +33,6 @@ if TYPE_CHECKING:
     from schedlang.runtime.sharding.shard import Edge
     from schedlang.runtime.sharding.sizes import Counted
 
-# ---- Where the backward of a model on the meta device can start.
-
 
 def backward_root(model: Any, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
     """Something to go backward from: the loss, else the sum of what the model gives."""
@@ -47,14 +53,6 @@ def root_of(output: Any, loss: Tensor | None) -> Tensor | None:
         floats = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
         root = torch.stack([t.sum() for t in floats]).sum() if floats else None
     return root if root is not None and root.requires_grad else None
-
-
-# ---- Layouts through one forward: how tensors arrive at each sharded module, and all that
-# follows.
-# The plan's model runs twice on the meta device: once as it is, once with this plan's local
-# shapes, call by call beside the first.  Where the sharded one fails because a module counts heads
-# or widths by itself, the attribute that holds the number is found by trying, and divided; the
-# comparison of all later calls proves the choice.
 
 
 MOST_RUNS = 64

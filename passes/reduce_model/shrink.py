@@ -1,4 +1,8 @@
-"""Shrink: the same classes and the same schedule with every size as small as its meaning allows."""
+"""Shrink: the same classes and the same schedule with every size as small as its meaning allows.
+
+* A smaller model under the same schedule: layers first, then widths, then values and batches.
+* The reduced model, and what is said about it.
+"""
 
 from __future__ import annotations
 
@@ -170,9 +174,6 @@ def stage_mesh(plan: Plan, mesh: Mapping[str, int]) -> dict[str, int]:
 def codes(refusals: Sequence[Refusal]) -> set[str]:
     """The codes of all their messages."""
     return {d.code for refusal in refusals for d in refusal.diagnostics}
-
-
-# ---- A smaller model under the same schedule: layers first, then widths, then values and batches.
 
 
 LIMIT = 64  # what no shape depends on, such as the longest sequence
@@ -378,9 +379,6 @@ def runs(model: nn.Module, batches: Sequence[Batch], loss: Any) -> None:
         raise refused(
             "S753", reason, "and `small_batch(seed)`: it returns a batch for it"
         ) from error
-
-
-# ---- The reduced model, and what is said about it.
 
 
 @dataclass(frozen=True)

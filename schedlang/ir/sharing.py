@@ -1,4 +1,11 @@
-"""Rows at very many modules: checked and stored once per class of equal modules."""
+"""Rows at very many modules: checked and stored once per class of equal modules.
+
+* A mapping that never changes: putting items gives another one, which shares what stays.
+* Modules that are alike: a number for each class of equal modules of a model.
+* Values of rows for very many modules: each is kept once for its row, and made when asked for.
+* Which rows of a plan stand at each module, and which inside of it.
+* A row at many modules: checked once for each class of equal ones, and shared by all of them.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +22,6 @@ from schedlang.ir.primitive import registry
 if TYPE_CHECKING:
     from schedlang.ir.model import ModelFacts
     from schedlang.ir.plan import Action, Plan
-
-# ---- A mapping that never changes: putting items gives another one, which shares what stays.
 
 
 K = TypeVar("K")
@@ -108,9 +113,6 @@ def persistent(known: Mapping[K, V]) -> Persistent[K, V]:
     return known if isinstance(known, Persistent) else Persistent(known)
 
 
-# ---- Modules that are alike: a number for each class of equal modules of a model.
-
-
 def classes(facts: ModelFacts, attributes: tuple[str, ...] = ()) -> Mapping[str, int]:
     """Module -> the number of its class.
 
@@ -174,10 +176,6 @@ def above(modules: tuple[str, ...]) -> frozenset[str]:
         found |= level
         level = {fqn.rpartition(".")[0] for fqn in level if fqn} - found
     return frozenset(found)
-
-
-# ---- Values of rows for very many modules: each is kept once for its row, and made when asked
-# for.
 
 
 T = TypeVar("T")
@@ -249,9 +247,6 @@ def near(values: Sequence[T], fqn: str) -> Iterator[T]:
     return (v for v in values if inside(v.fqn, fqn) or inside(fqn, v.fqn))  # type: ignore[attr-defined]
 
 
-# ---- Which rows of a plan stand at each module, and which inside of it.
-
-
 Rows = tuple[int, ...]
 
 
@@ -295,10 +290,6 @@ class Trail:
         holding = self.at.many((*above(sites), *others), ())
         marks = {*holding, *self.at.many(sites, ()), *self.below.many(sites, ())}
         return {row for rows in marks for row in rows}
-
-
-# ---- A row at many modules: checked once for each class of equal ones, and shared by all of
-# them.
 
 
 MAPS = ("layouts", "boundaries")  # by names that begin with the module's

@@ -1,4 +1,8 @@
-"""Answer a refused call with the whole call in this language's words, if that is legal."""
+"""Answer a refused call with the whole call in this language's words, if that is legal.
+
+* A call in words of other systems, mended into the words of this language.
+* What a refused call is answered with: the whole call in our own words, if that is legal.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +29,6 @@ from schedlang.language.value import (
     evaluate,
 )
 from schedlang.pipeline.schedules import meant
-
-# ---- A call in words of other systems, mended into the words of this language.
 
 
 @dataclass
@@ -203,9 +205,6 @@ def _amount(value: Bytes | Seconds) -> str:
     mine = [(size, unit) for unit, size in UNITS.items() if unit[-1] == plain]
     size, unit = max((one for one in mine if value % one[0] == 0), default=(1, plain))
     return f"{value / size:g}{unit}"
-
-
-# ---- What a refused call is answered with: the whole call in our own words, if that is legal.
 
 
 OVER = re.compile(r"(?:over|inner)=[\[(]?([\w, ]+?)(?:[\])]|, \w+=)")  # the axes that a call names

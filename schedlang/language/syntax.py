@@ -1,4 +1,7 @@
-"""Text to syntax tree, and what cannot be read, told; nothing here knows what a primitive is."""
+"""Text to syntax tree, and what cannot be read, told; nothing here knows what a primitive is.
+
+* What the parser could not read, told to a person; and what it read but is no schedule.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,6 @@ from schedlang.language.grammar import (
     span_of,
 )
 from schedlang.uncollected import uncollected
-
-# ---- Text to syntax tree.
-
 
 LARGEST = 2**20  # bytes of a schedule, some 20,000 rows
 COMMENT = re.compile(r'"[^"\n]*"|`[^`\n]+`|(#[^\n]*)')
@@ -142,9 +142,6 @@ def read(path: str | FilePath, name: str | None = None) -> Source:
         note = f"byte {error.start + 1}, on line {line}, is 0x{raw[error.start]:02x}"
         helps = ("save it as UTF-8",)
         raise Refusal.of("S000", title, notes=(note,), helps=helps) from None
-
-
-# ---- What the parser could not read, told to a person; and what it read but is no schedule.
 
 
 DECLARATIONS = (

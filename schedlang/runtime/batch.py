@@ -1,4 +1,9 @@
-"""A batch: what a model takes of it, the loss, rows of ranks, microbatches, what parts weigh."""
+"""A batch: what a model takes of it, the loss, rows of ranks, microbatches, what parts weigh.
+
+* Which keys of a batch the forward of a model takes: what else is there is for the loss.
+* A batch in parts: the rows of this rank, its microbatches, and what each part weighs.
+* No loss: how one would be had of what the model gives.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +19,6 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of
 from schedlang.ir import pytree
-
-# ---- Which keys of a batch the forward of a model takes: what else is there is for the loss.
 
 
 def called(model: nn.Module, batch: Mapping[str, Any]) -> Any:
@@ -56,9 +59,6 @@ def _named(forward: Callable[..., Any], skipped: int = 0) -> frozenset[str] | No
 
 
 _of_class = lru_cache(maxsize=256)(partial(_named, skipped=1))
-
-
-# ---- A batch in parts: the rows of this rank, its microbatches, and what each part weighs.
 
 
 Batch = Mapping[str, Any]
@@ -432,9 +432,6 @@ def loss_of(
         return output if output.dim() == 0 else None
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     return found if isinstance(found, Tensor) else None
-
-
-# ---- No loss: how one would be had of what the model gives.
 
 
 LABELS = ("labels", "label", "targets", "target", "y")

@@ -1,4 +1,13 @@
-"""Ranks come into a job, agree on what they build before any group is made, and leave together."""
+"""Ranks come into a job, agree on what they build before any group is made, and leave together.
+
+* Into the job that a launcher has started, and out of it together.
+* Checksums of tensors: two passes over their bits where they lie, no copy of them.
+* Ranks tell each other what they build before any group is made, and refuse where it differs.
+  They meet in the store of the job, which asks nothing of the others' collectives: a rank that
+  builds something else, or never comes, is noticed within seconds.  Each leaves a digest of every
+  item, rank 0 compares; only where digests differ are the parts of that item told, to name what
+  differs and where.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +36,6 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.diagnostics.told_once import job_store
 from schedlang.runtime import device as devices
 from schedlang.runtime.comm import world as comm
-
-# ---- Into the job that a launcher has started, and out of it together.
-
 
 TIMEOUT = timedelta(minutes=10)  # of a collective that others do not join
 _FOREVER = timedelta(hours=12)  # where whoever started the ranks decides what a hang is
@@ -101,9 +107,6 @@ def _prepare_end() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-# ---- Checksums of tensors: two passes over their bits where they lie, no copy of them.
-
-
 _COLUMNS = 1024  # sums over rows and over columns: what changes or moves shows in one of them
 
 
@@ -130,14 +133,6 @@ def checksum(tensor: Tensor) -> str:
                 found.update(words.sum(dim).cpu().numpy().tobytes())
         found.update(flat[whole:].cpu().numpy().tobytes())
     return found.hexdigest()
-
-
-# ---- Ranks tell each other what they build before any group is made, and refuse where it
-# differs.
-# They meet in the store of the job, which asks nothing of the others' collectives: a rank that
-# builds something else, or never comes, is noticed within seconds.  Each leaves a digest of every
-# item, rank 0 compares; only where digests differ are the parts of that item told, to name what
-# differs and where.
 
 
 WAIT = 20.0  # seconds for the ranks of a job to come to `build`

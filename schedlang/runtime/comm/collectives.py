@@ -1,4 +1,11 @@
-"""Groups of ranks along axes of the mesh, and differentiable collectives over one of them."""
+"""Groups of ranks along axes of the mesh, and differentiable collectives over one of them.
+
+* Differentiable collectives over one group of ranks; each counts what it sends. `enter`/`reduce`
+  are the conjugate pair f and g of Megatron-LM (Shoeybi et al. 2019), `gather`/ `scatter_sum` the
+  pair of its sequence parallelism (Korthikanti et al. 2022).
+* Differentiable collectives that move parts between ranks and add nothing up: all-to-all.
+* A sum over ranks whose gradients are summed as well: every rank's loss depends on the total.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +27,6 @@ from schedlang.runtime import device as devices
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.comm.world import GATHER, SCATTER, number
 from schedlang.runtime.device import HOST
-
-# ---- Differentiable collectives over one group of ranks; each counts what it sends.
-# `enter`/`reduce` are the conjugate pair f and g of Megatron-LM (Shoeybi et al. 2019), `gather`/
-# `scatter_sum` the pair of its sequence parallelism (Korthikanti et al. 2022).
 
 
 @dataclass(frozen=True)
@@ -227,9 +230,6 @@ def split(x: Tensor, dim: int, group: Group) -> Tensor:
     return cast(Tensor, _Scatter.apply(x, dim, group, False))  # type: ignore[no-untyped-call]
 
 
-# ---- Differentiable collectives that move parts between ranks and add nothing up: all-to-all.
-
-
 def exchanged(
     x: Tensor, group: Group, give: Sequence[int] = (), take: Sequence[int] = ()
 ) -> Tensor:
@@ -277,10 +277,6 @@ def switch(x: Tensor, held: int, wanted: int, group: Group) -> Tensor:
     shape = [*x.shape]
     shape[wanted] //= group.size
     return torch.cat([part.view(shape) for part in came.unbind(0)], held)
-
-
-# ---- A sum over ranks whose gradients are summed as well: every rank's loss depends on the
-# total.
 
 
 class Total(torch.autograd.Function):

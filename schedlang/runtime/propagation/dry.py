@@ -84,50 +84,53 @@ class Leaf:
 def dry_forward(
     leaf: Leaf,
     module: nn.Module,
+    inner: Callable[..., Any],
     follower: Follower,
-    groups: Callable[[str], Group],
     found: dict[str, tuple[Edge, ...]],
-) -> Callable[..., Any]:
-    """A forward that resolves the leaf's edges at its first call and notes its results."""
-    inner = module.forward
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run a sharded module; its edges are resolved at its first call, and its results noted.
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        main = _main(args, kwargs)
-        note = follower.of(main)
-        if follower.loose and not follower.noted(main):
-            reason = f"`{leaf.fqn}` is sharded, and gets sharded logits"
-            raise follower.refuse(reason, None, GATHER)
-        edges: tuple[Edge, ...] = ()
-        for wanted in leaf.wanted:
-            # what is crossed here may be gathered next: each edge takes what the last one leaves
-            now = main if leaf.kind else _main(args, kwargs)
-            edge = _edge(leaf, wanted, now, follower.of(now), groups(wanted.axis))
-            edges = (*edges, edge)
-            if leaf.kind:  # `input=` of another module says where
-                if edge.arrives != edge.wants == R and not edge.hoisted:
-                    _hoist(edge, main, follower)
-            else:
-                args, kwargs = on_first(partial(_enter, edge, follower), args, kwargs)
-        if leaf.kind:
-            near = tuple(replace(edge, arrivals=follower.arrivals) for edge in edges)
-            sharded = partial(Sharded(module, leaf.kind, near), inner)
-            try:
-                out = sharded(*args, **kwargs)
-            except NotSplit as fault:  # its own call that does not work on parts
-                axis = edges[0].group.axes[0]
-                raise follower.refuse(str(fault), axis, GATHER_NORM) from fault
-            _note_leaf(leaf, edges, note, out, follower)
+    `inner` is the module's own forward, `found` gets the edges by module.
+    """
+    main = _main(args, kwargs)
+    note = follower.of(main)
+    if follower.loose and not follower.noted(main):
+        reason = f"`{leaf.fqn}` is sharded, and gets sharded logits"
+        raise follower.refuse(reason, None, GATHER)
+    edges: tuple[Edge, ...] = ()
+    for wanted in leaf.wanted:
+        # what is crossed here may be gathered next: each edge takes what the last one leaves
+        now = main if leaf.kind else _main(args, kwargs)
+        ranks = tuple(range(follower.sizes[wanted.axis]))
+        group = Group((wanted.axis,), ranks, 0, None, leaf.fqn)
+        edge = _edge(leaf, wanted, now, follower.of(now), group)
+        edges = (*edges, edge)
+        if leaf.kind:  # `input=` of another module says where
+            if edge.arrives != edge.wants == R and not edge.hoisted:
+                _hoist(edge, main, follower)
         else:
-            out = inner(*args, **kwargs)
-            edges = tuple(_left(edge, w, out, follower) for edge, w in zip(edges, leaf.wanted))
-            for edge in edges:
-                out = on_result(partial(_exit, edge, follower), out)
-        if found.setdefault(leaf.fqn, edges) != edges:
-            axis = next(e.group.axes[0] for e, f in zip(edges, found[leaf.fqn]) if e != f)
-            raise differently(follower, f"`{leaf.fqn}`", "input", axis)
-        return out
-
-    return forward
+            args, kwargs = on_first(partial(_enter, edge, follower), args, kwargs)
+    if leaf.kind:
+        near = tuple(replace(edge, arrivals=follower.arrivals) for edge in edges)
+        sharded = partial(Sharded(module, leaf.kind, near), inner)
+        try:
+            out = sharded(*args, **kwargs)
+        except NotSplit as fault:  # its own call that does not work on parts
+            axis = edges[0].group.axes[0]
+            raise follower.refuse(str(fault), axis, GATHER_NORM) from fault
+        _note_leaf(leaf, edges, note, out, follower)
+    else:
+        out = inner(*args, **kwargs)
+        edges = tuple(_left(edge, w, out, follower) for edge, w in zip(edges, leaf.wanted))
+        for edge in edges:
+            out = on_result(partial(_exit, edge, follower), out)
+    if found.setdefault(leaf.fqn, edges) != edges:
+        axis = next(e.group.axes[0] for e, f in zip(edges, found[leaf.fqn]) if e != f)
+        raise differently(follower, f"`{leaf.fqn}`", "input", axis)
+    return out
 
 
 def differently(follower: Follower, fqn: str, what: str, axis: str) -> Mismatch:

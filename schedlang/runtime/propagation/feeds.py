@@ -1,4 +1,9 @@
-"""Labels through a forward: what each projection reads, and which numbers of a batch name rows."""
+"""Labels through a forward: what each projection reads, and which numbers of a batch name rows.
+
+* What every projection reads: the residual stream, or outputs of other projections.
+* Whole numbers in a batch that stand for its rows: edges of a graph, pairs of samples. Such a
+  batch cannot be cut by rows: a part would name rows that lie in others.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +18,6 @@ from torch.nn import functional as F
 from schedlang.runtime.batch import forward
 from schedlang.runtime.propagation.trace import Lattice, Running, Stack, Trace
 from schedlang.runtime.tracing.meta import meta_model, model_line, tensors_in, without_values
-
-# ---- What every projection reads: the residual stream, or outputs of other projections.
-
 
 STREAM = ""  # what flows from block to block, embeddings and the batch among it
 MIXED = "@"  # tokens were mixed on the way, as in attention
@@ -171,10 +173,6 @@ def feeds(
         with Trace(Stack(), feeding, asked=True):
             forward(model, inputs, None)
     return fed
-
-
-# ---- Whole numbers in a batch that stand for its rows: edges of a graph, pairs of samples.
-# Such a batch cannot be cut by rows: a part would name rows that lie in others.
 
 
 INDEXED = {

@@ -1,4 +1,12 @@
-"""Follows which tensors differ by rank through a forward of the sharded model, on meta."""
+"""Follows which tensors differ by rank through a forward of the sharded model, on meta.
+
+* Which dim of a result each axis splits, where several axes have the same size.
+* Follows which tensors differ by rank through a forward of the sharded model, on meta. Every call
+  is compared with the same call of the original: a dim that is smaller by the number of ranks is
+  split, everything else must be equal.  So the shapes themselves prove where a split goes; what
+  they cannot prove (a reduction along the split, a leading factor that is not the first) is
+  checked by rule.  Gradients follow the rules of R, V and P types of spmd_types.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +20,7 @@ import torch
 from torch import Tensor
 
 from schedlang.ir import pytree
+from schedlang.ir.model import inside
 from schedlang.ir.placement import EVEN, Placement, Uneven
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.propagation import call_rules
@@ -29,9 +38,6 @@ from schedlang.runtime.propagation.trace import (
 from schedlang.runtime.rng.draws import masks
 from schedlang.runtime.sharding.shard import Arrivals
 from schedlang.runtime.sharding.sizes import ALONG, FILLS, PARTS, block_cut, index_at
-
-# ---- Which dim of a result each axis splits, where several axes have the same size.
-
 
 Shape = tuple[int, ...]
 RESHAPES = {"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"}
@@ -130,13 +136,6 @@ def shape_along(
     return tuple(found[place].shape)
 
 
-# ---- Follows which tensors differ by rank through a forward of the sharded model, on meta.
-# Every call is compared with the same call of the original: a dim that is smaller by the number of
-# ranks is split, everything else must be equal.  So the shapes themselves prove where a split
-# goes; what they cannot prove (a reduction along the split, a leading factor that is not the
-# first) is checked by rule.  Gradients follow the rules of R, V and P types of spmd_types.
-
-
 ATTENTION = "scaled_dot_product_attention"
 GATHER = "gather the logits: `output=R` on the row of their module"
 
@@ -179,7 +178,7 @@ class Follower(Lattice):
         draws: bool = True,
     ) -> None:
         self.frames, self.stack, self.sizes, self.draws = frames, stack, sizes, draws
-        self.splits = splits  # module -> the axes that split something in it
+        self.splits = splits  # sharded module -> the axes that split it
         self.places: dict[Frame, int] = {}
         self.loose = False  # from the split logits on, calls cannot be compared one by one
         self.agreed = 0
@@ -366,7 +365,9 @@ class Compared(Running):
         found: list[str] = []
         names = self.frame[0].split(".")
         around = [".".join(names[:depth]) for depth in range(len(names), -1, -1)]
-        axes = dict.fromkeys(a for fqn in around for a in self.follower.splits.get(fqn, ()))
+        splits = self.follower.splits.items()
+        within = (own for fqn in around for name, own in splits if inside(name, fqn))
+        axes = dict.fromkeys(axis for own in within for axis in own)
         for d in differ:
             fits = (a for a in axes if self._fits(a, local[d], shape[d]))
             found.append(next((a for a in fits if a not in found), "?"))

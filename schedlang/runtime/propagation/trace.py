@@ -1,4 +1,15 @@
-"""The one mode beside a forward without values, and what it tells of calls and of tensors."""
+"""The one mode beside a forward without values, and what it tells of calls and of tensors.
+
+* A forward beside which one mode runs, and tells lattices of every call of torch. What is known
+  of a tensor stands on the tensor itself, an attribute for each lattice; a call joins what is
+  known of the tensors that it is given into what is known of those that it gives.
+* The forward of the original, recorded: each call by module and turn, its labels and draws.
+* A forward with a number of rows that divides no other size, to know rows by their number.
+* What is known of a tensor while a sharded forward is followed, and how following it can end.
+* What modules save for backward in a forward on the meta device: where, and of what shape. Of the
+  original and of its sharded copy, one beside the other, this tells how the ranks split what each
+  module saves.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +43,6 @@ from schedlang.runtime.tracing.meta import (
     tensors_in,
     without_values,
 )
-
-# ---- A forward beside which one mode runs, and tells lattices of every call of torch.
-# What is known of a tensor stands on the tensor itself, an attribute for each lattice; a call joins
-# what is known of the tensors that it is given into what is known of those that it gives.
-
 
 Frame = tuple[str, int]  # a module and which of its calls
 
@@ -192,9 +198,6 @@ class Stack:
         if self.seen is not None:
             self.seen(frame, out)
         return out
-
-
-# ---- The forward of the original, recorded: each call by module and turn, its labels and draws.
 
 
 @dataclass(frozen=True)
@@ -375,9 +378,6 @@ def reached(model: nn.Module, loss: Tensor | None) -> frozenset[str]:
     return frozenset(found)
 
 
-# ---- A forward with a number of rows that divides no other size, to know rows by their number.
-
-
 Result = TypeVar("Result")
 PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167)
 
@@ -417,10 +417,6 @@ def _repeated(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
 
     found: dict[str, Any] = pytree.tree_map(repeat, dict(batch))
     return found
-
-
-# ---- What is known of a tensor while a sharded forward is followed, and how following it can
-# end.
 
 
 @dataclass(frozen=True)
@@ -497,11 +493,6 @@ class Mismatch(Exception):
         # parameters of which whole tensors that met a split one are made, and how many it has
         self.made: tuple[frozenset[str], int] = (frozenset(), 0)
         self.unit = 0  # heads of a split tensor that met a whole one; 0: none did
-
-
-# ---- What modules save for backward in a forward on the meta device: where, and of what shape.
-# Of the original and of its sharded copy, one beside the other, this tells how the ranks split
-# what each module saves.
 
 
 class Saved(NamedTuple):

@@ -1,4 +1,7 @@
-"""A microbatch cut along its sequence, and a model that runs slice by slice."""
+"""A microbatch cut along its sequence, and a model that runs slice by slice.
+
+* A model that runs slice by slice: modes, caches and hooks around its own forward.
+"""
 
 from __future__ import annotations
 
@@ -199,9 +202,6 @@ def runs_along(value: Any, total: int, rows: int) -> bool:
     if value.dim() == 4 and value.shape[-1] == total and value.shape[2] in (1, total):
         return value.shape[1] != total
     return value.shape[0] in (1, rows) and value.shape[1] == total
-
-
-# ---- A model that runs slice by slice: modes, caches and hooks around its own forward.
 
 
 Loss = Callable[[Any, Mapping[str, Any]], Tensor]

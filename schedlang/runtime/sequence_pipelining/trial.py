@@ -1,4 +1,7 @@
-"""A small trial of a model: whole and by slices, on one process, with what each pass showed."""
+"""A small trial of a model: whole and by slices, on one process, with what each pass showed.
+
+* A small stand-in of a model, of its own classes: few blocks, random values, float64.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,6 @@ from schedlang.runtime.sequence_pipelining.slices import (
 )
 from schedlang.runtime.tracing.meta import copy_with, meta_parameter
 from schedlang.runtime.training import Training
-
-# ---- A small stand-in of a model, of its own classes: few blocks, random values, float64.
-
 
 WIDE = 100_000_000  # parameters that still fit into memory twice in float64
 
@@ -132,9 +132,6 @@ def _draw(model: nn.Module, generator: torch.Generator) -> None:
             if buffer is not None:
                 module._buffers[name] = moved(buffer)
     del kept
-
-
-# ---- A small trial of a model: whole and by slices, on one process, with what each pass showed.
 
 
 TOKENS = (3, 2, 4)  # of the slices: lengths and ends all differ

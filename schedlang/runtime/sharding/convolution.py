@@ -1,4 +1,7 @@
-"""Convolutions and pools whose channels or positions are split over ranks."""
+"""Convolutions and pools whose channels or positions are split over ranks.
+
+* Rows that neighbours need of each other, where positions of a tensor are split over ranks.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,6 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.placement import P, S
 from schedlang.runtime.comm.collectives import Group, exchange
 from schedlang.runtime.sharding.shard import Edge, Forward, dim_of
-
-# ---- Rows that neighbours need of each other, where positions of a tensor are split over ranks.
 
 
 def with_halo(
@@ -50,9 +51,6 @@ def with_halo(
     if after < 0:
         rows = rows[:after]
     return rows.movedim(0, dim)
-
-
-# ---- Convolutions and pools whose channels or positions are split over ranks.
 
 
 CONVOLUTIONS: Mapping[str, Callable[..., Tensor]] = {

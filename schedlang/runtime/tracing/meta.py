@@ -1,6 +1,17 @@
 """Models and batches without values: copies on the meta device, shapes there, what is known.
 
 And calls of torch as modes see them beside such a forward: names, tensors, the line of the model.
+
+* Shapes on the meta device that torch lacks: of grouped matrix products in any float type
+  (torch's own rule knows bfloat16 alone, so that no model of experts in another type could be
+  looked at without values), and of the loss of recognised speech.
+* A copy of a model, or of a batch, that has shapes but no values (the meta device).
+* Shapes of operators on the meta device, worked out once for equal tensors. Torch finds them in
+  Python, which takes longer than a kernel would; layers that are alike ask for the same ones
+  again and again.
+* Real values beside meta tensors: of what is computed from the batch alone, such as masks.
+* Calls of torch's functions as a mode sees them: their names, and the tensors among arguments.
+* Which line of the model is running, told from the stack.
 """
 
 from __future__ import annotations
@@ -25,10 +36,6 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.ir import pytree
-
-# ---- Shapes on the meta device that torch lacks: of grouped matrix products in any float type
-# (torch's own rule knows bfloat16 alone, so that no model of experts in another type could be
-# looked at without values), and of the loss of recognised speech.
 
 
 @cache
@@ -72,9 +79,6 @@ def _shape(
         groups = a.shape[0] if a.ndim == 3 else offs.shape[0] if offs is not None else 1
         return a.new_empty((groups, rows, columns), dtype=out_dtype)
     return a.new_empty((rows, columns), dtype=out_dtype)
-
-
-# ---- A copy of a model, or of a batch, that has shapes but no values (the meta device).
 
 
 install()
@@ -141,11 +145,6 @@ def meta_batch(batch: Any) -> Any:
     """The batch with every tensor on the meta device."""
     to_meta = lambda value: value.to("meta") if isinstance(value, Tensor) else value  # noqa: E731
     return pytree.tree_map(to_meta, batch)
-
-
-# ---- Shapes of operators on the meta device, worked out once for equal tensors.
-# Torch finds them in Python, which takes longer than a kernel would; layers that are alike ask for
-# the same ones again and again.
 
 
 Made = tuple[tuple[Any, ...], tuple[Any, ...], torch.dtype]  # size, stride, dtype of a result
@@ -251,9 +250,6 @@ def _again(found: tuple[type, tuple[Made | None, ...]]) -> Any:
         for one in made
     ]
     return tensors[0] if kind is Tensor else kind(tensors)
-
-
-# ---- Real values beside meta tensors: of what is computed from the batch alone, such as masks.
 
 
 # of torch's own operators, for all runs of this process: what these give never changes; one that a
@@ -488,10 +484,6 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-# ---- Calls of torch's functions as a mode sees them: their names, and the tensors among
-# arguments.
-
-
 def name_of(func: Any) -> str:
     """A readable name of a torch function or tensor method."""
     name = getattr(func, "__name__", str(func))
@@ -503,9 +495,6 @@ def name_of(func: Any) -> str:
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors of a nest of lists, tuples and dicts, in order."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-# ---- Which line of the model is running, told from the stack.
 
 
 OURS = Path(__file__).resolve().parents[3]  # what holds schedlang/, passes/ and primitives/

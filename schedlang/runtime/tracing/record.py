@@ -1,4 +1,7 @@
-"""Record one forward: values that flow between units, operations of each, bytes that it keeps."""
+"""Record one forward: values that flow between units, operations of each, bytes that it keeps.
+
+* What each unit costs in one forward: operations, and bytes kept for the backward.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,6 @@ from schedlang.runtime.batch import forward
 from schedlang.runtime.tracing.graph import Leaf, Reads, StageGraph, Token, labels, refusal
 from schedlang.runtime.tracing.meta import Constants, Literals, meta_batch, meta_model
 from schedlang.runtime.tracing.units import Switch, Tell, overheard
-
-# ---- What each unit costs in one forward: operations, and bytes kept for the backward.
 
 
 class Burden:
