@@ -101,7 +101,7 @@ def record(
     `draws`: what is drawn at random is watched, too; a model of which this shows only as it runs
     is run again.  Raises Refusal where the model, or the loss beside it, does not run.
     """
-    from torch.nn.modules.dropout import _DropoutNd
+    from torch.nn import Dropout
 
     from schedlang.runtime.batch import forward, is_loss, named_tensors, no_loss, not_a_loss, taken
     from schedlang.runtime.propagation.stand_ins import put_stand_ins
@@ -115,7 +115,7 @@ def record(
         put_stand_ins(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
     stack.watch(model, {fqn for fqn, leaf in leaves.items() if leaf.kind})
     saved = saved_by(plan, model, stack) if plan.kept else {}
-    draws = draws or any(isinstance(one, _DropoutNd) and one.p > 0 for one in model.modules())
+    draws = draws or any(isinstance(one, Dropout) and one.p > 0 for one in model.modules())
     watched, read = Watched(lambda: stack.frames[-1][0]) if draws else None, set[str]()
     tried = None if loss is None else partial(_tried, loss, read)
     with without_values(batch) as (inputs, values):
