@@ -21,7 +21,7 @@ from schedlang.runtime.comm import world as comm
 from schedlang.runtime.device import HOST
 from schedlang.runtime.redistribution.carry import AT_ONCE, carry
 from schedlang.runtime.redistribution.route import Kind, Lying, Unmet, kinds_of, route
-from schedlang.runtime.redistribution.spread import everywhere
+from schedlang.runtime.redistribution.spread import Parts, everywhere
 from tests.engine import Threads
 
 MESHES = [
@@ -223,7 +223,7 @@ def test_parts_that_nobody_holds() -> None:
     split = Holding("t", Layout.whole((8,)).split("tp", 0)).spread(mesh)
     target = everywhere((8,), [0, 1, 2], 3)
     for of, gone in ((np.array([0, -1, -1]), True), (np.array([0, 1, 2]), False)):
-        parts = (*split.parts, (((0, 2, 4),),))
+        parts = Parts.of((*split.parts, (((0, 2, 4),),)), 1)
         spread = type(split)((8,), parts, of)
         with pytest.raises(Unmet) as caught:
             route([Kind(("t",), spread, target, 4)], 3)
