@@ -16,12 +16,14 @@ from schedlang.ir.placement import Layout, Segment
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.collectives import Ranks
 from schedlang.runtime.redistribution.carry import move, wire
+from schedlang.runtime.redistribution.doubling import gather
 from schedlang.runtime.redistribution.route import Lying
 from schedlang.runtime.redistribution.spread import (
     NOWHERE,
     Array,
     Cell,
     Part,
+    Parts,
     Spread,
     copied,
     everywhere,
@@ -112,19 +114,52 @@ def _segments(
 
 
 @lru_cache(maxsize=1 << 8)
-def _spread(layout: Layout, sliced: tuple[str, ...], mesh: Mesh) -> tuple[tuple[Part, ...], Array]:
-    """The distinct parts, and which of them each rank of the mesh holds: found by axes."""
-    over = [*(split.axis for split in layout.splits), *((sliced,) if sliced else ())]
+def _spread(layout: Layout, sliced: tuple[str, ...], mesh: Mesh) -> tuple[Parts, Array]:
+    """The distinct parts, and which of them each rank of the mesh holds: found dim by dim."""
     coordinates = _all_coordinates(mesh)
-    places: list[Any] = [np.zeros(mesh.world, np.int64)]
-    places += [mesh.index_at(coordinates, one) for one in over]
-    _, first, code = np.unique(np.stack(places), axis=1, return_index=True, return_inverse=True)
-    numbers: dict[Part, int] = {}
-    found = []
-    for rank in first.tolist():
-        part = Holding("", layout, sliced).part(mesh, rank)
-        found.append(numbers.setdefault(part, len(numbers)))
-    return tuple(numbers), np.array(found, np.int32)[code.reshape(-1)]
+    cells, of = [], np.zeros((mesh.world, len(layout.shape)), np.int64)
+    for dim, size in enumerate(layout.shape):
+        over = [split.axis for split in layout.splits if split.dim == dim]
+        places: list[Array] = [np.zeros(mesh.world, np.int64)]
+        places += [mesh.index_at(coordinates, axis) for axis in over]
+        _, first, code = np.unique(places, axis=1, return_index=True, return_inverse=True)
+        known: dict[tuple[Segment, ...], int] = {}
+        numbers = [
+            known.setdefault(layout.segments(mesh, mesh.coordinates(rank))[dim], len(known))
+            for rank in first.tolist()
+        ]
+        slices = mesh.size(sliced) if sliced and dim == 0 else 1
+        rows = [_slices(runs, size, slices) for runs in known]
+        for k, some in enumerate(rows):
+            some[:, 0] += k * slices
+        every = np.concatenate(rows)
+        there = np.unique(every[:, 0])
+        number = np.full(len(known) * slices, len(there))  # all slices of nothing are one
+        number[there] = np.arange(len(there))
+        every[:, 0] = number[every[:, 0]]
+        cells.append(every)
+        at = mesh.index_at(coordinates, sliced) if slices > 1 else 0
+        of[:, dim] = number[np.array(numbers)[code.reshape(-1)] * slices + at]
+    found, part = np.unique(of, axis=0, return_inverse=True)
+    return Parts(found, cells), part.reshape(-1).astype(np.int32)
+
+
+def _slices(runs: Sequence[Segment], size: int, count: int) -> Array:
+    """Cells of a dim that is cut into slices as `torch.chunk` cuts it, as rows of `Parts`.
+
+    What lies beyond the true size, which is padding, is none of them.
+    """
+    spans = [(run.start, run.length) for run in runs]
+    starts, lengths = np.array(spans, np.int64).reshape(-1, 2).T
+    ends, total = lengths.cumsum(), int(lengths.sum())
+    chunk = max(-(-total // count), 1)
+    low = np.union1d(ends - lengths, np.arange(count) * chunk)
+    low = low[low < total]
+    run = np.searchsorted(ends, low, "right")
+    start = starts[run] + low - (ends - lengths)[run]
+    length = np.minimum(start + np.diff(low, append=total), size) - start
+    rows = np.stack([low // chunk, low % chunk, start, length], 1)
+    return rows[length > 0]
 
 
 def _all_coordinates(mesh: Mesh) -> dict[str, Any]:
@@ -156,14 +191,9 @@ def cells(runs: tuple[Segment, ...], size: int) -> Iterator[Cell]:
 
 def take(value: Tensor, holding: Holding, mesh: Mesh, rank: int) -> Tensor:
     """This rank's part of a whole tensor, a new tensor; padding is zero."""
-    part, layout = value, holding.layout
-    if layout.padded != layout.shape:
-        part = value.new_zeros(layout.padded)
-        part[tuple(map(slice, layout.shape))] = value
-    for dim, runs in enumerate(holding.segments(mesh, rank)):
-        pieces = [part.narrow(dim, run.start, run.length) for run in runs]
-        part = pieces[0] if len(pieces) == 1 else torch.cat(pieces or [part.narrow(dim, 0, 0)], dim)
-    return part.clone(memory_format=torch.contiguous_format)
+    part = value.detach().new_zeros(holding.local_shape(mesh, rank))
+    copied(value.detach(), whole(value.shape), part, holding.part(mesh, rank))
+    return part
 
 
 def put(part: Tensor, into: Tensor, holding: Holding, mesh: Mesh, rank: int) -> None:
@@ -195,6 +225,7 @@ def assembled(
     told = world.kinds({name: part.dtype for name, part in own.items()})
     dtypes = {name: dtype for found, _ in told for name, dtype in found.items()}
     source, target, made = {}, {}, {}
+    mine = {name: part.detach() for name, part in own.items()}
     for name in (name for name in holdings if name in dtypes):
         lies, dtype = holdings[name].spread(mesh), dtypes[name]
         there = [rank for found, some in told if name in found for rank in some]
@@ -204,7 +235,13 @@ def assembled(
         if ranks.rank in wanted:
             with torch._C.DisableTorchFunction():  # nothing here is part of any arithmetic
                 made[name] = torch.zeros(lies.shape, dtype=dtype)
-    mine = {name: part.detach() for name, part in own.items()}
     device = wire(ranks.device)
-    move(source, target, mine.__getitem__, made.__getitem__, AT_A_TIME, device, gaps=True)
+    if to is not None:
+        move(source, target, mine.__getitem__, made.__getitem__, AT_A_TIME, device, gaps=True)
+        return made
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        for name, part in mine.items():
+            put(part, made[name], holdings[name], mesh, ranks.rank)
+    sizes = tuple(mesh.sizes.values())
+    gather(source, sizes, made.__getitem__, AT_A_TIME, device)
     return made

@@ -261,7 +261,7 @@ def _within(route: Route, rank: int, source: Local, target: Local, done: Carried
         a, b = int(kind.source.of[rank]), int(kind.target.of[rank])
         if NOWHERE in (a, b):
             continue
-        for name in kind.names:
+        for name in (name for name in kind.names if source(name) is not target(name)):
             done.copied += copied(
                 source(name), kind.source.parts[a], target(name), kind.target.parts[b]
             )
