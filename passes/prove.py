@@ -263,7 +263,7 @@ def _baseline_rows(
     first = [replace(told[0], batches=told[0].batches[:1])]
     try:
         plain = prepared(replace(case, plan=plan))
-        without = pool.run(tried, plan.mesh.world, plain, first)[0]
+        without = pool.run(tried, plan.mesh.world, plain, first, True)[0]
     except Refusal as refusal:
         return [], [f"bits {words}: {refusal.diagnostics[0].title}"]
     return list(exact_rows(without, actual, words)), []

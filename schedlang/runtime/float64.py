@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir import pytree
-from schedlang.runtime.modes import Ambient
+from schedlang.runtime.modes import ATTRIBUTE, Ambient
 
 WIDE: dict[Any, torch.dtype] = {
     dtype: torch.complex128 if dtype.is_complex else torch.float64
@@ -40,8 +40,6 @@ _CASTS = {
 _LIKE = {Tensor.to, Tensor.type_as}  # take their dtype from another tensor
 
 
-# a third of all calls: reading or setting an attribute of a tensor makes no new float
-_ATTRIBUTE = type(Tensor.shape.__get__)  # type: ignore[attr-defined]
 _REQUIRE = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
@@ -70,7 +68,7 @@ class Float64(Ambient):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if type(func) is _ATTRIBUTE:
+        if type(func) is ATTRIBUTE:  # a third of all calls
             if args[-1] is True and func == _REQUIRE and args[0].requires_grad:
                 return None  # so it is; torch refuses to be told of what has been computed
             return func(*args, **kwargs)

@@ -100,7 +100,8 @@ def verify(
         unchecked(timeout, as_json, said.close),
     ):
         found = load_model_file(common.model, file)
-        pool.know(found.files)
+        with said.paused():
+            pool.know(found.files, here=True)
         one = posed(
             file,
             found,
