@@ -157,7 +157,7 @@ def observe(
 ) -> Observation:
     """Run each condition on a fresh subject; without `keep`, as on other ranks, keep nothing.
 
-    `brief`: what is computed, and the parameters and buffers that the last step leaves.
+    `brief`: what is computed, parameters and buffers; not what else optimizers and ranks hold.
     In a `folder` large tensors lie in files, and are read when they are asked for.
     The function modes of the comparison (float64, logical dropout) are for the caller to enter.
     """
@@ -211,12 +211,12 @@ class _Sight:
             self.seen.missing.add("input gradients")
         else:
             self.tensors("input gradients", step, given)
-        if step == 0 and not self.brief:
+        if step == 0:
             self.state(subject, step)
 
     def end(self, subject: Subject, step: int, batch: Batch) -> None:
         """Note what the last step leaves: state, also the optimizer's, the output, the draws."""
-        if step or self.brief:
+        if step:
             self.state(subject, step)
         if not self.brief:
             for name, slots in subject.optimizer_state().items():
