@@ -260,7 +260,7 @@ def _baseline_rows(
     if found is None or (not given_up(case.plan) and not case.parted):
         return [], []  # no such rows, or the original itself is compared bit by bit
     plan, words = found
-    first = [replace(told[0], batches=told[0].batches[:1])]
+    first = [replace(told[0], batches=told[0].batches[:1], final=False)]
     try:
         plain = prepared(replace(case, plan=plan))
         without = pool.run(tried, plan.mesh.world, plain, first, True)[0]

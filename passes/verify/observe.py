@@ -69,6 +69,7 @@ class Condition:
     scale     by what the loss is multiplied
     evaluate  train in eval mode: no dropout, statistics as they stand
     follow    float inputs ask for gradients; else they are as training gives them
+    final     what the last step leaves is noted, beside what it computes
     case      what is run, where it is not the case of the proof itself (some parameters frozen)
     """
 
@@ -79,6 +80,7 @@ class Condition:
     scale: float = 1.0
     evaluate: bool = False
     follow: bool = True
+    final: bool = True
     case: Any = None
 
 
@@ -172,7 +174,8 @@ def observe(
             for step, batch in enumerate(condition.batches):
                 sight.step(subject, step, batch)
                 progress({"condition": condition.name, "step": step})
-            sight.end(subject, len(condition.batches) - 1, condition.batches[0])
+            if condition.final:
+                sight.end(subject, len(condition.batches) - 1, condition.batches[0])
         order = order or tuple(getattr(subject, "order", ()))
         ties = ties or tuple(getattr(subject, "ties", ()))
         del subject, sight  # before another is made

@@ -72,6 +72,16 @@ class Float64(Ambient):
             if args[-1] is True and func == _REQUIRE and args[0].requires_grad:
                 return None  # so it is; torch refuses to be told of what has been computed
             return func(*args, **kwargs)
+        if func not in _RULED:
+            if not _AS_IT_IS.issuperset(map(type, args)):
+                args = _wide(args)
+            if kwargs and not _AS_IT_IS.issuperset(map(type, kwargs.values())):
+                kwargs = {k: _wide(v) for k, v in kwargs.items()}
+            return self.run(func, types, args, kwargs)
+        return self._by_rule(func, types, args, kwargs)
+
+    def _by_rule(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call one of the few functions that are told what they make in other ways."""
         if func in _CASTS:
             wanted = _CASTS[func]
             return args[0].to(
@@ -88,10 +98,7 @@ class Float64(Ambient):
                 raise _bits(f"it views {args[0].dtype} as {target}")
         if func is Tensor.type and len(args) + len(kwargs) == 1:
             return func(*args, **kwargs)
-        if not _AS_IT_IS.issuperset(map(type, args)):
-            args = _wide(args)
-        if kwargs:
-            kwargs = {k: _wide(v) for k, v in kwargs.items()}
+        args, kwargs = _wide(args), {k: _wide(v) for k, v in kwargs.items()}
         if func in _LIKE and len(args) > 1 and isinstance(args[1], Tensor):
             args = (args[0], args[1].new_empty(0, dtype=WIDE.get(args[1].dtype)), *args[2:])
         if func in _WITHOUT_FLOAT64:
@@ -99,7 +106,9 @@ class Float64(Ambient):
         return self.run(func, types, args, kwargs)
 
 
-_AS_IT_IS = frozenset((Tensor, nn.Parameter, int, float, bool, type(None)))
+_AS_IT_IS = frozenset(
+    (Tensor, nn.Parameter, int, float, bool, type(None), slice, torch.Size, torch.device)
+)
 
 
 def _wide(value: Any) -> Any:
@@ -224,6 +233,7 @@ _WITHOUT_FLOAT64: dict[Any, Callable[..., Tensor]] = {
     torch.ops.aten._grouped_mm: _grouped_mm,
     torch.ops.aten._grouped_mm.default: _grouped_mm,
 }
+_RULED = {*_CASTS, *_LIKE, *_WITHOUT_FLOAT64, Tensor.view, Tensor.type}
 
 
 def widened(value: Any) -> Any:

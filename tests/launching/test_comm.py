@@ -248,6 +248,35 @@ def test_whole_tensors_are_sent_once_to_each_rank(pool: Pool) -> None:
     assert sum(size for _, size, *_ in found) == 3 * whole
 
 
+def _kinds() -> tuple[list[Any], list[int]]:
+    """What ranks learn of each other four times, and the broadcasts of each."""
+    plain, found, counts = dist.broadcast, [], [0]
+
+    def broadcast(*args: Any, **kwargs: Any) -> Any:
+        counts[-1] += 1
+        return plain(*args, **kwargs)
+
+    dist.broadcast = broadcast
+    try:
+        for value in (comm.rank() % 2, comm.rank() % 2, comm.rank() // 2, 7):
+            found.append(comm.kinds({"of": value}))
+            found[-1][0][0]["mine"] = True  # what one is told is one's own
+            counts.append(0)
+    finally:
+        dist.broadcast = plain
+    return found, counts[:-1]
+
+
+def test_what_all_have_been_told_is_not_told_again(pool: Pool) -> None:
+    """Values that were there before are known by their digest, whoever has them now."""
+    for found, counts in pool.run(_kinds, 4):
+        told = [[(value["of"], ranks) for value, ranks in one] for one in found]
+        assert told[:2] == [[(0, (0, 2)), (1, (1, 3))]] * 2
+        assert told[2:] == [[(0, (0, 1)), (1, (2, 3))], [(7, (0, 1, 2, 3))]]
+        assert counts == [2, 0, 0, 0]
+        assert all(one.keys() == {"of"} for kinds in found for one, _ in kinds[1:])
+
+
 def _again() -> tuple[list[bool], int]:
     """Are whole tensors right after each of two steps; and how many the others have of rank 0's."""
     batch, model = models.tokens(), models.gpt2(2)

@@ -45,6 +45,8 @@ PROGRAMS = (
     "schedlang.runtime.sharding.leaf",
     "schedlang.runtime.pipeline.arguments",
     "schedlang.runtime.grad_reduction.batch_statistics",
+    "schedlang.runtime.initial.sources",
+    "numpy.ma",  # by numpy's `unique`, at its first call
     "torch._dynamo",
 )
 _PASSES = "schedlang.passes."  # a job that names one of these will build a program
