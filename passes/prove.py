@@ -260,10 +260,10 @@ def _baseline_rows(
     if found is None or (not given_up(case.plan) and not case.parted):
         return [], []  # no such rows, or the original itself is compared bit by bit
     plan, words = found
-    first = [replace(told[0], batches=told[0].batches[:1])]
+    first = [replace(told[0], batches=told[0].batches[:1], final=False)]
     try:
         plain = prepared(replace(case, plan=plan))
-        without = pool.run(tried, plan.mesh.world, plain, first)[0]
+        without = pool.run(tried, plan.mesh.world, plain, first, True)[0]
     except Refusal as refusal:
         return [], [f"bits {words}: {refusal.diagnostics[0].title}"]
     return list(exact_rows(without, actual, words)), []

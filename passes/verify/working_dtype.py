@@ -53,7 +53,7 @@ def rounded(working: Case, told: Sequence[Condition], made: list[Program]) -> Ob
     first = [replace(condition, batches=working.batches) for condition in told[:1]]
     chosen = Choices()
     with ambient(chosen), noting() as tipped:
-        seen = observed(working, first, made)
+        seen = observed(working, first, made, brief=True)  # no more is compared
     return replace(seen, choices=chosen.everyone(), tipped=tipped.everyone())
 
 

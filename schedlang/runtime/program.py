@@ -26,6 +26,7 @@ from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.batch import Batch, Part, check_mapping, followed, moved
 from schedlang.runtime.checkpointing import archive, export
 from schedlang.runtime.checkpointing.background import Background
+from schedlang.runtime.checkpointing.holding import first_rank
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.collectives import in_its_world
 from schedlang.runtime.context_parallel.install import At
@@ -549,5 +550,5 @@ class Program:
 
     def export(self, path: str | os.PathLike[str], model: nn.Module) -> None:
         """Write whole weights as safetensors, for `from_pretrained`; see `export.export`."""
-        state = whole.state_dict(self.assembly, lambda _: (0,))  # which is the one that writes
+        state = whole.state_dict(self.assembly, first_rank)  # which is the one that writes
         export.export(self.assembly.ranks.rank, path, model, state)

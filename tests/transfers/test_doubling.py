@@ -15,7 +15,8 @@ from schedlang.ir.placement import Layout, Uneven
 from schedlang.runtime.checkpointing.holding import Holding, put, take
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.device import HOST
-from schedlang.runtime.redistribution.doubling import gather, rounds
+from schedlang.runtime.redistribution.carry import follow
+from schedlang.runtime.redistribution.doubling import rounds, rounds_of
 from schedlang.runtime.redistribution.route import Lying, kinds_of, route
 from schedlang.runtime.redistribution.spread import everywhere
 from tests.engine import Threads
@@ -41,12 +42,13 @@ def gathered(side: Side, bucket: int) -> Any:
         for k, one in enumerate(side.holdings)
     }
     sizes = tuple(side.mesh.sizes.values())
-    done = gather(source, sizes, made.__getitem__, bucket, HOST)
+    whole = made.__getitem__
+    done = [follow(one, whole, whole, bucket, HOST) for one in rounds_of(source, sizes)]
     right = all(
         torch.equal(made[one.name], value(k, one.layout.shape))
         for k, one in enumerate(side.holdings)
     )
-    return right, sum(one.sent for _, one in done), sum(one.received for _, one in done)
+    return right, sum(one.sent for one in done), sum(one.received for one in done)
 
 
 @settings(max_examples=40, deadline=None)

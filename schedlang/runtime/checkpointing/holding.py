@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -15,9 +15,9 @@ from schedlang.ir.mesh import Mesh
 from schedlang.ir.placement import Layout, Segment
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.collectives import Ranks
-from schedlang.runtime.redistribution.carry import move, wire
-from schedlang.runtime.redistribution.doubling import gather
-from schedlang.runtime.redistribution.route import Lying
+from schedlang.runtime.redistribution.carry import follow, wire
+from schedlang.runtime.redistribution.doubling import rounds_of
+from schedlang.runtime.redistribution.route import Lying, Route, kinds_of, route
 from schedlang.runtime.redistribution.spread import (
     NOWHERE,
     Array,
@@ -189,6 +189,56 @@ def cells(runs: tuple[Segment, ...], size: int) -> Iterator[Cell]:
         at += run.length
 
 
+@dataclass(frozen=True)
+class Way:
+    """The way of parts to who wants them; of whole tensors their shapes, too, and who that is.
+
+    routes   one after the other: several where all ranks want whole tensors
+    """
+
+    routes: tuple[Route, ...]
+    shapes: Mapping[Any, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    wanted: Mapping[Any, Sequence[int]] = field(default_factory=dict)
+
+
+Told = Sequence[tuple[Mapping[Any, torch.dtype], tuple[int, ...]]]  # which ranks have which parts
+To = Callable[[Spread], Sequence[int]]
+Ways = dict[Any, Way]  # those of one program, whose holdings never change
+_SHORT = 1 << 12  # deliveries of a way that is kept: among many ranks they are many
+
+
+def _kept(ways: Ways | None, key: tuple[Any, ...], make: Callable[[], Way]) -> Way:
+    """Make a way, or find the one that was made for the same: a proof asks after each step."""
+    found = ways.get(key) if ways is not None else None
+    if found is None:
+        found = make()
+        if ways is not None and sum(len(one.kind) for one in found.routes) <= _SHORT:
+            ways[key] = found
+    return found
+
+
+def copies(
+    holdings: Mapping[Any, Holding],
+    sizes: Mapping[Any, int],
+    mesh: Mesh,
+    ways: Ways | None = None,
+) -> Way:
+    """The way of each part from the rank that speaks for it to all that hold the same.
+
+    sizes   the bytes of an element of each
+    """
+
+    def made() -> Way:
+        source, target = {}, {}
+        for name, one in holdings.items():
+            lies = one.spread(mesh)
+            speak = [rank for rank in range(mesh.world) if one.primary(mesh, rank)]
+            source[name], target[name] = (Lying(s, sizes[name]) for s in (lies.on(speak), lies))
+        return Way((route(kinds_of(source, target), world.size()),))
+
+    return _kept(ways, ("copies", tuple(sizes.items())), made)
+
+
 def take(value: Tensor, holding: Holding, mesh: Mesh, rank: int) -> Tensor:
     """This rank's part of a whole tensor, a new tensor; padding is zero."""
     part = value.detach().new_zeros(holding.local_shape(mesh, rank))
@@ -210,38 +260,54 @@ def cleaned(part: Tensor, holding: Holding, mesh: Mesh, rank: int) -> Tensor:
     return made
 
 
+def first_rank(_: Spread) -> Sequence[int]:
+    """Whole tensors for rank 0 alone, which is the one that writes, or compares."""
+    return (0,)
+
+
 def assembled(
     holdings: Mapping[K, Holding],
     own: Mapping[K, Tensor],
     ranks: Ranks,
-    to: Callable[[Spread], Sequence[int]] | None = None,
+    to: To | None = None,
+    ways: Ways | None = None,
 ) -> dict[K, Tensor]:
     """Whole tensors, on the CPU of all ranks or of some, from the parts that ranks have.
 
     own   this rank's parts; a tensor of which no rank has one is left out, gaps are zeros
     to    says of each tensor who is to have it; None: all
+    ways  those that this program has gone before
     """
-    every, mesh = range(ranks.mesh.world), ranks.mesh
     told = world.kinds({name: part.dtype for name, part in own.items()})
-    dtypes = {name: dtype for found, _ in told for name, dtype in found.items()}
-    source, target, made = {}, {}, {}
+    having = tuple((tuple(found.items()), some) for found, some in told)
+    key = "whole", to, tuple(holdings), having
+    way = _kept(ways, key, lambda: _way(holdings, told, ranks.mesh, to))
     mine = {name: part.detach() for name, part in own.items()}
+    with torch._C.DisableTorchFunction():  # nothing here is part of any arithmetic
+        made = {
+            name: torch.zeros(shape, dtype=dtype)
+            for name, (shape, dtype) in way.shapes.items()
+            if ranks.rank in way.wanted[name]
+        }
+        if to is None:  # each round gives what the rounds before have gathered
+            for name, part in mine.items():
+                put(part, made[name], holdings[name], ranks.mesh, ranks.rank)
+    here = mine if to is not None else made
+    for one in way.routes:
+        follow(one, here.__getitem__, made.__getitem__, AT_A_TIME, wire(ranks.device))
+    return made
+
+
+def _way(holdings: Mapping[Any, Holding], told: Told, mesh: Mesh, to: To | None) -> Way:
+    dtypes = {name: dtype for found, _ in told for name, dtype in found.items()}
+    source, target, shapes, wanted = {}, {}, {}, {}
     for name in (name for name in holdings if name in dtypes):
         lies, dtype = holdings[name].spread(mesh), dtypes[name]
         there = [rank for found, some in told if name in found for rank in some]
-        wanted = to(lies) if to is not None else every
+        wanted[name] = to(lies) if to is not None else range(mesh.world)
         source[name] = Lying(lies.on(there), dtype.itemsize)
-        target[name] = Lying(everywhere(lies.shape, wanted, mesh.world), dtype.itemsize)
-        if ranks.rank in wanted:
-            with torch._C.DisableTorchFunction():  # nothing here is part of any arithmetic
-                made[name] = torch.zeros(lies.shape, dtype=dtype)
-    device = wire(ranks.device)
-    if to is not None:
-        move(source, target, mine.__getitem__, made.__getitem__, AT_A_TIME, device, gaps=True)
-        return made
-    with torch._C.DisableTorchFunction(), torch.no_grad():
-        for name, part in mine.items():
-            put(part, made[name], holdings[name], mesh, ranks.rank)
-    sizes = tuple(mesh.sizes.values())
-    gather(source, sizes, made.__getitem__, AT_A_TIME, device)
-    return made
+        target[name] = Lying(everywhere(lies.shape, wanted[name], mesh.world), dtype.itemsize)
+        shapes[name] = lies.shape, dtype
+    if to is None:
+        return Way(rounds_of(source, tuple(mesh.sizes.values())), shapes, wanted)
+    return Way((route(kinds_of(source, target), world.size(), gaps=True),), shapes, wanted)

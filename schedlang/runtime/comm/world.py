@@ -29,6 +29,7 @@ from torch.distributed import ProcessGroup as ProcessGroup
 from schedlang.runtime import device as devices
 from schedlang.runtime.adapters.torch_distributed import count_groups, counted_from
 from schedlang.runtime.comm.packing import Pickler, put_back, taken_out
+from schedlang.runtime.comm.told import Told
 
 T = TypeVar("T")
 Groups = Sequence[tuple[int, ...]]  # disjoint ones: the global ranks of each
@@ -64,6 +65,7 @@ class World:
     part: tuple[int, ...] = ()  # of a job: its ranks that are this world; none: all
     parts: dict[tuple[int, ...], World] = field(default_factory=dict)  # those that were entered
     _made: dict[tuple[Groups, str], ProcessGroup | None] = field(default_factory=dict)
+    told: Told = field(default_factory=Told)
 
     @property
     def members(self) -> Sequence[int]:
@@ -455,13 +457,14 @@ def distinct(value: T) -> list[T]:
 def kinds(value: T) -> list[tuple[T, tuple[int, ...]]]:
     """The different values of all ranks of the job, and whose they are.
 
-    Ranks tell each other a digest; then the first of those that are alike tells the value.  So a
-    world of many ranks with few kinds of them sends as many values as there are kinds.
+    Ranks tell each other a digest; then the first of those that are alike tells the value, if new.
+    So a world of many ranks with few kinds of them sends as many values as there are kinds.
     """
     world = here()
     if world.size == 1:
         return [(value, (0,))]
     group = world.control
+    assert group is not None
     with torch._C.DisableTorchFunction():
         data = packed(value)
         mine = hashlib.blake2b(data, digest_size=_DIGEST).digest()
@@ -475,11 +478,9 @@ def kinds(value: T) -> list[tuple[T, tuple[int, ...]]]:
         found = []
         for row, ranks in first.items():
             size = int.from_bytes(row[_DIGEST:], "little")
-            same = row == rows[world.rank]
-            told = torch.frombuffer(bytearray(data if same else bytes(size)), dtype=torch.uint8)
-            if len(first) > 1:
-                dist.broadcast(told, number(ranks[0]), group)
-            found.append((pickle.loads(told.numpy().tobytes()), tuple(ranks)))
+            here_ = data if row == rows[world.rank] else bytes(size)
+            told = world.told.once(group, row, here_, number(ranks[0]) if len(first) > 1 else None)
+            found.append((pickle.loads(told), tuple(ranks)))
         return found
 
 

@@ -8,14 +8,13 @@ it once: in no more bytes than by one route, and in messages that grow as the wo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
-from schedlang.runtime.redistribution.carry import Carried, Local, move
-from schedlang.runtime.redistribution.route import Lying, Route
+from schedlang.runtime.redistribution.route import Lying, Route, kinds_of, route
 from schedlang.runtime.redistribution.spread import (
     NOWHERE,
     Array,
@@ -26,22 +25,17 @@ from schedlang.runtime.redistribution.spread import (
 )
 
 
-def gather(
-    source: Mapping[Any, Lying],
-    sizes: Sequence[int],
-    made: Local,
-    bucket: int,
-    device: torch.device,
-) -> list[tuple[Route, Carried]]:
-    """Give all ranks of the world all of some tensors; all ranks together.
+def rounds_of(source: Mapping[Any, Lying], sizes: Sequence[int]) -> tuple[Route, ...]:
+    """Return the rounds by which all ranks of the world get all of some tensors.
+
+    What ranks are given they put at its place in the whole, where their own parts are already: each
+    round sends from there.  What no rank holds does not come.
 
     sizes   of the axes of the ranks' mesh, the slowest first: blocks are runs of ranks along them
-    made    this rank's whole tensors by name, in which its own parts are already; the rest is
-            written, but for what no rank holds
     """
     known: dict[Any, list[Spread]] = {}
     steps = {name: rounds(lying.spread, sizes, known) for name, lying in source.items()}
-    done = []
+    done = list[Route]()
     for k in range(max(map(len, steps.values()), default=1) - 1):
         some = [name for name, each in steps.items() if each[k] is not each[k + 1]]
         before, after = (
@@ -49,8 +43,8 @@ def gather(
             for at in (k, k + 1)
         )
         if some:
-            done.append(move(before, after, made, made, bucket, device, gaps=True))
-    return done
+            done.append(route(kinds_of(before, after), math.prod(sizes), gaps=True))
+    return tuple(done)
 
 
 def rounds(spread: Spread, sizes: Sequence[int], known: dict[Any, list[Spread]]) -> list[Spread]:

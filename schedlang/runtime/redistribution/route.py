@@ -9,7 +9,7 @@ Tensors that lie alike on both sides are one kind, routed once, however many the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -62,6 +62,7 @@ class Route:
     receiver: Array
     low: Array
     high: Array
+    found: dict[int, Any] = field(default_factory=dict, init=False)  # what ranks carry
 
     @cached_property
     def bytes(self) -> Array:
