@@ -9,7 +9,6 @@ with; group arguments are process groups, of which None means a dry run.
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import pickle
 import weakref
@@ -28,7 +27,7 @@ from torch.distributed import ProcessGroup as ProcessGroup
 
 from schedlang.runtime import device as devices
 from schedlang.runtime.adapters.torch_distributed import count_groups, counted_from
-from schedlang.runtime.comm.packing import Pickler, put_back, taken_out
+from schedlang.runtime.comm.packing import packed, put_back, taken_out
 from schedlang.runtime.comm.told import Told
 
 T = TypeVar("T")
@@ -171,6 +170,16 @@ class World:
             return self.group
         how = self._split if self._splits else self._each
         return self._once(groups, purpose, lambda: how(groups))
+
+    def between(self, groups: Groups, purpose: str = "") -> ProcessGroup | None:
+        """This rank's of these groups, for messages of two ranks: no pair's wait for another's.
+
+        In a group that is bound to a device NCCL runs all there is, one after the other.
+        """
+        if self.bound is None or self.part or not self.queues(self.bound):
+            return self.made(groups, purpose)
+        with self._unbound():
+            return self._once(groups, f"between {purpose}", lambda: self._each(groups))
 
     def _once(
         self, groups: Groups, purpose: str, make: Callable[[], ProcessGroup | None]
@@ -552,13 +561,6 @@ def handed_by(source: int, value: T, device: torch.device) -> T:
         if size:
             dist.broadcast(flat, src=number(source), group=world.group)
         return value if rank() == source else put_back(data, flat)
-
-
-def packed(value: object) -> bytes:
-    """A value as bytes that any rank can read."""
-    data = io.BytesIO()
-    Pickler(data).dump(value)
-    return data.getvalue()
 
 
 def _serves_host(group: ProcessGroup | None) -> bool:
