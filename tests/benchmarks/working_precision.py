@@ -124,9 +124,13 @@ def judged(case: Case, pool: Any, every: bool = False) -> Judged:
         draws.append(draw)
         return _RUN(self, draw)
 
+    def again(other: Case) -> Observation:
+        found: Observation = pool.run(_rank, case.plan.mesh.world, other, told)[0]
+        return found
+
     start = time.process_time()
     with mock.patch.object(Rounded, "_run", counted):
-        rows = Rounded(wide, working, told, exact, ran).rows()
+        rows = Rounded(wide, working, told, exact, ran, again).rows()
     seconds = time.process_time() - start
     rows, unsure = undecided(rows)
     drawn: list[Row] = []
@@ -135,7 +139,7 @@ def judged(case: Case, pool: Any, every: bool = False) -> Judged:
             mock.patch.object(conditioning, "limits", _late),
             mock.patch.object(conditioning.Bounds, "_floored", lambda self, key, one: one),
         ):
-            drawn = Rounded(wide, working, told, exact, ran).rows()
+            drawn = Rounded(wide, working, told, exact, ran, again).rows()
         drawn, _ = undecided(drawn)
     return Judged(rows, drawn, unsure, max(draws), seconds)
 
