@@ -18,6 +18,7 @@ import importlib
 import io
 import os
 import pickle
+import pkgutil
 import runpy
 import select
 import signal
@@ -32,6 +33,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from schedlang import primitives
 from schedlang.runtime.launch import forkserver
 from schedlang.runtime.launch.pool import Pool
 
@@ -41,6 +43,11 @@ IMPORTED = (
     *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
     *(f"schedlang.verbs.{verb}" for verb in ("check", "plan", "run", "verify")),
     *("typer.main", "rich.console", "schedlang.equivalence", "schedlang.schedule"),
+    # what ranks that make a schedule or build a program by themselves would import one by one
+    *(f"schedlang.primitives.{info.name}" for info in pkgutil.iter_modules(primitives.__path__)),
+    *("schedlang.pipeline.schedules", "schedlang.runtime.initial.sources", "numpy.ma"),
+    *("schedlang.runtime.propagation.dry", "schedlang.runtime.propagation.feeds"),
+    *("schedlang.runtime.sequence_pipelining.trial", "schedlang.runtime.context_parallel.probe"),
 )
 # variables that no import reads, or that are set anew in the fork
 FREE = {
