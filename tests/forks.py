@@ -348,6 +348,8 @@ def _command(plain: Sequence[str], cwd: str, words: list[str]) -> int:
         if words[0] == "-m":
             if words[1] == "torch.distributed.run":
                 _fork_ranks()
+            elif words[1] == "schedlang.testing.gpu":
+                _fork_parts()
             sys.path.insert(0, cwd)
             sys.argv[:] = ["-m", *words[2:]]
             runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
@@ -406,3 +408,17 @@ def _fork_ranks() -> None:
             return FORKS.fork(("command", os.getcwd(), list(args[1:])), env, fds)
 
     subprocess_handler.SubprocessHandler._popen = forked  # type: ignore[method-assign]
+
+
+def _fork_parts() -> None:
+    """Let the command that examines a GPU, in this process, have its parts forked alike."""
+    from schedlang.testing.gpu import driver
+
+    def popen(args: list[str], **options: Any) -> Any:
+        if not FORKS.can(options["env"]):  # Triton's interpreter is chosen as it is imported
+            return subprocess.Popen(args, **options)
+        with open(os.devnull) as nothing:
+            fds = [nothing.fileno(), options["stdout"].fileno(), options["stderr"].fileno()]
+            return FORKS.fork(("command", os.getcwd(), args[1:]), options["env"], fds)
+
+    vars(driver)["subprocess"] = types.SimpleNamespace(**{**vars(subprocess), "Popen": popen})
