@@ -255,6 +255,14 @@ def _kill(alive: Mapping[int, int]) -> None:
 # ---- a rank --------------------------------------------------------------------------------------
 
 
+class Kept:
+    """How many modules this rank had imported when what lives with it was last kept from the
+    collector.
+    """
+
+    modules = 0
+
+
 class Outbox:
     """The receiver of `progress` of this process; None outside a rank."""
 
@@ -367,3 +375,6 @@ def _leave() -> None:
     with contextlib.suppress(RuntimeError):
         agreement.leave()
     gc.collect()
+    if len(sys.modules) != Kept.modules:  # what was imported stays: it is not walked again
+        Kept.modules = len(sys.modules)
+        gc.freeze()
