@@ -8,10 +8,8 @@ there are no streams: what asks for one is given None, and what is given None do
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -257,23 +255,17 @@ def default_generators(devices: Iterable[torch.device]) -> list[States]:
     return [torch.default_generator, *(default_generator(device) for device in apart)]
 
 
-# what most modules hold; told without a call of Python for each
-_NO_GENERATORS = frozenset(
-    (bool, int, float, str, type(None), tuple, list, set, dict, OrderedDict, MethodType, torch.Size)
-)
-
-
 def own_generators(inside: Modules) -> list[torch.Generator]:
     """The generators that some modules hold as plain attributes."""
-    found: dict[int, torch.Generator] = {}
-    for _, one in inside:
-        if _NO_GENERATORS.issuperset(map(type, one.__dict__.values())):
-            continue
-        for value in one.__dict__.values():
-            # not by `isinstance`, which asks a class written in Python
-            if torch.Generator in type(value).__mro__:
-                found[id(value)] = value
-    return list(found.values())
+    kinds: set[type] = set()
+    for _, one in inside:  # by classes first, without a call of Python for each value
+        kinds.update(map(type, one.__dict__.values()))
+    # not by `isinstance`, which asks a class written in Python
+    made = {kind for kind in kinds if torch.Generator in kind.__mro__}
+    if not made:
+        return []
+    held = [value for _, one in inside for value in one.__dict__.values() if type(value) in made]
+    return list({id(value): value for value in held}.values())
 
 
 class Replayed(AbstractContextManager[None]):

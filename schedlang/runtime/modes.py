@@ -139,29 +139,31 @@ class reentry:  # noqa: N801  (reads as a function: `context_fn=lambda: (nullcon
     def __init__(self) -> None:
         self._modes = _active.modes
         self._place = scope.capture()
-        self._entered: list[AbstractContextManager[None]] = []
+        self._entered: list[tuple[AbstractContextManager[None], tuple[ModeOrFactory, ...]]] = []
 
     def __enter__(self) -> None:
-        one = _within(self._modes, self._place())
-        one.__enter__()
-        self._entered.append(one)
+        place, before = self._place(), _active.modes
+        if self._modes:  # most recomputations enter nothing
+            place = _within(self._modes, place)
+        _active.modes = self._modes
+        try:
+            place.__enter__()
+        except BaseException:
+            _active.modes = before
+            raise
+        self._entered.append((place, before))
 
     def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
+        place, before = self._entered.pop()
+        try:
+            place.__exit__(*error)
+        finally:
+            _active.modes = before
 
 
 @contextmanager
 def _within(
     modes: tuple[ModeOrFactory, ...], place: AbstractContextManager[None]
 ) -> Iterator[None]:
-    before = _active.modes
-    with place:
-        _active.modes = modes
-        try:
-            if modes:
-                with _on(modes):
-                    yield
-            else:  # most recomputations: nothing is entered
-                yield
-        finally:
-            _active.modes = before
+    with place, _on(modes):
+        yield

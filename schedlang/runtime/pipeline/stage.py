@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -254,6 +254,9 @@ class Stage:
         self.returned = {end: self._back(tokens) for end, tokens in self.incoming.items()}
         self.awaited = {end: self._back(tokens) for end, tokens in self.outgoing.items()}
         self.wanted = frozenset(t for tokens in self.outgoing.values() for t in tokens)
+        # units that later stages need something of; and those, from what hooks inside are told
+        self.giving = frozenset(unit for unit, _ in self.wanted)
+        self.telling = frozenset(unit for unit, k in self.wanted if k < 0)
         if not self.whole:
             self.units = cut.units(index)
             self.switch = switch or Switch(model, cut.graph.units)
@@ -302,7 +305,9 @@ class Stage:
                 return self.stub(unit, args, kwargs, received, device, module)
             if unit >= self.units.stop:
                 raise StageEnd
-            with self._heard(unit, made, edges):
+            if unit not in self.giving:
+                return original(*args, **kwargs)
+            with self._heard(unit, made, edges) if unit in self.telling else nullcontext():
                 output = original(*args, **kwargs)
             self._capture(unit, output, made, edges)
             return output
@@ -344,10 +349,7 @@ class Stage:
     def _heard(
         self, unit: int, made: dict[Token, torch.Tensor], edges: dict[Token, GradientEdge]
     ) -> Iterator[None]:
-        """Listen to what hooks inside of a unit are told, where other stages need it."""
-        if not any(source == unit and k < 0 for source, k in self.wanted):
-            yield
-            return
+        """Listen to what hooks inside of a unit are told, as other stages need it."""
         sides = count(1)
 
         def heard(name: str, hook: int, call: Tell, given: Any, output: Any) -> Any:
