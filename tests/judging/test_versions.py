@@ -17,6 +17,7 @@ THREADS = (
     "items_of_a_rank",
     "means_of_micro_batches",
     "smoothed_labels",
+    "zero_accumulated",
 )
 
 
