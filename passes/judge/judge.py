@@ -39,6 +39,7 @@ from schedlang.passes.judge.masks import Dropping, Drops, Finding, Met, Noting, 
 from schedlang.passes.judge.program import Make, check_ranks, load_program
 from schedlang.passes.judge.rounded import judged_in
 from schedlang.passes.judge.subject import Judged, Kept
+from schedlang.passes.judge.weighed import divisions
 from schedlang.passes.verify.asked import STEPS
 from schedlang.passes.verify.compare import compare
 from schedlang.passes.verify.finite import check_original, check_trained
@@ -547,9 +548,9 @@ def _means(
 ) -> Callable[[str, str], Iterator[list[Tensor]]]:
     """Return a function that yields a gradient in each part of a batch by itself.
 
-    The batch is cut into every number of parts that divides the number of ranks, and is at most
-    that of its rows; in blocks, and with strides.
+    The batch is cut as `divisions` says; in blocks, and with strides.
     """
+    size = sum(p.nbytes for p in case.plan.model.model.parameters())
     known: dict[tuple[str, int, int], Mapping[str, Tensor | None]] = {}
 
     def of_part(condition: Condition, parts: int, place: int, strided: bool) -> Any:
@@ -568,9 +569,7 @@ def _means(
     def means(name: str, condition: str) -> Iterator[list[Tensor]]:
         one = next(c for c in told if c.name == condition)
         count = rows(one.batches[0])
-        for parts in range(2, min(task.world, count) + 1):
-            if task.world % parts:
-                continue
+        for parts in divisions(count, task.world, size):
             for strided in (False, True):
                 try:
                     found = [of_part(one, parts, k, strided).get(name) for k in range(parts)]

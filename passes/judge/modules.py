@@ -8,12 +8,14 @@ divide by), which is that of the gradient that the loss sends back.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import pipelining
 
 from schedlang.diagnostics.diagnostic import quoted
 from schedlang.passes.judge.masks import Whole, placed
@@ -47,8 +49,8 @@ def followed(modules: Mapping[str, nn.Module], step: Callable[[], Any], *modes: 
 
     def hook(name: str) -> Any:
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
-            if torch._C._current_graph_task_id() >= 0:
-                return  # computed again
+            if torch._C._current_graph_task_id() >= 0 or _rehearsed():
+                return  # computed again, or of numbers that mean nothing
             frame = name, turns[name]
             turns[name] += 1
             floats = [t for t in parts_of(output)[0] if t.is_floating_point() and t.dim()]
@@ -69,6 +71,18 @@ def followed(modules: Mapping[str, nn.Module], step: Callable[[], Any], *modes: 
         for handle in handles:
             handle.remove()
     return run
+
+
+def _rehearsed() -> bool:
+    """Whether torch's pipelining learns shapes: before its first step, of memory as it lies."""
+    frame, inside = inspect.currentframe(), False
+    while frame is not None:
+        if frame.f_code.co_filename == pipelining.stage.__file__:
+            if frame.f_code.co_name == "forward_maybe_with_nosync":
+                return False  # a microbatch
+            inside = True
+        frame = frame.f_back
+    return inside
 
 
 def _noting(run: Run, frame: Frame, k: int) -> Callable[[Tensor], None]:

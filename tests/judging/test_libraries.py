@@ -1,5 +1,9 @@
 """The programs of `examples/judge` equal their originals, where a library is installed."""
 
+import ast
+import io
+import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -29,6 +33,30 @@ OTHERWISE = [  # a setting of a program, and another that its page or its commen
     ("llama/deepspeed_zero", "STAGE = 3", "STAGE = 1"),
     ("llama/deepspeed_zero", "STAGE = 3", "STAGE = 2"),
 ]
+
+
+def lines(path: Path) -> int:
+    """What a user writes: lines with code, without the first sentence and comments."""
+    text = path.read_text()
+    first = ast.parse(text).body[0]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    rows = {
+        row
+        for token in tokens
+        if token.string.strip() and token.type != tokenize.COMMENT
+        for row in range(token.start[0], token.end[0] + 1)
+    }
+    return len(rows - set(range(first.lineno, (first.end_lineno or 0) + 1)))
+
+
+def test_the_page_counts_their_lines() -> None:
+    """The page of findings lists each program, with its ranks and the lines of it."""
+    page = (JUDGED.parents[1] / "docs" / "found.md").read_text()
+    for name in NEEDS:
+        path = (JUDGED / name).with_suffix(".py")
+        world = re.search(r"^world = (\d+)$", path.read_text(), re.M)
+        assert world, name
+        assert f"| `{name}` | {world[1]} | {lines(path)} |" in page, (name, lines(path))
 
 
 def test_each_example_is_listed() -> None:
