@@ -9,13 +9,13 @@ divide by), which is that of the gradient that the loss sends back.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import pipelining
 
 from schedlang.diagnostics.diagnostic import quoted
 from schedlang.passes.judge.masks import Whole, placed
@@ -75,9 +75,10 @@ def followed(modules: Mapping[str, nn.Module], step: Callable[[], Any], *modes: 
 
 def _rehearsed() -> bool:
     """Whether torch's pipelining learns shapes: before its first step, of memory as it lies."""
+    stages = sys.modules.get("torch.distributed.pipelining.stage")
     frame, inside = inspect.currentframe(), False
-    while frame is not None:
-        if frame.f_code.co_filename == pipelining.stage.__file__:
+    while stages is not None and frame is not None:
+        if frame.f_code.co_filename == stages.__file__:
             if frame.f_code.co_name == "forward_maybe_with_nosync":
                 return False  # a microbatch
             inside = True

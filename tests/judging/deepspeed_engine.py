@@ -17,6 +17,8 @@ class Engine:
 
         # an operator in C++ for inference, which would be built for a minute
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # or ZeRO 3 refuses float64 on CPUs that have float16
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: False
         self.whole = copy.deepcopy(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         self.engine, *_ = deepspeed.initialize(
