@@ -39,7 +39,6 @@ from schedlang.passes.judge.masks import Dropping, Drops, Finding, Met, Noting, 
 from schedlang.passes.judge.program import Make, check_ranks, load_program
 from schedlang.passes.judge.rounded import judged_in
 from schedlang.passes.judge.subject import Judged, Kept
-from schedlang.passes.judge.weighed import divisions
 from schedlang.passes.verify.asked import STEPS
 from schedlang.passes.verify.compare import compare
 from schedlang.passes.verify.finite import check_original, check_trained
@@ -486,7 +485,7 @@ def _rank_followed(
             judged = Judged(make, original, table, condition, kept)
         named = judged.named_modules()
         batch = condition.batches[0]
-        run = modules.followed(named, lambda: judged.derive(batch), Float64(), dropping)
+        run = modules.settled(named, lambda: judged.derive(batch), Float64(), dropping)
     names = {name: judged.original_module(name) for name in named}
     return run, {name: meant for name, meant in names.items() if meant is not None}
 
@@ -548,9 +547,9 @@ def _means(
 ) -> Callable[[str, str], Iterator[list[Tensor]]]:
     """Return a function that yields a gradient in each part of a batch by itself.
 
-    The batch is cut as `divisions` says; in blocks, and with strides.
+    The batch is cut into every number of parts that divides the number of ranks, and into two and
+    four, as ranks or steps that accumulate may cut it; in blocks, and with strides.
     """
-    size = sum(p.nbytes for p in case.plan.model.model.parameters())
     known: dict[tuple[str, int, int], Mapping[str, Tensor | None]] = {}
 
     def of_part(condition: Condition, parts: int, place: int, strided: bool) -> Any:
@@ -569,7 +568,8 @@ def _means(
     def means(name: str, condition: str) -> Iterator[list[Tensor]]:
         one = next(c for c in told if c.name == condition)
         count = rows(one.batches[0])
-        for parts in divisions(count, task.world, size):
+        divisors = {n for n in range(2, task.world + 1) if task.world % n == 0}
+        for parts in sorted(n for n in divisors | {2, 4} if n <= count):
             for strided in (False, True):
                 try:
                     found = [of_part(one, parts, k, strided).get(name) for k in range(parts)]

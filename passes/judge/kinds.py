@@ -11,7 +11,6 @@ from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import quoted
 from schedlang.passes.judge.subject import Copy, Kept
-from schedlang.passes.judge.weighed import of_means, of_weights
 from schedlang.passes.localize.diagnose import NONE, diagnose, explain, fits
 from schedlang.passes.verify.observe import Key, Observation
 from schedlang.report import Report, Row
@@ -122,28 +121,58 @@ def of_gradient(
     text = _of_copies(flat, copies)
     if text:
         return text
-    if text := _of_parts(of_means, want, got, means, row):
-        return text
+    for parts in means(row.name, row.condition):
+        if text := _of_means(want.double(), got.double(), [part.double() for part in parts]):
+            return text
     found = diagnose(got, want, sizes)
-    if found.startswith(NONE):
-        found = _of_parts(of_weights, want, got, means, row) or found
     if found.startswith((NONE, "only block", "only the last")) or not found:
         found = _of_ranks(flat, copies) or found
     return found
 
 
-def _of_parts(
-    rule: Callable[[Tensor, Tensor, Sequence[Tensor]], str],
-    want: Tensor,
-    got: Tensor,
-    means: Means,
-    row: Row,
-) -> str:
-    """Return what a rule says of the coarsest parts of the batch that it fits; "" for none."""
-    for parts in means(row.name, row.condition):
-        if text := rule(want.double(), got.double(), [part.double() for part in parts]):
-            return text
-    return ""
+def _of_means(want: Tensor, got: Tensor, parts: Sequence[Tensor]) -> str:
+    """Whether a gradient is the plain mean of those of parts, and the right one is not; and why."""
+    mean = torch.stack(list(parts)).mean(0)
+    if not _along(got, mean) or _along(want, mean):
+        return _weighed(want, got, parts)
+    said = f"it is the plain mean of what {len(parts)} parts of the batch give by themselves"
+    columns = torch.stack([part.reshape(-1) for part in parts], 1)
+    weights = torch.linalg.lstsq(columns, want.reshape(-1, 1)).solution
+    if fits((columns @ weights).reshape(want.shape), want):
+        each = ", ".join(f"{float(w / weights.sum()):.3g}" for w in weights)
+        return (
+            f"{said}, but they weigh {each}: divide the sum of all losses by the count of all "
+            "labels (or rows)"
+        )
+    return (
+        f"{said}; the original sees the whole batch at once (statistics of a batch norm, a loss "
+        "over all rows)"
+    )
+
+
+def _weighed(want: Tensor, got: Tensor, parts: Sequence[Tensor]) -> str:
+    """Whether both gradients are sums of those of parts, with other weights; and by how much."""
+    columns = torch.stack([part.reshape(-1) for part in parts], 1)
+    if len(columns) < 4 * len(parts):
+        return ""  # too few numbers to show it
+    both = torch.stack([got.reshape(-1), want.reshape(-1)], 1)
+    weights, _, rank, _ = torch.linalg.lstsq(columns, both, driver="gelsd")
+    sums = zip((columns @ weights).T, both.T)
+    if int(rank) < len(parts) or not all(fits(a, b) for a, b in sums):
+        return ""
+    times = (weights[:, 0] / weights[:, 1]).tolist()
+    if not all(map(math.isfinite, times)) or max(times) - min(times) < 1e-6 * max(map(abs, times)):
+        return ""
+    each = ", ".join(f"{one:.4g}" if abs(one) > 1e-6 else "0" for one in times)
+    return f"{len(parts)} parts of the batch count {each} times what they should"
+
+
+def _along(x: Tensor, r: Tensor) -> bool:
+    """Whether two tensors are one but for a positive factor (what clipping has left of it)."""
+    if x.shape != r.shape or not x.any() or not r.any():
+        return False
+    factor = float((x * r).sum() / (r * r).sum())
+    return factor > 0 and fits(x, factor * r)
 
 
 def _of_copies(want: Tensor, copies: Sequence[Copy]) -> str:

@@ -1,4 +1,8 @@
-"""Build what runs a step on this rank: stages, process groups, gradient sums and sharded state."""
+"""Build what runs a step on this rank: stages, process groups, gradient sums and sharded state.
+
+* Sums after the last backward and slices over data-parallel ranks, put into a rank's module.
+* What runs the timeline on this rank: its stages, its sums, and the groups that they use.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +33,13 @@ if TYPE_CHECKING:
 
     from schedlang.runtime.assembly import Weight
     from schedlang.runtime.checkpointing.holding import Holding
-    from schedlang.runtime.comm.ranks import Ranks
+    from schedlang.runtime.comm.collectives import Ranks
     from schedlang.runtime.grad_reduction.compressed import Compressor
     from schedlang.runtime.grad_reduction.gradient import Sum
     from schedlang.runtime.grad_reduction.zero import Sliced
     from schedlang.runtime.pipeline.executor import Pipeline
     from schedlang.runtime.pipeline.overlapped_sums import EarlySums
     from schedlang.runtime.pipeline.stage import Stub
-
-# ---- Sums after the last backward and slices over data-parallel ranks, put into a rank's module.
 
 
 def slice_state(
@@ -131,9 +133,6 @@ def compressor_of(
     return Compressor(codec, ranks.group(one.axes), names, clean)
 
 
-# ---- What runs the timeline on this rank: its stages, its sums, and the groups that they use.
-
-
 Loss = Callable[..., Any]
 
 
@@ -167,7 +166,8 @@ def pipeline_of(
         alone = (ranks.rank,)
         return Pipeline({0: stage}, staged.timeline, alone, device=device, slices=slices)
     group = ranks.group(staged.axis)
-    down = ranks.again(staged.axis, "down") if ranks.one_way else None
+    up = ranks.between(staged.axis)
+    down = ranks.between(staged.axis, "down") if ranks.one_way else None
     place = plan.mesh.index(ranks.rank, staged.axis)
     switch = Switch(module, staged.cut.graph.units)
     stub = _stub(plan, prepared, ranks)
@@ -189,7 +189,7 @@ def pipeline_of(
         staged.timeline,
         group.ranks,
         place,
-        group=group.pg,
+        group=up,
         down=down,
         device=device,
         lookahead=plan.ahead,
@@ -259,7 +259,7 @@ def _parks(staged: Staged, ranks: Ranks) -> tuple[Any, ...]:
 
     if staged.axis is None or not (staged.timeline.kind == Kind.EVICT).any():
         return ()
-    ways = [ranks.again(staged.axis, f"parked {way}") for way in range(4)]
+    ways = [ranks.between(staged.axis, f"parked {way}") for way in range(4)]
     return (*ways, ranks.on_host(staged.axis, "parked sizes"))
 
 

@@ -18,7 +18,9 @@ NEEDS = {
     "decoder/torch_tp_fsdp2": (),
     "llama/accelerate_ddp": ("transformers", "accelerate"),
     "llama/accelerate_fsdp2": ("transformers", "accelerate"),
+    "llama/accelerate_saved": ("transformers", "accelerate"),
     "llama/deepspeed_zero": ("transformers", "deepspeed"),
+    "llama/transformers_saved": ("transformers",),
     "llama3/torchtitan_tp_fsdp": ("torchtitan",),
     "llama_lora/peft_ddp": ("transformers", "peft"),
     "llama_lora/peft_fsdp2": ("transformers", "peft"),
@@ -89,5 +91,9 @@ def equals(name: str, program: Path) -> None:
     report = schedlang.verify_program(program, model=JUDGED / folder / "original.py")
     assert report.ok, str(report)
     assert not any("its part of the whole" in gap.condition for gap in report.gaps), report.gaps
+    if name.endswith("_saved"):
+        loaded = {row.name for row in report.rows if row.kind == "loaded state"}
+        assert {"exp_avg of model.norm.weight", "model.norm.weight"} <= loaded, loaded
+        assert any(row.kind == "step after loading" for row in report.rows)
     dropped = {row.name for row in report.rows if row.kind == "dropout"}
     assert len(dropped) == DROPOUTS[folder], dropped
