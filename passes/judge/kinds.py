@@ -163,7 +163,7 @@ def _weighed(want: Tensor, got: Tensor, parts: Sequence[Tensor]) -> str:
     times = (weights[:, 0] / weights[:, 1]).tolist()
     if not all(map(math.isfinite, times)) or max(times) - min(times) < 1e-6 * max(map(abs, times)):
         return ""
-    each = ", ".join(f"{one:.4g}" for one in times)
+    each = ", ".join(f"{one:.4g}" if abs(one) > 1e-6 else "0" for one in times)
     return f"{len(parts)} parts of the batch count {each} times what they should"
 
 

@@ -12,6 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -187,12 +188,48 @@ def accelerate_sharded(model: Any) -> schedlang.TrainingProgram:
     return accelerated(model, 2)
 
 
+def flat(model: Any) -> schedlang.TrainingProgram:
+    """Accelerate with FSDP1, whose parameters are flat."""
+    return accelerated(model, 1)
+
+
+def zero(model: Any, stage: int) -> schedlang.TrainingProgram:
+    """ZeRO of DeepSpeed: parameters are set, and gradients read, by its own calls."""
+    from tests.judging.deepspeed_engine import Engine
+
+    made = Engine(model, stage)
+    replicas, replica = _place()
+
+    def step(batch: Any) -> torch.Tensor:
+        made.write()
+        tokens = (batch["labels"][:, 1:] != -100).sum()
+        mine = {name: rows.chunk(replicas)[replica] for name, rows in batch.items()}
+        loss = made.engine(**mine, num_items_in_batch=tokens).loss * replicas
+        made.engine.backward(loss)
+        made.read()
+        made.engine.step()  # at rate 0: forgets the gradients
+        return loss
+
+    return schedlang.TrainingProgram(made.whole, step)
+
+
+def zero2(model: Any) -> schedlang.TrainingProgram:
+    """ZeRO 2."""
+    return zero(model, 2)
+
+
+def zero3(model: Any) -> schedlang.TrainingProgram:
+    """ZeRO 3."""
+    return zero(model, 3)
+
+
 @dataclass(frozen=True)
 class Way:
     """A program, over so many ranks."""
 
     program: Callable[[Any], schedlang.TrainingProgram]
     ranks: int = 2
+    pooled: bool = True  # a library that keeps its groups for good has new processes each time
 
 
 WAYS = {
@@ -203,7 +240,10 @@ WAYS = {
     "fsdp+ep": Way(experts_apart, 4),
     "fsdp+tp+ep": Way(three_ways, 4),
     "accelerate ddp": Way(replicated),
+    "accelerate fsdp1": Way(flat),
     "accelerate fsdp2": Way(accelerate_sharded),
+    "deepspeed zero2": Way(zero2, pooled=False),
+    "deepspeed zero3": Way(zero3, pooled=False),
 }
 
 
@@ -224,15 +264,16 @@ def judged(family: str, way: Way, seed: int, pool: Pool) -> dict[str, Any]:
     except Exception as error:
         return {"ok": None, "said": f"not built: {type(error).__name__}: {error}"}
     try:
-        report = schedlang.verify_program(
-            way.program,
-            model=model,
-            batch=batch,
-            ranks=way.ranks,
-            seed=seed,
-            timeout=LONGEST,
-            pool=pool,
-        )
+        with nullcontext(pool) if way.pooled else Pool() as ranks:
+            report = schedlang.verify_program(
+                way.program,
+                model=model,
+                batch=batch,
+                ranks=way.ranks,
+                seed=seed,
+                timeout=LONGEST,
+                pool=ranks,
+            )
     except (Refusal, RankDied, Hang) as error:
         return {"ok": None, "said": str(error)}
     gaps = [str(gap.condition) for gap in report.gaps]

@@ -1,5 +1,9 @@
 """The programs of `examples/judge` equal their originals, where a library is installed."""
 
+import ast
+import io
+import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -8,17 +12,53 @@ import schedlang
 
 JUDGED = Path(__file__).parents[2] / "examples" / "judge"
 NEEDS = {
+    "decoder/megatron_tp": ("megatron.core",),
     "decoder/torch_by_hand": (),
+    "decoder/torch_fsdp1": (),
+    "decoder/torch_tp_fsdp2": (),
     "llama/accelerate_ddp": ("transformers", "accelerate"),
     "llama/accelerate_fsdp2": ("transformers", "accelerate"),
     "llama/accelerate_saved": ("transformers", "accelerate"),
     "llama/deepspeed_zero": ("transformers", "deepspeed"),
     "llama/transformers_saved": ("transformers",),
     "llama3/torchtitan_tp_fsdp": ("torchtitan",),
+    "llama_lora/peft_ddp": ("transformers", "peft"),
+    "llama_lora/peft_fsdp2": ("transformers", "peft"),
+    "llama_lora/peft_tp": ("transformers", "accelerate", "peft"),
     "qwen3/transformers_fsdp": ("transformers", "accelerate"),
     "qwen3/transformers_tp": ("transformers", "accelerate"),
     "qwen3_moe/transformers_ep": ("transformers", "accelerate"),
 }
+DROPOUTS = {"llama": 2, "llama_lora": 10, "qwen3": 2, "decoder": 0, "llama3": 0, "qwen3_moe": 0}
+OTHERWISE = [  # a setting of a program, and another that its page or its comment names
+    ("decoder/torch_fsdp1", "NAMES = True", "NAMES = False"),
+    ("llama/deepspeed_zero", "STAGE = 3", "STAGE = 1"),
+    ("llama/deepspeed_zero", "STAGE = 3", "STAGE = 2"),
+]
+
+
+def lines(path: Path) -> int:
+    """What a user writes: lines with code, without the first sentence and comments."""
+    text = path.read_text()
+    first = ast.parse(text).body[0]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    rows = {
+        row
+        for token in tokens
+        if token.string.strip() and token.type != tokenize.COMMENT
+        for row in range(token.start[0], token.end[0] + 1)
+    }
+    return len(rows - set(range(first.lineno, (first.end_lineno or 0) + 1)))
+
+
+def test_the_page_counts_their_lines() -> None:
+    """The page of findings lists each program, with its ranks and the lines of it."""
+    page = (JUDGED.parents[1] / "docs" / "found.md").read_text()
+    for name in NEEDS:
+        path = (JUDGED / name).with_suffix(".py")
+        world = re.search(r"^world = (\d+)$", path.read_text(), re.M)
+        assert world, name
+        assert f"| `{name}` | {world[1]} | {lines(path)} |" in page, (name, lines(path))
 
 
 def test_each_example_is_listed() -> None:
@@ -30,15 +70,30 @@ def test_each_example_is_listed() -> None:
 @pytest.mark.parametrize("name", NEEDS)
 def test_the_program_equals_its_original(name) -> None:
     """What a library makes of a model computes its gradients and trains as it does, and drops."""
+    equals(name, (JUDGED / name).with_suffix(".py"))
+
+
+@pytest.mark.parametrize("name, given, other", OTHERWISE)
+def test_another_setting_equals_it_too(name, given, other, tmp_path) -> None:
+    """The same program with another of its settings."""
+    text = (JUDGED / name).with_suffix(".py").read_text()
+    assert text.count(given) == 1
+    changed = tmp_path / "program.py"
+    changed.write_text(text.replace(given, other))
+    equals(name, changed)
+
+
+def equals(name: str, program: Path) -> None:
+    """Judge it, where what it needs is installed."""
     for package in NEEDS[name]:
         pytest.importorskip(package)
-    program = (JUDGED / name).with_suffix(".py")
-    report = schedlang.verify_program(program, model=program.parent / "original.py")
+    folder = name.partition("/")[0]
+    report = schedlang.verify_program(program, model=JUDGED / folder / "original.py")
     assert report.ok, str(report)
     assert not any("its part of the whole" in gap.condition for gap in report.gaps), report.gaps
     if name.endswith("_saved"):
         loaded = {row.name for row in report.rows if row.kind == "loaded state"}
         assert {"exp_avg of model.norm.weight", "model.norm.weight"} <= loaded, loaded
         assert any(row.kind == "step after loading" for row in report.rows)
-    drops = {row.name for row in report.rows if row.kind == "dropout"}
-    assert len(drops) == (0 if name.startswith(("decoder", "llama3", "qwen3_moe")) else 2), drops
+    dropped = {row.name for row in report.rows if row.kind == "dropout"}
+    assert len(dropped) == DROPOUTS[folder], dropped
