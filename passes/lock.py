@@ -1,4 +1,10 @@
-"""Locks: what a schedule makes of a model, as the text of a file, and how two of them differ."""
+"""Locks: what a schedule makes of a model, as the text of a file, and how two of them differ.
+
+* Names with ranges: `h.0..3.mlp`, and back.
+* What a lock file holds: the structure of a model, and what its schedule makes of it, as names.
+* A lock as the text of its file, and back: TOML, one fact a line, sorted, equal on any machine.
+* How two locks differ, name by name, in lines that a reviewer can read.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +26,6 @@ if TYPE_CHECKING:
 
     from schedlang.ir.plan import Plan
     from schedlang.passes.simulate.account import Account
-
-# ---- Names with ranges: `h.0..3.mlp`, and back.
 
 
 _MOST, _DIGITS = 1_000_000, 19  # names that one stands for; digits of a number that counts
@@ -100,10 +104,6 @@ def _written(shape: str, box: tuple[Range, ...]) -> str:
         low, high = next(ranges)
         parts.append(str(low) if low == high else f"{low}..{high}")
     return ".".join(parts)
-
-
-# ---- What a lock file holds: the structure of a model, and what its schedule makes of it, as
-# names.
 
 
 Section = Mapping[str, tuple[str, ...]]
@@ -277,10 +277,6 @@ def _ranks(account: Account) -> Iterator[tuple[str, tuple[str, ...]]]:
         )
 
 
-# ---- A lock as the text of its file, and back: TOML, one fact a line, sorted, equal on any
-# machine.
-
-
 VERSION = 1
 HEAD = """\
 # What the model and its schedule were when somebody last looked: `schedlang plan FILE --lock`
@@ -370,9 +366,6 @@ def _refuse(name: str, why: str) -> NoReturn:
     title = f"`{name}` is not a readable lock"
     helps = ("write it again: `schedlang plan FILE --lock`",)
     raise Refusal(Diagnostic("S721", title, notes=(why,), helps=helps))
-
-
-# ---- How two locks differ, name by name, in lines that a reviewer can read.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""checkpoint: trade memory for a second forward."""
+"""checkpoint: trade memory for a second forward.
+
+* Plans: what each chooses for chains of modules, and how that is done.
+"""
 
 from __future__ import annotations
 
@@ -194,9 +197,6 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
     def _tree(self, run: tuple[str, ...]) -> Tree:
         size = root(len(run)) if self.group == "sqrt" else self.group
         return groups(len(run), size, self.every)
-
-
-# ---- Plans: what each chooses for chains of modules, and how that is done.
 
 
 @dataclass(frozen=True)

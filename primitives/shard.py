@@ -186,30 +186,23 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
         return given
 
     def _splits(self, site: Site) -> Iterator[tuple[str, ParameterFact, int]]:
+        """Yield each parameter that is split, its name, and the number of the dim."""
         for name, placement in self._named(site).items():
-            fact = site.parameters.get(name)
+            fact, names = site.parameters.get(name), site.dims.get(name, ())
             if fact is None:
                 known = ", ".join(f"`{n}`" for n in site.parameters) or "none"
                 refuse("S305", f"`{site}` has no parameter `{name}`", helps=(f"it has {known}",))
-            if isinstance(placement, S):
-                yield name, fact, self._number(site, name, fact, placement)
-
-    def _number(self, site: Site, name: str, fact: ParameterFact, placement: S) -> int:
-        names = site.dims.get(name, ())
-        if isinstance(placement.dim, str):
-            if placement.dim in names:
-                return names.index(placement.dim)
-            known = ", ".join(f"`{n}`" for n in names) or "only numbered dims"
-            refuse(
-                "S307", f"`{site}.{name}` has no dim `{placement.dim}`", helps=(f"it has {known}",)
-            )
-        if not -len(fact.shape) <= placement.dim < len(fact.shape):
-            refuse(
-                "S307",
-                f"`{site}.{name}` has no dim {placement.dim}",
-                helps=(f"its shape is {list(fact.shape)}",),
-            )
-        return placement.dim % len(fact.shape)
+            if not isinstance(placement, S):
+                continue
+            dim, legal = placement.dim, f"its shape is {list(fact.shape)}"
+            if isinstance(dim, str):
+                known = ", ".join(f"`{n}`" for n in names) or "only numbered dims"
+                said, legal, there = f"`{dim}`", f"it has {known}", dim in names
+            else:
+                said, there = str(dim), -len(fact.shape) <= dim < len(fact.shape)
+            if not there:
+                refuse("S307", f"`{site}.{name}` has no dim {said}", helps=(legal,))
+            yield name, fact, names.index(dim) if isinstance(dim, str) else dim % len(fact.shape)
 
     def _cut(self, size: int) -> Cut:
         blocks = self.blocks

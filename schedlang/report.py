@@ -1,4 +1,11 @@
-"""Report: what `verify` found, as a value, as JSON, as text for a terminal and as a picture."""
+"""Report: what `verify` found, as a value, as JSON, as text for a terminal and as a picture.
+
+* A report of equivalence as text for a terminal; names are never cut, however narrow it is.
+* Report: what `verify` found, as a value, as JSON and as a table for the terminal.
+* A report of equivalence as a picture: how far each comparison is from its gate, and the verdict.
+  A fragment for notebooks and a page of its own; both need nothing else, in the light and the
+  dark.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +21,6 @@ from schedlang.diagnostics.tables import GAP, wrapped
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.text import Text
-
-# ---- A report of equivalence as text for a terminal; names are never cut, however narrow it is.
 
 
 WIDTH = 100
@@ -129,9 +134,6 @@ def _unexercised(report: Report, width: int, hint: str) -> Iterator[str]:
         if len(line) <= width or count == 1:
             yield line
             return
-
-
-# ---- Report: what `verify` found, as a value, as JSON and as a table for the terminal.
 
 
 @dataclass(frozen=True)
@@ -331,12 +333,6 @@ def _summed(kind: str, rows: list[Row]) -> Summary:
 
 def _single(row: Row) -> str:
     return "×".join(map(str, row.shape)) if row.shape else row.name
-
-
-# ---- A report of equivalence as a picture: how far each comparison is from its gate, and the
-# verdict.
-# A fragment for notebooks and a page of its own; both need nothing else, in the light and the
-# dark.
 
 
 LOW, HIGH, WIDE = -18.0, 1.0, 228.0  # decades that a scale shows, and its points

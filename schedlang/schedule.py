@@ -273,7 +273,7 @@ class Schedule(Scope):
         from schedlang.passes.simulate.gains import gained
         from schedlang.passes.simulate.played_step import repeated
         from schedlang.passes.verify.probe import cheaply
-        from schedlang.runtime.comm.ranks import on_ranks
+        from schedlang.runtime.comm.collectives import on_ranks
         from schedlang.runtime.left import telling
         from schedlang.runtime.waiting import Waiting
 

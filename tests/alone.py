@@ -10,11 +10,11 @@ from torch import nn
 from schedlang.passes.partition import stages as cuts
 from schedlang.pipeline.schedules import order
 from schedlang.pipeline.timeline.table import Op, Timeline, timeline
+from schedlang.runtime.batch import loss_of
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.pipeline.executor import Pipeline
 from schedlang.runtime.pipeline.stage import Stage, Stub
 from schedlang.runtime.tracing.graph import Cut, cut
-from schedlang.runtime.tracing.loss import loss_of
 from schedlang.runtime.tracing.meta import meta_model
 from schedlang.runtime.tracing.record import record
 from schedlang.runtime.tracing.units import Switch, in_trunk, units_of

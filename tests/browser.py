@@ -7,7 +7,6 @@ a zero byte.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -115,13 +114,6 @@ class Browser:
         asked = (one for one in self.events if one.get("method") == "Network.requestWillBeSent")
         urls = [one["params"]["request"]["url"] for one in asked]
         return [url for url in urls[1:] if not url.startswith(("data:", "blob:"))]
-
-    def photograph(self, file: Path) -> None:
-        """The whole page as PNG."""
-        size = self.ask("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {**{key: size[key] for key in ("x", "y", "width", "height")}, "scale": 1}
-        found = self.ask("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
-        file.write_bytes(base64.b64decode(found["data"]))
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def _failure(
     plan: Plan, casts: Sequence[Cast], sample: Mapping[str, Any], loss: Loss | None
 ) -> Failure | None:
     """Try a forward of the whole model, and its loss, under some casts."""
-    from schedlang.runtime.tracing.loss import forward
+    from schedlang.runtime.batch import forward
     from schedlang.runtime.tracing.meta import meta_model, without_values
 
     under, model = replace(plan, casts=tuple(casts)), meta_model(plan.model.model, {})

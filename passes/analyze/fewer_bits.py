@@ -1,4 +1,14 @@
-"""Saved activations in fewer bits: bits of each, their parts on ranks, what conflicts."""
+"""Saved activations in fewer bits: bits of each, their parts on ranks, what conflicts.
+
+* Bits for saved tensors under a budget, so that the variance of the gradient is least. Before
+  anything trains, the untouched model runs in this process with the first microbatch: each tensor
+  that is to be coded is rounded by itself, and the gradient's change is its sensitivity. The
+  result is a table of the plan, the same for all ranks, for all steps, and for the original that
+  they are compared with. Only whole powers of sqrt(2) of a sensitivity count, so that digits do
+  not.
+* What coded modules save where ranks split it: a rank's tensors beside the whole ones.
+* What cannot stand beside activations in fewer bits: what else decides of what is saved.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +50,6 @@ if TYPE_CHECKING:
     from schedlang.runtime.activation_memory.costs import Place, Seen
     from schedlang.runtime.propagation.trace import Saved
     from schedlang.runtime.sequence_pipelining.slices import Slicing
-
-# ---- Bits for saved tensors under a budget, so that the variance of the gradient is least.
-# Before anything trains, the untouched model runs in this process with the first microbatch: each
-# tensor that is to be coded is rounded by itself, and the gradient's change is its sensitivity.
-# The result is a table of the plan, the same for all ranks, for all steps, and for the original
-# that they are compared with. Only whole powers of sqrt(2) of a sensitivity count, so that digits
-# do not.
 
 
 CHOICES = (2, 4, 8)
@@ -211,9 +214,6 @@ def told(plan: Plan, bits: Bits) -> Iterator[str]:
         yield f"`compress` in {mean:.3g} bits for an element in the mean{why}"
 
 
-# ---- What coded modules save where ranks split it: a rank's tensors beside the whole ones.
-
-
 def kept_by_ranks(counting: Counting, chains: Chains) -> Parts | None:
     """Return how ranks split what coded modules save, with what runs again and from what inputs.
 
@@ -322,9 +322,6 @@ def _saved(
 
     with running(counting, watch):
         return found
-
-
-# ---- What cannot stand beside activations in fewer bits: what else decides of what is saved.
 
 
 WHY = {

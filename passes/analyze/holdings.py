@@ -1,4 +1,10 @@
-"""Holdings: places of parts of parameters, how often they are gathered, sums of gradients."""
+"""Holdings: places of parts of parameters, how often they are gathered, sums of gradients.
+
+* Where the parts of every parameter lie: on which stages, in which slices.
+* How often sliced parameters are gathered: rows of the timeline may hold a stage for a run.
+* Which gradients are parts of a sum after the last backward, and what ZeRO slices unit by unit.
+* The sums of gradients that a step does, at each place of the pipeline.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +21,6 @@ if TYPE_CHECKING:
     from schedlang.passes.propagate.propagate import Traced
     from schedlang.passes.static_checks.roles import Role
     from schedlang.runtime.checkpointing.holding import Holding
-
-# ---- Where the parts of every parameter lie: on which stages, in which slices.
 
 
 def slicing(plan: Plan) -> tuple[Replicas | None, tuple[str, ...]]:
@@ -97,9 +101,6 @@ def _across(plan: Plan, staged: Staged) -> Iterator[str]:
             yield name
 
 
-# ---- How often sliced parameters are gathered: rows of the timeline may hold a stage for a run.
-
-
 Places = frozenset[int] | None
 
 
@@ -138,10 +139,6 @@ def gathers(
         alike.setdefault(gathers_of(plan, staged, stage, place) or often, set()).add(place)
     for times, here in alike.items():
         yield frozenset(here), *times
-
-
-# ---- Which gradients are parts of a sum after the last backward, and what ZeRO slices unit by
-# unit.
 
 
 @dataclass(frozen=True)
@@ -282,9 +279,6 @@ def _with_parts(
 def sliced_over(holdings: Mapping[str, Holding], names: tuple[str, ...]) -> tuple[str, ...]:
     """The axes over which parameters that are gathered together lie in slices."""
     return holdings[names[0]].sliced if names else ()
-
-
-# ---- The sums of gradients that a step does, at each place of the pipeline.
 
 
 @dataclass(frozen=True)

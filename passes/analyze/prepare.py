@@ -83,10 +83,11 @@ def prepare(
     traced = propagate(plan, sample, loss)
     if traced.apart and plan.mesh.world > 1:
         raise _apart(traced)
-    if traced.lossless is None:
+    if traced.lossless is not None:
+        if trains:  # without a loss any key may be what one would read
+            raise Refusal(traced.lossless)
+    elif traced.unread:
         check_keys(plan, sample, traced, loss, weight)
-    elif trains:  # without a loss any key may be what one would read
-        raise Refusal(traced.lossless)
     check_settled(plan, traced)
     if plan.casts:
         check_casts(plan, sample, loss)

@@ -1,4 +1,8 @@
-"""Residence of parameters, gradients and states: device, host, disk, or the next pipeline rank."""
+"""Residence of parameters, gradients and states: device, host, disk, or the next pipeline rank.
+
+* What lies on the next rank of a pipeline: what is refused, and in which rounds state goes.
+* Which tier each parameter lies on, and its gradients and state; and putting them there.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +28,6 @@ if TYPE_CHECKING:
     from schedlang.runtime.offload.parameters import StreamedParameter, Window
     from schedlang.runtime.offload.step import Home, Offloaded, Peer, Tiers
     from schedlang.runtime.storage.tiers import Scratch
-
-# ---- What lies on the next rank of a pipeline: what is refused, and in which rounds state goes.
 
 
 NEAR = "keep it in host memory: `offload(optimizer, to=cpu)`"
@@ -150,9 +152,6 @@ def _rounds(sizes: Sequence[int]) -> list[list[int]]:
     from schedlang.runtime.grad_reduction.gradient import buckets
 
     return buckets([(size, None) for size in sizes])
-
-
-# ---- Which tier each parameter lies on, and its gradients and state; and putting them there.
 
 
 UNCALLED = tuple(f"torch.nn.modules.container.{kind}" for kind in ("ModuleList", "ModuleDict"))

@@ -1,5 +1,10 @@
 """Refusals of what cannot go with updates inside the step, or with optimizers of whole
-parameters."""
+parameters.
+
+* Which version of the weights every microbatch meets, where updates come inside the step.
+* What cannot go with updates inside the step: shared weights, sliced state, clipping.
+* Which optimizers step on parts, and which on parameters that are put together for them.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +24,6 @@ if TYPE_CHECKING:
     from schedlang.pipeline.timeline.table import Timeline
     from schedlang.runtime.assembly import Assembly
     from schedlang.runtime.optim.whole_step import WholeStep
-
-# ---- Which version of the weights every microbatch meets, where updates come inside the step.
 
 
 Versions = Mapping[int, int]  # stage -> version
@@ -73,9 +76,6 @@ def _stages(staged: Staged) -> dict[str, int]:
         return {}
     cut = staged.cut
     return {name: stage for stage in range(cut.stages) for name in cut.parameters(stage)}
-
-
-# ---- What cannot go with updates inside the step: shared weights, sliced state, clipping.
 
 
 SYNCHRONOUS = 'use a synchronous order: `pipeline(order="1F1B", micro=...)`'
@@ -218,9 +218,6 @@ def _refuse(
 ) -> NoReturn:
     refusal = Refusal(Diagnostic("S625", title, notes=notes, helps=helps))
     raise refusal.at(row.span) if row is not None else refusal
-
-
-# ---- Which optimizers step on parts, and which on parameters that are put together for them.
 
 
 def whole_step(

@@ -1,5 +1,8 @@
 """Checks of what users give to `build` and `verify`: options, and a batch whose keys are all
-taken."""
+taken.
+
+* Options of `build` and `verify`, checked before anything is built (S618).
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,6 @@ from schedlang.passes.propagate.original import Reading
 
 if TYPE_CHECKING:
     from schedlang.passes.propagate.propagate import Traced
-
-# ---- Options of `build` and `verify`, checked before anything is built (S618).
 
 
 NAMES = (
@@ -163,16 +164,13 @@ def check_keys(
     A forward takes the keys that it names, or all if it has `**kwargs`; what the loss reads was
     seen when it was traced, what the weight reads is seen by calling it.
     """
-    from schedlang.runtime.batch import named_arguments
-
-    names, read = named_arguments(plan.model.model), set(traced.read)
-    rest = [key for key in sample if names is not None and key not in names]
-    if weight is not None and not read.issuperset(rest):
+    read = set[str]()
+    if weight is not None and traced.unread:
         try:
             weight(Reading(sample, read))
         except Exception:  # whatever it raises is told where it is called in earnest
             return
-    lost = [key for key in rest if key not in read]
+    lost = [key for key in traced.unread if key not in read]
     if lost:
         raise Refusal(_nobody(plan, lost[0], sample, (loss, weight)))
 

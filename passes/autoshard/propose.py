@@ -1,4 +1,9 @@
-"""A schedule for any model and a mesh: what can be split is found by asking what is legal."""
+"""A schedule for any model and a mesh: what can be split is found by asking what is legal.
+
+* The rows that spread experts, and that split sequences between attention modules.
+* The rows that split a model's tables of tokens and its output layers over one axis.
+* What a proposed schedule says of itself: what stays replicated, where transformers differs.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +48,6 @@ from schedlang.passes.simulate.account import account
 
 if TYPE_CHECKING:
     from torch import nn
-
-# ---- The rows that spread experts, and that split sequences between attention modules.
 
 
 METHODS = ("ring", "gather")  # the first that is legal
@@ -107,9 +110,6 @@ def context_rows(finder: Finder) -> None:
 def _parent(names: Sequence[str]) -> str:
     """The module that holds all of these."""
     return ".".join(os.path.commonprefix([name.split(".")[:-1] for name in names]))
-
-
-# ---- The rows that split a model's tables of tokens and its output layers over one axis.
 
 
 PADDED, LARGE = 128, 4096  # rows are padded to what kernels like where there are many
@@ -220,9 +220,6 @@ def _needed(pads: Sequence[Row], rows: Sequence[Row], finder: Finder) -> list[Ro
     return [pad for pad in pads if weights([pad]) <= weights(rows)]
 
 
-# ---- What a proposed schedule says of itself: what stays replicated, where transformers differs.
-
-
 STYLES = {"colwise": "out", "rowwise": "in", "embedding_rowwise": "vocab"}
 SMALL = 500  # a weight with less than the 500th part of all parameters is not worth a line
 
@@ -295,9 +292,6 @@ def _ours(plan: Plan, blocks: Blocks, fqn: str, axis: str) -> str | None:
         return None
     held = plan.held(site.parameters["weight"].name)
     return next((dims[s.dim] for s in held.splits if s.axis == axis), "")
-
-
-# ---- A schedule for any model and a mesh: what can be split is found by asking what is legal.
 
 
 Loss = Callable[..., Any]

@@ -1,4 +1,9 @@
-"""Settings of one schedule, or schedules for one model, priced and ranked: time under a limit."""
+"""Settings of one schedule, or schedules for one model, priced and ranked: time under a limit.
+
+* What is tried: every setting of a schedule's knobs, or every mesh of so many ranks.
+* Each setting priced, and those that fit ranked.
+* What was tried, as a table: the quickest first, then what is too large, and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +37,6 @@ if TYPE_CHECKING:
     from schedlang.passes.propagate.dryrun import Loss
     from schedlang.passes.propagate.original import Weight
     from schedlang.passes.simulate.step_time import Cluster, StepTime
-
-# ---- What is tried: every setting of a schedule's knobs, or every mesh of so many ranks.
 
 
 MOST = 1000  # settings
@@ -107,9 +110,6 @@ def meshes(ranks: int, node: int) -> Iterator[dict[str, int]]:
 
 def _divisors(number: int) -> list[int]:
     return [k for k in range(1, number + 1) if number % k == 0]
-
-
-# ---- Each setting priced, and those that fit ranked.
 
 
 @dataclass(frozen=True)
@@ -214,9 +214,6 @@ def _priced(job: Job, plan: Plan, given: Mapping[str, Any]) -> Tried:
         raise rejected(error) from error
     peak = heaviest(held(plan, prepared, played)).peak
     return Tried(given, mesh, peak, step_time(plan, prepared, played, job.cluster))
-
-
-# ---- What was tried, as a table: the quickest first, then what is too large, and what is refused.
 
 
 HEADS = ("step", "computing", "sending", "idle", "peak")

@@ -1,4 +1,7 @@
-"""Rows of a proposal: tried on a model with as few blocks as show all, and written as text."""
+"""Rows of a proposal: tried on a model with as few blocks as show all, and written as text.
+
+* Rows tried on a model.
+"""
 
 from __future__ import annotations
 
@@ -202,9 +205,6 @@ def _folded(rows: Sequence[Row]) -> list[Row]:
 def mesh_text(mesh: Mapping[str, int]) -> str:
     """The declaration of a mesh."""
     return f"mesh({', '.join(f'{name}={size}' for name, size in mesh.items())})"
-
-
-# ---- Rows tried on a model.
 
 
 Loss = Callable[..., Any]

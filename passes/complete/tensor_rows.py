@@ -1,4 +1,7 @@
-"""The rows that split a model's projections over one axis: each flow in the first legal form."""
+"""The rows that split a model's projections over one axis: each flow in the first legal form.
+
+* Pairs of projections that can be split together: outputs of the first feed only the second.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,6 @@ if TYPE_CHECKING:
     from schedlang.diagnostics.diagnostic import Refusal
     from schedlang.passes.complete.proposal import Trial
     from schedlang.runtime.propagation.feeds import Use
-
-# ---- Pairs of projections that can be split together: outputs of the first feed only the second.
 
 
 @dataclass(frozen=True)
@@ -123,9 +124,6 @@ def variants(flow: Flow) -> tuple[Flow, ...]:
     pure = tuple(name for name in flow.sources if name not in flow.impure)
     alone = (replace(flow, sources=pure, impure=frozenset(), others=()),) if pure else ()
     return (flow, wide, *alone)
-
-
-# ---- The rows that split a model's projections over one axis: each flow in the first legal form.
 
 
 ASKED = ("blocks", "heads", "uneven")  # the arguments that a refusal asks for, as its facts

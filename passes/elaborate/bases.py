@@ -1,4 +1,7 @@
-"""Bases: a used file with steps or rows is spliced in; `override` and `drop` change its steps."""
+"""Bases: a used file with steps or rows is spliced in; `override` and `drop` change its steps.
+
+* What a schedule may grow to while it is executed: rows, calls inside calls, used files.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,6 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, guess, 
 from schedlang.diagnostics.source import Span
 from schedlang.language import nodes as n
 from schedlang.language.syntax import parse, read
-
-# ---- What a schedule may grow to while it is executed: rows, calls inside calls, used files.
-
 
 ALONE = "remove one of these `use` lines"
 ROWS = 20_000  # definitions that call definitions double them: 25 lines are 30 million rows
@@ -107,10 +107,6 @@ def outgrown(rows: int, span: Span) -> Refusal:
     title = f"blocks and calls are nested more than {DEEPEST} deep"
     helps = ("call definitions one after another, not each from another",)
     return Refusal(Diagnostic("S116", title, Label(span), helps=helps))
-
-
-# ---- Bases: a used file with steps or rows is spliced in; `override` and `drop` change its
-# steps.
 
 
 DEFINES = (n.Knob, n.Require, n.Def, n.Use, n.Pattern)  # all that a library has

@@ -1,4 +1,9 @@
-"""Declarations, each from State to State: header, knob, mesh, view, require, use, def; `expect`."""
+"""Declarations, each from State to State: header, knob, mesh, view, require, use, def; `expect`.
+
+* Arguments of a call to the parameters of a `def`.
+* Declarations: header, knob, mesh, view, require, use and def, each from State to State.
+* `expect`: bounds on what a plan costs, read while it is made; simulate/expected.py holds them.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +30,15 @@ from schedlang.ir.mesh import Mesh
 from schedlang.ir.primitive import find
 from schedlang.language import nodes as n
 from schedlang.language import patterns, printer
-from schedlang.language.evaluate import evaluate
 from schedlang.language.kinds import Axis, Mismatch, NoAxis, convert, describe
 from schedlang.language.knob import alternatives, decided, declare, unknown_settings
 from schedlang.language.nodes import walk
-from schedlang.language.value import UNKNOWN, AxisSize, Bytes, Names, Seconds, bare, shown
+from schedlang.language.value import UNKNOWN, AxisSize, Bytes, Names, Seconds, bare, evaluate, shown
 from schedlang.passes.elaborate import bases
 from schedlang.passes.elaborate.state import Definition, Settings, State, no_primitive, start
 
 if TYPE_CHECKING:
     from schedlang.ir.facets import Expectation
-
-
-# ---- Arguments of a call to the parameters of a `def`.
 
 
 TYPES: Mapping[str, Any] = {
@@ -125,9 +126,6 @@ def _no_axis(name: str, node: n.Node, names: Names) -> NoReturn:
     raise Refusal(Diagnostic("S204", title, Label(node.span), helps=helps, facts=facts))
 
 
-# ---- Declarations: header, knob, mesh, view, require, use and def, each from State to State.
-
-
 MOST = 2**20  # ranks along one axis
 
 
@@ -147,7 +145,7 @@ def refused(
 
 def header(node: n.Header, state: State) -> State:
     """The model must be of the class that the header names, or of a class made from it (S110)."""
-    if node.model and state.facts and node.model not in state.facts.class_names(""):
+    if node.model and state.facts and not state.facts.sites[""].is_a(node.model):
         have = state.facts.class_name
         help_ = f"a schedule for this model begins with `schedule 1 for {have}`"
         title = f"this schedule is for the model class {node.model}"
@@ -396,10 +394,6 @@ def _library(
             case _:
                 raise AssertionError("a base, whose items are executed one by one")
     return inner
-
-
-# ---- `expect`: bounds on what a plan costs, read while it is made; simulate/expected.py holds
-# them.
 
 
 TIME = "time"

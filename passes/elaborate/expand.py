@@ -1,4 +1,7 @@
-"""Statements of a schedule, executed in order: from syntax to the plan's actions."""
+"""Statements of a schedule, executed in order: from syntax to the plan's actions.
+
+* Steps: their names, and what their rows may give up.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,9 @@ from schedlang.ir.features import Located, Resolved
 from schedlang.ir.primitive import Primitive, find
 from schedlang.language import nodes as n
 from schedlang.language import printer
-from schedlang.language.binding import bind
-from schedlang.language.evaluate import evaluate
+from schedlang.language.kinds import bind
 from schedlang.language.knob import unknown_settings
-from schedlang.language.value import UNKNOWN, Names, bare, shown
+from schedlang.language.value import UNKNOWN, Names, bare, evaluate, shown
 from schedlang.passes.elaborate import bases, declare, legality
 from schedlang.passes.elaborate.declare import arguments_of
 from schedlang.passes.elaborate.state import (
@@ -42,8 +44,6 @@ if TYPE_CHECKING:
     from schedlang.ir.model import ModelFacts
     from schedlang.ir.plan import Plan
     from schedlang.language.selector import Selector
-
-# ---- Steps: their names, and what their rows may give up.
 
 
 def open_step(node: n.Step, state: State) -> State:
@@ -94,9 +94,6 @@ def allowed(primitive: Primitive, state: State, span: Span) -> None:
 
 def _allows(step: n.Step) -> str:
     return " and ".join(("rounding", *step.relax))
-
-
-# ---- Statements of a schedule, executed in order: from syntax to the plan's actions.
 
 
 Roots = Sequence[str] | None  # the modules of a scope; None where there is no model

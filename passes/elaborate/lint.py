@@ -13,10 +13,9 @@ from schedlang.ir.features import Checking
 from schedlang.ir.primitive import find
 from schedlang.language import nodes as n
 from schedlang.language import printer
-from schedlang.language.evaluate import evaluate
 from schedlang.language.knob import Knob
 from schedlang.language.nodes import walk
-from schedlang.language.value import shown
+from schedlang.language.value import evaluate, shown
 from schedlang.passes.elaborate.declare import with_knobs
 
 if TYPE_CHECKING:

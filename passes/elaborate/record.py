@@ -1,4 +1,9 @@
-"""A plan as a machine's record (the JSON of `plan --out`), and back into a plan of the model."""
+"""A plan as a machine's record (the JSON of `plan --out`), and back into a plan of the model.
+
+* The form of a recorded plan: which field holds what; anything else is no plan.
+* A plan as a machine's record: decisions and actions.
+* A recorded plan (the JSON of `plan --out`) back into a plan of the model.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +20,13 @@ from schedlang.ir.facets import Expectation
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, load_all, registry
-from schedlang.language.binding import Argument, bind, surface
-from schedlang.language.evaluate import evaluate
+from schedlang.language.kinds import Argument, bind, surface
 from schedlang.language.syntax import parse_expr
-from schedlang.language.value import Names
+from schedlang.language.value import Names, evaluate
 from schedlang.passes.elaborate import legality
 
 if TYPE_CHECKING:
     from schedlang.ir.model import ModelFacts
-
-# ---- The form of a recorded plan: which field holds what; anything else is no plan.
 
 
 Wrong = Iterator[tuple[str, str]]  # the place in the record, and what should stand there
@@ -125,9 +127,6 @@ def _are_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-# ---- A plan as a machine's record: decisions and actions.
-
-
 EXPECTED = ("measure", "axes", "op", "bound", "said", "on")
 
 
@@ -180,9 +179,6 @@ def plain(value: object) -> object:
     if isinstance(value, int):
         return int(value)
     return float(value) if isinstance(value, float) else str(value)
-
-
-# ---- A recorded plan (the JSON of `plan --out`) back into a plan of the model.
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -1,4 +1,9 @@
-"""Rows of a plan: some of them alone, other rows that come to the same, modules in few words."""
+"""Rows of a plan: some of them alone, other rows that come to the same, modules in few words.
+
+* Some rows of a plan alone: those of given lines, or those that are suspected.
+* Whether other text comes to the same plan: the same done to the same modules, to the same end.
+* Many names of modules as one short text, and as few patterns of the language.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +22,6 @@ from schedlang.passes.elaborate.state import Settings
 if TYPE_CHECKING:
     from schedlang.ir.mesh import Mesh
     from schedlang.ir.model import ModelFacts
-
-
-# ---- Some rows of a plan alone: those of given lines, or those that are suspected.
 
 
 def only(plan: Plan, rows: Sequence[Action]) -> Plan:
@@ -92,10 +94,6 @@ def repeated(file: object, plan: Plan, seed: int, model: str | None, lines: str 
     return " ".join(parts)
 
 
-# ---- Whether other text comes to the same plan: the same done to the same modules, to the same
-# end.
-
-
 def comes_to(file: n.File, plan: Plan, facts: ModelFacts, settings: Settings) -> bool:
     """Return whether a file's plan is this one, in whatever rows, and is not refused."""
     try:
@@ -110,9 +108,6 @@ def comes_to(file: n.File, plan: Plan, facts: ModelFacts, settings: Settings) ->
 def _done(plan: Plan) -> Counter[tuple[str, str, tuple[str, ...]]]:
     """Count what is done, by primitive, step and modules."""
     return Counter((repr(a.primitive), a.step, at) for a in plan.actions for at in a.each)
-
-
-# ---- Many names of modules as one short text, and as few patterns of the language.
 
 
 Key = TypeVar("Key")

@@ -1,4 +1,9 @@
-"""The state in which statements are executed: names, rows so far, the arguments of a call."""
+"""The state in which statements are executed: names, rows so far, the arguments of a call.
+
+* Arguments of a row and dtypes in the words of the language.
+* What is known at one point of a schedule while its statements are executed in order.
+* A row's call, before any module is looked at: arguments, what they name, and if they agree.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +20,15 @@ from schedlang.ir.features import Resolved
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.primitive import Primitive, load_all, registry
 from schedlang.language import nodes as n
-from schedlang.language.binding import Argument
-from schedlang.language.evaluate import evaluate
+from schedlang.language.kinds import Argument
 from schedlang.language.knob import Knob
 from schedlang.language.patterns import Pattern
-from schedlang.language.value import UNKNOWN, Names, shown
+from schedlang.language.value import UNKNOWN, Names, evaluate, shown
 
 if TYPE_CHECKING:
     from schedlang.ir.model import ModelFacts
     from schedlang.ir.plan import Plan
     from schedlang.language.selector import Selector
-
-# ---- Arguments of a row and dtypes in the words of the language.
 
 
 SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
@@ -75,9 +77,6 @@ def short(dtype: str) -> str:
     """f32 for float32."""
     word = dtype.rstrip("0123456789")
     return SHORT.get(word, word) + dtype[len(word) :]
-
-
-# ---- What is known at one point of a schedule while its statements are executed in order.
 
 
 # What a step may give up beyond rounding, which every step may.
@@ -180,9 +179,6 @@ def job_size() -> int | None:
     """The number of ranks that torchrun started, or None."""
     size = os.environ.get("WORLD_SIZE", "")
     return int(size) if size.isdigit() else None
-
-
-# ---- A row's call, before any module is looked at: arguments, what they name, and if they agree.
 
 
 def no_primitive(name: n.Name, state: State) -> Diagnostic:

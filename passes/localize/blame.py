@@ -1,4 +1,11 @@
-"""Blame: the fewest rows at the fewest modules on which a failed proof fails again, and why."""
+"""Blame: the fewest rows at the fewest modules on which a failed proof fails again, and why.
+
+* Again: a failure that was seen, repeated on some rows of the plan, as cheaply as it shows.
+* Blame: the fewest rows of a schedule that break it.
+* Culprits: the fewest rows, at the fewest modules, on which a failure shows again.
+* Stopped: the row for which ranks refuse to go on in the middle of a step.
+* Suspect: after a proof has failed, say where the difference arose and which rows made it.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +28,6 @@ from schedlang.passes.verify.sides import Case, original, prepared, tried
 from schedlang.passes.verify.trials import trials
 from schedlang.report import Report, Row
 from schedlang.runtime.launch.pool import Hang, Pool, RankDied
-
-# ---- Again: a failure that was seen, repeated on some rows of the plan, as cheaply as it shows.
 
 
 @dataclass(frozen=True)
@@ -119,9 +124,6 @@ def _with(case: Case, rows: Sequence[Action]) -> Case:
     return prepared(replace(case, plan=only(case.plan, rows)))
 
 
-# ---- Blame: the fewest rows of a schedule that break it.
-
-
 T = TypeVar("T")
 
 
@@ -213,9 +215,6 @@ def _less(
     alone = [chunk for chunk in chunks if len(chunk) < len(others)]
     without = [tuple(i for i in others if i not in chunk) for chunk in chunks]
     return next((rest for rest in (*alone, *without) if fails(rest)), None)
-
-
-# ---- Culprits: the fewest rows, at the fewest modules, on which a failure shows again.
 
 
 MOST_RUNS = 24  # to find fewer modules
@@ -310,9 +309,6 @@ def _joined(some: Sequence[Action]) -> list[Action]:
     return [joined[row] for row in sorted(joined)]
 
 
-# ---- Stopped: the row for which ranks refuse to go on in the middle of a step.
-
-
 def placed(refusal: Refusal, case: Case, told: Sequence[Condition], pool: Pool) -> Refusal:
     """The refusal at the last of the fewest rows that are refused alike.
 
@@ -343,9 +339,6 @@ def placed(refusal: Refusal, case: Case, told: Sequence[Condition], pool: Pool) 
     found = blame(rows, stops).rows
     span = found[-1].span if found else None
     return refusal if span is None else refusal.at(span)
-
-
-# ---- Suspect: after a proof has failed, say where the difference arose and which rows made it.
 
 
 Lines = Iterator[tuple[str, str]]

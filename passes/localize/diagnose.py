@@ -1,4 +1,8 @@
-"""Diagnosis of a wrong tensor: the arithmetic that makes it, and the pattern of a failure."""
+"""Diagnosis of a wrong tensor: the arithmetic that makes it, and the pattern of a failure.
+
+* Diagnose: by what arithmetic a wrong tensor comes from the right one.
+* Pattern: the arithmetic behind a failure, from the tensors that tell it best.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,6 @@ from schedlang.passes.verify.probe import Probe, weighed_shares
 from schedlang.passes.verify.sides import alone
 from schedlang.report import Row
 from schedlang.runtime.checkpointing.holding import take
-
-# ---- Diagnose: by what arithmetic a wrong tensor comes from the right one.
-
 
 _FITS = 1e-6  # relative error below which a pattern is said to fit
 
@@ -275,9 +276,6 @@ def _rounded(x: Tensor, r: Tensor) -> str:
             why = "something is not in float64, or a constant differs"
             return f"off by {size:.0e}, the size of {name} rounding: {why}"
     return ""
-
-
-# ---- Pattern: the arithmetic behind a failure, from the tensors that tell it best.
 
 
 NONE = "no simple pattern fits"

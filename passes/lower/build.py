@@ -2,6 +2,9 @@
 
 The order is fixed, whatever the order of rows: the local copy with this rank's parts; structure
 (kernels, fusion); crossings; recomputation; residence; stages; slices of data-parallel state.
+
+* What a plan says of modules, put into the copy that is built: by kind, in one order.
+* The program of one rank, put together.
 """
 
 from __future__ import annotations
@@ -46,13 +49,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.runtime.assembly import Assembly, Weight
-    from schedlang.runtime.comm.ranks import Ranks
+    from schedlang.runtime.comm.collectives import Ranks
     from schedlang.runtime.mixed_precision import Region
     from schedlang.runtime.program import Program
     from schedlang.runtime.step_batch import Comparing
-
-
-# ---- What a plan says of modules, put into the copy that is built: by kind, in one order.
 
 
 # Whatever the order of rows: what modules compute; how they lie, which wraps that; casts around it,
@@ -133,9 +133,6 @@ def _store(one: Stored, builder: Builder) -> None:
     key = ("offload", one.ahead, one.tier)
     store = builder.shared(key, lambda: Store(one.ahead, scratch=scratch))
     offload(builder.at(one.fqn), store)
-
-
-# ---- The program of one rank, put together.
 
 
 Loss = Callable[..., Any]
@@ -220,24 +217,21 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     Raises Refusal before any collective where the plan cannot be built, and where ranks of the job
     would build different things.
     """
-    from schedlang.runtime.comm.agreement import (
-        agree,
-        all_come,
-        join_world,
-        shared_store,
-        told_if_refused,
-    )
+    from schedlang.runtime.comm.agreement import agree, join_world, shared_store, tell
     from schedlang.runtime.launch.heart import watch
 
     given = replace(options, **more)
-    all_come(given.wait)
-    join_world()
-    watch()
-    with told_if_refused():
+    join_world(given.wait)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun knows when a rank dies, not when all wait
+        watch()
+    try:
         compares = given.compare != "nothing" and not given.on_meta
         if compares and shared_store() is not None:
             agree(built_from(plan, batch, given), given.wait)
         program = _built(plan, batch, given)
+    except Exception as error:
+        tell(error)
+        raise
     if given.weights is not None:
         _taken(program, given.weights)
     return program
@@ -326,7 +320,9 @@ def _trained(plan: Plan, staged: Staged, a: Assembly, lying: Any, given: Options
     if given.optimizer is not None:
         whole = whole_step(a, staged, given.optimizer)
         optimizer = _optimizer(a, given.optimizer)
-    comparing = _steered_alike(a.parameters, optimizer, given)
+    comparing = None
+    if given.optimizer is not None or given.compare == "batches":
+        comparing = _steered_alike(a.parameters, optimizer, given)
     scale = loss_scale(plan) if plan.casts else None
     return Program(
         a,
@@ -411,7 +407,7 @@ def check_job(plan: Plan, on_meta: bool = False) -> Ranks:
     """Join the running job; refuse idle axes (S205) and a mesh of another size (S607)."""
     from schedlang.runtime.comm import world
     from schedlang.runtime.comm.agreement import join_world
-    from schedlang.runtime.comm.ranks import Ranks
+    from schedlang.runtime.comm.collectives import Ranks
 
     join_world()
     check_axes(plan)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.passes.analyze.prepare import Prepared
-    from schedlang.runtime.comm.ranks import Ranks
+    from schedlang.runtime.comm.collectives import Ranks
     from schedlang.runtime.propagation.trace import Tag
     from schedlang.runtime.rng.logical_dropout import LogicalDropout, Slices, Window
     from schedlang.runtime.rng.native import Fork, Forked, NativeDropout

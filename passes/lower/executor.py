@@ -1,4 +1,8 @@
-"""Build what runs a step on this rank: stages, process groups, gradient sums and sharded state."""
+"""Build what runs a step on this rank: stages, process groups, gradient sums and sharded state.
+
+* Sums after the last backward and slices over data-parallel ranks, put into a rank's module.
+* What runs the timeline on this rank: its stages, its sums, and the groups that they use.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +33,13 @@ if TYPE_CHECKING:
 
     from schedlang.runtime.assembly import Weight
     from schedlang.runtime.checkpointing.holding import Holding
-    from schedlang.runtime.comm.ranks import Ranks
+    from schedlang.runtime.comm.collectives import Ranks
     from schedlang.runtime.grad_reduction.compressed import Compressor
     from schedlang.runtime.grad_reduction.gradient import Sum
     from schedlang.runtime.grad_reduction.zero import Sliced
     from schedlang.runtime.pipeline.executor import Pipeline
     from schedlang.runtime.pipeline.overlapped_sums import EarlySums
     from schedlang.runtime.pipeline.stage import Stub
-
-# ---- Sums after the last backward and slices over data-parallel ranks, put into a rank's module.
 
 
 def slice_state(
@@ -129,9 +131,6 @@ def compressor_of(
         return cleaned(part, holdings[name], plan.mesh, ranks.rank)
 
     return Compressor(codec, ranks.group(one.axes), names, clean)
-
-
-# ---- What runs the timeline on this rank: its stages, its sums, and the groups that they use.
 
 
 Loss = Callable[..., Any]

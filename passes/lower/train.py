@@ -1,4 +1,7 @@
-"""Train a few steps under a plan, and say how the loss went and what it took."""
+"""Train a few steps under a plan, and say how the loss went and what it took.
+
+* A pipeline's step as it ran, beside its timeline under the costs that were measured.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,6 @@ if TYPE_CHECKING:
     from schedlang.runtime.measure import Memory
     from schedlang.runtime.pipeline.measured import Ran, Watch
     from schedlang.runtime.program import Program
-
-# ---- A pipeline's step as it ran, beside its timeline under the costs that were measured.
 
 
 Floats = NDArray[np.float64]
@@ -139,9 +140,6 @@ def settled(timeline: Timeline, steps: Sequence[Sequence[Sequence[Ran]]]) -> Mea
     """The median step by its time, of several: [place][step]."""
     found = [measured(timeline, one) for one in zip(*steps)]
     return sorted(found, key=lambda one: float(one.times.makespan))[len(found) // 2]
-
-
-# ---- Train a few steps under a plan, and say how the loss went and what it took.
 
 
 RATES = {"adamw": 3e-3, "sgd": 0.1}  # by optimizer

@@ -1,4 +1,8 @@
-"""Rows that fit modules into memory, and stages balanced with what they recompute (AdaPipe)."""
+"""Rows that fit modules into memory, and stages balanced with what they recompute (AdaPipe).
+
+* Rows that fit modules into memory: what each costs on a rank, and what is chosen for it.
+* Stages cut so that their times are in balance, what each repeats within its memory included.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +27,6 @@ if TYPE_CHECKING:
     from schedlang.pipeline.timeline.table import Timeline
     from schedlang.runtime.context_parallel.local_tokens import Tokens
     from schedlang.runtime.tracing.graph import StageGraph
-
-# ---- Rows that fit modules into memory: what each costs on a rank, and what is chosen for it.
 
 
 # the sites of a row -> the chains that it forms, each with what is done: a tree, choices, a budget
@@ -200,10 +202,6 @@ def costs_of(counting: Counting, names: Sequence[str]) -> list[Cost]:
         )
         for unit, (flops, saved, given) in enumerate(own)
     ]
-
-
-# ---- Stages cut so that their times are in balance, what each repeats within its memory
-# included.
 
 
 BACKWARD = 2.0  # of a unit's forward

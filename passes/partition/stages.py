@@ -1,4 +1,8 @@
-"""Weights of runs of units, for stages in balance: parameters, time or memory."""
+"""Weights of runs of units, for stages in balance: parameters, time or memory.
+
+* Cut points to the stage of every unit: by name, evenly, or by the lightest heaviest stage.
+* What a run of units weighs on its stage, for cuts in balance: parameters, time or memory.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,6 @@ from schedlang.runtime.tracing.graph import refusal
 
 if TYPE_CHECKING:
     from schedlang.runtime.tracing.graph import StageGraph
-
-# ---- Cut points to the stage of every unit: by name, evenly, or by the lightest heaviest stage.
 
 
 Weight = Callable[[int, int, int], float]
@@ -181,9 +183,6 @@ def _stages(count: int, starts: Sequence[int]) -> tuple[int, ...]:
         stage += unit in starts
         found.append(stage)
     return tuple(found)
-
-
-# ---- What a run of units weighs on its stage, for cuts in balance: parameters, time or memory.
 
 
 def weight_of(balance: str, plan: Plan, graph: StageGraph, timeline: Timeline) -> Weight:

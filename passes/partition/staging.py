@@ -1,4 +1,7 @@
-"""The stages of a plan: the model cut by replay, the order of the pipeline, and who runs what."""
+"""The stages of a plan: the model cut by replay, the order of the pipeline, and who runs what.
+
+* Activations on the next rank of the pipeline: which stages give them away, and their rows.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.pipeline.timeline.table import Timeline
-    from schedlang.runtime.sharding.redistribute import Arrivals
+    from schedlang.runtime.sharding.shard import Arrivals
     from schedlang.runtime.tracing.graph import Cut, StageGraph
-
-
-# ---- The stages of a plan: the model cut by replay, the order of the pipeline, and who runs
-# what.
 
 
 Loss = Callable[..., Any]
@@ -131,7 +130,7 @@ def _arrivals(model: nn.Module, traced: Traced) -> dict[str, Arrivals]:
     from torch.nn import Module
 
     from schedlang.runtime.forward import wrap
-    from schedlang.runtime.sharding.redistribute import Arrivals
+    from schedlang.runtime.sharding.shard import Arrivals
 
     blocks: dict[str, list[str]] = {}
     for fqn in (fqn for fqn in traced.edges if fqn in traced.sharing):
@@ -328,10 +327,6 @@ def buffer_homes(staged: Staged) -> tuple[dict[str, int], ...]:
             for homes, row in zip(found, staged.homes):
                 homes[name] = min(homes.get(name, row[stage]), row[stage])
     return tuple(found)
-
-
-# ---- Activations on the next rank of the pipeline: which stages give them away, and their
-# rows.
 
 
 def on_peers(plan: Plan, *what: str) -> list[Stored]:

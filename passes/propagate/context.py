@@ -1,4 +1,9 @@
-"""Parts of sequences: how a plan's model runs on ranks that split them, or in slices."""
+"""Parts of sequences: how a plan's model runs on ranks that split them, or in slices.
+
+* A model tried on a small stand-in before it trains: how it may run on parts of its sequences.
+* How the model of a plan runs on some tokens of its sequences, where rows split them.
+* How it runs on slices, where its pipeline cuts sequences.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +25,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.passes.partition.staging import Staged
-    from schedlang.runtime.comm.collectives import Group
-    from schedlang.runtime.comm.ranks import Ranks
+    from schedlang.runtime.comm.collectives import Group, Ranks
     from schedlang.runtime.context_parallel.local_tokens import How, Tokens
     from schedlang.runtime.sequence_pipelining.slices import Slices, Slicing
     from schedlang.runtime.sequence_pipelining.trial import Trial
-
-# ---- A model tried on a small stand-in before it trains: how it may run on parts of its
-# sequences.
 
 
 T = TypeVar("T")
@@ -123,9 +124,6 @@ def weight_by_tokens(traced: Traced, count: int) -> Weight:
     if traced.labels:
         return weight_of(traced, count)
     return lambda batch: float(rows_of(batch) * length_of(batch))
-
-
-# ---- How the model of a plan runs on some tokens of its sequences, where rows split them.
 
 
 def tokens_of(
@@ -282,9 +280,6 @@ def _levels(one: Context) -> list[str | tuple[str, ...]]:
     return list(one.axes) if one.method in ("usp", "double_ring", "nbody") else [one.axes]
 
 
-# ---- How it runs on slices, where its pipeline cuts sequences.
-
-
 def slicing_of(
     plan: Plan,
     traced: Traced,
@@ -323,7 +318,7 @@ def _grain(traced: Traced) -> int:
     """Return the number of which lengths must be multiples: ranks that split activations by
     tokens."""
     from schedlang.ir.placement import S
-    from schedlang.runtime.sharding.redistribute import dim_of
+    from schedlang.runtime.sharding.shard import dim_of
 
     edges = [edge for edges in traced.edges.values() for edge in edges]
     return math.lcm(

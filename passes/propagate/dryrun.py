@@ -1,12 +1,15 @@
-"""The sharded copy on the meta device: what its modules want, and one run beside the original."""
+"""The sharded copy on the meta device: what its modules want, and one run beside the original.
+
+* The sharded modules of a plan: how each computes, and what it wants.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
@@ -16,7 +19,7 @@ from schedlang.ir.model import inside
 from schedlang.ir.placement import EVEN, P, R, S, Uneven
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.propagate.original import saved_by
+from schedlang.passes.propagate.original import Recording, saved_by
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,11 +27,9 @@ if TYPE_CHECKING:
     from schedlang.ir.model import Site
     from schedlang.runtime.propagation.dry import Leaf, Wanted
     from schedlang.runtime.propagation.narrowed import Narrowed
-    from schedlang.runtime.propagation.trace import Call, Mismatch, Note, SavedBy
+    from schedlang.runtime.propagation.trace import Mismatch, Note, SavedBy
     from schedlang.runtime.sharding.shard import Edge
     from schedlang.runtime.sharding.sizes import Counted
-
-# ---- The sharded modules of a plan: how each computes, and what it wants.
 
 
 LINES = ("down", "along", "deep")  # of a cube, in the order in which its axes are named
@@ -67,7 +68,7 @@ def leaves_of(plan: Plan) -> dict[str, Leaf]:
 
 def _normalises(plan: Plan, site: Site, boundaries: list[Boundary]) -> bool:
     """Return whether a module keeps parameters along a hidden dim that comes and goes in parts."""
-    from schedlang.runtime.sharding.redistribute import dim_of
+    from schedlang.runtime.sharding.shard import dim_of
 
     facts = site.parameters.values()
     inside = all(len(f.shape) == 1 and plan.held(f.name).splits for f in facts)
@@ -309,27 +310,6 @@ def _locals(below: Below, value: int) -> Iterator[int]:
     yield from (n.numerator for n in sorted(found) if n.denominator == 1 and n != value)
 
 
-def _below(
-    leaves: Mapping[str, Leaf], sizes: Mapping[str, int]
-) -> tuple[dict[str, Below], dict[str, list[str]]]:
-    """Return what is split, by path, and its axes, for every module that holds something sharded.
-
-    What gathers its outputs is split for nobody around it: such modules are not alike.
-    """
-    found: dict[str, list[Any]] = {}
-    axes: dict[str, list[str]] = {}
-    for leaf in leaves.values():
-        names = leaf.fqn.split(".")
-        for depth in range(len(names) + 1):
-            fqn, path = ".".join(names[:depth]), ".".join(names[depth:])
-            axes.setdefault(fqn, []).extend(w.axis for w in leaf.wanted)
-            mine = (w for w in leaf.wanted if w.splits and not (path and w.gathers))
-            split = [(path, w.axis, sizes[w.axis], w.uneven) for w in mine]
-            if split:
-                found.setdefault(fqn, []).extend(split)
-    return {fqn: tuple(split) for fqn, split in found.items()}, axes
-
-
 class Part(NamedTuple):
     """An argument of modules of a class, of which each rank needs its own part along a dim.
 
@@ -368,7 +348,7 @@ class Run:
         batch: Mapping[str, Any],
         loss: Loss | None,
         leaves: Mapping[str, Leaf],
-        frames: Mapping[tuple[str, int], Sequence[Call]],
+        recording: Recording,
         divided: frozenset[Choice],
     ) -> None:
         from schedlang.runtime.propagation.follow import Follower
@@ -378,8 +358,10 @@ class Run:
         self.divided, self.stack = divided, Stack()
         over = (b.axis for boundaries in plan.boundaries.values() for b in boundaries)
         sizes = {name: plan.mesh.size(name) for name in (*plan.mesh.names, *over)}
-        self.sizes, (self.below, axes) = sizes, _below(leaves, sizes)
-        self.follower = Follower(frames, self.stack, sizes, axes)
+        splits = {fqn: [w.axis for w in leaf.wanted] for fqn, leaf in leaves.items()}
+        draws = recording.original.random
+        self.follower = Follower(recording.frames, self.stack, sizes, splits, draws)
+        self.sizes = sizes
         self.edges: dict[str, tuple[Edge, ...]] = {}
         self.numbers: list[tuple[str, str, int]] = []
         self.layouts: dict[tuple[str, int], list[tuple[Note, ...] | None]] = {}
@@ -390,9 +372,26 @@ class Run:
         self.saved: SavedBy = {}
         self.stack.seen = self._see
 
+    @cached_property
+    def below(self) -> Mapping[str, Below]:
+        """The splits, by path, in every module that holds something sharded.
+
+        What gathers its outputs is split for nobody around it: such modules are not alike.
+        """
+        found: dict[str, list[Any]] = {}
+        for leaf in self.leaves.values():
+            names = leaf.fqn.split(".")
+            for depth in range(len(names) + 1):
+                fqn, path = ".".join(names[:depth]), ".".join(names[depth:])
+                mine = (w for w in leaf.wanted if w.splits and not (path and w.gathers))
+                split = [(path, w.axis, self.sizes[w.axis], w.uneven) for w in mine]
+                if split:
+                    found.setdefault(fqn, []).extend(split)
+        return {fqn: tuple(split) for fqn, split in found.items()}
+
     def _see(self, frame: tuple[str, int], tree: Any) -> None:
         """Note how the tensors that a call is given, or gives, lie on the ranks."""
-        from schedlang.runtime.tracing.torch_calls import tensors_in
+        from schedlang.runtime.tracing.meta import tensors_in
 
         if frame not in self.given and frame[0]:
             self.given[frame] = tree  # first what goes in
@@ -401,10 +400,9 @@ class Run:
 
     def attempt(self) -> Mismatch | None:
         """Run; what disagreed first, or None."""
+        from schedlang.runtime.batch import forward
         from schedlang.runtime.propagation.trace import Hoist, Mismatch, Note, Trace
-        from schedlang.runtime.tracing.loss import forward
-        from schedlang.runtime.tracing.meta import without_values
-        from schedlang.runtime.tracing.torch_calls import tensors_in
+        from schedlang.runtime.tracing.meta import tensors_in, without_values
 
         model = self._copy()
         try:
@@ -413,7 +411,9 @@ class Run:
                     self.follower.put(given, Note(data=True))
                 with Trace(self.stack, self.follower):
                     output, _ = forward(model, inputs, self.loss)
-            self._check_outputs(output)
+            for tensor in tensors_in(output):
+                for axis, tag in self.follower.of(tensor).tags.items():
+                    raise self._returned(axis, tag.by)
         except Mismatch as failure:
             return failure
         except Hoist:
@@ -448,8 +448,8 @@ class Run:
             self._divide(model)
         for fqn, leaf in self.leaves.items():
             module = model.get_submodule(fqn)
-            forward = dry_forward(leaf, module, self.follower, self._group_at(fqn), self.edges)
-            module.forward = forward
+            known = leaf, module, module.forward, self.follower, self.edges
+            module.forward = partial(dry_forward, *known)
         self.stack.watch(model, {fqn for fqn, leaf in self.leaves.items() if leaf.kind})
         if plan.kept:
             self.saved = saved_by(plan, model, self.stack)
@@ -457,6 +457,7 @@ class Run:
 
     def _divide(self, model: nn.Module) -> None:
         """Divide the numbers, sizes and arguments that are tried in this run."""
+        from schedlang.runtime.comm.collectives import Group
         from schedlang.runtime.forward import wrap
         from schedlang.runtime.propagation.narrowed import Narrowed, dry_parts
         from schedlang.runtime.sharding.shard import Edge
@@ -473,9 +474,11 @@ class Run:
             module = model.get_submodule(fqn)
             wrap(module, "sizes", Sizes(module, self.counted[fqn]))
         for fqn, cuts in self._chosen(Part):
-            module, group = model.get_submodule(fqn), self._group_at(fqn)
-            edges = (Edge(group(one.axis), R, S(one.dim), R, R, False) for one in cuts)
-            parts = tuple(Narrowed(one.name, one.dim, one.unit, e) for one, e in zip(cuts, edges))
+            module, parts = model.get_submodule(fqn), tuple[Narrowed, ...]()
+            for cut in cuts:
+                group = Group((cut.axis,), tuple(range(self.sizes[cut.axis])), 0, None, fqn)
+                edge = Edge(group, R, S(cut.dim), R, R, False)
+                parts = (*parts, Narrowed(cut.name, cut.dim, cut.unit, edge))
             module.forward = dry_parts(module, parts, self.follower, partial(self._cut, fqn))
 
     def _cut(self, fqn: str, part: Narrowed, now: Narrowed | None) -> None:
@@ -496,11 +499,6 @@ class Run:
             mine = [one for one in chosen if one[:2] == of]
             if mine:
                 yield fqn, mine
-
-    def _group_at(self, fqn: str) -> Callable[[str], Any]:
-        from schedlang.runtime.comm.collectives import Group
-
-        return lambda axis: Group((axis,), tuple(range(self.sizes[axis])), 0, None, fqn)
 
     def candidates(self, failure: Mismatch) -> list[Choice]:
         """Numbers and arguments of the modules that were running that might mend the failure."""
@@ -563,19 +561,12 @@ class Run:
         # the module's own numbers come before those of its configuration
         return sorted(found, key=lambda n: (n.value in failure.integers, "." not in n.attribute))
 
-    def _check_outputs(self, output: Any) -> None:
+    def _returned(self, axis: str, by: str) -> Mismatch:
+        """Say that the model returns a tensor that is sharded, and who sharded it."""
         from schedlang.runtime.propagation.trace import Mismatch
-        from schedlang.runtime.tracing.torch_calls import tensors_in
 
-        for tensor in tensors_in(output):
-            for axis, tag in self.follower.of(tensor).tags.items():
-                failure = Mismatch(
-                    ("", 0),
-                    f"the model returns a tensor that is sharded over `{axis}`",
-                    axis,
-                    (),
-                    self.follower.agreed,
-                    ("gather it: `output=R` on the row of its module",),
-                )
-                failure.by = tag.by
-                raise failure
+        reason = f"the model returns a tensor that is sharded over `{axis}`"
+        helps = ("gather it: `output=R` on the row of its module",)
+        failure = Mismatch(("", 0), reason, axis, (), self.follower.agreed, helps)
+        failure.by = by
+        return failure

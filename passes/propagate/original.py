@@ -1,9 +1,18 @@
-"""The model as it is, recorded: its calls, labels, draws and sums of rows, and what parts weigh."""
+"""The model as it is, recorded: its calls, labels, draws and sums of rows, and what parts weigh.
+
+* What a part of a batch weighs in the mean loss of the whole.
+* Losses made of statistics over the batch: which of their sums parts of it have to share. The
+  router losses of Switch Transformers (Fedus et al. 2021) and of ST-MoE (Zoph et al. 2022) are
+  made of means over all tokens.  Where a rank sees a part of them its means are those of all
+  parts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from schedlang.diagnostics.culprit import told
@@ -32,6 +41,7 @@ class Original:
     labels    how losses read their labels
     label_counts  labels that count, of each mean of cross-entropies whose labels are known
     read      keys of the batch that a loss beside the model reads
+    unread    keys of the batch that neither this loss nor the forward takes
     random    whether an operator draws random numbers
     drawn     (module, turn) of each mask -> its whole shape; (): it is not told
     unbatched  (module, turn) of each mask -> it has no dim of samples; empty where all have one
@@ -47,6 +57,7 @@ class Original:
     labels: tuple[LabelRule, ...] = ()
     label_counts: tuple[float, ...] = ()
     read: frozenset[str] = frozenset()
+    unread: tuple[str, ...] = ()
     random: bool = False
     drawn: Mapping[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
     unbatched: Mapping[tuple[str, int], bool] = field(default_factory=dict)
@@ -79,17 +90,23 @@ def saved_by(plan: Plan, model: nn.Module, stack: Stack) -> SavedBy:
 
 
 def record(
-    plan: Plan, batch: Mapping[str, Any], loss: Loss | None, leaves: Mapping[str, Leaf]
+    plan: Plan,
+    batch: Mapping[str, Any],
+    loss: Loss | None,
+    leaves: Mapping[str, Leaf],
+    draws: bool = False,
 ) -> Recording:
     """Run the model as it is, without values, and record it.
 
-    Raises Refusal where the model, or the loss beside it, does not run.
+    `draws`: what is drawn at random is watched, too; a model of which this shows only as it runs
+    is run again.  Raises Refusal where the model, or the loss beside it, does not run.
     """
-    from schedlang.runtime.batch import named_tensors
+    from torch.nn import Dropout
+
+    from schedlang.runtime.batch import forward, is_loss, named_tensors, no_loss, not_a_loss, taken
     from schedlang.runtime.propagation.stand_ins import put_stand_ins
     from schedlang.runtime.propagation.trace import Recorded, Stack, Trace, reached
     from schedlang.runtime.rng.logical_dropout import Watched
-    from schedlang.runtime.tracing.loss import forward, is_loss, no_loss, not_a_loss
     from schedlang.runtime.tracing.meta import meta_model, without_values
 
     model, stack = meta_model(plan.model.model, {}), Stack()
@@ -98,33 +115,41 @@ def record(
         put_stand_ins(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
     stack.watch(model, {fqn for fqn, leaf in leaves.items() if leaf.kind})
     saved = saved_by(plan, model, stack) if plan.kept else {}
-    watched, read = Watched(lambda: stack.frames[-1][0]), set[str]()
+    draws = draws or any(isinstance(one, Dropout) and one.p > 0 for one in model.modules())
+    watched, read = Watched(lambda: stack.frames[-1][0]) if draws else None, set[str]()
+    tried = None if loss is None else partial(_tried, loss, read)
     with without_values(batch) as (inputs, values):
-        seen, values.drew = Recorded(stack, inputs, values), watched.drew
-        with watched, Trace(stack, seen):
+        seen = Recorded(stack, inputs, values, draws)
+        values.drew = values.drew if watched is None else watched.drew
+        with watched or nullcontext(), Trace(stack, seen):
             try:
-                output, value = forward(model, inputs, _telling(loss, read))
+                output, value = forward(model, inputs, tried)
             except Refusal:
                 raise
             except Exception as error:
                 raise rejected(error, left_over(plan.model.model, batch)) from error
+    if values.random and not draws:
+        return record(plan, batch, loss, leaves, draws=True)
     # what a part weighs is told by the labels alone; the loss is kept, so that its identity is
     labels: Any = plan.model.cache.setdefault("labels", {})
     at = tuple((name, value.shape) for name, value in named_tensors(batch).items()), id(loss)
     labels[at] = tuple(seen.labels), loss
     found = value if loss is None or is_loss(value) else None
     lossless = None  # a batch without labels may have no loss, and still be evaluated
-    if found is None:
-        said = no_loss(model, output, batch)
-        lossless = said if loss is None else not_a_loss(value, model, batch)
+    if found is None and loss is None:
+        lossless = no_loss(model, output, batch)
+    elif found is None:
+        lossless = not_a_loss(value, model, batch)
+    given = taken(plan.model.model, batch)
     original = Original(
         labels=tuple(seen.labels),
         label_counts=tuple(seen.counted),
         read=frozenset(read),
-        random=watched.random,
+        unread=tuple(key for key in batch if key not in given and key not in read),
+        random=watched is not None and watched.random,
         drawn=seen.drawn,
         unbatched=_unbatched(plan, batch, loss, seen) if seen.sourceless else {},
-        apart=watched.apart,
+        apart={} if watched is None else watched.apart,
         reached=reached(model, found),
         outside=frozenset(stack.outside),
         lossless=lossless,
@@ -144,13 +169,13 @@ class Many(NamedTuple):
 
 def with_many_rows(plan: Plan, batch: Mapping[str, Any], loss: Loss | None) -> Many | None:
     """Record such a forward once for a batch of these shapes; None: the model takes no other."""
+    from schedlang.runtime.batch import forward
     from schedlang.runtime.grad_reduction.batch_statistics import Sums
     from schedlang.runtime.pipeline.stage import signature
     from schedlang.runtime.propagation.trace import Recorded, Trace, at_many_rows
-    from schedlang.runtime.tracing.loss import forward
 
     def run(bare: nn.Module, inputs: dict[str, Any], stack: Stack, rows: int) -> Many:
-        seen, sums = Recorded(stack, inputs), Sums(stack, rows)
+        seen, sums = Recorded(stack, inputs, draws=True), Sums(stack, rows)
         with Trace(stack, seen, sums):
             _, value = forward(bare, inputs, sums.beside(loss))
         return Many(seen.drawn, None if value is None else sums.reaching(value))
@@ -197,20 +222,14 @@ class Reading(dict[str, Any]):
     keys, values, items = Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
 
 
-def _telling(loss: Loss | None, read: set[str]) -> Loss | None:
-    """The user's loss, which tells what it reads, and its errors at its own line (S865)."""
-    if loss is None:
-        return None
-
-    def tried(output: Any, batch: Mapping[str, Any]) -> Any:
-        try:
-            return loss(output, Reading(batch, read))
-        except Exception as error:
-            if _for_values(error):
-                raise
-            raise told(error, "loss", loss) from error
-
-    return tried
+def _tried(loss: Loss, read: set[str], output: Any, batch: Mapping[str, Any]) -> Any:
+    """Call the user's loss; `read` gets the keys that it reads, its errors its line (S865)."""
+    try:
+        return loss(output, Reading(batch, read))
+    except Exception as error:
+        if _for_values(error):
+            raise
+        raise told(error, "loss", loss) from error
 
 
 def _for_values(error: Exception) -> bool:
@@ -248,9 +267,6 @@ def rejected(error: Exception, others: Sequence[str] = ()) -> Refusal:
             helps=("return the keyword arguments of the model's forward from `batch(seed)`",),
         )
     )
-
-
-# ---- What a part of a batch weighs in the mean loss of the whole.
 
 
 Weight = Callable[[Mapping[str, Any]], float]
@@ -306,12 +322,6 @@ def weight_of(traced: Original, parts: int) -> Weight:
             )
         )
     return lambda batch: float(rows_of(batch))
-
-
-# ---- Losses made of statistics over the batch: which of their sums parts of it have to share.
-# The router losses of Switch Transformers (Fedus et al. 2021) and of ST-MoE (Zoph et al. 2022) are
-# made of means over all tokens.  Where a rank sees a part of them its means are those of all
-# parts.
 
 
 ALLOW = 'or allow statistics of each part: `step "..." relax(batch_stats) {`'

@@ -1,4 +1,12 @@
-"""Layouts through one forward: how tensors arrive at each sharded module, and all that follows."""
+"""Layouts through one forward: how tensors arrive at each sharded module, and all that follows.
+
+* Where the backward of a model on the meta device can start.
+* Layouts through one forward: how tensors arrive at each sharded module, and all that follows.
+  The plan's model runs twice on the meta device: once as it is, once with this plan's local
+  shapes, call by call beside the first.  Where the sharded one fails because a module counts
+  heads or widths by itself, the attribute that holds the number is found by trying, and divided;
+  the comparison of all later calls proves the choice.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +33,10 @@ if TYPE_CHECKING:
     from schedlang.runtime.sharding.shard import Edge
     from schedlang.runtime.sharding.sizes import Counted
 
-# ---- Where the backward of a model on the meta device can start.
-
 
 def backward_root(model: Any, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
     """Something to go backward from: the loss, else the sum of what the model gives."""
-    from schedlang.runtime.tracing.loss import forward
+    from schedlang.runtime.batch import forward
 
     return root_of(*forward(model, inputs, loss))
 
@@ -39,22 +45,14 @@ def root_of(output: Any, loss: Tensor | None) -> Tensor | None:
     """Return where a backward can start: the loss, the model's own, else the sum of its outputs."""
     import torch
 
-    from schedlang.runtime.tracing.loss import loss_of
-    from schedlang.runtime.tracing.torch_calls import tensors_in
+    from schedlang.runtime.batch import loss_of
+    from schedlang.runtime.tracing.meta import tensors_in
 
     root = loss if loss is not None else loss_of(output, {}, None)
     if root is None:
         floats = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
         root = torch.stack([t.sum() for t in floats]).sum() if floats else None
     return root if root is not None and root.requires_grad else None
-
-
-# ---- Layouts through one forward: how tensors arrive at each sharded module, and all that
-# follows.
-# The plan's model runs twice on the meta device: once as it is, once with this plan's local
-# shapes, call by call beside the first.  Where the sharded one fails because a module counts heads
-# or widths by itself, the attribute that holds the number is found by trying, and divided; the
-# comparison of all later calls proves the choice.
 
 
 MOST_RUNS = 64
@@ -129,7 +127,7 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
         divided, reached = (tries or pairs).pop()
         if not single and any((divided - {number}, reached) in idle for number in divided):
             continue  # one of the two changes nothing here
-        run = Run(plan, batch, loss, leaves, recording.frames, divided)
+        run = Run(plan, batch, loss, leaves, recording, divided)
         try:
             failure = run.attempt()
         except Hoist as place:

@@ -1,4 +1,8 @@
-"""Splits over ranks of what a module saves for backward: blocks, tokens, or whole."""
+"""Splits over ranks of what a module saves for backward: blocks, tokens, or whole.
+
+* How ranks split what a module saves for backward: the blocks that one process has to round.
+* How ranks that split sequences split what a module saves: the tokens or heads of each of them.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,6 @@ if TYPE_CHECKING:
     from schedlang.remat.again import Again
     from schedlang.runtime.context_parallel.token_layout import Layout
     from schedlang.runtime.propagation.trace import Saved
-
-# ---- How ranks split what a module saves for backward: the blocks that one process has to round.
 
 
 class Saving(NamedTuple):
@@ -220,10 +222,6 @@ def refusal(plan: Plan, fqn: str, axis: str, what: str) -> Refusal:
             ),
         )
     )
-
-
-# ---- How ranks that split sequences split what a module saves: the tokens or heads of each of
-# them.
 
 
 class Split(NamedTuple):

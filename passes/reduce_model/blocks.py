@@ -1,4 +1,8 @@
-"""Blocks of a model that repeat: their common names, and the fewest that show what all do."""
+"""Blocks of a model that repeat: their common names, and the fewest that show what all do.
+
+* Kinds of layers, and the fewest that show each kind, neighbour and stage.
+* Lists of blocks, and names that are equal in all of them.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.ir.model import ModelFacts, Site
-
-# ---- Kinds of layers, and the fewest that show each kind, neighbour and stage.
 
 
 LISTS = ("ModuleList", "Sequential", "ModuleDict")
@@ -110,9 +112,6 @@ def counterpart(name: str, shorter: Mapping[str, tuple[int, int]]) -> str:
             if index.isdigit() and int(index) >= (now + 1) // 2:
                 name = f"{trunk}.{int(index) + before - now}{dot}{tail}"
     return name
-
-
-# ---- Lists of blocks, and names that are equal in all of them.
 
 
 PROJECTIONS = ("Linear", "Conv1D")

@@ -1,4 +1,8 @@
-"""Shrink: the same classes and the same schedule with every size as small as its meaning allows."""
+"""Shrink: the same classes and the same schedule with every size as small as its meaning allows.
+
+* A smaller model under the same schedule: layers first, then widths, then values and batches.
+* The reduced model, and what is said about it.
+"""
 
 from __future__ import annotations
 
@@ -49,18 +53,18 @@ if TYPE_CHECKING:
 MOST = 8
 
 
-def small_meshes(axes: Mapping[str, int], most: int = MOST) -> Iterator[dict[str, int]]:
+def small_meshes(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Smaller sizes of the axes, the best first; the mesh itself where it is small enough.
 
     Best is a mesh that leaves no axis out, whose axes differ in size (so that a sum over the wrong
     one shows), and that has few ranks.
     """
-    if math.prod(axes.values()) <= most:
+    if math.prod(axes.values()) <= MOST:
         yield dict(axes)
         return
-    ranges = [range(1, min(size, most) + 1) for size in axes.values()]
+    ranges = [range(1, min(size, MOST) + 1) for size in axes.values()]
     found = [
-        dict(zip(axes, sizes)) for sizes in itertools.product(*ranges) if math.prod(sizes) <= most
+        dict(zip(axes, sizes)) for sizes in itertools.product(*ranges) if math.prod(sizes) <= MOST
     ]
     yield from sorted(
         (mesh for mesh in found if max(mesh.values()) > 1), key=lambda m: _cost(m, axes)
@@ -170,9 +174,6 @@ def stage_mesh(plan: Plan, mesh: Mapping[str, int]) -> dict[str, int]:
 def codes(refusals: Sequence[Refusal]) -> set[str]:
     """The codes of all their messages."""
     return {d.code for refusal in refusals for d in refusal.diagnostics}
-
-
-# ---- A smaller model under the same schedule: layers first, then widths, then values and batches.
 
 
 LIMIT = 64  # what no shape depends on, such as the longest sequence
@@ -378,9 +379,6 @@ def runs(model: nn.Module, batches: Sequence[Batch], loss: Any) -> None:
         raise refused(
             "S753", reason, "and `small_batch(seed)`: it returns a batch for it"
         ) from error
-
-
-# ---- The reduced model, and what is said about it.
 
 
 @dataclass(frozen=True)

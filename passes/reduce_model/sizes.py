@@ -1,4 +1,7 @@
-"""The sizes from which a model is made, and the smallest that keep what matters of it."""
+"""The sizes from which a model is made, and the smallest that keep what matters of it.
+
+* A recipe: the whole numbers from which a model was made, and the model for other numbers.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.ir.model import ModelFacts
-
-# ---- A recipe: the whole numbers from which a model was made, and the model for other numbers.
 
 
 TOKENS = ("token_id", "token_index")  # how transformers names numbers that are ids, not sizes

@@ -326,7 +326,7 @@ def _what(context: Context, one: Exchange) -> str:
 
 
 def _ends(edge: Edge) -> tuple[tuple[str, str], tuple[str, str]]:
-    from schedlang.runtime.sharding.redistribute import switches
+    from schedlang.runtime.sharding.shard import switches
 
     def kinds(table: Mapping[Any, Any], a: Placement, b: Placement) -> tuple[str, str]:
         if switches(a, b):

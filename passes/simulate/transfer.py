@@ -76,7 +76,6 @@ def transferred(
     loss: Any = None,
     *,
     apart: bool = False,
-    bucket: int = 64 << 20,
 ) -> Transfer:
     """Count what `schedlang.transfer` sends between programs of two plans of one model.
 
@@ -92,10 +91,12 @@ def transferred(
         helps = ("give two schedules of the same model",)
         raise Refusal(Diagnostic("S634", f"only one of them has {quoted(odd)}", helps=helps))
     found = route(kinds_of(source, target), world)
-    return _figures(found, apart, bucket)
+    return _figures(found, apart)
 
 
-def _figures(found: Route, apart: bool, bucket: int) -> Transfer:
+def _figures(found: Route, apart: bool) -> Transfer:
+    from schedlang.runtime.transfer.transfer import BUCKET
+
     sender, receiver = int(found.sent.argmax()), int(found.received.argmax())
     return Transfer(
         found.world,
@@ -106,8 +107,8 @@ def _figures(found: Route, apart: bool, bucket: int) -> Transfer:
         (sender, int(found.sent[sender])),
         (receiver, int(found.received[receiver])),
         len(found.pairs[0]),
-        found.messages(bucket),
-        bucket,
+        found.messages(BUCKET),
+        BUCKET,
     )
 
 

@@ -1,4 +1,13 @@
-"""Prove without a rank that every gradient is summed over the axes on which it is partial."""
+"""Prove without a rank that every gradient is summed over the axes on which it is partial.
+
+* What every parameter's gradient is when the last backward has run, derived from types alone. One
+  microbatch of the local model on the meta device, forward and backward, with all stages in one
+  graph, so that a tied weight is one node with several uses.
+* Proof that whatever is summed is a pending sum: only linear calls stand before a sum.
+* Proof that every gradient is summed over the axes that it is a part over, once, and no other.
+  Two derivations that share nothing but the model: which gradients are parts follows from types
+  (`gradients`); which sums a step does is seen where one is played (`book`).
+"""
 
 from __future__ import annotations
 
@@ -18,11 +27,6 @@ if TYPE_CHECKING:
     from schedlang.passes.partition.staging import Staged
     from schedlang.passes.propagate.dryrun import Loss
     from schedlang.runtime.adjoint import Fault, Gradient
-
-# ---- What every parameter's gradient is when the last backward has run, derived from types
-# alone.
-# One microbatch of the local model on the meta device, forward and backward, with all stages in
-# one graph, so that a tied weight is one node with several uses.
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,7 @@ def gradients(
     from schedlang.passes.propagate.propagate import backward_root
     from schedlang.runtime.adjoint import Adjoint, Typed
     from schedlang.runtime.propagation.trace import Stack, Trace
-    from schedlang.runtime.tracing.meta import without_values
-    from schedlang.runtime.tracing.torch_calls import tensors_in
+    from schedlang.runtime.tracing.meta import tensors_in, without_values
 
     model, stack = local_skeleton(plan, prepared.traced), Stack()
     model.train()
@@ -99,20 +102,11 @@ def _stage_of(staged: Staged) -> Any:
 CODES = {"type": "S713", "missing": "S711", "often": "S712"}  # of calls that do not fit
 
 
-# ---- Proof that whatever is summed is a pending sum: only linear calls stand before a sum.
-
-
 def types(plan: Plan, gradients: Gradients) -> Claim:
     """The calls of one forward by their types on each axis (S713)."""
     problems = [(f.fqn, _fault(plan, f)) for f in gradients.faults if f.kind == "type"]
     said = f"{gradients.calls} calls, {gradients.sums} pending sums"
     return Claim("placement types", said, folded(problems))
-
-
-# ---- Proof that every gradient is summed over the axes that it is a part over, once, and no
-# other.
-# Two derivations that share nothing but the model: which gradients are parts follows from types
-# (`gradients`); which sums a step does is seen where one is played (`book`).
 
 
 def ledger(plan: Plan, prepared: Prepared, gradients: Gradients, book: Book) -> Claim:

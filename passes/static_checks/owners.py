@@ -1,4 +1,9 @@
-"""Proofs that everything a model keeps has its owner, and that the parts of a step weigh one."""
+"""Proofs that everything a model keeps has its owner, and that the parts of a step weigh one.
+
+* Proof that rows which change how a module computes leave what it is: names, hooks, state.
+* Proof that everything a model keeps has its owner: stages of parameters and of buffers.
+* Proof that the parts of a step weigh one together, and each as much as its labels say.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +30,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.runtime.batch import Part
-
-# ---- Proof that rows which change how a module computes leave what it is: names, hooks, state.
 
 
 HOOKS = (
@@ -85,9 +88,6 @@ def _facts(module: nn.Module) -> dict[str, object]:
         "hooks": hooks,
         "mode": module.training,
     }
-
-
-# ---- Proof that everything a model keeps has its owner: stages of parameters and of buffers.
 
 
 def owners(
@@ -173,9 +173,6 @@ def _optimizers(plan: Plan, played: Sequence[Role]) -> Iterator[tuple[str, str]]
                 yield name, f"the optimizer of rank {role.rank} does not train it exactly once"
         for name in given:
             yield name, f"the optimizer of rank {role.rank} trains what the model does not have"
-
-
-# ---- Proof that the parts of a step weigh one together, and each as much as its labels say.
 
 
 NEAR = 1e-9

@@ -1,4 +1,10 @@
-"""Steps of some ranks, played without values one by one, and proof that what they send matches."""
+"""Steps of some ranks, played without values one by one, and proof that what they send matches.
+
+* Proof that ranks agree: on the groups that they make, on collectives, and on messages. The logs
+  of played ranks are run against each other.  A collective waits until all played members of its
+  group have come to the same one, so that two groups in opposite orders are found as well as two
+  operations that differ; messages are paired in order on each channel, as torch pairs them.
+"""
 
 from __future__ import annotations
 
@@ -183,12 +189,6 @@ def slices(step: Step, rank: int) -> tuple[Booked, ...]:
             if copies.kind == "replicas" and names:
                 found.append(booked_at(plan, prepared, copies.group.ranks, names))
     return tuple(found)
-
-
-# ---- Proof that ranks agree: on the groups that they make, on collectives, and on messages.
-# The logs of played ranks are run against each other.  A collective waits until all played members
-# of its group have come to the same one, so that two groups in opposite orders are found as well as
-# two operations that differ; messages are paired in order on each channel, as torch pairs them.
 
 
 Logs = Mapping[int, Sequence["Sent"]]

@@ -28,7 +28,7 @@ from schedlang.runtime.device import Replayed, own_generators
 from schedlang.runtime.pipeline.arguments import put, take
 from schedlang.runtime.rng.logical_dropout import mixed
 from schedlang.runtime.scope import capture, current, site
-from schedlang.runtime.tracing.torch_calls import tensors_in
+from schedlang.runtime.tracing.meta import tensors_in
 
 # ---- The original whose modules run again in backward from what is kept in fewer bits.
 # Written apart from what programs run (`recompute.py` and `selective.py` of

@@ -16,10 +16,9 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.passes.verify.observe import Batch, Loss, MakeOptimizer
 from schedlang.passes.verify.randomness import draws_in_words, generators, repeated
-from schedlang.runtime.batch import called, followed, named_tensors
+from schedlang.runtime.batch import called, followed, named_tensors, no_loss
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.runtime.scope import Scope, entered, named_sites
-from schedlang.runtime.tracing.loss import no_loss
 from schedlang.runtime.training import Training
 
 _UNTRAINED = Diagnostic(

@@ -41,7 +41,7 @@ from schedlang.runtime.grad_reduction.batch_statistics import Meeting, gather_st
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.no_labels import no_labels
 from schedlang.runtime.rng.logical_dropout import Alone, ByRow
-from schedlang.runtime.tracing.torch_calls import model_line, name_of
+from schedlang.runtime.tracing.meta import model_line, name_of
 
 Derived = dict[str, Tensor | None]  # the loss under "", and gradients by name
 

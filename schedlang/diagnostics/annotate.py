@@ -21,9 +21,9 @@ class Note:
     level: str = "error"  # or "warning", "notice"
 
 
-def on_github(environ: Mapping[str, str] = os.environ) -> bool:
+def on_github() -> bool:
     """Return whether this process runs as a step of a GitHub workflow."""
-    return environ.get("GITHUB_ACTIONS") == "true"
+    return os.environ.get("GITHUB_ACTIONS") == "true"
 
 
 def annotation(note: Note, environ: Mapping[str, str] = os.environ) -> str:

@@ -1,4 +1,7 @@
-"""Every code of a message: what it is about, and what usually helps."""
+"""Every code of a message: what it is about, and what usually helps.
+
+* The example of a code: files, a command, and what schedlang says; pages and tests share it.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,6 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 
 from schedlang.diagnostics.code_texts import models, proofs, reading, rows, running, warnings
-
-# ---- The example of a code: files, a command, and what schedlang says; pages and tests share it.
-
 
 SECTION = re.compile(r"^-- (\S+) --\n", re.MULTILINE)
 MODEL = "model.py"  # the file that most examples have in common, and do not show
@@ -86,9 +86,6 @@ def _folder() -> Traversable:
 
 def _indented(text: str) -> str:
     return "".join(f"    {line}\n" if line else "\n" for line in text.split("\n")[:-1])
-
-
-# ---- Every code of a message: what it is about, and what usually helps.
 
 
 FAMILIES: Mapping[str, str] = {

@@ -1,4 +1,7 @@
-"""Own errors: what only a mistake of schedlang explains, and what a report of it should hold."""
+"""Own errors: what only a mistake of schedlang explains, and what a report of it should hold.
+
+* Diagnostic: what went wrong, where, why, and what to write instead; Refusal raises it.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,6 @@ from typing import ParamSpec, TypeVar
 from schedlang.diagnostics.source import NOWHERE, Source, Span, python_span
 from schedlang.diagnostics.tables import PLAIN, wrapped
 from schedlang.diagnostics.told_once import in_a_job, install
-
-# ---- Diagnostic: what went wrong, where, why, and what to write instead; Refusal raises it.
-
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -291,9 +291,6 @@ def _helps(d: Diagnostic) -> Iterator[str]:
     """Yield the helps of a diagnostic, spelled for its reader: as a schedule, or as Python."""
     spell = SPELLED[-1] if SPELLED and d.primary.span.source.python else str
     yield from map(spell, d.helps)
-
-
-# ---- Own errors: what only a mistake of schedlang explains, and what a report of it should hold.
 
 
 class OwnError(AssertionError):

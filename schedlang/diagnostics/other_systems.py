@@ -1,12 +1,13 @@
-"""Verbs, orders and arguments in words of other systems and papers: tables, no code."""
+"""Verbs, orders and arguments in words of other systems and papers: tables, no code.
+
+* Verbs and orders in words of other systems and papers, and what is here: tables, no code.
+* Arguments in words of other systems and papers, and what is written here: a table, no code.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import NamedTuple
-
-# ---- Verbs and orders in words of other systems and papers, and what is here: tables, no code.
-
 
 _COPIES = "each rank of an axis has rows of the batch and a whole copy: `zero(stage=0, over=dp)`"
 _SLICES = "parameters are sliced and gathered: `zero(stage=3, over=dp)`"
@@ -135,9 +136,6 @@ ORDER_NAMES = frozenset(
         *("zb-h2", "zb-i", "zb-v", "zbv", "zbvzerobubble"),
     )
 )
-
-
-# ---- Arguments in words of other systems and papers, and what is written here: a table, no code.
 
 
 class Other(NamedTuple):

@@ -1,4 +1,7 @@
-"""Source and Span: a text with a name, and a place in it (a schedule file or a Python file)."""
+"""Source and Span: a text with a name, and a place in it (a schedule file or a Python file).
+
+* Reading files whole: regular ones, of a bounded size.  Nothing waits for a pipe, or for ever.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,6 @@ from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
-
-# ---- Reading files whole: regular ones, of a bounded size.  Nothing waits for a pipe, or for
-# ever.
-
 
 MOST = 2**28  # bytes; a table of eight million operations has a third of it
 
@@ -41,17 +40,14 @@ def bytes_of(path: str | Path, most: int = MOST) -> bytes:
     return found
 
 
-def text_of(path: str | Path, most: int = MOST) -> str:
+def text_of(path: str | Path) -> str:
     """The same, as the UTF-8 text that it is; UnicodeDecodeError where it is none."""
-    return bytes_of(path, most).decode("utf-8").replace("\r\n", "\n")
+    return bytes_of(path).decode("utf-8").replace("\r\n", "\n")
 
 
 def _at_once(path: str, flags: int) -> int:
     """Open a file without waiting until somebody writes into a pipe."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
-# ---- Source and Span: a text with a name, and a place in it (a schedule file or a Python file).
 
 
 HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # schedlang/

@@ -1,6 +1,9 @@
 """Tables of a terminal: columns that are too many for a line go below, names are never cut.
 
 And small ones of a notebook, as HTML.
+
+* Bytes and counts as people read them.
+* Tables of a notebook.
 """
 
 from __future__ import annotations
@@ -12,8 +15,6 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TextIO
-
-# ---- Bytes and counts as people read them.
 
 
 def size(count: int) -> str:
@@ -32,9 +33,6 @@ def number(count: int) -> str:
         if count >= factor:
             return f"{count / factor:.1f} {unit}"
     return str(count)
-
-
-# ---- Tables of a terminal: columns that are too many for a line go below, names are never cut.
 
 
 Row = Sequence[str]
@@ -121,9 +119,6 @@ def table(rows: Sequence[Row], width: int | None = None, keys: int = 1) -> Itera
         if end >= count:
             return
         start = end
-
-
-# ---- Tables of a notebook.
 
 
 def html_table(title: str, rows: Sequence[Row], heads: Row = ()) -> str:

@@ -1,4 +1,10 @@
-"""Completion, hovers and definitions at a cursor, in a text that need not parse."""
+"""Completion, hovers and definitions at a cursor, in a text that need not parse.
+
+* A model as `tree --each --json` tells it: what selectors ask, without importing the model.
+* The syntax around a cursor in a text that need not parse, and the names that the text declares.
+* Completion: what may stand at a cursor, module paths of the model among it.
+* Hover and definition: a verb's manual, a declaration and its line, the modules of a selector.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +25,10 @@ from schedlang.diagnostics.source import NOWHERE, text_of
 from schedlang.editors.rules import declarations, regex, verbs
 from schedlang.ir.primitive import load_all, registry
 from schedlang.language import manual
-from schedlang.language.binding import surface
-from schedlang.language.kinds import Axes, Axis
+from schedlang.language.kinds import Axes, Axis, surface
 from schedlang.language.selector import Selector
 from schedlang.language.syntax import DECLARATIONS, STATEMENTS, parse_path
 from schedlang.language.value import Names
-
-# ---- A model as `tree --each --json` tells it: what selectors ask, without importing the model.
-
 
 # -- asking the command line in a process ----------------------------------------------------------
 
@@ -125,10 +127,6 @@ class Outline:
 
 def _flat(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [node, *(deep for child in node["children"] for deep in _flat(child))]
-
-
-# ---- The syntax around a cursor in a text that need not parse, and the names that the text
-# declares.
 
 
 # -- the context of a cursor, in a text that need not parse ----------------------------------------
@@ -271,9 +269,6 @@ def used_file(text: str, alias: str) -> str | None:
     return found[1] if found else None
 
 
-# ---- Completion: what may stand at a cursor, module paths of the model among it.
-
-
 TOP = ("schedule", *DECLARATIONS, *STATEMENTS)
 
 
@@ -391,10 +386,6 @@ def roots_of(here: Place, outline: Outline) -> tuple[str, ...]:
             except Refusal:
                 return ()
     return roots
-
-
-# ---- Hover and definition: a verb's manual, a declaration and its line, the modules of a
-# selector.
 
 
 # -- definition ------------------------------------------------------------------------------------

@@ -1,4 +1,11 @@
-"""Protocols of single features: a primitive derives from them, and their passes look for them."""
+"""Protocols of single features: a primitive derives from them, and their passes look for them.
+
+* Lowering: rows that change modules of the copy that is built.
+* Kernel injection.
+* Recomputation.
+* Placement and state.
+* How a row is read, selects and is checked.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +22,6 @@ if TYPE_CHECKING:
     from schedlang.ir.model import Site
     from schedlang.ir.plan import Plan
     from schedlang.language.patterns import Pattern
-
-# ---- Lowering: rows that change modules of the copy that is built.
 
 
 class Copy(Protocol):
@@ -60,9 +65,6 @@ class Rewrite(Lowered, feature=True):
     def lower(self, site: Any, copy: Copy) -> None:
         """Rewrite the module at `site`."""
         self.rewrite(copy.at(site.fqn))
-
-
-# ---- Kernel injection.
 
 
 class Injected(Lowered, feature=True):
@@ -158,9 +160,6 @@ class Gaining(Primitive, feature=True):
         there."""
 
 
-# ---- Recomputation.
-
-
 class Budgeted(ABC):
     """A plan by which modules keep at most so many bytes on a rank for their backwards.
 
@@ -213,9 +212,6 @@ class Recomputing(Lowered, feature=True):
         return None
 
 
-# ---- Placement and state.
-
-
 class SplittingHeads(Primitive, feature=True):
     """A row that splits a dim evenly, and can be told of how many heads it consists."""
 
@@ -252,9 +248,6 @@ class Slicing(Primitive, feature=True):
 
 class Checking(Primitive, feature=True):
     """A row that changes nothing and asks for more of a proof (`Check`)."""
-
-
-# ---- How a row is read, selects and is checked.
 
 
 class Located(Primitive, feature=True):

@@ -1,4 +1,7 @@
-"""The mesh: named axes of ranks, who shares a group, and what axes are usually called."""
+"""The mesh: named axes of ranks, who shares a group, and what axes are usually called.
+
+* Axes by what they are usually called: which one of a mesh a help names, and what a mesh lacks.
+"""
 
 from __future__ import annotations
 
@@ -141,10 +144,6 @@ class Mesh:
 def neighbours(axis: str, count: int) -> str:
     """The name of the axis along which runs of `count` neighbours of another axis lie."""
     return f"{axis}/{count}"
-
-
-# ---- Axes by what they are usually called: which one of a mesh a help names, and what a mesh
-# lacks.
 
 
 # what ranks along an axis do -> what it is usually called; the first is offered where none is there

@@ -58,7 +58,8 @@ class Site:
     """One module of the untouched model.
 
     `classes` are the qualified names of its class and bases; `dims` the names of the dims of its
-    own parameters; `parameters` maps a local name ("weight") to the parameter, which may be tied.
+    own parameters, where a class defines them; `parameters` maps a local name ("weight") to the
+    parameter, which may be tied.
     A module without a forward, such as a list, holds others and is never called.
     """
 
@@ -68,6 +69,7 @@ class Site:
     parameters: Mapping[str, ParameterFact] = field(hash=False)
     buffers: tuple[str, ...] = ()
     has_forward: bool = True
+    dims: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
 
     @property
     def class_name(self) -> str:
@@ -78,11 +80,6 @@ class Site:
         """Return whether the class, or one that it inherits from, is called `name` (plain or
         qualified)."""
         return any(name in (known, known.rpartition(".")[2]) for known in self.classes)
-
-    @property
-    def dims(self) -> Mapping[str, tuple[str, ...]]:
-        """The names of the dims of each own parameter, where its class defines them."""
-        return next((DIMS[known] for known in self.classes if known in DIMS), {})
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -210,17 +207,19 @@ class ModelFacts:
     def sites(self) -> Mapping[str, Site]:
         """Every module by its name; the model itself is ""."""
         facts, classes, found = self.parameters, dict[type, tuple[str, ...]](), {}
+        dims: dict[type, Mapping[str, tuple[str, ...]]] = {}
         for fqn, module in self._modules.items():
             kind, prefix = type(module), f"{fqn}." if fqn else ""
             if kind not in classes:
                 names = [f"{c.__module__}.{c.__qualname__}" for c in kind.__mro__]
                 known = (name for name in names if name not in (BASE, "builtins.object"))
                 classes[kind] = tuple(known) or (BASE,)
+                dims[kind] = next((DIMS[one] for one in classes[kind] if one in DIMS), {})
             own = {name: facts[prefix + name] for name in _there(module._parameters)}
             children, buffers = _there(module._modules), _there(module._buffers)
             # torch's own forward, of lists and dicts, only raises
             calls = getattr(module.forward, "__name__", "") != "_forward_unimplemented"
-            found[fqn] = Site(fqn, classes[kind], children, own, buffers, calls)
+            found[fqn] = Site(fqn, classes[kind], children, own, buffers, calls, dims[kind])
         return found
 
     # -- what selectors ask ------------------------------------------------------------------

@@ -1,4 +1,13 @@
-"""A model file: where a model, its batches and its loss come from."""
+"""A model file: where a model, its batches and its loss come from.
+
+* A Python file as it is now: run from its text, not from what was compiled of it before. Python
+  takes compiled code for current if the file has the same size and second of change: an edit
+  within a second would be proven as it was before.
+* A model file: where a model, its batches and its loss come from. By convention it is `model.py`
+  beside the schedule and defines `model()`, `batch(seed)` and, where needed, `loss(output,
+  batch)` and `weight(batch)`; for `verify --shrink` it may define `small()` and
+  `small_batch(seed)`, for rows that `replace` modules `replacements`, what their names stand for.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +30,6 @@ from schedlang.uncollected import uncollected
 if TYPE_CHECKING:
     from torch import nn
 
-# ---- A Python file as it is now: run from its text, not from what was compiled of it before.
-# Python takes compiled code for current if the file has the same size and second of change: an
-# edit within a second would be proven as it was before.
-
 
 class _FromText(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
@@ -44,13 +49,6 @@ def module_of(name: str, path: str | Path) -> tuple[ModuleType, Callable[[], Non
     assert isinstance(spec, ModuleSpec), path
     module = sys.modules[name] = module_from_spec(spec)
     return module, lambda: loader.exec_module(module)
-
-
-# ---- A model file: where a model, its batches and its loss come from.
-# By convention it is `model.py` beside the schedule and defines `model()`, `batch(seed)` and,
-# where needed, `loss(output, batch)` and `weight(batch)`; for `verify --shrink` it may define
-# `small()` and `small_batch(seed)`, for rows that `replace` modules `replacements`, what their
-# names stand for.
 
 
 KNOWN = ("model", "batch", "loss", "weight", "small", "small_batch", "replacements")

@@ -1,4 +1,8 @@
-"""Placements of a tensor on a mesh: split, replicated or partial; sizes that do not divide."""
+"""Placements of a tensor on a mesh: split, replicated or partial; sizes that do not divide.
+
+* How a tensor lies on a mesh: which part each rank holds.
+* Sizes that ranks do not divide: what is padded, what several ranks hold, and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,6 @@ from fractions import Fraction
 from typing import Literal
 
 from schedlang.ir.mesh import Mesh
-
-# ---- How a tensor lies on a mesh: which part each rank holds.
 
 
 @dataclass(frozen=True)
@@ -238,10 +240,6 @@ def joined(runs: Sequence[Segment]) -> list[Segment]:
         else:
             out.append(run)
     return out
-
-
-# ---- Sizes that ranks do not divide: what is padded, what several ranks hold, and what is
-# refused.
 
 
 Rule = Literal["pad", "replicate"]

@@ -52,11 +52,6 @@ class Action:
         """The word of the language for what is done."""
         return type(self.primitive).__name__
 
-    def target(self, group: Sequence[str], model: ModelFacts) -> Any:
-        """Return what the primitive is given of a group of sites: all of them, or the only one."""
-        known = tuple(model.sites[fqn] for fqn in group)
-        return known if self.primitive.takes == "selection" else known[0]
-
     def changes(self, *facets: Facet) -> bool:
         """Return whether the row writes one of these facets."""
         return self.primitive.changes(*facets)
@@ -232,7 +227,9 @@ class Plan:
 
     def targets(self, action: Action) -> Iterator[Any]:
         """Yield what the primitive of an action is given, call by call: one site, or several."""
-        return (action.target(group, self.model) for group in action.each)
+        for group in action.each:
+            known = tuple(self.model.sites[fqn] for fqn in group)
+            yield known if action.primitive.takes == "selection" else known[0]
 
     def layout(self, parameter: str) -> Layout:
         """Return the layout of a parameter (by any of its names) on the mesh."""

@@ -1,4 +1,8 @@
-"""Primitive: one verb of the language; the registry of all, and their conflict table."""
+"""Primitive: one verb of the language; the registry of all, and their conflict table.
+
+* Primitive: one verb of the language, its arguments and rules; the registry of all.
+* The conflict table: how one verb may stand below another, from what both declare.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +24,6 @@ if TYPE_CHECKING:
     from importlib import metadata
 
     from schedlang.ir.plan import Plan
-
-# ---- Primitive: one verb of the language, its arguments and rules; the registry of all.
 
 
 class Facet(StrEnum):
@@ -275,9 +277,6 @@ def conflicts(first: Primitive | type[Primitive], then: Primitive | type[Primiti
     if both_change(first, then):
         return "both"
     return "order" if first.writes & then.reads else "commute"
-
-
-# ---- The conflict table: how one verb may stand below another, from what both declare.
 
 
 SIGNS: Mapping[Relation, str] = {"commute": "=", "order": ">", "clash": "x", "both": "2"}

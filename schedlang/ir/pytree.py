@@ -5,6 +5,13 @@ dataclasses, attrs classes, mappings and namespaces; and libraries register clas
 that pytree cannot name the places of.  These functions are pytree's under the same names, and see
 to it first that every class that holds a tensor in the nest is known to it: then hooks that flatten
 by themselves (those of fully_shard) find the tensors, too.
+
+* Pytrees: nested values, flattened and put together again, whatever classes they are made of.
+* What libraries note when a model is made, made up for in a process that only received it.
+  transformers notes which hidden states and attentions a class can return when the first model of
+  the class is made; a model that was unpickled in another process would return none, without a
+  word.
+* Parts of a model that pickle turns away, made fit to be sent to the ranks of one machine.
 """
 
 from __future__ import annotations
@@ -31,9 +38,6 @@ from torch.utils._pytree import (
     keystr,
     tree_unflatten,
 )
-
-# ---- Pytrees: nested values, flattened and put together again, whatever classes they are made of.
-
 
 __all__ = [
     "GetAttrKey",
@@ -352,12 +356,6 @@ def _made(kind: Any, children: Mapping[Any, Any], rest: Rest) -> Any:
     return made
 
 
-# ---- What libraries note when a model is made, made up for in a process that only received it.
-# transformers notes which hidden states and attentions a class can return when the first model of
-# the class is made; a model that was unpickled in another process would return none, without a
-# word.
-
-
 def register(model: nn.Module) -> None:
     """Note for the classes of a model what making it would have noted."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
@@ -367,9 +365,6 @@ def register(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "_can_record_outputs") and str(type(module)) not in known:
             known[module] = module._can_record_outputs
-
-
-# ---- Parts of a model that pickle turns away, made fit to be sent to the ranks of one machine.
 
 
 def let_travel(model: nn.Module) -> None:

@@ -1,4 +1,11 @@
-"""Rows at very many modules: checked and stored once per class of equal modules."""
+"""Rows at very many modules: checked and stored once per class of equal modules.
+
+* A mapping that never changes: putting items gives another one, which shares what stays.
+* Modules that are alike: a number for each class of equal modules of a model.
+* Values of rows for very many modules: each is kept once for its row, and made when asked for.
+* Which rows of a plan stand at each module, and which inside of it.
+* A row at many modules: checked once for each class of equal ones, and shared by all of them.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +23,13 @@ if TYPE_CHECKING:
     from schedlang.ir.model import ModelFacts
     from schedlang.ir.plan import Action, Plan
 
-# ---- A mapping that never changes: putting items gives another one, which shares what stays.
-
 
 K = TypeVar("K")
 V = TypeVar("V")
 D = TypeVar("D")
 
 
+@dataclass(eq=False, repr=False)
 class Persistent(Mapping[K, V]):
     """Layers of items over a base, newest last.
 
@@ -32,10 +38,10 @@ class Persistent(Mapping[K, V]):
     base, so that `own` is what was put since it was laid.  Order is that of a dict: of first puts.
     """
 
-    _asked: tuple[Sequence[K], object, list[Any]] | None = None  # the last answer of `many`
-
-    def __init__(self, base: Mapping[K, V], layers: tuple[dict[K, V], ...] = ()) -> None:
-        self._base, self._layers = base, layers
+    _base: Mapping[K, V]
+    _layers: tuple[dict[K, V], ...] = ()
+    # the last answer of `many`
+    _asked: tuple[Sequence[K], object, list[Any]] | None = field(default=None, init=False)
 
     def put(self, items: Mapping[K, V]) -> Persistent[K, V]:
         """The mapping with these items, instead of those that it has for the same keys."""
@@ -107,9 +113,6 @@ def persistent(known: Mapping[K, V]) -> Persistent[K, V]:
     return known if isinstance(known, Persistent) else Persistent(known)
 
 
-# ---- Modules that are alike: a number for each class of equal modules of a model.
-
-
 def classes(facts: ModelFacts, attributes: tuple[str, ...] = ()) -> Mapping[str, int]:
     """Module -> the number of its class.
 
@@ -173,10 +176,6 @@ def above(modules: tuple[str, ...]) -> frozenset[str]:
         found |= level
         level = {fqn.rpartition(".")[0] for fqn in level if fqn} - found
     return frozenset(found)
-
-
-# ---- Values of rows for very many modules: each is kept once for its row, and made when asked
-# for.
 
 
 T = TypeVar("T")
@@ -248,9 +247,6 @@ def near(values: Sequence[T], fqn: str) -> Iterator[T]:
     return (v for v in values if inside(v.fqn, fqn) or inside(fqn, v.fqn))  # type: ignore[attr-defined]
 
 
-# ---- Which rows of a plan stand at each module, and which inside of it.
-
-
 Rows = tuple[int, ...]
 
 
@@ -277,9 +273,12 @@ class Trail:
     def after(self, rows: tuple[Any, ...], alone: bool) -> Trail:
         """The trail of rows that are one more than these."""
         place, sites = len(rows) - 1, rows[-1].sites
-        holding = tuple(above(sites))
-        at, below = _noted(self.at, place, sites), _noted(self.below, place, holding)
-        return Trail(rows, self.alone or alone, at, below)
+        longer = []
+        for known, modules in ((self.at, sites), (self.below, tuple(above(sites)))):
+            before = known.many(modules, ())
+            more = {rows: (*rows, place) for rows in set(before)}
+            longer.append(known.put(dict(zip(modules, map(more.__getitem__, before)))))
+        return Trail(rows, self.alone or alone, *longer)
 
     def around(self, sites: tuple[str, ...], ties: Sequence[tuple[str, ...]] = ()) -> set[int]:
         """The rows at these modules, at what holds them and at what they hold.
@@ -291,16 +290,6 @@ class Trail:
         holding = self.at.many((*above(sites), *others), ())
         marks = {*holding, *self.at.many(sites, ()), *self.below.many(sites, ())}
         return {row for rows in marks for row in rows}
-
-
-def _noted(known: Persistent[str, Rows], row: int, sites: tuple[str, ...]) -> Persistent[str, Rows]:
-    before = known.many(sites, ())
-    longer = {rows: (*rows, row) for rows in set(before)}
-    return known.put(dict(zip(sites, map(longer.__getitem__, before))))
-
-
-# ---- A row at many modules: checked once for each class of equal ones, and shared by all of
-# them.
 
 
 MAPS = ("layouts", "boundaries")  # by names that begin with the module's
@@ -339,7 +328,8 @@ def shared(plan: Plan, action: Action) -> Plan | None:
     empty: dict[str, Any] = dict.fromkeys(LISTS, ())
     now = replace(plan, **laid)
     for group in groups:
-        target = action.target(group[:1], plan.model)
+        first = plan.model.sites[group[0]]
+        target = (first,) if primitive.takes == "selection" else first
         primitive.check(target, now)
         before = replace(now, **empty)
         after = primitive.transform(target, before)

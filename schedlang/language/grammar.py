@@ -1,4 +1,8 @@
-"""The parser of the language, which lark makes of its grammar; the tree that it makes; editions."""
+"""The parser of the language, which lark makes of its grammar; the tree that it makes; editions.
+
+* What each rule of the grammar becomes: our nodes, every one with its span.
+* Editions of the language: the one that is read here, and how a text of an older one becomes it.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,6 @@ import schedlang
 from schedlang.diagnostics.diagnostic import Diagnostic, Label
 from schedlang.diagnostics.source import Source, Span
 from schedlang.language import nodes as n
-
-# ---- The parser of the language, which lark makes of its grammar.
-
 
 STARTS = ("start", "path", "expr")
 DEEPEST = 48  # brackets and signs inside one another; nothing a person writes comes near
@@ -110,9 +111,6 @@ def parser(strict: bool = False) -> Lark:
         postlex=Statements(),
         propagate_positions=True,
     )
-
-
-# ---- What each rule of the grammar becomes: our nodes, every one with its span.
 
 
 WHOLE = re.compile(r"\d+")
@@ -248,7 +246,8 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
 
     def start(self, at: Meta, header: n.Header, *items: Any) -> n.File:
         """A whole file."""
-        return n.File(header, items, span=Span(self.source, 1, 1, len(self.source.lines), 1))
+        last = self.source.text.count("\n") + 1
+        return n.File(header, items, span=Span(self.source, 1, 1, last, 1))
 
     def use(self, at: Meta, path: Token, alias: Token | None, *args: Any) -> n.Use:
         """use "x.sched" as x"""
@@ -278,10 +277,6 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
     def drop(self, at: Meta, name: Token) -> n.Drop:
         """drop step "x" """
         return n.Drop(str(name)[1:-1], span=self._span(at))
-
-
-# ---- Editions of the language: the one that is read here, and how a text of an older one
-# becomes it.
 
 
 EDITION = 1  # what this schedlang reads

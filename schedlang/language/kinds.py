@@ -1,15 +1,38 @@
-"""The types that a primitive's fields may have, and how one value becomes one of them."""
+"""The types of a primitive's fields, and a call's arguments made such, or refused precisely."""
 
 from __future__ import annotations
 
+import dataclasses
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NewType, TypeVar, Union
+from weakref import WeakKeyDictionary
 
-from schedlang.diagnostics.diagnostic import quoted
+from schedlang.diagnostics.diagnostic import (
+    Diagnostic,
+    Facts,
+    Label,
+    Refusal,
+    closest,
+    guess,
+    quoted,
+    unknown,
+)
+from schedlang.diagnostics.source import Span
 from schedlang.ir import placement
-from schedlang.language.value import UNKNOWN, AxisSize, Bytes, Seconds, Symbol, Symbolic
+from schedlang.ir.primitive import Primitive
+from schedlang.language.value import (
+    UNKNOWN,
+    AxisSize,
+    Bytes,
+    Seconds,
+    Symbol,
+    Symbolic,
+    bare,
+    shown,
+)
 
 T = TypeVar("T")
 
@@ -169,3 +192,253 @@ def describe(kind: Any) -> str:
         each = PLURALS.get(args[0]) if args else None
         return f"a list of {each}" if each else f"a list, each {describe(args[0])}"
     return str(getattr(kind, "__name__", kind))
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a call: its name (None: by position), value, place, and the bare name that
+    stood for the value, if it was one."""
+
+    name: str | None
+    value: Any
+    span: Span
+    inner: Span  # the place of the value alone
+    word: str = ""
+
+
+@dataclass(frozen=True)
+class Surface:
+    """The arguments that a primitive takes, read from its annotations.
+
+    `keywords` may stand before `=`; `rest` takes all others, `many` all arguments without a name.
+    """
+
+    types: Mapping[str, Any]
+    keywords: tuple[str, ...]
+    positional: tuple[str, ...]
+    required: tuple[str, ...]
+    rest: str | None = None
+    many: str | None = None
+
+
+_SURFACES: WeakKeyDictionary[type[Any], Surface] = WeakKeyDictionary()
+
+
+def surface(primitive: type[Any]) -> Surface:
+    """The arguments of a primitive; reading its annotations takes longer than binding a row."""
+    if primitive in _SURFACES:
+        return _SURFACES[primitive]
+    hints = typing.get_type_hints(primitive, include_extras=True)
+    own = [f for f in dataclasses.fields(primitive) if f.init]
+    kinds = {f.name: hints[f.name] for f in own}
+    marks = {name: getattr(kind, "__metadata__", ("",))[0] for name, kind in kinds.items()}
+    special = [name for name, mark in marks.items() if mark in (REST, MANY)]
+    missing = dataclasses.MISSING
+    _SURFACES[primitive] = Surface(
+        kinds,
+        tuple(name for name in kinds if name not in special),
+        tuple(f.name for f in own if not f.kw_only and f.name not in special),
+        tuple(
+            f.name
+            for f in own
+            if f.default is missing and f.default_factory is missing and f.name not in special
+        ),
+        next((name for name in special if marks[name] == REST), None),
+        next((name for name in special if marks[name] == MANY), None),
+    )
+    return _SURFACES[primitive]
+
+
+def bind(
+    primitive: type[Primitive],
+    arguments: Sequence[Argument],
+    span: Span,
+    axes: Mapping[str, int],
+) -> Primitive:
+    """The primitive with its arguments.
+
+    Refuses S302 (no such argument), S303 (unknown symbol), S304 (another type), S305 (missing) and
+    S204 (no such axis); all independent mistakes of the call at once.
+    """
+    binder = Binder(primitive, surface(primitive), span, axes)
+    if not binder.fits(arguments):
+        from schedlang.language.suggest import in_our_words
+
+        raise Refusal(*in_our_words(binder, arguments))
+    return binder.made()
+
+
+@dataclass(eq=False)
+class Binder:
+    """Binds one call, collecting what is wrong with it."""
+
+    primitive: type[Primitive]
+    surface: Surface
+    span: Span
+    axes: Mapping[str, int]
+    problems: list[Diagnostic] = field(default_factory=list)
+    bound: dict[str, Any] = field(default_factory=dict)
+    rest: list[tuple[str, Any]] = field(default_factory=list)
+    many: list[Any] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The word of the language."""
+        return self.primitive.__name__
+
+    def made(self) -> Primitive:
+        """The primitive with the arguments that were taken in, and had no problem."""
+        if self.surface.rest:
+            self.bound[self.surface.rest] = tuple(self.rest)
+        if self.surface.many and self.many:
+            self.bound[self.surface.many] = tuple(self.many)
+        return self.primitive(**self.bound)
+
+    def fits(self, arguments: Sequence[Argument]) -> bool:
+        """Take the arguments in; whether there is no problem with them."""
+        free = list(self.surface.positional)
+        for argument in arguments:
+            if argument.name in self.surface.keywords:
+                self._set(argument.name, argument)
+            elif argument.name is not None:
+                self._keyword(argument.name, argument)
+            elif self.surface.many:
+                self._put(self.many, self.surface.many, argument)
+            elif free:
+                self._set(free.pop(0), argument)
+            else:
+                self._surplus(argument)
+        tried = set(self.bound)
+        lacking = [name for name in self.surface.required if name not in tried]
+        if lacking:
+            self._missing(lacking)
+        return not self.problems
+
+    def _problem(
+        self,
+        code: str,
+        title: str,
+        label: Label,
+        *helps: str,
+        note: str = "",
+        facts: Facts = (),
+    ) -> None:
+        notes = (note,) * bool(note)
+        self.problems.append(Diagnostic(code, title, label, (), notes, helps, facts=facts))
+
+    def _keyword(self, name: str, argument: Argument) -> None:
+        """Take in a keyword that is no field."""
+        if self.surface.rest and not self._is_slip(name):
+            self._rest(name, argument)
+        else:
+            known = self.surface.keywords
+            help_ = guess(name, known, "it takes") if known else "it takes none"
+            title = f"`{self.name}` takes no argument `{name}`"
+            facts = unknown(name, known)
+            self._problem("S302", title, Label(argument.span), help_, facts=facts)
+
+    def _is_slip(self, name: str) -> bool:
+        """A free keyword so near to a field that the field must have been meant."""
+        near = closest(name, self.surface.keywords)
+        return near is not None and len(name) > 3 and near[:3] == name[:3]
+
+    def _rest(self, name: str, argument: Argument) -> None:
+        found: list[Any] = []
+        if any(name == known for known, _ in self.rest):
+            self._twice(name, argument)
+        assert self.surface.rest
+        self._put(found, self.surface.rest, argument)
+        self.rest += [(name, value) for value in found]
+
+    def _put(self, into: list[Any], field: str, argument: Argument) -> None:
+        """A value for one of the fields that take several."""
+        pair = typing.get_args(typing.get_args(self.surface.types[field])[0])[0]
+        one = typing.get_args(pair)[1] if field == self.surface.rest else pair
+        label = argument.name if field == self.surface.rest else field
+        into += self._convert(label or field, one, argument)
+
+    def _set(self, field: str, argument: Argument) -> None:
+        if field in self.bound:
+            self._twice(field, argument)
+            return
+        self.bound[field] = None
+        for value in self._convert(field, self.surface.types[field], argument):
+            self.bound[field] = value
+
+    def _twice(self, name: str, argument: Argument) -> None:
+        self._problem("S302", f"`{name}` is given twice", Label(argument.span), "drop one")
+
+    def _surplus(self, argument: Argument) -> None:
+        taken = self.surface.positional
+        title = f"`{self.name}` takes no further positional argument"
+        order = (f"it takes {quoted(taken)} in this order",) if taken else ()
+        meant = [
+            n for n in self.surface.keywords if argument.word in words_of(self.surface.types[n])
+        ]
+        near = tuple(f"did you mean `{name}={argument.word}`?" for name in meant)
+        facts: Facts = ()
+        if meant:
+            facts = (("unknown", argument.word), ("meant", f"{meant[0]}={argument.word}"))
+        self._problem("S302", title, Label(argument.span), *(near or order), facts=facts)
+
+    def _missing(self, lacking: Sequence[str]) -> None:
+        title = f"`{self.name}` needs {quoted(lacking)}"
+        self._problem("S305", title, Label(self.span), f"for example `{self.primitive.example}`")
+
+    def _convert(self, field: str, kind: Any, argument: Argument) -> list[Any]:
+        """The converted value, or nothing and a problem."""
+        try:
+            return [convert(kind, argument.value, self.axes)]
+        except NoAxis as axis:
+            self._no_axis(str(axis), argument)
+        except Mismatch as wrong:
+            value = wrong.culprit[0] if wrong.culprit else argument.value
+            if wrong.expected == describe(Axis) and argument.word:
+                self._no_axis(argument.word, argument)
+                return []
+            symbol = isinstance(value, Symbol | AxisSize) or type(value) is str
+            if wrong.choices and symbol:
+                word = value.name if isinstance(value, AxisSize) else str(value)
+                title = f"`{self.name}` has no {field} `{word}`"
+                help_ = _choice(word, wrong.choices)
+                facts = unknown(word, wrong.choices)
+                self._problem("S303", title, Label(argument.inner), help_, facts=facts)
+            else:
+                each = "each value in " if wrong.culprit else ""
+                title = f"{each}`{field}` of `{self.name}` must be {wrong.expected}"
+                shape = f"for example `{self.primitive.example}`"
+                label = Label(argument.inner, _is(argument, value))
+                self._problem("S304", title, label, shape, facts=bare(value))
+        return []
+
+    def _no_axis(self, name: str, argument: Argument) -> None:
+        mesh = ", ".join(f"{axis}={size}" for axis, size in self.axes.items())
+        near = closest(name, self.axes)
+        alone = argument.name and not isinstance(argument.value, tuple)
+        before = f"{argument.name}=" if alone else ""
+        helps = (f"did you mean `{before}{near}`?",) if near else ()
+        if not near and len(self.axes) < 6:  # a long mesh is not repeated
+            helps = (f"declare it: `mesh({', '.join(filter(None, (mesh, f'{name}=2')))})`",)
+        note = f"the mesh is {mesh}" if self.axes else "no mesh is declared above"
+        title = f"the mesh has no axis `{name}`"
+        facts = unknown(name, self.axes)
+        self._problem("S204", title, Label(argument.span), *helps, note=note, facts=facts)
+
+
+def _is(argument: Argument, value: object) -> str:
+    """Return a phrase that says what an argument's value is, and the name that it came from."""
+    named = argument.word and not isinstance(value, str | AxisSize)
+    return f"`{argument.word}` is {shown(value)}" if named else f"this is {shown(value)}"
+
+
+def _choice(word: str, choices: Sequence[str]) -> str:
+    near = closest(word, choices)
+    listed = f"choose one of {quoted(choices, 12)}"
+    return f"did you mean `{near}`? {listed}" if near and len(choices) > 4 else listed
+
+
+def words_of(kind: Any) -> tuple[str, ...]:
+    """The words that an argument of this type may be."""
+    inside = typing.get_args(kind)
+    own = tuple(one for one in inside if isinstance(one, str))
+    return own + tuple(word for one in inside for word in words_of(one))

@@ -10,8 +10,7 @@ from schedlang.diagnostics.diagnostic import Label, Refusal, guess, unknown
 from schedlang.diagnostics.source import Span
 from schedlang.language import nodes as n
 from schedlang.language import printer
-from schedlang.language.evaluate import evaluate
-from schedlang.language.value import AxisSize, Choice, Names, Symbol, listed, shown
+from schedlang.language.value import AxisSize, Choice, Names, Symbol, evaluate, listed, shown
 
 TYPES = ("int", "float", "bool", "choice")
 OF_TYPE: Mapping[str, str] = {

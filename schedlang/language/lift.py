@@ -1,4 +1,8 @@
-"""Python and the language: values to syntax, and rows as calls."""
+"""Python and the language: values to syntax, and rows as calls.
+
+* Python values to syntax: how a call made in Python is written in a schedule.
+* What helps offer, spelled for a caller in Python: rows as calls, names as texts.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,9 @@ from schedlang.ir.placement import P, Replicate, S
 from schedlang.ir.primitive import Primitive, find
 from schedlang.language import nodes as n
 from schedlang.language import printer
-from schedlang.language.binding import surface
-from schedlang.language.evaluate import evaluate
+from schedlang.language.kinds import surface
 from schedlang.language.syntax import KEYWORDS, parse
-from schedlang.language.value import UNITS, Names, Symbolic
-
-# ---- Python values to syntax: how a call made in Python is written in a schedule.
-
+from schedlang.language.value import UNITS, Names, Symbolic, evaluate
 
 MEASURED = re.compile(rf"\d+(\.\d+)?({'|'.join(UNITS)})")  # "40GiB": a number of bytes or seconds
 
@@ -209,9 +209,6 @@ def call_of(primitive: Primitive, span: Span = NOWHERE) -> n.Call:
         else:
             named[field.name] = value
     return call(type(primitive).__name__, args, named, span)
-
-
-# ---- What helps offer, spelled for a caller in Python: rows as calls, names as texts.
 
 
 QUOTED = re.compile(r"`([^`]+)`")

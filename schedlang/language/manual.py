@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from schedlang.ir import placement
 from schedlang.ir.primitive import Primitive, conflicts, registry
-from schedlang.language.binding import surface
-from schedlang.language.kinds import MANY, REST, Axes, Axis, describe
+from schedlang.language.kinds import MANY, REST, Axes, Axis, describe, surface
 from schedlang.language.value import shown
 
 SUBJECT = {

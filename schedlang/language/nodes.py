@@ -1,4 +1,7 @@
-"""The syntax tree of a schedule: frozen nodes whose equality ignores where they stand."""
+"""The syntax tree of a schedule: frozen nodes whose equality ignores where they stand.
+
+* Changes of a recorded schedule: its last row taken back, rows of one kind folded into one.
+"""
 
 from __future__ import annotations
 
@@ -331,10 +334,6 @@ def placed(node: Any, span: Span) -> Any:
         return node
     parts = {f.name: placed(getattr(node, f.name), span) for f in fields(node) if f.name != "span"}
     return type(node)(**parts, span=span)
-
-
-# ---- Changes of a recorded schedule: its last row taken back, rows of one kind folded into
-# one.
 
 
 Fold: TypeAlias = Rule | At  # what may be said of one module after the other

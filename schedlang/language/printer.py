@@ -1,4 +1,9 @@
-"""Syntax tree to canonical text: expressions, selectors and heads on one line; whole files."""
+"""Syntax tree to canonical text: expressions, selectors and heads on one line; whole files.
+
+* Expressions, selectors and heads of statements as canonical text on one line.
+* Rows of a formatted file to text: runs of rules at one depth share their columns.
+* Syntax tree to canonical text: two spaces, columns for runs of rules, comments kept.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,6 @@ from dataclasses import dataclass
 from schedlang.diagnostics.source import Source
 from schedlang.language import nodes as n
 from schedlang.language.syntax import parse
-
-# ---- Expressions, selectors and heads of statements as canonical text on one line.
 
 
 def expr(node: n.Node | str) -> str:
@@ -136,9 +139,6 @@ def _opt(before: str, node: n.Node | None) -> str:
     return before + expr(node) if node is not None else ""
 
 
-# ---- Rows of a formatted file to text: runs of rules at one depth share their columns.
-
-
 INDENT = "  "
 
 
@@ -190,9 +190,6 @@ def _aligned(run: list[Row]) -> list[str]:
         texts.append(INDENT * row.depth + text)
     column = max((len(t) for t, row in zip(texts, run) if row.comment), default=0)
     return [f"{t:<{column}}  {row.comment}" if row.comment else t for t, row in zip(texts, run)]
-
-
-# ---- Syntax tree to canonical text: two spaces, columns for runs of rules, comments kept.
 
 
 WIDTH = 88

@@ -7,16 +7,15 @@ import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from schedlang.diagnostics.diagnostic import Label, Refusal, closest, quoted, unknown
 from schedlang.language import nodes as n
 from schedlang.language import printer
-from schedlang.language.evaluate import evaluate, reached
 from schedlang.language.nodes import walk
-from schedlang.language.value import UNKNOWN, Missing, Names, Symbol, bare, shown
+from schedlang.language.value import UNKNOWN, Missing, Names, Symbol, bare, evaluate, reached, shown
 
 SEEN = ("params", "dtype", "fqn", "index")  # of every module, in a `where`
 
@@ -59,13 +58,13 @@ class Found(NamedTuple):
     loose: bool = False
 
 
+@dataclass(eq=False)
 class Selector:
     """Resolves paths against one tree; the order of modules is found once."""
 
-    def __init__(self, tree: Tree) -> None:
-        self.tree = tree
-        self._known: dict[tuple[n.Path, tuple[str, ...]], tuple[str, ...]] = {}
-        self._named: dict[tuple[str, Sequence[str]], Sequence[str]] = {}
+    tree: Tree
+    _known: dict[tuple[n.Path, tuple[str, ...]], tuple[str, ...]] = field(default_factory=dict)
+    _named: dict[tuple[str, Sequence[str]], Sequence[str]] = field(default_factory=dict)
 
     @cached_property
     def order(self) -> dict[str, int]:

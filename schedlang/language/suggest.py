@@ -1,4 +1,8 @@
-"""Answer a refused call with the whole call in this language's words, if that is legal."""
+"""Answer a refused call with the whole call in this language's words, if that is legal.
+
+* A call in words of other systems, mended into the words of this language.
+* What a refused call is answered with: the whole call in our own words, if that is legal.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,7 @@ from typing import Any
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.diagnostics.other_systems import ARGUMENTS, Other, Table
 from schedlang.diagnostics.source import Span
-from schedlang.language.binding import Argument, Binder, Surface, words_of
-from schedlang.language.evaluate import evaluate
+from schedlang.language.kinds import Argument, Binder, Surface, words_of
 from schedlang.language.nodes import Call, Expr, Keyword
 from schedlang.language.syntax import parse_expr
 from schedlang.language.value import (
@@ -23,10 +26,9 @@ from schedlang.language.value import (
     Seconds,
     Symbol,
     Symbolic,
+    evaluate,
 )
 from schedlang.pipeline.schedules import meant
-
-# ---- A call in words of other systems, mended into the words of this language.
 
 
 @dataclass
@@ -203,9 +205,6 @@ def _amount(value: Bytes | Seconds) -> str:
     mine = [(size, unit) for unit, size in UNITS.items() if unit[-1] == plain]
     size, unit = max((one for one in mine if value % one[0] == 0), default=(1, plain))
     return f"{value / size:g}{unit}"
-
-
-# ---- What a refused call is answered with: the whole call in our own words, if that is legal.
 
 
 OVER = re.compile(r"(?:over|inner)=[\[(]?([\w, ]+?)(?:[\])]|, \w+=)")  # the axes that a call names

@@ -1,9 +1,12 @@
-"""Text to syntax tree, and what cannot be read, told; nothing here knows what a primitive is."""
+"""Text to syntax tree, and what cannot be read, told; nothing here knows what a primitive is.
+
+* What the parser could not read, told to a person; and what it read but is no schedule.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
@@ -27,9 +30,6 @@ from schedlang.language.grammar import (
     span_of,
 )
 from schedlang.uncollected import uncollected
-
-# ---- Text to syntax tree.
-
 
 LARGEST = 2**20  # bytes of a schedule, some 20,000 rows
 COMMENT = re.compile(r'"[^"\n]*"|`[^`\n]+`|(#[^\n]*)')
@@ -59,10 +59,27 @@ def _tree(source: Source, start: str) -> tuple[Any, list[Diagnostic]]:
 
 
 def tree(source: Source) -> tuple[n.File, list[Diagnostic]]:
-    """The tree of a text that the grammar accepts, and what is wrong with its form."""
+    """The tree of a text that the grammar accepts, and what is wrong with its form.
+
+    S004 (a call on a glob or a type), S006 (the version), S007 (a reserved word bound).
+    """
     file, problems = _tree(source, "start")
-    made = n.File(file.header, file.items, comments(source), span=file.span)
-    return made, [*problems, *form_problems(made)]
+    if file.header.version != str(grammar.EDITION):
+        problems.append(misfit(file.header.version, file.header.span))
+    for node in n.walk(file):
+        bound: Iterable[str] = ()  # the names that it gives a meaning to
+        if isinstance(node, n.Do):
+            problems += _call_on_path(node)
+        elif isinstance(node, NAMED):
+            bound = (node.name,)
+        elif isinstance(node, n.Use) and node.alias:
+            bound = (node.alias,)
+        elif isinstance(node, n.Mesh):
+            bound = (arg.name for arg in node.args if isinstance(arg, n.Keyword))
+        problems += [_reserved(name, node.span) for name in bound if name in RESERVED]
+    if "#" in source.text:
+        file = n.File(file.header, file.items, comments(source), span=file.span)
+    return file, problems
 
 
 def parse(source: Source) -> n.File:
@@ -125,9 +142,6 @@ def read(path: str | FilePath, name: str | None = None) -> Source:
         note = f"byte {error.start + 1}, on line {line}, is 0x{raw[error.start]:02x}"
         helps = ("save it as UTF-8",)
         raise Refusal.of("S000", title, notes=(note,), helps=helps) from None
-
-
-# ---- What the parser could not read, told to a person; and what it read but is no schedule.
 
 
 DECLARATIONS = (
@@ -281,28 +295,6 @@ def _found(source: Source, token: Token) -> tuple[Span, str]:
 
 
 # ---- what the grammar accepts and the language does not ----------------------------------
-
-
-def form_problems(file: n.File) -> list[Diagnostic]:
-    """S004 (a call on a glob or a type), S006 (the version), S007 (a reserved word bound)."""
-    found = []
-    if file.header.version != str(grammar.EDITION):
-        found.append(misfit(file.header.version, file.header.span))
-    for node in n.walk(file):
-        if isinstance(node, n.Do):
-            found += _call_on_path(node)
-        found += [_reserved(name, node.span) for name in _bound(node) if name in RESERVED]
-    return found
-
-
-def _bound(node: n.Node) -> Iterator[str]:
-    """The names that a node gives a meaning to."""
-    if isinstance(node, NAMED):
-        yield node.name
-    elif isinstance(node, n.Use) and node.alias:
-        yield node.alias
-    elif isinstance(node, n.Mesh):
-        yield from (arg.name for arg in node.args if isinstance(arg, n.Keyword))
 
 
 def _reserved(name: str, span: Span) -> Diagnostic:

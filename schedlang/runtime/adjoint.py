@@ -1,4 +1,21 @@
-"""Derive which tensors differ by rank through forward and backward, and what each gradient is."""
+"""Derive which tensors differ by rank through forward and backward, and what each gradient is.
+
+* Which tensors differ from rank to rank, through one forward and backward on the meta device. The
+  types are those of spmd_types, one for each mesh axis: a tensor is alike on all ranks (I, R) or
+  varies (V), and a varying tensor that is summed has to be a pending sum (P).  Nothing here knows
+  what the plan thinks that its sums are: types follow from what parameters are split, what the
+  batch is split over, and which collectives the modules were heard to send.
+* Is a tensor a pending sum: is the whole the sum of what the ranks hold of it? Asked backward
+  from where it is summed, to where parts were multiplied: between the two only linear operations
+  may stand (P of spmd_types goes through linear operations only).
+* The types of a forward, call by call.
+* What each gradient is, axis by axis: whole on every rank, a part of a sum, or summed too often.
+  A walk over the graph that autograd made of one forward of the local model, in the order of the
+  backward, with the types that the forward had and the collectives that the backward was heard to
+  send.  A gradient is a linear function of the one behind it, so along an axis it stays what it
+  was, except where a tensor that is alike on all ranks meets one that varies: there it becomes a
+  part.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +35,7 @@ from schedlang.runtime.propagation.call_rules import ADDS, BIASED, LINEAR, SUMMI
 from schedlang.runtime.propagation.trace import Lattice, Running, Stack
 from schedlang.runtime.sharding import grid, norms
 from schedlang.runtime.sharding.grid import InParts
-from schedlang.runtime.tracing.torch_calls import tensors_in
-
-# ---- Which tensors differ from rank to rank, through one forward and backward on the meta
-# device.
-# The types are those of spmd_types, one for each mesh axis: a tensor is alike on all ranks (I, R)
-# or varies (V), and a varying tensor that is summed has to be a pending sum (P).  Nothing here
-# knows what the plan thinks that its sums are: types follow from what parameters are split, what
-# the batch is split over, and which collectives the modules were heard to send.
-
+from schedlang.runtime.tracing.meta import tensors_in
 
 Axes = frozenset[str]
 Varies = Callable[[Tensor], Axes]
@@ -73,11 +82,6 @@ class Crossed:
     after: Axes
     back: list[Heard] = field(default_factory=list)
     settles: Axes = NONE
-
-
-# ---- Is a tensor a pending sum: is the whole the sum of what the ranks hold of it?
-# Asked backward from where it is summed, to where parts were multiplied: between the two only
-# linear operations may stand (P of spmd_types goes through linear operations only).
 
 
 @dataclass(frozen=True)
@@ -150,9 +154,6 @@ def _step(made: Made, axis: str, varies: Varies) -> list[Tensor] | str:
     if made.name == "embedding":
         return f"each rank of `{axis}` looks up a row, even for ids that it does not hold"
     return f"`{made.name}` is not linear, and runs before the sum over `{axis}`"
-
-
-# ---- The types of a forward, call by call.
 
 
 class Typed(Lattice):
@@ -337,15 +338,6 @@ class Typed(Lattice):
             return out
 
         return backward
-
-
-# ---- What each gradient is, axis by axis: whole on every rank, a part of a sum, or summed too
-# often.
-# A walk over the graph that autograd made of one forward of the local model, in the order of the
-# backward, with the types that the forward had and the collectives that the backward was heard to
-# send.  A gradient is a linear function of the one behind it, so along an axis it stays what it
-# was, except where a tensor that is alike on all ranks meets one that varies: there it becomes a
-# part.
 
 
 OWN, WHOLE, PART = "own", "whole", "part"

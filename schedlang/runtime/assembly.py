@@ -13,7 +13,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic
 from schedlang.ir.placement import Layout
 from schedlang.runtime.batch import Batch, Part
 from schedlang.runtime.checkpointing.holding import Holding
-from schedlang.runtime.comm.ranks import Ranks
+from schedlang.runtime.comm.collectives import Ranks
 from schedlang.runtime.context_parallel.install import Exchanging
 from schedlang.runtime.context_parallel.local_tokens import Tokens
 from schedlang.runtime.grad_reduction.compressed import Compressor

@@ -1,4 +1,19 @@
-"""Put layers around the forward of one module instance; copy a forward with other names in it."""
+"""Put layers around the forward of one module instance; copy a forward with other names in it.
+
+* Put layers around the forward of one module instance; the module itself stays what it is. The
+  layers become the instance's `forward`, inside `__call__`: the module's own hooks see each call
+  once, and its class, parameters, children, names and state_dict do not change.  A module has one
+  such wrapper, whatever is done to it, and calls its layers in a fixed order, whichever was put
+  on first: from the inside out as in `ORDER`.
+
+  The new forward is a bound method of a function that all instances of a class share, and
+  everything else lies in the instance.  A deep copy then has layers bound to the copy, where
+  closures would go on calling the original with its parameters; and torch.compile takes equal
+  modules for equal.
+* Copies of a forward in which something else is found: other names, or another innermost
+  function. A class's own function is never changed: what is copied belongs to the modules that
+  run it.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +28,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-
-# ---- Put layers around the forward of one module instance; the module itself stays what it is.
-# The layers become the instance's `forward`, inside `__call__`: the module's own hooks see each
-# call once, and its class, parameters, children, names and state_dict do not change.  A module has
-# one such wrapper, whatever is done to it, and calls its layers in a fixed order, whichever was put
-# on first: from the inside out as in `ORDER`.
-#
-# The new forward is a bound method of a function that all instances of a class share, and
-# everything else lies in the instance.  A deep copy then has layers bound to the copy, where
-# closures would go on calling the original with its parameters; and torch.compile takes equal
-# modules for equal.
-
 
 ORDER = (
     *("kernel", "attend", "context", "fuse"),  # what it computes
@@ -142,11 +145,6 @@ def _layered(owner: Any) -> Callable[..., Any]:
     forward.__code__ = forward.__code__.replace()
     forward.__wrapped__ = owner.forward  # type: ignore[attr-defined]  # for inspect.signature
     return forward
-
-
-# ---- Copies of a forward in which something else is found: other names, or another innermost
-# function.
-# A class's own function is never changed: what is copied belongs to the modules that run it.
 
 
 def decorated(function: Any, change: Callable[[Any], Any]) -> Any:

@@ -1,4 +1,13 @@
-"""Run each module of a rank's program alone on the original's inputs, and judge its results."""
+"""Run each module of a rank's program alone on the original's inputs, and judge its results.
+
+* Cuts a forward at the edges of its modules, so that each is seen alone: what it takes and gives.
+  After the consistent generator of TTrace (arXiv 2506.09280): if every module is fed what it
+  should get, an error cannot travel, and whoever gives something wrong is wrong itself. A module
+  hands something on in two places: to the modules that it calls, and to whoever called it.
+  Backward is cut likewise: what it hands on gets a drawn cotangent, and the gradients of what it
+  was given (by its caller, by the modules it called, as parameters) are its own doing.
+* Judges what the modules of a rank's program give, in a whole run and each one alone.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +32,6 @@ from schedlang.runtime.lazy_logits.lazy import LazyLogits
 from schedlang.runtime.lazy_logits.vocab_parallel import ShardedLogits
 from schedlang.runtime.pipeline.stage import enter
 from schedlang.runtime.propagation.trace import Note
-
-# ---- Cuts a forward at the edges of its modules, so that each is seen alone: what it takes and
-# gives.
-# After the consistent generator of TTrace (arXiv 2506.09280): if every module is fed what it
-# should get, an error cannot travel, and whoever gives something wrong is wrong itself. A module
-# hands something on in two places: to the modules that it calls, and to whoever called it.
-# Backward is cut likewise: what it hands on gets a drawn cotangent, and the gradients of what it
-# was given (by its caller, by the modules it called, as parameters) are its own doing.
-
 
 Frame = tuple[str, int]  # a module and which of its calls in one pass over the model
 # of one call: ("input", its own frame, place), ("output", the frame of a module called, place) for
@@ -251,9 +251,6 @@ def kept(tensor: Tensor) -> Tensor:
 
 
 Calls = Mapping[Frame, Call]
-
-
-# ---- Judges what the modules of a rank's program give, in a whole run and each one alone.
 
 
 RTOL = 1e-9

@@ -26,8 +26,7 @@ from schedlang.runtime.propagation.stand_ins import Fused
 from schedlang.runtime.sequence_pipelining.carry import Span
 from schedlang.runtime.storage.footprint import Footprint
 from schedlang.runtime.tracing.graph import Cut
-from schedlang.runtime.tracing.meta import OnMeta, meta_batch
-from schedlang.runtime.tracing.torch_calls import tensors_in
+from schedlang.runtime.tracing.meta import OnMeta, meta_batch, tensors_in
 from schedlang.runtime.weights import Number
 from schedlang.uncollected import uncollected
 

@@ -27,7 +27,7 @@ from schedlang.runtime.batch import Batch, Part, check_mapping, followed, moved
 from schedlang.runtime.checkpointing import archive, export
 from schedlang.runtime.checkpointing.background import Background
 from schedlang.runtime.comm import world
-from schedlang.runtime.comm.ranks import in_its_world
+from schedlang.runtime.comm.collectives import in_its_world
 from schedlang.runtime.context_parallel.install import At
 from schedlang.runtime.device import numbers, on_accelerator
 from schedlang.runtime.grad_reduction.gradient import (

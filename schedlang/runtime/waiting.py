@@ -11,7 +11,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, at_thei
 from schedlang.diagnostics.source import python_span
 from schedlang.diagnostics.tables import html_table
 from schedlang.runtime.batch import Batch, check_mapping
-from schedlang.runtime.comm.ranks import Ranks
+from schedlang.runtime.comm.collectives import Ranks
 from schedlang.runtime.program import Program
 
 Make = Callable[[Batch, bool], Program]  # from a batch, and whether it is this rank's own rows

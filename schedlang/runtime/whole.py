@@ -1,4 +1,10 @@
-"""Whole outputs and whole tensors of a program, put together from what each rank holds of them."""
+"""Whole outputs and whole tensors of a program, put together from what each rank holds of them.
+
+* Outputs, and gradients of inputs, of ranks with different tokens put back in order.
+* The model's output for the whole batch, on every rank, from those of parts, replicas, stages.
+* Whole tensors of a program under the original's names, from what each rank holds of them. Every
+  function here is called by all ranks alike.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +29,6 @@ from schedlang.runtime.redistribution.carry import move, wire
 from schedlang.runtime.redistribution.route import Lying
 from schedlang.runtime.redistribution.spread import Spread
 from schedlang.runtime.storage.offloaded_gradients import local
-
-# ---- Outputs, and gradients of inputs, of ranks with different tokens put back in order.
-
 
 Weighed = tuple[Any, int, float]  # an output, its rows, and what it weighs in a mean
 
@@ -75,10 +78,6 @@ def input_gradient(grads: Sequence[Tensor | None], layout: Layout, along: bool) 
     if along and len(there) == len(grads):
         return layout.whole(there, 1)
     return torch.stack(there).sum(0)
-
-
-# ---- The model's output for the whole batch, on every rank, from those of parts, replicas,
-# stages.
 
 
 _EARLIER = "an earlier stage of the pipeline has it"
@@ -177,10 +176,6 @@ def _from_last(a: Assembly, output: Any) -> Any:
     if a.stage_axis is None:
         return output
     return world.handed_by(a.last_rank, output, a.ranks.device)
-
-
-# ---- Whole tensors of a program under the original's names, from what each rank holds of them.
-# Every function here is called by all ranks alike.
 
 
 def _parts(a: Assembly) -> dict[str, Tensor]:

@@ -1,4 +1,8 @@
-"""--cost of a command line: what operations take, and expectations held against a plan and it."""
+"""--cost of a command line: what operations take, and expectations held against a plan and it.
+
+* --cost of a command line: what the operations of a step take.
+* Expectations of a schedule about its plan, held by the verbs: exit 1 for what does not hold.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +27,6 @@ if TYPE_CHECKING:
     from schedlang.ir.plan import Plan
     from schedlang.passes.simulate.account import Account
     from schedlang.passes.simulate.step_time import Measurement, Took
-
-# ---- --cost of a command line: what the operations of a step take.
 
 
 # as they are written, and the fields of a Cost that they are; B stands for I and W together
@@ -113,10 +115,6 @@ def _value(name: str, part: str, text: str) -> Number:
 def _bad(part: str, why: str, help_: str, facts: Facts = ()) -> NoReturn:
     title = f"cannot read `--cost {part.strip()}`: {why}"
     bad_option(title, help_, facts)
-
-
-# ---- Expectations of a schedule about its plan, held by the verbs: exit 1 for what does not
-# hold.
 
 
 def step_of(plan: Plan, cost: str | None) -> Took | None:

@@ -1,4 +1,8 @@
-"""One schedule put to the questions of CI: is it sound, is its lock true, is it equal?"""
+"""One schedule put to the questions of CI: is it sound, is its lock true, is it equal?
+
+* Questions of CI about one schedule, and their answers: wishes, outcomes and their table.
+* One schedule put to the questions that CI asks: is it sound, is its lock true, is it equal?
+"""
 
 from __future__ import annotations
 
@@ -22,8 +26,6 @@ if TYPE_CHECKING:
     from schedlang.report import Report
     from schedlang.runtime.launch.pool import Pool
     from schedlang.verbs.lockfile import Compared
-
-# ---- Questions of CI about one schedule, and their answers: wishes, outcomes and their table.
 
 
 CHECK, LOCK, STATIC, VERIFY = "check", "lock", "static", "verify"
@@ -120,9 +122,6 @@ def summary(found: Sequence[Mapping[str, Any]]) -> str:
         for one in found
     ]
     return f"### schedlang\n\n{table(head, rows)}\n"
-
-
-# ---- One schedule put to the questions that CI asks: is it sound, is its lock true, is it equal?
 
 
 _PLACE = re.compile(r"(.+?):(\d+): ")

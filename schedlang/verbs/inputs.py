@@ -1,4 +1,10 @@
-"""Inputs of verbs: schedules and their settings, saved plans, models, and what to prove."""
+"""Inputs of verbs: schedules and their settings, saved plans, models, and what to prove.
+
+* --knob and --mesh of a command line to settings of a schedule.
+* A saved plan (a file of `plan --out`) in place of a schedule.
+* What the verbs of a plan share: a schedule's plan from its files, its account, whole writes.
+* What is to be proven of a schedule file: its plan with values, or a reduced one, and batches.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +31,6 @@ if TYPE_CHECKING:
     from schedlang.passes.simulate.account import Account
     from schedlang.passes.verify.sides import Case
 
-# ---- --knob and --mesh of a command line to settings of a schedule.
-
 
 def settings(knobs: Sequence[str] | None, mesh: str | None) -> Settings:
     """Settings as given, in torchrun's world where there is one (S109)."""
@@ -48,9 +52,6 @@ def _pair(option: str, text: str) -> tuple[str, str]:
     if not name or not equals or not value:
         bad_option(f"cannot read `{option} {text}`", "write name=value")
     return name, value
-
-
-# ---- A saved plan (a file of `plan --out`) in place of a schedule.
 
 
 def is_saved(file: Path) -> bool:
@@ -94,10 +95,6 @@ def saved(file: Path, model: str | None) -> Planned:
     plan = restored(record, ModelFacts(found.model(meta=True)))
     text = Source(str(record.get("schedule_file", file)), str(record.get("schedule_text", "")))
     return Planned(file, parse(text), plan, found)
-
-
-# ---- What the verbs of a plan share: a schedule's plan from its files, its account, whole
-# writes.
 
 
 @dataclass(frozen=True)
@@ -184,10 +181,6 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         os.unlink(name)
         raise
-
-
-# ---- What is to be proven of a schedule file: its plan with values, or a reduced one, and
-# batches.
 
 
 @dataclass(frozen=True)

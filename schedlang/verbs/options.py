@@ -1,4 +1,8 @@
-"""Options that verbs share, taken alone or in groups, and a verb as the command line calls it."""
+"""Options that verbs share, taken alone or in groups, and a verb as the command line calls it.
+
+* Options in groups: a verb takes dataclasses, the command line takes their fields one by one.
+* Options that verbs share, and a verb as the command line calls it.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,6 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from schedlang.verbs.ending import UNCHECKED, ended, show_json
-
-# ---- Options in groups: a verb takes dataclasses, the command line takes their fields one by
-# one.
 
 
 def flat(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,9 +58,6 @@ def _spread(one: inspect.Parameter, groups: Mapping[str, Any]) -> Iterator[inspe
     for each in fields(kind):
         default = inspect.Parameter.empty if each.default is MISSING else each.default
         yield one.replace(name=each.name, default=default, annotation=hints[each.name])
-
-
-# ---- Options that verbs share, and a verb as the command line calls it.
 
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])

@@ -1,4 +1,8 @@
-"""The timeline that `simulate` is asked for: of an order, a table or a schedule; its numbers."""
+"""The timeline that `simulate` is asked for: of an order, a table or a schedule; its numbers.
+
+* Results of `simulate` for a timeline: its times, its memory and its messages, text and JSON.
+* The timeline that `simulate` is asked for: of a named order, of a table, or of a schedule.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +36,6 @@ from schedlang.verbs.ending import bad_option
 
 if TYPE_CHECKING:
     from schedlang.verbs.simulate import Asked
-
-# ---- Results of `simulate` for a timeline: its times, its memory and its messages, text and
-# JSON.
 
 
 WIDE = 100 + len("rank 0: ")  # columns where there is no terminal
@@ -161,9 +162,6 @@ def _cost(cost: Cost) -> dict[str, Any]:
         elif value is not None:
             found[field.name] = [float(x) for x in value]
     return found
-
-
-# ---- The timeline that `simulate` is asked for: of a named order, of a table, or of a schedule.
 
 
 TABLE = ".csv"

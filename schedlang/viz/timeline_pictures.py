@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.pipeline.cost import Number
-from schedlang.pipeline.timeline.simulation import COPIES, Costs, Timing, timing
+from schedlang.pipeline.timeline.simulation import COPIES, Timing, timing
 from schedlang.pipeline.timeline.table import UNIT, Kind, Timeline, dependencies
 from schedlang.viz.elements import box, say, sheet
 
@@ -110,14 +109,14 @@ DARK = "\x1b[38;2;17;17;17m"
 END = "\x1b[0m"
 
 
-def bars(times: Timing, width: int = 100, *, colour: bool = False, ranks: str = "rank ") -> str:
+def bars(times: Timing, width: int = 100, *, colour: bool = False) -> str:
     """One line per rank: each cell has the letter of what its rank does in the middle of it.
 
     Where an operation is wide enough its microbatch follows the letter. Of many ranks the middle
     ones are left out. `colour`: as in the other pictures; letters tell all of it without.
     """
     t = times.timeline
-    head = len(f"{ranks}{t.ranks - 1} ")
+    head = len(f"rank {t.ranks - 1} ")
     cells = max(10, width - head)
     scale = cells / max(float(times.end.max(initial=0.0)), 1e-12)
     shown = list(range(t.ranks))
@@ -131,7 +130,7 @@ def bars(times: Timing, width: int = 100, *, colour: bool = False, ranks: str = 
         rows = rows[~np.isin(t.kind[rows], COPIES) & (times.end[rows] > times.start[rows])]
         edges = times.start[rows] * scale, times.end[rows] * scale
         text = "".join(_bar(t, rows, *edges, cells, colour))
-        lines.append(f"{f'{ranks}{rank}':<{head - 1}} {text}")
+        lines.append(f"{f'rank {rank}':<{head - 1}} {text}")
     return "\n".join([*lines, _legend_line(t, times, head, colour)])
 
 
@@ -196,9 +195,9 @@ HATCH = (
 )
 
 
-def svg(timeline: Timeline, cost: Costs = UNIT, transfer: Number = 0.0, **look: Any) -> str:
+def svg(timeline: Timeline, **look: Any) -> str:
     """Draw the operations of every rank over time; `look`: the other arguments of `drawn`."""
-    return drawn({"": timing(timeline, cost, transfer)}, **look)
+    return drawn({"": timing(timeline, UNIT, 0.0)}, **look)
 
 
 def height(lanes: int, layers: int = 1) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from schedlang.passes.lower.build import build
 from schedlang.pipeline.timeline.table import TimelineError
 from schedlang.runtime.comm import world
-from schedlang.runtime.comm.ranks import Ranks
+from schedlang.runtime.comm.collectives import Ranks
 from schedlang.testing.accelerator import close, current, spawn, unavailable
 from tests.accelerator.trained import Block
 from tests.proofs import planned

@@ -1,6 +1,6 @@
 """The layout model against published runs: python -m tests.benchmarks.published
 
---calibrate A.json fits the constants of passes/simulate/layouts.py, --evaluate B.json judges them.
+--calibrate A.json fits the constants of layouts.py, --evaluate B.json judges them.
 Rows are those of Hagemann et al. 2023 (LLaMA on A100), one layout each. How a campaign of runs made
 a step is no column of theirs: how often its pipeline runs empty, and whether the time holds a sum
 over replicas, is fitted too, where the runs tell it beyond doubt.
@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from schedlang.passes.simulate.layouts import (
+from schedlang.passes.simulate.step_time import CLUSTERS
+from tests.benchmarks.layouts import (
     Layout,
     Shape,
     bytes_of,
@@ -29,7 +30,6 @@ from schedlang.passes.simulate.layouts import (
     seconds_of,
     unlikelihood,
 )
-from schedlang.passes.simulate.step_time import CLUSTERS
 
 Row = dict[str, Any]
 A100 = CLUSTERS["a100"]

@@ -5,9 +5,8 @@ import pytest
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import NOWHERE
 from schedlang.ir.placement import P, R, S
-from schedlang.language.evaluate import evaluate
 from schedlang.language.syntax import parse_expr
-from schedlang.language.value import UNKNOWN, Choice, Names, Symbol, Symbolic
+from schedlang.language.value import UNKNOWN, Choice, Names, Symbol, Symbolic, evaluate
 from tests.toys import gpt
 
 NAMES = Names(

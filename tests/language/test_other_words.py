@@ -19,7 +19,7 @@ from schedlang.diagnostics.other_systems import ORDERS as OTHER_ORDERS
 from schedlang.diagnostics.source import NOWHERE, Source
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import load_all, registry
-from schedlang.language.binding import bind, surface, words_of
+from schedlang.language.kinds import bind, surface, words_of
 from schedlang.language.nodes import Call
 from schedlang.language.suggest import Given, mended, written
 from schedlang.language.syntax import parse, parse_expr

@@ -11,8 +11,7 @@ from schedlang.diagnostics.source import Source, Span
 from schedlang.ir.placement import P, Placement, R, S
 from schedlang.ir.primitive import Primitive, conflicts, refuse, registry, scratch
 from schedlang.language import manual
-from schedlang.language.binding import Argument, bind
-from schedlang.language.kinds import Axes, Axis, Many, Rest
+from schedlang.language.kinds import Argument, Axes, Axis, Many, Rest, bind
 from schedlang.language.value import UNKNOWN, AxisSize, Symbol
 
 SPAN = Span(Source("x", "split(col, over=tp)"), 1, 1, 1, 20)

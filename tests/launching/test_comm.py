@@ -18,7 +18,7 @@ from schedlang.ir.mesh import Mesh
 from schedlang.passes.lower.build import build
 from schedlang.runtime.comm import agreement
 from schedlang.runtime.comm import world as comm
-from schedlang.runtime.comm.ranks import Ranks
+from schedlang.runtime.comm.collectives import Ranks
 from schedlang.runtime.launch.pool import Pool
 from tests import models
 from tests.proofs import planned, sgd

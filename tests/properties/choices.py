@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 from schedlang.diagnostics.source import Source
 from schedlang.ir.primitive import Primitive, load_all, registry
 from schedlang.language import nodes as n
-from schedlang.language.binding import surface
+from schedlang.language.kinds import surface
 from schedlang.language.nodes import walk
 from schedlang.language.syntax import parse
 

@@ -258,7 +258,7 @@ def test_11_gradients_are_linear_in_the_loss(threads: Threads, drawn: Drawn) -> 
 def _round_trip(drawn: Drawn, batches: Sequence[Batch]) -> list[list[Tensor]]:
     """On this rank: outputs of the first batch before and after training and other shapes."""
     from schedlang.passes.lower.build import build
-    from schedlang.runtime.tracing.torch_calls import tensors_in
+    from schedlang.runtime.tracing.meta import tensors_in
 
     made = build(engine.plan_of(drawn), batches[0], loss=drawn.config.loss, seed=engine.SEED)
     found = [tensors_in(made.eval_step(batches[0]))]

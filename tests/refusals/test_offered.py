@@ -12,7 +12,7 @@ import typer
 from schedlang.cli import app
 from schedlang.diagnostics.codes import CODES, WARNINGS
 from schedlang.ir.primitive import load_all, registry
-from schedlang.language.binding import surface
+from schedlang.language.kinds import surface
 from tests.refusals.test_helps import FOLDERS, ROOT, literals
 
 OTHERS = {  # options of other programs that messages name

@@ -12,7 +12,7 @@ from torch import Tensor
 from schedlang.ir.placement import P, R, S
 from schedlang.runtime.comm.collectives import Group, exchange, listening
 from schedlang.runtime.launch.pool import Pool
-from schedlang.runtime.sharding.redistribute import Arrivals, redistribute
+from schedlang.runtime.sharding.shard import Arrivals, redistribute
 
 ROWS, WIDTH = 6, 12
 

@@ -362,7 +362,7 @@ def test_a_group_counts_in_the_order_named(threads: Threads) -> None:
 def _ordered() -> bool:
     from schedlang.ir.mesh import Mesh
     from schedlang.runtime.comm import collectives
-    from schedlang.runtime.comm.ranks import Ranks
+    from schedlang.runtime.comm.collectives import Ranks
 
     ranks = Ranks(Mesh((("y", 2), ("z", 3))))
     group: Group = ranks.group("z.y")

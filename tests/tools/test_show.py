@@ -18,7 +18,6 @@ from tests.models import tokens
 from tests.verifying.test_account import CHECKPOINT, MESH, PIPE, TENSOR, planned
 
 ROWS = TENSOR + "  transformer.h[:2]  checkpoint()\n" + PIPE.format("zero(stage=1, over=dp)")
-THREE = MESH.format("dp=2, pp=2, tp=2", ROWS)
 
 
 def shown(rows: str = ROWS, mesh: str = "dp=2, pp=2, tp=2", **options: bool) -> View:

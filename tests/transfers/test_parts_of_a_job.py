@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from schedlang.passes.lower.build import build
 from schedlang.runtime.comm import world
-from schedlang.runtime.comm.ranks import on_ranks
+from schedlang.runtime.comm.collectives import on_ranks
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.transfer.transfer import transfer

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schedlang.passes.simulate.layouts import (
+from schedlang.passes.simulate.step_time import CLUSTERS
+from tests.benchmarks.layouts import (
     MEMORY,
     TIME,
     Layout,
@@ -23,7 +24,6 @@ from schedlang.passes.simulate.layouts import (
     stage_layers,
     time_terms,
 )
-from schedlang.passes.simulate.step_time import CLUSTERS
 from tests.benchmarks.published import (
     Row,
     calibrated,

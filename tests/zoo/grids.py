@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from schedlang.ir import plan
-from schedlang.runtime.comm import ranks
+from schedlang.runtime.comm import collectives
 from schedlang.runtime.sharding import grid, norms
 from tests.zoo.bug import Operator, Patch, Site, bug
 
@@ -69,4 +69,4 @@ def complete_gradients_summed_again(patch: Patch, site: Site) -> None:
 @bug("T45", "grid", Operator.SLICE, "cube", credit="as T08, of groups")
 def parts_in_mesh_order(patch: Patch, site: Site) -> None:
     """Parts over two axes are counted in the order of the mesh, not in that of the row."""
-    patch.setattr(ranks.Ranks, "_ordered", lambda self, group, over: group)
+    patch.setattr(collectives.Ranks, "_ordered", lambda self, group, over: group)

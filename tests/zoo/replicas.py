@@ -11,7 +11,7 @@ from schedlang.passes.lower import build
 from schedlang.runtime import program
 from schedlang.runtime.batch import split
 from schedlang.runtime.checkpointing import holding
-from schedlang.runtime.comm import ranks
+from schedlang.runtime.comm import collectives
 from schedlang.runtime.grad_reduction import gradient, zero
 from schedlang.runtime.pipeline import step
 from schedlang.runtime.program import Program
@@ -125,7 +125,7 @@ def summed_in_the_first_step_only(patch: Patch, site: Site) -> None:
 @bug("D06", "zero", Operator.GROUP, "mesh of one", row="zero(", credit="verl#7493")
 def group_of_one(patch: Patch, site: Site) -> None:
     """Of several axes one has size 1, and its group is taken for that of all."""
-    plain = ranks.Ranks.group
+    plain = collectives.Ranks.group
 
     def group(self: Any, over: Any) -> Any:
         axes = self.mesh.fold(over)
@@ -133,7 +133,7 @@ def group_of_one(patch: Patch, site: Site) -> None:
             over = next(axis for axis in axes if self.mesh.size(axis) == 1)
         return plain(self, over)
 
-    patch.setattr(ranks.Ranks, "group", group)
+    patch.setattr(collectives.Ranks, "group", group)
 
 
 @bug("D07", "pipeline", Operator.ALIAS, "accumulated", "pp", row="pipeline")

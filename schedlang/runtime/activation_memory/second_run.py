@@ -20,7 +20,7 @@ from schedlang.runtime.device import Replayed, on_host, own_generators
 from schedlang.runtime.pipeline.arguments import put, take
 from schedlang.runtime.scope import capture, site
 from schedlang.runtime.storage.saved import as_it_is, slot
-from schedlang.runtime.tracing.torch_calls import name_of
+from schedlang.runtime.tracing.meta import name_of
 from schedlang.runtime.tracing.units import Switch
 
 if TYPE_CHECKING:

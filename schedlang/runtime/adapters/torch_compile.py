@@ -1,4 +1,11 @@
-"""torch.compile: a rule of dynamo that is mended, its checks of one call, functorch's settings."""
+"""torch.compile: a rule of dynamo that is mended, its checks of one call, functorch's settings.
+
+* Losses that are modules. torch.compile's rule for `nn.CrossEntropyLoss()` writes the call into
+  the graph as one of tensors, and fails on a stand-in; the function asks its arguments, as it
+  does outside of a graph.
+* What a graph recomputes.
+* Backwards in two parts.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.nn import functional as F
-
-# ---- Losses that are modules.
-# torch.compile's rule for `nn.CrossEntropyLoss()` writes the call into the graph as one of tensors,
-# and fails on a stand-in; the function asks its arguments, as it does outside of a graph.
-
 
 _done: list[bool] = []
 
@@ -54,9 +56,6 @@ def _patched() -> bool:
 follow_losses._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-# ---- What a graph recomputes.
-
-
 def once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function in a part of a graph that is recomputed; Python that it runs, runs once.
 
@@ -66,9 +65,6 @@ def once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as run
 
     return run(function, *args, **kwargs)
-
-
-# ---- Backwards in two parts.
 
 
 def keep_buffers() -> None:

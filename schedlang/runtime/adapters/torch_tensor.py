@@ -1,4 +1,8 @@
-"""Tensors and storages: `.data =` between unlike devices, when backward comes, what is resized."""
+"""Tensors and storages: `.data =` between unlike devices, when backward comes, what is resized.
+
+* Tensors: `.data =` between unlike devices, and when backward comes to what made a tensor.
+* Storages of tensors that are made larger or smaller, heard of.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-
-# ---- Tensors: `.data =` between unlike devices, and when backward comes to what made a tensor.
 
 
 def assignable(
@@ -42,9 +44,6 @@ def at_once_in_backward(made: torch.Tensor) -> torch.Tensor:
     if node is not None:
         node._set_sequence_nr(2**63 - 1)  # as nodes that add to a leaf's gradient have it
     return made
-
-
-# ---- Storages of tensors that are made larger or smaller, heard of.
 
 
 Heard = Callable[[torch.UntypedStorage, int], None]

@@ -14,7 +14,7 @@ from torch import Tensor
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.placement import Layout, Segment
 from schedlang.runtime.comm import world
-from schedlang.runtime.comm.ranks import Ranks
+from schedlang.runtime.comm.collectives import Ranks
 from schedlang.runtime.redistribution.carry import move, wire
 from schedlang.runtime.redistribution.doubling import gather
 from schedlang.runtime.redistribution.route import Lying

@@ -1,4 +1,13 @@
-"""Ranks come into a job, agree on what they build before any group is made, and leave together."""
+"""Ranks come into a job, agree on what they build before any group is made, and leave together.
+
+* Into the job that a launcher has started, and out of it together.
+* Checksums of tensors: two passes over their bits where they lie, no copy of them.
+* Ranks tell each other what they build before any group is made, and refuse where it differs.
+  They meet in the store of the job, which asks nothing of the others' collectives: a rank that
+  builds something else, or never comes, is noticed within seconds.  Each leaves a digest of every
+  item, rank 0 compares; only where digests differ are the parts of that item told, to name what
+  differs and where.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +21,7 @@ import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -29,29 +37,23 @@ from schedlang.diagnostics.told_once import job_store
 from schedlang.runtime import device as devices
 from schedlang.runtime.comm import world as comm
 
-# ---- Into the job that a launcher has started, and out of it together.
-
-
 TIMEOUT = timedelta(minutes=10)  # of a collective that others do not join
 _FOREVER = timedelta(hours=12)  # where whoever started the ranks decides what a hang is
 _SETTLE = 0.1  # seconds at the end of a process for gloo's threads to let go of their tensors
 _PR_SET_PDEATHSIG = 1
 
 
-def to_join() -> bool:
-    """Whether torchrun has started this process for a job that it has not joined yet."""
-    return not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def join_world() -> None:
+def join_world(wait: float | None = None) -> None:
     """Join the job that torchrun started, if there is one and nobody has joined yet.
 
     LOCAL_RANK chooses the device; the world is that of its backend alone, so that groups can be
-    split off it.
+    split off it.  `wait`: seconds in which all ranks have to come, else Refusal S651.
     """
     _prepare_end()
-    if not to_join():
+    if dist.is_initialized() or not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return
+    if wait is not None:
+        _all_come(wait)
     device = devices.own_device()
     if devices.on_host(device):
         dist.init_process_group(comm.HOSTS, timeout=TIMEOUT)
@@ -105,9 +107,6 @@ def _prepare_end() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-# ---- Checksums of tensors: two passes over their bits where they lie, no copy of them.
-
-
 _COLUMNS = 1024  # sums over rows and over columns: what changes or moves shows in one of them
 
 
@@ -122,7 +121,11 @@ def checksum(tensor: Tensor) -> str:
         return ""
     with torch._C.DisableTorchFunction(), torch.no_grad():
         found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
-        flat = _bytes(tensor)
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        row = plain.contiguous().view(-1) if plain.dim() else plain.view(1)
+        if row.storage_offset() * row.element_size() % 8:  # words begin where a word may
+            row = row.clone()
+        flat = row.view(torch.uint8)  # in logical order; where they lie, if that is in one row
         whole = flat.numel() // (8 * _COLUMNS) * (8 * _COLUMNS)
         if whole:
             words = flat[:whole].view(torch.int64).view(-1, _COLUMNS)
@@ -130,23 +133,6 @@ def checksum(tensor: Tensor) -> str:
                 found.update(words.sum(dim).cpu().numpy().tobytes())
         found.update(flat[whole:].cpu().numpy().tobytes())
     return found.hexdigest()
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The tensor's bytes in logical order; where they lie, if that is in one row."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    flat = plain.contiguous().view(-1) if plain.dim() else plain.view(1)
-    if flat.storage_offset() * flat.element_size() % 8:
-        flat = flat.clone()
-    return flat.view(torch.uint8)
-
-
-# ---- Ranks tell each other what they build before any group is made, and refuse where it
-# differs.
-# They meet in the store of the job, which asks nothing of the others' collectives: a rank that
-# builds something else, or never comes, is noticed within seconds.  Each leaves a digest of every
-# item, rank 0 compares; only where digests differ are the parts of that item told, to name what
-# differs and where.
 
 
 WAIT = 20.0  # seconds for the ranks of a job to come to `build`
@@ -170,10 +156,6 @@ class Item:
     helps: tuple[str, ...] = field(default=(), compare=False)
 
 
-def _hash(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
 def agree(items: Sequence[Item], wait: float = WAIT) -> None:
     """Raise the same Refusal on all ranks where an item differs (S650) or a rank is missing (S651).
 
@@ -181,16 +163,14 @@ def agree(items: Sequence[Item], wait: float = WAIT) -> None:
     """
     if (store := shared_store()) is None:
         return
-    _Meeting(store, comm.rank(), comm.size(), wait).hold(items)
+    _Meeting(store, wait).hold(items)
 
 
-def all_come(wait: float = WAIT) -> None:
+def _all_come(wait: float) -> None:
     """Raise Refusal S651 where ranks that torchrun has started do not come to join the job.
 
     Whoever joins waits for them for minutes, and names nobody.
     """
-    if not to_join():
-        return
     store, world = job_store(), int(os.environ["WORLD_SIZE"])
     if store is None or world == 1:
         return
@@ -203,18 +183,13 @@ def all_come(wait: float = WAIT) -> None:
         raise _refusal(missing(gone, world, wait))
 
 
-@contextmanager
-def told_if_refused() -> Iterator[None]:
-    """A rank that cannot build says so to those that wait for it."""
-    try:
-        yield
-    except Exception as error:
-        if (store := shared_store()) is not None and not getattr(error, _AGREED, False):
-            said = error.diagnostic.title if isinstance(error, Refusal) else _in_a_line(error)
-            meeting = _Meeting(store, comm.rank(), comm.size(), 0.0)
-            meeting.come({"refused": said})
-            store.set(f"{meeting.room}/refused", "1")
-        raise
+def tell(error: Exception) -> None:
+    """Say why this rank cannot build to those that wait for it; not what all of them raise."""
+    if (store := shared_store()) is not None and not getattr(error, _AGREED, False):
+        said = error.diagnostic.title if isinstance(error, Refusal) else _in_a_line(error)
+        meeting = _Meeting(store, 0.0)
+        meeting.leave({"refused": said})
+        store.set(f"{meeting.room}/refused", "1")
 
 
 _AGREED = "_schedlang_agreed"  # a mark on what all ranks raise alike
@@ -230,7 +205,7 @@ def shared_store() -> Any:
 
     Private: torch gives no other way to the store that it made for the job.
     """
-    if comm.size() == 1 or dist.get_backend() == "fake":
+    if comm.here().size == 1 or dist.get_backend() == "fake":
         return None
     return c10d._get_default_store()
 
@@ -249,27 +224,26 @@ def until(ready: Callable[[], bool], seconds: float) -> bool:
 class _Meeting:
     """The n-th time that this rank meets the others in the store."""
 
-    def __init__(self, store: Any, rank: int, world: int, wait: float) -> None:
-        self.store, self.rank, self.world, self.wait = store, rank, world, wait
-        part = "".join(f"{each}," for each in comm.here().part)
-        turn = store.add(f"schedlang/{part}turn/{rank}", 1)
+    def __init__(self, store: Any, wait: float) -> None:
+        here = comm.here()
+        self.store, self.rank, self.world, self.wait = store, here.rank, here.size, wait
+        part = "".join(f"{each}," for each in here.part)
+        turn = store.add(f"schedlang/{part}turn/{self.rank}", 1)
         self.room = f"schedlang/{part}{turn}"
 
     def leave(self, message: object, kind: str = "told") -> None:
-        """Put a message of this rank into the room."""
-        self.store.set(self._key(kind, self.rank), zlib.compress(json.dumps(message).encode(), 1))
-
-    def come(self, message: object) -> None:
-        """Put the first message into the room, and be counted."""
-        self.leave(message)
-        self.store.add(f"{self.room}/came", 1)
+        """Put a message of this rank into the room; by its first one it is counted."""
+        data = zlib.compress(json.dumps(message).encode(), 1)
+        self.store.set(f"{self.room}/{kind}/{self.rank}", data)
+        if kind == "told":
+            self.store.add(f"{self.room}/came", 1)
 
     def hold(self, items: Sequence[Item]) -> None:
         """Tell, wait, compare; raise what is wrong."""
-        self.come({item.name: _told(item) for item in items})
+        self.leave({item.name: _told(item) for item in items})
         if self.rank == 0:
             self._say(self._judged(items))
-        elif not until(lambda: self._has(f"{self.room}/verdict"), self.wait + _MORE):
+        elif not until(lambda: self.store.check([f"{self.room}/verdict"]), self.wait + _MORE):
             self._say(self._missing("told"))
         verdict = self._verdict()
         if name := verdict.get("tell"):
@@ -277,7 +251,7 @@ class _Meeting:
             self.leave(dict(item.parts), "parts")
             if self.rank == 0:
                 self._compare(item)
-            elif not until(lambda: self._has(f"{self.room}/verdict2"), 2 * _MORE):
+            elif not until(lambda: self.store.check([f"{self.room}/verdict2"]), 2 * _MORE):
                 self._say(self._differ(item, {}), "verdict2")
             verdict = self._verdict("verdict2")
         if verdict:
@@ -291,10 +265,11 @@ class _Meeting:
 
     def _judged(self, items: Sequence[Item]) -> Any:
         """Wait for all; what is wrong, if anything is."""
-        until(lambda: self._all_came() or self._has(f"{self.room}/refused"), self.wait)
-        if not self._all_came():
+        store, came, refused = self.store, f"{self.room}/came", f"{self.room}/refused"
+        until(lambda: store.add(came, 0) >= self.world or store.check([refused]), self.wait)
+        if store.add(came, 0) < self.world:
             return self._missing("told")
-        everyone = self._read(*[self._key("told", rank) for rank in range(self.world)])
+        everyone = self._read(*[f"{self.room}/told/{rank}" for rank in range(self.world)])
         kinds = list({id(told): told for told in everyone}.values())  # those that are alike once
         for told in kinds:
             if "refused" in told:
@@ -307,9 +282,9 @@ class _Meeting:
         return {}
 
     def _compare(self, item: Item) -> None:
-        keys = [self._key("parts", rank) for rank in range(self.world)]
-        until(lambda: self._has(*keys), _MORE)
-        everyone = {r: self._read(key)[0] for r, key in enumerate(keys) if self._has(key)}
+        keys, there = [f"{self.room}/parts/{r}" for r in range(self.world)], self.store.check
+        until(lambda: there(keys), _MORE)
+        everyone = {r: self._read(key)[0] for r, key in enumerate(keys) if there([key])}
         self._say(self._differ(item, everyone), "verdict2")
 
     def _differ(self, item: Item, everyone: Mapping[int, Mapping[str, str]]) -> Any:
@@ -319,13 +294,13 @@ class _Meeting:
     # -- what cannot be compared -------------------------------------------------------------------
 
     def _missing(self, kind: str) -> Any:
-        keys = {rank: self._key(kind, rank) for rank in range(self.world)}
+        keys = {rank: f"{self.room}/{kind}/{rank}" for rank in range(self.world)}
+        there = self.store.check
         for rank, key in keys.items():
-            if self._has(key) and "refused" in (told := self._read(key)[0]):
+            if there([key]) and "refused" in (told := self._read(key)[0]):
                 return self._refuses(rank, told["refused"])
-        return missing(
-            [rank for rank, key in keys.items() if not self._has(key)], self.world, self.wait
-        )
+        gone = [rank for rank, key in keys.items() if not there([key])]
+        return missing(gone, self.world, self.wait)
 
     def _refuses(self, rank: int, why: str) -> Any:
         notes = [f"rank {rank} says: {why}"]
@@ -340,15 +315,9 @@ class _Meeting:
 
     def _verdict(self, name: str = "verdict") -> Any:
         key = f"{self.room}/{name}"
-        if not until(lambda: self._has(key), _MORE):  # who meant to give it is gone
+        if not until(lambda: self.store.check([key]), _MORE):  # who meant to give it is gone
             return _said("S651", "another rank has ended while the ranks met", [], [])
         return self._read(key)[0]
-
-    def _key(self, kind: str, rank: int) -> str:
-        return f"{self.room}/{kind}/{rank}"
-
-    def _all_came(self) -> bool:
-        return bool(self.store.add(f"{self.room}/came", 0) >= self.world)
 
     def _read(self, *keys: str) -> list[Any]:
         """Messages in one request; each is taken apart once, however many ranks have sent it."""
@@ -358,9 +327,6 @@ class _Meeting:
             if data not in known:
                 known[data] = json.loads(zlib.decompress(data))
         return [known[data] for data in found]
-
-    def _has(self, *keys: str) -> bool:
-        return bool(self.store.check(list(keys)))
 
 
 def missing(gone: Sequence[int], world: int, wait: float) -> dict[str, Any]:
@@ -391,9 +357,10 @@ def _refusal(said: Mapping[str, Any]) -> Refusal:
 
 def _told(item: Item) -> str | dict[str, str]:
     """A digest of all parts; of what ranks hold some parts of, one of each."""
-    if item.held:
-        return {name: _hash(text) for name, text in item.parts.items()}
-    return _hash(json.dumps(sorted(item.parts.items())))
+    texts = item.parts if item.held else {"": json.dumps(sorted(item.parts.items()))}
+    bits = {name: hashlib.blake2b(text.encode(), digest_size=8) for name, text in texts.items()}
+    found = {name: one.hexdigest() for name, one in bits.items()}
+    return found if item.held else found[""]
 
 
 def _unlike(told: Sequence[Mapping[str, str] | None]) -> bool:

@@ -89,12 +89,12 @@ class World:
         joined with, else that of LOCAL_RANK; so it is also for a model in host memory, if the world
         serves no CPU or if torchrun's job was joined here.
         """
+        if devices.accelerator() is None:
+            return devices.HOST
         lies = devices.HOST if lies is None or devices.not_there(lies) else lies
         if self.size == 1:
             return devices.indexed(lies)
         if devices.on_host(lies) and devices.HOST.type in self.backends and not self.ours:
-            return lies
-        if devices.accelerator() is None:
             return lies
         home = self.bound if self.bound is not None else devices.own_device()
         devices.make_current(home)

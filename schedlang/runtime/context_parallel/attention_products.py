@@ -1,4 +1,11 @@
-"""Attention that a model writes as products: its scores followed, and what is done to them."""
+"""Attention that a model writes as products: its scores followed, and what is done to them.
+
+* What is done to scores that are followed: scaled, biased, hidden, made weights, met by values.
+* Attention that a model writes as products: scores, what it adds and hides, softmax, and values.
+  Inside of a module that a row names, the product of queries and keys is not computed but
+  followed, through everything that is done to it, until the values come; then it is a call of
+  attention.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +27,6 @@ from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, by_
 from schedlang.runtime.context_parallel.token_layout import Mask
 from schedlang.runtime.modes import Ambient
 from schedlang.runtime.sequence_pipelining.carry import Place, caller
-
-# ---- What is done to scores that are followed: scaled, biased, hidden, made weights, met by
-# values.
-
 
 LOW = -1e4  # what hides a key is lower
 
@@ -228,13 +231,6 @@ RULES: dict[str, Callable[..., Any]] = {
     "softmax": _softmax,
     "dropout": _dropout,
 }
-
-
-# ---- Attention that a model writes as products: scores, what it adds and hides, softmax, and
-# values.
-# Inside of a module that a row names, the product of queries and keys is not computed but
-# followed, through everything that is done to it, until the values come; then it is a call of
-# attention.
 
 
 PRODUCTS: set[Any] = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}

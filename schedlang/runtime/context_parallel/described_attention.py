@@ -19,7 +19,7 @@ from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, by_
 from schedlang.runtime.context_parallel.token_layout import Mask
 from schedlang.runtime.kernel_injection.attention import implementation, switch
 from schedlang.runtime.scope import site
-from schedlang.runtime.tracing.torch_calls import model_line
+from schedlang.runtime.tracing.meta import model_line
 
 UNSPLIT = "S661"
 NAME = "schedlang_context"

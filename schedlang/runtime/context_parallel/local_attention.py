@@ -1,4 +1,15 @@
-"""One rank's queries against passing keys and values: blockwise, or by torch's flash kernel."""
+"""One rank's queries against passing keys and values: blockwise, or by torch's flash kernel.
+
+* Whole runs of tokens by torch's own flash attention, which also gives the log-sum-exp. Only for
+  what its operators can express: all keys seen, or a plain causal square, below float64. An
+  operator is used on a device only after it has given there what plain products give, forward and
+  backward.  All that is used of torch's private parts stands here.
+* Which blocks of queries and keys there are to compute, and what holds for all of them.
+* One rank's queries against keys and values that pass by: blockwise softmax, forward and
+  backward. Scores exist for a block of queries and keys only.  Blocks are joined by their log-
+  sum-exp (Milakov, Gimelshein: Online normalizer calculation for softmax, 2018; Dao:
+  FlashAttention-2, 2023), in float32, or float64 for such tensors.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +31,6 @@ from schedlang.runtime.context_parallel.token_layout import (
     seen,
 )
 from schedlang.runtime.device import on_host
-
-# ---- Whole runs of tokens by torch's own flash attention, which also gives the log-sum-exp.
-# Only for what its operators can express: all keys seen, or a plain causal square, below float64.
-# An operator is used on a device only after it has given there what plain products give, forward
-# and backward.  All that is used of torch's private parts stands here.
-
 
 SMALL = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -144,9 +149,6 @@ def _error(dtype: torch.dtype, device: torch.device, width: int, causal: bool) -
     return max(float((a - b).detach().norm() / b.detach().norm()) for a, b in zip(found, wanted))
 
 
-# ---- Which blocks of queries and keys there are to compute, and what holds for all of them.
-
-
 BLOCK = 256  # tokens
 
 
@@ -231,13 +233,6 @@ def pairs(
 
 def _moved(part: slice, by: int) -> slice:
     return slice(part.start + by, part.stop + by)
-
-
-# ---- One rank's queries against keys and values that pass by: blockwise softmax, forward and
-# backward.
-# Scores exist for a block of queries and keys only.  Blocks are joined by their log-sum-exp
-# (Milakov, Gimelshein: Online normalizer calculation for softmax, 2018; Dao: FlashAttention-2,
-# 2023), in float32, or float64 for such tensors.
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -1,4 +1,11 @@
-"""Split a microbatch by tokens: this rank's tokens, and what it knows of the whole sequence."""
+"""Split a microbatch by tokens: this rank's tokens, and what it knows of the whole sequence.
+
+* The tokens of one microbatch that one rank has, and how its queries meet the keys of others.
+* Values that every rank knows of the whole sequence: integers of the batch, and positions. What a
+  model makes of them alone (positions summed up over a mask, biases by distances) is made for the
+  whole sequence, without a message, and a rank has its own tokens of that.
+* A microbatch split by tokens: the inputs of each rank, and what its part weighs.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +28,6 @@ from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.context_parallel.token_layout import Layout, Mask
 from schedlang.runtime.sequence_pipelining.carry import Place, items_of
 from schedlang.runtime.sequence_pipelining.slices import length_of, runs_along, sections
-
-# ---- The tokens of one microbatch that one rank has, and how its queries meet the keys of
-# others.
 
 
 @dataclass(frozen=True)
@@ -118,11 +122,6 @@ def seated() -> Seat | None:
     """The seat that this thread runs a model for; None where sequences are whole."""
     found: Any = scope.visit()
     return found if isinstance(found, Seat) else None
-
-
-# ---- Values that every rank knows of the whole sequence: integers of the batch, and positions.
-# What a model makes of them alone (positions summed up over a mask, biases by distances) is made
-# for the whole sequence, without a message, and a rank has its own tokens of that.
 
 
 class Known(Tensor):
@@ -376,9 +375,6 @@ def _rules() -> dict[Any, Rule]:
 
 
 RULES = _rules()
-
-
-# ---- A microbatch split by tokens: the inputs of each rank, and what its part weighs.
 
 
 @dataclass(frozen=True)

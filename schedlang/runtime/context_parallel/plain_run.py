@@ -16,13 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from schedlang.runtime.batch import called
+from schedlang.runtime.batch import called, loss_of
 from schedlang.runtime.context_parallel.attention_products import PRODUCTS, Lines
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.rng.logical_dropout import Alone, Still
 from schedlang.runtime.sequence_pipelining.probe import lines_of
 from schedlang.runtime.sequence_pipelining.trial import Trial, tokens_of
-from schedlang.runtime.tracing.loss import loss_of
 
 Outputs = dict[str, Tensor]
 

@@ -1,4 +1,12 @@
-"""Try on a small copy whether a model may run on some tokens of its sequences; name the fault."""
+"""Try on a small copy whether a model may run on some tokens of its sequences; name the fault.
+
+* Functions that run one at a time, in turns: each goes on when all have come to the same point.
+* A pass over a small model by parts of its sequences, side by side on one process.
+* Why a model cannot be split by tokens: the module that gives some tokens something else.
+* Whether a model may run on some tokens of its sequences, tried on a small stand-in before. Whole
+  and by parts, on one process, the losses and every gradient must be equal. A model for which no
+  way is found is refused, with the first module that gives something else.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +25,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import OwnError, Refusal
 from schedlang.ir import pytree
-from schedlang.runtime.batch import Part, called, dotted, rows_of
+from schedlang.runtime.batch import Part, called, dotted, loss_of, rows_of
 from schedlang.runtime.context_parallel.attention_products import Lines
 from schedlang.runtime.context_parallel.install import At, install, windows
 from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, Tokens
@@ -43,11 +51,7 @@ from schedlang.runtime.sequence_pipelining.trial import (
     running,
     watched,
 )
-from schedlang.runtime.tracing.loss import loss_of
 from schedlang.runtime.training import Training
-
-# ---- Functions that run one at a time, in turns: each goes on when all have come to the same
-# point.
 
 
 class Parted(Exception):
@@ -124,9 +128,6 @@ class Together:
         torch.set_default_dtype(mine)
         if self._failed:
             raise Parted("the parts do not call attention equally often")
-
-
-# ---- A pass over a small model by parts of its sequences, side by side on one process.
 
 
 @dataclass
@@ -247,9 +248,6 @@ def _masked(scores: Tensor, seat: Seat, call: Call, tags: Tags) -> Tensor:
     return made.masked_fill(~given, -torch.inf) if given.dtype == torch.bool else made + given
 
 
-# ---- Why a model cannot be split by tokens: the module that gives some tokens something else.
-
-
 MIXED = (
     "positions counted from shapes, and tokens mixed outside of the attentions that rows"
     " select, would be those of one rank only"
@@ -347,11 +345,6 @@ def refusal(title: str, *notes: str) -> Refusal:
             "or select all its attentions: `layers.*.self_attn  context_parallel(...)`",
         ),
     )
-
-
-# ---- Whether a model may run on some tokens of its sequences, tried on a small stand-in before.
-# Whole and by parts, on one process, the losses and every gradient must be equal. A model for
-# which no way is found is refused, with the first module that gives something else.
 
 
 def probe(trial: Trial, kind: str, ranks: int, sites: Sequence[str]) -> Tokens:

@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import scope
+from schedlang.runtime.batch import loss_of
 from schedlang.runtime.comm.collectives import Group, summed
 from schedlang.runtime.propagation.call_rules import ADDS, LINEAR, SUMMING, TIMES
 from schedlang.runtime.propagation.trace import Lattice, Running, Stack
-from schedlang.runtime.tracing.loss import loss_of
-from schedlang.runtime.tracing.torch_calls import model_line, name_of, tensors_in
+from schedlang.runtime.tracing.meta import model_line, name_of, tensors_in
 
 # ---- Finds the sums over all rows of a batch that a loss is made of, but for that of its labels.
 # One forward on the meta device with a number of rows that divides no other size: a dim that holds

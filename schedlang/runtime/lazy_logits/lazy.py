@@ -1,4 +1,12 @@
-"""A head whose product waits for the loss, and the stand-in for its logits until then."""
+"""A head whose product waits for the loss, and the stand-in for its logits until then.
+
+* Logits that are not computed: a stand-in that a model's own loss code may handle. A head that is
+  given one returns it in training.  It follows casts, views, scaling, a soft cap and slices of
+  the leading dims; at `cross_entropy` (or `logsumexp`, for a z-loss) the product and the loss are
+  computed together, chunk by chunk (kernels/linear_cross_entropy.py).  For anything else the
+  logits are computed as the head would have: any model still gets what it asked for.
+* A head whose product waits for the loss: `lm_head` and cross-entropy in chunks, in any model.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +38,6 @@ from schedlang.runtime.lazy_logits.vocab_parallel import (
     made_whole,
     reduced,
 )
-
-# ---- Logits that are not computed: a stand-in that a model's own loss code may handle.
-# A head that is given one returns it in training.  It follows casts, views, scaling, a soft cap and
-# slices of the leading dims; at `cross_entropy` (or `logsumexp`, for a z-loss) the product and the
-# loss are computed together, chunk by chunk (kernels/linear_cross_entropy.py).  For anything else
-# the logits are computed as the head would have: any model still gets what it asked for.
-
 
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -299,10 +300,6 @@ _LAZY: dict[Any, Callable[..., Any]] = {
     torch.mul: LazyLogits.__mul__,
     torch.div: LazyLogits.__truediv__,
 }
-
-
-# ---- A head whose product waits for the loss: `lm_head` and cross-entropy in chunks, in any
-# model.
 
 
 # -- the head --------------------------------------------------------------------------------------

@@ -1,4 +1,14 @@
-"""Stand-ins for logits that a model's own loss handles, and logits split over the vocabulary."""
+"""Stand-ins for logits that a model's own loss handles, and logits split over the vocabulary.
+
+* Base of stand-ins for logits: calls of torch's functions, indices, and the loss's arguments. A
+  stand-in goes through a model's own code in place of logits that are nowhere whole.  It knows a
+  few functions; for anything else it gives the whole, so that any model gets what it asked for.
+* Logits split over the vocabulary: a stand-in that a model's own loss code may handle. The cross-
+  entropy over split logits needs three numbers per token from each rank, never the whole row
+  (Shoeybi et al. 2019, section 3).  The stand-in follows casts, views, scaling and slices of the
+  leading dims; at `cross_entropy` it computes the parallel loss; for anything else the logits are
+  gathered first, so that any model still gets what it asked for.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +25,6 @@ from torch.utils import _pytree as pytree
 from schedlang.runtime.comm import collectives, world
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.modes import again
-
-# ---- Base of stand-ins for logits: calls of torch's functions, indices, and the loss's
-# arguments.
-# A stand-in goes through a model's own code in place of logits that are nowhere whole.  It knows a
-# few functions; for anything else it gives the whole, so that any model gets what it asked for.
 
 
 class StandIn:
@@ -171,13 +176,6 @@ def reduced(loss: Tensor, counts: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
         return loss
     return loss.sum() / counts.sum() if reduction == "mean" else loss.sum()
-
-
-# ---- Logits split over the vocabulary: a stand-in that a model's own loss code may handle.
-# The cross-entropy over split logits needs three numbers per token from each rank, never the whole
-# row (Shoeybi et al. 2019, section 3).  The stand-in follows casts, views, scaling and slices of
-# the leading dims; at `cross_entropy` it computes the parallel loss; for anything else the logits
-# are gathered first, so that any model still gets what it asked for.
 
 
 class _Statistics(torch.autograd.Function):

@@ -1,4 +1,17 @@
-"""Keep a module's saved activations in host memory, on disk or on another rank until backward."""
+"""Keep a module's saved activations in host memory, on disk or on another rank until backward.
+
+* Keep a module's saved activations in host memory, or on disk, between forward and backward.
+  Saved-tensor hooks around the forward of one module instance copy every storage that autograd
+  wants to keep, once however many views of it are saved, and let go of the original (Rhu et al.,
+  "vDNN", 2016).  Parameters and buffers stay where they are.  On an accelerator copies go through
+  pinned memory on a stream of their own; backward of one module starts the reload of the one
+  before it.  On a CPU the copies are as real, so that a `Ledger` shows what lies where.
+* A module whose saved activations another rank may hold between its forward and its backward. It
+  puts them into the bag of the forward that runs, which the rows of the timeline carry away and
+  back (`pipeline.parking`). Where nothing is carried away they stay, and an outer checkpoint does
+  not see them either: it counts what it sees, and must see as much again when it runs a second
+  time.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +42,6 @@ from schedlang.runtime.storage.saved import (
     within,
 )
 from schedlang.runtime.storage.tiers import CPU, DEVICE, DISK, Scratch, gone, reference_to
-
-# ---- Keep a module's saved activations in host memory, or on disk, between forward and backward.
-# Saved-tensor hooks around the forward of one module instance copy every storage that autograd
-# wants to keep, once however many views of it are saved, and let go of the original (Rhu et al.,
-# "vDNN", 2016).  Parameters and buffers stay where they are.  On an accelerator copies go through
-# pinned memory on a stream of their own; backward of one module starts the reload of the one
-# before it.  On a CPU the copies are as real, so that a `Ledger` shows what lies where.
-
 
 SMALLEST = 1 << 16  # bytes; what is smaller costs more to move than to keep
 
@@ -276,14 +281,6 @@ class _Copy:
 
 def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-
-
-# ---- A module whose saved activations another rank may hold between its forward and its
-# backward.
-# It puts them into the bag of the forward that runs, which the rows of the timeline carry away and
-# back (`pipeline.parking`). Where nothing is carried away they stay, and an outer checkpoint does
-# not see them either: it counts what it sees, and must see as much again when it runs a second
-# time.
 
 
 class Lodged(Policy):

@@ -1,4 +1,16 @@
-"""A step where parameters, gradients or the optimizer's state lie off the device, or on a peer."""
+"""A step where parameters, gradients or the optimizer's state lie off the device, or on a peer.
+
+* The optimizer's state in the memory of the next rank of a pipeline; it comes for the step. State
+  travels in rounds, the same number on all ranks of a ring: the state of some parameters comes
+  home, they step, it goes out again.  Each half of a round starts all of its messages before it
+  waits for any, so no two ranks wait for each other.  What is out is a tensor on the meta device
+  in the optimizer's own state: its shape is known, and nothing can be read of it by mistake.
+* A step where parameters, gradients or the optimizer's state lie off the device. Some parameters
+  at a time: their values, gradients and state are brought together in host memory, the user's own
+  optimizer steps on these, and everything goes back to where it lies (Ren et al., ZeRO-Offload,
+  2021).  What is on disk is written anew, and takes the old one's place only when all ranks have
+  written all of theirs: a full disk leaves everything as it was before the step.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +39,6 @@ from schedlang.runtime.storage.offloaded_gradients import (
     wait_for_offloaded,
 )
 from schedlang.runtime.storage.tiers import CPU, DEVICE, DISK, PEER, Scratch, mark, plain_copy
-
-# ---- The optimizer's state in the memory of the next rank of a pipeline; it comes for the step.
-# State travels in rounds, the same number on all ranks of a ring: the state of some parameters
-# comes home, they step, it goes out again.  Each half of a round starts all of its messages
-# before it waits for any, so no two ranks wait for each other.  What is out is a tensor on the
-# meta device in the optimizer's own state: its shape is known, and nothing can be read of it by
-# mistake.
-
 
 _KEPT = -1  # a header that says: what you hold is still right
 
@@ -177,13 +181,6 @@ def _raw(tensor: Tensor) -> Tensor:
     with torch._C.DisableTorchFunction():
         flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
         return flat.view(torch.uint8)
-
-
-# ---- A step where parameters, gradients or the optimizer's state lie off the device.
-# Some parameters at a time: their values, gradients and state are brought together in host memory,
-# the user's own optimizer steps on these, and everything goes back to where it lies (Ren et al.,
-# ZeRO-Offload, 2021).  What is on disk is written anew, and takes the old one's place only when all
-# ranks have written all of theirs: a full disk leaves everything as it was before the step.
 
 
 UNDONE = "nothing was changed: the state is that before the step"

@@ -1,4 +1,15 @@
-"""Optimizer steps on parts of parameters: element by element, or on whole tensors put together."""
+"""Optimizer steps on parts of parameters: element by element, or on whole tensors put together.
+
+* Does an optimizer treat each element, or each tensor, by itself?  Tried on small ones.
+* A step of an optimizer whose groups hold sliced parameters beside plain ones. An update of
+  single elements is made on the local parts of DTensors: on DTensors themselves each operator of
+  it passes through Python's dispatch, some twenty for a parameter.
+* A step of an optimizer that looks at whole tensors (Muon, Adafactor, LAMB), on parts of them.
+  Some parameters at a time are put together with their gradients and state on the ranks that hold
+  a part; the user's own optimizer steps on these, and each rank takes its parts back. Between
+  steps nothing is whole: state that is shaped like a parameter lies as the parameter does,
+  anything else (rows and columns of Adafactor's) is the same on all of its ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +27,10 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.checkpointing.holding import Holding, assembled, take
 from schedlang.runtime.checkpointing.moments import laid, like_parameter
 from schedlang.runtime.comm import world
-from schedlang.runtime.comm.ranks import Ranks
+from schedlang.runtime.comm.collectives import Ranks
 from schedlang.runtime.device import on_accelerator
 from schedlang.runtime.grad_reduction.gradient import local_gradient
 from schedlang.runtime.storage.offloaded_gradients import local, placed_like
-
-# ---- Does an optimizer treat each element, or each tensor, by itself?  Tried on small ones.
 
 
 def is_elementwise(optimizer: Callable[[Any], torch.optim.Optimizer]) -> bool:
@@ -92,11 +101,6 @@ def check_closure(made: torch.optim.Optimizer) -> None:
                 helps=("use an optimizer that needs no closure (SGD, AdamW, Muon)",),
             )
         )
-
-
-# ---- A step of an optimizer whose groups hold sliced parameters beside plain ones.
-# An update of single elements is made on the local parts of DTensors: on DTensors themselves each
-# operator of it passes through Python's dispatch, some twenty for a parameter.
 
 
 _BY_ELEMENT = (  # torch's own that update each element by itself; not what is derived from them
@@ -208,14 +212,6 @@ def _as_list(group: dict[str, Any]) -> bool:
         return True
     undecided = "foreach" in group and group["foreach"] is None
     return undecided and any(on_accelerator(one) for one in group["params"])
-
-
-# ---- A step of an optimizer that looks at whole tensors (Muon, Adafactor, LAMB), on parts of
-# them.
-# Some parameters at a time are put together with their gradients and state on the ranks that hold
-# a part; the user's own optimizer steps on these, and each rank takes its parts back. Between
-# steps nothing is whole: state that is shaped like a parameter lies as the parameter does,
-# anything else (rows and columns of Adafactor's) is the same on all of its ranks.
 
 
 _VALUE, _GRAD = " value", " gradient"  # beside keys of an optimizer's state

@@ -142,7 +142,7 @@ class Pipeline:
         self.stages, self.ranks, self.place = dict(stages), tuple(ranks), place
         self.timeline, self.slices, self.picked = timeline, slices, picked
         # one forward and its backward, and nobody else: there is nothing to fit or to prove
-        self.plain = plain = timeline.ranks == 1 and len(timeline) <= len(ONE)
+        self.plain = plain = timeline.ranks == 1 and timeline.rank.size <= ONE.rank.size
         pairs = set() if plain else self._pairs()
         self.mail = Mail(group, down, torch.device(device), pairs)
         self.parking = None if plain else self._partners(parks)

@@ -75,7 +75,7 @@ class Mail:
     ) -> None:
         self.tier = tier
         self.group, self.down, self.device = group, down or group, device
-        self.rank = world.rank()
+        self.rank = world.here().rank
         # whether the backend runs the messages of two ranks one after the other, and then also says
         # what has arrived: NCCL does, gloo does not
         self.queues = group is not None and world.here().queues(device)

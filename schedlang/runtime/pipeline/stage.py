@@ -16,13 +16,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from schedlang.ir import pytree
 from schedlang.runtime import scope
-from schedlang.runtime.batch import called
+from schedlang.runtime.batch import called, loss_of
 from schedlang.runtime.mixed_precision import imitated
 from schedlang.runtime.modes import Ambient
 from schedlang.runtime.rng.draws import LOGICAL
 from schedlang.runtime.scope import capture, named_sites, skip_calls, visit, visiting
 from schedlang.runtime.tracing.graph import Cut, Token, refusal
-from schedlang.runtime.tracing.loss import loss_of
 from schedlang.runtime.tracing.meta import OnMeta, meta_batch, meta_model
 from schedlang.runtime.tracing.units import Switch, Tell, overheard, tell
 
@@ -247,7 +246,8 @@ class Stage:
         self.model, self.cut, self.index, self.loss, self.split = model, cut, index, loss, split
         self.through = through
         self._late = None if late is None else {id(p) for p in _named(model, late)}
-        self.whole, self.last = cut.stages == 1, index == cut.stages - 1
+        last = cut.stage_of[-1]
+        self.whole, self.last = last == 0, index == last
         routes = {} if self.whole else cut.routes
         self.incoming = {e[0]: tokens for e, tokens in routes.items() if e[1] == index}
         self.outgoing = {e[1]: tokens for e, tokens in routes.items() if e[0] == index}

@@ -9,6 +9,7 @@ import torch
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
+from schedlang.runtime.batch import is_loss, no_loss, not_a_loss
 from schedlang.runtime.device import not_there
 from schedlang.runtime.lazy_logits.lazy import LazyLogits
 from schedlang.runtime.pipeline.flight import Bag, Carried, Flight, Message, Work, address
@@ -19,7 +20,6 @@ from schedlang.runtime.pipeline.stage import Forwarded, Stage, enter, signature
 from schedlang.runtime.scope import noted
 from schedlang.runtime.storage.saved import Addresses
 from schedlang.runtime.tracing.graph import Token
-from schedlang.runtime.tracing.loss import is_loss, no_loss, not_a_loss
 from schedlang.runtime.weights import Number, filled
 
 if TYPE_CHECKING:

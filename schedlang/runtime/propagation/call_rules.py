@@ -1,4 +1,19 @@
-"""Propagation rules for calls of torch: which dims stay split, meet, are padded or repeated."""
+"""Propagation rules for calls of torch: which dims stay split, meet, are padded or repeated.
+
+* Which functions of torch look beyond one position, or one channel, of an activation.
+* Do the parts that meet in a call meet as their wholes do? Shapes cannot tell: two tensors of
+  which each rank holds as many elements may lie on the ranks in different orders, or be split
+  along different dims of which each part has one element.  Calls that bring several tensors
+  together say which dims of them meet; those must lie alike.
+* What calls do to parts that several ranks hold, or that end in zeros, while they are followed.
+  Key-value heads are fewer than the ranks: each is held by several, and the model repeats each
+  head for its query heads.  A rank repeats its one head for its own query heads only, so the
+  repeated dim is split evenly again.
+* Repeats of key-value heads that the original makes, and a rank leaves out. With one key-value
+  head for each of its query heads a rank has nothing to repeat, and models skip the calls then.
+  The calls of the original are told by their shapes: each head is repeated next to itself, which
+  is what makes a rank's one head the right one.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +31,6 @@ from schedlang.runtime.propagation.trace import Call, Note, Running, Tag
 
 if TYPE_CHECKING:
     from schedlang.runtime.propagation.follow import Compared, Follower
-
-# ---- Which functions of torch look beyond one position, or one channel, of an activation.
 
 
 WINDOWS = {
@@ -37,6 +50,8 @@ WINDOWS = {
     "instance_norm",
     "local_response_norm",
 }
+NORMS = ("group_norm", "batch_norm", "layer_norm", "rms_norm")
+REACHING = {*WINDOWS, *NORMS, "pad", "interpolate", "upsample"}
 FIRST = 2  # the first dim of positions of [batch, channels, positions...]
 
 
@@ -80,12 +95,6 @@ def _resized(
         return set(range(FIRST, len(whole)))
     moved = range(FIRST, len(whole))
     return {d for d in moved if after[d] % whole[d] and whole[d] % after[d]}
-
-
-# ---- Do the parts that meet in a call meet as their wholes do?
-# Shapes cannot tell: two tensors of which each rank holds as many elements may lie on the ranks in
-# different orders, or be split along different dims of which each part has one element.  Calls
-# that bring several tensors together say which dims of them meet; those must lie alike.
 
 
 ELEMENTWISE = {
@@ -226,13 +235,6 @@ def _alike(a: Met, b: Met, ranks: int) -> bool:
     return True
 
 
-# ---- What calls do to parts that several ranks hold, or that end in zeros, while they are
-# followed.
-# Key-value heads are fewer than the ranks: each is held by several, and the model repeats each
-# head for its query heads.  A rank repeats its one head for its own query heads only, so the
-# repeated dim is split evenly again.
-
-
 EXPANDS = ("expand", "expand_as", "broadcast_to", "repeat")
 MERGES = ("view", "reshape", "flatten")
 
@@ -358,12 +360,6 @@ def by(inputs: list[Tensor], axis: str | None) -> str:
     """The sharded module that split the first of some tensors over an axis, or over any."""
     tags = (tensor.__dict__.get("_schedlang_note", Note()).tags for tensor in inputs)
     return next((t.by for by in tags for a, t in by.items() if axis in (None, a) and t.by), "")
-
-
-# ---- Repeats of key-value heads that the original makes, and a rank leaves out.
-# With one key-value head for each of its query heads a rank has nothing to repeat, and models skip
-# the calls then.  The calls of the original are told by their shapes: each head is repeated next
-# to itself, which is what makes a rank's one head the right one.
 
 
 Shape = tuple[int, ...]

@@ -17,9 +17,16 @@ from schedlang.runtime.propagation.trace import Hoist, Mismatch, Note, Tag
 from schedlang.runtime.sharding.convolution import CHANNELS, CONVOLUTIONS
 from schedlang.runtime.sharding.leaf import Sharded
 from schedlang.runtime.sharding.norms import NotSplit
-from schedlang.runtime.sharding.redistribute import block_sizes, dim_of, switches
-from schedlang.runtime.sharding.shard import Edge, is_main, on_first, on_result
-from schedlang.runtime.tracing.torch_calls import tensors_in
+from schedlang.runtime.sharding.shard import (
+    Edge,
+    block_sizes,
+    dim_of,
+    is_main,
+    on_first,
+    on_result,
+    switches,
+)
+from schedlang.runtime.tracing.meta import tensors_in
 
 PROJECTIONS = ("Linear", "Conv1D", *CONVOLUTIONS)
 TABLES = ("Embedding", "EmbeddingBag")
@@ -77,46 +84,53 @@ class Leaf:
 def dry_forward(
     leaf: Leaf,
     module: nn.Module,
+    inner: Callable[..., Any],
     follower: Follower,
-    groups: Callable[[str], Group],
     found: dict[str, tuple[Edge, ...]],
-) -> Callable[..., Any]:
-    """A forward that resolves the leaf's edges at its first call and notes its results."""
-    inner = module.forward
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run a sharded module; its edges are resolved at its first call, and its results noted.
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        main = _main(args, kwargs)
-        note = follower.of(main)
-        if follower.loose and not follower.noted(main):
-            reason = f"`{leaf.fqn}` is sharded, and gets sharded logits"
-            raise follower.refuse(reason, None, GATHER)
-        edges: tuple[Edge, ...] = ()
-        for wanted in leaf.wanted:
-            # what is crossed here may be gathered next: each edge takes what the last one leaves
-            now = main if leaf.kind else _main(args, kwargs)
-            edge = _edge(leaf, wanted, now, follower.of(now), groups(wanted.axis))
-            edges = (*edges, edge)
-            if leaf.kind:  # `input=` of another module says where
-                if edge.arrives != edge.wants == R and not edge.hoisted:
-                    _hoist(edge, main, follower)
-            else:
-                args, kwargs = on_first(partial(_enter, edge, follower), args, kwargs)
-        if leaf.kind:
-            near = tuple(replace(edge, arrivals=follower.arrivals) for edge in edges)
-            sharded = partial(Sharded(module, leaf.kind, near), inner)
-            out = _computed(sharded, edges, args, kwargs, follower)
-            _note_leaf(leaf, edges, note, out, follower)
+    `inner` is the module's own forward, `found` gets the edges by module.
+    """
+    main = _main(args, kwargs)
+    note = follower.of(main)
+    if follower.loose and not follower.noted(main):
+        reason = f"`{leaf.fqn}` is sharded, and gets sharded logits"
+        raise follower.refuse(reason, None, GATHER)
+    edges: tuple[Edge, ...] = ()
+    for wanted in leaf.wanted:
+        # what is crossed here may be gathered next: each edge takes what the last one leaves
+        now = main if leaf.kind else _main(args, kwargs)
+        ranks = tuple(range(follower.sizes[wanted.axis]))
+        group = Group((wanted.axis,), ranks, 0, None, leaf.fqn)
+        edge = _edge(leaf, wanted, now, follower.of(now), group)
+        edges = (*edges, edge)
+        if leaf.kind:  # `input=` of another module says where
+            if edge.arrives != edge.wants == R and not edge.hoisted:
+                _hoist(edge, main, follower)
         else:
-            out = inner(*args, **kwargs)
-            edges = tuple(_left(edge, w, out, follower) for edge, w in zip(edges, leaf.wanted))
-            for edge in edges:
-                out = on_result(partial(_exit, edge, follower), out)
-        if found.setdefault(leaf.fqn, edges) != edges:
-            axis = next(e.group.axes[0] for e, f in zip(edges, found[leaf.fqn]) if e != f)
-            raise differently(follower, f"`{leaf.fqn}`", "input", axis)
-        return out
-
-    return forward
+            args, kwargs = on_first(partial(_enter, edge, follower), args, kwargs)
+    if leaf.kind:
+        near = tuple(replace(edge, arrivals=follower.arrivals) for edge in edges)
+        sharded = partial(Sharded(module, leaf.kind, near), inner)
+        try:
+            out = sharded(*args, **kwargs)
+        except NotSplit as fault:  # its own call that does not work on parts
+            axis = edges[0].group.axes[0]
+            raise follower.refuse(str(fault), axis, GATHER_NORM) from fault
+        _note_leaf(leaf, edges, note, out, follower)
+    else:
+        out = inner(*args, **kwargs)
+        edges = tuple(_left(edge, w, out, follower) for edge, w in zip(edges, leaf.wanted))
+        for edge in edges:
+            out = on_result(partial(_exit, edge, follower), out)
+    if found.setdefault(leaf.fqn, edges) != edges:
+        axis = next(e.group.axes[0] for e, f in zip(edges, found[leaf.fqn]) if e != f)
+        raise differently(follower, f"`{leaf.fqn}`", "input", axis)
+    return out
 
 
 def differently(follower: Follower, fqn: str, what: str, axis: str) -> Mismatch:
@@ -131,22 +145,7 @@ def differently(follower: Follower, fqn: str, what: str, axis: str) -> Mismatch:
 def _main(args: Any, kwargs: Any) -> Tensor:
     """The tensor of a call that crosses an edge."""
     tensors = tensors_in((args, kwargs))
-    return next((t for t in tensors if is_main(t)), tensors[0])
-
-
-def _computed(
-    sharded: Callable[..., Any],
-    edges: Sequence[Edge],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    follower: Follower,
-) -> Any:
-    """Return the result of a sharded module; refuse its own call that does not work on parts."""
-    try:
-        return sharded(*args, **kwargs)
-    except NotSplit as fault:
-        axis = edges[0].group.axes[0]
-        raise follower.refuse(str(fault), axis, GATHER_NORM) from fault
+    return next((t for t in tensors if t.is_floating_point()), tensors[0])
 
 
 def _hoist(edge: Edge, main: Tensor, follower: Follower) -> None:
@@ -230,7 +229,7 @@ def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) ->
             reason, wanted.axis, leaf.fqn, "use `output=R` (all-reduce), or shard the sum"
         )
     if isinstance(computes, S):
-        ndim = main.ndim if is_main(main) else main.ndim + 1  # an embedding adds a dim to its ids
+        ndim = main.ndim + (not main.is_floating_point())  # an embedding adds a dim to its ids
         ndim = 2 if leaf.kind == "EmbeddingBag" else ndim
         computes = replace(computes, dim=dim_of(computes) % ndim)
         if isinstance(leaves, S):
@@ -298,7 +297,7 @@ def _note_leaf(leaf: Leaf, edges: Sequence[Edge], note: Note, out: Any, follower
     if leaf.kind in PROJECTIONS:  # one that is given some of the positions
         inner = CHANNELS if leaf.kind in CONVOLUTIONS else out.ndim - 1
         parts |= {a for a, e in own.items() if isinstance(e.wants, S) and dim_of(e.wants) != inner}
-    for axis in (note.parts - own.keys()) | parts:
+    for axis in ((note.entered | note.tags.keys()) - own.keys()) | parts:
         follower.partial_over(frozenset(leaf.parameters), axis)
     whole = frozenset(w.axis for w in leaf.wanted if w.differ)
     for axis in whole:

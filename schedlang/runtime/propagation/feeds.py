@@ -1,4 +1,9 @@
-"""Labels through a forward: what each projection reads, and which numbers of a batch name rows."""
+"""Labels through a forward: what each projection reads, and which numbers of a batch name rows.
+
+* What every projection reads: the residual stream, or outputs of other projections.
+* Whole numbers in a batch that stand for its rows: edges of a graph, pairs of samples. Such a
+  batch cannot be cut by rows: a part would name rows that lie in others.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from schedlang.runtime.batch import forward
 from schedlang.runtime.propagation.trace import Lattice, Running, Stack, Trace
-from schedlang.runtime.tracing.loss import forward
-from schedlang.runtime.tracing.meta import meta_model, without_values
-from schedlang.runtime.tracing.torch_calls import model_line, tensors_in
-
-# ---- What every projection reads: the residual stream, or outputs of other projections.
-
+from schedlang.runtime.tracing.meta import meta_model, model_line, tensors_in, without_values
 
 STREAM = ""  # what flows from block to block, embeddings and the batch among it
 MIXED = "@"  # tokens were mixed on the way, as in attention
@@ -172,10 +173,6 @@ def feeds(
         with Trace(Stack(), feeding, asked=True):
             forward(model, inputs, None)
     return fed
-
-
-# ---- Whole numbers in a batch that stand for its rows: edges of a graph, pairs of samples.
-# Such a batch cannot be cut by rows: a part would name rows that lie in others.
 
 
 INDEXED = {

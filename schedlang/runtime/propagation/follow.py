@@ -1,22 +1,30 @@
-"""Follows which tensors differ by rank through a forward of the sharded model, on meta."""
+"""Follows which tensors differ by rank through a forward of the sharded model, on meta.
+
+* Which dim of a result each axis splits, where several axes have the same size.
+* Follows which tensors differ by rank through a forward of the sharded model, on meta. Every call
+  is compared with the same call of the original: a dim that is smaller by the number of ranks is
+  split, everything else must be equal.  So the shapes themselves prove where a split goes; what
+  they cannot prove (a reduction along the split, a leading factor that is not the first) is
+  checked by rule.  Gradients follow the rules of R, V and P types of spmd_types.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from schedlang.ir import pytree
+from schedlang.ir.model import inside
 from schedlang.ir.placement import EVEN, Placement, Uneven
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.propagation import call_rules
-from schedlang.runtime.propagation.call_rules import check_meeting, reaches
+from schedlang.runtime.propagation.call_rules import REACHING, check_meeting, reaches
 from schedlang.runtime.propagation.trace import (
     Call,
     Frame,
@@ -28,11 +36,8 @@ from schedlang.runtime.propagation.trace import (
     Tag,
 )
 from schedlang.runtime.rng.draws import masks
-from schedlang.runtime.sharding.redistribute import Arrivals
+from schedlang.runtime.sharding.shard import Arrivals
 from schedlang.runtime.sharding.sizes import ALONG, FILLS, PARTS, block_cut, index_at
-
-# ---- Which dim of a result each axis splits, where several axes have the same size.
-
 
 Shape = tuple[int, ...]
 RESHAPES = {"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"}
@@ -131,26 +136,19 @@ def shape_along(
     return tuple(found[place].shape)
 
 
-# ---- Follows which tensors differ by rank through a forward of the sharded model, on meta.
-# Every call is compared with the same call of the original: a dim that is smaller by the number of
-# ranks is split, everything else must be equal.  So the shapes themselves prove where a split
-# goes; what they cannot prove (a reduction along the split, a leading factor that is not the
-# first) is checked by rule.  Gradients follow the rules of R, V and P types of spmd_types.
-
-
+ATTENTION = "scaled_dot_product_attention"
 GATHER = "gather the logits: `output=R` on the row of their module"
 
 
+@dataclass(eq=False)
 class _Watched(Arrivals):
     """Notes which modules take a tensor that another one has redistributed alike.
 
     by  id of a redistributed tensor -> it, and the module that made it
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.by: dict[int, tuple[Tensor, str]] = {}
-        self.sharing: set[str] = set()
+    by: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
+    sharing: set[str] = field(default_factory=set)
 
     def redistribute(
         self, x: Tensor, source: Placement, target: Placement, group: Group, differ: bool
@@ -177,9 +175,10 @@ class Follower(Lattice):
         stack: Stack,
         sizes: Mapping[str, int],
         splits: Mapping[str, Sequence[str]],
+        draws: bool = True,
     ) -> None:
-        self.frames, self.stack, self.sizes = frames, stack, sizes
-        self.splits = splits  # module -> the axes that split something in it
+        self.frames, self.stack, self.sizes, self.draws = frames, stack, sizes, draws
+        self.splits = splits  # sharded module -> the axes that split it
         self.places: dict[Frame, int] = {}
         self.loose = False  # from the split logits on, calls cannot be compared one by one
         self.agreed = 0
@@ -313,13 +312,14 @@ class Compared(Running):
         for axis in axes | entered:
             self._gradients(axis)
         for axis in sorted(axes):
-            check_meeting(self, axis)
+            if sum(axis in note.tags for note in notes) > 1:
+                check_meeting(self, axis)
         for place, (tensor, shape) in enumerate(zip(outputs, self.expected.outputs)):
             tags = self._tags(tensor, shape, axes, place)
             own = frozenset() if tags or data else roots
             mine = Note(tags, own, data, entered - tags.keys())
             self.follower.put(tensor, mine)
-        if masks(self.func, self.args, self.kwargs):
+        if self.follower.draws and masks(self.func, self.args, self.kwargs):
             self._remember_mask()
 
     # -- shapes ----------------------------------------------------------------------------------
@@ -365,7 +365,9 @@ class Compared(Running):
         found: list[str] = []
         names = self.frame[0].split(".")
         around = [".".join(names[:depth]) for depth in range(len(names), -1, -1)]
-        axes = dict.fromkeys(a for fqn in around for a in self.follower.splits.get(fqn, ()))
+        splits = self.follower.splits.items()
+        within = (own for fqn in around for name, own in splits if inside(name, fqn))
+        axes = dict.fromkeys(axis for own in within for axis in own)
         for d in differ:
             fits = (a for a in axes if self._fits(a, local[d], shape[d]))
             found.append(next((a for a in fits if a not in found), "?"))
@@ -410,7 +412,8 @@ class Compared(Running):
         if source is None:
             return (shape[dim],)
         tag, whole = source
-        self._check_along(axis, tag, whole)
+        if self.name in ALONG or self.name in REACHING or self.name == ATTENTION:
+            self._check_along(axis, tag, whole)
         if self.name in RESHAPES:
             return self._reshaped(axis, tag, dim, whole, shape)
         if self.name in PARTS and shape[dim] != whole[tag.dim]:
@@ -479,7 +482,7 @@ class Compared(Running):
         if self.name in ALONG:
             named = [self.kwargs.get("dim", self.args[1] if len(self.args) > 1 else -1)]
             dims = {d % len(whole) for d in named if isinstance(d, int)}
-        elif self.func is F.scaled_dot_product_attention:
+        elif self.name == ATTENTION:
             dims = {len(whole) - 1, len(whole) - 2}
         after = self.expected.outputs[0]
         dims |= reaches(self.name, self.args, self.kwargs, whole, after, self.expected.integers)
@@ -497,7 +500,8 @@ class Compared(Running):
             return
         for tensor in self.inputs:
             note = self.follower.of(tensor)
-            if axis in note.parts or not (tensor.requires_grad and tensor.is_floating_point()):
+            whole = axis not in note.entered and axis not in note.tags
+            if not whole or not (tensor.requires_grad and tensor.is_floating_point()):
                 continue
             if note.data or not note.roots:
                 raise self.follower.refuse(

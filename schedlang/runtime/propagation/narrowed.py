@@ -20,8 +20,7 @@ from schedlang.ir.placement import R, S
 from schedlang.runtime.comm.collectives import own_part
 from schedlang.runtime.propagation.follow import Follower
 from schedlang.runtime.propagation.trace import Note, Tag
-from schedlang.runtime.sharding.redistribute import block_sizes, laid, redistribute
-from schedlang.runtime.sharding.shard import Edge
+from schedlang.runtime.sharding.shard import Edge, block_sizes, laid, redistribute
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,9 @@
-"""Computations that cannot run without values, as stand-ins on the meta device."""
+"""Computations that cannot run without values, as stand-ins on the meta device.
+
+* A stand-in for a computation that cannot run without values: shapes and what depends on what.
+* Attention on the meta device by the fused operator that real devices take. There torch would
+  spell it out, and a forward would seem to keep every attention score.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.runtime.modes import Ambient
-
-# ---- A stand-in for a computation that cannot run without values: shapes and what depends on
-# what.
-
 
 ROUTED = ("experts",)  # kinds whose own forward cannot run without values
 
@@ -44,10 +45,6 @@ def _without_values(parameters: Sequence[Tensor]) -> Any:
         return stand_in(rows, parameters)
 
     return forward
-
-
-# ---- Attention on the meta device by the fused operator that real devices take.
-# There torch would spell it out, and a forward would seem to keep every attention score.
 
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")

@@ -1,9 +1,21 @@
-"""The one mode beside a forward without values, and what it tells of calls and of tensors."""
+"""The one mode beside a forward without values, and what it tells of calls and of tensors.
+
+* A forward beside which one mode runs, and tells lattices of every call of torch. What is known
+  of a tensor stands on the tensor itself, an attribute for each lattice; a call joins what is
+  known of the tensors that it is given into what is known of those that it gives.
+* The forward of the original, recorded: each call by module and turn, its labels and draws.
+* A forward with a number of rows that divides no other size, to know rows by their number.
+* What is known of a tensor while a sharded forward is followed, and how following it can end.
+* What modules save for backward in a forward on the meta device: where, and of what shape. Of the
+  original and of its sharded copy, one beside the other, this tells how the ranks split what each
+  module saves.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -23,13 +35,14 @@ from schedlang.runtime.storage.saved import (
     slot,
     within,
 )
-from schedlang.runtime.tracing.meta import OnMeta, meta_model, without_values
-from schedlang.runtime.tracing.torch_calls import model_line, name_of, tensors_in
-
-# ---- A forward beside which one mode runs, and tells lattices of every call of torch.
-# What is known of a tensor stands on the tensor itself, an attribute for each lattice; a call joins
-# what is known of the tensors that it is given into what is known of those that it gives.
-
+from schedlang.runtime.tracing.meta import (
+    OnMeta,
+    meta_model,
+    model_line,
+    name_of,
+    tensors_in,
+    without_values,
+)
 
 Frame = tuple[str, int]  # a module and which of its calls
 
@@ -149,7 +162,7 @@ class Stack:
         """Wrap every forward of the copy; inside opaque modules nothing is recorded."""
         for fqn, module in model.named_modules():
             if fqn:
-                module.forward = self._wrapped(fqn, module.forward, fqn in opaque)
+                module.forward = partial(self._run, fqn, module.forward, fqn in opaque)
 
     def _not_running(self, fqn: str) -> Iterator[str]:
         """The modules around one that is called now which do not run, nor anything else in them."""
@@ -160,34 +173,31 @@ class Stack:
             if not any(name == around or name.startswith(f"{around}.") for name in running):
                 yield around
 
-    def _wrapped(self, fqn: str, inner: Callable[..., Any], opaque: bool) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if self.muted:
-                return inner(*args, **kwargs)
-            turn = self.turns.get(fqn, 0)
-            self.turns[fqn] = turn + 1
-            if "." in fqn:
-                self.outside.update((fqn, around) for around in self._not_running(fqn))
-            self.frames.append((fqn, turn))
-            floats = (t for t in tensors_in((args, kwargs)) if t.is_floating_point())
-            self.mains.append(next(floats, None))
-            if self.seen is not None:
-                self.seen(self.frames[-1], (args, kwargs))
-            self.muted += opaque
-            try:
-                out = inner(*args, **kwargs)
-            finally:
-                self.muted -= opaque
-                frame = self.frames.pop()
-                self.mains.pop()
-            if self.seen is not None:
-                self.seen(frame, out)
-            return out
-
-        return forward
-
-
-# ---- The forward of the original, recorded: each call by module and turn, its labels and draws.
+    def _run(
+        self, fqn: str, inner: Callable[..., Any], opaque: bool, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The forward of a module, with its frame on the stack."""
+        if self.muted:
+            return inner(*args, **kwargs)
+        turn = self.turns.get(fqn, 0)
+        self.turns[fqn] = turn + 1
+        if "." in fqn:
+            self.outside.update((fqn, around) for around in self._not_running(fqn))
+        self.frames.append((fqn, turn))
+        floats = (t for t in tensors_in((args, kwargs)) if t.is_floating_point())
+        self.mains.append(next(floats, None))
+        if self.seen is not None:
+            self.seen(self.frames[-1], (args, kwargs))
+        self.muted += opaque
+        try:
+            out = inner(*args, **kwargs)
+        finally:
+            self.muted -= opaque
+            frame = self.frames.pop()
+            self.mains.pop()
+        if self.seen is not None:
+            self.seen(frame, out)
+        return out
 
 
 @dataclass(frozen=True)
@@ -241,16 +251,21 @@ class Recorded(Lattice):
     frames      calls by module and turn, but for those inside of opaque modules
     labels      how losses read their labels
     counted     labels that count, of each mean of cross-entropies whose labels `values` knows
-    drawn       (module, turn) of each mask that is drawn -> its whole shape; (): it is not told
+    drawn       (module, turn) of each mask that is drawn -> its whole shape; (): it is not told;
+                only if `draws`: what is drawn is looked for
     sourceless  those of them that are made of no tensor of the batch
     """
 
     mark, nothing = "_schedlang_batched", False
 
     def __init__(
-        self, stack: Stack, inputs: Mapping[str, Any], values: OnMeta | None = None
+        self,
+        stack: Stack,
+        inputs: Mapping[str, Any],
+        values: OnMeta | None = None,
+        draws: bool = False,
     ) -> None:
-        self.stack, self.values = stack, values
+        self.stack, self.values, self.draws = stack, values, draws
         self.frames: dict[Frame, list[Call]] = {}
         self.labels: list[LabelRule] = []
         self.counted: list[float] = []
@@ -290,7 +305,8 @@ class Recorded(Lattice):
             )
             known = Call(call.name, given, made, integers_in((call.args, call.kwargs)))
             self.frames.setdefault(call.frame, []).append(known)
-            self._note_draw(call)
+            if self.draws:
+                self._note_draw(call)
         if self._lineage:
             self._follow_labels(call)
 
@@ -362,9 +378,6 @@ def reached(model: nn.Module, loss: Tensor | None) -> frozenset[str]:
     return frozenset(found)
 
 
-# ---- A forward with a number of rows that divides no other size, to know rows by their number.
-
-
 Result = TypeVar("Result")
 PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167)
 
@@ -406,10 +419,6 @@ def _repeated(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
     return found
 
 
-# ---- What is known of a tensor while a sharded forward is followed, and how following it can
-# end.
-
-
 @dataclass(frozen=True)
 class Tag:
     """A tensor dim split over an axis, with the sizes of the blocks that lie side by side in it.
@@ -444,11 +453,6 @@ class Note:
     roots: frozenset[str] = frozenset()  # parameters it is made of, and of nothing else
     data: bool = False  # made from the batch
     entered: frozenset[str] = frozenset()
-
-    @property
-    def parts(self) -> frozenset[str]:
-        """The axes over which this tensor's gradient is, rightly, not the whole one."""
-        return self.entered | self.tags.keys()
 
 
 class Hoist(Exception):
@@ -489,11 +493,6 @@ class Mismatch(Exception):
         # parameters of which whole tensors that met a split one are made, and how many it has
         self.made: tuple[frozenset[str], int] = (frozenset(), 0)
         self.unit = 0  # heads of a split tensor that met a whole one; 0: none did
-
-
-# ---- What modules save for backward in a forward on the meta device: where, and of what shape.
-# Of the original and of its sharded copy, one beside the other, this tells how the ranks split
-# what each module saves.
 
 
 class Saved(NamedTuple):

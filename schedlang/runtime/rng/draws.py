@@ -1,4 +1,11 @@
-"""Random operators of torch, recurrent layers too, in terms of given uniform numbers."""
+"""Random operators of torch, recurrent layers too, in terms of given uniform numbers.
+
+* Recurrent networks of several layers, layer by layer, with drawn dropout between the layers.
+  torch computes all layers of an LSTM in one call and drops inside of it.  One call for each
+  layer computes the same, and what lies between is in the open: the mask of each layer is a draw
+  of its own, over the rows and tokens of the batch.
+* Random operators of torch written in terms of given uniform numbers.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from schedlang.runtime.tracing.torch_calls import name_of
-
-# ---- Recurrent networks of several layers, layer by layer, with drawn dropout between the
-# layers.
-# torch computes all layers of an LSTM in one call and drops inside of it.  One call for each layer
-# computes the same, and what lies between is in the open: the mask of each layer is a draw of its
-# own, over the rows and tokens of the batch.
-
+from schedlang.runtime.tracing.meta import name_of
 
 FUNCTIONS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
@@ -64,9 +64,6 @@ def _dropped(draw: Draw, value: Tensor, p: float, batch_first: bool) -> Tensor:
     keep = draw.keep(rows.shape, p, value.device).to(value.dtype)
     factor = keep / (1 - p) if p < 1 else keep * 0
     return value * (factor if batch_first else factor.transpose(0, 1))
-
-
-# ---- Random operators of torch written in terms of given uniform numbers.
 
 
 _ALPHA = -1.7580993408473766  # where SELU saturates

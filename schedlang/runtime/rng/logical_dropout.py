@@ -1,4 +1,20 @@
-"""Logical dropout: masks that depend on what is computed, not on where."""
+"""Logical dropout: masks that depend on what is computed, not on where.
+
+* Logical dropout: masks that depend on what is computed, not on where, when, or how often. A mask
+  is a function of (seed, step, site, call, sample, position in the sample's logical tensor). It
+  is computed at the positions a rank holds, by a counter-based hash, so every layout,
+  microbatching and recomputation draws the same one: a program with dropout on can be compared
+  with its original to the last digits.
+
+  The hash is SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
+  OOPSLA 2014), one stream per (seed, step, site, call, sample), one number of the stream per
+  position.
+* Random draws of a model that is called alone, outside of programs: by row, or standing still.
+* Draws of a model that evaluates: they lie on ranks as those of training do, or are refused.
+* What a forward draws on the meta device, seen where it ends: in the operators of torch. Names of
+  functions tell too little: attention, recurrent layers and samplers draw inside of others. Every
+  random operator counts, unless it runs inside of a function that has a logical form.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +35,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime import scope
 from schedlang.runtime.modes import Ambient, ambient
 from schedlang.runtime.rng.draws import LOGICAL, Draw, active, illogical, may_draw
-from schedlang.runtime.tracing.torch_calls import model_line
-
-# ---- Logical dropout: masks that depend on what is computed, not on where, when, or how often.
-# A mask is a function of (seed, step, site, call, sample, position in the sample's logical
-# tensor). It is computed at the positions a rank holds, by a counter-based hash, so every layout,
-# microbatching and recomputation draws the same one: a program with dropout on can be compared
-# with its original to the last digits.
-#
-# The hash is SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
-# OOPSLA 2014), one stream per (seed, step, site, call, sample), one number of the stream per
-# position.
-
+from schedlang.runtime.tracing.meta import model_line
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -291,10 +296,6 @@ def here(site: str) -> str:
     return f"`{site}`" if site else "the model's forward"
 
 
-# ---- Random draws of a model that is called alone, outside of programs: by row, or standing
-# still.
-
-
 class Alone(Ambient):
     """A model draws from this source.
 
@@ -374,9 +375,6 @@ class Undropped(Alone):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-# ---- Draws of a model that evaluates: they lie on ranks as those of training do, or are refused.
-
-
 Tags = Mapping[str, Any]  # by axis, how a dim lies on it
 Masks = Mapping[tuple[str, int], tuple[tuple[int, ...], Tags]]
 
@@ -437,12 +435,6 @@ def _line() -> str:
 
 
 _OURS = ("schedlang", "torch.")
-
-
-# ---- What a forward draws on the meta device, seen where it ends: in the operators of torch.
-# Names of functions tell too little: attention, recurrent layers and samplers draw inside of
-# others. Every random operator counts, unless it runs inside of a function that has a logical
-# form.
 
 
 class Watched(Ambient):

@@ -1,4 +1,18 @@
-"""Keys and values that slices carry on: their gradients back, a cache, and a model's own calls."""
+"""Keys and values that slices carry on: their gradients back, a cache, and a model's own calls.
+
+* Keys and values that slices of one sequence carry to later slices, and their gradients back. A
+  slice attends to the keys of all slices before it. Those come in as leaves, one per slice, so
+  that the backwards of later slices leave what they owe in `.grad`; slices run backward in
+  reverse order, and the backward of a slice starts also from its own keys, with the sum that lies
+  there (Li et al., TeraPipe, ICML 2021; Sun et al., Seq1F1B, 2024).
+* Carried keys and values as the cache that models of transformers ask for theirs.
+* Lines of a model that count positions by the length of what they are given. Such as
+  `torch.arange(x.shape[1])`, `self.table[: x.shape[1]]`, or the last ones of a table.
+* Carried keys and values at a model's own calls of torch's attention, and positions by length.
+  For models that know no cache. Causal calls of `scaled_dot_product_attention` see the keys of
+  all slices before; lines that count positions by the length of what they are given, such as
+  `torch.arange(x.shape[1])` or `self.table[: x.shape[1]]`, count on from the slice's start.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +33,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime import scope
 from schedlang.runtime.modes import Ambient
-
-# ---- Keys and values that slices of one sequence carry to later slices, and their gradients
-# back.
-# A slice attends to the keys of all slices before it. Those come in as leaves, one per slice, so
-# that the backwards of later slices leave what they owe in `.grad`; slices run backward in reverse
-# order, and the backward of a slice starts also from its own keys, with the sum that lies there
-# (Li et al., TeraPipe, ICML 2021; Sun et al., Seq1F1B, 2024).
-
 
 Place = tuple[str, int]  # a file and a line of it
 
@@ -161,9 +167,6 @@ class Visit:
         return Visit(None, self.span)
 
 
-# ---- Carried keys and values as the cache that models of transformers ask for theirs.
-
-
 _CACHES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
 
 
@@ -227,10 +230,6 @@ def _class() -> type:
             return self.span.stop, 0
 
     return SliceCache
-
-
-# ---- Lines of a model that count positions by the length of what they are given.
-# Such as `torch.arange(x.shape[1])`, `self.table[: x.shape[1]]`, or the last ones of a table.
 
 
 _OURS = tuple(str(folder) for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
@@ -310,13 +309,6 @@ def items_of(index: Any) -> tuple[Any, ...]:
 def _plain(item: slice) -> bool:
     numbers = (item.start, item.stop)
     return item.step in (None, 1) and all(n is None or isinstance(n, int) for n in numbers)
-
-
-# ---- Carried keys and values at a model's own calls of torch's attention, and positions by
-# length.
-# For models that know no cache. Causal calls of `scaled_dot_product_attention` see the keys of all
-# slices before; lines that count positions by the length of what they are given, such as
-# `torch.arange(x.shape[1])` or `self.table[: x.shape[1]]`, count on from the slice's start.
 
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")

@@ -1,4 +1,10 @@
-"""Whether a model may run on slices of its sequences, and the module at which it may not."""
+"""Whether a model may run on slices of its sequences, and the module at which it may not.
+
+* Why a model cannot be cut along its sequences: the module that gives a slice something else.
+* Whether a model may run on slices of its sequences, tried on a small stand-in before it trains.
+  Whole and by slices, on one process, the losses and every gradient must be equal. A model for
+  which no way is found is refused, with the first module that gives something else.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +31,6 @@ from schedlang.runtime.sequence_pipelining.trial import (
     watched,
 )
 from schedlang.runtime.tracing.meta import meta_model, without_values
-
-# ---- Why a model cannot be cut along its sequences: the module that gives a slice something
-# else.
 
 
 def fault(trial: Trial, slicing: Slicing, error: Exception) -> Refusal:
@@ -124,12 +127,6 @@ def refusal(title: str, *notes: str) -> Refusal:
             'or use an order without slices: `pipeline(order="1F1B", micro=...)`',
         ),
     )
-
-
-# ---- Whether a model may run on slices of its sequences, tried on a small stand-in before it
-# trains.
-# Whole and by slices, on one process, the losses and every gradient must be equal. A model for
-# which no way is found is refused, with the first module that gives something else.
 
 
 Tags = Mapping[tuple[str, int], tuple[str, ...]]

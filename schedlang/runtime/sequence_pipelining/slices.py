@@ -1,4 +1,7 @@
-"""A microbatch cut along its sequence, and a model that runs slice by slice."""
+"""A microbatch cut along its sequence, and a model that runs slice by slice.
+
+* A model that runs slice by slice: modes, caches and hooks around its own forward.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.runtime import scope
-from schedlang.runtime.batch import Absent, Batch, dotted, rows_of, shares, stack
+from schedlang.runtime.batch import Absent, Batch, dotted, forward, rows_of, shares, stack
 from schedlang.runtime.device import numbers
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.no_labels import no_labels
@@ -28,7 +31,6 @@ from schedlang.runtime.sequence_pipelining.carry import (
     cache,
     cache_argument,
 )
-from schedlang.runtime.tracing.loss import forward
 from schedlang.runtime.weights import Number, added, counted, filled, known, positive
 
 Weight = Callable[[Batch], float]
@@ -200,9 +202,6 @@ def runs_along(value: Any, total: int, rows: int) -> bool:
     if value.dim() == 4 and value.shape[-1] == total and value.shape[2] in (1, total):
         return value.shape[1] != total
     return value.shape[0] in (1, rows) and value.shape[1] == total
-
-
-# ---- A model that runs slice by slice: modes, caches and hooks around its own forward.
 
 
 Loss = Callable[[Any, Mapping[str, Any]], Tensor]

@@ -1,4 +1,7 @@
-"""A small trial of a model: whole and by slices, on one process, with what each pass showed."""
+"""A small trial of a model: whole and by slices, on one process, with what each pass showed.
+
+* A small stand-in of a model, of its own classes: few blocks, random values, float64.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch import Tensor, nn
 
 from schedlang.ir import pytree
 from schedlang.ir.model import inside
-from schedlang.runtime.batch import called, rows_of, shares
+from schedlang.runtime.batch import called, loss_of, rows_of, shares
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.propagation.trace import LabelRule
@@ -31,12 +34,8 @@ from schedlang.runtime.sequence_pipelining.slices import (
     sections,
     windows,
 )
-from schedlang.runtime.tracing.loss import loss_of
 from schedlang.runtime.tracing.meta import copy_with, meta_parameter
 from schedlang.runtime.training import Training
-
-# ---- A small stand-in of a model, of its own classes: few blocks, random values, float64.
-
 
 WIDE = 100_000_000  # parameters that still fit into memory twice in float64
 
@@ -133,9 +132,6 @@ def _draw(model: nn.Module, generator: torch.Generator) -> None:
             if buffer is not None:
                 module._buffers[name] = moved(buffer)
     del kept
-
-
-# ---- A small trial of a model: whole and by slices, on one process, with what each pass showed.
 
 
 TOKENS = (3, 2, 4)  # of the slices: lengths and ends all differ

@@ -1,4 +1,7 @@
-"""Convolutions and pools whose channels or positions are split over ranks."""
+"""Convolutions and pools whose channels or positions are split over ranks.
+
+* Rows that neighbours need of each other, where positions of a tensor are split over ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,7 @@ from torch.nn import functional as F
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.placement import P, S
 from schedlang.runtime.comm.collectives import Group, exchange
-from schedlang.runtime.sharding.redistribute import dim_of
-from schedlang.runtime.sharding.shard import Edge, Forward
-
-# ---- Rows that neighbours need of each other, where positions of a tensor are split over ranks.
+from schedlang.runtime.sharding.shard import Edge, Forward, dim_of
 
 
 def with_halo(
@@ -51,9 +51,6 @@ def with_halo(
     if after < 0:
         rows = rows[:after]
     return rows.movedim(0, dim)
-
-
-# ---- Convolutions and pools whose channels or positions are split over ranks.
 
 
 CONVOLUTIONS: Mapping[str, Callable[..., Tensor]] = {

@@ -1,4 +1,19 @@
-"""Products on a grid (SUMMA) or a cube (3-D) of ranks."""
+"""Products on a grid (SUMMA) or a cube (3-D) of ranks.
+
+* Products on a grid of ranks: SUMMA, panel by panel (van de Geijn and Watts 1997). Rows of the
+  grid see different rows of the batch, its columns hold different parts of the hidden dim of
+  every activation.  A weight is split over both: its inner dim (that of the input) down the rows,
+  its outer dim along the columns.  Step by step one panel of the input goes along each row of the
+  grid and one panel of the weight down each column, so that no rank ever holds more than one
+  panel besides its own parts (Optimus: Xu et al. 2021).  With replicas of the grid, 2.5-D
+  (Tesseract: Wang et al. 2022).
+* Products on a cube of ranks: 3-D tensor parallelism (Agarwal et al. 1995; Bian et al. 2021).
+  Along the first axis ranks see different rows of the batch, and hold slices of each weight.  The
+  inner dim of a weight (that of the input) lies along the third axis, its outer dim along the
+  second; an activation comes with its hidden dim over (third, second), and leaves with it over
+  (second, third), so that the next layer names the two in the other order.  Inputs are gathered
+  along the second axis and weights along the first, results summed and scattered along the third.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +33,6 @@ from schedlang.runtime.sharding.shard import Edge, Forward, head_of
 
 if TYPE_CHECKING:
     from schedlang.runtime.sharding.leaf import Sharded
-
-# ---- Products on a grid of ranks: SUMMA, panel by panel (van de Geijn and Watts 1997).
-# Rows of the grid see different rows of the batch, its columns hold different parts of the hidden
-# dim of every activation.  A weight is split over both: its inner dim (that of the input) down the
-# rows, its outer dim along the columns.  Step by step one panel of the input goes along each row
-# of the grid and one panel of the weight down each column, so that no rank ever holds more than
-# one panel besides its own parts (Optimus: Xu et al. 2021).  With replicas of the grid, 2.5-D
-# (Tesseract: Wang et al. 2022).
 
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # an input, a weight
@@ -241,15 +248,6 @@ def embedding(sharded: Sharded, own: Forward) -> Forward:
         return out if edge is None else edge.exit(out)
 
     return forward
-
-
-# ---- Products on a cube of ranks: 3-D tensor parallelism (Agarwal et al. 1995; Bian et al.
-# 2021).
-# Along the first axis ranks see different rows of the batch, and hold slices of each weight.  The
-# inner dim of a weight (that of the input) lies along the third axis, its outer dim along the
-# second; an activation comes with its hidden dim over (third, second), and leaves with it over
-# (second, third), so that the next layer names the two in the other order.  Inputs are gathered
-# along the second axis and weights along the first, results summed and scattered along the third.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,12 @@
-"""Norms over a hidden dim, or over positions, that ranks split: statistics over all parts."""
+"""Norms over a hidden dim, or over positions, that ranks split: statistics over all parts.
+
+* Norms over a hidden dim that is split: a module's own forward, its statistics over all ranks.
+  The forward runs as it is written, on this rank's part, under a function mode: what is computed
+  element by element passes, sums and means along the split last dim are summed over the ranks,
+  and everything else that touches a split tensor is refused.
+* Norms over positions that are split over ranks: each rank adds its part to the statistics. Batch
+  norm and group norm as torch computes them; synchronised batch norm is of Peng et al. (2018).
+"""
 
 from __future__ import annotations
 
@@ -16,16 +24,10 @@ from schedlang.runtime.comm.collectives import Group, all_gather, own_part, summ
 from schedlang.runtime.modes import Ambient
 from schedlang.runtime.sharding.convolution import CHANNELS, positions
 from schedlang.runtime.sharding.shard import Edge, Forward
-from schedlang.runtime.tracing.torch_calls import name_of, tensors_in
+from schedlang.runtime.tracing.meta import name_of, tensors_in
 
 if TYPE_CHECKING:
     from schedlang.runtime.sharding.leaf import Sharded
-
-# ---- Norms over a hidden dim that is split: a module's own forward, its statistics over all
-# ranks.
-# The forward runs as it is written, on this rank's part, under a function mode: what is computed
-# element by element passes, sums and means along the split last dim are summed over the ranks, and
-# everything else that touches a split tensor is refused.
 
 
 HALVES = (torch.float16, torch.bfloat16)  # torch's own norms compute in float32 then
@@ -290,11 +292,6 @@ def norm(sharded: Sharded, inner: Forward) -> Forward:
         return edge.exit(out)
 
     return forward
-
-
-# ---- Norms over positions that are split over ranks: each rank adds its part to the statistics.
-# Batch norm and group norm as torch computes them; synchronised batch norm is of Peng et al.
-# (2018).
 
 
 def _mean(x: Tensor, dims: Sequence[int], groups: Sequence[Group]) -> tuple[Tensor, int]:

@@ -1,4 +1,13 @@
-"""Sizes and whole numbers that a module counts by, and what it holds a part of."""
+"""Sizes and whole numbers that a module counts by, and what it holds a part of.
+
+* What calls do to the dims of a tensor, as far as their names and arguments tell.
+* The whole numbers that a module counts by: its own attributes, and those of its configuration.
+* Sizes that a module reads of its input, and by which it counts what each rank holds a part of.
+  `B, T, C = x.size()`, and then `k.view(B, T, heads, C // heads)` and `y.view(B, T, C)`: the
+  input is whole on every rank, but the module's own code means the width of its heads.  With a
+  part of the heads it reads that part of the width; every other reader of the tensor sees its
+  true size.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-
-# ---- What calls do to the dims of a tensor, as far as their names and arguments tell.
-
 
 FILLS = {
     "zeros",
@@ -77,10 +83,6 @@ def block_cut(cut: Any, blocks: Sequence[int], ranks: int) -> int | None:
     return None
 
 
-# ---- The whole numbers that a module counts by: its own attributes, and those of its
-# configuration.
-
-
 def numbers_of(module: nn.Module) -> Iterator[tuple[str, int]]:
     """Every whole number above one of a module, by its path: `heads`, `config.heads`.
 
@@ -118,13 +120,6 @@ def _counts(value: Any) -> bool:
 def _settings(value: Any) -> bool:
     plain = hasattr(value, "__dict__") and not callable(value)
     return plain and not isinstance(value, Tensor | nn.Module | type)
-
-
-# ---- Sizes that a module reads of its input, and by which it counts what each rank holds a part
-# of.
-# `B, T, C = x.size()`, and then `k.view(B, T, heads, C // heads)` and `y.view(B, T, C)`: the input
-# is whole on every rank, but the module's own code means the width of its heads.  With a part of
-# the heads it reads that part of the width; every other reader of the tensor sees its true size.
 
 
 SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]

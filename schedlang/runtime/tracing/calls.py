@@ -23,8 +23,7 @@ from torch import nn
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.batch import called
 from schedlang.runtime.tracing.graph import refusal
-from schedlang.runtime.tracing.meta import meta_model, without_values
-from schedlang.runtime.tracing.torch_calls import KNOWN
+from schedlang.runtime.tracing.meta import KNOWN, meta_model, without_values
 
 TORCH = os.path.join("torch", "nn", "modules", "")
 

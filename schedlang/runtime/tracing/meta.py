@@ -1,14 +1,31 @@
-"""Models and batches without values: copies on the meta device, shapes there, what is known."""
+"""Models and batches without values: copies on the meta device, shapes there, what is known.
+
+And calls of torch as modes see them beside such a forward: names, tensors, the line of the model.
+
+* Shapes on the meta device that torch lacks: of grouped matrix products in any float type
+  (torch's own rule knows bfloat16 alone, so that no model of experts in another type could be
+  looked at without values), and of the loss of recognised speech.
+* A copy of a model, or of a batch, that has shapes but no values (the meta device).
+* Shapes of operators on the meta device, worked out once for equal tensors. Torch finds them in
+  Python, which takes longer than a kernel would; layers that are alike ask for the same ones
+  again and again.
+* Real values beside meta tensors: of what is computed from the batch alone, such as masks.
+* Calls of torch's functions as a mode sees them: their names, and the tensors among arguments.
+* Which line of the model is running, told from the stack.
+"""
 
 from __future__ import annotations
 
 import copy
+import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +36,6 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.ir import pytree
-
-# ---- Shapes on the meta device that torch lacks: of grouped matrix products in any float type
-# (torch's own rule knows bfloat16 alone, so that no model of experts in another type could be
-# looked at without values), and of the loss of recognised speech.
 
 
 @cache
@@ -66,9 +79,6 @@ def _shape(
         groups = a.shape[0] if a.ndim == 3 else offs.shape[0] if offs is not None else 1
         return a.new_empty((groups, rows, columns), dtype=out_dtype)
     return a.new_empty((rows, columns), dtype=out_dtype)
-
-
-# ---- A copy of a model, or of a batch, that has shapes but no values (the meta device).
 
 
 install()
@@ -137,11 +147,6 @@ def meta_batch(batch: Any) -> Any:
     return pytree.tree_map(to_meta, batch)
 
 
-# ---- Shapes of operators on the meta device, worked out once for equal tensors.
-# Torch finds them in Python, which takes longer than a kernel would; layers that are alike ask for
-# the same ones again and again.
-
-
 Made = tuple[tuple[Any, ...], tuple[Any, ...], torch.dtype]  # size, stride, dtype of a result
 PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 MOST = 1 << 14  # results that are kept; a model asks for some hundreds
@@ -171,13 +176,15 @@ class Memo:
     """
 
     _known: dict[Any, tuple[type, tuple[Made | None, ...]] | None] = field(default_factory=dict)
-    _fresh: dict[Any, bool] = field(default_factory=dict)
+    _fresh: dict[Any, bool] = field(default_factory=dict)  # operators that only make new tensors
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the results of the operator `func`; remember their shapes."""
         fresh = self._fresh.get(func)
         if fresh is None:
-            fresh = self._fresh[func] = _makes(func)
+            ends = (*func._schema.arguments, *func._schema.returns)
+            alias = any(one.alias_info is not None for one in ends)
+            fresh = self._fresh[func] = not (alias or draws(func))
         inputs: list[Tensor] = []
         alone = torch._C._len_torch_dispatch_stack() == 0
         default = torch.get_default_dtype()
@@ -195,14 +202,6 @@ class Memo:
                 self._known.clear()
             self._known[key] = _described(out, inputs)
         return out
-
-
-def _makes(func: Any) -> bool:
-    """Return whether an operator only makes new tensors, the same for the same arguments."""
-    schema = func._schema
-    ends = (*schema.arguments, *schema.returns)
-    alias = any(one.alias_info is not None for one in ends)
-    return not alias and torch.Tag.nondeterministic_seeded not in func.tags
 
 
 def _key(value: Any, inputs: list[Tensor]) -> Any:
@@ -251,9 +250,6 @@ def _again(found: tuple[type, tuple[Made | None, ...]]) -> Any:
         for one in made
     ]
     return tensors[0] if kind is Tensor else kind(tensors)
-
-
-# ---- Real values beside meta tensors: of what is computed from the batch alone, such as masks.
 
 
 # of torch's own operators, for all runs of this process: what these give never changes; one that a
@@ -407,15 +403,14 @@ def on_meta(real: Any, meta: Any) -> Iterator[OnMeta]:
         yield mode
 
 
+@dataclass(eq=False)
 class Literals(TorchFunctionMode):
     """Tells `constants` of numbers that a model spells out; on the meta device they are lost.
 
     Both are made below all dispatch: tensors from numbers, and lists that stand as an index.
     """
 
-    def __init__(self, constants: Constants) -> None:
-        super().__init__()
-        self.constants = constants
+    constants: Constants
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -458,6 +453,7 @@ class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.constants = Constants()
         self.constants.know(real, meta)
         self.asked = False  # for a value that is not known
+        self.random = False  # whether a random operator has run
         # told of every random operator that runs
         self.drew: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] = _nobody
 
@@ -465,6 +461,7 @@ class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if draws(func):
+            self.random = True
             self.drew(func, args, kwargs or {})
         return self.constants.run(func, args, kwargs or {}, self._zero)
 
@@ -485,3 +482,40 @@ def draws(func: Any) -> bool:
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def name_of(func: Any) -> str:
+    """A readable name of a torch function or tensor method."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__") and hasattr(func, "__self__"):
+        return getattr(func.__self__, "__name__", name)
+    return name
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors of a nest of lists, tuples and dicts, in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+OURS = Path(__file__).resolve().parents[3]  # what holds schedlang/, passes/ and primitives/
+KNOWN = (
+    *(str(OURS / part) + os.sep for part in ("schedlang", "passes", "primitives")),
+    str(Path(torch.__file__).resolve().parent) + os.sep,
+)
+RUNS = {("batch.py", "forward"), ("original.py", "derive")}  # our code that runs a model
+
+
+def model_line() -> str:
+    """File and line of the innermost code that is neither torch's nor ours; "" outside a model.
+
+    A model is run by our code, so what lies further out than that is no model.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_back is not None:
+        code = frame.f_code
+        if (Path(code.co_filename).name, code.co_name) in RUNS:
+            return ""
+        if not os.path.realpath(code.co_filename).startswith(KNOWN) and code.co_filename[:1] != "<":
+            return f"{Path(code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

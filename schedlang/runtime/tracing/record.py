@@ -1,4 +1,7 @@
-"""Record one forward: values that flow between units, operations of each, bytes that it keeps."""
+"""Record one forward: values that flow between units, operations of each, bytes that it keeps.
+
+* What each unit costs in one forward: operations, and bytes kept for the backward.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from schedlang.ir import pytree
+from schedlang.runtime.batch import forward
 from schedlang.runtime.tracing.graph import Leaf, Reads, StageGraph, Token, labels, refusal
-from schedlang.runtime.tracing.loss import forward
 from schedlang.runtime.tracing.meta import Constants, Literals, meta_batch, meta_model
 from schedlang.runtime.tracing.units import Switch, Tell, overheard
-
-# ---- What each unit costs in one forward: operations, and bytes kept for the backward.
 
 
 class Burden:
