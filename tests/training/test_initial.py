@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -380,12 +381,12 @@ def test_rows_that_try_the_model(tmp_path: Path) -> None:
 
 # ---- memory --------------------------------------------------------------------------------------
 
-WIDE, DEEP = 1024, 80  # 4 MiB a tensor, 320 MiB in all
+SMALL, LARGE = (1024, 80), (4096, 64)  # 320 MiB in tensors of 4 MiB, and 4 GiB in such of 64 MiB
 BESIDE = 96 << 20  # bytes of threads, groups and their buffers
 
 
-def _wide() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(WIDE, WIDE, bias=False) for _ in range(DEEP)))
+def _wide(wide: int, deep: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(wide, wide, bias=False) for _ in range(deep)))
 
 
 def _used() -> int:
@@ -394,44 +395,55 @@ def _used() -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmData"))
 
 
-def _within(file: str, weights: str | None) -> None:
-    batch = {"input": torch.ones(4, WIDE)}
+def _within(size: tuple[int, int], file: str, weights: str | None) -> None:
+    wide, deep = size
+    batch = {"input": torch.ones(4, wide)}
     loss = lambda out, batch: out.mean()  # noqa: E731
-    narrow = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(DEEP)))
+    narrow = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(deep)))
     schedlang.load(file, narrow).build(batch={"input": torch.ones(4, 8)}, loss=loss)  # imports
-    sch = schedlang.load(file, schedlang.deferred_init(_wide))
-    one = 4 * WIDE * WIDE
+    sch = schedlang.load(file, schedlang.deferred_init(_wide, wide, deep))
+    one = 4 * wide * wide
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    free = DEEP * one // 4 + 2 * one + BESIDE
-    assert free < DEEP * one, "the whole model would not fit"
+    free = deep * one // 4 + 2 * one + BESIDE
+    assert free < deep * one, "the whole model would not fit"
     if weights is not None and (Path(weights) / "model.safetensors").exists():
-        free += DEEP * one  # the file is mapped, and its pages are the file's
+        free += deep * one  # the file is mapped, and its pages are the file's
     resource.setrlimit(resource.RLIMIT_DATA, (_used() + free, before[1]))
     try:
         program = sch.build(batch=batch, loss=loss, weights=weights)
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
     held = sum(p.nbytes for p in program.assembly.parameters.values())
-    assert held == DEEP * one // 4
+    assert held == deep * one // 4
 
 
+@pytest.mark.parametrize("size", [SMALL, pytest.param(LARGE, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("kind", ["record", "files", "checkpoint", "dcp"])
-def test_a_rank_never_has_the_whole_model(pool: Pool, tmp_path: Path, kind: str) -> None:
+def test_a_rank_never_has_the_whole_model(
+    pool: Pool, tmp_path: Path, kind: str, size: tuple[int, int]
+) -> None:
     """The operating system gives each rank its parts, two whole tensors and 96 MiB beside."""
     from safetensors.torch import save_model
 
-    weights = tmp_path / "weights"
+    weights, (wide, deep) = tmp_path / "weights", size
     if kind == "files":
         weights.mkdir()
-        save_model(_wide(), str(weights / "model.safetensors"))
+        save_model(_wide(wide, deep), str(weights / "model.safetensors"))
     elif kind == "checkpoint":
-        batch, loss = {"input": torch.ones(4, WIDE)}, lambda out, batch: out.mean()
-        schedlang.create_schedule(_wide()).build(batch=batch, loss=loss).save(weights)
+        batch, loss = {"input": torch.ones(4, wide)}, lambda out, batch: out.mean()
+        made = schedlang.create_schedule(_wide(wide, deep)).build(batch=batch, loss=loss)
+        made.save(weights)
+        del made
     elif kind == "dcp":
+        state = _wide(wide, deep).state_dict()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp_save(_wide().state_dict(), storage_writer=FileSystemWriter(weights), no_dist=True)
-    rows = (f"{i} shard({('col', 'row')[i % 2]}, over=tp)" for i in range(DEEP))
+            dcp_save(state, storage_writer=FileSystemWriter(weights), no_dist=True)
+        del state
+    rows = (f"{i} shard({('col', 'row')[i % 2]}, over=tp)" for i in range(deep))
     file = tmp_path / "x.sched"
     file.write_text("\n".join(["schedule 1", "mesh(tp=4)", *rows, ""]))
-    pool.run(_within, 4, str(file), str(weights) if weights.exists() else None)
+    try:
+        pool.run(_within, 4, size, str(file), str(weights) if weights.exists() else None)
+    finally:
+        shutil.rmtree(weights, ignore_errors=True)  # which may be of 4 GiB
