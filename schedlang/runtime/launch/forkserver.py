@@ -256,9 +256,7 @@ def _kill(alive: Mapping[int, int]) -> None:
 
 
 class Kept:
-    """How many modules this rank had imported when what lives with it was last kept from the
-    collector.
-    """
+    """The number of modules imported when what lives here was last kept from the collector."""
 
     modules = 0
 

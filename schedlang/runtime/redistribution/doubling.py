@@ -48,7 +48,7 @@ def rounds_of(source: Mapping[Any, Lying], sizes: Sequence[int]) -> tuple[Route,
 
 
 def rounds(spread: Spread, sizes: Sequence[int], known: dict[Any, list[Spread]]) -> list[Spread]:
-    """What ranks hold before the first round and after each, at its place in the whole.
+    """Spreads of what ranks hold before the first round and after each, at its place in the whole.
 
     A round in which what blocks hold are no parts that are disjoint or equal changes nothing; the
     last gives all of the tensor.
