@@ -57,6 +57,7 @@ from schedlang.passes.verify.sides import (
 from schedlang.passes.verify.trials import trials
 from schedlang.passes.verify.working_dtype import (
     CHOSEN,
+    SCALED,
     TIPPED,
     Rounded,
     check_cast,
@@ -114,7 +115,7 @@ def prove(
         progress("the row to blame")
         raise placed(refusal, case, told, pool) from refusal.__cause__
     actual = seen[0]
-    rows = _compared(case, working, told, expected, seen)
+    rows = _compared(case, working, told, expected, seen, pool)
     rows, unsure = undecided(rows)
     bits, unchecked = _baseline_rows(case, told, _named(actual, expected), pool)
     extra, more = _in_working_dtype(working, told, wanted, pool)
@@ -136,7 +137,7 @@ def prove(
             told,
             expected,
             actual,
-            lambda c, w, t, right: _compared(c, w, t, right, _ranks(c, w, t, pool)),
+            lambda c, w, t, right: _compared(c, w, t, right, _ranks(c, w, t, pool), pool),
         )
         try:
             report = suspected(report, failure, pool)
@@ -231,7 +232,12 @@ def _ranks(
 
 
 def _compared(
-    case: Case, working: Case | None, told: Sequence[Condition], expected: Observation, ran: _Ran
+    case: Case,
+    working: Case | None,
+    told: Sequence[Condition],
+    expected: Observation,
+    ran: _Ran,
+    pool: Pool,
 ) -> list[Row]:
     """The rows of one run of the ranks."""
     actual, worked, archive, _ = ran
@@ -242,8 +248,13 @@ def _compared(
     rows += archive_rows(told[saved(told)].name, archive, actual)
     if working is None:
         return rows
-    wrong = any(not row.ok for row in rows)
-    return rows + Rounded(case, working, told, expected, worked).rows(wrong=wrong)
+    wrong, world = any(not row.ok for row in rows), case.plan.mesh.world
+
+    def again(other: Case) -> Observation:
+        found: Observation = pool.run(rounded, world, other, tuple(told), [])[0]
+        return found
+
+    return rows + Rounded(case, working, told, expected, worked, again).rows(wrong=wrong)
 
 
 def _named(actual: Observation, expected: Observation) -> Observation:
@@ -260,10 +271,10 @@ def _baseline_rows(
     if found is None or (not given_up(case.plan) and not case.parted):
         return [], []  # no such rows, or the original itself is compared bit by bit
     plan, words = found
-    first = [replace(told[0], batches=told[0].batches[:1])]
+    first = [replace(told[0], batches=told[0].batches[:1], final=False)]
     try:
         plain = prepared(replace(case, plan=plan))
-        without = pool.run(tried, plan.mesh.world, plain, first)[0]
+        without = pool.run(tried, plan.mesh.world, plain, first, True)[0]
     except Refusal as refusal:
         return [], [f"bits {words}: {refusal.diagnostics[0].title}"]
     return list(exact_rows(without, actual, words)), []
@@ -312,8 +323,9 @@ def _kernels(fewer: Sequence[Gained], left: Sequence[Left]) -> Iterator[tuple[st
 
 
 def _tipped(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """Say which numbers fall to either side, and which choices."""
+    """Say which numbers fall to either side, which choices, and what scale a loss has."""
     yield from {("choices", row.note) for row in rows if row.note.startswith(CHOSEN)}
+    yield from {("working dtype", row.note) for row in rows if row.note.startswith(SCALED)}
     said = sum(row.note == TIPPED for row in rows)
     if said:
         yield ("in fewer bits", f"{TIPPED} ({said} rows in the working dtype)")

@@ -18,6 +18,7 @@ import importlib
 import io
 import os
 import pickle
+import pkgutil
 import runpy
 import select
 import signal
@@ -32,6 +33,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from schedlang import primitives
 from schedlang.runtime.launch import forkserver
 from schedlang.runtime.launch.pool import Pool
 
@@ -41,6 +43,11 @@ IMPORTED = (
     *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
     *(f"schedlang.verbs.{verb}" for verb in ("check", "plan", "run", "verify")),
     *("typer.main", "rich.console", "schedlang.equivalence", "schedlang.schedule"),
+    # what ranks that make a schedule or build a program by themselves would import one by one
+    *(f"schedlang.primitives.{info.name}" for info in pkgutil.iter_modules(primitives.__path__)),
+    *("schedlang.pipeline.schedules", "schedlang.runtime.initial.sources", "numpy.ma"),
+    *("schedlang.runtime.propagation.dry", "schedlang.runtime.propagation.feeds"),
+    *("schedlang.runtime.sequence_pipelining.trial", "schedlang.runtime.context_parallel.probe"),
 )
 # variables that no import reads, or that are set anew in the fork
 FREE = {
@@ -341,6 +348,8 @@ def _command(plain: Sequence[str], cwd: str, words: list[str]) -> int:
         if words[0] == "-m":
             if words[1] == "torch.distributed.run":
                 _fork_ranks()
+            elif words[1] == "schedlang.testing.gpu":
+                _fork_parts()
             sys.path.insert(0, cwd)
             sys.argv[:] = ["-m", *words[2:]]
             runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
@@ -399,3 +408,17 @@ def _fork_ranks() -> None:
             return FORKS.fork(("command", os.getcwd(), list(args[1:])), env, fds)
 
     subprocess_handler.SubprocessHandler._popen = forked  # type: ignore[method-assign]
+
+
+def _fork_parts() -> None:
+    """Let the command that examines a GPU, in this process, have its parts forked alike."""
+    from schedlang.testing.gpu import driver
+
+    def popen(args: list[str], **options: Any) -> Any:
+        if not FORKS.can(options["env"]):  # Triton's interpreter is chosen as it is imported
+            return subprocess.Popen(args, **options)
+        with open(os.devnull) as nothing:
+            fds = [nothing.fileno(), options["stdout"].fileno(), options["stderr"].fileno()]
+            return FORKS.fork(("command", os.getcwd(), args[1:]), options["env"], fds)
+
+    vars(driver)["subprocess"] = types.SimpleNamespace(**{**vars(subprocess), "Popen": popen})

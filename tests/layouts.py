@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,6 +203,31 @@ def former(step: Path, folder: Path) -> Path:
         dcp_save(flat, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
     whole.unlink()
     return folder
+
+
+def index_of(step: Path) -> dict[str, Any]:
+    """The index of a checkpoint in one table, as those of before were: its head, and the rest."""
+    head, first, *lines = (step / "schedlang.json").read_bytes().splitlines()
+    found = json.loads(first)
+    names = list(found["lengths"])
+    for one, line in zip(found["tensors"].values(), lines, strict=True):
+        del one["bytes"]
+        dims = len(one["shape"])
+        one["boxes"] = [
+            [row[:dims], row[dims : 2 * dims], [names[row[-4]], *row[-3:]]]
+            for row in json.loads(line)["boxes"]
+        ]
+    return {"head": json.loads(head), **found}
+
+
+def write_index(step: Path, found: dict[str, Any], version: int) -> None:
+    """Write such a table as an index of before, with its checksum right."""
+    head = found.pop("head")
+    body = json.dumps(found).encode()
+    head |= {"schedlang": version, "bytes": len(body)}
+    sums = head["checksums"] if version > 2 else head.pop("checksums") and ""
+    head["crc32"] = zlib.crc32(body, zlib.crc32(sums.encode()))
+    (step / "schedlang.json").write_bytes(json.dumps(head).encode() + b"\n" + body)
 
 
 def program_of(model: nn.Module, optimizer: Any = adamw) -> Program:

@@ -485,7 +485,7 @@ def _rank_followed(
             judged = Judged(make, original, table, condition, kept)
         named = judged.named_modules()
         batch = condition.batches[0]
-        run = modules.followed(named, lambda: judged.derive(batch), Float64(), dropping)
+        run = modules.settled(named, lambda: judged.derive(batch), Float64(), dropping)
     names = {name: judged.original_module(name) for name in named}
     return run, {name: meant for name, meant in names.items() if meant is not None}
 
@@ -547,8 +547,8 @@ def _means(
 ) -> Callable[[str, str], Iterator[list[Tensor]]]:
     """Return a function that yields a gradient in each part of a batch by itself.
 
-    The batch is cut into every number of parts that divides the number of ranks, and is at most
-    that of its rows; in blocks, and with strides.
+    The batch is cut into every number of parts that divides the number of ranks, and into two and
+    four, as ranks or steps that accumulate may cut it; in blocks, and with strides.
     """
     known: dict[tuple[str, int, int], Mapping[str, Tensor | None]] = {}
 
@@ -568,9 +568,8 @@ def _means(
     def means(name: str, condition: str) -> Iterator[list[Tensor]]:
         one = next(c for c in told if c.name == condition)
         count = rows(one.batches[0])
-        for parts in range(2, min(task.world, count) + 1):
-            if task.world % parts:
-                continue
+        divisors = {n for n in range(2, task.world + 1) if task.world % n == 0}
+        for parts in sorted(n for n in divisors | {2, 4} if n <= count):
             for strided in (False, True):
                 try:
                     found = [of_part(one, parts, k, strided).get(name) for k in range(parts)]

@@ -134,7 +134,7 @@ def _of_means(want: Tensor, got: Tensor, parts: Sequence[Tensor]) -> str:
     """Whether a gradient is the plain mean of those of parts, and the right one is not; and why."""
     mean = torch.stack(list(parts)).mean(0)
     if not _along(got, mean) or _along(want, mean):
-        return ""
+        return _weighed(want, got, parts)
     said = f"it is the plain mean of what {len(parts)} parts of the batch give by themselves"
     columns = torch.stack([part.reshape(-1) for part in parts], 1)
     weights = torch.linalg.lstsq(columns, want.reshape(-1, 1)).solution
@@ -148,6 +148,23 @@ def _of_means(want: Tensor, got: Tensor, parts: Sequence[Tensor]) -> str:
         f"{said}; the original sees the whole batch at once (statistics of a batch norm, a loss "
         "over all rows)"
     )
+
+
+def _weighed(want: Tensor, got: Tensor, parts: Sequence[Tensor]) -> str:
+    """Whether both gradients are sums of those of parts, with other weights; and by how much."""
+    columns = torch.stack([part.reshape(-1) for part in parts], 1)
+    if len(columns) < 4 * len(parts):
+        return ""  # too few numbers to show it
+    both = torch.stack([got.reshape(-1), want.reshape(-1)], 1)
+    weights, _, rank, _ = torch.linalg.lstsq(columns, both, driver="gelsd")
+    sums = zip((columns @ weights).T, both.T)
+    if int(rank) < len(parts) or not all(fits(a, b) for a, b in sums):
+        return ""
+    times = (weights[:, 0] / weights[:, 1]).tolist()
+    if not all(map(math.isfinite, times)) or max(times) - min(times) < 1e-6 * max(map(abs, times)):
+        return ""
+    each = ", ".join(f"{one:.4g}" for one in times)
+    return f"{len(parts)} parts of the batch count {each} times what they should"
 
 
 def _along(x: Tensor, r: Tensor) -> bool:

@@ -71,6 +71,15 @@ def followed(modules: Mapping[str, nn.Module], step: Callable[[], Any], *modes: 
     return run
 
 
+def settled(modules: Mapping[str, nn.Module], step: Callable[[], Any], *modes: Any) -> Run:
+    """Run a step, and again; the first unless it calls modules that the second does not.
+
+    A first step may try modules on numbers that nobody made, to learn shapes, as pipelines do.
+    """
+    first, second = (followed(modules, step, *modes) for _ in range(2))
+    return first if first.calls.keys() == second.calls.keys() else second
+
+
 def _noting(run: Run, frame: Frame, k: int) -> Callable[[Tensor], None]:
     def note(gradient: Tensor) -> None:
         with torch.no_grad():
@@ -257,7 +266,7 @@ def _backward(
             pending[_named(frame)] = None
         elif wrong:
             name = _named(frame) if before else OF_LOSS
-            text = _of_ranks(wrong, got, sizes)
+            text = _of_calls(pairs) or _of_ranks(wrong, got, sizes)
             if not before:
                 text = f"the gradient that it sends back to `{_named(frame)}` is not right: {text}"
             return Found(name, "the gradient of the output", text, before, (*pending,))
@@ -273,6 +282,24 @@ def _factor(got: Tensor, want: Tensor) -> float:
     middle = float(ratios.median())
     agree = (ratios - middle).abs() <= 1e-6 * abs(middle)
     return middle if 3 * int(agree.sum()) >= len(ratios) else 1.0
+
+
+def _of_calls(pairs: Sequence[tuple[Part, Tensor]]) -> str:
+    """Say by which factors the calls on a rank differ, if each is right but for its own.
+
+    Calls are for parts of the batch: the factor is what a part weighs.
+    """
+    factors: dict[int, list[float]] = {}
+    for part, want in pairs:
+        factor = _factor(part.value, want)
+        if not _same(part.value, factor * want, want):
+            return ""
+        factors.setdefault(part.rank, []).append(factor)
+    for rank, found in factors.items():
+        if max(found) - min(found) > 1e-6 * max(map(abs, found)):
+            each = ", ".join(f"{one:.4g}" for one in found)
+            return f"its {len(found)} parts of the batch have {each} times theirs (rank {rank})"
+    return ""
 
 
 def _same(got: Tensor, want: Tensor, scale: Tensor) -> bool:

@@ -17,10 +17,11 @@ from schedlang.passes.judge.layouts import Table
 from schedlang.passes.judge.loaded import reloaded
 from schedlang.passes.judge.program import Make
 from schedlang.passes.judge.subject import Judged, Kept
+from schedlang.passes.verify.finite import check_original
 from schedlang.passes.verify.observe import HIDDEN, Batch, Condition, Observation, observe
 from schedlang.passes.verify.runs import unoffered
 from schedlang.passes.verify.sides import Case, as_worked
-from schedlang.passes.verify.working_dtype import bounds_of
+from schedlang.passes.verify.working_dtype import bounds_of, undecided
 from schedlang.report import Gap, Report, Row
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.launch.pool import Pool
@@ -58,15 +59,17 @@ def judged_in(
     asked = [replace(one, optimizer=grouped(one.optimizer, holdings)) for one in asked]
     quiet = (lambda: Undropped(Still()),)
     bounds = bounds_of(module, asked, case.loss, modes=quiet, ranks=ranks)
+    check_original(case, told, bounds.exact)
     expected, actual = alike(bounds.exact, seen, kept)
-    rows = [*initial(module, kept), *replace(bounds, exact=expected, state=True).rows(actual)]
+    held, unsure = undecided(replace(bounds, exact=expected, state=True).rows(actual))
+    rows = [*initial(module, kept), *held]
     rows += [*_counts(expected, actual), *_copies(actual, dtype)]
     rows += saved(working, actual, kept, asked)
     rows += kept.loaded.rows(asked[-1]) if kept.loaded else ()
     facts = [("", f"{ranks} rank{'s' * (ranks > 1)}"), ("seed", str(case.seed))]
     facts += [("dtype", dtype), ("torch", torch.__version__)]
     gaps = (_DROPOUT, *of_saved(kept), *unoffered(actual))
-    return Report(tuple(rows), facts=tuple(facts), gaps=gaps)
+    return Report(tuple(rows), facts=tuple(facts), gaps=gaps, unchecked=tuple(unsure))
 
 
 _DROPOUT = Gap("dropout", "dropout that is missing or scaled wrongly")

@@ -166,7 +166,8 @@ def pipeline_of(
         alone = (ranks.rank,)
         return Pipeline({0: stage}, staged.timeline, alone, device=device, slices=slices)
     group = ranks.group(staged.axis)
-    down = ranks.again(staged.axis, "down") if ranks.one_way else None
+    up = ranks.between(staged.axis)
+    down = ranks.between(staged.axis, "down") if ranks.one_way else None
     place = plan.mesh.index(ranks.rank, staged.axis)
     switch = Switch(module, staged.cut.graph.units)
     stub = _stub(plan, prepared, ranks)
@@ -188,7 +189,7 @@ def pipeline_of(
         staged.timeline,
         group.ranks,
         place,
-        group=group.pg,
+        group=up,
         down=down,
         device=device,
         lookahead=plan.ahead,
@@ -258,7 +259,7 @@ def _parks(staged: Staged, ranks: Ranks) -> tuple[Any, ...]:
 
     if staged.axis is None or not (staged.timeline.kind == Kind.EVICT).any():
         return ()
-    ways = [ranks.again(staged.axis, f"parked {way}") for way in range(4)]
+    ways = [ranks.between(staged.axis, f"parked {way}") for way in range(4)]
     return (*ways, ranks.on_host(staged.axis, "parked sizes"))
 
 

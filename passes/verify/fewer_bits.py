@@ -25,6 +25,7 @@ from schedlang.remat.again import Again
 from schedlang.runtime.activation_memory.quantized import Found, margin, stream
 from schedlang.runtime.activation_memory.second_run import Results, through
 from schedlang.runtime.device import Replayed, own_generators
+from schedlang.runtime.inside import modules_in
 from schedlang.runtime.pipeline.arguments import put, take
 from schedlang.runtime.rng.logical_dropout import mixed
 from schedlang.runtime.scope import capture, current, site
@@ -143,7 +144,7 @@ class _Apart:
 
     def __init__(self, module: nn.Module) -> None:
         self.place = capture()
-        self.draws = Replayed([torch.default_generator, *own_generators(module)])
+        self.draws = Replayed([torch.default_generator, *own_generators(modules_in(module))])
 
     def run(self, saved: list[Tensor], call: Callable[[], Any]) -> Any:
         """A call's result; what autograd would keep of it is put into a list."""

@@ -69,6 +69,7 @@ class Condition:
     scale     by what the loss is multiplied
     evaluate  train in eval mode: no dropout, statistics as they stand
     follow    float inputs ask for gradients; else they are as training gives them
+    final     what the last step leaves is noted, beside what it computes
     case      what is run, where it is not the case of the proof itself (some parameters frozen)
     """
 
@@ -79,6 +80,7 @@ class Condition:
     scale: float = 1.0
     evaluate: bool = False
     follow: bool = True
+    final: bool = True
     case: Any = None
 
 
@@ -153,9 +155,11 @@ def observe(
     *,
     keep: bool = True,
     folder: str | None = None,
+    brief: bool = False,
 ) -> Observation:
     """Run each condition on a fresh subject; without `keep`, as on other ranks, keep nothing.
 
+    `brief`: what is computed, parameters and buffers; not what else optimizers and ranks hold.
     In a `folder` large tensors lie in files, and are read when they are asked for.
     The function modes of the comparison (float64, logical dropout) are for the caller to enter.
     """
@@ -166,11 +170,12 @@ def observe(
         with undrawn():
             torch.manual_seed(0)  # a side that draws from torch's generator leaves another state
             subject = make(condition)
-            sight = _Sight(seen, condition.name, condition.follow, keep)
+            sight = _Sight(seen, condition.name, condition.follow, keep, brief)
             for step, batch in enumerate(condition.batches):
                 sight.step(subject, step, batch)
                 progress({"condition": condition.name, "step": step})
-            sight.end(subject, len(condition.batches) - 1, condition.batches[0])
+            if condition.final:
+                sight.end(subject, len(condition.batches) - 1, condition.batches[0])
         order = order or tuple(getattr(subject, "order", ()))
         ties = ties or tuple(getattr(subject, "ties", ()))
         del subject, sight  # before another is made
@@ -187,12 +192,14 @@ class _Sight:
     condition: str
     follow: bool
     keep: bool
+    brief: bool = False
 
     def step(self, subject: Subject, step: int, batch: Batch) -> None:
         """One training step, and before the first one the names and the output."""
-        if step == 0:
+        if step == 0 and not self.brief:
             self.names("trainable set", subject.trainable())
             self.names("state_dict keys", subject.state_dict())
+        if step == 0:
             self.outputs("outputs", step, subject, subject.eval_step(batch))
         self.tensor("loss", step, "loss", subject.train_step(batch))
         self.outputs("training outputs", step, subject, getattr(subject, "output", None))
@@ -214,10 +221,13 @@ class _Sight:
         """Note what the last step leaves: state, also the optimizer's, the output, the draws."""
         if step:
             self.state(subject, step)
-        for name, slots in subject.optimizer_state().items():
-            for slot, value in slots.items():
-                self.tensor(f"optimizer {slot}", step, name, value)
+        if not self.brief:
+            for name, slots in subject.optimizer_state().items():
+                for slot, value in slots.items():
+                    self.tensor(f"optimizer {slot}", step, name, value)
         self.outputs("outputs", step + 1, subject, subject.eval_step(batch))
+        if self.brief:
+            return
         self.tensors("generator state", step, self.asked(subject, "generators", "generator state"))
         if draws := self.asked(subject, "draws", "dropout draws"):
             self.names("dropout draws", draws)
@@ -232,7 +242,7 @@ class _Sight:
             self.tensor("parameters" if name in trainable else "other state", step, name, value)
         hidden = self.asked(subject, "buffers", HIDDEN)
         self.tensors(HIDDEN, step, {k: v for k, v in hidden.items() if k not in state})
-        copies = subject.replicas()
+        copies = subject.replicas() if not self.brief else {}
         if copies is None:
             self.seen.missing.add("replicas")
         elif self.keep:

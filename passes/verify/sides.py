@@ -41,8 +41,10 @@ from schedlang.passes.verify.relaxed import (
     cast_twin,
     directions_of,
 )
+from schedlang.runtime import whole
 from schedlang.runtime.activation_memory.quantized import Found
 from schedlang.runtime.batch import followed, split
+from schedlang.runtime.checkpointing.holding import first_rank
 from schedlang.runtime.comm import world
 from schedlang.runtime.float64 import Float64, as_float64
 from schedlang.runtime.float64 import widened as wide
@@ -50,6 +52,7 @@ from schedlang.runtime.grad_reduction.batch_statistics import Scaled
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.moe.choices import Choices
 from schedlang.runtime.offload.saved_tensors import everything_moves
+from schedlang.runtime.offload.step import with_peer_state
 from schedlang.runtime.program import Program
 from schedlang.runtime.rng.logical_dropout import LogicalDropout, Undrawn
 from schedlang.runtime.scope import named_sites
@@ -254,7 +257,6 @@ class Distributed:
     ) -> None:
         self.program, self.apart = program, apart  # apart: each replica has buffers of its own
         # the program says these itself, of whole tensors under original names
-        self.state_dict, self.optimizer_state = program.state_dict, program.optimizer_state
         self.input_gradients, self.buffers = program.input_gradients, program.buffers
         self.trainable = cache(program.trained)  # ranks ask each other
         program.evaluate = evaluate
@@ -292,9 +294,17 @@ class Distributed:
         with ambient(Undrawn(0)):
             return self.program.eval_step(batch)
 
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """Whole parameters and buffers, on the first rank, which compares; others lack some."""
+        return whole.state_dict(self.program.assembly, first_rank)
+
+    def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
+        """Whole optimizer state, on the first rank."""
+        return _optimizer_state(self.program)
+
     def gradients(self) -> Mapping[str, Tensor | None]:
-        """Whole gradients; one that no rank has is None."""
-        found = self.program.gradients()
+        """Whole gradients, on the first rank; one that no rank has is None."""
+        found = whole.gradients(self.program.assembly, first_rank)
         return {name: found.get(name) for name in self.trainable()}
 
     def generators(self) -> Mapping[str, Tensor]:
@@ -316,6 +326,11 @@ class Distributed:
         }
 
 
+@with_peer_state
+def _optimizer_state(program: Program) -> dict[str, dict[str, Any]]:
+    return whole.optimizer_state(program.assembly, program.optimizer, first_rank)
+
+
 def program_of(case: Case, **options: Any) -> Program:
     """Build, on a rank, the program of a prepared case; `options` are more of those of `build`."""
     given = {"loss": case.loss, "weight": case.weight, "seed": case.seed, "prepared": case.prepared}
@@ -330,8 +345,10 @@ def built(case: Case, condition: Condition) -> Program:
         return program_of(run, loss=loss, optimizer=condition.optimizer, clip=condition.clip)
 
 
-def observed(case: Case, told: Sequence[Condition], made: list[Program]) -> Observation:
-    """One rank's observation of programs, which are noted in `made`."""
+def observed(
+    case: Case, told: Sequence[Condition], made: list[Program], *, brief: bool = False
+) -> Observation:
+    """One rank's observation of programs, which are noted in `made`; `brief` as of `observe`."""
 
     def make(condition: Condition) -> Distributed:
         program = built(case, condition)
@@ -339,10 +356,10 @@ def observed(case: Case, told: Sequence[Condition], made: list[Program]) -> Obse
         apart = (condition.case or case).parted
         return Distributed(program, condition.evaluate, apart=apart, follow=condition.follow)
 
-    return observe(make, told, keep=world.rank() == 0)
+    return observe(make, told, keep=world.rank() == 0, brief=brief)
 
 
-def tried(case: Case, told: Sequence[Condition]) -> Observation:
-    """One rank's observation while looking for the row to blame."""
+def tried(case: Case, told: Sequence[Condition], brief: bool = False) -> Observation:
+    """One rank's observation of programs beside that of the proof: to find a row to blame, say."""
     with ambient(Float64()):
-        return observed(case, told, [])
+        return observed(case, told, [], brief=brief)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,12 +53,15 @@ def rounded(working: Case, told: Sequence[Condition], made: list[Program]) -> Ob
     first = [replace(condition, batches=working.batches) for condition in told[:1]]
     chosen = Choices()
     with ambient(chosen), noting() as tipped:
-        seen = observed(working, first, made)
+        seen = observed(working, first, made, brief=True)  # no more is compared
     return replace(seen, choices=chosen.everyone(), tipped=tipped.everyone())
 
 
 CHOSEN = "as ranks chose"
 TIPPED = "numbers that roundings tip are taken as ranks took them"
+SCALED = "a loss scaled by"
+LESS = 16  # by which part of its scale a loss is scaled less, where that decides what overflows
+Again = Callable[[Case], Observation]
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Rounded:
     """A program that ran in its working dtype, and what it is held against.
 
     Only rows of the first condition; `exact` is the original in float64, `program` in the other.
+    again   runs the program of another working case; None: it is not run again
     """
 
     case: Case
@@ -73,6 +77,7 @@ class Rounded:
     told: Sequence[Condition]
     exact: Observation
     program: Observation
+    again: Again | None = None
 
     def rows(self, *, wrong: bool = False) -> list[Row]:
         """Compare the errors of the program with what roundings make of the original.
@@ -97,12 +102,27 @@ class Rounded:
         return [replace(row, note=note) if row.ok and not row.note else row for row in rows]
 
     def _against(self, draws: int) -> list[Row]:
-        """The rows against the original, whose every run chooses as that in float64 does."""
+        """The rows against the original, whose every run chooses as that in float64 does.
+
+        Which gradients overflow the scale of the loss decides: those of a batch may where those of
+        its parts do not, or the other way round.  What a skipped step shows is then no mistake, and
+        hides one: both sides run again with a lower scale, until they skip the same steps.
+        """
         exact = self.exact
         tensors = {k: v for k, v in exact.tensors.items() if k.condition == self.told[0].name}
         plan = self.working.plan
         bounds = Bounds(replace(exact, tensors=tensors), self._run, draws)
-        return [*bounds.rows(self.program, rtol=asked(plan).rtol, casts=bool(lowest(plan)))]
+        row = plan.scaled
+        if row is None or row.scale == 1 or self.again is None:
+            return [*bounds.rows(self.program, rtol=asked(plan).rtol, casts=bool(lowest(plan)))]
+        if not bounds.tells_apart(self.program):
+            return [*bounds.rows(self.program, rtol=asked(plan).rtol, casts=True)]
+        scale = max(1, row.scale // LESS)
+        casts = tuple(replace(one, scale=scale) if one is row else one for one in plan.casts)
+        less = replace(self.working, plan=replace(plan, casts=casts))
+        rows = replace(self, working=less, program=self.again(less))._against(draws)
+        note = f"{SCALED} {scale:,}, not {row.scale:,}, with which sides skip different steps"
+        return [replace(one, note=one.note or note) for one in rows]
 
     def _run(self, draw: int) -> Observation:
         """The original in the working dtype, under the casts of the plan."""

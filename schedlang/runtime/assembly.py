@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Diagnostic
 from schedlang.ir.placement import Layout
 from schedlang.runtime.batch import Batch, Part
-from schedlang.runtime.checkpointing.holding import Holding
+from schedlang.runtime.checkpointing.holding import Holding, Ways
 from schedlang.runtime.comm.collectives import Ranks
 from schedlang.runtime.context_parallel.install import Exchanging
 from schedlang.runtime.context_parallel.local_tokens import Tokens
@@ -72,6 +72,7 @@ class Assembly:
     tokens: Tokens | None = None  # how sequences are split over ranks, where they are
     context: tuple[str, ...] = ()  # data axes whose ranks see different tokens of the same rows
     inputs: frozenset[str] = frozenset()  # names in the batch that it was built from
+    ways: Ways = field(default_factory=dict)  # by which parts have become whole, found once
 
     @cached_property
     def primary_parameters(self) -> frozenset[str]:

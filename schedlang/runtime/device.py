@@ -8,14 +8,16 @@ there are no streams: what asks for one is given None, and what is given None do
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from schedlang.runtime.inside import modules_in
+from schedlang.runtime.inside import Modules
 
 HOST = torch.device("cpu")
 _HOST = HOST.type
@@ -255,10 +257,18 @@ def default_generators(devices: Iterable[torch.device]) -> list[States]:
     return [torch.default_generator, *(default_generator(device) for device in apart)]
 
 
-def own_generators(module: nn.Module) -> list[torch.Generator]:
-    """The generators that a module, or one inside of it, holds as plain attributes."""
+# what most modules hold; told without a call of Python for each
+_NO_GENERATORS = frozenset(
+    (bool, int, float, str, type(None), tuple, list, set, dict, OrderedDict, MethodType, torch.Size)
+)
+
+
+def own_generators(inside: Modules) -> list[torch.Generator]:
+    """The generators that some modules hold as plain attributes."""
     found: dict[int, torch.Generator] = {}
-    for _, one in modules_in(module):
+    for _, one in inside:
+        if _NO_GENERATORS.issuperset(map(type, one.__dict__.values())):
+            continue
         for value in one.__dict__.values():
             # not by `isinstance`, which asks a class written in Python
             if torch.Generator in type(value).__mro__:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir import pytree
-from schedlang.runtime.modes import Ambient
+from schedlang.runtime.modes import ATTRIBUTE, Ambient
 
 WIDE: dict[Any, torch.dtype] = {
     dtype: torch.complex128 if dtype.is_complex else torch.float64
@@ -40,8 +40,6 @@ _CASTS = {
 _LIKE = {Tensor.to, Tensor.type_as}  # take their dtype from another tensor
 
 
-# a third of all calls: reading or setting an attribute of a tensor makes no new float
-_ATTRIBUTE = type(Tensor.shape.__get__)  # type: ignore[attr-defined]
 _REQUIRE = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
@@ -70,10 +68,20 @@ class Float64(Ambient):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if type(func) is _ATTRIBUTE:
+        if type(func) is ATTRIBUTE:  # a third of all calls
             if args[-1] is True and func == _REQUIRE and args[0].requires_grad:
                 return None  # so it is; torch refuses to be told of what has been computed
             return func(*args, **kwargs)
+        if func not in _RULED:
+            if not _AS_IT_IS.issuperset(map(type, args)):
+                args = _wide(args)
+            if kwargs and not _AS_IT_IS.issuperset(map(type, kwargs.values())):
+                kwargs = {k: _wide(v) for k, v in kwargs.items()}
+            return self.run(func, types, args, kwargs)
+        return self._by_rule(func, types, args, kwargs)
+
+    def _by_rule(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call one of the few functions that are told what they make in other ways."""
         if func in _CASTS:
             wanted = _CASTS[func]
             return args[0].to(
@@ -86,14 +94,13 @@ class Float64(Ambient):
             if target == torch.uint8 and type(args[0]) in _WHOLE and args[0].dtype in _WIDEST:
                 return self.run(func, types, args, kwargs).as_subclass(Bytes)
             known = isinstance(args[0], Bytes) and target in WIDE
+            # bytes of a file that was written in float64 are what they are in any mode
+            known |= target == torch.float64 and not args[0].is_floating_point()
             if not known and (target in WIDE or args[0].dtype in WIDE):
                 raise _bits(f"it views {args[0].dtype} as {target}")
         if func is Tensor.type and len(args) + len(kwargs) == 1:
             return func(*args, **kwargs)
-        if not _AS_IT_IS.issuperset(map(type, args)):
-            args = _wide(args)
-        if kwargs:
-            kwargs = {k: _wide(v) for k, v in kwargs.items()}
+        args, kwargs = _wide(args), {k: _wide(v) for k, v in kwargs.items()}
         if func in _LIKE and len(args) > 1 and isinstance(args[1], Tensor):
             args = (args[0], args[1].new_empty(0, dtype=WIDE.get(args[1].dtype)), *args[2:])
         if func in _WITHOUT_FLOAT64:
@@ -101,7 +108,9 @@ class Float64(Ambient):
         return self.run(func, types, args, kwargs)
 
 
-_AS_IT_IS = frozenset((Tensor, nn.Parameter, int, float, bool, type(None)))
+_AS_IT_IS = frozenset(
+    (Tensor, nn.Parameter, int, float, bool, type(None), slice, torch.Size, torch.device)
+)
 
 
 def _wide(value: Any) -> Any:
@@ -226,6 +235,7 @@ _WITHOUT_FLOAT64: dict[Any, Callable[..., Tensor]] = {
     torch.ops.aten._grouped_mm: _grouped_mm,
     torch.ops.aten._grouped_mm.default: _grouped_mm,
 }
+_RULED = {*_CASTS, *_LIKE, *_WITHOUT_FLOAT64, Tensor.view, Tensor.type}
 
 
 def widened(value: Any) -> Any:

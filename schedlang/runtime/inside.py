@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
+Modules = list[tuple[str, nn.Module]]  # by path, outermost first
 
-def modules_in(module: nn.Module) -> list[tuple[str, nn.Module]]:
+
+def modules_in(module: nn.Module) -> Modules:
     """A module and all inside of it by path, each once, outermost first."""
-    found: list[tuple[str, nn.Module]] = []
+    found: Modules = []
     seen: set[int] = set()
     waiting = [("", module)]
     while waiting:
@@ -21,3 +23,20 @@ def modules_in(module: nn.Module) -> list[tuple[str, nn.Module]]:
             if child is not None:
                 waiting.append((front + name, child))
     return found
+
+
+class Inside:
+    """The modules inside of one, walked anew only where a child came, went or was replaced."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.found: Modules = []
+        self._children: list[dict[str, nn.Module | None]] = []
+
+    def now(self) -> Modules:
+        """Return what `modules_in` gives."""
+        changed = [k for (_, one), k in zip(self.found, self._children) if one._modules != k]
+        if changed or not self.found:
+            self.found = modules_in(self.module)
+            self._children = [dict(one._modules) for _, one in self.found]
+        return self.found

@@ -23,6 +23,8 @@ from schedlang.runtime import scope
 
 ModeOrFactory = AbstractContextManager[Any] | Callable[[], AbstractContextManager[Any]]
 
+# reading or setting an attribute of a tensor: it draws nothing and makes no new float
+ATTRIBUTE = type(torch.Tensor.shape.__get__)  # type: ignore[attr-defined]
 _PORTALS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _COMPOSED = ("torch.nn.functional", "torch.functional", "torch.autograd")
 

@@ -26,6 +26,7 @@ from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.batch import Batch, Part, check_mapping, followed, moved
 from schedlang.runtime.checkpointing import archive, export
 from schedlang.runtime.checkpointing.background import Background
+from schedlang.runtime.checkpointing.holding import first_rank
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.collectives import in_its_world
 from schedlang.runtime.context_parallel.install import At
@@ -431,23 +432,19 @@ class Program:
     ) -> Tensor:
         """This rank's share of the loss of the whole batch, on its device in float64."""
         a = self.assembly
-        losses = {k: result.loss for k, result in results.items()}
-        assert None not in losses.values(), "the model returns no loss: pass `loss=`"
+        losses = {k: r.loss for k, r in results.items() if r.loss is not None}
+        # `None in` would ask each tensor whether it equals None, which torch answers by an error
+        assert len(losses) == len(results), "the model returns no loss: pass `loss=`"
         if not losses or not a.is_primary:
             device = a.ranks.device if on_accelerator(a.ranks.device) else None
             return torch.zeros((), dtype=torch.float64, device=device)
         shares = [w / total for w in weights]
         # nothing to be summed; a share that the device alone knows is not asked for
         alone = shares[0] if len(shares) == 1 and not isinstance(shares[0], Tensor) else None
-        if alone == 1.0 and isinstance(whole := losses[0], Tensor):
-            return self._near(whole.detach().double()).reshape(())
-        return torch.stack(
-            [
-                self._near(x.detach().double()) * shares[k]
-                for k, x in losses.items()
-                if x is not None
-            ]
-        ).sum()
+        if alone == 1.0:
+            return self._near(losses[0].detach().double()).reshape(())
+        told = [self._near(x.detach().double()) * shares[k] for k, x in losses.items()]
+        return torch.stack(told).sum()
 
     def _near(self, value: Tensor) -> Tensor:
         """Move a tensor to the device on which collectives of the step take it."""
@@ -549,5 +546,5 @@ class Program:
 
     def export(self, path: str | os.PathLike[str], model: nn.Module) -> None:
         """Write whole weights as safetensors, for `from_pretrained`; see `export.export`."""
-        state = whole.state_dict(self.assembly, lambda _: (0,))  # which is the one that writes
+        state = whole.state_dict(self.assembly, first_rank)  # which is the one that writes
         export.export(self.assembly.ranks.rank, path, model, state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 from zlib import crc32
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir import pytree
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.batch import Batch, Part, named_tensors, rows_of, split
 from schedlang.runtime.comm import world
@@ -36,7 +37,7 @@ class Dealt:
     everyone: Sequence[Sequence[Number]]
     even: Callable[[], bool]
 
-    @property
+    @cached_property
     def all(self) -> Number:
         """The weight of all parts together."""
         return added([one for weights in self.everyone for one in weights])
@@ -59,6 +60,9 @@ def dealt(a: Assembly, batch: Batch, local: bool) -> Dealt:
 
 def _of_all(a: Assembly, batch: Batch) -> Dealt:
     shares, replicas, place = a.parts
+    alone = replicas * a.micro == 1 and a.tokens is None and pytree.flat(batch)
+    if alone and (count := rows_of(batch)):  # as it is, and weighed against nothing
+        return Dealt([Part({**batch}, tuple(range(count)))], [1.0], [[1.0]], _alike)
     everyone = split(batch, shares, a.micro)
     if a.tokens is not None:
         everyone = [parts for share in everyone for parts in a.by_tokens(share)]
@@ -69,6 +73,10 @@ def _of_all(a: Assembly, batch: Batch) -> Dealt:
         weigh = [[next(weights) for _ in parts] for parts in everyone]
     even = cache(lambda: len({_shapes(parts) for parts in everyone}) == 1)
     return Dealt(everyone[place], weigh[place], weigh, even)
+
+
+def _alike() -> bool:
+    return True
 
 
 def _of_rows(a: Assembly, batch: Batch) -> Dealt:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,15 +19,13 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir import pytree
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.batch import Absent, Part, dotted, named_tensors, stack
-from schedlang.runtime.checkpointing.holding import AT_A_TIME, assembled, take
+from schedlang.runtime.checkpointing.holding import AT_A_TIME, To, assembled, copies, take
 from schedlang.runtime.checkpointing.moments import like_parameter
 from schedlang.runtime.comm import world
 from schedlang.runtime.context_parallel.token_layout import Layout
 from schedlang.runtime.grad_reduction.gradient import local_gradient
 from schedlang.runtime.lazy_logits.vocab_parallel import ShardedLogits
-from schedlang.runtime.redistribution.carry import move, wire
-from schedlang.runtime.redistribution.route import Lying
-from schedlang.runtime.redistribution.spread import Spread
+from schedlang.runtime.redistribution.carry import follow, wire
 from schedlang.runtime.storage.offloaded_gradients import local
 
 Weighed = tuple[Any, int, float]  # an output, its rows, and what it weighs in a mean
@@ -182,11 +180,11 @@ def _parts(a: Assembly) -> dict[str, Tensor]:
     return {name: local(parameter) for name, parameter in a.parameters.items()}
 
 
-def gradients(a: Assembly) -> dict[str, Tensor]:
-    """The whole gradients; one that no rank has is left out."""
+def gradients(a: Assembly, to: To | None = None) -> dict[str, Tensor]:
+    """The whole gradients, on all ranks or on those that `to` says; none where no rank has one."""
     found = {name: local_gradient(parameter) for name, parameter in a.parameters.items()}
     own = {name: grad for name, grad in found.items() if grad is not None}
-    return assembled(a.holdings, own, a.ranks)
+    return assembled(a.holdings, own, a.ranks, to, a.ways)
 
 
 def trained(a: Assembly) -> list[str]:
@@ -196,11 +194,9 @@ def trained(a: Assembly) -> list[str]:
     return [name for name in a.holdings if name in union]
 
 
-def state_dict(
-    a: Assembly, to: Callable[[Spread], Sequence[int]] | None = None
-) -> dict[str, Tensor]:
+def state_dict(a: Assembly, to: To | None = None) -> dict[str, Tensor]:
     """Parameters and buffers by the original's keys, on all ranks, or on those that `to` says."""
-    found = {**assembled(a.holdings, _parts(a), a.ranks, to), **buffers(a)}
+    found = {**assembled(a.holdings, _parts(a), a.ranks, to, a.ways), **buffers(a)}
     for names in a.ties:
         found.update({name: found[names[0]] for name in names if names[0] in found})
     return {key: found[key] for key in a.keys if to is None or key in found}
@@ -273,16 +269,12 @@ def replica_errors(a: Assembly) -> dict[str, float]:
     Each rank is given the part that it holds as the rank has it that is primary for it; padding is
     compared with zeros.
     """
-    mesh, own = a.ranks.mesh, _parts(a)
-    source, target = {}, {}
+    own = _parts(a)
     sizes = {name: p.itemsize for name, p in a.module.named_parameters()}
-    for name, one in a.holdings.items():
-        lies = one.spread(mesh)
-        speak = [rank for rank in range(mesh.world) if one.primary(mesh, rank)]
-        source[name], target[name] = (Lying(s, sizes[name]) for s in (lies.on(speak), lies))
+    way = copies(a.holdings, {n: sizes[n] for n in a.holdings}, a.ranks.mesh, a.ways)
     theirs = {name: torch.zeros_like(part, device="cpu") for name, part in own.items()}
-    device = wire(a.ranks.device)
-    move(source, target, own.__getitem__, theirs.__getitem__, AT_A_TIME, device)
+    for route in way.routes:
+        follow(route, own.__getitem__, theirs.__getitem__, AT_A_TIME, wire(a.ranks.device))
     mine = {}
     for name, part in theirs.items():
         if part.numel():
@@ -294,9 +286,12 @@ def replica_errors(a: Assembly) -> dict[str, float]:
 
 
 def optimizer_state(
-    a: Assembly, optimizer: torch.optim.Optimizer | None
+    a: Assembly, optimizer: torch.optim.Optimizer | None, to: To | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return the state by parameter name and slot: whole tensors, and numbers as they are."""
+    """Return the state by parameter name and slot: whole tensors, and numbers as they are.
+
+    Tensors on all ranks, or on those that `to` says.
+    """
     laid: dict[tuple[str, str], Tensor] = {}
     plain: dict[tuple[str, str], Any] = {}
     states: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
@@ -308,7 +303,7 @@ def optimizer_state(
                 plain[name, key] = value.cpu().clone() if isinstance(value, Tensor) else value
     keys = sorted({key for told in world.distinct(sorted({k for _, k in laid})) for key in told})
     holdings = {(name, key): one for key in keys for name, one in a.holdings.items()}
-    found: dict[tuple[str, str], Any] = dict(assembled(holdings, laid, a.ranks))
+    found: dict[tuple[str, str], Any] = dict(assembled(holdings, laid, a.ranks, to, a.ways))
     for values in reversed(world.distinct(plain)):
         found.update(values)
     out: dict[str, dict[str, Any]] = {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 FIRST, EVERY = 2.0, 10.0  # seconds until the first plain line, and between two
@@ -24,8 +26,8 @@ class Telling:
         self.first, self.every = (REFRESH, REFRESH) if self.live else (first, every)
         self.start = self.since = time.perf_counter()
         self.stage, self.done, self.total = "", 0, 0
-        self._stop = threading.Event()
-        self._thread = None if quiet else threading.Thread(target=self._speak, daemon=True)
+        self.quiet, self._stop = quiet, threading.Event()
+        self._thread: threading.Thread | None = None
 
     def __call__(self, stage: str, done: int = 0, total: int = 0) -> None:
         """A stage begins, or so many of its steps are done."""
@@ -44,9 +46,23 @@ class Telling:
         return ", ".join(parts)
 
     def __enter__(self) -> Telling:
-        if self._thread is not None:
-            self._thread.start()
+        self._begin()
         return self
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Have no thread inside the block, so that this process may be forked."""
+        self.close()
+        try:
+            yield
+        finally:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._stop.clear()
+        if not self.quiet:
+            self._thread = threading.Thread(target=self._speak, daemon=True)
+            self._thread.start()
 
     def __exit__(
         self,

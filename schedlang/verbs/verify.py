@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from schedlang.uncollected import uncollected
 from schedlang.verbs.ending import FAILS, HOLDS, UNCHECKED, show_json
 from schedlang.verbs.options import AsJson, Common, Seed, Timeout, WorkingDtype, unchecked, verb
 
@@ -72,15 +73,16 @@ def verify(
     Outputs, loss, every gradient, the gradient norm, parameters and optimizer state after three
     steps of two optimizers, buffers, ties and a saved state, in float64 with dropout on.
     """
-    from schedlang.diagnostics.diagnostic import Refusal
-    from schedlang.ir.modelfile import load_model_file
-    from schedlang.passes.prove import prove
-    from schedlang.passes.reduce_model.shrink import remarked
-    from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
-    from schedlang.runtime.launch.pool import Pool
-    from schedlang.verbs.inputs import check_folders, posed, settings
-    from schedlang.verbs.lockfile import demand_lock
-    from schedlang.verbs.telling import Telling
+    with uncollected():  # imports leave next to no garbage, and it would look at all of them
+        from schedlang.diagnostics.diagnostic import Refusal
+        from schedlang.ir.modelfile import load_model_file
+        from schedlang.passes.prove import prove
+        from schedlang.passes.reduce_model.shrink import remarked
+        from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
+        from schedlang.runtime.launch.pool import Pool
+        from schedlang.verbs.inputs import check_folders, posed, settings
+        from schedlang.verbs.lockfile import demand_lock
+        from schedlang.verbs.telling import Telling
 
     check_folders(html=html)
     if foreign.against is not None:
@@ -100,7 +102,8 @@ def verify(
         unchecked(timeout, as_json, said.close),
     ):
         found = load_model_file(common.model, file)
-        pool.know(found.files)
+        with said.paused():
+            pool.know(found.files, here=True)
         one = posed(
             file,
             found,

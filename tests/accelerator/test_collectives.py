@@ -152,6 +152,47 @@ def test_one_queue_for_all_where_the_group_is_bound() -> None:
     assert "behind recv float32[2] from rank 1" in told[0]
 
 
+def test_one_queue_for_each_pair_where_it_is_not() -> None:
+    """Messages of two pairs wait for each other neither in their queues nor on their streams."""
+
+    def crossing() -> str:
+        x, rank = row(1, 2), dist.get_rank()
+
+        def others_first() -> None:
+            sent = dist.isend(x, 1)  # rank 1 takes it when the others are done
+            dist.recv(torch.empty(2, device=here()), 2)
+            dist.send(x, 2)
+            assert sent is not None
+            sent.wait()
+
+        def last() -> None:
+            for source in (2, 0):
+                dist.recv(torch.empty(2, device=here()), source)
+
+        def between() -> None:
+            dist.send(x, 0)
+            dist.recv(torch.empty(2, device=here()), 0)
+            dist.send(x, 1)
+
+        return error((others_first, last, between)[rank])
+
+    def careless() -> None:
+        if dist.get_rank():
+            dist.send(row(1, 2), 0)
+            return
+        got = [torch.empty(2, device=here()) for _ in range(2)]
+        one, other = dist.irecv(got[0], 1), dist.irecv(got[1], 2)
+        assert one is not None and other is not None
+        other.wait()
+        got[0] + 1  # its own wait comes too late
+        one.wait()
+
+    assert spawn(crossing, ranks=3) == [""] * 3
+    assert all("deadlock" in text for text in spawn(crossing, ranks=3, bind=True))
+    with pytest.raises(Raced, match=r"simccl\.recv"):
+        spawn(careless, ranks=3)
+
+
 def test_ranks_that_do_not_do_the_same() -> None:
     """Another collective, another size of a message, and two ranks on one device are named."""
 

@@ -7,6 +7,7 @@ the untouched model on one CPU; what rounds or draws with the same program on ra
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,9 @@ class Words(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
-def words(rate: float = 0.0) -> nn.Module:
+def words(rate: float = 0.0, depth: int = 4) -> nn.Module:
     torch.manual_seed(0)
-    return Words(rate).double()
+    return Words(rate, depth).double()
 
 
 def single() -> nn.Module:
@@ -87,10 +88,10 @@ def dropping() -> nn.Module:
     return words(0.2)
 
 
-def batch(seed: int, count: int = WORDS) -> dict[str, Tensor]:
-    """Eight rows, of which some end early."""
+def batch(seed: int, count: int = WORDS, many: int = 8) -> dict[str, Tensor]:
+    """Some rows, of which some end early."""
     draw = torch.Generator().manual_seed(seed)
-    ids, labels = (torch.randint(count, (8, 8), generator=draw) for _ in range(2))
+    ids, labels = (torch.randint(count, (many, 8), generator=draw) for _ in range(2))
     labels[1, 5:] = labels[6, 2:] = -100
     return {"ids": ids, "labels": labels}
 
@@ -208,25 +209,25 @@ def trained(make: Any, mesh: str, rows: str, device: str | None, more: dict[str,
     """On a rank: losses, norms and parameters of some steps, and where the program computes."""
     model = make() if device is None else make().to(device)
     given = {"optimizer": sgd, **more}
-    count = given.pop("count", WORDS)
+    size = given.pop("count", WORDS), given.pop("many", 8)
     relax = given.pop("relax", "lossy")
-    program = build(planned(model, rows, mesh, relax=relax), batch(0, count), **given)
+    program = build(planned(model, rows, mesh, relax=relax), batch(0, *size), **given)
     losses, norms = [], []
     for step in range(STEPS):
-        loss = program.train_step({k: v.to(device or "cpu") for k, v in batch(step, count).items()})
+        loss = program.train_step({k: v.to(device or "cpu") for k, v in batch(step, *size).items()})
         losses.append(float(loss))
         norms.append(program.grad_norm)
     where = str(program.assembly.ranks.device)
     return losses, norms, program.state_dict(), where, max(program.replica_errors().values())
 
 
-def alone(make: Any, count: int = WORDS, optimizer: Any = sgd) -> Any:
+def alone(make: Any, count: int = WORDS, optimizer: Any = sgd, many: int = 8) -> Any:
     """The same of the untouched model, on the CPU."""
     model, losses = make(), []
     made = optimizer(model.named_parameters())
     for step in range(STEPS):
         made.zero_grad()
-        loss = model(**batch(step, count))["loss"]
+        loss = model(**batch(step, count, many))["loss"]
         loss.backward()
         made.step()
         losses.append(float(loss))
@@ -237,9 +238,14 @@ def ranks_of(mesh: str) -> int:
     return math.prod(int(size.split("=")[1]) for size in mesh.split(")")[0].split(","))
 
 
-def on_ranks(make: Any, mesh: str, rows: str, device: str | None, **more: Any) -> Any:
+def on_ranks(
+    make: Any, mesh: str, rows: str, device: str | None, *, bind: bool = False, **more: Any
+) -> Any:
+    """What `trained` gives on each rank; `bind`: in a world that is bound to its devices, as a job
+    that the project joins itself is."""
     backend = "simccl" if device else "cpu:gloo,sim:simccl"
-    return spawn(trained, make, mesh, rows, device, more, ranks=ranks_of(mesh), backend=backend)
+    given = (make, mesh, rows, device, more)
+    return spawn(trained, *given, ranks=ranks_of(mesh), backend=backend, bind=bind)
 
 
 def check(found: Any, wanted: Any, tolerance: float = 1e-9) -> None:
@@ -261,6 +267,12 @@ def test_as_the_model_alone(feature: str) -> None:
     """Slices, stages, sequences and what is kept elsewhere."""
     mesh, rows = EXACT[feature]
     check(on_ranks(words, mesh, rows, "sim"), alone(words))
+
+
+def test_stages_of_a_bound_world() -> None:
+    """Messages of a stage with those before and after it do not wait for each other there."""
+    rows, make = CUT + 'pipeline(order="GIS-H", micro=4, chunks=2)', partial(words, 0.0, 8)
+    check(on_ranks(make, "pp=4", rows, "sim", bind=True), alone(make))
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,37 @@
-"""Features on 4 and 8 simulated devices: as the model alone trains.
+"""Features on 4 and 8 simulated devices, and every order of pipelines: as the model alone trains.
 
 `test_features_run.py` has each feature on the fewest ranks that show it.
 """
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
 
-from schedlang.testing.accelerator import unavailable
+from schedlang.pipeline.schedules import ORDERS, Order
+from schedlang.testing.accelerator import spawn, unavailable
 from tests.accelerator.test_features_run import (
+    CUT,
+    MIXED,
     PIPE,
     RING,
+    STEPS,
     SUM,
-    Words,
     alone,
+    batch,
     check,
+    kept,
+    muon,
     on_ranks,
+    ranks_of,
+    single,
+    words,
 )
+from tests.expert_models import tiny
 
 pytestmark = [
     pytest.mark.deep,
@@ -51,11 +64,16 @@ WIDER = {
         (4, 8), "zero(stage=2, over=dp)\noffload(optimizer, to=disk)"
     ),
     "parked on a peer": {4: "blocks.*  offload(activations, to=peer, over=pp)\n" + PIPE},
+    "all together": {
+        8: TENSOR + "blocks.*  checkpoint()\n" + CUT + "zero(stage=2, over=dp)\n"
+        'pipeline(order="Interleaved1F1B", micro=2, chunks=2)'
+    },
 }
 MESHES = {
     ("tensor", 4): "tp=4",
     ("tensor", 8): "dp=2, tp=4",
     ("ulysses", 8): "dp=2, cp=4",
+    ("all together", 8): "dp=2, tp=2, pp=2",
 }
 
 
@@ -66,10 +84,7 @@ def mesh_of(feature: str, ranks: int) -> str:
     return MESHES.get((feature, ranks), f"{axis}={ranks}")
 
 
-def deep_words(depth: int = 8) -> nn.Module:
-    """The language model, of so many blocks."""
-    torch.manual_seed(0)
-    return Words(0.0, depth).double()
+DEEP = partial(words, 0.0, 8)
 
 
 @pytest.mark.parametrize(
@@ -78,4 +93,86 @@ def deep_words(depth: int = 8) -> nn.Module:
 def test_as_the_model_alone(feature: str, ranks: int) -> None:
     """Losses, norms and parameters of some steps, with no race on the way."""
     rows = WIDER[feature][ranks]
-    check(on_ranks(deep_words, mesh_of(feature, ranks), rows, "sim"), alone(deep_words))
+    check(on_ranks(DEEP, mesh_of(feature, ranks), rows, "sim"), alone(DEEP))
+
+
+def rows_of(known: Order, ranks: int) -> str:
+    """A pipeline in an order, with the parameters that the order needs."""
+    more = ", chunks=2" if known.chunks is None else ""
+    more += ", slices=2" if known.sliced else ""
+    micro = max(ranks, 4) if known.name != "DualPipe" else max(2 * ranks, 4)
+    return CUT + f'pipeline(order="{known.name}", micro={micro}{more})'
+
+
+def slow(named: Any) -> torch.optim.Optimizer:
+    """Small steps: with old weights large ones lead far away."""
+    return torch.optim.SGD([p for _, p in named], lr=1e-3)
+
+
+MADE = [known for known in ORDERS if not known.searched]  # which takes seconds to be found
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("known", MADE, ids=lambda known: known.name)
+def test_orders(known: Order, ranks: int) -> None:
+    """Stages send and receive in each order; with stale weights, as on ranks of the CPU."""
+    rows, make = rows_of(known, ranks), partial(words, 0.0, 2 * ranks)
+    given: dict[str, Any] = {"optimizer": slow, "many": 16}
+    on, bind = f"pp={ranks}", ranks > 2
+    if known.relaxed:
+        given["relax"] = ", ".join(sorted(known.relaxed))
+        wanted = on_ranks(make, on, rows, None, **given)[0]
+    else:
+        wanted = alone(make, **given)
+    check(on_ranks(make, on, rows, "sim", bind=bind, **given), wanted)
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_experts(ranks: int) -> None:
+    """One expert a rank: rows go to all ranks and come home."""
+    rows = "layers.*.experts  expert_parallel(over=ep)\nzero(stage=0, over=ep)"
+    more = {"count": MIXED, "relax": "routing"}
+    make = partial(tiny, ranks)
+    wanted = on_ranks(make, f"ep={ranks}", rows, None, **more)[0]
+    check(on_ranks(make, f"ep={ranks}", rows, "sim", **more), wanted)
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("code", ["int8", "onebit", "powersgd"])
+def test_compressed_sums(code: str, ranks: int) -> None:
+    """As on ranks of the CPU: the same is left out, and added later."""
+    rows = SUM + f"compress(gradients, {code}, over=dp)"
+    wanted = on_ranks(DEEP, f"dp={ranks}", rows, None, optimizer=muon)[0]
+    check(on_ranks(DEEP, f"dp={ranks}", rows, "sim", optimizer=muon), wanted, 1e-6)
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("word", ["bf16", "fp16, params=true"])
+def test_fewer_bits(word: str, ranks: int) -> None:
+    """Casts, with a loss that is scaled where they are to float16."""
+    given: tuple[Any, ...] = (single, f"dp={ranks}", f"cast({word})\n{SUM}")
+    wanted = on_ranks(*given, None, relax="dtype")[0]
+    check(on_ranks(*given, "sim", relax="dtype"), wanted, 1e-2)
+
+
+STATE = {
+    "slices on 4": ("dp=4", "zero(stage=3, over=dp)"),
+    "slices on 8": ("dp=8", "zero(stage=3, over=dp)"),
+    "stages on 4": ("pp=4", PIPE),
+    "stages with slices on 8": (
+        "dp=4, pp=2",
+        CUT + 'zero(stage=2, over=dp)\npipeline(order="1F1B", micro=2)',
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", STATE)
+def test_kept_and_taken_up(layout: str, tmp_path: Path) -> None:
+    """A checkpoint and weights on disk go on as before."""
+    model, (mesh, rows) = words(), STATE[layout]
+    model.load_state_dict(alone(words)[2])
+    after = float(model(**batch(STEPS))["loss"])
+    folder = str(tmp_path / "k")
+    for _, ahead, again, told, *_ in spawn(kept, mesh, rows, folder, ranks=ranks_of(mesh)):
+        assert ahead == pytest.approx(after, rel=1e-9) and again == pytest.approx(after, rel=1e-9)
+        assert told[0] == pytest.approx(told[1], rel=1e-9)

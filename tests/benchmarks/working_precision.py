@@ -21,6 +21,7 @@ from torch import nn
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.prove import Case
 from schedlang.passes.verify import conditioning
+from schedlang.passes.verify.finite import check_original
 from schedlang.passes.verify.observe import Observation, conditions
 from schedlang.passes.verify.sides import as_worked, original, prepared, widened
 from schedlang.passes.verify.working_dtype import Rounded, check_cast, rounded, undecided
@@ -117,6 +118,7 @@ def judged(case: Case, pool: Any, every: bool = False) -> Judged:
     check_cast(working)
     told = [conditions(wide.batches, 1.0)[0]]
     exact, _ = original(wide, told)
+    check_original(wide, told, exact)
     ran = pool.run(_rank, case.plan.mesh.world, working, told)[0]
     draws: list[int] = []
 
@@ -124,9 +126,13 @@ def judged(case: Case, pool: Any, every: bool = False) -> Judged:
         draws.append(draw)
         return _RUN(self, draw)
 
+    def again(other: Case) -> Observation:
+        found: Observation = pool.run(_rank, case.plan.mesh.world, other, told)[0]
+        return found
+
     start = time.process_time()
     with mock.patch.object(Rounded, "_run", counted):
-        rows = Rounded(wide, working, told, exact, ran).rows()
+        rows = Rounded(wide, working, told, exact, ran, again).rows()
     seconds = time.process_time() - start
     rows, unsure = undecided(rows)
     drawn: list[Row] = []
@@ -135,7 +141,7 @@ def judged(case: Case, pool: Any, every: bool = False) -> Judged:
             mock.patch.object(conditioning, "limits", _late),
             mock.patch.object(conditioning.Bounds, "_floored", lambda self, key, one: one),
         ):
-            drawn = Rounded(wide, working, told, exact, ran).rows()
+            drawn = Rounded(wide, working, told, exact, ran, again).rows()
         drawn, _ = undecided(drawn)
     return Judged(rows, drawn, unsure, max(draws), seconds)
 

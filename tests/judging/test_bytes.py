@@ -57,6 +57,15 @@ def test_moved_bytes_are_the_numbers_that_they_were(way: str) -> None:
         assert type(out) is Tensor and torch.equal(out.reshape(3, 2), x)
 
 
+def test_a_file_of_float64_is_read() -> None:
+    """Bytes that are asked for as float64 are the same in every mode; as float32 they are not."""
+    plain = torch.arange(6.0, dtype=torch.float64).view(torch.uint8)
+    with Float64():
+        assert torch.equal(plain.view(torch.float64), torch.arange(6.0))
+        with pytest.raises(Refusal, match="S811"):
+            plain.view(torch.float32)
+
+
 @pytest.mark.parametrize("way", READ)
 def test_what_reads_bytes_as_integers_is_refused(way: str) -> None:
     """Bits of a float64 number are others than those of the number that the program means."""

@@ -11,7 +11,9 @@ NEEDS = {
     "decoder/torch_by_hand": (),
     "llama/accelerate_ddp": ("transformers", "accelerate"),
     "llama/accelerate_fsdp2": ("transformers", "accelerate"),
+    "llama/accelerate_saved": ("transformers", "accelerate"),
     "llama/deepspeed_zero": ("transformers", "deepspeed"),
+    "llama/transformers_saved": ("transformers",),
     "llama3/torchtitan_tp_fsdp": ("torchtitan",),
     "qwen3/transformers_fsdp": ("transformers", "accelerate"),
     "qwen3/transformers_tp": ("transformers", "accelerate"),
@@ -34,5 +36,9 @@ def test_the_program_equals_its_original(name) -> None:
     report = schedlang.verify_program(program, model=program.parent / "original.py")
     assert report.ok, str(report)
     assert not any("its part of the whole" in gap.condition for gap in report.gaps), report.gaps
+    if name.endswith("_saved"):
+        loaded = {row.name for row in report.rows if row.kind == "loaded state"}
+        assert {"exp_avg of model.norm.weight", "model.norm.weight"} <= loaded, loaded
+        assert any(row.kind == "step after loading" for row in report.rows)
     drops = {row.name for row in report.rows if row.kind == "dropout"}
     assert len(drops) == (0 if name.startswith(("decoder", "llama3", "qwen3_moe")) else 2), drops

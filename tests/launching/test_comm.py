@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import gc
 import os
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,9 @@ import torch.distributed as dist
 import schedlang
 from schedlang.ir.mesh import Mesh
 from schedlang.passes.lower.build import build
+from schedlang.passes.verify.original import Sequential
+from schedlang.runtime import whole
+from schedlang.runtime.checkpointing.holding import first_rank
 from schedlang.runtime.comm import agreement
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.comm.collectives import Ranks
@@ -242,6 +246,61 @@ def test_whole_tensors_are_sent_once_to_each_rank(pool: Pool) -> None:
     whole = sum(p.nbytes for p in models.gpt2(2).parameters())
     assert [(count, sums, same) for count, _, sums, same in found] == [(3, 0, True)] * 4
     assert sum(size for _, size, *_ in found) == 3 * whole
+
+
+def _kinds() -> tuple[list[Any], list[int]]:
+    """What ranks learn of each other four times, and the broadcasts of each."""
+    plain, found, counts = dist.broadcast, [], [0]
+
+    def broadcast(*args: Any, **kwargs: Any) -> Any:
+        counts[-1] += 1
+        return plain(*args, **kwargs)
+
+    dist.broadcast = broadcast
+    try:
+        for value in (comm.rank() % 2, comm.rank() % 2, comm.rank() // 2, 7):
+            found.append(comm.kinds({"of": value}))
+            found[-1][0][0]["mine"] = True  # what one is told is one's own
+            counts.append(0)
+    finally:
+        dist.broadcast = plain
+    return found, counts[:-1]
+
+
+def test_what_all_have_been_told_is_not_told_again(pool: Pool) -> None:
+    """Values that were there before are known by their digest, whoever has them now."""
+    for found, counts in pool.run(_kinds, 4):
+        told = [[(value["of"], ranks) for value, ranks in one] for one in found]
+        assert told[:2] == [[(0, (0, 2)), (1, (1, 3))]] * 2
+        assert told[2:] == [[(0, (0, 1)), (1, (2, 3))], [(7, (0, 1, 2, 3))]]
+        assert counts == [2, 0, 0, 0]
+        assert all(one.keys() == {"of"} for kinds in found for one, _ in kinds[1:])
+
+
+def _again() -> tuple[list[bool], int]:
+    """Are whole tensors right after each of two steps; and how many the others have of rank 0's."""
+    batch, model = models.tokens(), models.gpt2(2)
+    program = build(planned(model, "zero(stage=3, over=dp)", "dp=2"), batch, optimizer=sgd)
+    alone = Sequential(copy.deepcopy(model), sgd)
+    same, spare = [], 0
+    for _ in range(2):  # the second time by the ways of the first
+        program.train_step(batch), alone.train_step(batch)
+        state, grads = program.state_dict(), program.gradients()
+        pairs = [(state[k], v) for k, v in alone.state_dict().items()]
+        pairs += [(grads[k], v) for k, v in alone.gradients().items() if v is not None]
+        same.append(all(torch.allclose(a, b, atol=1e-12) for a, b in pairs))
+        first = whole.gradients(program.assembly, first_rank)
+        if comm.rank() == 0:
+            same.append(all(torch.equal(first[k], v) for k, v in grads.items()))
+        else:
+            spare += len(first)
+    return same, spare
+
+
+def test_whole_tensors_follow_the_values(pool: Pool) -> None:
+    """The way of the parts is found once, what goes it is not; and where one rank alone is to have
+    them, no other is sent any."""
+    assert pool.run(_again, 2) == [([True] * 4, 0), ([True] * 2, 0)]
 
 
 def _handed() -> tuple[list[Any], Any, int]:

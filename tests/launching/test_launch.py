@@ -348,6 +348,47 @@ def test_a_server_forked_from_a_command(tmp_path: Path, kind: str) -> None:
     assert last == "closed 0", done.stderr
 
 
+HERE = """
+import os, sys, threading, time
+from schedlang.runtime.launch.forkserver import load_files
+from schedlang.runtime.launch.pool import Pool
+
+def seen():
+    import late
+    return late.PID
+
+if __name__ == "__main__":
+    with Pool(forked=True) as pool:
+        first = pool._server
+        load_files({"late": sys.argv[2]})
+        if sys.argv[1] == "threads":
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        pool.know({"late": sys.argv[2]}, here=True)
+        (found,) = set(pool.run(seen, 2))
+        print(found == os.getpid(), first is pool._server, pool._scratch.is_dir(), flush=True)
+        scratch = pool._scratch
+    print(scratch.exists(), flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a server is an interpreter always")
+@pytest.mark.parametrize("kind", ["alone", "threads"])
+def test_a_server_forked_again_has_the_files_of_its_parent(tmp_path: Path, kind: str) -> None:
+    """What the command has imported since is imported once; beside a thread that its import left,
+    the first server stays and imports it itself."""
+    (tmp_path / "late.py").write_text("import os\nPID = os.getpid()\n")
+    (tmp_path / "script.py").write_text(HERE)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py", kind, tmp_path / "late.py"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    alone = kind == "alone"
+    assert done.stdout.splitlines() == [f"{alone} {not alone} True", "False"], done.stderr
+
+
 def test_what_the_first_job_names_is_imported_once(tmp_path: Path) -> None:
     """A module that the pickled job refers to is imported by the server, before the ranks."""
     (tmp_path / "slow_to_import.py").write_text(

@@ -40,12 +40,14 @@ def test_a_build_of_many_ranks(rank: int, rows: str) -> None:
         assert many.bytes <= 1.1 * few.bytes * MANY / FEW
 
 
-def test_a_load_of_many_ranks(tmp_path: Path) -> None:
-    """As many messages; of each rank only a digest is heard."""
+@pytest.mark.parametrize("rows", [ALIKE, SLICED])
+def test_a_load_of_many_ranks(tmp_path: Path, rows: str) -> None:
+    """As many messages, of each rank only a digest is heard; calls do not grow with the boxes of a
+    checkpoint, of which there are 16 times as many where state is sliced over all."""
     found = []
     for world in (FEW, MANY):
         with being(0, world) as count:
-            program = program_of(world, ALIKE)
+            program = program_of(world, rows)
             before = {n: p.detach().clone() for n, p in program.assembly.module.named_parameters()}
             saved(program, tmp_path / str(world))
             with torch.no_grad():

@@ -302,6 +302,37 @@ def test_names_changed_buffers():
     real.eval()(torch.randn(4, 3))
 
 
+class Growing(nn.Module):
+    """Draws from a generator of its child, if that has one; puts in a child with buffers, if told
+    to."""
+
+    def __init__(self):
+        super().__init__()
+        self.child, self.grows = nn.Linear(4, 4), False
+
+    def forward(self, x):
+        self.child = nn.BatchNorm1d(4) if self.grows else self.child
+        draws = getattr(self.child, "draws", None)
+        return self.child(x) * (1.0 if draws is None else torch.rand(x.shape, generator=draws))
+
+
+def test_what_a_module_holds_may_change_between_calls_and_within_one():
+    """A generator that a child is given later is put back, also one of another child; a child that
+    came with buffers is seen."""
+    model, x = Growing(), torch.ones(3, 4, requires_grad=True)
+    checkpoint(model)
+    model(x).sum().backward()
+    for child in (model.child, nn.Linear(4, 4)):
+        child.draws = torch.Generator().manual_seed(3)
+        model.child, x.grad = child, None
+        model(x).sum().backward()
+        drawn = torch.rand(x.shape, generator=torch.Generator().manual_seed(3))
+        torch.testing.assert_close(x.grad, drawn @ child.weight)
+    model.grows = True
+    with pytest.raises(Refusal, match="changes its buffers"):
+        model(x)
+
+
 def test_changed_buffers_are_told_by_the_modules_path():
     """Its class says little, and sharded storage (FSDP2) puts one of its own in its place."""
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import zlib
 from pathlib import Path
@@ -25,6 +24,7 @@ from schedlang.runtime.checkpointing.index import (
     checksum,
     read_index,
 )
+from tests.layouts import index_of, write_index
 
 ROW, BLOCK = 8 * WORDS, 8 * WORDS * ROWS  # bytes
 DATA = random.Random(0).randbytes(2 * BLOCK + 3 * ROW + 1003)
@@ -203,14 +203,11 @@ def test_boxes_small_and_large(tmp_path: Path) -> None:
 def test_a_folder_of_before(tmp_path: Path) -> None:
     """Its index names no checksums: those of before are meant, and each flip is told."""
     tensors, _, data = _written(tmp_path, SOME)
-    head, _, body = (tmp_path / "schedlang.json").read_bytes().partition(b"\n")
-    told, found = json.loads(head), json.loads(body)
+    found = index_of(tmp_path)
     rows = [box[2] for entry in found["tensors"].values() for box in entry["boxes"]]
     for row in (*rows, *found["values"].values()):
         row[3] = BY_NAME[BEFORE](data[row[1] : row[1] + row[2]])
-    body = json.dumps(found).encode()
-    told = {"schedlang": 2, "id": told["id"], "bytes": len(body), "crc32": zlib.crc32(body)}
-    (tmp_path / "schedlang.json").write_bytes(json.dumps(told).encode() + b"\n" + body)
+    write_index(tmp_path, found, 2)
     index = read_index(tmp_path)
     assert index.sums == BEFORE
     kept = [tensor.local.clone() for tensor in tensors]

@@ -18,7 +18,17 @@ from schedlang import last_checkpoint
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.checkpointing import archive, boxes
 from schedlang.runtime.program import Program
-from tests.layouts import equal, former, last, odd_program, points, seen, trained
+from tests.layouts import (
+    equal,
+    former,
+    index_of,
+    last,
+    odd_program,
+    points,
+    seen,
+    trained,
+    write_index,
+)
 
 
 class Evil:
@@ -202,28 +212,37 @@ def test_crafted_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name:
 # -- crafted indexes -------------------------------------------------------------------------------
 
 
-def reindexed(step: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Another index, with its checksum right."""
+def reindexed(step: Path, change: Callable[[dict[str, Any], list[Any]], Any]) -> None:
+    """Another index, with its checksum right: its table, and a line for each tensor."""
     path = step / "schedlang.json"
-    head, _, body = path.read_bytes().partition(b"\n")
-    told, found = json.loads(head), json.loads(body)
-    change(found)
-    body = json.dumps(found).encode()
+    head, first, *rest = path.read_bytes().splitlines()
+    told, table, lines = json.loads(head), json.loads(first), [json.loads(one) for one in rest]
+    change(table, lines)
+    some = [json.dumps(one).encode() + b"\n" for one in lines]
+    if table.get("tensors"):
+        for one, line in zip(table["tensors"].values(), some):
+            one["bytes"] = one["bytes"] if one.pop("lies", False) else len(line)
+    body = json.dumps(table).encode() + b"\n" + b"".join(some)
     told |= {"bytes": len(body), "crc32": zlib.crc32(body, zlib.crc32(told["checksums"].encode()))}
     path.write_bytes(json.dumps(told).encode() + b"\n" + body)
 
 
 ROW = "model.row"
-INDEXES: dict[str, Callable[[dict[str, Any]], Any]] = {
+BEFORE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "file elsewhere": lambda f: f["tensors"][ROW]["boxes"][0][2].__setitem__(0, "../../x"),
     "file of no text": lambda f: f["tensors"][ROW]["boxes"][0][2].__setitem__(0, 3),
     "place before": lambda f: f["tensors"][ROW]["boxes"][0][2].__setitem__(1, -1),
+    "place of no whole number": lambda f: f["tensors"][ROW]["boxes"][0][2].__setitem__(1, 0.5),
     "place beyond": lambda f: f["tensors"][ROW]["boxes"][0][2].__setitem__(1, 1 << 40),
+    "place beyond all": lambda f: f["tensors"][ROW]["boxes"][0][2].__setitem__(1, 1 << 63),
     "length beyond": lambda f: f["tensors"][ROW]["boxes"][0][2].__setitem__(2, 1 << 50),
     "no checksum": lambda f: f["tensors"][ROW]["boxes"][0][2].__setitem__(3, None),
     "box beside": lambda f: f["tensors"][ROW]["boxes"][0].__setitem__(0, [1, 0]),
     "box smaller": lambda f: f["tensors"][ROW]["boxes"][0].__setitem__(1, [1, 6]),
     "box of other dims": lambda f: f["tensors"][ROW]["boxes"][0].__setitem__(1, [7]),
+    "box of dims that add up": lambda f: f["tensors"][ROW]["boxes"].__setitem__(
+        0, [[0], [0, 1, 7], f["tensors"][ROW]["boxes"][0][2]]
+    ),
     "dtype of none": lambda f: f["tensors"][ROW].__setitem__("dtype", "load"),
     "other dtype": lambda f: f["tensors"][ROW].__setitem__("dtype", "float32"),
     "other shape": lambda f: f["tensors"][ROW].__setitem__("shape", [7, 1]),
@@ -236,11 +255,69 @@ INDEXES: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
+def box(place: int, value: Any) -> Callable[[dict[str, Any], list[Any]], Any]:
+    """Another number in the one box of a tensor of two dims."""
+
+    def change(table: dict[str, Any], lines: list[Any]) -> None:
+        lines[list(table["tensors"]).index(ROW)]["boxes"][0][place] = value
+
+    return change
+
+
+def line(value: Any) -> Callable[[dict[str, Any], list[Any]], Any]:
+    """Another line for a tensor."""
+
+    def change(table: dict[str, Any], lines: list[Any]) -> None:
+        lines[list(table["tensors"]).index(ROW)] = value
+
+    return change
+
+
+def entry(**more: Any) -> Callable[[dict[str, Any], list[Any]], Any]:
+    """Another entry in the table."""
+    return lambda table, lines: table["tensors"][ROW].update(more)
+
+
+INDEXES: dict[str, Callable[[dict[str, Any], list[Any]], Any]] = {
+    "file elsewhere": lambda t, _: t.__setitem__("lengths", {"../../x": 1}),
+    "file of no number": box(4, 1),
+    "file before": box(4, -1),
+    "place before": box(5, -1),
+    "place of no whole number": box(5, 0.5),
+    "place beyond": box(5, 1 << 40),
+    "place beyond all": box(5, 1 << 63),
+    "length beyond": box(6, 1 << 50),
+    "checksum of none": box(7, None),
+    "checksum of text": box(7, "1"),
+    "box beside": box(0, 1),
+    "box smaller": box(3, 6),
+    "boxes of other dims": line({"boxes": [[0, 7, 0, 64, 1, 1]]}),
+    "boxes ragged": line({"boxes": [[0, 0, 1, 7, 0, 64, 1, 1], [1]]}),
+    "boxes missing": line({"boxes": []}),
+    "boxes a number": line({"boxes": 3}),
+    "line a list": line([]),
+    "line of another": lambda t, lines: lines.reverse(),
+    "a line more": lambda t, lines: lines.append([]),
+    "a line less": lambda t, lines: lines.pop(),
+    "line shorter": entry(bytes=3, lies=True),
+    "line of no length": entry(bytes=-1, lies=True),
+    "dtype of none": entry(dtype="load"),
+    "other dtype": entry(dtype="float32"),
+    "another shape": entry(shape=[7, 1]),
+    "shape of no numbers": entry(shape=["x"]),
+    "value missing": lambda t, _: t["values"].clear(),
+    "value elsewhere": lambda t, _: t["values"]["schedlang"].__setitem__(0, "../../x"),
+    "tensors a list": lambda t, _: t.__setitem__("tensors", []),
+    "nothing": lambda t, _: t.clear(),
+}
+
+
 SAID = {
     "box smaller": "parts of `model.row` are not in it",
     "boxes missing": "parts of `model.row` are not in it",
     "other dtype": "`model.row` is float32 in it, but should be float64",
     "tensor missing": "`model.row` of [1, 7] is not in it",
+    "another shape": "`model.row` of [1, 7] is not in it",
     "another's data": "`model.row` of [1, 7] is not in it",
     "value missing": "`schedlang` is not in it",
     "place beyond": "`__0_0.distcp` ends before box [0:1, 0:7] of `model.row` does",
@@ -248,15 +325,60 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("name", INDEXES)
-def test_crafted_indexes(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("now", "name"), [*((True, name) for name in INDEXES), *((False, name) for name in BEFORE)]
+)
+def test_crafted_indexes(tmp_path: Path, now: bool, name: str) -> None:
     """Each is refused with the file or the tensor, before anything is changed."""
     trained().save(tmp_path / "a")
     step = last(tmp_path / "a")
     (tmp_path / "x").write_bytes((step / "__0_0.distcp").read_bytes())
-    reindexed(step, INDEXES[name])
+    if now:
+        reindexed(step, INDEXES[name])
+    else:
+        head, table = (table := index_of(step)).pop("head"), table
+        BEFORE[name](table)
+        write_index(step, {"head": head, **table}, 3)
     told = unchanged(lambda p: p.load(tmp_path / "a"))
     assert SAID.get(name, "`schedlang.json` is damaged") in told, told
+
+
+@pytest.mark.parametrize("version", [3, 4])
+def test_an_index_of_before(tmp_path: Path, version: int) -> None:
+    """The same state, to the last bit; one of today, written anew, too."""
+    program, fresh = trained(), other()
+    program.save(tmp_path / "a")
+    step = last(tmp_path / "a")
+    if version == 3:
+        write_index(step, index_of(step), 3)
+    else:
+        reindexed(step, lambda table, lines: None)
+    fresh.load(tmp_path / "a")
+    equal(seen(fresh), seen(program))
+    assert last_checkpoint(tmp_path / "a") == step
+
+
+@pytest.mark.parametrize("where", ["load", "zeros"])
+def test_no_memory_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Where torch finds no memory, for a box or for a part, that is what is told."""
+    trained().save(tmp_path / "a")
+    plain = torch.load
+
+    def load(*given: Any, **more: Any) -> Any:
+        found = plain(*given, **more)
+        return torch.empty(1 << 50) if isinstance(found, torch.Tensor) else found
+
+    with monkeypatch.context() as patched:
+        if where == "load":
+            patched.setattr(boxes.torch, "load", load)
+        else:
+            patched.setattr(archive, "zeros", lambda *_: torch.empty(1 << 50))
+        told = unchanged(lambda p: p.load(tmp_path / "a"))
+    assert "there is no memory to read" in told and "is damaged" not in told, told
+    assert "nothing in it was found to be damaged" in told and "bytes" in told
+    assert "load another checkpoint" not in told
 
 
 def test_files_of_two_saves(tmp_path: Path) -> None:
@@ -307,7 +429,7 @@ def test_a_flipped_bit_is_told_with_its_box(tmp_path: Path) -> None:
         program.save(tmp_path / "a")
         program.train_step(points(1))
     step = last(tmp_path / "a")
-    found = json.loads((step / "schedlang.json").read_bytes().partition(b"\n")[2])
+    found = index_of(step)
     file, at, length, _ = found["tensors"]["optim.state.row.exp_avg"]["boxes"][0][2]
     data = bytearray((step / file).read_bytes())
     values = program.optimizer_state()["row"]["exp_avg"]

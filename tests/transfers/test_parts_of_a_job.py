@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from schedlang.passes.lower.build import build
 from schedlang.runtime.comm import world
@@ -15,9 +17,11 @@ from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.transfer.transfer import transfer
 from tests.engine import Threads
-from tests.layouts import adamw, equal, ids, plan_of
+from tests.layouts import LAYOUTS, adamw, equal, ids, plan_of, seen
 from tests.models import gpt2
 from tests.ranks import run_ranks
+from tests.transfers.test_route import fill
+from tests.transfers.test_transfer import world_of
 
 
 def program_on(ranks: Sequence[int], name: str, fresh: bool = False) -> Any:
@@ -78,6 +82,52 @@ def test_on_threads(
 ) -> None:
     """Disjoint, overlapping, in another order: trained on some ranks, gone on with on others."""
     check(threads.run(handed, max(*ours, *theirs) + 1, ours, theirs, one, other), one)
+
+
+def lacking(a: Any, b: Any, moments: int) -> int:
+    """The bytes of what this rank is to hold and does not, element by element."""
+    if b is None:
+        return 0
+    total = 0
+    for name, parameter in b.assembly.parameters.items():
+        there = torch.zeros(b.assembly.holdings[name].layout.shape, dtype=torch.bool)
+        for end, value in ((b, True), (a, False)):
+            if end is not None and name in end.assembly.parameters:
+                ranks = end.assembly.ranks
+                fill(there, end.assembly.holdings[name], ranks.mesh, ranks.rank, value)
+        total += int(there.sum()) * parameter.element_size() * (1 + moments)
+    if a is None:
+        total += sum(buffer.nbytes for buffer in b.assembly.saved_buffers.values())
+    return total
+
+
+def counted(ours: list[int], theirs: list[int], one: str, other: str) -> Any:
+    """Bytes of a transfer with AdamW's state, and those that this rank lacks before it."""
+    a, b = program_on(ours, one), program_on(theirs, other, True)
+    if a is not None:
+        a.train_step(ids(0))
+    lacks = lacking(a, b, moments=2)
+    told = transfer(a, b, optimizer=True)
+    return told.bytes, told.sent, told.received, lacks, [e and seen(e)["moments"] for e in (a, b)]
+
+
+NAMES = st.sampled_from(sorted(LAYOUTS))
+
+
+@settings(max_examples=12, deadline=None)
+@given(one=NAMES, other=NAMES, first=st.integers(0, 5))
+def test_no_more_than_ranks_lack(one: str, other: str, first: int, threads: Threads) -> None:
+    """Of any two layouts on more, fewer, some or none of the same ranks, with the optimizer's
+    state: each rank receives what it lacks, counted apart, and nobody anything else."""
+    ours = list(range(world_of(one)))
+    theirs = list(range(first, first + world_of(other)))
+    found = threads.run(counted, max(*ours, *theirs) + 1, ours, theirs, one, other)
+    for total, _, received, lacks, _ in found:
+        assert received == lacks
+        assert total == sum(rank[3] for rank in found) == sum(rank[1] for rank in found)
+    first_, *rest = [state for *_, ends in found for state in ends if state is not None]
+    for state in rest:
+        equal(state, first_)
 
 
 def test_on_processes() -> None:

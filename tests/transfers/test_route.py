@@ -21,7 +21,16 @@ from schedlang.runtime.comm import world as comm
 from schedlang.runtime.device import HOST
 from schedlang.runtime.redistribution.carry import AT_ONCE, carry
 from schedlang.runtime.redistribution.route import Kind, Lying, Unmet, kinds_of, route
-from schedlang.runtime.redistribution.spread import everywhere
+from schedlang.runtime.redistribution.spread import (
+    NOWHERE,
+    Parts,
+    box_part,
+    count,
+    everywhere,
+    overlaps,
+    volumes,
+    whole,
+)
 from tests.engine import Threads
 
 MESHES = [
@@ -87,6 +96,31 @@ def holdings(draw: st.DrawFn, name: str, shape: tuple[int, ...], mesh: Mesh, nam
 def cases(draw: st.DrawFn) -> tuple[Side, Side]:
     shapes = tuple(draw(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5)))
     return draw(sides(shapes)), draw(sides(shapes))
+
+
+@settings(max_examples=200, deadline=None)
+@given(side=st.sampled_from(SHAPES).flatmap(lambda shape: sides((shape,))))
+def test_where_parts_lie(side: Side) -> None:
+    """Of all ranks at once what each finds for itself; each part once, and its boxes as boxes."""
+    (one,) = side.holdings
+    found = one.spread(side.mesh)
+    for rank in range(side.mesh.world):
+        held = one.held(side.mesh, rank)
+        assert (found.of[rank] != NOWHERE) == held
+        if held:
+            assert found.parts[int(found.of[rank])] == one.part(side.mesh, rank)
+    parts = list(found.parts)
+    assert len(set(parts)) == len(parts)
+    assert list(Parts.of(parts, len(one.layout.shape))) == parts
+    assert found.sizes.tolist() == [count(part) for part in parts]
+    boxes = [box for part in parts for box in overlaps(part, whole(one.layout.shape))]
+    if boxes and one.layout.shape:
+        rows = np.array([[box.there, box.size] for box in boxes])
+        made = Parts.boxes(rows[:, 0], rows[:, 1])
+        assert list(made) == [box_part(box.there, box.size) for box in boxes]
+        common = volumes(made, found.parts)
+        assert (common.sum(0) == found.sizes).all()
+        assert common.sum(1).tolist() == [math.prod(box.size) for box in boxes]
 
 
 def dtype_of(number: int) -> torch.dtype:
@@ -223,7 +257,7 @@ def test_parts_that_nobody_holds() -> None:
     split = Holding("t", Layout.whole((8,)).split("tp", 0)).spread(mesh)
     target = everywhere((8,), [0, 1, 2], 3)
     for of, gone in ((np.array([0, -1, -1]), True), (np.array([0, 1, 2]), False)):
-        parts = (*split.parts, (((0, 2, 4),),))
+        parts = Parts.of((*split.parts, (((0, 2, 4),),)), 1)
         spread = type(split)((8,), parts, of)
         with pytest.raises(Unmet) as caught:
             route([Kind(("t",), spread, target, 4)], 3)

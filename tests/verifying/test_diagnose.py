@@ -52,6 +52,15 @@ def test_the_pattern_is_named(actual, words: str) -> None:
     assert words in diagnose(actual, RIGHT, SIZES, {"other": OTHER})
 
 
+def test_few_wrong_rows_are_no_rounding() -> None:
+    """An error of that size in some places is told by the places, not as a rounding."""
+    wrong = RIGHT.clone()
+    wrong[[1, 4, 5, 9]] *= 1 + 0.01 * torch.randn(4, 12, generator=GEN, dtype=torch.float64)
+    assert 1e-3 < float((wrong - RIGHT).norm() / RIGHT.norm()) < 1e-2
+    said = diagnose(wrong, RIGHT, {}, {})
+    assert said == "right, but for places [1, 4, 5, 9] of dim 0, which are wrong"
+
+
 BIAS = torch.randn(12, generator=GEN, dtype=torch.float64)
 
 

@@ -133,6 +133,18 @@ def test_everything_is_seen() -> None:
     assert seen.order[-2:] in {("0.weight", "0.bias"), ("0.bias", "0.weight")}
 
 
+def test_a_brief_look_sees_all_that_is_computed() -> None:
+    """It leaves out the optimizer's state and the generators', and changes nothing else."""
+    whole, brief = _seen(), _seen(brief=True)
+    left = {key.kind for key in whole.tensors if key not in brief.tensors}
+    assert left == {
+        *("optimizer momentum_buffer", "optimizer step", "optimizer exp_avg"),
+        *("optimizer exp_avg_sq", "generator state"),
+    }
+    for key, value in brief.tensors.items():
+        assert torch.equal(value, whole.tensors[key]), key
+
+
 def test_one_condition_gives_inputs_as_training_does() -> None:
     """Float inputs ask for gradients under SGD and not under AdamW, on both sides."""
     asked: set[bool] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +14,7 @@ from schedlang.passes.prove import Case, prove
 from schedlang.passes.verify.compare import RTOL
 from schedlang.passes.verify.conditioning import Bounds
 from schedlang.passes.verify.observe import Key, Observation
-from schedlang.passes.verify.working_dtype import TIPPED, tipped
+from schedlang.passes.verify.working_dtype import SCALED, TIPPED, tipped
 from schedlang.report import Report, Row
 from schedlang.runtime.activation_memory import quantized
 from schedlang.runtime.activation_memory.quantized import stream
@@ -105,6 +106,49 @@ def _cancelled(pool: Pool, model: nn.Module, rows: str, mesh: str) -> Report:
         for k in range(2)
     ]
     return prove(Case(planned(model, rows, mesh, "dtype"), tuple(batches)), pool=pool)
+
+
+class Large(nn.Module):
+    """A weight whose gradient, times the scale of the loss, float16 has for a half of the batch."""
+
+    def __init__(self, wrong: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.wrong = nn.Linear(4, 3), wrong
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.head(x)
+        if self.wrong and dist.is_initialized() and y.dtype == torch.float16 and not x.is_meta:
+            y = y + 0.02 * (y - y.detach())
+        return y.float().mean(0).sum()
+
+
+@pytest.mark.parametrize("micro", [False, True], ids=["replicas", "microbatches"])
+def test_where_the_original_alone_skips_a_step_both_scale_the_loss_less(
+    micro: bool, pool: Pool
+) -> None:
+    """Gradients of the batch overflow, those of its halves do not: right, and no cover for wrong.
+
+    That the original skips what the program does not is no mistake, and what it then trains is no
+    measure of roundings: a gradient that is a fiftieth off must be found in the very step.
+    """
+    rows, mesh = "cast(fp16)\nzero(stage=0, over=dp)", "dp=2"
+    if micro:
+        rows, mesh = 'cast(fp16)\npipeline(order="GPipe", micro=2)', "pp=1"
+    batches = tuple(
+        {"x": 1.5 + torch.rand(8, 4, generator=torch.Generator().manual_seed(k)) / 8}
+        for k in range(2)
+    )
+
+    def proved(wrong: bool) -> Report:
+        return prove(Case(planned(Large(wrong), rows, mesh, "dtype"), batches), pool=pool)
+
+    good = proved(False)
+    assert good.ok, str(good)
+    assert any(SCALED in said and "65,536" in said for _, said in good.facts), good.facts
+    bad = [row for row in proved(True).rows if not row.ok]
+    assert {("gradients in working dtype", k) for k in (0, 1)} <= {(r.kind, r.step) for r in bad}
+    assert all(row.error < math.inf for row in bad)
 
 
 @pytest.mark.parametrize("micro", [False, True], ids=["replicas", "microbatches"])

@@ -13,7 +13,7 @@ from tests.zoo.place import rank
 
 def _state(patch: Patch, change: Any) -> None:
     plain = whole.state_dict
-    patch.setattr(whole, "state_dict", lambda assembly: change(plain(assembly)))
+    patch.setattr(whole, "state_dict", lambda *given: change(plain(*given)))
 
 
 @bug(

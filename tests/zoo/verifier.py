@@ -92,7 +92,7 @@ def flaw(
 
 def _reported(patch: Patch, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
     plain = whole.gradients
-    patch.setattr(whole, "gradients", lambda assembly: change(plain(assembly)))
+    patch.setattr(whole, "gradients", lambda *given: change(plain(*given)))
 
 
 def _one(change: Callable[[Tensor], Tensor]) -> Callable[[Patch], None]:

@@ -74,7 +74,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S633": (
         "no readable checkpoint",
         "It is missing, damaged, incomplete, or not what `program.save` writes: checksums, sizes\n"
-        "and kinds are looked at before anything is changed. The message names file and tensor.",
+        "and kinds are looked at before anything is changed. The message names file and tensor.\n"
+        "Or a rank has no memory for what it reads: the message says so, and how much it takes.",
     ),
     "S634": ("names are missing or unknown", "A checkpoint fits the model that it was saved from."),
     "S635": (

@@ -113,7 +113,7 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S767": (
         "an argument of a program that cannot be",
-        "The number of ranks, `world_loss`, `names`, `layouts` or `optimizer`: the message says\n"
-        "what is legal.",
+        "The number of ranks, `world_loss`, `names`, `layouts` or `optimizer`, or a `load`\n"
+        "without the `state_dict` that gives it what was saved: the message says what is legal.",
     ),
 }

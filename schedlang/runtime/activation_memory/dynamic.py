@@ -20,6 +20,7 @@ from schedlang.runtime.activation_memory.recompute import versions, written_twic
 from schedlang.runtime.activation_memory.selective import draws, fresh
 from schedlang.runtime.device import Replayed, default_generators
 from schedlang.runtime.forward import layer_of, wrap
+from schedlang.runtime.inside import Inside
 from schedlang.runtime.storage.saved import Policy, alias, slot
 from schedlang.runtime.tracing.record import key_of, operations
 
@@ -316,12 +317,13 @@ class Dynamic(Policy):
 
     def saving(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `inner`, and note its operators."""
-        before = versions(self.module)
+        inside = Inside(self.module)
+        before = versions(inside.now())
         noted = _Noted(self.module, self.pool)
         with slot(noted.pack), noted:
             output = inner(*args, **kwargs)
         noted.known.clear()
-        written_twice(self.module, before)
+        written_twice(self.module, before, inside.now())
         return output
 
 

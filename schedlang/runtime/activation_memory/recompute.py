@@ -24,7 +24,7 @@ from schedlang.runtime.activation_memory.selective import CLASSES, Chosen, keeps
 from schedlang.runtime.adapters.torch_compile import once
 from schedlang.runtime.device import Replayed, default_generators, own_generators
 from schedlang.runtime.forward import wrap
-from schedlang.runtime.inside import modules_in
+from schedlang.runtime.inside import Inside, Modules, modules_in
 from schedlang.runtime.modes import reentry
 from schedlang.runtime.pipeline.arguments import put, take
 from schedlang.runtime.pipeline.stage import enter
@@ -74,7 +74,7 @@ def draws(module: nn.Module, tensors: Sequence[Tensor]) -> AbstractContextManage
     kinds = sorted({t.device.type for t in tensors} | {"cpu"})
     default = default_generators(t.device for t in tensors)
     casts = [_autocast(kind) for kind in kinds if kind != "meta"]
-    return _Together([Replayed([*default, *own_generators(module)]), *casts])
+    return _Together([Replayed([*default, *own_generators(modules_in(module))]), *casts])
 
 
 def _autocast(kind: str) -> partial[torch.amp.autocast]:
@@ -133,20 +133,20 @@ class _Together(AbstractContextManager[None]):
 Versions = dict[str, tuple[int, int]]  # of buffers: identity and count of changes in place
 
 
-def versions(module: nn.Module) -> Versions:
+def versions(inside: Modules) -> Versions:
     """Facts of each buffer, by name, that change when it is written into or replaced."""
     found: Versions = {}
-    for path, one in modules_in(module):
-        for name, buffer in one._buffers.items():
+    for path, one in inside:
+        for name, buffer in one._buffers.items() if one._buffers else ():
             if buffer is not None:
                 version = 0 if buffer.is_inference() else buffer._version
                 found[f"{path}.{name}" if path else name] = (id(buffer), version)
     return found
 
 
-def written_twice(module: nn.Module, before: Versions) -> None:
+def written_twice(module: nn.Module, before: Versions, inside: Modules) -> None:
     """Refuse (S813) a module whose buffers are not what `versions` said before its forward."""
-    after = versions(module)
+    after = versions(inside)
     if after == before:
         return
     listed = ", ".join(f"`{name}`" for name, now in after.items() if now != before.get(name))
@@ -198,7 +198,7 @@ class Checkpoint(Policy):
     """
 
     def __init__(self, module: nn.Module, save: tuple[str, ...]) -> None:
-        self.module = module
+        self.module, self.inside = module, Inside(module)
         self.save = save
         self.chosen: frozenset[Key] = frozenset()
 
@@ -206,15 +206,16 @@ class Checkpoint(Policy):
         """Run `inner` under checkpoint."""
         if torch.compiler.is_compiling():
             return self._in_graph(inner, args, kwargs)
-        before = versions(self.module)
+        inside = self.inside.now()
+        before = versions(inside)
         rerun = Rerun(inner, args, kwargs)
         out = torch_checkpoint(
             rerun,
             *rerun.taken(),
             use_reentrant=False,
-            context_fn=partial(contexts, self.save, own_generators(self.module), self.chosen),
+            context_fn=partial(contexts, self.save, own_generators(inside), self.chosen),
         )
-        written_twice(self.module, before)
+        written_twice(self.module, before, self.inside.now())
         return out
 
     def _in_graph(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -325,7 +326,7 @@ class Call:
 
     def run(self, around: tuple[Region, ...]) -> Any:
         """The first run, within these regions, the outermost first."""
-        tensors, before = self.rerun.taken(), versions(self.module)
+        tensors, before = self.rerun.taken(), versions(modules_in(self.module))
         with ExitStack() as stack:
             kept: list[tuple[int, ...]] = []
             for region in around:  # what an inner region keeps is saved to the outer one
@@ -334,7 +335,7 @@ class Call:
             self.inside = tuple(kept)
             stack.enter_context(self.forward)
             output = self.rerun(*tensors)
-        written_twice(self.module, before)
+        written_twice(self.module, before, modules_in(self.module))
         for region in around:
             region.made(output)
         return output

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from schedlang.runtime.activation_memory.recompute import hold
 from schedlang.runtime.activation_memory.selective import Numbered, numbers
 from schedlang.runtime.device import Replayed, on_host, own_generators
+from schedlang.runtime.inside import modules_in
 from schedlang.runtime.pipeline.arguments import put, take
 from schedlang.runtime.scope import capture, site
 from schedlang.runtime.storage.saved import as_it_is, slot
@@ -81,7 +82,7 @@ class Repeats:
         tensors: list[Tensor] = []
         template = take((args, kwargs), tensors)
         module = self.model.get_submodule(name)
-        draws = Replayed([torch.default_generator, *own_generators(module)])
+        draws = Replayed([torch.default_generator, *own_generators(modules_in(module))])
         output = original(*args, **kwargs)  # what a module makes at its first call is there now
         with draws:
             first = _calls(original, put(template, tensors))

@@ -21,10 +21,12 @@ from schedlang.runtime.checkpointing import steps
 from schedlang.runtime.checkpointing.boxes import (
     Boxed,
     indexed,
+    no_memory,
     plain_torch,
     read_together,
     read_value,
     reason,
+    starved,
     write,
     zeros,
 )
@@ -569,6 +571,8 @@ def _keeps(keep: Any) -> Refusal:
 
 
 def _unread(folder: Path, target: Path, error: BaseException) -> Diagnostic:
+    if no_memory(error):
+        return starved(target, error)
     older = steps.last_whole(folder, target)
     return Diagnostic(
         "S633",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 import numpy as np
@@ -41,6 +43,7 @@ from schedlang.runtime.checkpointing.index import (
     Stored,
     Unreadable,
     encoded,
+    row_of,
 )
 from schedlang.runtime.comm import world
 from schedlang.runtime.device import HOST
@@ -50,6 +53,7 @@ from schedlang.runtime.redistribution.spread import (
     NOWHERE,
     Array,
     Part,
+    Parts,
     Spread,
     copied,
     count,
@@ -146,14 +150,14 @@ def write(
             done.values[key] = writer.item(name, value)
             done.paths[key] = path
         for tensor in (tensor for tensor in tensors if tensor.primary):
-            boxes = []
+            rows = []
             for box in overlaps(tensor.part, whole(tensor.shape)):
                 part = _packed(box.view(tensor.local, box.here))
-                boxes.append(Stored(box.there, box.size, writer.item(name, part)))
-            if boxes:
-                kind = DTYPE_NAMES[tensor.local.dtype]
-                done.tensors[tensor.key] = Entry(tensor.shape, kind, tuple(boxes))
-                done.paths[tensor.key] = tensor.path
+                rows.append(row_of(Stored(box.there, box.size, writer.item(name, part)), 0))
+            if rows:
+                key, kind = tensor.key, DTYPE_NAMES[tensor.local.dtype]
+                done.tensors[key] = Entry(key, tensor.shape, kind, np.array(rows), (name,))
+                done.paths[key] = tensor.path
         writer.flush()
         done.length = writer.at
         os.fsync(file.fileno())
@@ -163,17 +167,22 @@ def write(
 def indexed(folder: Path, id_: str, everyone: Sequence[_Written]) -> None:
     """Write what says where everything is: our own index, and that of DCP.  Raises OSError."""
     kinds: dict[str, Entry] = {}
-    stored: dict[str, list[Stored]] = {}
+    rows: dict[str, list[Array]] = {}
     values: dict[str, Place] = {}
     paths: dict[str, Path_] = {}
-    for found in everyone:
+    for rank, found in enumerate(everyone):
         for key, entry in found.tensors.items():
             kinds.setdefault(key, entry)
-            stored.setdefault(key, []).extend(entry.boxes)
+            own = entry.rows.copy()
+            own[:, 2 * len(entry.shape)] = rank
+            rows.setdefault(key, []).append(own)
         values.update(found.values)
         paths.update(found.paths)
     lengths = {f"__{rank}_0.distcp": found.length for rank, found in enumerate(everyone)}
-    tensors = {key: replace(entry, boxes=tuple(stored[key])) for key, entry in kinds.items()}
+    tensors = {
+        key: replace(entry, found=np.concatenate(rows[key]), files=tuple(lengths))
+        for key, entry in kinds.items()
+    }
     index = Index(id_, tensors, values, lengths)
     for name, data in ((DCPS, _for_dcp(index, paths)), (MINE, encoded(index))):
         with (folder / name).open("xb") as file:
@@ -280,18 +289,22 @@ def _info(place: Place) -> _StorageInfo:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-Shared = set[tuple[str, Place]]  # boxes that are not read by each rank that wants some of them
-ALIVE = 32 << 20  # bytes that a rank reads for others before it hands them on, or one box
+Shared = Mapping[str, list[int]]  # boxes that are not read by each rank that wants some of them
+ALIVE = 16 << 20  # bytes that a rank reads for others before it hands them on, or one box
 
 
 def read(
-    folder: Path, index: Index, tensors: Sequence[Boxed], but: Shared | frozenset[Any] = frozenset()
+    folder: Path,
+    index: Index,
+    tensors: Sequence[Boxed],
+    but: Shared = MappingProxyType({}),
 ) -> None:
     """Read the parts of this rank, by itself.  Raises Unreadable or OSError.
 
     Every box that is read is whole and as it was written: its checksum, its dtype, its size.
     """
     wanted: dict[str, list[tuple[Boxed, Entry, Stored]]] = defaultdict(list)
+    known: dict[tuple[Parts, Part], Array] = {}  # layers are alike
     for tensor in tensors:
         if not (size := count(tensor.part)):
             continue
@@ -301,16 +314,19 @@ def read(
         kind = DTYPE_NAMES[tensor.local.dtype]
         if entry.dtype != kind:
             raise Unreadable(f"`{tensor.key}` is {entry.dtype} in it, but should be {kind}")
-        common = volumes([box.part for box in entry.boxes], [tensor.part], len(entry.shape))[:, 0]
+        kinds = entry.parts, tensor.part
+        if kinds not in known:
+            known[kinds] = volumes(entry.parts, Parts.of([tensor.part], len(entry.shape)))[:, 0]
+        common = known[kinds].copy()
         if common.sum() != size:
             raise Unreadable(f"parts of `{tensor.key}` are not in it")
-        for box in (entry.boxes[k] for k in np.flatnonzero(common)):
-            if (tensor.key, box.place) not in but:
-                wanted[box.place.file].append((tensor, entry, box))
+        common[but.get(tensor.key, [])] = 0
+        for box in map(entry.box, np.flatnonzero(common).tolist()):
+            wanted[box.place.file].append((tensor, entry, box))
     for name in sorted(wanted):
         with _opened(folder, index, name) as file:
             for tensor, entry, box in sorted(wanted[name], key=lambda one: one[2].place.at):
-                value = _box(file, index, tensor.key, entry, box)
+                value = _box(file, index, entry, box)
                 with plain_torch():
                     copied(value, box.part, tensor.local, tensor.part)
 
@@ -330,11 +346,15 @@ def read_together(
     one of them, who hands the pieces on.  Raises Refusal on all ranks.
     """
     keys = [(set(found), ranks) for found, ranks in world.kinds([one.key for one in tensors])]
-    there = {key: [r for found, ranks in keys if key in found for r in ranks] for key in lies}
-    turns = _turns(index, {key: lies[key].on(ranks) for key, ranks in there.items()}, world.size())
-    but = {
-        (key, box.place) for turn in turns for (key, _), (_, some) in turn.items() for box in some
+    there = {
+        key: one.on([r for found, ranks in keys if key in found for r in ranks])
+        for key, one in lies.items()
     }
+    turns = together(lambda: _turns(index, there, world.size()), told, (Exception,))
+    but: dict[str, list[int]] = defaultdict(list)
+    for turn in turns:
+        for (key, _), (_, some) in turn.items():
+            but[key] += some
     together(lambda: read(folder, index, tensors, but), told, (Exception,))
     local = {tensor.key: tensor.local for tensor in tensors}
     for turn in turns:
@@ -342,7 +362,7 @@ def read_together(
         item = {name: DTYPES[index.tensors[name[0]].dtype].itemsize for name in turn}
         move(
             {name: Lying(spread, item[name]) for name, (spread, _) in turn.items()},
-            {name: Lying(lies[name[0]].on(there[name[0]]), item[name]) for name in turn},
+            {name: Lying(there[name[0]], item[name]) for name in turn},
             mine.__getitem__,
             lambda name: local[name[0]],
             ALIVE // 4,
@@ -352,7 +372,7 @@ def read_together(
 
 
 # by tensor, and which of the boxes that the same rank reads: who reads which boxes
-_Turn = dict[tuple[str, int], tuple[Spread, list[Stored]]]
+_Turn = dict[tuple[str, int], tuple[Spread, list[int]]]
 
 
 def _turns(index: Index, lies: Mapping[str, Spread], size: int) -> list[_Turn]:
@@ -364,28 +384,27 @@ def _turns(index: Index, lies: Mapping[str, Spread], size: int) -> list[_Turn]:
         entry = index.tensors.get(key)
         if entry is None or entry.shape != spread.shape:
             continue  # who holds a part refuses it
-        parts = tuple(box.part for box in entry.boxes)
-        if (found := known.get((parts, id(spread.parts)))) is None:
-            found = known[parts, id(spread.parts)] = volumes(parts, spread.parts, len(spread.shape))
-        common = found * [len(ranks) > 0 for ranks in spread.holders]
-        sizes = np.array([count(part) for part in parts], np.int64)
+        kind = entry.parts, spread.parts
+        if (found := known.get(kind)) is None:
+            found = known[kind] = volumes(*kind)
+        common = found * (spread.copies > 0)
         readers: dict[int, list[int]] = defaultdict(list)
-        for k in np.flatnonzero(((common > 0) & (common < sizes[:, None])).any(1)):
+        for k in np.flatnonzero(((common > 0) & (common < entry.parts.sizes[:, None])).any(1)):
             ranks = np.concatenate([spread.holders[part] for part in np.flatnonzero(common[k])])
             reader = int(ranks[loads[ranks].argmin()])
             readers[reader].append(int(k))
-            loads[reader] += int(sizes[k]) * DTYPES[entry.dtype].itemsize
+            loads[reader] += int(entry.sizes[k])
         for turn in range(max(map(len, readers.values()), default=0)):
             some = {rank: boxes[turn] for rank, boxes in readers.items() if turn < len(boxes)}
             of = np.full(size, NOWHERE, np.int32)
             of[list(some)] = range(len(some))
-            bytes_ = sizes[list(some.values())] * DTYPES[entry.dtype].itemsize
+            boxes = list(some.values())
+            bytes_ = entry.sizes[boxes]
             if (alive[list(some)] + bytes_ > ALIVE).any():
                 turns.append({})
                 alive[:] = 0
             alive[list(some)] += bytes_
-            boxes = [entry.boxes[k] for k in some.values()]
-            source = Spread(entry.shape, tuple(box.part for box in boxes), of)
+            source = Spread(entry.shape, entry.parts.some(boxes), of)
             turns[-1][key, turn] = source, boxes
     return turns
 
@@ -395,15 +414,16 @@ def _mine(folder: Path, index: Index, turn: _Turn) -> dict[tuple[str, int], Tens
     found, rank = {}, world.rank()
     for name, (spread, boxes) in turn.items():
         if spread.of[rank] != NOWHERE:
-            box = boxes[spread.of[rank]]
+            entry = index.tensors[name[0]]
+            box = entry.box(boxes[spread.of[rank]])
             with _opened(folder, index, box.place.file) as file:
-                found[name] = _box(file, index, name[0], index.tensors[name[0]], box)
+                found[name] = _box(file, index, entry, box)
     return found
 
 
-def _box(file: IO[bytes], index: Index, key: str, entry: Entry, box: Stored) -> Tensor:
-    value: Tensor = _value(file, index, box.place, f"box {_shown(box)} of `{key}`")
-    _check(value, entry, box, key)
+def _box(file: IO[bytes], index: Index, entry: Entry, box: Stored) -> Tensor:
+    value: Tensor = _value(file, index, box.place, f"box {_shown(box)} of `{entry.key}`")
+    _check(value, entry, box)
     return value
 
 
@@ -420,8 +440,12 @@ def check_files(folder: Path, index: Index) -> None:
     """Check that every file is there, of this save, and long enough; raise Unreadable or
     OSError."""
     ends: dict[str, int] = dict(index.lengths)
-    places = [box.place for entry in index.tensors.values() for box in entry.boxes]
-    for place in (*places, *index.values.values()):
+    for entry in index.tensors.values():
+        files, at, length = entry.rows[:, -4:-1].T
+        last = np.zeros(len(entry.files), np.int64)
+        np.maximum.at(last, files, at + length)
+        ends |= {name: max(ends.get(name, 0), int(end)) for name, end in zip(entry.files, last)}
+    for place in index.values.values():
         ends[place.file] = max(ends.get(place.file, 0), place.at + place.length)
     for name, end in ends.items():
         with _opened(folder, index, name) as file:
@@ -447,30 +471,57 @@ def _value(file: IO[bytes], index: Index, place: Place, what: str) -> Any:
     file.seek(place.at)
     if os.fstat(file.fileno()).st_size < place.at + place.length:
         raise Unreadable(f"`{place.file}` ends before {what} does")
-    data = file.read(place.length)
-    if place.check is not None and BY_NAME[index.sums](data) != place.check:
-        raise Unreadable(f"`{place.file}` is damaged: the checksum of {what} differs")
     try:
+        data = file.read(place.length)
+        if place.check is not None and BY_NAME[index.sums](data) != place.check:
+            raise Unreadable(f"`{place.file}` is damaged: the checksum of {what} differs")
         with plain_torch():
             return torch.load(io.BytesIO(data), "cpu", weights_only=True, mmap=False)
+    except (OSError, Unreadable):
+        raise
     except Exception as error:  # whatever damaged bytes lead to
+        if no_memory(error):
+            raise MemoryError(
+                f"{what} takes {place.length:,} bytes, and as many while it is read"
+            ) from error
         line = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise Unreadable(f"`{place.file}` is damaged at {what}: {line}") from error
 
 
-def _check(value: Any, entry: Entry, box: Stored, key: str) -> None:
+def _check(value: Any, entry: Entry, box: Stored) -> None:
     """Refuse what is not the box that the index tells of."""
     plain = type(value) is Tensor and value.layout == torch.strided and value.is_cpu
     if not plain or value.dtype != DTYPES[entry.dtype] or tuple(value.shape) != box.size:
-        raise Unreadable(f"`{box.place.file}` does not hold box {_shown(box)} of `{key}`")
+        raise Unreadable(f"`{box.place.file}` does not hold box {_shown(box)} of `{entry.key}`")
 
 
 def _shown(box: Stored) -> str:
     return "[" + ", ".join(f"{at}:{at + n}" for at, n in zip(box.whole, box.size)) + "]"
 
 
+def no_memory(error: BaseException) -> bool:
+    """Return whether what failed is that there was no memory: Python's, torch's, the system's."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    told = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return told or isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
+def starved(path: Path, error: BaseException) -> Diagnostic:
+    """Tell that there was no memory for what is read (S633)."""
+    return Diagnostic(
+        "S633",
+        f"there is no memory to read `{path}`",
+        notes=(f"rank {world.rank()}: {reason(error)}", "nothing in it was found to be damaged"),
+        helps=(
+            "load on more ranks, or in a layout of which each rank holds less",
+            "read it while the program is built, `build(weights=path)`: no part is there twice",
+        ),
+    )
+
+
 def reason(error: BaseException) -> str:
     """A failure in one line."""
     text = str(error).strip().partition("\n")[0]
-    named = isinstance(error, OSError | Unreadable)
+    named = isinstance(error, OSError | Unreadable | MemoryError)
     return text if named and text else f"{type(error).__name__}: {text}".rstrip(": ")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -15,13 +15,15 @@ from schedlang.ir.mesh import Mesh
 from schedlang.ir.placement import Layout, Segment
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.collectives import Ranks
-from schedlang.runtime.redistribution.carry import move, wire
-from schedlang.runtime.redistribution.route import Lying
+from schedlang.runtime.redistribution.carry import follow, wire
+from schedlang.runtime.redistribution.doubling import rounds_of
+from schedlang.runtime.redistribution.route import Lying, Route, kinds_of, route
 from schedlang.runtime.redistribution.spread import (
     NOWHERE,
     Array,
     Cell,
     Part,
+    Parts,
     Spread,
     copied,
     everywhere,
@@ -112,19 +114,52 @@ def _segments(
 
 
 @lru_cache(maxsize=1 << 8)
-def _spread(layout: Layout, sliced: tuple[str, ...], mesh: Mesh) -> tuple[tuple[Part, ...], Array]:
-    """The distinct parts, and which of them each rank of the mesh holds: found by axes."""
-    over = [*(split.axis for split in layout.splits), *((sliced,) if sliced else ())]
+def _spread(layout: Layout, sliced: tuple[str, ...], mesh: Mesh) -> tuple[Parts, Array]:
+    """The distinct parts, and which of them each rank of the mesh holds: found dim by dim."""
     coordinates = _all_coordinates(mesh)
-    places: list[Any] = [np.zeros(mesh.world, np.int64)]
-    places += [mesh.index_at(coordinates, one) for one in over]
-    _, first, code = np.unique(np.stack(places), axis=1, return_index=True, return_inverse=True)
-    numbers: dict[Part, int] = {}
-    found = []
-    for rank in first.tolist():
-        part = Holding("", layout, sliced).part(mesh, rank)
-        found.append(numbers.setdefault(part, len(numbers)))
-    return tuple(numbers), np.array(found, np.int32)[code.reshape(-1)]
+    cells, of = [], np.zeros((mesh.world, len(layout.shape)), np.int64)
+    for dim, size in enumerate(layout.shape):
+        over = [split.axis for split in layout.splits if split.dim == dim]
+        places: list[Array] = [np.zeros(mesh.world, np.int64)]
+        places += [mesh.index_at(coordinates, axis) for axis in over]
+        _, first, code = np.unique(places, axis=1, return_index=True, return_inverse=True)
+        known: dict[tuple[Segment, ...], int] = {}
+        numbers = [
+            known.setdefault(layout.segments(mesh, mesh.coordinates(rank))[dim], len(known))
+            for rank in first.tolist()
+        ]
+        slices = mesh.size(sliced) if sliced and dim == 0 else 1
+        rows = [_slices(runs, size, slices) for runs in known]
+        for k, some in enumerate(rows):
+            some[:, 0] += k * slices
+        every = np.concatenate(rows)
+        there = np.unique(every[:, 0])
+        number = np.full(len(known) * slices, len(there))  # all slices of nothing are one
+        number[there] = np.arange(len(there))
+        every[:, 0] = number[every[:, 0]]
+        cells.append(every)
+        at = mesh.index_at(coordinates, sliced) if slices > 1 else 0
+        of[:, dim] = number[np.array(numbers)[code.reshape(-1)] * slices + at]
+    found, part = np.unique(of, axis=0, return_inverse=True)
+    return Parts(found, cells), part.reshape(-1).astype(np.int32)
+
+
+def _slices(runs: Sequence[Segment], size: int, count: int) -> Array:
+    """Cells of a dim that is cut into slices as `torch.chunk` cuts it, as rows of `Parts`.
+
+    What lies beyond the true size, which is padding, is none of them.
+    """
+    spans = [(run.start, run.length) for run in runs]
+    starts, lengths = np.array(spans, np.int64).reshape(-1, 2).T
+    ends, total = lengths.cumsum(), int(lengths.sum())
+    chunk = max(-(-total // count), 1)
+    low = np.union1d(ends - lengths, np.arange(count) * chunk)
+    low = low[low < total]
+    run = np.searchsorted(ends, low, "right")
+    start = starts[run] + low - (ends - lengths)[run]
+    length = np.minimum(start + np.diff(low, append=total), size) - start
+    rows = np.stack([low // chunk, low % chunk, start, length], 1)
+    return rows[length > 0]
 
 
 def _all_coordinates(mesh: Mesh) -> dict[str, Any]:
@@ -154,16 +189,61 @@ def cells(runs: tuple[Segment, ...], size: int) -> Iterator[Cell]:
         at += run.length
 
 
+@dataclass(frozen=True)
+class Way:
+    """The way of parts to who wants them; of whole tensors their shapes, too, and who that is.
+
+    routes   one after the other: several where all ranks want whole tensors
+    """
+
+    routes: tuple[Route, ...]
+    shapes: Mapping[Any, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    wanted: Mapping[Any, Sequence[int]] = field(default_factory=dict)
+
+
+Told = Sequence[tuple[Mapping[Any, torch.dtype], tuple[int, ...]]]  # which ranks have which parts
+To = Callable[[Spread], Sequence[int]]
+Ways = dict[Any, Way]  # those of one program, whose holdings never change
+_SHORT = 1 << 12  # deliveries of a way that is kept: among many ranks they are many
+
+
+def _kept(ways: Ways | None, key: tuple[Any, ...], make: Callable[[], Way]) -> Way:
+    """Make a way, or find the one that was made for the same: a proof asks after each step."""
+    found = ways.get(key) if ways is not None else None
+    if found is None:
+        found = make()
+        if ways is not None and sum(len(one.kind) for one in found.routes) <= _SHORT:
+            ways[key] = found
+    return found
+
+
+def copies(
+    holdings: Mapping[Any, Holding],
+    sizes: Mapping[Any, int],
+    mesh: Mesh,
+    ways: Ways | None = None,
+) -> Way:
+    """The way of each part from the rank that speaks for it to all that hold the same.
+
+    sizes   the bytes of an element of each
+    """
+
+    def made() -> Way:
+        source, target = {}, {}
+        for name, one in holdings.items():
+            lies = one.spread(mesh)
+            speak = [rank for rank in range(mesh.world) if one.primary(mesh, rank)]
+            source[name], target[name] = (Lying(s, sizes[name]) for s in (lies.on(speak), lies))
+        return Way((route(kinds_of(source, target), world.size()),))
+
+    return _kept(ways, ("copies", tuple(sizes.items())), made)
+
+
 def take(value: Tensor, holding: Holding, mesh: Mesh, rank: int) -> Tensor:
     """This rank's part of a whole tensor, a new tensor; padding is zero."""
-    part, layout = value, holding.layout
-    if layout.padded != layout.shape:
-        part = value.new_zeros(layout.padded)
-        part[tuple(map(slice, layout.shape))] = value
-    for dim, runs in enumerate(holding.segments(mesh, rank)):
-        pieces = [part.narrow(dim, run.start, run.length) for run in runs]
-        part = pieces[0] if len(pieces) == 1 else torch.cat(pieces or [part.narrow(dim, 0, 0)], dim)
-    return part.clone(memory_format=torch.contiguous_format)
+    part = value.detach().new_zeros(holding.local_shape(mesh, rank))
+    copied(value.detach(), whole(value.shape), part, holding.part(mesh, rank))
+    return part
 
 
 def put(part: Tensor, into: Tensor, holding: Holding, mesh: Mesh, rank: int) -> None:
@@ -180,31 +260,54 @@ def cleaned(part: Tensor, holding: Holding, mesh: Mesh, rank: int) -> Tensor:
     return made
 
 
+def first_rank(_: Spread) -> Sequence[int]:
+    """Whole tensors for rank 0 alone, which is the one that writes, or compares."""
+    return (0,)
+
+
 def assembled(
     holdings: Mapping[K, Holding],
     own: Mapping[K, Tensor],
     ranks: Ranks,
-    to: Callable[[Spread], Sequence[int]] | None = None,
+    to: To | None = None,
+    ways: Ways | None = None,
 ) -> dict[K, Tensor]:
     """Whole tensors, on the CPU of all ranks or of some, from the parts that ranks have.
 
     own   this rank's parts; a tensor of which no rank has one is left out, gaps are zeros
     to    says of each tensor who is to have it; None: all
+    ways  those that this program has gone before
     """
-    every, mesh = range(ranks.mesh.world), ranks.mesh
     told = world.kinds({name: part.dtype for name, part in own.items()})
+    having = tuple((tuple(found.items()), some) for found, some in told)
+    key = "whole", to, tuple(holdings), having
+    way = _kept(ways, key, lambda: _way(holdings, told, ranks.mesh, to))
+    mine = {name: part.detach() for name, part in own.items()}
+    with torch._C.DisableTorchFunction():  # nothing here is part of any arithmetic
+        made = {
+            name: torch.zeros(shape, dtype=dtype)
+            for name, (shape, dtype) in way.shapes.items()
+            if ranks.rank in way.wanted[name]
+        }
+        if to is None:  # each round gives what the rounds before have gathered
+            for name, part in mine.items():
+                put(part, made[name], holdings[name], ranks.mesh, ranks.rank)
+    here = mine if to is not None else made
+    for one in way.routes:
+        follow(one, here.__getitem__, made.__getitem__, AT_A_TIME, wire(ranks.device))
+    return made
+
+
+def _way(holdings: Mapping[Any, Holding], told: Told, mesh: Mesh, to: To | None) -> Way:
     dtypes = {name: dtype for found, _ in told for name, dtype in found.items()}
-    source, target, made = {}, {}, {}
+    source, target, shapes, wanted = {}, {}, {}, {}
     for name in (name for name in holdings if name in dtypes):
         lies, dtype = holdings[name].spread(mesh), dtypes[name]
         there = [rank for found, some in told if name in found for rank in some]
-        wanted = to(lies) if to is not None else every
+        wanted[name] = to(lies) if to is not None else range(mesh.world)
         source[name] = Lying(lies.on(there), dtype.itemsize)
-        target[name] = Lying(everywhere(lies.shape, wanted, mesh.world), dtype.itemsize)
-        if ranks.rank in wanted:
-            with torch._C.DisableTorchFunction():  # nothing here is part of any arithmetic
-                made[name] = torch.zeros(lies.shape, dtype=dtype)
-    mine = {name: part.detach() for name, part in own.items()}
-    device = wire(ranks.device)
-    move(source, target, mine.__getitem__, made.__getitem__, AT_A_TIME, device, gaps=True)
-    return made
+        target[name] = Lying(everywhere(lies.shape, wanted[name], mesh.world), dtype.itemsize)
+        shapes[name] = lies.shape, dtype
+    if to is None:
+        return Way(rounds_of(source, tuple(mesh.sizes.values())), shapes, wanted)
+    return Way((route(kinds_of(source, target), world.size(), gaps=True),), shapes, wanted)

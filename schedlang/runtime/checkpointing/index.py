@@ -1,28 +1,32 @@
 """The index of a checkpoint's folder: each box of each tensor, its place in a file, its checksum.
 
-Our own index is JSON, `schedlang.json`: a line with the id of the save, the name of the boxes'
-checksums, and the checksum of what follows; then that.  It alone is read; `.metadata` beside it is
-for torch's own tools.  Older folders have only that one: a pickle, from which plain data is taken
-and by which nothing is run.
+Our own index is lines of JSON, `schedlang.json`: the id of the save, the name of the boxes'
+checksums, and the checksum of what follows; a table of all tensors; for each of these a line with
+its boxes, which is decoded where boxes of it are looked for.  It alone is read; `.metadata` beside
+it is for torch's own tools.  Older folders have only that one: a pickle, from which plain data is
+taken and by which nothing is run.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import pickle
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from schedlang.runtime.redistribution.spread import Part, box_part
+from schedlang.runtime.redistribution.spread import Array, Part, Parts, box_part
 
 # ---- The checksum of a stored box.
 # The CRC-32 of sums of its words, as quick as memory is read.
@@ -120,8 +124,11 @@ BY_NAME: dict[str, Callable[[bytes], int]] = {NAME: checksum, BEFORE: _sums_of_e
 
 
 MINE, DCPS = "schedlang.json", ".metadata"
-VERSION, VERSIONS = 3, (2, 3)  # of our own index: as it is written, and as it is read
+VERSION, VERSIONS = 4, (2, 3, 4)  # of our own index: as it is written, and as it is read
+NO_SUM = -1  # stands for the checksum of a box in folders that have none
 _FILE = re.compile(r"__\d+_\d+\.distcp")
+_FILES = re.compile(rf"({_FILE.pattern}/)*")
+_MOST = 1 << 62
 _ID = re.compile(r"[0-9a-f]{16}")
 DTYPES = {
     name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)
@@ -176,13 +183,58 @@ class Stored:
         return box_part(self.whole, self.size)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Entry:
-    """A whole tensor, in boxes."""
+    """A whole tensor, in boxes.
 
+    found   of each box a row: where it begins in the whole, its size, the number of its file, where
+            it lies there, its length, its checksum; or the line of an index that tells of them
+    files   the names of files, by number
+    """
+
+    key: str
     shape: tuple[int, ...]
     dtype: str
-    boxes: tuple[Stored, ...]
+    found: Any
+    files: Sequence[str]
+
+    @cached_property
+    def rows(self) -> Array:
+        """The rows of all boxes, looked at.  Raises Unreadable."""
+        if not isinstance(self.found, bytes):
+            return _looked_at(self, self.found)
+        with _decoding(MINE):
+            return _looked_at(self, json.loads(self.found)["boxes"])
+
+    @cached_property
+    def parts(self) -> Parts:
+        """The parts of the tensor that the boxes are."""
+        dims = len(self.shape)
+        return Parts.boxes(self.rows[:, :dims], self.rows[:, dims : 2 * dims])
+
+    @cached_property
+    def sizes(self) -> Array:
+        """The bytes of each box."""
+        return self.parts.sizes * DTYPES[self.dtype].itemsize
+
+    def box(self, k: int) -> Stored:
+        """One of the boxes."""
+        row, dims = self.rows[k].tolist(), len(self.shape)
+        file, at, length, check = row[2 * dims :]
+        place = Place(self.files[file], at, length, check if check != NO_SUM else None)
+        return Stored(tuple(row[:dims]), tuple(row[dims : 2 * dims]), place)
+
+    @property
+    def boxes(self) -> list[Stored]:
+        """All of them."""
+        return [self.box(k) for k in range(len(self.rows))]
+
+
+def row_of(box: Stored, file: int) -> list[int]:
+    """A box as a row of an entry."""
+    place = box.place
+    check = NO_SUM if place.check is None else place.check
+    return [*box.whole, *box.size, file, place.at, place.length, check]
 
 
 @dataclass(frozen=True)
@@ -201,30 +253,23 @@ class Index:
         """The mark by which ranks see that they have read the same index."""
         return self.id or f"{self.checksum:08x}"
 
-    @property
-    def files(self) -> set[str]:
-        """The names of all files."""
-        boxes = (box.place for entry in self.tensors.values() for box in entry.boxes)
-        return {place.file for place in (*boxes, *self.values.values())}
-
 
 def encoded(index: Index) -> bytes:
     """Our own index as the bytes of its file."""
-    body = json.dumps(
-        {
-            "tensors": {
-                key: {
-                    "shape": entry.shape,
-                    "dtype": entry.dtype,
-                    "boxes": [[box.whole, box.size, _row(box.place)] for box in entry.boxes],
-                }
-                for key, entry in index.tensors.items()
-            },
-            "values": {key: _row(place) for key, place in index.values.items()},
-            "lengths": index.lengths,
+    lines = {
+        key: json.dumps({"boxes": entry.rows.tolist()}, separators=(",", ":")).encode() + b"\n"
+        for key, entry in index.tensors.items()
+    }
+    table = {
+        "tensors": {
+            key: {"shape": entry.shape, "dtype": entry.dtype, "bytes": len(lines[key])}
+            for key, entry in index.tensors.items()
         },
-        separators=(",", ":"),
-    ).encode()
+        "values": {key: _row(place) for key, place in index.values.items()},
+        "lengths": index.lengths,  # of all files, in the order of their numbers
+    }
+    first = json.dumps(table, separators=(",", ":")).encode() + b"\n"
+    body = b"".join((first, *lines.values()))
     head = {
         "schedlang": VERSION,
         "id": index.id,
@@ -244,13 +289,22 @@ def read_index(folder: Path) -> Index:
         raise Unreadable(f"it has neither `{MINE}` nor `{DCPS}`")
     path = mine if mine.is_file() else dcps
     data = path.read_bytes()
-    try:
+    with _decoding(path.name):
         return _decoded(data) if path is mine else _of_dcp(data)
+
+
+@contextmanager
+def _decoding(name: str) -> Iterator[None]:
+    """Tell whatever damaged bytes lead to as damage of the file of this name."""
+    try:
+        yield
+    except MemoryError:
+        raise
     except Unreadable as error:
-        raise Unreadable(f"`{path.name}` is damaged: {error}") from error
-    except Exception as error:  # whatever damaged bytes lead to
+        raise Unreadable(f"`{name}` is damaged: {error}") from error
+    except Exception as error:
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise Unreadable(f"`{path.name}` is damaged: {what}") from error
+        raise Unreadable(f"`{name}` is damaged: {what}") from error
 
 
 def state_of(folder: Path) -> tuple[int, ...]:
@@ -280,28 +334,46 @@ def _decoded(data: bytes) -> Index:
     start = zlib.crc32(sums.encode()) if named else 0
     if told[1:] != (len(body), zlib.crc32(body, start)) or not _ID.fullmatch(head["id"]):
         raise Unreadable("its checksum does not match its contents")
-    found = json.loads(body)
-    index = Index(
+    first, _, lines = body.partition(b"\n") if told[0] > 3 else (body, b"", b"")
+    found = json.loads(first)
+    lengths = dict(zip(found["lengths"], _sizes(list(found["lengths"].values()))))
+    tensors, files = found["tensors"], {name: k for k, name in enumerate(lengths)}
+    rows = _cut(tensors, lines) if told[0] > 3 else _of_before(tensors, files)
+    values = {key: _place(row) for key, row in found["values"].items()}
+    return Index(
         head["id"],
-        {
-            key: Entry(
-                _sizes(entry["shape"]),
-                entry["dtype"],
-                tuple(Stored(_sizes(w), _sizes(s), _place(p)) for w, s, p in entry["boxes"]),
-            )
-            for key, entry in found["tensors"].items()
-        },
-        {key: _place(row) for key, row in found["values"].items()},
-        dict(zip(found["lengths"], _sizes(list(found["lengths"].values())))),
+        _entries(
+            {key: (one["shape"], one["dtype"], rows[key]) for key, one in tensors.items()}, files
+        ),
+        values,
+        lengths,
         sums=sums,
     )
-    _check(index)
-    return index
+
+
+def _cut(tensors: Mapping[str, Any], lines: bytes) -> dict[str, bytes]:
+    """The lines, one for each tensor."""
+    ends = [0, *itertools.accumulate(_sizes([one["bytes"] for one in tensors.values()]))]
+    if ends[-1] != len(lines):
+        raise Unreadable("its lines are not those of its table")
+    return {key: lines[low:high] for key, (low, high) in zip(tensors, itertools.pairwise(ends))}
+
+
+def _of_before(tensors: Mapping[str, Any], files: dict[str, int]) -> dict[str, list[Any]]:
+    """The boxes of indexes of before, which were parts of the table."""
+    return {
+        key: [
+            [*w, *s, files.setdefault(file, len(files)), at, n, check]
+            for w, s, (file, at, n, check) in one["boxes"]
+            if len(w) == len(s) == len(one["shape"]) or _outside(key)
+        ]
+        for key, one in tensors.items()
+    }
 
 
 def _place(row: Any) -> Place:
     file, at, length, check = row
-    if not isinstance(file, str) or not isinstance(check, int):
+    if not _is_file(file) or not isinstance(check, int):
         raise Unreadable("one of its places is not valid")
     at, length = _sizes([at, length])
     return Place(file, at, length, check)
@@ -309,25 +381,52 @@ def _place(row: Any) -> Place:
 
 def _sizes(found: Any) -> tuple[int, ...]:
     """Whole numbers from 0 on."""
-    if [n for n in found if not (type(n) is int and 0 <= n < 1 << 62)]:  # as long as the world
+    if [n for n in found if not (type(n) is int and 0 <= n < _MOST)]:  # as long as the world
         raise Unreadable("one of its sizes is not valid")
     return tuple(found)
 
 
-def _check(index: Index) -> None:
-    """Refuse what no save writes: another dtype, a box beside its tensor, a file of elsewhere."""
-    for key, entry in index.tensors.items():
-        dims = len(entry.shape)
-        if entry.dtype not in DTYPES:
+# -- what no save writes: another dtype, a box beside its tensor, a file of elsewhere --------------
+
+
+def _entries(
+    found: Mapping[str, tuple[Any, str, Any]], files: Mapping[str, int]
+) -> dict[str, Entry]:
+    """The entries of shapes, dtypes, and boxes, which are rows or lines that are not decoded."""
+    if not _FILES.fullmatch("".join([f"{name}/" for name in files])):
+        odd = next((name for name in files if not _is_file(name)), "nothing")
+        raise Unreadable(f"`{odd}` is not a file of a checkpoint")
+    names, made = tuple(files), {}
+    for key, (shape, dtype, boxes) in found.items():
+        if dtype not in DTYPES:
             raise Unreadable(f"`{key}` has no dtype")
-        for box in entry.boxes:
-            ends = [at + n for at, n in zip(box.whole, box.size)]
-            inside = all(end <= size for end, size in zip(ends, entry.shape))
-            if not len(box.whole) == len(box.size) == dims or not inside:
-                raise Unreadable(f"a box of `{key}` is outside the tensor")
-    for name in index.files:
-        if not _FILE.fullmatch(name):
-            raise Unreadable(f"`{name}` is not a file of a checkpoint")
+        made[key] = Entry(key, _sizes(shape), dtype, boxes, names)
+        if not isinstance(boxes, bytes):
+            made[key].rows  # noqa: B018
+    return made
+
+
+def _is_file(name: Any) -> bool:
+    return isinstance(name, str) and _FILE.fullmatch(name) is not None
+
+
+def _looked_at(entry: Entry, found: Any) -> Array:
+    """Boxes as rows of whole numbers that can be theirs."""
+    dims, rows = len(entry.shape), np.asarray(found if len(found) else np.zeros((0, 0), np.int64))
+    rows = rows.reshape(len(rows), -1) if rows.size else rows.reshape(0, 2 * dims + 4)
+    if rows.dtype != np.int64 or rows.shape[1] != 2 * dims + 4:
+        raise Unreadable(f"a box of `{entry.key}` is not valid")
+    most = np.full(2 * dims + 4, _MOST)
+    most[2 * dims] = len(entry.files)
+    if (rows[:, :-1] < 0).any() or (rows[:, -1] < NO_SUM).any() or (rows >= most).any():
+        raise Unreadable(f"a box of `{entry.key}` is not valid")
+    if (rows[:, :dims] + rows[:, dims : 2 * dims] > entry.shape).any():
+        _outside(entry.key)
+    return rows
+
+
+def _outside(key: str) -> NoReturn:
+    raise Unreadable(f"a box of `{key}` is outside the tensor")
 
 
 # -- that of torch.distributed.checkpoint ----------------------------------------------------------
@@ -368,7 +467,7 @@ class _Plain(pickle.Unpickler):
 
 def _of_dcp(data: bytes) -> Index:
     found = _fields(_Plain(data).load(), "Metadata")
-    places = {}
+    places, files = {}, dict[str, int]()
     for at, info in found["storage_data"].items():
         where, told = _fields(at, "MetadataIndex"), _fields(info, "_StorageInfo")
         if told.get("transform_descriptors"):
@@ -377,6 +476,7 @@ def _of_dcp(data: bytes) -> Index:
         whole = None if offset is None else _size(offset)
         start, length = _sizes([told["offset"], told["length"]])
         places[where["fqn"], whole] = Place(str(told["relative_path"]), start, length, None)
+        files.setdefault(str(told["relative_path"]), len(files))
     tensors, values = {}, {}
     for key, kept in found["state_dict_metadata"].items():
         if type(kept).__name__ == "BytesStorageMetadata":
@@ -385,14 +485,13 @@ def _of_dcp(data: bytes) -> Index:
         told = _fields(kept, "TensorStorageMetadata")
         boxes = [_fields(box, "ChunkStorageMetadata") for box in told["chunks"]]
         spans = [(_size(box["offsets"]), _size(box["sizes"])) for box in boxes]
-        tensors[key] = Entry(
-            _size(told["size"]),
-            told["properties"].state[0],
-            tuple(Stored(w, s, places[key, w]) for w, s in spans if math.prod(s)),
-        )
-    index = Index(None, tensors, values, checksum=zlib.crc32(data))
-    _check(index)
-    return index
+        stored = [Stored(w, s, places[key, w]) for w, s in spans if math.prod(s)]
+        shape = _size(told["size"])
+        if any(len(box.whole) != len(shape) or len(box.size) != len(shape) for box in stored):
+            _outside(key)
+        rows = [row_of(box, files[box.place.file]) for box in stored]
+        tensors[key] = shape, told["properties"].state[0], rows
+    return Index(None, _entries(tensors, files), values, checksum=zlib.crc32(data))
 
 
 def _fields(one: Any, name: str) -> dict[str, Any]:

@@ -357,6 +357,10 @@ class Ranks:
         """A further process group over the same ranks, for traffic that waits for no other."""
         return self.world.made(self.mesh.groups(self.mesh.fold(over)), purpose)
 
+    def between(self, over: str | Sequence[str], purpose: str = "") -> comm.ProcessGroup | None:
+        """A process group over the same ranks, in which no pair's messages wait for another's."""
+        return self.world.between(self.mesh.groups(self.mesh.fold(over)), purpose)
+
     def on_host(self, over: str | Sequence[str], purpose: str = "") -> comm.ProcessGroup | None:
         """A process group over the same ranks for facts of the host; None for a group of one."""
         groups = self.mesh.groups(self.mesh.fold(over))

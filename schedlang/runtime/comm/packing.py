@@ -47,6 +47,13 @@ class Pickler(pickle.Pickler):
         return host_tensors.reduced(value)
 
 
+def packed(value: object) -> bytes:
+    """A value as bytes that any rank can read."""
+    data = io.BytesIO()
+    Pickler(data).dump(value)
+    return data.getvalue()
+
+
 class _Without(Pickler):
     """Notes tensors on a kind of device in place of writing them."""
 

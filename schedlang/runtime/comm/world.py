@@ -9,7 +9,6 @@ with; group arguments are process groups, of which None means a dry run.
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import pickle
 import weakref
@@ -28,7 +27,8 @@ from torch.distributed import ProcessGroup as ProcessGroup
 
 from schedlang.runtime import device as devices
 from schedlang.runtime.adapters.torch_distributed import count_groups, counted_from
-from schedlang.runtime.comm.packing import Pickler, put_back, taken_out
+from schedlang.runtime.comm.packing import packed, put_back, taken_out
+from schedlang.runtime.comm.told import Told
 
 T = TypeVar("T")
 Groups = Sequence[tuple[int, ...]]  # disjoint ones: the global ranks of each
@@ -64,6 +64,7 @@ class World:
     part: tuple[int, ...] = ()  # of a job: its ranks that are this world; none: all
     parts: dict[tuple[int, ...], World] = field(default_factory=dict)  # those that were entered
     _made: dict[tuple[Groups, str], ProcessGroup | None] = field(default_factory=dict)
+    told: Told = field(default_factory=Told)
 
     @property
     def members(self) -> Sequence[int]:
@@ -169,6 +170,16 @@ class World:
             return self.group
         how = self._split if self._splits else self._each
         return self._once(groups, purpose, lambda: how(groups))
+
+    def between(self, groups: Groups, purpose: str = "") -> ProcessGroup | None:
+        """This rank's of these groups, for messages of two ranks: no pair's wait for another's.
+
+        In a group that is bound to a device NCCL runs all there is, one after the other.
+        """
+        if self.bound is None or self.part or not self.queues(self.bound):
+            return self.made(groups, purpose)
+        with self._unbound():
+            return self._once(groups, f"between {purpose}", lambda: self._each(groups))
 
     def _once(
         self, groups: Groups, purpose: str, make: Callable[[], ProcessGroup | None]
@@ -455,13 +466,14 @@ def distinct(value: T) -> list[T]:
 def kinds(value: T) -> list[tuple[T, tuple[int, ...]]]:
     """The different values of all ranks of the job, and whose they are.
 
-    Ranks tell each other a digest; then the first of those that are alike tells the value.  So a
-    world of many ranks with few kinds of them sends as many values as there are kinds.
+    Ranks tell each other a digest; then the first of those that are alike tells the value, if new.
+    So a world of many ranks with few kinds of them sends as many values as there are kinds.
     """
     world = here()
     if world.size == 1:
         return [(value, (0,))]
     group = world.control
+    assert group is not None
     with torch._C.DisableTorchFunction():
         data = packed(value)
         mine = hashlib.blake2b(data, digest_size=_DIGEST).digest()
@@ -475,11 +487,9 @@ def kinds(value: T) -> list[tuple[T, tuple[int, ...]]]:
         found = []
         for row, ranks in first.items():
             size = int.from_bytes(row[_DIGEST:], "little")
-            same = row == rows[world.rank]
-            told = torch.frombuffer(bytearray(data if same else bytes(size)), dtype=torch.uint8)
-            if len(first) > 1:
-                dist.broadcast(told, number(ranks[0]), group)
-            found.append((pickle.loads(told.numpy().tobytes()), tuple(ranks)))
+            here_ = data if row == rows[world.rank] else bytes(size)
+            told = world.told.once(group, row, here_, number(ranks[0]) if len(first) > 1 else None)
+            found.append((pickle.loads(told), tuple(ranks)))
         return found
 
 
@@ -551,13 +561,6 @@ def handed_by(source: int, value: T, device: torch.device) -> T:
         if size:
             dist.broadcast(flat, src=number(source), group=world.group)
         return value if rank() == source else put_back(data, flat)
-
-
-def packed(value: object) -> bytes:
-    """A value as bytes that any rank can read."""
-    data = io.BytesIO()
-    Pickler(data).dump(value)
-    return data.getvalue()
 
 
 def _serves_host(group: ProcessGroup | None) -> bool:

@@ -26,6 +26,7 @@ from schedlang.ir import pytree
 from schedlang.runtime.comm.agreement import checksum
 from schedlang.runtime.device import on_host
 from schedlang.runtime.initial.weights import Room
+from schedlang.runtime.redistribution.spread import copied, whole
 
 _aten = torch.ops.aten
 Storage = int  # number of a storage in the order in which they were made
@@ -138,8 +139,8 @@ class Record:
 
         def given(some: list[tuple[Room, View]], data: torch.UntypedStorage) -> None:
             for room, view in some:
-                whole = view.of(data)
-                room.take(lambda box, whole=whole: box.view(whole, box.there))  # type: ignore[misc]
+                with torch.no_grad():
+                    copied(view.of(data), whole(room.shape), room.part, room.cells)
 
         self.replay({storage: partial(given, some) for storage, some in of.items()})
 

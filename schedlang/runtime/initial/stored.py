@@ -20,6 +20,7 @@ from torch import Tensor
 from schedlang.ir import pytree
 from schedlang.runtime.checkpointing.index import DTYPES
 from schedlang.runtime.device import HOST
+from schedlang.runtime.redistribution.spread import Part, box_part, overlaps
 
 Box = tuple[tuple[int, int], ...]  # dim by dim where it begins and where it ends
 Read = Callable[[Box], Tensor]
@@ -89,6 +90,17 @@ def stored(leaf: Leaf) -> Stored:
 def read_box(one: Stored, corner: Sequence[int], size: Sequence[int]) -> Tensor:
     """Read the elements of a box."""
     return one.part(tuple((at, at + n) for at, n in zip(corner, size)))
+
+
+def read_part(one: Stored, part: Tensor, cells: Part, most: int = 1 << 62) -> None:
+    """Read a rank's part, written in place, some rows of the whole at a time."""
+    shape = tuple(one.shape)
+    rows = max(most // max(math.prod(shape[1:]) * part.element_size(), 1), 1)
+    for at in range(0, shape[0], rows) if shape else (0,):
+        corner, size = ((at, *[0] * (len(shape) - 1)), (rows, *shape[1:])) if shape else ((), ())
+        for box in overlaps(box_part(corner, size), cells):
+            low = [o + c for o, c in zip(box.here, corner)]
+            box.view(part, box.there).copy_(read_box(one, low, box.size))
 
 
 def _laid(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

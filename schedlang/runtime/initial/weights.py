@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal, closest
 from schedlang.runtime.initial.converted import Named, named, other_names
-from schedlang.runtime.initial.stored import Leaf, Stored, read_box
-from schedlang.runtime.redistribution.spread import Overlap, Part, overlaps, whole
+from schedlang.runtime.initial.stored import Leaf, Stored, read_part
+from schedlang.runtime.redistribution.spread import Part
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # by their names there; any is cast to that of the model
 ONE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -41,12 +41,6 @@ class Room:
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole tensor."""
         return tuple(self.original.shape)
-
-    def take(self, read: Callable[[Overlap], Tensor]) -> None:
-        """Copy this part out of the whole, box by box."""
-        with torch.no_grad():
-            for box in overlaps(self.cells, whole(self.shape)):
-                box.view(self.part, box.here).copy_(read(box))
 
 
 @dataclass(frozen=True)
@@ -75,8 +69,9 @@ class Files:
         every = named(self.leaves, self.model)
         found = [self._found(room, every) for room in rooms]
         try:
-            for room, one in zip(rooms, found, strict=True):
-                room.take(lambda box, one=one: read_box(one, box.there, box.size))  # type: ignore[misc]
+            with torch.no_grad():
+                for room, one in zip(rooms, found, strict=True):
+                    read_part(one, room.part, room.cells)
         finally:
             for leaf in self.leaves.values():
                 leaf.open_.clear()

@@ -45,6 +45,8 @@ PROGRAMS = (
     "schedlang.runtime.sharding.leaf",
     "schedlang.runtime.pipeline.arguments",
     "schedlang.runtime.grad_reduction.batch_statistics",
+    "schedlang.runtime.initial.sources",
+    "numpy.ma",  # by numpy's `unique`, at its first call
     "torch._dynamo",
 )
 _PASSES = "schedlang.passes."  # a job that names one of these will build a program
@@ -176,7 +178,7 @@ def main(control_fd: int, preload: Sequence[str], files: Mapping[str, str], scra
     Serving.here = True
     control = socket.socket(fileno=control_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
-    _import(preload, files)
+    imported(preload, files)
     alive: dict[int, int] = {}
     try:
         _serve(control, alive)
@@ -187,7 +189,8 @@ def main(control_fd: int, preload: Sequence[str], files: Mapping[str, str], scra
         shutil.rmtree(scratch, ignore_errors=True)  # a parent that was killed cannot
 
 
-def _import(names: Sequence[str], files: Mapping[str, str]) -> None:
+def imported(names: Sequence[str], files: Mapping[str, str]) -> None:
+    """Import what ranks need, and keep the collector from all that is there, for good."""
     gc.disable()  # imports leave next to no garbage, and it would look at all of them
     with contextlib.suppress(Exception):  # a rank that needs it will say why it fails
         load_files(files)
@@ -214,7 +217,7 @@ def _serve(control: socket.socket, alive: dict[int, int]) -> None:
             continue
         message, fds = receive(control)
         if message[0] == "import":
-            _import(message[1], message[2])
+            imported(message[1], message[2])
             continue
         if message[0] == "kill":
             _kill(alive)
@@ -250,6 +253,14 @@ def _kill(alive: Mapping[int, int]) -> None:
 
 
 # ---- a rank --------------------------------------------------------------------------------------
+
+
+class Kept:
+    """How many modules this rank had imported when what lives with it was last kept from the
+    collector.
+    """
+
+    modules = 0
 
 
 class Outbox:
@@ -364,3 +375,6 @@ def _leave() -> None:
     with contextlib.suppress(RuntimeError):
         agreement.leave()
     gc.collect()
+    if len(sys.modules) != Kept.modules:  # what was imported stays: it is not walked again
+        Kept.modules = len(sys.modules)
+        gc.freeze()

@@ -268,7 +268,8 @@ _POLL = 0.25  # seconds between two looks at what it has written
 def doubt(job: Job, ranks: Sequence[Rank], hang_after: float) -> None:
     """Raise Hang if no rank got on for `hang_after` seconds."""
     now = job.look()
-    if now - max(job.moved, job.asked) < min(1.0, hang_after / 4) or job.failures:
+    pause = max(min(1.0, hang_after / 4), hang_after / 10)
+    if now - max(job.moved, job.asked) < pause or job.failures:
         return  # asking reads a file for each thread of each rank
     job.asked, times = now, _spent_since(ranks)
     before = job.spent = job.spent or times

@@ -119,8 +119,8 @@ class Pool:
 
     `preload` are modules imported before the ranks are forked, besides those that the first job
     names; `files` maps module names to files that cannot be imported by name, such as a model file.
-    A command that has imported what its ranks need and has run nothing lets the server be `forked`
-    from it, which imports nothing again; so it is where this process has one thread, on Linux.
+    A command that has run nothing lets the server be `forked` from it, so that nothing is imported
+    twice; so it is where this process has one thread, on Linux.
     """
 
     def __init__(
@@ -141,9 +141,20 @@ class Pool:
         self._note(files or {})
         self._start(tuple(preload), forked and forkserver.can_fork())
 
-    def know(self, files: Mapping[str, str | Path]) -> None:
-        """Let the server import more files, at once; ranks that run already do so at their job."""
+    def know(self, files: Mapping[str, str | Path], *, here: bool = False) -> None:
+        """Let the server import more files, at once; ranks that run already do so at their job.
+
+        Where they have been imported `here`, a server that was forked from this process, which has
+        still one thread, and that has no ranks yet gives way to another fork, which has them.
+        """
         self._note(files)
+        forked = isinstance(self._server, forkserver.Forked)
+        if here and forked and not self._ranks and forkserver.can_fork():
+            self._control.close()
+            self._server.wait()  # it removes the folder that the next one works in
+            self._finalizer.detach()
+            self._start(self._preload, forked=True)
+            return
         with contextlib.suppress(OSError):  # a server that is gone is started again by `run`
             forkserver.send(self._control, ("import", (), self.files))
 
@@ -156,6 +167,7 @@ class Pool:
         self._control, theirs = socket.socketpair()
         told = preload, self.files, str(self._scratch)
         if forked:
+            forkserver.imported(preload, {})  # for this process, which needs most of it, as well
             self._server: Server = forkserver.Forked(self._control, theirs, *told)
         else:
             self._server = self._executed(theirs, *told)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.pipeline.timeline.table import Op
 from schedlang.runtime.device import Replayed, default_generators, own_generators
+from schedlang.runtime.inside import modules_in
 from schedlang.runtime.pipeline.flight import work_of
 from schedlang.runtime.scope import remember
 from schedlang.runtime.tracing.graph import Token
@@ -40,7 +41,7 @@ class Kept:
     def now(received: Mapping[Token, Tensor], model: nn.Module, device: torch.device) -> Kept:
         """Note the inputs before a forward of a stage's model; the device draws, or the model
         itself."""
-        drawn = Replayed([*default_generators([device]), *own_generators(model)])
+        drawn = Replayed([*default_generators([device]), *own_generators(modules_in(model))])
         return Kept(received, drawn)
 
 

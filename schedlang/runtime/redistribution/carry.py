@@ -142,11 +142,16 @@ def move(
     `here` and `there` give this rank's parts by name; of what nobody holds nothing comes, where
     there may be gaps.  Raises Unmet.
     """
+    found = route(kinds_of(source, target), world.size(), gaps)
+    return found, follow(found, here, there, bucket, device)
+
+
+def follow(route: Route, here: Local, there: Local, bucket: int, device: torch.device) -> Carried:
+    """Give tensors to each other by a route that is known; all ranks of the world together."""
     ours = world.here()
-    found = route(kinds_of(source, target), ours.size, gaps)
     make = ours.on_host if devices.on_host(device) else ours.made
-    group = make([tuple(range(ours.size))], "transfer") if len(found.kind) else None
-    return found, carry(found, ours.rank, here, there, bucket_size(bucket), group, device)
+    group = make([tuple(range(ours.size))], "transfer") if len(route.kind) else None
+    return carry(route, ours.rank, here, there, bucket_size(bucket), group, device)
 
 
 def carry(
@@ -230,7 +235,14 @@ class _Meeting:
 
 
 def _streams(route: Route, rank: int) -> tuple[Mapping[int, _Stream], Mapping[int, _Stream]]:
-    """Return what this rank sends to each other rank, and what each other sends to it."""
+    """Return what this rank sends to each other rank and is sent by it; found once for a route."""
+    if rank not in route.found:
+        route.found[rank] = _made(route, rank)
+    found: tuple[Mapping[int, _Stream], Mapping[int, _Stream]] = route.found[rank]
+    return found
+
+
+def _made(route: Route, rank: int) -> tuple[Mapping[int, _Stream], Mapping[int, _Stream]]:
     known: dict[tuple[int, int, int], tuple[Overlap, ...]] = {}
 
     def stretch(row: int) -> _Stretch:
@@ -261,7 +273,7 @@ def _within(route: Route, rank: int, source: Local, target: Local, done: Carried
         a, b = int(kind.source.of[rank]), int(kind.target.of[rank])
         if NOWHERE in (a, b):
             continue
-        for name in kind.names:
+        for name in (name for name in kind.names if source(name) is not target(name)):
             done.copied += copied(
                 source(name), kind.source.parts[a], target(name), kind.target.parts[b]
             )

@@ -9,13 +9,13 @@ Tensors that lie alike on both sides are one kind, routed once, however many the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from schedlang.runtime.redistribution.spread import NOWHERE, Array, Spread, volumes
+from schedlang.runtime.redistribution.spread import NOWHERE, Array, Parts, Spread, volumes
 
 
 class Unmet(Exception):
@@ -62,6 +62,7 @@ class Route:
     receiver: Array
     low: Array
     high: Array
+    found: dict[int, Any] = field(default_factory=dict, init=False)  # what ranks carry
 
     @cached_property
     def bytes(self) -> Array:
@@ -121,16 +122,16 @@ def route(kinds: Sequence[Kind], world: int, gaps: bool = False) -> Route:
 
     Raises Unmet where parts overlap, or are held by nobody though there may be no gaps.
     """
-    known: dict[tuple[int, int], Array] = {}
+    known: dict[tuple[Parts, Parts], Array] = {}
     bound, loads = np.zeros(world, np.int64), np.zeros(world, np.int64)
     found: list[list[Array]] = [[np.zeros(0, np.int64)] for _ in range(5)]
     # what only one rank has is sent by that one: the others are levelled around it
     order = sorted(range(len(kinds)), key=lambda k: _copies(kinds[k].source))
     for number in order:
         kind = kinds[number]
-        key = id(kind.source.parts), id(kind.target.parts)
+        key = kind.source.parts, kind.target.parts
         if key not in known:
-            known[key] = volumes(kind.source.parts, kind.target.parts, len(kind.source.shape))
+            known[key] = volumes(*key)
         common = known[key]
         _check(kind, common, gaps)
         part, receiver, wanted = _wanted(kind, common)
@@ -143,14 +144,13 @@ def route(kinds: Sequence[Kind], world: int, gaps: bool = False) -> Route:
 
 
 def _copies(spread: Spread) -> int:
-    return max((len(ranks) for ranks in spread.holders), default=0)
+    return int(spread.copies.max(initial=0))
 
 
 def _check(kind: Kind, common: Array, gaps: bool) -> None:
     """Refuse wanted parts that held ones do not make up, each element once."""
     a, b = kind.source, kind.target
-    held = np.array([len(ranks) > 0 for ranks in a.holders], bool)
-    wanted = np.array([len(ranks) > 0 for ranks in b.holders], bool)
+    held, wanted = a.copies > 0, b.copies > 0
     there = common[held].sum(0)
     odd = wanted & (there > b.sizes if gaps else there != b.sizes)
     if odd.any():
@@ -165,7 +165,7 @@ def _wanted(kind: Kind, common: Array) -> tuple[Array, Array, Array]:
     held = a.of[ranks]
     has = np.flatnonzero(held != NOWHERE)
     asked[held[has], has] = 0
-    asked[[len(one) == 0 for one in a.holders]] = 0
+    asked[a.copies == 0] = 0
     part, place = np.nonzero(asked)
     return part, ranks[place], asked[part, place] * len(kind.names)
 
@@ -175,8 +175,7 @@ def _levelled(
 ) -> tuple[Array, Array, Array, Array]:
     """Sender, receiver and range of each delivery; what is sent is added to `loads`."""
     holders = kind.source.holders
-    copies = np.array([len(ranks) for ranks in holders], np.int64)
-    alone = copies[part] == 1
+    alone = kind.source.copies[part] == 1
     first = np.array([ranks[0] if len(ranks) else NOWHERE for ranks in holders], np.int64)
     one = part[alone]
     made = [(first[one], receiver[alone], np.zeros(len(one), np.int64), wanted[alone])]

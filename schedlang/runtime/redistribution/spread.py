@@ -22,6 +22,86 @@ Array = Any  # of numpy, of whole numbers
 NOWHERE = -1
 
 
+class Parts(Sequence[Part]):
+    """Parts of tensors of one shape: for each dim, numbers of cells and the cells themselves.
+
+    Thousands of boxes are a few arrays, and none an object until it is asked for.
+
+    numbers   of each part, a column for each dim: which of its cells
+    cells     for each dim all cells as rows, rising by number: number, place in the part, place in
+              the whole, length
+    """
+
+    def __init__(self, numbers: Array, cells: Sequence[Array]) -> None:
+        self.numbers, self.cells = numbers, tuple(cells)
+
+    @staticmethod
+    def of(parts: Sequence[Part], dims: int) -> Parts:
+        """Parts that are objects, as arrays."""
+        if isinstance(parts, Parts):
+            return parts
+        numbers, cells = np.empty((len(parts), dims), np.int64), []
+        for dim in range(dims):
+            known: dict[tuple[Cell, ...], int] = {}
+            numbers[:, dim] = [known.setdefault(part[dim], len(known)) for part in parts]
+            rows = [(k, *cell) for one, k in known.items() for cell in one]
+            cells.append(np.array(rows, np.int64).reshape(-1, 4))
+        return Parts(numbers, cells)
+
+    @staticmethod
+    def boxes(corners: Array, sizes: Array) -> Parts:
+        """Boxes, each a row of where it begins and a row of its size."""
+        numbers = np.zeros(corners.shape, np.int64)
+        numbers[:] = np.arange(len(corners))[:, None]
+        alike = ((corners == corners[:1]) & (sizes == sizes[:1])).all(0)
+        numbers[:, alike] = 0  # a dim that is not cut has one number
+        rows = np.zeros((*corners.shape, 4), np.int64)
+        rows[..., 0], rows[..., 2], rows[..., 3] = numbers, corners, sizes
+        cells = []
+        for dim, same in enumerate(alike.tolist()):
+            some = rows[:1, dim] if same else rows[:, dim]
+            cells.append(some[some[:, 3] > 0])
+        return Parts(numbers, cells)
+
+    def some(self, places: Sequence[int]) -> Parts:
+        """The parts at these places."""
+        return Parts(self.numbers[list(places)], self.cells)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, k: Any) -> Any:
+        found = []
+        for number, rows in zip(self.numbers[k].tolist(), self.cells):
+            low, high = np.searchsorted(rows[:, 0], (number, number + 1))
+            found.append(tuple(map(tuple, rows[low:high, 1:].tolist())))
+        return tuple(found)
+
+    @cached_property
+    def sizes(self) -> Array:
+        """The number of elements in each part."""
+        found = np.ones(len(self), np.int64)
+        for numbers, rows in zip(self.numbers.T, self.cells):
+            each = np.zeros(_most(numbers, rows), np.int64)
+            np.add.at(each, rows[:, 0], rows[:, 3])
+            found *= each[numbers]
+        return found
+
+    @cached_property
+    def _key(self) -> tuple[bytes, ...]:
+        return self.numbers.tobytes(), *(rows.tobytes() for rows in self.cells)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or isinstance(other, Parts) and self._key == other._key
+
+
 @dataclass(frozen=True, eq=False)
 class Spread:
     """The places of tensors of one shape on the ranks of a job.
@@ -31,7 +111,7 @@ class Spread:
     """
 
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: Parts
     of: Array
 
     @cached_property
@@ -51,16 +131,21 @@ class Spread:
         return np.flatnonzero(self.of != NOWHERE)
 
     @cached_property
+    def copies(self) -> Array:
+        """The number of ranks that hold each part."""
+        return np.bincount(self.of[self.held], minlength=len(self.parts))
+
+    @cached_property
     def holders(self) -> list[Array]:
         """The ranks that hold each part, rising."""
         order = np.argsort(self.of, kind="stable")
         ends = np.searchsorted(self.of[order], np.arange(len(self.parts) + 1))
         return [order[low:high] for low, high in itertools.pairwise(ends)]
 
-    @cached_property
+    @property
     def sizes(self) -> Array:
         """The number of elements in each part."""
-        return np.array([count(part) for part in self.parts], np.int64)
+        return self.parts.sizes
 
 
 def count(part: Part) -> int:
@@ -72,7 +157,7 @@ def everywhere(shape: Sequence[int], ranks: Sequence[int], world: int) -> Spread
     """Hold the whole on each of some ranks."""
     of = np.full(world, NOWHERE, np.int32)
     of[list(ranks)] = 0
-    return Spread(tuple(shape), (whole(shape),), of)
+    return Spread(tuple(shape), Parts.of((whole(shape),), len(shape)), of)
 
 
 def whole(shape: Sequence[int]) -> Part:
@@ -85,40 +170,29 @@ def box_part(corner: Sequence[int], size: Sequence[int]) -> Part:
     return tuple(((0, at, n),) if n else () for at, n in zip(corner, size))
 
 
-def volumes(a: Sequence[Part], b: Sequence[Part], dims: int) -> Array:
+def _most(numbers: Array, rows: Array) -> int:
+    """The count of cells' numbers: of parts, and of those that none of these parts has."""
+    return max(int(numbers.max(initial=-1)), int(rows[:, 0].max(initial=-1))) + 1
+
+
+def volumes(a: Parts, b: Parts) -> Array:
     """The number of elements that each part of `a` has in common with each of `b`."""
     found = np.ones((len(a), len(b)), np.int64)
-    for dim in range(dims):
-        ours, mine = _numbered([part[dim] for part in a])
-        theirs, yours = _numbered([part[dim] for part in b])
-        found *= _common(ours, theirs)[np.ix_(mine, yours)]
+    for ours, theirs, mine, yours in zip(a.cells, b.cells, a.numbers.T, b.numbers.T):
+        sizes = _most(mine, ours), _most(yours, theirs)
+        found *= _common(ours, theirs, np.zeros(sizes, np.int64))[np.ix_(mine, yours)]
     return found
 
 
-def _numbered(found: list[tuple[Cell, ...]]) -> tuple[list[tuple[Cell, ...]], Array]:
-    """The distinct ones, and the number of each."""
-    numbers: dict[tuple[Cell, ...], int] = {}
-    places = [numbers.setdefault(one, len(numbers)) for one in found]
-    return list(numbers), np.array(places, np.int64)
-
-
-def _common(a: list[tuple[Cell, ...]], b: list[tuple[Cell, ...]]) -> Array:
-    """Count the indices of one dim that two runs of cells share, for all pairs."""
-    one, low, high = _flat(a)
-    other, start, end = _flat(b)
-    found = np.zeros((len(a), len(b)), np.int64)
-    for k in range(0, len(one), 256):  # some rows at a time: memory stays small
-        few = slice(k, k + 256)
-        shared = np.minimum(high[few, None], end) - np.maximum(low[few, None], start)
+def _common(a: Array, b: Array, found: Array) -> Array:
+    """Count the indices of one dim that cells of two numbers share, for all pairs."""
+    for k in range(0, len(a), 256):  # some rows at a time: memory stays small
+        one, _, low, length = a[k : k + 256, :, None].swapaxes(0, 1)
+        other, _, start, more = b.T
+        shared = np.minimum(low + length, start + more) - np.maximum(low, start)
         at, to = np.nonzero(shared > 0)
-        np.add.at(found, (one[few][at], other[to]), shared[at, to])
+        np.add.at(found, (one[at, 0], other[to]), shared[at, to])
     return found
-
-
-def _flat(found: list[tuple[Cell, ...]]) -> tuple[Array, Array, Array]:
-    rows = [(k, at, at + n) for k, cells in enumerate(found) for _, at, n in cells]
-    table = np.array(rows, np.int64).reshape(-1, 3)
-    return table[:, 0], table[:, 1], table[:, 2]
 
 
 @dataclass(frozen=True)

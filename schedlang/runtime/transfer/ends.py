@@ -20,7 +20,7 @@ from schedlang.runtime.checkpointing.moments import Moments, moment_parts, named
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.program import Program
 from schedlang.runtime.redistribution.route import Lying
-from schedlang.runtime.redistribution.spread import NOWHERE, Part, Spread, whole
+from schedlang.runtime.redistribution.spread import NOWHERE, Part, Parts, Spread, whole
 from schedlang.runtime.storage.offloaded_gradients import local
 
 Ranks = Sequence[int]
@@ -162,7 +162,8 @@ def state_tensors(told: Sequence[tuple[ToldState, Ranks]], world: int) -> Tensor
             of = np.full(world, NOWHERE, np.int32)
             for number, ranks in enumerate(places[name].values()):
                 of[ranks] = number
-            shared[key] = Spread(shape, tuple(places[name]), of)
+            parts = Parts.of(tuple(places[name]), len(shape))
+            shared[key] = Spread(shape, parts, of)
         lying[name] = Lying(shared[key], size_of(dtype))
     also = {other: name for state, _ in told for other, name in state.also if other not in lying}
     return Tensors(lying, {name: dtype for name, (_, dtype) in known.items()}, also)

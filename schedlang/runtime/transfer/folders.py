@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -22,17 +21,15 @@ from schedlang.runtime.checkpointing.boxes import (
 from schedlang.runtime.checkpointing.index import Unreadable
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.initial.converted import named, other_names
-from schedlang.runtime.initial.stored import KINDS, read_box, stored
+from schedlang.runtime.initial.stored import KINDS, read_part, stored
 from schedlang.runtime.initial.weights import heads_of, is_weights
 from schedlang.runtime.redistribution.route import Lying
 from schedlang.runtime.redistribution.spread import (
     NOWHERE,
     Part,
     Spread,
-    box_part,
     copied,
     everywhere,
-    overlaps,
 )
 from schedlang.runtime.storage.folder import together
 from schedlang.runtime.transfer.ends import Tensors, size_of
@@ -119,15 +116,7 @@ class Safetensors:
 
     def _read(self, wanted: Sequence[Wanted]) -> None:
         for name, local, part in wanted:
-            one = self._tensors[name]
-            whole = tuple(one.shape)
-            rows = max(self.most // max(math.prod(whole[1:]) * local.element_size(), 1), 1)
-            for at in range(0, whole[0], rows) if whole else (0,):
-                corner = [at, *(0 for _ in whole[1:])] if whole else []
-                size = [min(rows, whole[0] - at), *whole[1:]] if whole else []
-                for box in overlaps(box_part(corner, size), part):
-                    low = [o + c for o, c in zip(box.here, corner)]
-                    box.view(local, box.there).copy_(read_box(one, low, box.size))
+            read_part(self._tensors[name], local, part, self.most)
 
 
 Folder = Checkpoint | Safetensors

@@ -24,7 +24,7 @@ from schedlang.diagnostics.diagnostic import (
 )
 from schedlang.runtime import device as devices
 from schedlang.runtime.checkpointing.archive import check_moments
-from schedlang.runtime.checkpointing.boxes import reason
+from schedlang.runtime.checkpointing.boxes import no_memory, reason, starved
 from schedlang.runtime.checkpointing.moments import Moments, described, put_back
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.comm.agreement import checksum
@@ -482,6 +482,8 @@ def _model(b: object) -> tuple[nn.Module | None, bool]:
 
 
 def _unread(path: Path, error: BaseException) -> Diagnostic:
+    if no_memory(error):
+        return starved(path, error)
     helps = ("give a folder that `program.save`, `program.export` or `save_pretrained` wrote",)
     return Diagnostic("S633", f"cannot read `{path}`", notes=(reason(error),), helps=helps)
 

@@ -186,7 +186,7 @@ class Communicator(Group):
         self, kind: str, tensors: Sequence[Tensor], peer: int, key: int
     ) -> tuple[Work, Transfer]:
         ins, outs = (tensors, []) if kind == "send" else ([], tensors)
-        work = Work(self, kind, ins, outs, asynchronous=True)
+        work = Work(self, kind, ins, outs, asynchronous=True, queue=key)
         staged = (work.staged_in or work.staged_out)[0]
         number = self._sent.get((key, kind, peer), 0) + 1
         self._sent[key, kind, peer] = number

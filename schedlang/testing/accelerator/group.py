@@ -124,12 +124,13 @@ class Work:
         asynchronous: bool,
         told: Any = None,
         device: int | None = None,
+        queue: int | None = None,
     ) -> None:
         core = State.core
         self.group, self.name, self.outs = group, name, list(outs)
         self.device = group.checked(name, [*ins, *outs]) if device is None else device
         now = core.current_stream(self.device)
-        self.stream = group.stream(self.device) if asynchronous else now
+        self.stream = group.stream(self.device, queue) if asynchronous else now
         if asynchronous:
             core.stream_waits(self.device, self.stream, core.snapshot(self.device, now))
             stream = torch.Stream(
@@ -256,7 +257,7 @@ communicators: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 class Group:
-    """The ranks of a communicator: its queues, its stream, and what each rank is at."""
+    """The ranks of a communicator: its queues, their streams, and what each rank is at."""
 
     def __init__(
         self, store: Any, rank: int, ranks: Sequence[int], timeout: Any, name: str
@@ -273,7 +274,7 @@ class Group:
         self.failed: RuntimeError | None = None
         self.latest: list[Any] = []
         self._numbers = itertools.count(1)
-        self._streams: dict[int, int] = {}
+        self._streams: dict[tuple[int, int], int] = {}
         self._batch: list[Any] | None = None
         self._sent: dict[tuple[int, str, int], int] = {}
         self._queues: dict[int, Queue] = {}
@@ -315,11 +316,12 @@ class Group:
         """A group that was bound to a device has one queue: also for single sends and receives."""
         self.eager = True
 
-    def stream(self, device: int) -> int:
-        """The stream of this group on a device."""
-        if device not in self._streams:
-            self._streams[device] = State.core.new_stream(device)
-        return self._streams[device]
+    def stream(self, device: int, queue: int | None = None) -> int:
+        """The stream of a queue on a device: toward a peer, or (none) that of all."""
+        key = (device, self.size if queue is None else queue)
+        if key not in self._streams:
+            self._streams[key] = State.core.new_stream(device)
+        return self._streams[key]
 
     def publish_before(self, new: Work, tensors: Sequence[Tensor]) -> None:
         """Publish the results of earlier work on the same stream that the new work reads or

@@ -1,0 +1,91 @@
+"""What a failure says of the first module, and of parts of the batch: only what is so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from schedlang import TrainingProgram, verify_program
+from schedlang.report import Report
+from schedlang.runtime.launch.pool import Pool
+from tests.judging import net
+from tests.judging.catches import lost_window, pipeline_accumulated
+
+
+def _said(report: Report) -> dict[str, str]:
+    assert report.exit_code == 1, str(report)
+    return dict(report.localised)
+
+
+def _of(catch: Any, pool: Pool) -> dict[str, str]:
+    torch.manual_seed(0)
+    options = {"model": catch.model(), "batch": catch.batch, "loss": catch.loss}
+    return _said(verify_program(catch.wrong, **options, ranks=2, pool=pool))
+
+
+def test_what_a_pipeline_makes_to_learn_shapes_is_no_output(pool: Pool) -> None:
+    """All modules are right, and the schedule scales what they give: that alone is said."""
+    said = _of(pipeline_accumulated, pool)
+    assert "first module" not in said, said
+    assert "2 parts of the batch count 0.5, 1 times what they should" in said["gradients"]
+
+
+def test_places_that_are_wrong_are_no_rounding(pool: Pool) -> None:
+    """A word that sees too much is off by as much as a rounding would be, and is no rounding."""
+    said = _of(lost_window, pool)["first module"]
+    assert "the output of `inner`: right, but for places [2] of dim 1" in said
+    assert "rounding" not in said
+
+
+def _accumulated(micro: int, weigh: bool) -> Any:
+    """A step of one rank in micro-batches: the mean of their means, or each by its labels."""
+
+    def program(model: Any) -> TrainingProgram:
+        def step(batch: Any) -> Any:
+            total = torch.zeros((), dtype=torch.float64)
+            for place in range(micro):
+                part = net.part(batch, place, micro)
+                one = net.loss(model(part["ids"]), part) / micro
+                if weigh:
+                    one = net.share(model(part["ids"]), part, batch)
+                one.backward()
+                total += one.detach()
+            return total
+
+        return TrainingProgram(model, step)
+
+    return program
+
+
+def test_micro_batches_that_weigh_otherwise_are_told(pool: Pool) -> None:
+    """Each has its own factor: none of them is wrong "everywhere"."""
+    for micro in (2, 4):
+        torch.manual_seed(0)
+        original = {"model": net.Net(), "batch": net.batch, "loss": net.loss}
+        report = verify_program(_accumulated(micro, False), **original, ranks=1, pool=pool)
+        said = _said(report)
+        first = said["first module"]
+        assert "the loss: the gradient that it sends back" in first and "everywhere" not in first
+        assert f"its {micro} parts of the batch have " in first, first
+        assert f"the plain mean of what {micro} parts of the batch give" in said["gradients"], said
+        report = verify_program(_accumulated(micro, True), **original, ranks=1, pool=pool)
+        assert report.ok, str(report)
+
+
+def test_sums_of_parts_with_other_weights_are_told(pool: Pool) -> None:
+    """Weights that are neither right nor alike: by how much each is off."""
+
+    def program(model: Any) -> TrainingProgram:
+        def step(batch: Any) -> Any:
+            shares = [net.part(batch, k, 2) for k in range(2)]
+            found = [net.share(model(one["ids"]), one, batch) for one in shares]
+            (found[0] + 3 * found[1]).backward()
+            return found[0] + found[1]
+
+        return TrainingProgram(model, step)
+
+    torch.manual_seed(0)
+    original = {"model": net.Net(), "batch": net.batch, "loss": net.loss}
+    said = _said(verify_program(program, **original, ranks=1, pool=pool))
+    assert "2 parts of the batch count 1, 3 times what they should" in said["gradients"], said
