@@ -414,7 +414,7 @@ def check_job(plan: Plan, on_meta: bool = False) -> Ranks:
     if on_meta:
         return Ranks(plan.mesh)
     lies = next((one.device for one in plan.model.model.parameters()), None)
-    return Ranks(plan.mesh, world.here().home(lies))
+    return Ranks(plan.mesh, world.here().device_for(lies))
 
 
 # -- what lies where ---------------------------------------------------------------------------

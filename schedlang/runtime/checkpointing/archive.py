@@ -460,8 +460,8 @@ def _boxed(program: Program, model: _Model, moments: _Moments) -> list[Boxed]:
     mesh, rank = a.ranks.mesh, a.ranks.rank
 
     def boxed(path: tuple[str, ...], holding: Holding, part: Tensor) -> Boxed:
-        lies, speaks = holding.part(mesh, rank), holding.primary(mesh, rank)
-        return Boxed(path, part, holding.layout.shape, lies, speaks)
+        lies, primary = holding.part(mesh, rank), holding.primary(mesh, rank)
+        return Boxed(path, part, holding.layout.shape, lies, primary)
 
     where = {n: a.holdings.get(n) or a.buffer_holding(n, part.shape) for n, part in model.items()}
     found = [boxed(("model", name), where[name], part) for name, part in model.items()]

@@ -84,7 +84,7 @@ class Background:
         found, streams = [], {}
         with plain_torch(), torch.no_grad():
             for place, one in enumerate(tensors):
-                if not one.speaks:
+                if not one.primary:
                     continue
                 lies = one.local.detach()
                 into = self.copies.get(place)

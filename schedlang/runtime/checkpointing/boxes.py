@@ -79,17 +79,17 @@ _DCP_VERSION = "1.0.0"
 class Boxed:
     """A whole tensor by its part on this rank.
 
-    path    its place in the nested dict that DCP's own tools make of a folder
-    local   the part, plain; read into in place
-    shape   of the whole; `part`: where the elements of `local` lie in it
-    speaks  does this rank write it?
+    path     its place in the nested dict that DCP's own tools make of a folder
+    local    the part, plain; read into in place
+    shape    of the whole; `part`: where the elements of `local` lie in it
+    primary  does this rank write it?
     """
 
     path: Path_
     local: Tensor
     shape: tuple[int, ...]
     part: Part
-    speaks: bool = True
+    primary: bool = True
 
     @property
     def key(self) -> str:
@@ -97,10 +97,10 @@ class Boxed:
         return ".".join(self.path)
 
 
-def held_whole(path: Path_, tensor: Tensor, *, speaks: bool = True) -> Boxed:
+def held_whole(path: Path_, tensor: Tensor, *, primary: bool = True) -> Boxed:
     """A tensor that every rank holds as it is."""
     shape = tuple(tensor.shape)
-    return Boxed(path, tensor, shape, whole(shape), speaks)
+    return Boxed(path, tensor, shape, whole(shape), primary)
 
 
 @contextmanager
@@ -149,7 +149,7 @@ def write(
         for key, path, value in ((".".join(path), path, value) for path, value in values.items()):
             done.values[key] = writer.item(name, value)
             done.paths[key] = path
-        for tensor in (tensor for tensor in tensors if tensor.speaks):
+        for tensor in (tensor for tensor in tensors if tensor.primary):
             rows = []
             for box in overlaps(tensor.part, whole(tensor.shape)):
                 part = _packed(box.view(tensor.local, box.here))

@@ -299,8 +299,8 @@ def residue_tensors(program: Program) -> list[Boxed]:
             found.append(_errors(program, name, memory.error[None], (place,), places))
         if memory.q is not None:
             path = (*STARTS, f"{name} {_part(program, name)}")
-            speaks = _speaks(program, name) and _place(program) == 0
-            found.append(held_whole(path, memory.q, speaks=speaks))
+            primary = _primary(program, name) and _place(program) == 0
+            found.append(held_whole(path, memory.q, primary=primary))
     return found
 
 
@@ -356,7 +356,7 @@ def _errors(
     at = tuple((at, place, 1) for at, place in enumerate(places))
     part = (at, *holding.part(mesh, rank))
     lies = held.reshape(len(places), *local(a.parameters[name]).shape)
-    return Boxed((*ERRORS, name), lies, (count, *shape), part, _speaks(program, name))
+    return Boxed((*ERRORS, name), lies, (count, *shape), part, _primary(program, name))
 
 
 def _place(program: Program) -> int:
@@ -366,7 +366,7 @@ def _place(program: Program) -> int:
     return a.ranks.mesh.index(a.ranks.rank, a.compressor.group.axes)
 
 
-def _speaks(program: Program, name: str) -> bool:
+def _primary(program: Program, name: str) -> bool:
     """Return whether this rank speaks for its part, among those at its place."""
     a = program.assembly
     assert a.compressor is not None

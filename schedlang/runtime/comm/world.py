@@ -83,7 +83,7 @@ class World:
             return self.made([tuple(range(self.size))])
         return dist.group.WORLD if self.size > 1 else None
 
-    def home(self, lies: torch.device | None) -> torch.device:
+    def device_for(self, lies: torch.device | None) -> torch.device:
         """The device on which this rank computes a model that lies there.
 
         The model's own, if the world serves it.  Of several accelerators the one that the world was

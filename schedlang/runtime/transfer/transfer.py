@@ -433,7 +433,7 @@ def _wire(kinds: set[str], ends: Sequence[End | None]) -> torch.device:
         if wire(torch.device(kind)) != devices.HOST:
             own = [t.device for end in ends if end is not None for t in end.local().values()]
             mine = next((one for one in own if one.type == kind), None)
-            return mine if mine is not None else comm.here().home(torch.device(kind))
+            return mine if mine is not None else comm.here().device_for(torch.device(kind))
     return devices.HOST
 
 
