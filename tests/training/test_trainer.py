@@ -100,9 +100,11 @@ def _run(rank: int, folder: Path | None, heard: Path, steps: int, more: dict[str
     """Train, and end at a moment if one is given."""
     more = dict(more)
     moment, who = more.pop("dies", (None, 0))
+    end = threading.Timer(moment or 0.0, os.kill, (os.getpid(), signal.SIGKILL))
     if moment is not None and rank == who:
-        threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        end.start()
     program = trainer(folder, heard, steps, **more).fit()
+    end.cancel()  # who came through lives: this rank runs the next job
     return program.step, program.state_dict()
 
 
