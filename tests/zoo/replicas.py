@@ -166,7 +166,7 @@ def tail_lost(patch: Patch, site: Site) -> None:
         if not found.shape:
             return found
         parts = tuple(shorter(part, found.shape[0]) for part in found.parts)
-        return holding.Spread(found.shape, parts, found.of)
+        return holding.Spread(found.shape, holding.Parts.of(parts, len(found.shape)), found.of)
 
     patch.setattr(holding.Holding, "spread", spread)
 
