@@ -191,11 +191,11 @@ def telling(make: Make, what: str, rank: int) -> Iterator[None]:
         yield
     except Refusal:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _told(error, make, what, rank) from error
 
 
-def _told(error: Exception, make: Make, what: str, rank: int) -> Refusal:
+def _told(error: BaseException, make: Make, what: str, rank: int) -> Refusal:
     file = file_of(make)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if file and os.path.abspath(frame.filename) == file]
@@ -213,11 +213,13 @@ def _told(error: Exception, make: Make, what: str, rank: int) -> Refusal:
         )
         return Refusal(Diagnostic("S765", title, label, notes=tuple(notes), helps=helps))
     title = f"`{what}` raises {said} on rank {rank}"
-    refusal = Refusal(Diagnostic("S762", title, label, notes=tuple(notes), helps=(_HELPS[what],)))
+    helps = (_RETURN if isinstance(error, SystemExit) else _HELPS[what],)
+    refusal = Refusal(Diagnostic("S762", title, label, notes=tuple(notes), helps=helps))
     refusal.consequence = is_consequence(error)  # type: ignore[attr-defined]
     return refusal
 
 
+_RETURN = "the judge goes on after this call: let it return, and leave `sys.exit` to the script"
 _HELPS = {
     "program": "it is called on every rank with a copy of the model in float64, on the CPU",
     "step": "it is called on every rank with the whole batch, and takes its part of it",

@@ -87,6 +87,11 @@ REFUSED = {
         "S762",
         "`step` raises ValueError: no data on rank 1",
     ),
+    "ends by itself": (
+        stepping("raise SystemExit(0)"),
+        "S762",
+        "`step` raises SystemExit: 0 on rank",
+    ),
     "a GPU": ("    model.cuda()\n" + RIGHT, "S765", "asks for a GPU"),
     "a batch changed in place": (
         stepping("batch['target'].mul_(2)"),

@@ -225,6 +225,7 @@ def account(code: int, log: Path) -> str:
     threads; of it the one is told in which the signal came, or else the main one.
     """
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    how += " before its work was done" if code == 0 else ""
     text = log.read_text(errors="replace").strip() if log.exists() else ""
     words, fatal, dump = text.rpartition(_DUMP) if code < 0 else (text, "", "")
     if not fatal:
