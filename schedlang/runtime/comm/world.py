@@ -487,8 +487,8 @@ def kinds(value: T) -> list[tuple[T, tuple[int, ...]]]:
         found = []
         for row, ranks in first.items():
             size = int.from_bytes(row[_DIGEST:], "little")
-            here_ = data if row == rows[world.rank] else bytes(size)
-            told = world.told.once(group, row, here_, number(ranks[0]) if len(first) > 1 else None)
+            held = data if row == rows[world.rank] else bytes(size)
+            told = world.told.once(group, row, held, number(ranks[0]) if len(first) > 1 else None)
             found.append((pickle.loads(told), tuple(ranks)))
         return found
 
