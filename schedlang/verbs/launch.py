@@ -248,7 +248,8 @@ def _slurm(job: Job) -> str:
             *(f"#SBATCH --{option}" for option in options),
             *(f"# {note}" for note in job.notes),
             "set -euo pipefail",
-            'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            # sed reads to the end: under `pipefail`, a reader that leaves early fails the line
+            'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
             *(f"export {name}={value}" for name, value in _environment(job).items()),
             # one node that fails ends the step on all, and the job with its exit code
             f"srun --kill-on-bad-exit=1 {_words(job.torchrun(*where))}",

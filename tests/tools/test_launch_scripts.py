@@ -135,7 +135,7 @@ def test_batch_script_trains(tmp_path: Path) -> None:
     assert "#SBATCH --time=1:02:03\n" in script
     assert "gpus" not in script
     for name, text in {
-        "scontrol": "echo localhost; echo other",
+        "scontrol": "echo localhost; seq 100000",  # names of more nodes than a pipe holds
         "srun": 'shift; exec "$@"',
     }.items():
         stand_in = tmp_path / name
