@@ -8,7 +8,7 @@ they are made: a rank has those of its layers, of its heads, and of its rows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +16,11 @@ from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.comm.agreement import Item, agree, checksum
+from schedlang.runtime.device import default_generators
 
 if TYPE_CHECKING:
     from schedlang.runtime.assembly import Assembly
+    from schedlang.runtime.device import States
 
 Run = Callable[[Mapping[str, Any], Callable[[int], Mapping[str, Any]]], Any]
 
@@ -40,8 +42,10 @@ def generate(a: Assembly, run: Run, inputs: Tensor | None, options: dict[str, An
     follow, and S650 where ranks are given different prompts.
     """
     model: Any = a.module
-    _check(a, model, options)
-    _alike(inputs, options)
+    config = options.get("generation_config") or getattr(model, "generation_config", None)
+    _check(a, model, {name: options.get(name, getattr(config, name, None)) for name in APART})
+    samples = options.get("do_sample", getattr(config, "do_sample", False))
+    _alike(inputs, options, default_generators([a.ranks.device]) if samples else [])
     return _facade(a, model, run).generate(inputs, **options)
 
 
@@ -61,15 +65,13 @@ def _check(a: Assembly, model: Any, options: Mapping[str, Any]) -> None:
             f"`{a.context[0]}` splits sequences, and one more token at a time cannot be split",
             "load the state into a program without that axis: `schedlang.transfer`",
         )
-    config = options.get("generation_config") or model.generation_config
-    asked = {**{name: getattr(config, name, None) for name in APART}, **options}
     for name, help_ in APART.items():
-        if asked.get(name) is not None:
+        if options.get(name) is not None:
             raise _refused(f"`{name}` is not followed", help_)
 
 
-def _alike(inputs: Tensor | None, options: Mapping[str, Any]) -> None:
-    """Raise Refusal S650 where ranks are given other prompts, settings or states of a generator."""
+def _alike(inputs: Tensor | None, options: Mapping[str, Any], generators: Sequence[States]) -> None:
+    """Raise Refusal S650 where ranks are given other prompts, settings or states of generators."""
     tensors = {
         name: checksum(value)
         for name, value in {"inputs": inputs, **options}.items()
@@ -81,14 +83,14 @@ def _alike(inputs: Tensor | None, options: Mapping[str, Any]) -> None:
         if isinstance(value, (bool, int, float, str, list, tuple, type(None)))
     }
     helps = ("give the same prompts and settings on every rank",)
-    seeds = {"of the CPU": checksum(torch.get_rng_state())}
+    states = {str(k): checksum(one.get_state()) for k, one in enumerate(generators)}
     agree(
         [
             Item("prompt", tensors, shown=False, helps=helps),
             Item("settings of generation", plain, helps=helps),
             Item(
                 "generator of random numbers",
-                seeds if options.get("do_sample") else {},
+                states,
                 shown=False,
                 helps=("call `torch.manual_seed` with one number on all ranks before sampling",),
             ),
@@ -102,9 +104,11 @@ def _refused(title: str, help_: str) -> Refusal:
 
 def _facade(a: Assembly, model: Any, run: Run) -> Any:
     """The model as transformers' loop sees it: its forward is the program's, on whole batches."""
+    from transformers.cache_utils import DynamicCache
+
     kind: Any = type(model)
-    shares, replicas, _ = a.parts
-    least, cache_class = replicas * a.micro, _cache_class()
+    _, replicas, _ = a.parts
+    least = replicas * a.micro
 
     @functools.wraps(kind.forward)
     def forward(self: Any, **inputs: Any) -> Any:
@@ -126,13 +130,13 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
         for name in CACHES:
             if (made := given.get(name)) is None:
                 continue
-            if type(made) is not cache_class.__base__:
+            if type(made) is not DynamicCache:
                 raise _refused(
                     f"a cache of the kind `{type(made).__name__}` is not followed",
                     "leave out `cache_implementation` and caches of your own: this one keeps"
                     " all keys and values",
                 )
-            given[name] = cache_class()
+            given[name] = _cache_class()()
 
     more = {
         "forward": forward,
@@ -160,71 +164,72 @@ def _enough_rows(inputs: Mapping[str, Any], least: int) -> tuple[dict[str, Any],
     return {name: filled(value) for name, value in inputs.items()}, rows
 
 
+class Kept:
+    """Keys and values of a microbatch, of the layers that run here; lengths are told for all.
+
+    seen  tokens that all layers have had
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+        self._whole = self
+        self._lines: dict[int, tuple[Tensor, Tensor]] = {}
+        self._parts: dict[int, Kept] = {}
+
+    def part(self, microbatch: int) -> Kept:
+        """The cache of a microbatch."""
+        if microbatch not in self._parts:
+            self._parts[microbatch] = made = type(self)()
+            made._whole = self
+        return self._parts[microbatch]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The new keys and values behind those before; a run for shapes leaves no trace."""
+        if key_states.is_meta:
+            before = [
+                new.new_empty((*new.shape[:-2], self._whole.seen, new.shape[-1]))
+                for new in (key_states, value_states)
+            ]
+        else:
+            before = list(self._lines.get(layer_idx, ()))
+        keys, values = key_states, value_states
+        if before:
+            keys, values = torch.cat([before[0], keys], -2), torch.cat([before[1], values], -2)
+        if not key_states.is_meta:
+            self._lines[layer_idx] = keys, values
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens before these: alike for all layers, also of one that has had these already."""
+        return self._whole.seen
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Keys that the next tokens see; their first is the first of the sequence."""
+        return self._whole.seen + query_length, 0
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Nothing of it: outputs are handed to other ranks, and it stays where it is."""
+        return type(None), ()
+
+    def _other(self, *_: Any, **__: Any) -> Any:
+        raise _refused(
+            "this model keeps more than keys and values between tokens, or moves their rows",
+            "`use_cache=False` makes every token from the whole sequence",
+        )
+
+    update_conv_state = update_recurrent_state = update_indexer = _other
+    get_conv_state = get_recurrent_state = has_previous_state = _other
+    reorder_cache = crop = batch_repeat_interleave = batch_select_indices = _other
+
+
 @functools.cache
 def _cache_class() -> Any:
     """Made when first asked for: transformers is imported for its own models only."""
     from transformers.cache_utils import DynamicCache
 
-    class Cache(DynamicCache):  # type: ignore[misc]
-        """Keys and values of a microbatch, of the layers that run here; lengths are told for all.
-
-        seen  tokens that all layers have had
-        """
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen = 0
-            self._whole = self
-            self._lines: dict[int, tuple[Tensor, Tensor]] = {}
-            self._parts: dict[int, Cache] = {}
-
-        def part(self, microbatch: int) -> Cache:
-            """The cache of a microbatch."""
-            if microbatch not in self._parts:
-                self._parts[microbatch] = made = type(self)()
-                made._whole = self
-            return self._parts[microbatch]
-
-        def update(
-            self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-        ) -> tuple[Tensor, Tensor]:
-            """The new keys and values behind those before; a run for shapes leaves no trace."""
-            if key_states.is_meta:
-                before = [
-                    new.new_empty((*new.shape[:-2], self._whole.seen, new.shape[-1]))
-                    for new in (key_states, value_states)
-                ]
-            else:
-                before = list(self._lines.get(layer_idx, ()))
-            keys, values = key_states, value_states
-            if before:
-                keys, values = torch.cat([before[0], keys], -2), torch.cat([before[1], values], -2)
-            if not key_states.is_meta:
-                self._lines[layer_idx] = keys, values
-            return keys, values
-
-        def get_seq_length(self, layer_idx: int = 0) -> int:
-            """Tokens before these: alike for all layers, also of one that has had these already."""
-            return self._whole.seen
-
-        get_query_offset = get_seq_length
-
-        def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-            """Keys that the next tokens see; their first is the first of the sequence."""
-            return self._whole.seen + query_length, 0
-
-        def __reduce__(self) -> tuple[type, tuple[()]]:
-            """Nothing of it: outputs are handed to other ranks, and it stays where it is."""
-            return type(None), ()
-
-        def _other(self, *_: Any, **__: Any) -> Any:
-            raise _refused(
-                "this model keeps more than keys and values between tokens, or moves their rows",
-                "`use_cache=False` makes every token from the whole sequence",
-            )
-
-        update_conv_state = update_recurrent_state = update_indexer = _other
-        get_conv_state = get_recurrent_state = has_previous_state = _other
-        reorder_cache = crop = batch_repeat_interleave = batch_select_indices = _other
-
-    return Cache
+    return type("Cache", (Kept, DynamicCache), {})
