@@ -141,6 +141,7 @@ def bounds_of(
     autocast: torch.dtype | None = None,
     modes: Sequence[ModeOrFactory] = (),
     ranks: int = 1,
+    choosing: Callable[[int | None], ModeOrFactory] = lambda draw: nullcontext(),
 ) -> Bounds:
     """Tell the bounds of each tensor of any program that trains a model in a low dtype.
 
@@ -149,6 +150,7 @@ def bounds_of(
     autocast  what operators compute in, where that is another dtype
     modes     what the program runs under, such as no dropout
     ranks     of the program, on this machine: the model takes as many threads as one of them
+    choosing  what a run makes its choices under, of float64 (None) first, then of each draw
     Against the model in float64 from the same weights: the program need not run in it.
     """
 
@@ -169,9 +171,9 @@ def bounds_of(
 
     def run(draw: int) -> Observation:
         with threads_of_ranks(ranks), Nudged(draw) if draw else nullcontext():
-            return seen(model, told)
+            return seen(model, told, choosing(draw))
 
-    return Bounds(seen(as_float64(model), wide, Float64()), run)
+    return Bounds(seen(as_float64(model), wide, choosing(None), Float64()), run)
 
 
 def magnified(case: Case, told: Sequence[Condition], exact: Observation) -> Bounds:
