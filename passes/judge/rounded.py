@@ -8,10 +8,13 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.passes.judge.beside import alike, grouped, initial, of_saved, saved, with_own
 from schedlang.passes.judge.causes import causes
 from schedlang.passes.judge.choices import Choosing, Moment, Noted, Routes, untold
@@ -20,6 +23,7 @@ from schedlang.passes.judge.loaded import reloaded
 from schedlang.passes.judge.program import Make
 from schedlang.passes.judge.subject import Judged, Kept
 from schedlang.passes.verify.conditioning import Bounds
+from schedlang.passes.verify.eight_bits import FORMATS, KEPT, EightBits
 from schedlang.passes.verify.finite import check_original
 from schedlang.passes.verify.observe import HIDDEN, Batch, Condition, Observation, observe
 from schedlang.passes.verify.runs import unoffered
@@ -31,6 +35,7 @@ from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.rng.logical_dropout import Still, Undropped
 
+LOW = ("float32", "bfloat16", "float16")
 COPIES = 4.0  # roundings by which copies of one tensor on different ranks may differ
 
 
@@ -47,11 +52,14 @@ def judged_in(
 
     case  the original as it is given, in its own dtype
     told  the conditions of the judge in float64
+    dtype  of eight bits: that of operands of products, in a model that is kept in bfloat16
     Nothing drops on either side: masks are compared in float64 only.
     """
     batches = _every(told)
-    working = as_worked(replace(case, batches=batches, dtype=dtype))
+    kept_in = KEPT if dtype in FORMATS else dtype
+    working = as_worked(replace(case, batches=batches, dtype=_known(kept_in)))
     assert working is not None, "a judge in float64 is another"
+    rounding = partial(EightBits, dtype) if dtype in FORMATS else contextlib.nullcontext
     module = working.plan.model.model
     low = {id(wide): narrow for wide, narrow in zip(batches, working.batches)}
     told = [replace(one, batches=tuple(low[id(b)] for b in one.batches)) for one in told]
@@ -64,7 +72,8 @@ def judged_in(
 
     def against(choosing: Callable[[int | None], Choosing]) -> tuple[Bounds, Observation]:
         """The bounds of runs that choose so, and what is held against them."""
-        bounds = bounds_of(module, asked, case.loss, modes=quiet, ranks=ranks, choosing=choosing)
+        options: dict[str, Any] = {"modes": quiet, "ranks": ranks, "rounding": rounding}
+        bounds = bounds_of(module, asked, case.loss, choosing=choosing, **options)
         expected, actual = alike(bounds.exact, seen, kept)
         return replace(bounds, exact=expected, state=True), actual
 
@@ -80,7 +89,7 @@ def judged_in(
             held, more = untold(held, bounds.rows(against(again.otherwise)[0].exact))
             unsure += more
     rows = [*initial(module, kept), *held]
-    rows += [*_counts(bounds.exact, actual), *_copies(actual, dtype)]
+    rows += [*_counts(bounds.exact, actual), *_copies(actual, kept_in)]
     rows += saved(working, actual, kept, asked)
     rows += kept.loaded.rows(asked[-1]) if kept.loaded else ()
     facts = [("", f"{ranks} rank{'s' * (ranks > 1)}"), ("seed", str(case.seed))]
@@ -91,6 +100,15 @@ def judged_in(
     said = causes(rows, bounds, actual, kept, ranks) if wrong else ()
     report = Report(tuple(rows), facts=tuple(facts), gaps=gaps, unchecked=tuple(unsure))
     return replace(report, localised=said)
+
+
+def _known(dtype: str) -> str:
+    """The dtype; refuse (S704) one that no program is judged in."""
+    if dtype in LOW:
+        return dtype
+    title = f"`{dtype}` is not a dtype that programs are judged in"
+    helps = (f"choose one of {', '.join((*LOW, *FORMATS))}, or none: float64",)
+    raise Refusal(Diagnostic("S704", title, helps=helps))
 
 
 _DROPOUT = Gap("dropout", "dropout that is missing or scaled wrongly")

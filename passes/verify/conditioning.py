@@ -47,8 +47,8 @@ class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
     In the mean square that is what twelve roundings to the nearest do.  Numbers below the normal
     ones of a dtype move by the distance between two of them: a second moment in float16 is one or
     two of these, or nothing.  Whole numbers that the dtype has stay, and so does what stands for
-    infinity: no rounding makes them, a mask of 0 and 1 times other numbers is no mask.  Numbers in
-    float64 stay too, unless `wide`.
+    infinity: no rounding makes them, a mask of 0 and 1 times other numbers is no mask; of eight
+    bits only 0 does.  Numbers in float64 stay too, unless `wide`.
     """
 
     supports_higher_order_operators = True
@@ -81,11 +81,15 @@ class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if not unit > self._least:
             return  # no float, or float64
-        v = value.float() if value.dtype.itemsize == 1 else value
-        size, kind = v.abs(), torch.finfo(value.dtype)
-        most = kind.max / 4
+        few = value.dtype.itemsize == 1
+        v, kind = value.float() if few else value, torch.finfo(value.dtype)
+        size = v.abs()
         moved = torch.addcmul(v, size.clamp(min=2 * kind.smallest_normal), self._step(v, unit))
-        stays = (v.frac() == 0).logical_and_(size < 1 / unit).logical_or_(size > most)
+        if few:  # scaled for all that there is: most are whole, and the greatest are real ones
+            stays, moved = v == 0, moved.clamp(-kind.max, kind.max)
+        else:
+            stays = (v.frac() == 0).logical_and_(size < 1 / unit)
+            stays = stays.logical_or_(size > kind.max / 4)
         value.copy_(torch.where(stays, v, moved))
 
     def _step(self, like: Tensor, unit: float) -> Tensor:
