@@ -69,7 +69,7 @@ from schedlang.runtime.comm import world as comm
 from schedlang.runtime.float64 import Float64, as_float64
 from schedlang.runtime.float64 import widened as wide
 from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
-from schedlang.runtime.launch.pool import Pool, shared, temporary
+from schedlang.runtime.launch.pool import Hang, Pool, shared, temporary
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.rng.logical_dropout import Still, Undropped
 
@@ -77,6 +77,7 @@ MOST_RANKS = 8
 MASKS = "masks that differ between copies, or are alike where they should not be"
 IGNORED = -100  # the label that torch's losses leave out
 Progress = Callable[..., None]
+_CALLERS = ("judge/program.py", "judge/subject.py")  # of what a user wrote
 
 
 @dataclass(frozen=True)
@@ -116,15 +117,20 @@ def judge(
     _check_world(task.world)
     case = check_trained(_widened(task))
     progress("the original")
-    pool = pool or shared()
-    if task.dtype is not None:
-        given, told = _planned(task, task.original), _conditions(case, task)[0]
-        report = judged_in(task.dtype, given, told, task.make, task.world, pool, task.told)
-    else:
-        with temporary() as folder:
-            report = _compared(case, task, pool, progress, folder)
+    try:
+        report = _run(case, task, pool or shared(), progress)
+    except Hang as hang:
+        raise hang.of_users(_CALLERS) from None
     report = replace(report, title=title, command=command)
     return replace(report, seconds=time.perf_counter() - start)
+
+
+def _run(case: Case, task: Task, pool: Pool, progress: Progress) -> Report:
+    if task.dtype is not None:
+        given, told = _planned(task, task.original), _conditions(case, task)[0]
+        return judged_in(task.dtype, given, told, task.make, task.world, pool, task.told)
+    with temporary() as folder:
+        return _compared(case, task, pool, progress, folder)
 
 
 def _compared(case: Case, task: Task, pool: Pool, progress: Progress, folder: str) -> Report:

@@ -61,6 +61,10 @@ def kinds(
         key = Key(row.condition, "gradients", 0, row.name)
         want, got = expected.tensors.get(key), actual.tensors.get(key)
         copies = kept.of(row.condition, row.name)
+        if want is not None and got is not None and fits(got.double(), want.double()):
+            text = _of_copies(want.reshape(-1).double(), _clipped(copies, got))
+            found.setdefault(text, []).append(row.name)
+            continue
         counts = _counted(sizes, world, where, want, got)
         text = of_gradient(want, got, _clipped(copies, got), counts, means, row)
         found.setdefault(text, []).append(row.name)
@@ -119,12 +123,11 @@ def _first_gradients(wrong: Sequence[Row]) -> Iterator[Row]:
 
 
 def _gradient_of(row: Row) -> str:
-    """The parameter whose gradient a row is about; empty if it is about none."""
-    if row.kind == "gradients" and row.step == 0:
-        return row.name
-    if row.kind == "replicas" and row.step == 0 and row.name.startswith("gradient of "):
-        return row.name.removeprefix("gradient of ")
-    return ""
+    """The parameter whose gradient a row is about, or whose copies; empty if it is about none."""
+    if row.kind not in ("gradients", "replicas") or row.step != 0:
+        return ""
+    other = row.kind == "replicas" and (row.name == "loss" or row.name.startswith("buffer "))
+    return "" if other else row.name.removeprefix("gradient of ")
 
 
 def _said(text: str, names: Sequence[str], of: int) -> str:
@@ -245,9 +248,10 @@ def _of_group(want: Tensor, group: Sequence[Copy]) -> str:
     good = [copy for copy, value in zip(there, values) if fits(value, right)]
     bad = [copy for copy in group if not any(copy is one for one in good)]
     if good:
+        none = all(copy.held is None for copy in bad)
         return (
             f"only {_who(good)} {'has' if len(_ranks_of(good)) == 1 else 'have'} the right value: "
-            f"it is not the same on {_who(bad)}"
+            f"{'there is none' if none else 'it is not the same'} on {_who(bad)}"
         )
     one_rank = len({copy.rank for copy in group}) < len(group)
     where = "copies" if one_rank else "ranks"
@@ -322,7 +326,9 @@ def _of_loss(
         text += f": {found}"
     elif math.isclose(float(got - want), math.log(world), rel_tol=1e-6):
         text += f": the right value plus log(ranks) = log({world}), as if there were more classes"
-    elif len(set(kept.losses)) > 1:
+    elif len(set(kept.losses)) > 1 and 0.0 not in kept.losses:
+        text += f"; ranks return {', '.join(f'{one:.6g}' for one in kept.losses)}"
+    if 0.0 in kept.losses and any(kept.losses):
         text += f"; ranks return {', '.join(f'{one:.6g}' for one in kept.losses)}"
     yield "loss", text
 

@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from schedlang import TrainingProgram, verify_program
+from schedlang.passes.judge.kinds import of_gradient
 from schedlang.passes.judge.owners import Note, Notes, unmasked
 from schedlang.passes.judge.sights import Changed, Part, changes, seen_otherwise
 from schedlang.passes.judge.terms import Got, Tape, made_of
+from schedlang.report import Row
 from schedlang.runtime.launch.pool import Pool
 from tests.judging.catches import (
     accumulated_means,
@@ -27,6 +29,7 @@ from tests.judging.catches import (
 )
 
 RANKS = 2
+ROW = Row("SGD", "gradients", "bias", 1.0, 1e-9, False, 0)
 CAUSES = ("its derivative", "counts", "missing", "a term of", "zero is due", "depends on")
 
 
@@ -248,3 +251,18 @@ def test_microbatches_or_ranks(pool: Pool) -> None:
     said = judged(experts_doubled, experts_doubled.wrong, pool)
     assert "ranks = 2 times" in said["gradients"] and "microbatches" not in said["gradients"]
     assert "microbatches" not in judged(unsynchronised, unsynchronised.wrong, pool)["gradients"]
+
+
+# ---- Parts of a batch that weigh otherwise.
+
+
+def test_few_numbers_tell_the_weights_of_parts() -> None:
+    """Eight numbers of a bias are enough for four parts; what is no sum of them is not said so."""
+    torch.manual_seed(0)
+    parts = [torch.randn(8, dtype=torch.float64) for _ in range(4)]
+    want = sum(part * weight for part, weight in zip(parts, (0.1, 0.2, 0.3, 0.4)))
+    got = sum(part * weight for part, weight in zip(parts, (0.1, 0.2, 0.6, 0.0)))
+    said = of_gradient(want, got, [], {}, lambda *_: iter([parts]), ROW)
+    assert said == "4 parts of the batch count 1, 1, 2, 0 times what they should"
+    other = got + 1e-3 * parts[0].square()
+    assert "parts" not in of_gradient(want, other, [], {}, lambda *_: iter([parts]), ROW)
