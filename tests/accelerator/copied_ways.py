@@ -137,10 +137,10 @@ def everything() -> float:
 
 def saved_behind() -> float:
     """Saved while another step runs, and taken up as it was before that."""
-    made = built("blocks.*  checkpoint()")
+    made, given = built("blocks.*  checkpoint()"), {"x": rows(0).to(here())}
     with TemporaryDirectory() as folder:
         made.save(folder, wait=False)
-        made.train_step({"x": rows(0).to(here())})
+        made.train_step(given)
         made.saved()
         made.load(folder)
     return trained(made)
