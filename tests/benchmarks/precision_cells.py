@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,16 @@ import torch
 from schedlang import verify_program
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.prove import Case
+from schedlang.passes.verify.eight_bits import FORMATS
 from schedlang.passes.verify.sides import prepared
-from schedlang.report import Row
+from schedlang.report import Report, Row
 from schedlang.runtime.launch.pool import Pool
 from tests.benchmarks import working_precision as precision
 from tests.engine import Threads
 from tests.judging import net
+from tests.judging import test_choices as choices
+from tests.judging import test_dropout_rounded as dropout
+from tests.judging import test_eight_bits as eight_bits
 from tests.judging.test_rounded import RIGHT, WRONG
 from tests.zoo import ZOO
 
@@ -48,18 +52,35 @@ def cells(seeds: int) -> Iterator[tuple[Cell, Callable[[], Mapping[str, Any]]]]:
                     ("model", name, word, str(seed)),
                     lambda n=name, w=word, s=seed: model(n, w, s),
                 )
-        for place, (right, made) in enumerate((k == 0, one) for k in (0, 1) for one in SIDES[k]):
-            name = f"{made[0].__name__} {place}"
-            for word in (made[2],):
-                yield (
-                    ("judge", name, word, str(seed)),
-                    lambda m=made, r=right, s=seed: program(m, r, s),
-                )
+        for name, word, right, made in programs():
+            yield (
+                ("judge", name, word, str(seed)),
+                lambda m=made, r=right, s=seed: {**_counted(m(s).rows), "right": r},
+            )
         for bug, scene, word in zoo[seed * every : (seed + 1) * every]:
             yield ("zoo", bug.id, scene, word), lambda b=bug, c=scene, w=word: hunted(b, c, w)
 
 
-SIDES = (RIGHT, WRONG)
+Judge = Callable[[int], Report]  # of a program, on weights and batches of a seed
+
+
+def programs() -> Iterator[tuple[str, str, bool, Judge]]:
+    """Yield programs that somebody else wrote: name, dtype, whether it is right, and its judge."""
+    every = [(k == 0, one) for k in (0, 1) for one in (RIGHT, WRONG)[k]]
+    for place, (right, made) in enumerate(every):
+        yield f"{made[0].__name__} {place}", made[2], right, partial(_of_net, made)
+    for right, named in ((True, eight_bits.RIGHT), (False, eight_bits.WRONG)):
+        for name, one in named.items():
+            yield name, FORMATS[0], right, _by(eight_bits, one, FORMATS[0])
+    for word in ("bfloat16", "float16"):
+        for what, home in (("experts", choices), ("dropout", dropout)):
+            for right, several in ((True, home.RIGHT), (False, home.WRONG)):
+                for one in several:
+                    yield f"{what}, {one.__name__}", word, right, _by(home, one, word)
+
+
+def _by(home: Any, program: Any, word: str) -> Judge:
+    return lambda seed: home.judged(_pool(), program, word, seed=seed)
 
 
 @cache
@@ -76,11 +97,11 @@ def model(name: str, word: str, seed: int) -> dict[str, Any]:
     return {**_counted(done.rows), "draws": done.draws, "unsure": len(done.unsure)}
 
 
-def program(made: tuple[Any, int, str, Mapping[str, Any]], right: bool, seed: int) -> Any:
-    """A program of somebody else's, right or wrong, on weights and batches of a seed."""
+def _of_net(made: tuple[Any, int, str, Mapping[str, Any]], seed: int) -> Report:
+    """A program of the small decoder, right or wrong."""
     one, ranks, word, sizes = made
     torch.manual_seed(seed)
-    report = verify_program(
+    return verify_program(
         one,
         model=net.Net(**sizes),
         batch=net.batch,
@@ -90,7 +111,6 @@ def program(made: tuple[Any, int, str, Mapping[str, Any]], right: bool, seed: in
         seed=7 * seed,
         pool=_pool(),
     )
-    return {**_counted(report.rows), "right": right}
 
 
 @cache

@@ -18,6 +18,7 @@ from tests.judging.test_dropout import (
     Sides,
     another_rate,
     drops,
+    every_second_row,
     feed_forward,
     forgotten,
     told,
@@ -29,12 +30,20 @@ LOW = ["float32", "bfloat16", "float16"]
 
 
 def judged(
-    pool: Pool, program: Any, dtype: str, model: nn.Module | None = None, sides: Any = Sides
+    pool: Pool,
+    program: Any,
+    dtype: str,
+    model: nn.Module | None = None,
+    sides: Any = Sides,
+    seed: int = 0,
 ) -> Report:
     """The report on a program of two ranks in a low dtype."""
-    torch.manual_seed(0)
-    given: dict[str, Any] = {"model": model or feed_forward(), "batch": sides.batch}
+    torch.manual_seed(seed)
+    given: dict[str, Any] = {"model": model or feed_forward(), "batch": sides.batch, "seed": seed}
     return verify_program(program, loss=sides.loss, ranks=2, dtype=dtype, pool=pool, **given)
+
+
+RIGHT, WRONG = (every_second_row,), (forgotten, another_rate, unscaled)
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -56,7 +65,7 @@ def test_parts_are_found_in_few_bits(pool: Pool, way: str, dtype: str) -> None:
     assert drops(report) == dict.fromkeys(names, True) and not unknown(report)
 
 
-@pytest.mark.parametrize("program", [forgotten, another_rate, unscaled])
+@pytest.mark.parametrize("program", WRONG)
 @pytest.mark.parametrize("dtype", LOW)
 def test_dropout_that_is_wrong(pool: Pool, program: Any, dtype: str) -> None:
     """A rate, a scale, a dropout that is missing: each fails."""
