@@ -1,4 +1,4 @@
-"""Where a tensor of few bits lies in another one: the window that is nearest, and by far."""
+"""The place of a tensor of few bits in another one: the window that is nearest, and by far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where both sides drop: they run every batch with nothing dropped, and places are looked up."""
+"""Places of dropout: both sides run every batch with nothing dropped, and they are looked up."""
 
 from __future__ import annotations
 
