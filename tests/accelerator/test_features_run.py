@@ -88,10 +88,10 @@ def dropping() -> nn.Module:
     return words(0.2)
 
 
-def batch(seed: int, count: int = WORDS, many: int = 8) -> dict[str, Tensor]:
+def batch(seed: int, count: int = WORDS, many: int = 8, tokens: int = 8) -> dict[str, Tensor]:
     """Some rows, of which some end early."""
     draw = torch.Generator().manual_seed(seed)
-    ids, labels = (torch.randint(count, (many, 8), generator=draw) for _ in range(2))
+    ids, labels = (torch.randint(count, (many, tokens), generator=draw) for _ in range(2))
     labels[1, 5:] = labels[6, 2:] = -100
     return {"ids": ids, "labels": labels}
 
@@ -209,7 +209,7 @@ def trained(make: Any, mesh: str, rows: str, device: str | None, more: dict[str,
     """On a rank: losses, norms and parameters of some steps, and where the program computes."""
     model = make() if device is None else make().to(device)
     given = {"optimizer": sgd, **more}
-    size = given.pop("count", WORDS), given.pop("many", 8)
+    size = given.pop("count", WORDS), given.pop("many", 8), given.pop("tokens", 8)
     relax = given.pop("relax", "lossy")
     program = build(planned(model, rows, mesh, relax=relax), batch(0, *size), **given)
     losses, norms = [], []
@@ -221,13 +221,15 @@ def trained(make: Any, mesh: str, rows: str, device: str | None, more: dict[str,
     return losses, norms, program.state_dict(), where, max(program.replica_errors().values())
 
 
-def alone(make: Any, count: int = WORDS, optimizer: Any = sgd, many: int = 8) -> Any:
+def alone(
+    make: Any, count: int = WORDS, optimizer: Any = sgd, many: int = 8, tokens: int = 8
+) -> Any:
     """The same of the untouched model, on the CPU."""
     model, losses = make(), []
     made = optimizer(model.named_parameters())
     for step in range(STEPS):
         made.zero_grad()
-        loss = model(**batch(step, count, many))["loss"]
+        loss = model(**batch(step, count, many, tokens))["loss"]
         loss.backward()
         made.step()
         losses.append(float(loss))
