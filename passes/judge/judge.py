@@ -63,6 +63,7 @@ from schedlang.passes.verify.runs import (
     varied,
 )
 from schedlang.passes.verify.sides import Case, twin
+from schedlang.passes.verify.spilled import unhoarded
 from schedlang.report import Gap, Report
 from schedlang.runtime.batch import shares
 from schedlang.runtime.comm import world as comm
@@ -340,6 +341,7 @@ def _rank(
     make: Make, original: nn.Module, told: Sequence[Condition], aside: bool, drops: Drops
 ) -> tuple[Observation, Kept] | None:
     """One rank's part; only rank 0 tells what it saw."""
+    unhoarded()
     kept, table = Kept(folder=drops.folder), Table(original)
     made: list[Judged] = []
     lines = contextlib.redirect_stdout(sys.stderr) if aside else contextlib.nullcontext()
