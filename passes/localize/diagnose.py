@@ -94,13 +94,13 @@ def _ratio(x: Tensor, r: Tensor, sizes: Mapping[str, int]) -> str:
     factor = float((x * r).sum() / (r * r).sum())
     if not factor or not fits(x, factor * r) or abs(factor - 1) <= _FITS:
         return ""
-    for words, value in _numbers(sizes):
+    for words, value in numbers(sizes):
         if math.isclose(factor, value, rel_tol=_FITS):
             return f"{words} times the right value everywhere"
     return f"{factor:.6g} times the right value everywhere" if r.numel() > 1 else ""
 
 
-def _numbers(sizes: Mapping[str, int]) -> Iterator[tuple[str, float]]:
+def numbers(sizes: Mapping[str, int]) -> Iterator[tuple[str, float]]:
     """Signed products and quotients of sizes, named; then small integers and their inverses."""
     named = [(name, size) for name, size in sizes.items() if size > 1]
     for count in (1, 2, 3):
