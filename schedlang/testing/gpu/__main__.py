@@ -20,8 +20,8 @@ DEVICES = ("cuda", "cpu", "sim")
 REHEARSAL = 10.0  # times the limits of a GPU: interpreters and compilers of a CPU are slow
 
 
-def main(words: list[str] | None = None) -> int:
-    """Examine, tell, write; the exit code."""
+def options() -> argparse.ArgumentParser:
+    """Make the command's options."""
     parser = argparse.ArgumentParser(
         prog="python -m schedlang.testing.gpu",
         description=__doc__,
@@ -45,6 +45,12 @@ def main(words: list[str] | None = None) -> int:
         type=float,
         help=f"stretches all limits of time (1; of a rehearsal {REHEARSAL:.0f})",
     )
+    return parser
+
+
+def main(words: list[str] | None = None) -> int:
+    """Examine, tell, write; the exit code."""
+    parser = options()
     asked = parser.parse_args(words)
 
     import torch
