@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 Run = Callable[[Mapping[str, Any], Callable[[int], Mapping[str, Any]]], Any]
 
 CACHES = ("cache", "past_key_values")  # the name in transformers, from 5.2x on and before
+MORE = "this model keeps more than keys and values between tokens, or moves their rows"
+WITHOUT = "`use_cache=false` makes every token from the whole sequence"
 APART = {  # settings under which ranks would go different ways, or that move a cache's rows
     "max_time": "ranks have clocks of their own: bound it by `max_new_tokens`",
     "assistant_model": "leave it out: the program's own model makes every token",
@@ -104,7 +106,7 @@ def _refused(title: str, help_: str) -> Refusal:
 
 def _facade(a: Assembly, model: Any, run: Run) -> Any:
     """The model as transformers' loop sees it: its forward is the program's, on whole batches."""
-    from transformers.cache_utils import DynamicCache
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     kind: Any = type(model)
     _, replicas, _ = a.parts
@@ -121,7 +123,7 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
             output.logits = output.logits[:rows]
         if name is not None:
             ids = inputs.get("input_ids")
-            cache.seen += (ids if ids is not None else inputs["inputs_embeds"]).shape[1]
+            cache.came((ids if ids is not None else inputs["inputs_embeds"]).shape[1])
             output[name] = cache
         return output
 
@@ -136,6 +138,11 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
                     "leave out `cache_implementation` and caches of your own: this one keeps"
                     " all keys and values",
                 )
+            if any(
+                type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)
+                for layer in made.layers
+            ):
+                raise _refused(MORE, WITHOUT)
             given[name] = _cache_class()()
 
     more = {
@@ -184,6 +191,13 @@ class Kept:
             made._whole = self
         return self._parts[microbatch]
 
+    def came(self, tokens: int) -> None:
+        """Count the tokens of a forward; refuse a model that keeps others beside them."""
+        self.seen += tokens
+        for part in self._parts.values():
+            if any(keys.shape[-2] != self.seen for keys, _ in part._lines.values()):
+                raise _refused(MORE, WITHOUT)
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
@@ -217,10 +231,7 @@ class Kept:
         return type(None), ()
 
     def _other(self, *_: Any, **__: Any) -> Any:
-        raise _refused(
-            "this model keeps more than keys and values between tokens, or moves their rows",
-            "`use_cache=False` makes every token from the whole sequence",
-        )
+        raise _refused(MORE, WITHOUT)
 
     update_conv_state = update_recurrent_state = update_indexer = _other
     get_conv_state = get_recurrent_state = has_previous_state = _other
