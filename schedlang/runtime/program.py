@@ -268,11 +268,42 @@ class Program:
         what no rank has whole (`left_out` says what and why): a cache of keys and values of other
         stages, a count that differs between parts.
         """
+        return self._evaluate(batch, local)
+
+    def generate(self, inputs: Tensor | None = None, **options: Any) -> Any:
+        """Generate tokens as the model's own `generate` of transformers does, on every rank alike.
+
+        inputs   prompts (rows, tokens), the same on every rank; they are shared among ranks
+        options  those of `model.generate`: `attention_mask=`, `max_new_tokens=`, `do_sample=`, ...
+        Keys and values are kept where they are made: by layers, by heads, and by rows.  Raises
+        Refusal S627 for models and settings that it cannot follow.
+        """
+        from schedlang.runtime.generation import generate
+
+        with torch.no_grad():
+            return generate(
+                self.assembly,
+                lambda batch, beside: self._evaluate(batch, False, beside),
+                inputs,
+                options,
+            )
+
+    def _evaluate(
+        self,
+        batch: Batch,
+        local: bool,
+        beside: Callable[[int], Mapping[str, Any]] | None = None,
+    ) -> Any:
+        """The output of a batch; `beside(k)` has more arguments for microbatch `k`."""
         check_mapping(batch)
         self._training.off()
         step, count = self.evaluated
         self.evaluated = self.step, count + 1 if step == self.step else 1
         parts, weights, _ = self._parts(batch, local)
+        if beside is not None:
+            parts = [
+                replace(part, inputs={**part.inputs, **beside(k)}) for k, part in enumerate(parts)
+            ]
         with torch.no_grad():
             results = self._run(parts, None, train=False)
         reshard(self.assembly.sliced)

@@ -181,7 +181,7 @@ def _levelled(
     made = [(first[one], receiver[alone], np.zeros(len(one), np.int64), wanted[alone])]
     np.add.at(loads, first[one], wanted[alone] * kind.itemsize)
     rest = np.flatnonzero(~alone)  # by rising part
-    starts = np.searchsorted(part[rest], distinct(part[rest]))
+    starts = np.flatnonzero(np.diff(part[rest], prepend=-1))
     for low, high in zip(starts, [*starts[1:], len(rest)]):
         some = rest[low:high]
         senders = holders[part[some[0]]]
