@@ -487,8 +487,10 @@ class Program:
         return value.to(device) if on_accelerator(device) else value.cpu()
 
     def _told(self, used: Sequence[float], like: Tensor) -> Tensor:
-        """Which parameters this rank used, packed; where that lies on an accelerator it is kept
-        there, for the host would wait for each copy from its memory."""
+        """Return which parameters this rank used, packed, beside what it is like.
+
+        On an accelerator it is kept: the host would wait for each copy from its memory.
+        """
         key = tuple(used)
         if self._used is None or self._used[0] != key:
             numbers = packed(used, self.assembly.ranks.mesh.world, like.dtype)

@@ -287,7 +287,7 @@ def packed(flags: Sequence[float], world: int, dtype: torch.dtype) -> list[float
 
 
 def unpacked(sums: Sequence[float], count: int, world: int, dtype: torch.dtype) -> list[int]:
-    """How many ranks had a one for each of `count` flags, of the sums of what they packed."""
+    """Count the ranks that had a one for each of `count` flags, of the sums of what they packed."""
     bits, each = _fields(world, dtype)
     last = (1 << bits) - 1
     return [int(sums[k // each]) >> bits * (k % each) & last for k in range(count)]

@@ -79,7 +79,7 @@ class Parts(Sequence[Part]):
 
     @cached_property
     def counts(self) -> list[int]:
-        """For each dim one more than the greatest number of cells: of these parts, or of others."""
+        """One more than the greatest number of cells in each dim: of these parts, or of others."""
         every = zip(self.numbers.T, self.cells)
         return [max(int(n.max(initial=-1)), *rows[-1:, 0].tolist(), 0) + 1 for n, rows in every]
 
