@@ -1,4 +1,4 @@
-"""Where ranks drop: every batch is run once with nothing dropped, and places are looked up."""
+"""Places that ranks drop from: every batch is run once undropped, and they are looked up."""
 
 from __future__ import annotations
 
