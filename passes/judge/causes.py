@@ -57,7 +57,7 @@ def causes(
 
 
 def _wrong(rows: Sequence[Row], bounds: Bounds, kind: str) -> Iterator[Key]:
-    """What fails in the first step of a run that clips nothing."""
+    """Yield the tensors that fail in the first step of a run that clips nothing."""
     for row in rows:
         name = row.name
         if row.kind == "replicas" and name.startswith(_COPIES) and kind == "gradients":
@@ -121,7 +121,7 @@ def _of_factor(sizes: Mapping[str, int], factors: Mapping[Key, float]) -> Mended
 
 
 def _factors(bounds: Bounds, seen: Observation, keys: Sequence[Key]) -> dict[Key, float]:
-    """By what each value is multiplied that should be the original's, on the whole."""
+    """Return by which factor each value is off that should be the original's, on the whole."""
     found = {}
     for key in keys:
         x, r = seen.tensors.get(key), bounds.exact.tensors[key]

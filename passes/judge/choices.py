@@ -92,7 +92,7 @@ def _together(notes: Sequence[Noted]) -> Noted:
 
 
 def _noted(name: str, out: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Noted | None, int]:
-    """What is chosen among what, and along which dim; None: it is no choice in rows."""
+    """Return scores and what is chosen, in rows, and along which dim; None: no such choice."""
     given = args[0] if args else kwargs["input"]
     chosen = out if isinstance(out, Tensor) else out[1]
     place = 2 if name in ("topk", "kthvalue") else 1
@@ -230,7 +230,7 @@ def _tips(noted: Noted, far: Tensor) -> Tensor:
 
 
 def _told(scores: Tensor, chosen: Tensor, seen: Sequence[Noted], far: float) -> list[Tensor]:
-    """What ranks chose where their scores are these, but for roundings: that of the nearest first.
+    """Tell what ranks chose where scores are these but for roundings, the nearest first.
 
     Two are told where a row as near chose otherwise. Nothing is told by rows whose scores are
     others, or by a choice that no rounding explains.

@@ -35,8 +35,8 @@ from schedlang.passes.judge.kinds import INITIAL, Located, kinds
 from schedlang.passes.judge.layouts import Holdings, Table
 from schedlang.passes.judge.loaded import reloaded
 from schedlang.passes.judge.located import located
-from schedlang.passes.judge.masks import Dropping, Drops, Noting, Placed
-from schedlang.passes.judge.placing import places_of
+from schedlang.passes.judge.masks import Dropping, Drops, Placed
+from schedlang.passes.judge.placing import dropped_alike, noted_drops, of_dropout, places_of
 from schedlang.passes.judge.program import Make, check_ranks, load_program
 from schedlang.passes.judge.rounded import judged_in
 from schedlang.passes.judge.subject import Judged, Kept
@@ -75,7 +75,6 @@ from schedlang.runtime.modes import ambient
 from schedlang.runtime.rng.logical_dropout import Still, Undropped
 
 MOST_RANKS = 8
-MASKS = "masks that differ between copies, or are alike where they should not be"
 IGNORED = -100  # the label that torch's losses leave out
 Progress = Callable[..., None]
 _CALLERS = ("judge/program.py", "judge/subject.py")  # of what a user wrote
@@ -294,38 +293,9 @@ def _dropping(
     progress: Progress,
     folder: str,
 ) -> tuple[Drops, Observation, Kept]:
-    """Run the ranks; once more with no dropout where they do not draw alike from step to step."""
-    drops = _noted(case, task, told, folder)
-    actual, kept = _ranks(case, task, told, pool, progress, drops)
-    if kept.stray:
-        drops = replace(drops, off=frozenset(drops.sites))
-        stray = dict.fromkeys(kept.stray, "?")
-        actual, kept = _ranks(case, task, told, pool, progress, drops)
-        kept.met = replace(kept.met, unknown={**kept.met.unknown, **stray})
-    return replace(drops, off=kept.met.off(drops)), actual, kept
-
-
-def _noted(case: Case, task: Task, told: Sequence[Condition], folder: str) -> Drops:
-    """Keep what the original drops from in each of all batches, with nothing dropped."""
-    batches: list[Batch] = []
-    numbers: dict[tuple[str, int], int] = {}
-    sites: dict[str, None] = {}
-    others: dict[tuple[str, str], None] = {}
-    for condition in told:
-        for step, batch in enumerate(condition.batches):
-            known = (k for k, one in enumerate(batches) if one is batch)
-            number = next(known, len(batches))
-            numbers[condition.name, step] = number
-            if number < len(batches):
-                continue
-            batches.append(batch)
-            noting = Noting()
-            with ambient(Float64(), noting):
-                Sequential(twin(case), loss=case.loss).derive(batch, range(rows(batch)))
-            torch.save(noting.drops, f"{folder}/{number}")
-            sites |= dict.fromkeys(drop.site for drop in noting.drops)
-            others |= dict.fromkeys(sorted(noting.others))
-    return Drops(folder, task.seed, numbers, tuple(sites), tuple(others))
+    """Run the ranks, which drop where places are known."""
+    drops = noted_drops(case, told, folder)
+    return dropped_alike(drops, lambda drops: _ranks(case, task, told, pool, progress, drops))
 
 
 def _original(case: Case, told: Sequence[Condition], drops: Drops) -> Observation:
@@ -448,16 +418,7 @@ def _gaps(
     sizes = kept.holdings.axes or {}
     names = {name: p.numel() for name, p in case.plan.model.model.named_parameters()}
     found = [*gaps(seen, sizes=sizes, drawn=len(drops.sites), parameters=names)]
-    for name in sorted(kept.met.unknown):
-        said = f"dropout of `{name}` (its part of the whole is not known)"
-        found.append(Gap(said, "dropout that is wrong there"))
-    for site, function in drops.others:
-        said = f"random numbers of `{site or 'the model'}` (`{function}` stands still)"
-        found.append(Gap(said, "random numbers that are used wrongly"))
-    if drops.sites and kept.compiled:
-        found.append(Gap("compiled regions (they drop, and run eagerly)", "what compiling breaks"))
-    if drops.sites:
-        found.append(Gap("masks of its own (the original's are given)", MASKS))
+    found += of_dropout(drops, kept)
     if all(p.requires_grad for p in case.plan.model.model.parameters()):
         found.append(Gap("no frozen parameters", "frozen weights that are updated"))
     found += of_saved(kept)

@@ -257,11 +257,13 @@ def _constants(x: Tensor, r: Tensor) -> str:
     if x.numel() < 5:
         return ""
     numbers = sorted([float(gap.min()), float(gap.max())], key=abs)
-    near = [(gap - n).abs() <= _FITS * float(r.abs().max()) for n in numbers]
+    least = _FITS * float(r.abs().max())
+    near = [(gap - n).abs() <= least for n in numbers]
     if bool(near[0].all()):
         return f"{numbers[0]:.3g} is added everywhere"
     if bool((near[0] | near[1]).all()):
-        each = [f"{n:.3g} to {int(there.sum())}" for n, there in zip(numbers, near)]
+        both = [(n, there) for n, there in zip(numbers, near) if abs(n) > least]
+        each = [f"{n:.3g} to {int(there.sum())}" for n, there in both]
         return f"a constant is added: {' and '.join(each)} elements"
     return ""
 

@@ -323,8 +323,9 @@ class Bounds:
             else:
                 left[key] = error
             found[key] = replace(row, ok=row.error <= row.gate)
-        for key, share in self._shares(left, chance).items():
-            found[key] = replace(found[key], error=share, ok=share <= 1.0)
+        for key, share in self._shares(left, chance, casts).items():
+            note = OVERFLOWS if math.isnan(share) else ""
+            found[key] = replace(found[key], error=share, ok=share <= 1.0, note=note)
         return tuple(found.values())
 
     def widen(self, rows: Sequence[Row], program: Observation) -> list[Row]:
@@ -375,18 +376,25 @@ class Bounds:
         state = key.kind in _BUFFERS or key.kind.startswith("optimizer ")
         return key.kind in KINDS or (self.state and state)
 
-    def _shares(self, left: Mapping[Key, Tensor], chance: float) -> dict[Key, float]:
+    def _shares(
+        self, left: Mapping[Key, Tensor], chance: float, casts: bool = False
+    ) -> dict[Key, float]:
         """The shares of their bounds that errors take, from as many runs as that asks for.
 
         A bound only falls with the degrees of freedom, and these are no more than elements: what is
-        within the bound of so many, told from the runs so far, needs no more of them.
+        within the bound of so many, told from the runs so far, needs no more of them.  NaN is that
+        of an error beyond it where roundings alone make some run of the original no number.
         """
         shares, plain, moved = dict[Key, float](), dict[Key, list[Tensor]](), dict[Key, Any]()
+        lost = set[Key]()
         for draw in range(self.draws + 1):
             seen = self.run(draw) if draw else self._as_it_stands
-            if draw and self.tells_apart(seen):
+            if casts and draw and self.tells_apart(seen):
                 continue  # a step that is skipped here alone says nothing of roundings
             for key in left:
+                own = _error(self.exact, seen, key)
+                if own is not None and not bool(own.isfinite().all()):
+                    lost.add(key)
                 found = [_error(self.exact, seen, one) for one in self._together(key)]
                 known = [e for e in found if e is not None and bool(e.isfinite().all())]
                 if draw:
@@ -405,6 +413,8 @@ class Bounds:
             told = bound(moved.get(key, []), chance)
             if told is not None:
                 shares[key] = self._floored(key, told).share(x)
+            if key in lost and not shares[key] <= 1.0:
+                shares[key] = math.nan
         return shares
 
     def _together(self, key: Key) -> list[Key]:

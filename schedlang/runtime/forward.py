@@ -118,7 +118,7 @@ def layer_of(module: nn.Module, kind: str) -> Any:
 
 
 def below(module: nn.Module, kind: str) -> Callable[..., Any]:
-    """What the layer of a kind, which the module has, is put around."""
+    """Return what the layer of a kind, which the module has, is put around."""
     layers: Layers = vars(module)[_SLOT]
     call: Any = layers.call
     while call.func is not layers.kinds[kind]:

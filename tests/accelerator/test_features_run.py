@@ -100,6 +100,10 @@ def sgd(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
 
 
+def torch_sgd(named: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=lr)
+
+
 def muon(named: Any) -> torch.optim.Optimizer:
     """Looks at whole matrices."""
     held = [p for n, p in named if p.dim() == 2]
@@ -326,6 +330,14 @@ def test_compressed_sums(code: str) -> None:
         assert losses == pytest.approx(wanted[0], rel=1e-4)
         for name, value in wanted[2].items():
             assert (parameters[name] - value).norm() <= 2e-2 * value.norm(), name
+
+
+def test_weights_of_before() -> None:
+    """An order whose microbatches compute with older weights: as on ranks of the CPU."""
+    rows = CUT + 'pipeline(order="PipeDream-2BW", micro=4)'
+    given = {"relax": "staleness", "optimizer": partial(torch_sgd, lr=1e-3)}
+    wanted = on_ranks(words, "pp=2", rows, None, **given)[0]
+    check(on_ranks(words, "pp=2", rows, "sim", **given), wanted)
 
 
 def test_whole_matrices() -> None:

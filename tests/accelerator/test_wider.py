@@ -24,6 +24,7 @@ from tests.accelerator.test_features_run import (
     alone,
     batch,
     check,
+    dropping,
     kept,
     muon,
     on_ranks,
@@ -178,9 +179,37 @@ def test_fewer_bits(word: str, ranks: int) -> None:
     check(on_ranks(*given, "sim", relax="dtype"), wanted, 1e-2)
 
 
+DROPPED = {
+    4: ("dp=2, tp=2", TENSOR + SUM + "blocks.*  checkpoint()"),
+    8: ("dp=2, cp=4", RING.format("ring", "cp", "(dp, cp)")),
+}
+
+
+@pytest.mark.parametrize("ranks", DROPPED)
+def test_dropped(ranks: int) -> None:
+    """Native dropout: steps are finite, others than without, and copies stay equal."""
+    found, without = on_ranks(dropping, *DROPPED[ranks], "sim"), alone(words)[0]
+    for losses, _, _, where, apart in found:
+        assert where.startswith("sim") and apart == 0.0 and losses == found[0][0]
+        assert losses[0] != pytest.approx(without[0], rel=1e-6)
+        assert losses == pytest.approx(without, rel=0.3)
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_activations_in_fewer_bits(ranks: int) -> None:
+    """Copies are equal, and training is near to that without."""
+    rows = SUM + "blocks.*  compress(activations, int8)"
+    for losses, _, _, where, apart in on_ranks(DEEP, f"dp={ranks}", rows, "sim"):
+        assert where.startswith("sim") and apart == 0.0
+        assert losses == pytest.approx(alone(DEEP)[0], rel=1e-3)
+
+
 STATE = {
     "slices on 4": ("dp=4", "zero(stage=3, over=dp)"),
     "slices on 8": ("dp=8", "zero(stage=3, over=dp)"),
+    "tensor on 4": ("tp=4", TENSOR),
+    "context on 8": ("cp=8", RING.format("ring", "cp", "cp")),
+    "state on disk on 4": ("dp=4", SUM + "offload(optimizer, to=disk)"),
     "stages on 4": ("pp=4", PIPE),
     "stages with slices on 8": (
         "dp=4, pp=2",

@@ -106,8 +106,11 @@ def judged(pool: Pool, program: Any, dtype: str, seed: int) -> Report:
     return verify_program(program, ranks=2, dtype=dtype, seed=seed, pool=pool, **sides)
 
 
+RIGHT, WRONG = (rows, words), (next_best, never_the_first, scaled)
+
+
 # on this seed roundings tip choices, and the bounds of the choices in float64 are too tight
-@pytest.mark.parametrize("program", [rows, words])
+@pytest.mark.parametrize("program", RIGHT)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_choices_that_roundings_tip_are_those_of_ranks(
     pool: Pool, program: Any, dtype: str
@@ -118,7 +121,7 @@ def test_choices_that_roundings_tip_are_those_of_ranks(
     assert "roundings tip" in dict(report.facts)["choices"]
 
 
-@pytest.mark.parametrize("program", [next_best, never_the_first, scaled])
+@pytest.mark.parametrize("program", WRONG)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_wrong_experts_are_no_rounding(pool: Pool, program: Any, dtype: str) -> None:
     """Neither is what else is wrong where choices are held, nor are such rows left undecided."""

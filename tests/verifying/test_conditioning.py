@@ -210,6 +210,25 @@ def test_an_original_that_is_no_number_in_float64_decides_nothing(
     assert undecided([*rows])[0] == [] and undecided([*rows])[1]
 
 
+@pytest.mark.parametrize("lost", [0, 1, 7])
+@pytest.mark.parametrize("ours", [1.01, 2.0, math.nan])
+def test_where_roundings_alone_overflow_nothing_fails(lost: int, ours: float) -> None:
+    """Runs that are no numbers are no small errors: what is beyond the others is undecided."""
+    torch.manual_seed(0)
+    key, ones = Key("SGD", "gradients", 2, "w"), torch.ones(64)
+
+    def run(draw: int) -> Observation:
+        value = ones + 0.01 * torch.randn(64)
+        return Observation({key: value * math.nan if 0 < draw <= lost else value})
+
+    bounds = Bounds(Observation({key: ones.double()}), run)
+    (row,) = bounds.rows(Observation({key: ones * ours}))
+    if ours == 1.01:
+        assert row.ok
+    else:
+        assert not row.ok and bool(undecided([row])[1]) == bool(lost)
+
+
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["kept in it", "autocast"])
 def test_bounds_of_a_program_that_was_written_elsewhere(autocast: torch.dtype | None) -> None:
     """A model that computes in bfloat16 or is cast to it: halves pass, mistakes fail."""
