@@ -382,7 +382,7 @@ def _where(
     report: Report,
     pool: Pool,
 ) -> Located:
-    """Where it arises; nowhere if the program starts from other weights."""
+    """Find the place where it arises; none if the program starts from other weights."""
     if any(row.kind == INITIAL and not row.ok for row in report.rows):
         return Located()
     return located(case, task.make, task.world, asked, told, drops, report, pool)

@@ -104,7 +104,7 @@ def located(
 
 
 def _cause(step: Step, found: modules.Found) -> str:
-    """What makes an output or a gradient wrong for which no pattern of its numbers is known."""
+    """Say what makes an output or a gradient wrong whose numbers follow no known pattern."""
     return _of_gradient(step, found) if found.back else _of_output(step, found)
 
 
@@ -156,7 +156,7 @@ def _place(wanted: Sequence[tuple[int, Any, int]], one: tuple[int, Any, int]) ->
 
 
 def _rows(part: modules.Part, anchors: Sequence[modules.Part], want: Tensor) -> Tensor | None:
-    """Which rows (of the first two dims) of the whole a rank has, as those right before it tell."""
+    """The rows (of the first two dims) of the whole that a rank has, as those before it tell."""
     lead = part.value.shape[:2]
     for one in anchors:
         if (one.rank, one.frame[1], one.value.shape[:2]) != (part.rank, part.frame[1], lead):
@@ -225,7 +225,7 @@ def _outputs(
     batches: Sequence[Batch],
     wanted: Sequence[tuple[int, Any, int]],
 ) -> list[list[Tensor]]:
-    """For each of some batches what this rank's modules give that are asked for."""
+    """Return for each of some batches what this rank's modules give that are asked for."""
     found = []
     with _judged(make, original, condition, drops) as (judged, begun):
         named = judged.named_modules()

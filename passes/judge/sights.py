@@ -1,4 +1,4 @@
-"""On which places of a batch a place of an output depends: what a mask that was lost lets through.
+"""Dependence of an output on places of a batch: it shows what a lost mask lets through.
 
 Places (words) of an input are changed one after the other, for all rows alike, and the step is run
 again on both sides. A dependence that only one side has is said; nothing else is concluded from.
@@ -92,7 +92,7 @@ def seen_otherwise(right: Sequence[Tensor], parts: Sequence[Part], made: Sequenc
 
 
 def _moved(outputs: Sequence[Tensor]) -> Tensor:
-    """By change and row, how far an output moves, in parts of its largest number."""
+    """Tell by change and row how far an output moves, in parts of its largest number."""
     first = outputs[0]
     scale = float(first.abs().max()) or 1.0
     rows = first.shape[0] * first.shape[1]

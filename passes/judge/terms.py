@@ -1,4 +1,4 @@
-"""What a gradient is made of: what each function that a tensor goes into sends back to it.
+"""Terms of a gradient: what each function that a tensor goes into sends back to it.
 
 A tape notes the functions of a step. Where a tensor's gradient is wrong, each function is derived
 again by itself: its term of the right gradient, and the gradient that it was sent, are tried as
@@ -45,7 +45,7 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """What a call sends back to a tensor, and what it was sent, if that is of the same shape."""
+    """A gradient that a call sends back to a tensor, and the one it was sent, if shaped alike."""
 
     call: Call
     back: Tensor

@@ -134,8 +134,10 @@ def _judged(
 ) -> Report:
     """The report of a program that was written elsewhere, against the original's file."""
     from schedlang.passes.judge.judge import judge, posed
+    from schedlang.passes.verify.spilled import unhoarded
     from schedlang.verbs.telling import Telling
 
+    unhoarded()  # this process is the verb's own
     path = foreign.against
     assert path is not None
     with Telling(quiet=as_json) as said, unchecked(timeout, as_json, said.close):
