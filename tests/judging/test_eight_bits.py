@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.tensor import Shard
 
 from schedlang import TrainingProgram, verify_program
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.verify.conditioning import IN_DTYPE
 from schedlang.passes.verify.eight_bits import FORMATS
 from schedlang.report import Report
 from schedlang.runtime.launch.pool import Pool
@@ -70,9 +72,9 @@ def cast(x: Tensor, amax: Amax, dtype: torch.dtype = torch.float8_e4m3fn) -> tup
     return (x.float() / scale).clamp(-most, most).to(dtype), scale
 
 
-def emulated(a: Tensor, b: Tensor, amax: Amax) -> Tensor:
+def emulated(a: Tensor, b: Tensor, amax: Amax, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
     """A product a @ b.T, as other machines make it."""
-    (x, s), (w, t) = cast(a, amax), cast(b, amax)
+    (x, s), (w, t) = cast(a, amax, dtype), cast(b, amax, dtype)
     return ((x.float() @ w.float().T) * s * t.T).to(a.dtype)
 
 
@@ -229,6 +231,18 @@ def test_wrong_scales_fail(pool: Pool, program: Any) -> None:
 def test_eight_bits_are_no_rounding_of_more(pool: Pool) -> None:
     """The same program is wrong where nothing says that its products are of eight bits."""
     assert judged(pool, RIGHT["rows, one scale"], "bfloat16").exit_code == 1
+
+
+def _worst(report: Report) -> float:
+    return max(row.error for row in report.rows if row.kind.endswith(IN_DTYPE))
+
+
+def test_the_format_of_fewer_digits(pool: Pool) -> None:
+    """A program that casts to it is within its bounds, about half as far from them."""
+    coarse = rows(partial(emulated, dtype=torch.float8_e5m2))
+    wide, narrow = (judged(pool, coarse, dtype) for dtype in FORMATS[::-1])
+    assert wide.ok and 1.5 * _worst(wide) < _worst(narrow)
+    assert judged(pool, WRONG["never multiplied again"], FORMATS[1]).exit_code == 1
 
 
 @pytest.mark.parametrize("dtype", ["none", "float64", "float8_e8m0fnu"])
