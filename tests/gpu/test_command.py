@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from schedlang.testing.accelerator import unavailable
 from schedlang.testing.gpu import driver, page
@@ -27,7 +28,9 @@ PATIENCE = "12"
 def command(*words: str, before: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run it; `before` holds a `sitecustomize` that each of its processes imports first."""
     paths = [str(one) for one in (before, ROOT) if one is not None]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    # what other tests have compiled is compiled
+    kept = {"TORCHINDUCTOR_CACHE_DIR": default_cache_dir(), **os.environ}
+    environment = {**kept, "PYTHONPATH": os.pathsep.join(paths)}
     words = ("-m", "schedlang.testing.gpu", "--patience", PATIENCE, *words)
     if before is None:
         return forks.run(*words, env=environment, cwd=ROOT, timeout=1500)
@@ -252,6 +255,16 @@ def test_what_was_not_run_is_no_success(tmp_path: Path, capsys: Any) -> None:
     assert main(words) == 3
     assert "1 case was not run for want of time" in capsys.readouterr().out
     assert "Of 0 cases nothing was wrong, and nothing failed. For 1 no time" in where.read_text()
+
+
+def test_half_a_compiled_file_is_left_to_nobody(tmp_path: Path, monkeypatch: Any) -> None:
+    """A process that may be ended at any time compiles into a folder that goes with it."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    told = driver._environment(PARTS[0], CPU, tmp_path)
+    caches = [told[name] for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]
+    assert all(Path(one).is_relative_to(tmp_path) for one in caches)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "there")
+    assert driver._environment(PARTS[0], CPU, tmp_path)["TORCHINDUCTOR_CACHE_DIR"] == "there"
 
 
 def test_a_name_that_no_case_has_is_told(tmp_path: Path, monkeypatch: Any) -> None:

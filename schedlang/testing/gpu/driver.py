@@ -103,7 +103,7 @@ class _Run:
                     self.words,
                     str(len(self.found)),
                 ],
-                env=_environment(self.part, self.setup),
+                env=_environment(self.part, self.setup, told.with_suffix(".cache")),
                 stdin=subprocess.DEVNULL,
                 stdout=err,
                 stderr=err,
@@ -159,10 +159,16 @@ class _Run:
                 time.sleep(_LOOK)
 
 
-def _environment(part: Part, setup: Setup) -> dict[str, str]:
-    """Return a child's environment: its device, Triton's interpreter for kernels on a CPU."""
+def _environment(part: Part, setup: Setup, cache: Path) -> dict[str, str]:
+    """Return a child's environment: its device, Triton's interpreter for kernels on a CPU.
+
+    What it compiles it keeps apart, unless somebody says where: a child that is ended while it
+    writes would leave half a file, which all later programs of this user would load.
+    """
     kernels = part.name in ("kernels", "programs", "contests", "layers")
     found = environment(setup.device == "cpu" and kernels)
+    for name, inside in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
+        found.setdefault(name, str(cache / inside))
     if setup.timed:  # all of it on one device
         found["CUDA_VISIBLE_DEVICES"] = found.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         found["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # ranks are forked from a process that asks
