@@ -445,8 +445,11 @@ def _local_copy(plan: Plan, prepared: Prepared, ranks: Ranks, given: Options) ->
             return meta_parameter(parameter)
         if on_meta:
             return meta_parameter(parameter, holding.local_shape(mesh, rank))
-        if source is None or (given.weights is None and not parameter.is_meta):
-            part = take(parameter.detach(), holding, mesh, rank).to(ranks.device)
+        value = parameter if source is None else plan.model.drawn(name, parameter)
+        if value is None and given.weights is None and not parameter.is_meta:
+            value = parameter
+        if value is not None:
+            part = take(value.detach(), holding, mesh, rank).to(ranks.device)
         else:
             part = parameter.new_zeros(holding.local_shape(mesh, rank), device=ranks.device)
             names = plan.model.unique[name].names

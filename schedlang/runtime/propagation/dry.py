@@ -71,7 +71,9 @@ class Wanted:
 class Leaf:
     """A sharded module: how it computes, its axes, and its own parameters (first names).
 
-    `kind` "" runs as it is between its edges, and its own calls are followed.
+    `kind` "" runs as it is between its edges, and its own calls are followed.  `inner`: axes that
+    split its weight, with parameters that are whole there and used before its results are summed,
+    or with a part of them: their gradients are parts.
     """
 
     fqn: str
@@ -79,6 +81,7 @@ class Leaf:
     wanted: tuple[Wanted, ...]
     parameters: tuple[str, ...] = ()
     bias: str | None = None  # first name of the bias, if it is added after a pending sum
+    inner: tuple[tuple[str, str], ...] = ()
 
 
 def dry_forward(
@@ -299,6 +302,8 @@ def _note_leaf(leaf: Leaf, edges: Sequence[Edge], note: Note, out: Any, follower
         parts |= {a for a, e in own.items() if isinstance(e.wants, S) and dim_of(e.wants) != inner}
     for axis in ((note.entered | note.tags.keys()) - own.keys()) | parts:
         follower.partial_over(frozenset(leaf.parameters), axis)
+    for axis, name in leaf.inner:
+        follower.partial_over(frozenset([name]), axis)
     whole = frozenset(w.axis for w in leaf.wanted if w.differ)
     for axis in whole:
         follower.partial_over(frozenset(leaf.parameters), axis)

@@ -229,7 +229,7 @@ def projection(
 
     Not `biased`: whoever calls it adds the bias.
     """
-    compute = COMPUTES[kind]
+    compute, more = COMPUTES[kind], getattr(module, "with_adapter", None)
     sums = [edge for edge in edges if isinstance(edge.computes, P)]
     others = [edge for edge in edges if edge not in sums]
     is_head = [edge.head for edge in edges] == [True]
@@ -243,6 +243,7 @@ def projection(
         if layer is not None:
             return layer.lazy(x, edges[0].group, edges[0].cut or 0)
         y = compute(module, x, biased and not sums)
+        y = y if more is None else more(x, y)
         for edge in sums:
             y = edge.exit(y)
         bias = module._parameters.get("bias") if sums and biased else None
