@@ -34,6 +34,11 @@ class Adapted(nn.Module):
         """x [..., in] to [..., out]."""
         return self.with_adapter(x, super().forward(x))
 
+    @property
+    def drops_input(self) -> bool:
+        """Whether a mask as large as its input is drawn at each call."""
+        return self.training and self.lora_dropout > 0
+
     def with_adapter(self, x: Tensor, y: Tensor) -> Tensor:
         """Add what the adapter makes of `x` to what the weight made of it, of whatever parts.
 
@@ -42,7 +47,7 @@ class Adapted(nn.Module):
         """
         a, b = self._parameters[A], self._parameters[B]
         assert a is not None and b is not None
-        given = F.dropout(x, self.lora_dropout, self.training) if self.lora_dropout else x
+        given = F.dropout(x, self.lora_dropout) if self.drops_input else x
         return y + F.linear(F.linear(given, a), b) * self.lora_scaling
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -125,6 +125,8 @@ def dry_forward(
             axis = edges[0].group.axes[0]
             raise follower.refuse(str(fault), axis, GATHER_NORM) from fault
         _note_leaf(leaf, edges, note, out, follower)
+        if follower.draws and getattr(module, "drops_input", False):
+            _note_mask(leaf, edges, main, follower)
     else:
         out = inner(*args, **kwargs)
         edges = tuple(_left(edge, w, out, follower) for edge, w in zip(edges, leaf.wanted))
@@ -319,6 +321,25 @@ def _note_leaf(leaf: Leaf, edges: Sequence[Edge], note: Note, out: Any, follower
             dim = dim_of(edge.leaves) % out.ndim
             kept[axis] = _tag(edge, edge.leaves, dim, out, follower)
     follower.put(out, Note(kept, frozenset(), True, (note.entered - own.keys()) | whole))
+
+
+def _note_mask(leaf: Leaf, edges: Sequence[Edge], main: Tensor, follower: Follower) -> None:
+    """Note the mask that a leaf draws for its input, and how that lies once it has come in."""
+    arrived, whole = follower.of(main).tags, list(main.shape)
+    for tag in arrived.values():
+        whole[tag.dim] = sum(tag.blocks)
+    tags = dict(arrived)
+    for edge in edges:
+        axis, wants = edge.group.axes[0], edge.wants
+        if edge.arrives != wants:
+            tags.pop(axis, None)
+            if isinstance(wants, S):
+                dim = dim_of(wants) % main.ndim
+                blocks = block_sizes(wants, whole[dim])
+                tags[axis] = Tag(dim, blocks, edge.group.label, wants.uneven)
+    turn = follower.drawn.get(leaf.fqn, 0)
+    follower.drawn[leaf.fqn] = turn + 1
+    follower.masks[leaf.fqn, turn] = (tuple(whole), tags)
 
 
 def _tag(edge: Edge, placement: S, dim: int, local: Tensor, follower: Follower) -> Tag:
